@@ -1,0 +1,72 @@
+"""Registration with the Auto classes: the only file that touches them."""
+
+from transformers import (
+    AutoBackbone,
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForMaskedImageModeling,
+    AutoModelForVideoClassification,
+    AutoVideoProcessor,
+)
+from transformers.utils import is_torchvision_available, is_vision_available
+
+from .configuration_liere import LieREVideoConfig, LieREViTConfig
+from .modeling_liere import (
+    LieREViTBackbone,
+    LieREViTForImageClassification,
+    LieREViTForMaskedImageModeling,
+    LieREViTModel,
+)
+from .modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
+
+
+MODELS = {
+    LieREViTConfig: {
+        AutoModel: LieREViTModel,
+        AutoModelForImageClassification: LieREViTForImageClassification,
+        AutoModelForMaskedImageModeling: LieREViTForMaskedImageModeling,
+        AutoBackbone: LieREViTBackbone,
+    },
+    LieREVideoConfig: {
+        AutoModel: LieREVideoModel,
+        AutoModelForVideoClassification: LieREVideoForVideoClassification,
+    },
+}
+
+
+def register() -> None:
+    """
+    Make the Auto classes, the pipelines and `trust_remote_code` know our models; calling it again changes nothing.
+
+    `register_for_auto_class` makes `save_pretrained` put the modeling code beside the weights, so that a checkpoint
+    also loads where this package is not installed.
+    """
+    for config_class, models in MODELS.items():
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        config_class.register_for_auto_class()
+        for auto_class, model_class in models.items():
+            auto_class.register(config_class, model_class, exist_ok=True)
+            model_class.register_for_auto_class(auto_class.__name__)
+        processors = _image_processors()
+        if processors:
+            AutoImageProcessor.register(config_class, image_processor_classes=processors, exist_ok=True)
+    if is_torchvision_available():
+        from transformers import VideoMAEVideoProcessor
+
+        AutoVideoProcessor.register(LieREVideoConfig, VideoMAEVideoProcessor, exist_ok=True)
+
+
+def _image_processors() -> dict[str, type]:
+    """ViT's processors for the backends that are installed."""
+    processors = {}
+    if is_vision_available():
+        from transformers import ViTImageProcessorPil
+
+        processors["pil"] = ViTImageProcessorPil
+    if is_torchvision_available():
+        from transformers import ViTImageProcessor
+
+        processors["torchvision"] = ViTImageProcessor
+    return processors

@@ -1,0 +1,351 @@
+"""Configurations of the LieRE image and video transformers."""
+
+from typing import Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.backbone_utils import BackboneConfigMixin
+
+
+FORMAT_VERSION = 1
+
+PLANAR_ENCODINGS = ("axial_rope", "rope_mixed")
+COMMUTING_ENCODINGS = ("comrope_ap", "comrope_ld")
+ROTARY_ENCODINGS = (*PLANAR_ENCODINGS, "liere", *COMMUTING_ENCODINGS)
+DEFAULT_COORDINATES = {
+    "axial_rope": "index",
+    "rope_mixed": "index",
+    "liere": "train_grid",
+    "comrope_ap": "unit",
+    "comrope_ld": "unit",
+}
+DEFAULT_ROTARY_INIT = {
+    "rope_mixed": "frequencies",
+    "liere": "uniform",
+    "comrope_ap": "normal",
+    "comrope_ld": "normal",
+}
+DEFAULT_ROPE_THETA = {"axial_rope": 100.0, "rope_mixed": 10.0, "liere": 10.0}
+
+
+@strict
+class LieREConfig(PreTrainedConfig):
+    r"""
+    What the image and the video configuration share: the transformer and its position encoding.
+
+    Args:
+        position_encoding (`str`, defaults to `"liere"`):
+            `"none"`, `"absolute"` (learned table), `"axial_rope"` (fixed frequencies, each serving one axis, as in
+            VisionLLaMA and RoPE-ViT), `"rope_mixed"` (learned 2-D rotations, RoPE-Mixed), `"liere"` (LieRE: free
+            generators), `"comrope_ap"` or `"comrope_ld"` (ComRoPE: generators that commute).
+        block_size (`int`, *optional*):
+            Size b of the diagonal blocks of the generators. `None` means 2 for `axial_rope` and `rope_mixed` (no other
+            value is possible there) and 8 for `liere`, `comrope_ap` and `comrope_ld`. LieRE takes 2 … head_dim and
+            leaves the last `head_dim % block_size` channels unrotated; `comrope_ld` needs block_size to divide
+            head_dim, `comrope_ap` needs block_size · axes to divide it.
+        use_absolute_position_embeddings (`bool`, *optional*):
+            Whether a learned table is added to the patch embeddings. `None` means yes for `absolute` only; `True`
+            puts the table beside a rotary encoding.
+        share_heads (`bool`, defaults to `False`): One set of generators for all heads of a layer.
+        share_layers (`bool`, defaults to `False`): One set of generators for all layers.
+        coordinates (`str`, *optional*):
+            What a patch index i of n, trained with n₀, becomes: `"index"` i; `"train_grid"` i·(n/n₀)/(n−1), that is
+            linspace(0, n/n₀, n); `"unit"` (i+½)/n. `None` means `index` for the RoPE encodings, `train_grid` for
+            `liere`, `unit` for ComRoPE, as in the papers.
+        position_perturbation (`float`, defaults to 0.0):
+            σ of ComRoPE eq. (11): while training, the coordinates of patches are drawn from a normal distribution of
+            standard deviation σ patch extents around the patch centre, truncated to the patch.
+        rotate_prefix (`bool`, defaults to `False`):
+            Whether class and register tokens are rotated as tokens at coordinate ½ of every axis (official ComRoPE)
+            instead of not being rotated (LieRE, RoPE-Mixed).
+        rotary_init (`str`, *optional*):
+            `"uniform"` U[0, scale); `"normal"` N(0, scale²); `"frequencies"` (geometric RoPE-Mixed spectrum times
+            scale, for `rope_mixed` and `liere` with even block_size); `"zeros"` (the model starts as one without
+            rotations; the multipliers of `comrope_ld` stay normal, so that gradients flow). `None` means the papers'
+            choice: `uniform` for `liere`, `frequencies` for `rope_mixed`, `normal` for ComRoPE.
+        rotary_init_scale (`float`, *optional*): Scale of `rotary_init`; `None` means 2π for `uniform`, else 1.
+        rope_theta (`float`, *optional*):
+            Base of the geometric spectrum of `axial_rope` (`None` means 100) and of `rotary_init="frequencies"`
+            (`None` means 10), as in RoPE-ViT.
+        use_class_token (`bool`, defaults to `True`): Whether a class token is put in front of the patches.
+        num_register_tokens (`int`, defaults to 0): Number of register tokens, placed after the class token.
+        pooling (`str`, defaults to `"cls"`):
+            `"cls"` (class token), `"mean"` (patch tokens) or `"mean_all"` (all tokens, as in official LieRE).
+        layerscale_value (`float`, *optional*): Initial value of layer scale; `None` builds no layer scale.
+        drop_path_rate (`float`, defaults to 0.0): Stochastic depth rate of the last layer, linear from 0 at the first.
+        format_version (`int`): Version of this configuration's meaning; newer ones than the library knows are refused.
+
+    The remaining arguments mean what they mean in `ViTConfig`.
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: if a field has the wrong type or the fields do not fit together.
+    """
+
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float | int = 0.0
+    attention_probs_dropout_prob: float | int = 0.0
+    drop_path_rate: float | int = 0.0
+    layerscale_value: float | None = None
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-6
+    qkv_bias: bool = True
+    num_channels: int = 3
+    image_size: int | list[int] | tuple[int, int] = 224
+    patch_size: int | list[int] | tuple[int, int] = 16
+    use_class_token: bool = True
+    num_register_tokens: int = 0
+    pooling: Literal["cls", "mean", "mean_all"] = "cls"
+
+    position_encoding: Literal["none", "absolute", "axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld"] = (
+        "liere"
+    )
+    block_size: int | None = None
+    use_absolute_position_embeddings: bool | None = None
+    share_heads: bool = False
+    share_layers: bool = False
+    coordinates: Literal["index", "train_grid", "unit"] | None = None
+    position_perturbation: float | int = 0.0
+    rotate_prefix: bool = False
+    rotary_init: Literal["uniform", "normal", "frequencies", "zeros"] | None = None
+    rotary_init_scale: float | int | None = None
+    rope_theta: float | int | None = None
+    format_version: int = FORMAT_VERSION
+
+    _auto_map = {}
+
+    def __post_init__(self, **kwargs):
+        encoding = self.position_encoding
+        if self.block_size is None and encoding in ROTARY_ENCODINGS:
+            self.block_size = 2 if encoding in PLANAR_ENCODINGS else 8
+        if self.use_absolute_position_embeddings is None:
+            self.use_absolute_position_embeddings = encoding == "absolute"
+        if self.coordinates is None:
+            self.coordinates = DEFAULT_COORDINATES.get(encoding)
+        if self.rotary_init is None:
+            self.rotary_init = DEFAULT_ROTARY_INIT.get(encoding)
+        if self.rotary_init_scale is None and self.rotary_init is not None:
+            self.rotary_init_scale = 6.283185307179586 if self.rotary_init == "uniform" else 1.0
+        if self.rope_theta is None:
+            self.rope_theta = DEFAULT_ROPE_THETA.get(encoding)
+        # save_pretrained only maps the class that is saved; every Auto class must find its model in any checkpoint.
+        kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
+        super().__post_init__(**kwargs)
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Extent of one patch in pixels (and frames), in the order of the input's axes."""
+        return _pair("patch_size", self.patch_size)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Extent of a training input in pixels (and frames), in the order of its axes."""
+        return _pair("image_size", self.image_size)
+
+    @property
+    def num_axes(self) -> int:
+        return len(self.patch_shape)
+
+    @property
+    def train_grid(self) -> tuple[int, ...]:
+        """Number of patches per axis of a training input."""
+        return tuple(size // patch for size, patch in zip(self.input_shape, self.patch_shape))
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return int(self.use_class_token) + self.num_register_tokens
+
+    def validate_architecture(self):
+        """Raises `ValueError` where fields that are each well-formed do not fit together."""
+        if self.format_version > FORMAT_VERSION:
+            raise ValueError(
+                f"format_version={self.format_version} was written by a newer hf_liere; this one reads up to "
+                f"{FORMAT_VERSION}. Please upgrade hf_liere."
+            )
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "num_channels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.num_register_tokens < 0:
+            raise ValueError(f"num_register_tokens={self.num_register_tokens} must be at least 0.")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={self.num_attention_heads}."
+            )
+        if any(patch < 1 for patch in self.patch_shape):
+            raise ValueError(f"The patch extents {self.patch_shape} must all be at least 1.")
+        if any(size < patch or size % patch for size, patch in zip(self.input_shape, self.patch_shape)):
+            raise ValueError(
+                f"The training input {self.input_shape} is not divisible into patches of {self.patch_shape}."
+            )
+        if self.pooling == "cls" and not self.use_class_token:
+            raise ValueError("pooling='cls' needs use_class_token=True; without it use pooling='mean' or 'mean_all'.")
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1).")
+        if not 0 <= self.position_perturbation < float("inf"):
+            raise ValueError(f"position_perturbation={self.position_perturbation} must be finite and at least 0.")
+        if self.position_encoding == "absolute" and not self.use_absolute_position_embeddings:
+            raise ValueError(
+                "position_encoding='absolute' is the learned table: use_absolute_position_embeddings=False contradicts "
+                "it. For no positions at all use position_encoding='none'."
+            )
+        if (
+            self.position_perturbation
+            and self.position_encoding == "none"
+            and not self.use_absolute_position_embeddings
+        ):
+            raise ValueError(
+                f"position_perturbation={self.position_perturbation} has nothing to perturb with "
+                "position_encoding='none'."
+            )
+        if self.position_encoding in ROTARY_ENCODINGS:
+            self._validate_rotary()
+        else:
+            self._refuse_rotary_fields()
+
+    def _validate_rotary(self):
+        encoding, block_size, head_dim, axes = self.position_encoding, self.block_size, self.head_dim, self.num_axes
+        if head_dim < 2:
+            raise ValueError(
+                f"A head_dim of {head_dim} (hidden_size={self.hidden_size} / num_attention_heads="
+                f"{self.num_attention_heads}) cannot be rotated; {encoding} needs at least 2."
+            )
+        if encoding in PLANAR_ENCODINGS and block_size != 2:
+            raise ValueError(f"block_size={block_size}: {encoding} rotates planes, its only block_size is 2.")
+        if not 2 <= block_size <= head_dim:
+            raise ValueError(
+                f"block_size={block_size} does not fit a head_dim of {head_dim}: {encoding} takes 2 … {head_dim}."
+            )
+        if encoding == "axial_rope" and head_dim < 2 * axes:
+            raise ValueError(
+                f"A head_dim of {head_dim} is too small for axial_rope on {axes} axes: it needs a plane for each axis, "
+                f"so at least {2 * axes}."
+            )
+        if encoding == "comrope_ld" and head_dim % block_size:
+            raise ValueError(
+                f"block_size={block_size} must divide head_dim={head_dim} for comrope_ld; accepted here: "
+                f"{_divisors(head_dim)}."
+            )
+        if encoding == "comrope_ap" and head_dim % (block_size * axes):
+            accepted = [b for b in _divisors(head_dim) if head_dim % (b * axes) == 0]
+            raise ValueError(
+                f"block_size={block_size} times {axes} axes must divide head_dim={head_dim} for comrope_ap (each block "
+                f"serves one axis); accepted here: {accepted or 'none, choose another head_dim'}."
+            )
+        if encoding == "axial_rope" and self.rotary_init is not None:
+            raise ValueError(f"rotary_init={self.rotary_init!r}: axial_rope has no parameters to initialise.")
+        if self.rotary_init == "frequencies" and (encoding in COMMUTING_ENCODINGS or block_size % 2):
+            raise ValueError(
+                f"rotary_init='frequencies' is a spectrum of plane rotations: it is available for rope_mixed and for "
+                f"liere with an even block_size, not for {encoding} with block_size={block_size}."
+            )
+        if self.rope_theta is not None and not self.rope_theta > 0:
+            raise ValueError(f"rope_theta={self.rope_theta} must be positive.")
+
+    def _refuse_rotary_fields(self):
+        refused = {
+            name: getattr(self, name)
+            for name in ("block_size", "coordinates", "rotary_init", "rope_theta")
+            if getattr(self, name) is not None
+        }
+        refused.update({name: True for name in ("share_heads", "share_layers", "rotate_prefix") if getattr(self, name)})
+        if refused:
+            raise ValueError(
+                f"position_encoding={self.position_encoding!r} has no rotations, so {refused} would do nothing; these "
+                f"fields belong to {', '.join(ROTARY_ENCODINGS)}."
+            )
+
+
+@strict
+class LieREViTConfig(BackboneConfigMixin, LieREConfig):
+    r"""
+    Configuration of the image models. See [`LieREConfig`] for the fields it shares with the video models.
+
+    Args:
+        image_size (`int` or `(int, int)`, defaults to 224): Height and width of training images, in pixels.
+        patch_size (`int` or `(int, int)`, defaults to 16): Height and width of a patch, in pixels.
+        apply_layernorm (`bool`, defaults to `True`): Whether the backbone normalises its feature maps.
+        reshape_hidden_states (`bool`, defaults to `True`):
+            Whether the backbone's feature maps are (B, hidden_size, H, W) instead of token sequences.
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`].
+    """
+
+    model_type = "liere_vit"
+
+    _out_features: list[str] | None = None
+    _out_indices: list[int] | None = None
+    apply_layernorm: bool = True
+    reshape_hidden_states: bool = True
+
+    _auto_map = {
+        "AutoConfig": "configuration_liere.LieREViTConfig",
+        "AutoModel": "modeling_liere.LieREViTModel",
+        "AutoModelForImageClassification": "modeling_liere.LieREViTForImageClassification",
+        "AutoModelForMaskedImageModeling": "modeling_liere.LieREViTForMaskedImageModeling",
+        "AutoBackbone": "modeling_liere.LieREViTBackbone",
+    }
+
+    def __post_init__(self, **kwargs):
+        self.stage_names = ["stem"] + [f"stage{index}" for index in range(1, self.num_hidden_layers + 1)]
+        self.set_output_features_output_indices(
+            out_indices=kwargs.pop("out_indices", None), out_features=kwargs.pop("out_features", None)
+        )
+        super().__post_init__(**kwargs)
+
+
+@strict
+class LieREVideoConfig(LieREConfig):
+    r"""
+    Configuration of the video and volume models. See [`LieREConfig`] for the fields it shares with the image models.
+
+    Args:
+        num_frames (`int`, defaults to 8): Frames (or slices) of a training clip.
+        tubelet_size (`int`, defaults to 2): Frames (or slices) of one patch; LieRE trains UCF101 with 8 and 2.
+        image_size (`int` or `(int, int)`, defaults to 224): Height and width of training frames, in pixels.
+        patch_size (`int` or `(int, int)`, defaults to 16): Height and width of a patch, in pixels.
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`].
+    """
+
+    model_type = "liere_video"
+
+    num_frames: int = 8
+    tubelet_size: int = 2
+
+    _auto_map = {
+        "AutoConfig": "configuration_liere.LieREVideoConfig",
+        "AutoModel": "modeling_liere_video.LieREVideoModel",
+        "AutoModelForVideoClassification": "modeling_liere_video.LieREVideoForVideoClassification",
+    }
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        return (self.tubelet_size, *_pair("patch_size", self.patch_size))
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return (self.num_frames, *_pair("image_size", self.image_size))
+
+
+def _pair(name: str, value: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2:
+        raise ValueError(f"{name}={value!r} must be one integer or (height, width).")
+    return pair
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(2, number + 1) if number % divisor == 0]
+
+
+__all__ = ["LieREConfig", "LieREVideoConfig", "LieREViTConfig"]

@@ -1,0 +1,484 @@
+"""
+Vision transformers with learned rotary position encodings. Unusual in this file:
+
+- the rotations of all layers are computed once per forward, without the batch, and handed to the layers as arguments;
+- the encoder is written for any number of input axes: images here, video and volumes in modeling_liere_video;
+- any input size works: rotary encodings need nothing, the learned table is interpolated.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.backbone_utils import BackboneMixin
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BackboneOutput,
+    BaseModelOutputWithPooling,
+    ImageClassifierOutput,
+    MaskedImageModelingOutput,
+)
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention import LieREAttention
+from .configuration_liere import LieREConfig, LieREViTConfig
+from .encodings import RotaryEncoding, build_rotary_encoding
+from .positions import check_positions, grid_positions, patch_indices, perturbation, with_prefix
+
+
+class LieREPatchEmbeddings(nn.Module):
+    """Non-overlapping patches through one linear map: (B, C, *sizes) → (B, patches, hidden_size), raster order."""
+
+    def __init__(self, config: LieREConfig):
+        super().__init__()
+        self.num_channels = config.num_channels
+        self.patch_shape = config.patch_shape
+        convolution = {2: nn.Conv2d, 3: nn.Conv3d}[config.num_axes]
+        self.projection = convolution(
+            config.num_channels, config.hidden_size, kernel_size=config.patch_shape, stride=config.patch_shape
+        )
+
+    def grid(self, pixels: torch.Tensor) -> tuple[int, ...]:
+        """
+        Patches per axis of (B, C, *sizes) pixels.
+
+        Raises:
+            ValueError: if the number of axes or channels is wrong or a size is not divisible by its patch extent.
+        """
+        if pixels.ndim != 2 + len(self.patch_shape):
+            raise ValueError(
+                f"pixel_values have {pixels.ndim} dimensions, shape {tuple(pixels.shape)}; {2 + len(self.patch_shape)} "
+                "are needed (batch and channels among them)."
+            )
+        channels, sizes = pixels.shape[1], pixels.shape[2:]
+        if channels != self.num_channels:
+            raise ValueError(
+                f"pixel_values have {channels} channels; this model takes num_channels={self.num_channels}."
+            )
+        if any(size < patch or size % patch for size, patch in zip(sizes, self.patch_shape)):
+            raise ValueError(f"An input of {tuple(sizes)} is not divisible into patches of {self.patch_shape}.")
+        return tuple(size // patch for size, patch in zip(sizes, self.patch_shape))
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.projection(pixels.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
+
+
+class LieREEmbeddings(nn.Module):
+    """
+    Patch embeddings with, where configured, mask token, learned table, class token and register tokens.
+
+    Register tokens come after the class token and have no entry in the table (DINOv2's convention).
+    """
+
+    def __init__(self, config: LieREConfig, use_mask_token: bool = False):
+        super().__init__()
+        width = config.hidden_size
+        self.train_grid = config.train_grid
+        self.patch_embeddings = LieREPatchEmbeddings(config)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, width)) if config.use_class_token else None
+        self.register_tokens = (
+            nn.Parameter(torch.empty(1, config.num_register_tokens, width)) if config.num_register_tokens else None
+        )
+        self.mask_token = nn.Parameter(torch.empty(1, 1, width)) if use_mask_token else None
+        self.position_embeddings = None
+        if config.use_absolute_position_embeddings:
+            length = int(config.use_class_token) + math.prod(self.train_grid)
+            self.position_embeddings = nn.Parameter(torch.empty(1, length, width))
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def patch_table(self, grid: tuple[int, ...], offsets: torch.Tensor | None) -> torch.Tensor:
+        """
+        (1, patches, hidden_size) learned table for a grid: interpolated where the grid is not the trained one
+        (bicubic, trilinear for video), and read between its entries where patches are displaced by `offsets`.
+        """
+        table = self.position_embeddings[:, -math.prod(self.train_grid) :]
+        if grid == self.train_grid and offsets is None:
+            return table
+        table = table.transpose(1, 2).unflatten(-1, self.train_grid)
+        if grid != self.train_grid:
+            mode = "bicubic" if len(grid) == 2 else "trilinear"
+            table = nn.functional.interpolate(table.float(), size=grid, mode=mode, align_corners=False).to(table.dtype)
+        if offsets is not None:
+            sizes = offsets.new_tensor(grid)
+            indices = patch_indices(grid, offsets, offsets.device, offsets.dtype)
+            # grid_sample takes the last axis first and puts −1 and 1 at the outer borders of the first and last entry.
+            points = ((2 * indices + 1) / sizes - 1).flip(-1).view(1, *grid, len(grid)).to(table.dtype)
+            table = nn.functional.grid_sample(table, points, padding_mode="border", align_corners=False)
+        return table.flatten(2).transpose(1, 2)
+
+    def forward(
+        self,
+        pixels: torch.Tensor,
+        grid: tuple[int, ...],
+        offsets: torch.Tensor | None = None,
+        bool_masked_pos: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(B, C, *sizes) pixels → (B, prefix + patches, hidden_size)."""
+        embeddings = self.patch_embeddings(pixels)
+        batch_size = embeddings.shape[0]
+        if bool_masked_pos is not None:
+            mask = bool_masked_pos.unsqueeze(-1).to(embeddings.dtype)
+            embeddings = embeddings * (1 - mask) + self.mask_token * mask
+        if self.position_embeddings is not None:
+            embeddings = embeddings + self.patch_table(grid, offsets)
+        prefix = []
+        if self.cls_token is not None:
+            cls_token = self.cls_token
+            if self.position_embeddings is not None:
+                cls_token = cls_token + self.position_embeddings[:, :1]
+            prefix.append(cls_token.expand(batch_size, -1, -1))
+        if self.register_tokens is not None:
+            prefix.append(self.register_tokens.expand(batch_size, -1, -1))
+        return self.dropout(torch.cat([*prefix, embeddings], dim=1))
+
+
+class LieREMLP(nn.Module):
+    def __init__(self, config: LieREConfig):
+        super().__init__()
+        self.activation = ACT2FN[config.hidden_act]
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.activation(self.fc1(hidden_states)))
+
+
+class LieRELayerScale(nn.Module):
+    """A learned factor per channel (CaiT, Touvron et al. 2021, eq. 4)."""
+
+    def __init__(self, config: LieREConfig):
+        super().__init__()
+        self.initial_value = config.layerscale_value
+        self.scale = nn.Parameter(torch.empty(config.hidden_size))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states * self.scale
+
+
+class LieREDropPath(nn.Module):
+    """Stochastic depth: drops the residual branch of whole samples while training (Huang et al. 2016)."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.rate == 0:
+            return branch
+        kept = torch.rand(branch.shape[0], *[1] * (branch.ndim - 1), device=branch.device) >= self.rate
+        return branch * kept.to(branch.dtype) / (1 - self.rate)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate}"
+
+
+class LieRELayer(GradientCheckpointingLayer):
+    """Pre-norm transformer block."""
+
+    def __init__(self, config: LieREConfig, index: int):
+        super().__init__()
+        scaled = config.layerscale_value is not None
+        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.attention = LieREAttention(config)
+        self.layer_scale1 = LieRELayerScale(config) if scaled else nn.Identity()
+        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = LieREMLP(config)
+        self.layer_scale2 = LieRELayerScale(config) if scaled else nn.Identity()
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.drop_path = LieREDropPath(config.drop_path_rate * index / max(config.num_hidden_layers - 1, 1))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rotation: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        attended, _ = self.attention(self.layernorm_before(hidden_states), rotation, attention_mask, **kwargs)
+        hidden_states = hidden_states + self.drop_path(self.layer_scale1(self.dropout(attended)))
+        transformed = self.mlp(self.layernorm_after(hidden_states))
+        return hidden_states + self.drop_path(self.layer_scale2(self.dropout(transformed)))
+
+
+class LieREPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation shared by all models."""
+
+    config: LieREConfig
+    base_model_prefix = "liere"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LieREEmbeddings", "LieRELayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": LieRELayer, "attentions": LieREAttention}
+    _input_embed_layer = "patch_embeddings"
+    # A generator rounded to bfloat16 turns far patches by several degrees too much.
+    _keep_in_fp32_modules_strict = ["rotary_encoding"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, LieREEmbeddings):
+            for parameter in (module.cls_token, module.register_tokens, module.position_embeddings):
+                if parameter is not None:
+                    init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
+            if module.mask_token is not None:
+                init.zeros_(module.mask_token)
+        elif isinstance(module, LieRELayerScale):
+            init.constant_(module.scale, module.initial_value)
+        elif isinstance(module, RotaryEncoding):
+            module.reset_parameters()
+
+    def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of generators and multipliers: train them without weight decay."""
+        for name, parameter in self.named_parameters():
+            if "rotary_encoding." in name:
+                yield name, parameter
+
+
+class LieREEncoderModel(LieREPreTrainedModel):
+    """The transformer without a head, for any number of axes; see [`LieREViTModel`] and `LieREVideoModel`."""
+
+    def __init__(self, config: LieREConfig, use_mask_token: bool = False):
+        super().__init__(config)
+        self.embeddings = LieREEmbeddings(config, use_mask_token)
+        self.rotary_encoding = build_rotary_encoding(config, config.num_axes)
+        self.layers = nn.ModuleList([LieRELayer(config, index) for index in range(config.num_hidden_layers)])
+        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_init()
+
+    def pixels(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """(B, C, *sizes) view of what the user passes."""
+        return pixel_values
+
+    def rotations(
+        self, grid: tuple[int, ...], positions: torch.Tensor | None, offsets: torch.Tensor | None, device: torch.device
+    ) -> list[torch.Tensor | None]:
+        """One rotation per layer for the tokens of a grid, see [`RotaryEncoding.forward`]; `None` without rotations."""
+        if self.rotary_encoding is None:
+            return [None] * len(self.layers)
+        if positions is None:
+            positions = grid_positions(grid, self.config.train_grid, self.config.coordinates, offsets, device)
+        prefix_coordinate = 0.5 if self.config.rotate_prefix else 0.0
+        return self.rotary_encoding(with_prefix(positions, self.config.num_prefix_tokens, prefix_coordinate))
+
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        bool_masked_pos: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPooling:
+        """
+        Args:
+            pixel_values: (B, C, H, W) images or (B, T, C, H, W) clips, of any size divisible by the patch.
+            positions: (N, A) or (B, N, A) coordinates of the patch tokens that replace the grid's; used as given,
+                neither rescaled nor perturbed. Rotary encodings only.
+            bool_masked_pos: (B, N), true where the mask token replaces a patch; needs `use_mask_token`.
+            attention_mask: (B, prefix + N) or (B, 1, Q, K), true or 0.0 where a key may be attended to.
+
+        Returns:
+            `last_hidden_state` (B, prefix + N, hidden_size) after the final norm and `pooler_output` (B, hidden_size),
+            its token or mean according to `config.pooling`.
+
+        Raises:
+            ValueError: if the input does not fit the configuration, or positions are of the wrong shape or not finite.
+        """
+        pixels = self.pixels(pixel_values)
+        grid = self.embeddings.patch_embeddings.grid(pixels)
+        num_patches = math.prod(grid)
+        if positions is not None:
+            if self.rotary_encoding is None:
+                raise ValueError(
+                    f"positions were given, but position_encoding={self.config.position_encoding!r} has no rotations."
+                )
+            check_positions(positions, pixels.shape[0], num_patches, len(grid))
+        if bool_masked_pos is not None:
+            self._check_mask(bool_masked_pos, pixels.shape[0], num_patches)
+
+        offsets = None
+        if self.training and self.config.position_perturbation:
+            offsets = perturbation(grid, self.config.position_perturbation, pixels.device)
+        hidden_states = self.embeddings(pixels, grid, offsets, bool_masked_pos)
+        attention_mask = create_bidirectional_mask(
+            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
+        )
+        for layer, rotation in zip(self.layers, self.rotations(grid, positions, offsets, pixels.device)):
+            hidden_states = layer(hidden_states, rotation, attention_mask, **kwargs)
+        hidden_states = self.layernorm(hidden_states)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=self._pool(hidden_states))
+
+    def _pool(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.config.pooling == "cls":
+            return hidden_states[:, 0]
+        first = self.config.num_prefix_tokens if self.config.pooling == "mean" else 0
+        return hidden_states[:, first:].mean(dim=1)
+
+    def _check_mask(self, bool_masked_pos: torch.Tensor, batch_size: int, num_patches: int) -> None:
+        if self.embeddings.mask_token is None:
+            raise ValueError("bool_masked_pos was given, but this model was built without use_mask_token=True.")
+        if tuple(bool_masked_pos.shape) != (batch_size, num_patches):
+            raise ValueError(
+                f"bool_masked_pos of shape {tuple(bool_masked_pos.shape)} must be (batch, patches) = "
+                f"{(batch_size, num_patches)}."
+            )
+
+
+class LieREViTModel(LieREEncoderModel):
+    """
+    Image transformer without a head.
+
+    Args:
+        config: A [`LieREViTConfig`].
+        use_mask_token: Whether to hold the mask token of masked image modeling.
+    """
+
+    config: LieREViTConfig
+
+
+class LieREForClassification(LieREPreTrainedModel):
+    """An encoder of the class `encoder_class` with a linear classifier on its pooled token."""
+
+    encoder_class: type[LieREEncoderModel]
+
+    def __init__(self, config: LieREConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.liere = self.encoder_class(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs,
+    ) -> ImageClassifierOutput:
+        """
+        As [`LieREEncoderModel.forward`], with (B,) `labels` in [0, num_labels) for a cross-entropy loss, or
+        (B, num_labels) floating point ones for independent binary losses; returns `logits` (B, num_labels).
+        """
+        outputs = self.liere(pixel_values, positions=positions, **kwargs)
+        logits = self.classifier(outputs.pooler_output)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
+        return ImageClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class LieREViTForImageClassification(LieREForClassification):
+    """[`LieREViTModel`] with a linear classifier on the pooled token."""
+
+    config: LieREViTConfig
+    encoder_class = LieREViTModel
+
+
+class LieREViTForMaskedImageModeling(LieREPreTrainedModel):
+    """[`LieREViTModel`] that predicts the pixels of masked patches through one linear map (SimMIM, Xie et al. 2022)."""
+
+    config: LieREViTConfig
+
+    def __init__(self, config: LieREViTConfig):
+        super().__init__(config)
+        self.liere = LieREViTModel(config, use_mask_token=True)
+        patch_pixels = config.num_channels * math.prod(config.patch_shape)
+        self.decoder = nn.Linear(config.hidden_size, patch_pixels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        bool_masked_pos: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        **kwargs,
+    ) -> MaskedImageModelingOutput:
+        """
+        As [`LieREViTModel.forward`]; with `bool_masked_pos` (B, N) the loss is the mean absolute error over the pixels
+        of masked patches (SimMIM §3.3). Returns `reconstruction` of the shape of `pixel_values`.
+        """
+        outputs = self.liere(pixel_values, positions=positions, bool_masked_pos=bool_masked_pos, **kwargs)
+        batch_size, channels, height, width = pixel_values.shape
+        patch_height, patch_width = self.config.patch_shape
+        patches = self.decoder(outputs.last_hidden_state[:, self.config.num_prefix_tokens :])
+        patches = patches.view(
+            batch_size, height // patch_height, width // patch_width, channels, patch_height, patch_width
+        )
+        reconstruction = patches.permute(0, 3, 1, 4, 2, 5).reshape(pixel_values.shape)
+
+        loss = None
+        if bool_masked_pos is not None:
+            mask = bool_masked_pos.view(batch_size, 1, height // patch_height, width // patch_width).bool()
+            mask = mask.repeat_interleave(patch_height, 2).repeat_interleave(patch_width, 3)
+            error = nn.functional.l1_loss(pixel_values.to(reconstruction.dtype), reconstruction, reduction="none")
+            loss = (error * mask).sum() / (mask.sum() + 1e-5) / channels
+        return MaskedImageModelingOutput(
+            loss=loss,
+            reconstruction=reconstruction,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class LieREViTBackbone(BackboneMixin, LieREViTModel):
+    """[`LieREViTModel`] as the backbone of detection and segmentation models."""
+
+    def __init__(self, config: LieREViTConfig):
+        super().__init__(config)
+        self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs,
+    ) -> BackboneOutput:
+        """
+        As [`LieREViTModel.forward`]; returns `feature_maps`, one (B, hidden_size, H/patch, W/patch) per entry of
+        `config.out_features` (token sequences without the prefix's reshaping if `reshape_hidden_states` is false).
+        """
+        # BackboneMixin has a forward of its own, which comes first.
+        outputs = LieREViTModel.forward(self, pixel_values, positions=positions, output_hidden_states=True, **kwargs)
+        grid = self.embeddings.patch_embeddings.grid(pixel_values)
+        feature_maps = ()
+        for stage, hidden_states in zip(self.stage_names, outputs.hidden_states):
+            if stage not in self.out_features:
+                continue
+            if self.config.apply_layernorm:
+                hidden_states = self.layernorm(hidden_states)
+            if self.config.reshape_hidden_states:
+                patches = hidden_states[:, self.config.num_prefix_tokens :]
+                hidden_states = patches.transpose(1, 2).unflatten(-1, grid).contiguous()
+            feature_maps += (hidden_states,)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        return BackboneOutput(
+            feature_maps=feature_maps,
+            hidden_states=outputs.hidden_states if output_hidden_states else None,
+            attentions=outputs.attentions,
+        )
+
+
+__all__ = [
+    "LieREPreTrainedModel",
+    "LieREViTBackbone",
+    "LieREViTForImageClassification",
+    "LieREViTForMaskedImageModeling",
+    "LieREViTModel",
+]

@@ -1,0 +1,97 @@
+"""Positions: where each token sits, in the coordinates that an encoding expects."""
+
+import math
+
+import torch
+
+
+def grid_positions(
+    grid: tuple[int, ...],
+    train_grid: tuple[int, ...],
+    coordinates: str,
+    offsets: torch.Tensor | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """
+    Coordinates of the patches of a grid, first axis slowest (raster order).
+
+    With i the index of a patch on an axis of n patches that had n₀ in training: `index` i; `train_grid` i·(n/n₀)/(n−1)
+    (LieRE's code: linspace(0, n/n₀, n)); `unit` (i+½)/n (ComRoPE §3.4.1).
+
+    Args:
+        grid: Patches per axis, A numbers.
+        train_grid: Patches per axis in training.
+        coordinates: One of `index`, `train_grid`, `unit`.
+        offsets: (N, A), displacement of each patch in patch extents, from [`perturbation`].
+
+    Returns:
+        (N, A) coordinates, N the number of patches.
+
+    Raises:
+        ValueError: for any other value of `coordinates`.
+    """
+    indices = patch_indices(grid, offsets, device, dtype)
+    columns = []
+    for axis, (size, trained) in enumerate(zip(grid, train_grid)):
+        index = indices[:, axis]
+        if coordinates == "index":
+            columns.append(index)
+        elif coordinates == "train_grid":
+            columns.append(index * (size / trained / max(size - 1, 1)))
+        elif coordinates == "unit":
+            columns.append((index + 0.5) / size)
+        else:
+            raise ValueError(f"coordinates={coordinates!r} must be one of 'index', 'train_grid', 'unit'.")
+    return torch.stack(columns, dim=-1)
+
+
+def patch_indices(
+    grid: tuple[int, ...], offsets: torch.Tensor | None, device: torch.device | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """(N, A) indices of the patches of a grid in raster order, displaced by `offsets`."""
+    # arange, unlike linspace, keeps one compiled graph for every size.
+    axes = [torch.arange(size, device=device, dtype=dtype) for size in grid]
+    indices = torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)
+    return indices if offsets is None else indices + offsets
+
+
+def perturbation(
+    grid: tuple[int, ...], strength: float, device: torch.device | None, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """
+    Random displacements of patches, ComRoPE eq. (11): normal with a standard deviation of `strength` patch extents,
+    truncated (by rejection in law, not clamped) so that every coordinate stays in its patch.
+
+    Returns:
+        (N, A) displacements in patch extents, in [−½, ½].
+    """
+    bound = math.erf(0.5 / (strength * math.sqrt(2)))
+    quantiles = torch.rand(math.prod(grid), len(grid), device=device, dtype=dtype).mul(2).sub(1).mul(bound)
+    return torch.erfinv(quantiles).mul(strength * math.sqrt(2)).clamp(-0.5, 0.5)
+
+
+def with_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: float) -> torch.Tensor:
+    """Put class and register tokens, at `coordinate` on every axis, before the patches: (…, N, A) → (…, P+N, A)."""
+    if num_prefix_tokens == 0:
+        return positions
+    shape = (*positions.shape[:-2], num_prefix_tokens, positions.shape[-1])
+    return torch.cat([positions.new_full(shape, coordinate), positions], dim=-2)
+
+
+def check_positions(positions: torch.Tensor, batch_size: int, num_patches: int, num_axes: int) -> None:
+    """
+    Raises:
+        ValueError: if `positions` given by the user are not (N, A) or (B, N, A), not floating point, or not finite.
+    """
+    accepted = ((num_patches, num_axes), (batch_size, num_patches, num_axes))
+    if tuple(positions.shape) not in (*accepted, (1, num_patches, num_axes)):
+        raise ValueError(
+            f"positions of shape {tuple(positions.shape)} do not match the input: accepted are {accepted[0]} (patches, "
+            f"axes) and {accepted[1]} (batch, patches, axes), patch tokens only."
+        )
+    if not positions.is_floating_point():
+        raise ValueError(f"positions are {positions.dtype}; a floating point type is needed.")
+    # A look at the values would break a compiled graph.
+    if not torch.compiler.is_compiling() and not torch.isfinite(positions).all():
+        raise ValueError(f"positions hold {(~torch.isfinite(positions)).sum().item()} values that are not finite.")
