@@ -1,0 +1,236 @@
+"""Command line and recipe of the training scripts.
+
+A recipe is a yaml file of the same names as the command-line flags. It is put in front of the command line as flags,
+so that both are converted and checked alike and the command line, coming last, wins.
+"""
+
+import dataclasses
+import difflib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
+
+from hf_liere import LieREViTConfig
+
+
+class InputError(ValueError):
+    """What the user asked for cannot be done; the message names the value and what is accepted."""
+
+
+@dataclass
+class CheckpointArguments:
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Checkpoint to fine-tune or evaluate: a local folder or a name on the Hub."}
+    )
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a checkpoint on the Hub."})
+    num_labels: int | None = field(
+        default=None, metadata={"help": "Number of classes, for a check: it must be the data set's."}
+    )
+
+    def architecture(self) -> dict[str, Any]:
+        """The fields of the model's configuration that were given, converted from text."""
+        given = {name: getattr(self, name) for name in ARCHITECTURE_FIELDS}
+        return {name: _parse_value(text) for name, text in given.items() if text is not None}
+
+
+def _architecture_fields() -> dict[str, dataclasses.Field]:
+    """What LieREViTConfig adds to every configuration, except what the library itself writes there."""
+    inherited = {config_field.name for config_field in dataclasses.fields(PreTrainedConfig)} | {"format_version"}
+    return {
+        config_field.name: config_field
+        for config_field in dataclasses.fields(LieREViTConfig)
+        if config_field.name not in inherited and not config_field.name.startswith("_")
+    }
+
+
+ARCHITECTURE_FIELDS = _architecture_fields()
+
+# The configuration validates the values, so the flags are text here.
+ModelArguments = dataclasses.make_dataclass(
+    "ModelArguments",
+    [
+        (
+            name,
+            str | None,
+            field(default=None, metadata={"help": f"{name} of LieREViTConfig, there {config_field.default!r}."}),
+        )
+        for name, config_field in ARCHITECTURE_FIELDS.items()
+    ],
+    bases=(CheckpointArguments,),
+)
+
+
+@dataclass
+class DataArguments:
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "A data set on the Hub, or `arrows` for the generated task of LieRE 5.2."}
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
+    image_folder: str | None = field(
+        default=None,
+        metadata={"help": "Folder with one folder of images per class, or train/ and validation/ of these."},
+    )
+    train_files: list[str] | None = field(default=None, metadata={"help": "Parquet, json or csv files to train on."})
+    validation_files: list[str] | None = field(
+        default=None, metadata={"help": "Parquet, json or csv files to evaluate."}
+    )
+    train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    eval_split: str | None = field(
+        default=None, metadata={"help": "Split to evaluate; by default the first of validation, valid, dev and test."}
+    )
+    validation_fraction: float | None = field(
+        default=None, metadata={"help": "Share of the training split to hold out where there is no other split."}
+    )
+    image_column_name: str | None = field(default=None, metadata={"help": "By default the only column of images."})
+    label_column_name: str | None = field(default=None, metadata={"help": "By default the only column of classes."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many images only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate the first so many images only."})
+    image_cache_gigabytes: float = field(
+        default=2.0, metadata={"help": "Decoded images are kept in memory up to this size, per process."}
+    )
+    image_mean: list[float] | None = field(
+        default=None, metadata={"help": "Mean per channel; by default the checkpoint's, else 0.5."}
+    )
+    image_std: list[float] | None = field(
+        default=None, metadata={"help": "Standard deviation per channel; by default the checkpoint's, else 0.5."}
+    )
+
+
+@dataclass
+class AugmentationArguments:
+    random_resized_crop: bool = field(
+        default=False, metadata={"help": "Crop a random part of the image and resize it, as for ImageNet."}
+    )
+    random_resized_crop_scale: list[float] = field(
+        default_factory=lambda: [0.08, 1.0], metadata={"help": "Smallest and largest share of the area of that crop."}
+    )
+    crop_padding: int = field(
+        default=0, metadata={"help": "Pad by so many black pixels and crop back at random, as for CIFAR."}
+    )
+    flip_probability: float = field(default=0.0, metadata={"help": "Probability of a horizontal flip."})
+    rand_augment_ops: int = field(default=0, metadata={"help": "Operations of RandAugment per image; 0 for none."})
+    rand_augment_magnitude: int = field(default=9, metadata={"help": "Magnitude of RandAugment, 0 … 30."})
+    mixup_alpha: float = field(default=0.0, metadata={"help": "α of Mixup's Beta(α, α); 0 for no Mixup."})
+    cutmix_alpha: float = field(default=0.0, metadata={"help": "α of CutMix's Beta(α, α); 0 for no CutMix."})
+    mixing_probability: float = field(
+        default=1.0, metadata={"help": "Share of the batches that are mixed; with both, half by Mixup, half by CutMix."}
+    )
+
+    def __post_init__(self):
+        for name in ("flip_probability", "mixing_probability"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"--{name} {getattr(self, name)} is no probability; accepted: 0 … 1.")
+        for name in ("crop_padding", "rand_augment_ops", "mixup_alpha", "cutmix_alpha"):
+            if getattr(self, name) < 0:
+                raise InputError(f"--{name} {getattr(self, name)} is negative; accepted: 0 and above.")
+        if not 0 <= self.rand_augment_magnitude <= 30:
+            raise InputError(f"--rand_augment_magnitude {self.rand_augment_magnitude}; accepted: 0 … 30.")
+        scale = self.random_resized_crop_scale
+        if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
+            raise InputError(f"--random_resized_crop_scale {scale}; accepted: two numbers with 0 < low <= high <= 1.")
+
+
+@dataclass
+class ImageTrainingArguments(TrainingArguments):
+    """Trainer's own arguments, and what this project adds or needs otherwise."""
+
+    recipe: str | None = field(default=None, metadata={"help": "yaml file of flags, which the command line overrides."})
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Delete the run that output_dir holds instead of refusing to start."}
+    )
+    rotary_learning_rate_factor: float = field(
+        default=1.0, metadata={"help": "Learning rate of the rotations' parameters over that of the others."}
+    )
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Must stay off: the data loader yields images, not columns of the model."}
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Must stay off: a loss that is not finite stops the training."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False
+        if self.remove_unused_columns or self.logging_nan_inf_filter:
+            raise InputError("--remove_unused_columns and --logging_nan_inf_filter must stay off, see --help.")
+        if self.dataloader_drop_last:
+            raise InputError(
+                "--dataloader_drop_last would drop images from the evaluation as well; accepted: leave it off, "
+                "incomplete batches are weighted exactly."
+            )
+        if not self.average_tokens_across_devices:
+            raise InputError("--average_tokens_across_devices must stay on: the loss is a mean over all processes.")
+        if self.rotary_learning_rate_factor < 0:
+            raise InputError(
+                f"--rotary_learning_rate_factor {self.rotary_learning_rate_factor}; accepted: 0 and above."
+            )
+        if not self.do_train and not self.do_eval:
+            raise InputError("Nothing to do: give --do_train, --do_eval or both.")
+
+
+def parse_arguments(arguments: list[str], argument_classes: tuple[type, ...]) -> tuple:
+    """Instances of the argument classes from a recipe (`--recipe file` or first positional) and flags.
+
+    Raises:
+        InputError: for a key or flag that does not exist, with the ones it resembles.
+    """
+    parser = HfArgumentParser(argument_classes, allow_abbrev=False)
+    known = {action.dest for action in parser._actions}
+    recipe, arguments = _take_recipe(list(arguments))
+    if recipe is not None:
+        arguments = _recipe_flags(Path(recipe), known) + arguments + ["--recipe", recipe]
+    *parsed, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    if unknown:
+        raise InputError(_unknown_message("flag", unknown[0], known))
+    return tuple(parsed)
+
+
+def _take_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
+    if arguments and not arguments[0].startswith("-"):
+        return arguments[0], arguments[1:]
+    for position, argument in enumerate(arguments):
+        if argument == "--recipe" and position + 1 < len(arguments):
+            return arguments[position + 1], arguments[:position] + arguments[position + 2 :]
+        if argument.startswith("--recipe="):
+            return argument.split("=", 1)[1], arguments[:position] + arguments[position + 1 :]
+    return None, arguments
+
+
+def _recipe_flags(recipe: Path, known: set[str]) -> list[str]:
+    if not recipe.is_file():
+        raise InputError(
+            f"There is no recipe {str(recipe)!r}; accepted: a yaml file such as training/recipes/arrows.yaml."
+        )
+    content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise InputError(f"The recipe {recipe.name} holds {type(content).__name__}; accepted: `name: value` lines.")
+    flags = []
+    for key, value in content.items():
+        if key not in known:
+            raise InputError(_unknown_message(f"key in {recipe.name}", str(key), known))
+        if value is None:
+            continue
+        values = value if isinstance(value, list) and key not in ARCHITECTURE_FIELDS else [value]
+        flags += [f"--{key}", *(item if isinstance(item, str) else json.dumps(item) for item in values)]
+    return flags
+
+
+def _unknown_message(kind: str, name: str, known: set[str]) -> str:
+    plain = name.split("=")[0].lstrip("-").replace("-", "_")
+    close = difflib.get_close_matches(plain, known, n=3, cutoff=0.6)
+    hint = f"close matches: {', '.join(close)}" if close else "--help lists what is accepted"
+    return f"There is no {kind} {name!r}; {hint}."
+
+
+def _parse_value(text: str) -> Any:
+    if text in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[text]
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

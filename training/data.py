@@ -1,0 +1,378 @@
+"""Where images and labels come from: the Hub, folders, files or the built-in arrows, all as indexable sources.
+
+A source has a length and returns `(image, label)` for an index: a uint8 array of shape (height, width, channels) and
+the number of the class. What is wrong with a data set is said before training starts wherever that is possible.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import datasets
+import numpy as np
+from tqdm.auto import tqdm
+
+from training.arguments import DataArguments, InputError
+from training.arrows import LABELS, Arrows
+
+
+EVALUATION_SPLITS = ("validation", "valid", "dev", "test")
+IMAGE_NAMES = ("image", "img", "pixel_values", "picture", "file_name")
+LABEL_NAMES = ("label", "labels", "class", "target", "category")
+FILE_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+# What PIL converts to 8-bit grey or RGB without losing range.
+EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+GREY_MODES = ("1", "L", "LA")
+
+
+class Source(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]: ...
+
+
+@dataclass
+class LabelledImages:
+    """The sources of a run and the names of their classes, in the order of the labels."""
+
+    train: Source | None
+    evaluation: Source | None
+    label_names: list[str]
+    # False where the data set only numbers its classes.
+    named: bool = True
+
+
+class Relabelled:
+    """A source whose label n is `numbers[n]` to the model."""
+
+    def __init__(self, source: Source, numbers: Sequence[int]):
+        self.source = source
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        image, label = self.source[index]
+        return image, self.numbers[label]
+
+
+class DecodedImages:
+    """
+    Images of a `datasets.Dataset`, decoded on first use and kept in memory as long as they fit.
+
+    Args:
+        table: the data set, its image column cast to undecoded `datasets.Image`.
+        labels: the class of every row, (rows,).
+        num_channels: 3, to which grey images are repeated, or 1.
+        cache_bytes: what the decoded images may take together.
+
+    Raises:
+        InputError: on access, naming the row, if an image cannot be decoded or has the wrong number of channels.
+    """
+
+    def __init__(
+        self, table: datasets.Dataset, image_column: str, labels: np.ndarray, num_channels: int, cache_bytes: float
+    ):
+        self.table = table
+        self.image_column = image_column
+        self.labels = labels
+        self.num_channels = num_channels
+        self.cache_bytes = cache_bytes
+        self.cache: dict[int, np.ndarray] = {}
+        self._decoder = datasets.Image()
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        image = self.cache.get(index)
+        if image is None:
+            image = self._decode(self.table[index][self.image_column], index)
+        return image, int(self.labels[index])
+
+    def fill_cache(self, description: str) -> None:
+        """Decodes every image that fits, in order; an image that cannot be decoded is found here."""
+        room = self.cache_bytes
+        rows = tqdm(total=len(self), desc=f"Decoding {description}", unit="img", leave=False, disable=None)
+        for start in range(0, len(self), 256):
+            for offset, encoded in enumerate(self.table[start : start + 256][self.image_column]):
+                image = self._decode(encoded, start + offset)
+                room -= image.nbytes
+                if room < 0:
+                    rows.close()
+                    return
+                self.cache[start + offset] = image
+                rows.update()
+        rows.close()
+
+    def _decode(self, encoded: dict | None, row: int) -> np.ndarray:
+        try:
+            image = self._decoder.decode_example(encoded)
+            mode = image.mode
+            if mode not in EIGHT_BIT_MODES:
+                raise InputError(f"mode {mode}; accepted are 8-bit images, modes {', '.join(EIGHT_BIT_MODES)}")
+            if self.num_channels == 1 and mode not in GREY_MODES:
+                raise InputError(
+                    f"mode {mode}, but the model takes num_channels=1; accepted: grey images or --num_channels 3"
+                )
+            array = np.asarray(image.convert("RGB" if self.num_channels == 3 else "L"))
+        except InputError as error:
+            raise InputError(f"The image in row {row}, column {self.image_column!r}, has {error}.") from None
+        except Exception as error:
+            # Whatever a decoder throws at a broken file, the reader needs to know which row to look at.
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+            raise InputError(
+                f"The image in row {row}, column {self.image_column!r}, cannot be decoded ({reason})."
+            ) from error
+        return array.reshape(*array.shape[:2], self.num_channels)
+
+
+def load_images(
+    arguments: DataArguments, image_size: tuple[int, int], num_channels: int, train: bool, evaluate: bool, seed: int
+) -> LabelledImages:
+    """
+    Loads the splits that are needed.
+
+    Args:
+        image_size: height and width of the model's input; the arrows are drawn at that size.
+        seed: of the arrows and of the split that `validation_fraction` makes.
+
+    Raises:
+        InputError: naming the column, split, row or value that does not fit and what would.
+    """
+    if num_channels not in (1, 3):
+        raise InputError(f"--num_channels {num_channels}: image files are read with 1 or 3 channels.")
+    given = [
+        name for name in ("dataset_name", "image_folder", "train_files", "validation_files") if getattr(arguments, name)
+    ]
+    if not given or (len(given) > 1 and set(given) != {"train_files", "validation_files"}):
+        raise InputError(
+            f"The data come from {' and '.join(given) or 'nowhere'}; accepted: one of --dataset_name, --image_folder "
+            "and --train_files with --validation_files."
+        )
+    if arguments.dataset_name == "arrows":
+        return _load_arrows(arguments, image_size, train, evaluate, seed)
+    tables = _load_tables(arguments)
+    train_table, eval_table = _pick_splits(tables, arguments, train, evaluate, seed)
+    some_table = train_table if train_table is not None else eval_table
+    image_column = infer_image_column(some_table.features, arguments.image_column_name)
+    label_column = infer_label_column(some_table.features, arguments.label_column_name)
+    label_names, named = _label_names(some_table, label_column)
+
+    def source(table: datasets.Dataset | None, limit: int | None, description: str, files: list[str] | None):
+        if table is None:
+            return None
+        _require_columns(table.features, image_column, label_column, description)
+        if limit is not None:
+            table = table.select(range(min(limit, len(table))))
+        if not len(table):
+            raise InputError(f"The {description} images are none; accepted: at least one row.")
+        labels = _numbered_labels(table, label_column, label_names, description)
+        # Paths in a file are relative to that file, as in the folders that `datasets` reads.
+        folder = Path(files[0]).parent if files else None
+        table = _undecoded(table, image_column, folder)
+        images = DecodedImages(table, image_column, labels, num_channels, arguments.image_cache_gigabytes * 2**30)
+        images.fill_cache(f"{description} images")
+        return images
+
+    return LabelledImages(
+        source(train_table, arguments.max_train_samples, "training", arguments.train_files),
+        source(
+            eval_table,
+            arguments.max_eval_samples,
+            "evaluation",
+            arguments.validation_files or arguments.train_files,
+        ),
+        label_names,
+        named,
+    )
+
+
+def infer_image_column(features: datasets.Features, given: str | None) -> str:
+    """The column of images: the given one, the only one of type Image, or the only one with a usual name."""
+    return _infer_column(
+        features,
+        given,
+        "image",
+        "--image_column_name",
+        lambda feature: isinstance(feature, datasets.Image),
+        IMAGE_NAMES,
+    )
+
+
+def infer_label_column(features: datasets.Features, given: str | None) -> str:
+    """The column of classes: the given one, the only one of type ClassLabel, or the only one with a usual name."""
+    return _infer_column(
+        features,
+        given,
+        "label",
+        "--label_column_name",
+        lambda feature: isinstance(feature, datasets.ClassLabel),
+        LABEL_NAMES,
+    )
+
+
+def _infer_column(
+    features: datasets.Features,
+    given: str | None,
+    kind: str,
+    flag: str,
+    has_type: Callable,
+    usual_names: Sequence[str],
+) -> str:
+    columns = ", ".join(f"{name} ({_type_name(feature)})" for name, feature in features.items())
+    if given is not None:
+        if given not in features:
+            raise InputError(f"{flag} {given!r}: there is no such column; the data set has {columns}.")
+        return given
+    typed = [name for name, feature in features.items() if has_type(feature)]
+    named = [name for name in usual_names if name in features and (not typed or name in typed)]
+    candidates = typed if len(typed) == 1 else named[:1] or typed
+    if len(candidates) == 1:
+        return candidates[0]
+    found = f"several {kind} columns ({', '.join(candidates)})" if candidates else f"no {kind} column"
+    raise InputError(f"The data set has {found}; name one by {flag}. Its columns are {columns}.")
+
+
+def _type_name(feature: object) -> str:
+    return feature.dtype if isinstance(feature, datasets.Value) else type(feature).__name__
+
+
+def _load_arrows(
+    arguments: DataArguments, image_size: tuple[int, int], train: bool, evaluate: bool, seed: int
+) -> LabelledImages:
+    if image_size[0] != image_size[1]:
+        raise InputError(f"The arrows are square; {image_size} is not. Accepted: --image_size 108 and the like.")
+    splits = {"train": arguments.train_split, "evaluation": arguments.eval_split or "validation"}
+    sizes = {"train": arguments.max_train_samples, "evaluation": arguments.max_eval_samples}
+    try:
+        sources = {
+            part: Arrows(splits[part], sizes[part], image_size[0], seed) if needed else None
+            for part, needed in (("train", train), ("evaluation", evaluate))
+        }
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    return LabelledImages(sources["train"], sources["evaluation"], list(LABELS))
+
+
+def _load_tables(arguments: DataArguments) -> datasets.DatasetDict:
+    if arguments.dataset_name:
+        return datasets.load_dataset(arguments.dataset_name, arguments.dataset_config_name)
+    if arguments.image_folder:
+        if not Path(arguments.image_folder).is_dir():
+            raise InputError(f"--image_folder {arguments.image_folder!r} is no folder.")
+        return datasets.load_dataset("imagefolder", data_dir=arguments.image_folder)
+    files = {"train": arguments.train_files or [], "validation": arguments.validation_files or []}
+    builders = set()
+    for name in files["train"] + files["validation"]:
+        if not Path(name).is_file():
+            raise InputError(f"There is no file {name!r}.")
+        builder = FILE_BUILDERS.get(Path(name).suffix)
+        if builder is None:
+            raise InputError(f"Files of type {Path(name).suffix!r} are not read; accepted: {', '.join(FILE_BUILDERS)}.")
+        builders.add(builder)
+    if len(builders) != 1:
+        raise InputError(f"The files are of several types ({', '.join(sorted(builders))}); accepted: one.")
+    # Every split by itself: features such as the number of classes may differ, and are compared below.
+    return datasets.DatasetDict(
+        {
+            split: datasets.load_dataset(builders.copy().pop(), data_files=names, split="train")
+            for split, names in files.items()
+            if names
+        }
+    )
+
+
+def _pick_splits(
+    tables: datasets.DatasetDict, arguments: DataArguments, train: bool, evaluate: bool, seed: int
+) -> tuple[datasets.Dataset | None, datasets.Dataset | None]:
+    def split(name: str, flag: str) -> datasets.Dataset:
+        if name not in tables:
+            raise InputError(f"{flag} {name!r}: there is no such split; accepted: {', '.join(tables)}.")
+        return tables[name]
+
+    train_table = split(arguments.train_split, "--train_split") if train else None
+    if not evaluate:
+        return train_table, None
+    name = arguments.eval_split or next((name for name in EVALUATION_SPLITS if name in tables), None)
+    if name is not None:
+        return train_table, split(name, "--eval_split")
+    if arguments.validation_fraction is None:
+        raise InputError(
+            f"There is no split to evaluate among {', '.join(tables)}; accepted: --eval_split with one of these or "
+            "--validation_fraction, say 0.1."
+        )
+    if not 0 < arguments.validation_fraction < 1:
+        raise InputError(f"--validation_fraction {arguments.validation_fraction}; accepted: between 0 and 1.")
+    parts = split(arguments.train_split, "--train_split").train_test_split(arguments.validation_fraction, seed=seed)
+    return (parts["train"] if train else None), parts["test"]
+
+
+def _require_columns(features: datasets.Features, image_column: str, label_column: str, description: str) -> None:
+    for column in (image_column, label_column):
+        if column not in features:
+            raise InputError(f"The {description} data have no column {column!r}; they have {', '.join(features)}.")
+
+
+def _undecoded(table: datasets.Dataset, image_column: str, folder: Path | None) -> datasets.Dataset:
+    """The table with images as bytes or paths: whatever goes wrong in decoding can then be told with its row."""
+    if folder is not None and _type_name(table.features[image_column]) == "string":
+
+        def resolve(names: list[str]) -> dict[str, list[str]]:
+            return {image_column: [str(folder / name) for name in names]}
+
+        table = table.map(resolve, batched=True, input_columns=image_column, keep_in_memory=True)
+    try:
+        return table.cast_column(image_column, datasets.Image(decode=False))
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"Column {image_column!r} holds {_type_name(table.features[image_column])}; accepted: images, as files, "
+            "paths or bytes."
+        ) from error
+
+
+def _label_names(table: datasets.Dataset, label_column: str) -> tuple[list[str], bool]:
+    feature = table.features[label_column]
+    if isinstance(feature, datasets.ClassLabel):
+        return list(feature.names), True
+    values = sorted(set(table[label_column]), key=lambda value: (str(type(value)), value))
+    if all(isinstance(value, str) for value in values):
+        return values, True
+    if not all(isinstance(value, int) for value in values):
+        raise InputError(f"Column {label_column!r} holds {values[:3]!r} …; accepted: class numbers or names.")
+    if values[0] < 0:
+        raise InputError(f"Column {label_column!r} holds the label {values[0]}; accepted: 0 and above.")
+    return [str(number) for number in range(values[-1] + 1)], False
+
+
+def _numbered_labels(
+    table: datasets.Dataset, label_column: str, label_names: list[str], description: str
+) -> np.ndarray:
+    """Labels as numbers into `label_names`, (rows,); anything else is refused with its row."""
+    feature, values = table.features[label_column], table[label_column][:]
+    numbers = {name: number for number, name in enumerate(label_names)}
+    if isinstance(feature, datasets.ClassLabel):
+        if sorted(feature.names) != sorted(label_names):
+            raise InputError(
+                f"The {description} data have the classes {_shown(feature.names)}, the model learns "
+                f"{_shown(label_names)}."
+            )
+        numbers = {value: numbers[name] for value, name in enumerate(feature.names)}
+    elif not isinstance(values[0], str):
+        numbers = {int(name): number for name, number in numbers.items()}
+    labels = np.empty(len(values), np.int64)
+    for row, value in enumerate(values):
+        number = numbers.get(value)
+        if number is None:
+            raise InputError(
+                f"The {description} data have the label {value!r} in row {row}, column {label_column!r}; accepted: "
+                f"{len(label_names)} classes, {_shown(label_names)}."
+            )
+        labels[row] = number
+    return labels
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (f" … ({len(names)})" if len(names) > 10 else "")

@@ -1,0 +1,250 @@
+"""Learned position encodings on the arrows task: trains four of them alike and shows what each has learnt.
+
+    python training/demo.py                  # about five minutes on two cores
+    python training/demo.py --images 5120    # a quick look at whether everything runs
+
+Everything lands in outputs/arrows: checkpoints, accuracy.png, example.png, table.md. A demo that was interrupted goes
+on where it stopped. The exit code is not zero if a run failed or LieRE did no better than counting arrows.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tqdm.auto import tqdm
+from transformers.trainer_utils import get_last_checkpoint
+
+from training.arrows import BAG_OF_ARROWS_ACCURACY, LABELS, Arrows
+from training.records import CONFIG_FILE
+
+
+HERE = Path(__file__).resolve().parent
+BATCH_SIZE = 128
+# Okabe and Ito's colours, told apart with any colour vision; line styles help in black and white.
+RUNS = {
+    "absolute": ("Absolute", ["--position_encoding", "absolute"], "#000000", ":"),
+    "rope_mixed": ("RoPE-Mixed", ["--position_encoding", "rope_mixed"], "#E69F00", "--"),
+    "liere8": ("LieRE8", ["--position_encoding", "liere", "--block_size", "8"], "#0072B2", "-"),
+    "comrope_ld": ("ComRoPE-LD", ["--position_encoding", "comrope_ld"], "#009E73", "-."),
+}
+RUNS_AT_ONCE = 2
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=80_000, help="training images per encoding (80000)")
+    parser.add_argument("--output_dir", type=Path, default=HERE.parent / "outputs" / "arrows")
+    parser.add_argument(
+        "--classify", type=Path, metavar="CHECKPOINT", help="only classify new images with a checkpoint"
+    )
+    arguments = parser.parse_args()
+    if arguments.classify is not None:
+        return classify_new_images(arguments.classify)
+    if arguments.images < BATCH_SIZE:
+        parser.error(f"--images {arguments.images}: accepted are {BATCH_SIZE} (one batch) and more")
+
+    start = time.perf_counter()
+    failed = train_all(arguments.output_dir, arguments.images)
+    results = {name: read_result(arguments.output_dir / name) for name in RUNS if name not in failed}
+    table = format_table(results)
+    print(f"\n{table}\n")
+    (arguments.output_dir / "table.md").write_text(table + "\n", encoding="utf-8")
+    plot_accuracy(results, arguments.output_dir / "accuracy.png")
+    if "liere8" in failed:
+        return 1
+    draw_example(arguments.output_dir / "liere8", arguments.output_dir / "example.png")
+    print(f"Accuracy over training: {arguments.output_dir / 'accuracy.png'}")
+    print(f"An image and the answer: {arguments.output_dir / 'example.png'}\n")
+    # A process that has seen nothing of the training, as a user of the checkpoint.
+    subprocess.run([sys.executable, __file__, "--classify", str(arguments.output_dir / "liere8")], check=True)
+    print(f"\nFinished after {time.perf_counter() - start:.0f} s.")
+    if results["liere8"]["eval_accuracy"] <= BAG_OF_ARROWS_ACCURACY:
+        print(
+            f"LieRE8 did not beat counting arrows ({BAG_OF_ARROWS_ACCURACY:.1%}); it needs more than {arguments.images} images."
+        )
+        return 1
+    return int(bool(failed))
+
+
+def train_all(folder: Path, images: int) -> list[str]:
+    """Runs what is not finished yet, two at a time with one thread each; the names of the runs that failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting = [name for name in RUNS if not is_finished(folder / name, images)]
+    for name in RUNS:
+        if name not in waiting:
+            print(f"{name} is finished already.")
+    steps = -(-images // BATCH_SIZE)
+    running: dict[str, subprocess.Popen] = {}
+    bars: dict[str, tqdm] = {}
+    failed = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < RUNS_AT_ONCE:
+                name = waiting.pop(0)
+                running[name] = start_run(name, folder, images)
+                bars[name] = tqdm(total=steps * BATCH_SIZE, desc=f"{RUNS[name][0]:<11}", unit="img", mininterval=1)
+            time.sleep(1)
+            for name, process in list(running.items()):
+                show_progress(folder / name, bars[name])
+                if process.poll() is None:
+                    continue
+                bars[name].close()
+                del running[name]
+                if process.returncode:
+                    failed.append(name)
+                    log = (folder / f"{name}.log").read_text(encoding="utf-8").splitlines()[-15:]
+                    print(f"The run {name} failed with code {process.returncode}:", *log, sep="\n    ")
+    finally:
+        for process in running.values():
+            process.terminate()
+    return failed
+
+
+def start_run(name: str, folder: Path, images: int) -> subprocess.Popen:
+    output_dir = folder / name
+    steps = -(-images // BATCH_SIZE)
+    every = max(steps // 16, 1)
+    schedule = {"num_decay_steps": steps // 5, "decay_type": "linear"}
+    command = [sys.executable, str(HERE / "image_classification.py"), str(HERE / "recipes" / "arrows.yaml")]
+    command += ["--output_dir", str(output_dir), "--max_train_samples", str(images), *RUNS[name][1]]
+    command += ["--warmup_steps", str(min(100, steps // 5)), "--lr_scheduler_kwargs", json.dumps(schedule)]
+    command += [word for flag in ("eval", "save", "logging") for word in (f"--{flag}_steps", str(every))]
+    if is_same_run(output_dir, images) and get_last_checkpoint(str(output_dir)):
+        command += ["--resume_from_checkpoint", "last"]
+    else:
+        command += ["--overwrite_output_dir"]
+    with open(folder / f"{name}.log", "w", encoding="utf-8") as log:
+        return subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+
+
+def is_same_run(output_dir: Path, images: int) -> bool:
+    path = output_dir / CONFIG_FILE
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["data"]["max_train_samples"] == images
+
+
+def is_finished(output_dir: Path, images: int) -> bool:
+    return is_same_run(output_dir, images) and (output_dir / "eval_results.json").is_file()
+
+
+def show_progress(output_dir: Path, bar: tqdm) -> None:
+    """What the newest checkpoint tells: the runs themselves write to their log files."""
+    checkpoint = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+    try:
+        state = json.loads((Path(checkpoint or output_dir) / "trainer_state.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        # Not written yet, or being written just now.
+        return
+    accuracies = [entry["eval_accuracy"] for entry in state["log_history"] if "eval_accuracy" in entry]
+    if accuracies:
+        bar.set_postfix_str(f"accuracy {accuracies[-1]:.1%}", refresh=False)
+    bar.update(state["global_step"] * BATCH_SIZE - bar.n)
+
+
+def read_result(output_dir: Path) -> dict:
+    """The last metrics of a run and its `history`, pairs of images seen and accuracy."""
+    result = json.loads((output_dir / "all_results.json").read_text(encoding="utf-8"))
+    state = json.loads((output_dir / "trainer_state.json").read_text(encoding="utf-8"))
+    result["history"] = sorted(
+        {
+            entry["step"] * BATCH_SIZE: entry["eval_accuracy"]
+            for entry in state["log_history"]
+            if "eval_accuracy" in entry
+        }.items()
+    )
+    return result
+
+
+def format_table(results: dict[str, dict]) -> str:
+    lines = [
+        "| encoding | parameters | accuracy (95% interval) | images/s in training |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, result in results.items():
+        interval = f"{result['eval_accuracy_low']:.1%} – {result['eval_accuracy_high']:.1%}"
+        lines.append(
+            f"| {RUNS[name][0]} | {result['parameters']:,} | {result['eval_accuracy']:.1%} ({interval}) "
+            f"| {result['train_images_per_second']:,.0f} |"
+        )
+    lines.append(f"| counting arrows | 0 | {BAG_OF_ARROWS_ACCURACY:.1%} | |")
+    return "\n".join(lines)
+
+
+def plot_accuracy(results: dict[str, dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for name, result in results.items():
+        label, _, color, style = RUNS[name]
+        images, accuracies = zip(*result["history"])
+        axes.plot(images, [100 * accuracy for accuracy in accuracies], style, color=color, label=label, linewidth=2)
+    axes.axhline(100 * BAG_OF_ARROWS_ACCURACY, color="#777777", linewidth=1, label="counting arrows")
+    axes.axhline(100 / len(LABELS), color="#BBBBBB", linewidth=1, linestyle="--", label="chance")
+    axes.set(xlabel="training images seen", ylabel="accuracy on new images (%)", ylim=(0, 102))
+    axes.set_title("Which way does the arrow point that the Y points at?")
+    axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.legend(loc="center right", frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def draw_example(checkpoint: Path, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    images = Arrows("test", 1)
+    image, label = images[0]
+    answer = answers(checkpoint, images)[0]
+    figure, axes = pyplot.subplots(figsize=(4, 4.4), layout="constrained")
+    axes.imshow(image.squeeze(-1), cmap="gray", interpolation="nearest")
+    axes.set(xticks=[], yticks=[])
+    axes.set_title(f"The Y points at an arrow that points {LABELS[label]}.\nLieRE8 says: {answer}.")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def answers(checkpoint: Path, images: Arrows) -> list[str]:
+    """What a saved classifier says about arrows images, loaded and prepared as for any checkpoint of the Hub."""
+    import torch
+    from PIL import Image
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    import hf_liere  # noqa: F401 (registers liere_vit with the Auto classes)
+
+    model = AutoModelForImageClassification.from_pretrained(checkpoint).eval()
+    processor = AutoImageProcessor.from_pretrained(checkpoint)
+    pictures = [Image.fromarray(images[index][0].squeeze(-1)).convert("RGB") for index in range(len(images))]
+    with torch.no_grad():
+        logits = model(**processor(pictures, return_tensors="pt")).logits
+    return [model.config.id2label[number] for number in logits.argmax(dim=-1).tolist()]
+
+
+def classify_new_images(checkpoint: Path) -> int:
+    images = Arrows("test", 200)
+    said = answers(checkpoint, images)
+    truth = [LABELS[images[index][1]] for index in range(len(images))]
+    for index in range(5):
+        verdict = "right" if said[index] == truth[index] else f"wrong, it is {truth[index]}"
+        print(f"New image {index}: the model says {said[index]}, which is {verdict}.")
+    right = sum(answer == correct for answer, correct in zip(said, truth))
+    print(
+        f"A fresh process with {checkpoint.name} got {right} of {len(truth)} new images right ({right / len(truth):.1%})."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Top-1 accuracy, top-5 accuracy and cross entropy with bootstrapped confidence intervals, as a module of `evaluate`.
+
+Loaded by path, so nothing is fetched: `evaluate.load("training/metrics/classification.py")`. Import one module per
+line here: the parser of `evaluate` misreads `import a, b`.
+"""
+
+import datasets
+import evaluate
+import numpy as np
+
+
+_DESCRIPTION = """
+Means over examples with percentile bootstrap intervals. Resamples are drawn once for all metrics, by a seeded
+generator, so that the same examples in the same order always give the same interval.
+"""
+
+_KWARGS_DESCRIPTION = """
+Args:
+    ranks: for every example the number of classes that score higher than its label, 0 for a correct answer.
+    losses: the cross entropy of every example.
+    num_resamples: B of the bootstrap; the LieRE paper uses 1000.
+    confidence: coverage of the intervals.
+    seed: of the resampling.
+Returns:
+    accuracy, top5_accuracy and loss, each with bounds under the same name with _low and _high.
+"""
+
+
+@evaluate.utils.file_utils.add_start_docstrings(_DESCRIPTION, _KWARGS_DESCRIPTION)
+class BootstrappedClassification(evaluate.Metric):
+    def _info(self):
+        return evaluate.MetricInfo(
+            description=_DESCRIPTION,
+            citation="",
+            inputs_description=_KWARGS_DESCRIPTION,
+            features=datasets.Features({"ranks": datasets.Value("int64"), "losses": datasets.Value("float64")}),
+        )
+
+    def _compute(self, ranks, losses, num_resamples=1000, confidence=0.95, seed=0):
+        ranks = np.asarray(ranks)
+        values = np.stack([ranks < 1, ranks < 5, np.asarray(losses)], axis=1, dtype=np.float64, casting="unsafe")
+        generator = np.random.default_rng(seed)
+        means = np.empty((num_resamples, values.shape[1]))
+        for resample in means:
+            # Counting the draws costs less than gathering the drawn rows.
+            drawn = generator.integers(len(values), size=len(values))
+            resample[:] = np.bincount(drawn, minlength=len(values)) @ values / len(values)
+        low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
+        metrics = {}
+        for name, mean, lower, upper in zip(
+            ("accuracy", "top5_accuracy", "loss"), values.mean(axis=0), low, high, strict=True
+        ):
+            metrics.update({name: float(mean), f"{name}_low": float(lower), f"{name}_high": float(upper)})
+        return metrics

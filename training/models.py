@@ -1,0 +1,211 @@
+"""Model and image processor of a run, new from flags or from a checkpoint whose every weight is accounted for."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ViTImageProcessor,
+)
+from transformers.utils import logging
+
+from hf_liere import LieREViTConfig
+from training.arguments import CheckpointArguments, DataArguments, InputError
+from training.data import LabelledImages
+
+
+logger = logging.get_logger(__name__)
+
+# Fields that change how a checkpoint trains but not what its weights mean. The image size is that of the data: a
+# checkpoint keeps the one it was trained at, to which its positions refer.
+CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "position_perturbation")
+BICUBIC = 3
+
+
+def resolve_config(arguments: CheckpointArguments) -> PreTrainedConfig:
+    """
+    The configuration of the checkpoint, or a new one from the flags.
+
+    Raises:
+        InputError: if a flag contradicts the checkpoint.
+    """
+    given = arguments.architecture()
+    if arguments.model_name_or_path is None:
+        try:
+            return LieREViTConfig(**given)
+        except Exception as error:
+            # The strict configuration raises errors of its own, which name the field and what it accepts.
+            raise InputError(str(error)) from error
+    config = AutoConfig.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
+    given.pop("image_size", None)
+    for name, value in given.items():
+        if name not in CHANGEABLE_FIELDS and getattr(config, name, None) != value:
+            raise InputError(
+                f"--{name} {value} contradicts the checkpoint's {getattr(config, name, None)}; accepted beside "
+                f"--model_name_or_path: {', '.join(CHANGEABLE_FIELDS)} and --image_size."
+            )
+        setattr(config, name, value)
+    return config
+
+
+def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig) -> tuple[int, int]:
+    """
+    Height and width of the images of this run.
+
+    Raises:
+        InputError: if they do not consist of whole patches.
+    """
+    size = _pair(arguments.architecture().get("image_size", config.image_size))
+    patch = _pair(config.patch_size)
+    if any(extent < part or extent % part for extent, part in zip(size, patch, strict=True)):
+        raise InputError(
+            f"--image_size {size[0]}×{size[1]} is not divisible by the patch size {patch[0]}×{patch[1]}; accepted are "
+            f"multiples, such as {max(size[0] // patch[0], 1) * patch[0]}×{max(size[1] // patch[1], 1) * patch[1]}."
+        )
+    return size
+
+
+def resolve_image_processor(
+    arguments: CheckpointArguments, data_arguments: DataArguments, size: tuple[int, int], num_channels: int
+) -> ViTImageProcessor:
+    """The processor that is saved with the checkpoint, so that pipelines prepare images as the evaluation does."""
+    mean, std, resample = [0.5] * num_channels, [0.5] * num_channels, BICUBIC
+    if arguments.model_name_or_path is not None:
+        try:
+            saved = AutoImageProcessor.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
+            mean, std, resample = saved.image_mean, saved.image_std, int(saved.resample)
+        except OSError:
+            logger.warning(f"{arguments.model_name_or_path} has no image processor; mean and deviation are 0.5.")
+    mean, std = data_arguments.image_mean or mean, data_arguments.image_std or std
+    for name, values in (("image_mean", mean), ("image_std", std)):
+        if len(values) != num_channels:
+            raise InputError(f"--{name} {values} has {len(values)} values; accepted: one per channel, {num_channels}.")
+    if min(std) <= 0:
+        raise InputError(f"--image_std {std}; accepted: positive numbers.")
+    return ViTImageProcessor(
+        size={"height": size[0], "width": size[1]}, image_mean=list(mean), image_std=list(std), resample=resample
+    )
+
+
+def build_model(
+    arguments: CheckpointArguments, config: PreTrainedConfig, images: LabelledImages, train: bool
+) -> PreTrainedModel:
+    """
+    A model for the classes of the data set.
+
+    A checkpoint keeps its classifier if it knows the same classes. Otherwise it gets a new one for training, with a
+    message, and is refused for evaluation.
+
+    Raises:
+        InputError: if the number of labels is not the data set's, or a weight is missing or left over.
+    """
+    names = images.label_names
+    if arguments.num_labels not in (None, len(names)):
+        raise InputError(
+            f"--num_labels {arguments.num_labels} disagrees with the data set, which has {len(names)} labels: "
+            f"{', '.join(names[:10])}{' …' if len(names) > 10 else ''}. Accepted: {len(names)}, or leave it out."
+        )
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+    if arguments.model_name_or_path is None:
+        config.id2label, config.label2id = labels["id2label"], labels["label2id"]
+        return AutoModelForImageClassification.from_config(config)
+
+    keeps_head = _same_classes(config, images)
+    if not keeps_head and not train:
+        raise InputError(
+            f"The checkpoint knows {config.num_labels} labels ({', '.join(list(config.id2label.values())[:5])} …), the "
+            f"data set has {len(names)} ({', '.join(names[:5])} …); accepted for an evaluation: the same labels."
+        )
+    if not keeps_head:
+        old = config.num_labels
+        config.id2label, config.label2id = labels["id2label"], labels["label2id"]
+    model, loading = AutoModelForImageClassification.from_pretrained(
+        arguments.model_name_or_path,
+        revision=arguments.model_revision,
+        config=config,
+        ignore_mismatched_sizes=not keeps_head,
+        output_loading_info=True,
+    )
+    mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in loading["mismatched_keys"]}
+    missing = set(loading["missing_keys"]) | mismatched
+    unexpected = set(loading["unexpected_keys"])
+    if not keeps_head:
+        missing, unexpected = (
+            {key for key in keys if not key.startswith("classifier.")} for keys in (missing, unexpected)
+        )
+    _require_all_keys(missing, unexpected, arguments.model_name_or_path)
+    if not keeps_head:
+        # from_pretrained only renews a classifier of another size; one of the same size means other classes here.
+        nn.init.normal_(model.classifier.weight, std=config.initializer_range)
+        nn.init.zeros_(model.classifier.bias)
+        logger.warning(
+            f"The checkpoint's classifier for {old} labels was replaced by a new one for the data set's {len(names)}."
+        )
+    return model
+
+
+def order_labels(images: LabelledImages, config: PreTrainedConfig) -> list[int]:
+    """For every label of the data set its number in the model: a checkpoint may list the same classes differently."""
+    if not images.named or _is_anonymous(config):
+        return list(range(len(images.label_names)))
+    numbers = {name: int(number) for number, name in config.id2label.items()}
+    return [numbers[name] for name in images.label_names]
+
+
+def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> None:
+    """
+    Compares the weights in a Trainer checkpoint with the model's; Trainer itself loads what fits and goes on.
+
+    Raises:
+        InputError: naming the keys that are missing, left over or of another shape.
+    """
+    folder = Path(checkpoint)
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if not (folder / names[0]).is_file():
+        # Shards of FSDP, which its own loader checks.
+        return
+    saved = {}
+    for name in names:
+        with safe_open(folder / name, framework="pt") as weights:
+            saved.update({key: list(weights.get_slice(key).get_shape()) for key in weights.keys()})
+    expected = {key: list(value.shape) for key, value in model.state_dict().items()}
+    _require_all_keys(set(expected) - set(saved), set(saved) - set(expected), str(checkpoint))
+    for key, shape in expected.items():
+        if saved[key] != shape:
+            raise InputError(f"{key} has shape {saved[key]} in the checkpoint {folder.name} and {shape} in the model.")
+
+
+def _require_all_keys(missing: set[str], unexpected: set[str], checkpoint: str) -> None:
+    if missing or unexpected:
+        raise InputError(
+            f"The checkpoint {checkpoint} does not fit the model. Missing: {', '.join(sorted(missing)) or 'none'}. "
+            f"Unexpected: {', '.join(sorted(unexpected)) or 'none'}."
+        )
+
+
+def _same_classes(config: PreTrainedConfig, images: LabelledImages) -> bool:
+    """Numbered classes of a data set, and classes that a checkpoint calls LABEL_0 …, only have a number to compare."""
+    if not images.named:
+        return len(images.label_names) <= config.num_labels
+    if _is_anonymous(config):
+        return len(images.label_names) == config.num_labels
+    return sorted(config.id2label.values()) == sorted(images.label_names)
+
+
+def _is_anonymous(config: PreTrainedConfig) -> bool:
+    return list(config.id2label.values()) == [f"LABEL_{number}" for number in range(config.num_labels)]
+
+
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width

@@ -1,0 +1,142 @@
+"""Trainer with an exact classification loss, parameter groups for rotations, and a stop at the first NaN."""
+
+import math
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Trainer
+
+from training.augmentation import IGNORED_LABEL, EpochSampler
+
+
+class ImageClassificationTrainer(Trainer):
+    """
+    Differences from `Trainer`:
+
+    - The loss is the sum over all examples of a step, in all processes and accumulated batches, over their number;
+      targets may be mixed (see `Collator`) and smoothed.
+    - Only weights of linear and convolution layers decay. The rotations' parameters may have their own learning rate.
+    - A loss or gradient that is not finite raises before the step is taken.
+    - Images come in an order and with an augmentation that do not depend on global generators.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # compute_loss divides by num_items_in_batch; Trainer must neither omit it nor divide once more.
+        self.model_accepts_loss_kwargs = True
+        self.evaluation_seconds = 0.0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        mixed_labels, mixing_weights = inputs.pop("mixed_labels", None), inputs.pop("mixing_weights", None)
+        outputs = model(**inputs)
+        smoothing = self.args.label_smoothing_factor if model.training else 0.0
+        total = summed_cross_entropy(outputs["logits"], labels, mixed_labels, mixing_weights, smoothing)
+        if num_items_in_batch is None:
+            num_items_in_batch = (labels != IGNORED_LABEL).sum()
+        else:
+            # The count is over all processes, and their gradients are averaged, not added up.
+            total = total * self.accelerator.num_processes
+        loss = total / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._require_finite("loss", loss)
+        # Under fp16 the scaler expects overflowing gradients and skips their step by itself.
+        if self.accelerator.sync_gradients and self.accelerator.scaler is None:
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            self._require_finite("gradient norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        return loss
+
+    def _require_finite(self, what: str, value: torch.Tensor) -> None:
+        if not math.isfinite(value := value.item()):
+            raise FloatingPointError(
+                f"The {what} is {value} in step {self.state.global_step + 1} (epoch {self.state.epoch or 0:.2f}, "
+                f"learning rate {self._get_learning_rate():.3g}). The step was not taken. Try a lower --learning_rate, "
+                "more --warmup_steps, a smaller --max_grad_norm or --bf16 instead of --fp16, and resume from the last "
+                "checkpoint."
+            )
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Weights of linear and convolution layers: no generators, norms, biases, tokens or position tables."""
+        layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        return [
+            f"{name}.weight" if name else "weight"
+            for name, module in model.named_modules()
+            if isinstance(module, layers)
+        ]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is not None:
+            return self.optimizer
+        optimizer = super().create_optimizer(model)
+        factor = self.args.rotary_learning_rate_factor
+        if factor != 1:
+            rotary = self._rotary_parameters(self.model if model is None else model)
+            chosen = {id(parameter) for parameter in rotary}
+            for group in optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+            optimizer.add_param_group({"params": rotary, "weight_decay": 0.0, "lr": self.args.learning_rate * factor})
+        return optimizer
+
+    def _rotary_parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        named = dict(self.accelerator.unwrap_model(self.model).rotary_parameters())
+        if not named:
+            raise ValueError(
+                f"--rotary_learning_rate_factor {self.args.rotary_learning_rate_factor}: position_encoding="
+                f"{self.model.config.position_encoding!r} learns no rotations; leave the factor at 1."
+            )
+        # Under FSDP the parameters of the wrapped model, whose names carry a prefix, are the ones to optimise.
+        return [p for name, p in model.named_parameters() if name.replace("_fsdp_wrapped_module.", "") in named]
+
+    def _get_train_sampler(self, train_dataset=None) -> EpochSampler:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        multiple = self._train_batch_size * self.args.world_size if self.args.world_size > 1 else 1
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return EpochSampler(len(dataset), seed, multiple, lambda: self.state)
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        start = time.perf_counter()
+        metrics = super().evaluate(*args, **kwargs)
+        self.evaluation_seconds += time.perf_counter() - start
+        return metrics
+
+
+def summed_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    mixed_labels: torch.Tensor | None = None,
+    mixing_weights: torch.Tensor | None = None,
+    smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Cross entropy of (B, classes) logits, summed over the batch; examples labelled `IGNORED_LABEL` add nothing.
+
+    It is linear in the target, so a mixed target is the weighted sum of two hard ones. In float32 at least.
+    """
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+    def per_example(targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED_LABEL, label_smoothing=smoothing)
+
+    losses = per_example(labels)
+    if mixed_labels is not None:
+        losses = mixing_weights * losses + (1 - mixing_weights) * per_example(mixed_labels)
+    return losses.sum()
+
+
+def ranks_and_losses(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    """What the metrics need of an example, (B, 2): how many classes come before its label, and its cross entropy.
+
+    Of equal logits the first class comes first, as for `argmax`. Reducing here, before processes exchange results,
+    keeps an evaluation of many classes small, and its loss exact where processes or batches are not of equal size.
+    """
+    logits = (logits[0] if isinstance(logits, tuple) else logits).float()
+    of_label = logits.gather(1, labels[:, None])
+    before = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
+    ranks = ((logits > of_label) | ((logits == of_label) & before)).sum(dim=1)
+    return torch.stack([ranks.float(), F.cross_entropy(logits, labels, reduction="none")], dim=1)
