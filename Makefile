@@ -44,4 +44,5 @@ $(OLDEST)/ready: $(READY)
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
 		"$$($(OLDEST)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
 	$(OLDEST)/bin/pip install --quiet "transformers==$(OLDEST_TRANSFORMERS)"
+	$(OLDEST)/bin/pip install --quiet --no-deps --editable .
 	touch $@

@@ -49,13 +49,14 @@ def register() -> None:
         for auto_class, model_class in models.items():
             auto_class.register(config_class, model_class, exist_ok=True)
             model_class.register_for_auto_class(auto_class.__name__)
-        processors = _image_processors()
-        if processors:
-            AutoImageProcessor.register(config_class, image_processor_classes=processors, exist_ok=True)
+    processors = _image_processors()
+    if processors:
+        AutoImageProcessor.register(LieREViTConfig, image_processor_classes=processors, exist_ok=True)
     if is_torchvision_available():
-        from transformers import VideoMAEVideoProcessor
+        from .video_processing_liere import LieREVideoProcessor
 
-        AutoVideoProcessor.register(LieREVideoConfig, VideoMAEVideoProcessor, exist_ok=True)
+        AutoVideoProcessor.register(LieREVideoConfig, LieREVideoProcessor, exist_ok=True)
+        LieREVideoProcessor.register_for_auto_class()
 
 
 def _image_processors() -> dict[str, type]:

@@ -1,0 +1,65 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_liere
+
+
+# Nothing in the tests may reach a hub; the local server of the hub tests sets its own endpoint.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def shared():
+    """The development data beside the checkout; tests that use it are skipped where it is absent."""
+    if not SHARED.is_dir():
+        pytest.skip("development data (../shared) is absent")
+    return SHARED
+
+
+@pytest.fixture
+def tiny():
+    """Builds a small image configuration; keyword arguments override."""
+
+    def build(**overrides):
+        fields = {
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "image_size": 16,
+            "patch_size": 4,
+            "num_labels": 3,
+        }
+        return hf_liere.LieREViTConfig(**{**fields, **overrides})
+
+    return build
+
+
+@pytest.fixture
+def tiny_video():
+    """Builds a small video configuration; keyword arguments override."""
+
+    def build(**overrides):
+        fields = {
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "image_size": 8,
+            "patch_size": 4,
+            "num_frames": 4,
+            "num_labels": 3,
+        }
+        return hf_liere.LieREVideoConfig(**{**fields, **overrides})
+
+    return build

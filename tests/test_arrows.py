@@ -1,0 +1,122 @@
+"""The arrows task: what stands in an image, and that nothing but the Y and its arrow tells the label."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import training_helpers  # noqa: F401 (makes training importable)
+
+from training.arrows import BAG_OF_ARROWS_ACCURACY, CELL, LABELS, NUM_ARROWS, STEPS, Arrows
+
+
+FIRST_Y, FIRST_LETTER = 4, 8
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    images = Arrows("train", 6000)
+    return [images.scene(index) for index in range(len(images))]
+
+
+@pytest.mark.parametrize("image_size, grid", [(108, 9), (168, 14), (276, 23), (60, 5)])
+def test_every_scene_asks_one_question_with_one_answer(image_size, grid):
+    images = Arrows("train", 300, image_size)
+    for index in range(300):
+        stamps, cells, label = images.scene(index)
+        assert len(set(cells.tolist())) == 14 and 0 <= cells.min() and cells.max() < grid**2
+        arrows = {cell: stamp for stamp, cell in zip(stamps.tolist(), cells.tolist()) if stamp < FIRST_Y}
+        assert len(arrows) == NUM_ARROWS
+        ((base, y_cell),) = [
+            (stamp - FIRST_Y, cell) for stamp, cell in zip(stamps, cells) if FIRST_Y <= stamp < FIRST_LETTER
+        ]
+        assert sorted(stamp for stamp in stamps if stamp >= FIRST_LETTER) == list(range(FIRST_LETTER, FIRST_LETTER + 5))
+        row, column = divmod(int(y_cell), grid)
+        on_ray = []
+        while True:
+            row, column = row + STEPS[base][0], column + STEPS[base][1]
+            if not (0 <= row < grid and 0 <= column < grid):
+                break
+            if row * grid + column in arrows:
+                on_ray.append(arrows[row * grid + column])
+        assert on_ray == [label]
+
+
+def test_the_image_shows_the_scene():
+    images = Arrows("validation", 50)
+    for index in range(50):
+        image, label = images[index]
+        stamps, cells, scene_label = images.scene(index)
+        assert image.shape == (108, 108, 1) and image.dtype == np.uint8 and label == scene_label
+        inked = {
+            (row, column)
+            for row, column in itertools.product(range(9), range(9))
+            if (image[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL] == 0).any()
+        }
+        assert inked == {divmod(int(cell), 9) for cell in cells}
+
+
+def test_arrows_and_ys_point_where_they_should():
+    """An arrow's head and a Y's arms hold more ink than the other half."""
+    images = Arrows("train", 200)
+    seen = set()
+    for index in range(200):
+        image, _ = images[index]
+        for stamp, cell in zip(*images.scene(index)[:2]):
+            if stamp >= FIRST_LETTER:
+                continue
+            row, column = divmod(int(cell), 9)
+            ink = image[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL, 0] == 0
+            toward = STEPS[stamp % 4]
+            halves = [ink[:6].sum() - ink[6:].sum(), ink[:, :6].sum() - ink[:, 6:].sum()]
+            heavy = -(toward[0] * halves[0] + toward[1] * halves[1])
+            assert heavy > 0 if stamp < FIRST_Y else heavy < 0
+            seen.add(int(stamp))
+    assert seen == set(range(8))
+
+
+def test_images_depend_on_seed_split_and_index_only():
+    first, again = Arrows("train", 20), Arrows("train", 50_000)
+    for index in range(20):
+        assert np.array_equal(first[index][0], again[index][0]) and first[index][1] == again[index][1]
+    for other in (Arrows("train", 20, seed=1), Arrows("validation", 20), Arrows("test", 20)):
+        assert not any(np.array_equal(first[index][0], other[index][0]) for index in range(20))
+    assert len({first[index][0].tobytes() for index in range(20)}) == 20
+
+
+def test_labels_are_uniform_and_independent_of_everything_else(scenes):
+    """Pearson's chi-square of the label against what a shortcut could use; 0.1% quantiles of chi-square."""
+    labels = np.array([label for _, _, label in scenes])
+    bases = np.array([stamps[1] - FIRST_Y for stamps, _, _ in scenes])
+    y_rows = np.array([cells[1] // 9 for _, cells, _ in scenes])
+    target_columns = np.array([cells[0] % 9 for _, cells, _ in scenes])
+    distances = np.array(
+        [sum(map(abs, np.subtract(divmod(cells[0], 9), divmod(cells[1], 9)))) for _, cells, _ in scenes]
+    )
+    counts = np.bincount(labels, minlength=4)
+    assert ((counts - len(labels) / 4) ** 2 / (len(labels) / 4)).sum() < 16.27
+    for other, quantile in ((bases, 27.88), (y_rows, 51.18), (target_columns, 51.18), (distances - 1, 46.80)):
+        observed = np.zeros((4, other.max() + 1))
+        np.add.at(observed, (labels, other), 1)
+        expected = observed.sum(1, keepdims=True) * observed.sum(0, keepdims=True) / len(labels)
+        assert ((observed - expected) ** 2 / expected).sum() < quantile
+    assert np.bincount(bases, minlength=4).min() > len(labels) / 4 * 0.9
+
+
+def test_counting_arrows_is_right_in_44_percent(scenes):
+    exact = sum(max(Counter(d).values()) for d in itertools.product(range(4), repeat=NUM_ARROWS))
+    assert BAG_OF_ARROWS_ACCURACY == exact / (NUM_ARROWS * 4**NUM_ARROWS)
+    right = 0
+    for stamps, _, label in scenes:
+        right += np.bincount(stamps[stamps < FIRST_Y], minlength=4).argmax() == label
+    assert abs(right / len(scenes) - BAG_OF_ARROWS_ACCURACY) < 3.3 * np.sqrt(0.25 / len(scenes))
+    assert len(LABELS) == 4
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match="110 px cannot be drawn.*multiples of the cell's 12 px.*108, 168"):
+        Arrows("train", image_size=110)
+    with pytest.raises(ValueError, match="no split 'training'; accepted: train, validation, test"):
+        Arrows("training")
+    with pytest.raises(IndexError, match="has 3 arrows images, no number 3"):
+        Arrows("train", 3)[3]

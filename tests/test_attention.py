@@ -1,0 +1,59 @@
+import pytest
+import reference
+import torch
+
+from hf_liere.attention import LieREAttention, rotate
+from hf_liere.encodings import build_rotary_encoding
+
+
+def layer_inputs(tiny, encoding, batch=None, **overrides):
+    config = tiny(position_encoding=encoding, **overrides)
+    config._attn_implementation = "eager"
+    encoding = build_rotary_encoding(config, 2)
+    encoding.reset_parameters()
+    positions = torch.rand(*((batch,) if batch else ()), 6, 2)
+    return config, encoding(positions)[0]
+
+
+CASES = [("rope_mixed", 2), ("liere", 5), ("liere", 8), ("comrope_ld", 4), ("axial_rope", 2)]
+
+
+@pytest.mark.parametrize("encoding, block_size", CASES)
+@pytest.mark.parametrize("batch", [None, 3])
+@pytest.mark.parametrize("share_heads", [False, True])
+def test_rotate_is_the_block_diagonal_product(tiny, encoding, block_size, batch, share_heads):
+    config, rotation = layer_inputs(tiny, encoding, batch, block_size=block_size, share_heads=share_heads)
+    states = torch.randn(3, 2, 6, 24)
+    matrices = reference.dense(rotation.detach(), 24, 2)
+    expected = (matrices @ states.double().unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(rotate(states, rotation).double(), expected, rtol=0, atol=2e-6)
+
+
+def test_rotate_keeps_the_tail_and_the_type(tiny):
+    _, rotation = layer_inputs(tiny, "liere", block_size=5)
+    states = torch.randn(3, 2, 6, 24, dtype=torch.bfloat16)
+    rotated = rotate(states, rotation)
+    assert rotated.dtype == torch.bfloat16 and torch.equal(rotated[..., 20:], states[..., 20:])
+    assert not torch.equal(rotated[..., :20], states[..., :20])
+
+
+@pytest.mark.parametrize("encoding, block_size", CASES)
+def test_attention_matches_the_reference(tiny, encoding, block_size):
+    config, rotation = layer_inputs(tiny, encoding, block_size=block_size)
+    module = LieREAttention(config)
+    states = torch.randn(2, 6, 48)
+    expected = reference.attention(states, module, reference.dense(rotation.detach(), 24, 2))
+    torch.testing.assert_close(module(states, rotation)[0].double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("encoding, relative", [("comrope_ap", True), ("comrope_ld", True), ("liere", False)])
+def test_attention_under_a_common_shift(tiny, encoding, relative):
+    """Outputs, and so the logits between patches, do not see a shift of all positions where generators commute."""
+    config = tiny(position_encoding=encoding, block_size=4)
+    config._attn_implementation = "eager"
+    rotary, module = build_rotary_encoding(config, 2), LieREAttention(config)
+    rotary.reset_parameters()
+    states, positions = torch.randn(2, 6, 48) * 5, torch.rand(6, 2)
+    weights = [module(states, rotary(p)[0])[1] for p in (positions, positions + torch.tensor([0.3, -2.0]))]
+    deviation = (weights[0] - weights[1]).abs().max()
+    assert deviation < 1e-5 if relative else deviation > 1e-3

@@ -1,0 +1,222 @@
+"""Across process boundaries: checkpoints, Auto classes and pipelines as a user meets them."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    AutoBackbone,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForMaskedImageModeling,
+    AutoModelForVideoClassification,
+    AutoVideoProcessor,
+    ViTImageProcessor,
+)
+
+import hf_liere
+from hf_liere.video_processing_liere import LieREVideoProcessor
+
+
+WITHOUT_PACKAGE = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "hf_liere":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def run(code, tmp_path, package=True):
+    """Run code in a fresh process, from another directory, with its own cache of remote code."""
+    source = ("import hf_liere\n" if package else WITHOUT_PACKAGE) + textwrap.dedent(code)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    if package:
+        environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(hf_liere.__file__))
+    process = subprocess.run(
+        [sys.executable, "-c", source], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip().splitlines()
+
+
+@pytest.fixture
+def checkpoint(tiny, tmp_path):
+    """A saved classifier with its processor, and the logits it gives for a fixed input."""
+    labels = {0: "up", 1: "down", 2: "left"}
+    config = tiny(position_encoding="comrope_ld", block_size=4, id2label=labels, initializer_range=0.2)
+    config.label2id = {label: index for index, label in labels.items()}
+    model = hf_liere.LieREViTForImageClassification(config).eval()
+    path = tmp_path / "checkpoint"
+    model.save_pretrained(path)
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(path)
+    torch.save(torch.randn(2, 3, 16, 16), tmp_path / "pixels.pt")
+    with torch.no_grad():
+        return path, model(torch.load(tmp_path / "pixels.pt")).logits
+
+
+FINE_TUNE = """
+import json, torch
+from transformers import AutoModel, AutoModelForImageClassification
+
+remote = {remote}
+pixels = torch.load("pixels.pt")
+model = AutoModelForImageClassification.from_pretrained("{source}", **remote)
+loaded = model.eval()(pixels).logits.tolist()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(pixels, labels=torch.tensor([0, 1])).loss.backward()
+    optimizer.step()
+model.save_pretrained("{target}")
+tuned = model(pixels).logits.tolist()
+again = AutoModelForImageClassification.from_pretrained("{target}", **remote).eval()(pixels).logits.tolist()
+features = AutoModel.from_pretrained("{target}", **remote).eval()(pixels).last_hidden_state
+direct = model.liere(pixels).last_hidden_state
+print(json.dumps([loaded, tuned, again, torch.equal(features, direct), type(model).__module__]))
+"""
+
+
+@pytest.mark.parametrize("package", [True, False])
+def test_load_train_save_load_in_a_fresh_process(checkpoint, tmp_path, package):
+    path, expected = checkpoint
+    remote = {} if package else {"trust_remote_code": True}
+    code = FINE_TUNE.format(source=path, target=tmp_path / "tuned", remote=remote)
+    loaded, tuned, again, same_features, module = json.loads(run(code, tmp_path, package)[-1])
+    torch.testing.assert_close(torch.tensor(loaded), expected, rtol=0, atol=1e-6)
+    assert (torch.tensor(tuned) - expected).abs().max() > 1e-3
+    assert again == tuned and same_features
+    assert module.startswith("hf_liere." if package else "transformers_modules.")
+    # What was written in either world loads in this one.
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "tuned").eval()
+    assert isinstance(model, hf_liere.LieREViTForImageClassification)
+    logits = model(torch.load(tmp_path / "pixels.pt")).logits
+    torch.testing.assert_close(logits, torch.tensor(tuned), rtol=0, atol=1e-6)
+
+
+def test_every_auto_class_finds_its_model_without_the_package(checkpoint, tiny_video, tmp_path):
+    path, _ = checkpoint
+    video = tmp_path / "video"
+    hf_liere.LieREVideoForVideoClassification(tiny_video()).save_pretrained(video)
+    code = f"""
+        from transformers import AutoBackbone, AutoConfig, AutoModel, AutoModelForMaskedImageModeling
+        from transformers import AutoModelForVideoClassification
+        try:
+            import hf_liere
+        except ModuleNotFoundError:
+            print("absent")
+        for auto, path in ((AutoModel, "{path}"), (AutoModelForMaskedImageModeling, "{path}"),
+                           (AutoModel, "{video}"), (AutoModelForVideoClassification, "{video}")):
+            print(type(auto.from_pretrained(path, trust_remote_code=True)).__name__)
+        config = AutoConfig.from_pretrained("{path}", trust_remote_code=True)
+        print(type(AutoBackbone.from_config(config, trust_remote_code=True)).__name__)
+    """
+    assert run(code, tmp_path, package=False) == [
+        "absent",
+        "LieREViTModel",
+        "LieREViTForMaskedImageModeling",
+        "LieREVideoModel",
+        "LieREVideoForVideoClassification",
+        "LieREViTBackbone",
+    ]
+
+
+def test_remote_code_does_not_run_unasked(checkpoint, tmp_path):
+    path, _ = checkpoint
+    code = f"""
+        from transformers import AutoModel
+        try:
+            AutoModel.from_pretrained("{path}", trust_remote_code=False)
+        except ValueError as error:
+            print("refused" if "trust_remote_code" in str(error) else error)
+    """
+    assert run(code, tmp_path, package=False) == ["refused"]
+
+
+def test_registration(tiny, tiny_video):
+    hf_liere.register()
+    for auto, config, expected in (
+        (AutoModel, tiny(), hf_liere.LieREViTModel),
+        (AutoModelForImageClassification, tiny(), hf_liere.LieREViTForImageClassification),
+        (AutoModelForMaskedImageModeling, tiny(), hf_liere.LieREViTForMaskedImageModeling),
+        (AutoBackbone, tiny(), hf_liere.LieREViTBackbone),
+        (AutoModel, tiny_video(), hf_liere.LieREVideoModel),
+        (AutoModelForVideoClassification, tiny_video(), hf_liere.LieREVideoForVideoClassification),
+    ):
+        assert type(auto.from_config(config)) is expected
+
+
+def test_backbone_loads_a_classifier(checkpoint, tmp_path):
+    path, _ = checkpoint
+    backbone = hf_liere.LieREViTBackbone.from_pretrained(path, out_features=["stage1", "stage2"]).eval()
+    model = AutoModel.from_pretrained(path).eval()
+    pixels = torch.load(tmp_path / "pixels.pt")
+    expected = model(pixels).last_hidden_state[:, 1:].transpose(1, 2).unflatten(-1, (4, 4))
+    assert torch.equal(backbone(pixels).feature_maps[1], expected)
+
+
+def test_processors_load_from_a_checkpoint(checkpoint, tiny_video, tmp_path):
+    path, _ = checkpoint
+    processor = AutoImageProcessor.from_pretrained(path)
+    image = Image.fromarray(np.zeros((20, 30, 3), dtype=np.uint8))
+    assert processor(image, return_tensors="pt").pixel_values.shape == (1, 3, 16, 16)
+    tiny_video().save_pretrained(tmp_path / "video")
+    LieREVideoProcessor().save_pretrained(tmp_path / "video")
+    processor = AutoVideoProcessor.from_pretrained(tmp_path / "video")
+    assert isinstance(processor, LieREVideoProcessor)
+    clip = np.zeros((5, 20, 30, 3), dtype=np.uint8)
+    assert processor(clip, return_tensors="pt").pixel_values.shape == (1, 5, 3, 224, 224)
+
+
+def test_image_pipelines_in_a_fresh_process(checkpoint, tmp_path):
+    path, _ = checkpoint
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 24, 3), dtype=np.uint8))
+    image.save(tmp_path / "image.png")
+    code = f"""
+        import json
+        from transformers import pipeline
+        classified = pipeline("image-classification", "{path}")("image.png")
+        features = pipeline("image-feature-extraction", "{path}")("image.png")
+        print(json.dumps([classified, [len(features[0]), len(features[0][0])]]))
+    """
+    classified, shape = json.loads(run(code, tmp_path)[-1])
+    pixels = AutoImageProcessor.from_pretrained(path)(image, return_tensors="pt").pixel_values
+    expected = AutoModelForImageClassification.from_pretrained(path).eval()(pixels).logits.softmax(-1)[0]
+    assert [entry["label"] for entry in classified] == [["up", "down", "left"][i] for i in expected.argsort().flip(0)]
+    torch.testing.assert_close(
+        torch.tensor([entry["score"] for entry in classified]), expected.sort(descending=True).values, rtol=0, atol=1e-5
+    )
+    assert shape == [17, 48]
+
+
+@pytest.mark.parametrize("package", [True, False])
+def test_video_pipeline_in_a_fresh_process(tiny_video, tmp_path, package):
+    av = pytest.importorskip("av", reason="PyAV decodes videos; install hf-liere[video]")
+    path = tmp_path / "video"
+    hf_liere.LieREVideoForVideoClassification(tiny_video()).save_pretrained(path)
+    size = {"height": 8, "width": 8}
+    LieREVideoProcessor(size=size, crop_size=size).save_pretrained(path)
+    with av.open(str(tmp_path / "clip.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width = stream.height = 32
+        for brightness in range(0, 240, 20):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), brightness, dtype=np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    code = f"""
+        import json
+        from transformers import pipeline
+        print(json.dumps(pipeline("video-classification", "{path}", trust_remote_code={not package})("clip.mp4")))
+    """
+    classified = json.loads(run(code, tmp_path, package)[-1])
+    assert len(classified) == 3 and abs(sum(entry["score"] for entry in classified) - 1) < 1e-5

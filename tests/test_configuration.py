@@ -1,0 +1,96 @@
+import json
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+
+import hf_liere
+
+
+@pytest.mark.parametrize(
+    "encoding, block_size, coordinates, rotary_init, scale, table",
+    [
+        ("none", None, None, None, None, False),
+        ("absolute", None, None, None, None, True),
+        ("axial_rope", 2, "index", None, None, False),
+        ("rope_mixed", 2, "index", "frequencies", 1.0, False),
+        ("liere", 8, "train_grid", "uniform", 6.283185307179586, False),
+        ("comrope_ap", 8, "unit", "normal", 1.0, False),
+        ("comrope_ld", 8, "unit", "normal", 1.0, False),
+    ],
+)
+def test_defaults_of_each_encoding(encoding, block_size, coordinates, rotary_init, scale, table):
+    config = hf_liere.LieREViTConfig(position_encoding=encoding)
+    assert config.block_size == block_size
+    assert config.coordinates == coordinates
+    assert config.rotary_init == rotary_init
+    assert config.rotary_init_scale == scale
+    assert config.use_absolute_position_embeddings == table
+
+
+def test_round_trip_through_a_file(tmp_path, tiny, tiny_video):
+    for config in (
+        tiny(position_encoding="comrope_ld", block_size=4, num_register_tokens=2, out_features=["stem", "stage2"]),
+        tiny_video(position_encoding="liere", block_size=3, patch_size=(2, 4), image_size=(4, 8), num_channels=1),
+    ):
+        config.save_pretrained(tmp_path)
+        loaded = type(config).from_pretrained(tmp_path)
+        assert loaded.to_dict() == config.to_dict()
+        assert json.loads((tmp_path / "config.json").read_text())["format_version"] == 1
+
+
+BAD = [
+    ({"position_encoding": "rope"}, "comrope_ld.*got rope"),
+    ({"position_encoding": "liere", "block_size": 25}, "block_size=25 .*head_dim of 24.*2 … 24"),
+    ({"position_encoding": "liere", "block_size": 1}, "block_size=1 .*2 … 24"),
+    ({"position_encoding": "rope_mixed", "block_size": 4}, "block_size=4: rope_mixed .* 2"),
+    ({"position_encoding": "comrope_ld", "block_size": 5}, r"block_size=5 .*head_dim=24.*\[2, 3, 4, 6, 8, 12, 24\]"),
+    ({"position_encoding": "comrope_ap", "block_size": 8}, r"block_size=8 times 2 axes .*\[2, 3, 4, 6, 12\]"),
+    ({"position_encoding": "axial_rope", "hidden_size": 6}, "head_dim of 3 is too small.* 4"),
+    ({"position_encoding": "axial_rope", "rotary_init": "zeros"}, "'zeros'.*no parameters"),
+    ({"position_encoding": "comrope_ld", "rotary_init": "frequencies"}, "liere with an even block_size.*comrope_ld"),
+    ({"position_encoding": "liere", "rotary_init": "ones"}, "uniform.*ones"),
+    ({"position_encoding": "none", "block_size": 8}, "'none' has no rotations.*'block_size': 8"),
+    ({"position_encoding": "absolute", "share_heads": True}, "'absolute' has no rotations.*'share_heads'"),
+    ({"position_encoding": "absolute", "use_absolute_position_embeddings": False}, "contradicts"),
+    ({"position_encoding": "none", "position_perturbation": 0.5}, "0.5 has nothing to perturb"),
+    ({"position_perturbation": -1.0}, "position_perturbation=-1.0"),
+    ({"coordinates": "pixels"}, "train_grid.*pixels"),
+    ({"num_attention_heads": 5}, "hidden_size=48 is not divisible by num_attention_heads=5"),
+    ({"num_attention_heads": 48}, "head_dim of 1"),
+    ({"image_size": 18}, r"\(18, 18\) is not divisible into patches of \(4, 4\)"),
+    ({"image_size": (16, 18)}, r"\(16, 18\)"),
+    ({"image_size": [16, 16, 16]}, r"image_size=\[16, 16, 16\] must be one integer or"),
+    ({"patch_size": 0}, r"\(0, 0\)"),
+    ({"pooling": "cls", "use_class_token": False}, "use_class_token=True"),
+    ({"pooling": "max"}, "mean_all.*got max"),
+    ({"drop_path_rate": 1.0}, "drop_path_rate=1.0"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+    ({"hidden_size": "48"}, "hidden_size.*int.*48"),
+    ({"format_version": 2}, "format_version=2 .*newer"),
+    ({"rope_theta": -1.0, "position_encoding": "axial_rope"}, "rope_theta=-1.0"),
+]
+
+
+@pytest.mark.parametrize("fields, message", BAD)
+def test_bad_fields_are_named_with_what_is_accepted(tiny, fields, message):
+    with pytest.raises((ValueError, StrictDataclassError), match=f"(?s){message}"):
+        tiny(**fields)
+
+
+def test_comrope_ap_in_three_dimensions_needs_another_head_dim():
+    with pytest.raises(StrictDataclassError, match="times 3 axes must divide head_dim=64 .*none, choose another"):
+        hf_liere.LieREVideoConfig(position_encoding="comrope_ap")
+    config = hf_liere.LieREVideoConfig(position_encoding="comrope_ap", hidden_size=384, num_attention_heads=8)
+    assert config.head_dim == 48
+
+
+def test_video_fields_must_fit(tiny_video):
+    with pytest.raises(StrictDataclassError, match=r"\(5, 8, 8\) is not divisible into patches of \(2, 4, 4\)"):
+        tiny_video(num_frames=5)
+
+
+def test_a_changed_configuration_is_checked_before_it_is_saved(tmp_path, tiny):
+    config = tiny()
+    config.block_size = 100
+    with pytest.raises(StrictDataclassError, match="block_size=100"):
+        config.save_pretrained(tmp_path)

@@ -1,0 +1,179 @@
+import math
+
+import pytest
+import reference
+import torch
+
+import hf_liere
+from hf_liere.encodings import ROTARY_ENCODINGS, build_rotary_encoding
+from hf_liere.positions import grid_positions
+
+
+PLANAR = ("axial_rope", "rope_mixed")
+GRIDS = {1: (5,), 2: (2, 3), 3: (2, 1, 3)}
+CASES = [
+    (encoding, axes, size)
+    for encoding in ROTARY_ENCODINGS
+    for axes in GRIDS
+    for size in ([2] if encoding in PLANAR else [2, 3, 4, 8, 24])
+    if encoding != "comrope_ap" or 24 % (size * axes) == 0
+]
+
+
+def build(tiny, encoding, axes, **overrides):
+    """A rotary encoding on `axes` axes; the image configuration only knows two, the module any number."""
+    config = tiny(position_encoding=encoding, **overrides)
+    module = build_rotary_encoding(config, axes)
+    module.reset_parameters()
+    return config, module
+
+
+def rotations_of(module, positions, config):
+    return [reference.dense(rotation.detach(), config.head_dim, 2) for rotation in module(positions)]
+
+
+@pytest.mark.parametrize("encoding, axes, block_size", CASES)
+def test_rotations_match_the_reference_and_are_orthogonal(tiny, encoding, axes, block_size):
+    if encoding == "comrope_ap" and 24 % (block_size * 2):
+        config = tiny(position_encoding="comrope_ld", block_size=block_size)
+        config.position_encoding = "comrope_ap"
+        module = build_rotary_encoding(config, axes)
+        module.reset_parameters()
+    else:
+        config, module = build(tiny, encoding, axes, block_size=block_size)
+    positions = grid_positions(GRIDS[axes], GRIDS[axes], config.coordinates)
+    parameters = dict(module.named_parameters())
+    for layer, rotation in enumerate(rotations_of(module, positions, config)):
+        for head in range(2):
+            for token, position in enumerate(positions):
+                expected = reference.head_rotation(position, parameters, config, axes, layer, head)
+                # Computed in float64 and rounded once to float32.
+                torch.testing.assert_close(rotation[0, head, token], expected, rtol=0, atol=3e-7)
+        gram = rotation @ rotation.transpose(-1, -2)
+        torch.testing.assert_close(gram, torch.eye(24).double().expand_as(gram), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("share_heads", [False, True])
+@pytest.mark.parametrize("share_layers", [False, True])
+@pytest.mark.parametrize("encoding", ["rope_mixed", "liere", "comrope_ap", "comrope_ld"])
+def test_sharing(tiny, encoding, share_heads, share_layers):
+    config, module = build(tiny, encoding, 2, block_size=2, share_heads=share_heads, share_layers=share_layers)
+    positions = torch.rand(4, 2)
+    parameters = dict(module.named_parameters())
+    rotations = rotations_of(module, positions, config)
+    for layer, head in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        expected = reference.head_rotation(positions[3], parameters, config, 2, layer, head)
+        torch.testing.assert_close(rotations[layer][0, head, 3], expected, rtol=0, atol=1e-6)
+    assert torch.equal(rotations[0][:, 0], rotations[0][:, 1]) == share_heads
+    assert torch.equal(rotations[0], rotations[1]) == share_layers
+    full = sum(parameter.numel() for parameter in build(tiny, encoding, 2, block_size=2)[1].parameters())
+    count = sum(parameter.numel() for parameter in parameters.values())
+    assert count == full // (1 + share_heads) // (1 + share_layers)
+
+
+@pytest.mark.parametrize("encoding", ROTARY_ENCODINGS)
+def test_positions_of_each_sample(tiny, encoding):
+    _, module = build(tiny, encoding, 2, block_size=2 if encoding in PLANAR else 4)
+    positions = torch.rand(3, 5, 2)
+    for layer, rotation in enumerate(module(positions)):
+        assert rotation.shape[0] == 3
+        for sample in range(3):
+            torch.testing.assert_close(rotation[sample], module(positions[sample])[layer][0], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("encoding", ["axial_rope", "rope_mixed", "comrope_ap", "comrope_ld"])
+def test_commuting_encodings_are_relative(tiny, encoding):
+    """Rᵀ(p) R(q) depends on q − p alone (ComRoPE's RoPE equation, eq. 2)."""
+    config, module = build(tiny, encoding, 2, block_size=2 if encoding in PLANAR else 4)
+    positions, shift = torch.rand(6, 2).double(), torch.tensor([0.7, -1.9])
+    for before, after in zip(rotations_of(module, positions, config), rotations_of(module, positions + shift, config)):
+        pairs = [r.transpose(-1, -2).unsqueeze(-3) @ r.unsqueeze(-4) for r in (before, after)]
+        # Products of float32 rotations.
+        torch.testing.assert_close(*pairs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("block_size, relative", [(2, True), (3, False), (8, False)])
+def test_liere_is_relative_for_planes_only(tiny, block_size, relative):
+    config, module = build(tiny, "liere", 2, block_size=block_size)
+    positions, shift = torch.rand(6, 2).double(), torch.tensor([0.7, -1.9])
+    pairs = [
+        rotation.transpose(-1, -2).unsqueeze(-3) @ rotation.unsqueeze(-4)
+        for rotation in (rotations_of(module, p, config)[0] for p in (positions, positions + shift))
+    ]
+    deviation = (pairs[0] - pairs[1]).abs().max()
+    assert deviation < 2e-6 if relative else deviation > 0.1
+
+
+@pytest.mark.parametrize("encoding", ["liere", "comrope_ld"])
+def test_one_axis_is_always_relative(tiny, encoding):
+    """In one dimension there is one generator, which commutes with itself (LieRE App. A)."""
+    config, module = build(tiny, encoding, 1, block_size=8)
+    positions = torch.rand(6, 1).double()
+    pairs = [
+        rotation.transpose(-1, -2).unsqueeze(-3) @ rotation.unsqueeze(-4)
+        for rotation in (rotations_of(module, p, config)[0] for p in (positions, positions + 0.7))
+    ]
+    torch.testing.assert_close(*pairs, rtol=0, atol=2e-6)
+
+
+def test_parameter_counts_of_liere_table_10():
+    counts = {2: 9_216, 4: 27_648, 8: 64_512, 16: 138_240, 32: 285_696, 64: 580_608}
+    for block_size, count in counts.items():
+        with torch.device("meta"):
+            module = build_rotary_encoding(hf_liere.LieREViTConfig(block_size=block_size), 2)
+        assert sum(parameter.numel() for parameter in module.parameters()) == count
+
+
+def test_parameter_counts_of_comrope():
+    with torch.device("meta"):
+        partition = build_rotary_encoding(hf_liere.LieREViTConfig(position_encoding="comrope_ap"), 2)
+        dependent = build_rotary_encoding(hf_liere.LieREViTConfig(position_encoding="comrope_ld"), 2)
+    assert {name: p.numel() for name, p in partition.named_parameters()} == {"generators": 32_256}
+    assert {name: p.numel() for name, p in dependent.named_parameters()} == {"generators": 32_256, "multipliers": 2_304}
+
+
+def test_rope_mixed_starts_with_the_spectrum_of_rope_vit(tiny):
+    """Per head: orthogonal directions for the two halves of the planes, magnitudes 10^(−4i/head_dim) in each."""
+    config, module = build(tiny, "rope_mixed", 2)
+    frequencies = module.generators.detach().squeeze(-1)
+    magnitudes = frequencies.square().sum(0).sqrt()
+    expected = 10.0 ** -(torch.arange(6) * 4 / config.head_dim)
+    torch.testing.assert_close(magnitudes, expected.repeat(2).expand(2, 2, 12))
+    directions = frequencies / magnitudes
+    torch.testing.assert_close(directions[..., 0:1].expand(2, 2, 2, 6), directions[..., :6])
+    inner = (directions[..., 0] * directions[..., 6]).sum(0)
+    torch.testing.assert_close(inner, torch.zeros(2, 2), rtol=0, atol=1e-6)
+    assert directions[0, ..., 0].flatten().unique().numel() == 4
+
+
+def test_liere_with_frequencies_rotates_like_rope_mixed(tiny):
+    config, module = build(tiny, "liere", 2, block_size=8, rotary_init="frequencies", rotary_init_scale=0.5)
+    planes_config, planes = build(tiny, "rope_mixed", 2)
+    row, column = torch.triu_indices(8, 8, offset=1)
+    in_plane = (row % 2 == 0) & (column == row + 1)
+    planes.generators.data = module.generators.detach()[..., in_plane].reshape(planes.generators.shape)
+    assert (module.generators[..., ~in_plane] == 0).all() and planes.generators.abs().max() <= 0.5
+    positions = torch.rand(4, 2) * 10
+    for ours, mixed in zip(rotations_of(module, positions, config), rotations_of(planes, positions, planes_config)):
+        torch.testing.assert_close(ours, mixed, rtol=0, atol=1e-6)
+
+
+def test_initialisations(tiny):
+    wide = {"hidden_size": 512, "num_attention_heads": 4}
+    uniform = build(tiny, "liere", 2, **wide)[1].generators
+    assert uniform.min() >= 0 and uniform.max() < 2 * math.pi and abs(uniform.mean() - math.pi) < 0.1
+    scaled = build(tiny, "liere", 2, rotary_init_scale=1.0, **wide)[1].generators
+    assert scaled.max() < 1 and abs(scaled.mean() - 0.5) < 0.02
+    dependent = build(tiny, "comrope_ld", 2, **wide)[1]
+    assert abs(dependent.generators.std() - 1) < 0.05 and abs(dependent.multipliers.std() - 1) < 0.1
+    zeros = build(tiny, "comrope_ld", 2, rotary_init="zeros", **wide)[1]
+    assert (zeros.generators == 0).all() and zeros.multipliers.abs().min() > 0
+
+
+@pytest.mark.parametrize("encoding", ["liere", "comrope_ap", "comrope_ld"])
+def test_zero_generators_are_the_identity_and_get_a_gradient(tiny, encoding):
+    config, module = build(tiny, encoding, 2, block_size=4, rotary_init="zeros")
+    rotations = module(torch.rand(5, 2) * 100)
+    assert torch.equal(rotations[0], torch.eye(4).expand_as(rotations[0]))
+    sum((rotation * torch.randn_like(rotation)).sum() for rotation in rotations).backward()
+    assert (module.generators.grad != 0).all()

@@ -1,0 +1,118 @@
+import math
+
+import pytest
+import torch
+
+from hf_liere.lie_algebra import block_rotations, plane_rotations, skew, working_dtype
+
+
+def exponents(positions, generators):
+    return torch.einsum("pa,akij->kpij", positions, generators.double()).contiguous()
+
+
+def test_skew_is_skew_and_bijective():
+    entries = torch.randn(5, 28)
+    matrix = skew(entries, 8)
+    assert torch.equal(matrix, -matrix.transpose(-1, -2))
+    row, column = torch.triu_indices(8, 8, offset=1)
+    assert torch.equal(matrix[:, column, row], entries)
+
+
+def test_skew_refuses_a_wrong_count():
+    with pytest.raises(ValueError, match="27 entries .* size 8, which has 28"):
+        skew(torch.zeros(27), 8)
+
+
+@pytest.mark.parametrize("block_size", [3, 4, 8, 24, 64])
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1.0, 2 * math.pi, 30.0])
+def test_block_rotations_match_float64_and_are_orthogonal(block_size, scale):
+    positions = torch.rand(7, 2, dtype=torch.float64)
+    generators = skew(torch.rand(2, 3, block_size * (block_size - 1) // 2) * scale, block_size)
+    rotations = block_rotations(positions, generators)
+    assert rotations.dtype == torch.float32
+    # float32 rounding of numbers up to one; everything before it is float64.
+    torch.testing.assert_close(
+        rotations.double(), torch.matrix_exp(exponents(positions, generators)), rtol=0, atol=2e-7
+    )
+    identity = torch.eye(block_size, dtype=torch.float64).expand_as(rotations)
+    gram = rotations.double() @ rotations.double().transpose(-1, -2)
+    torch.testing.assert_close(gram, identity, rtol=0, atol=1e-6)
+
+
+def test_position_zero_is_exactly_the_identity():
+    generators = skew(torch.rand(2, 3, 28) * 30, 8)
+    positions = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    assert torch.equal(block_rotations(positions, generators)[:, 0], torch.eye(8).expand(3, 8, 8))
+    assert torch.equal(plane_rotations(positions, torch.rand(2, 3))[:, 0], torch.tensor([1.0, 0.0]).expand(3, 2))
+
+
+def test_plane_rotations_match_float64_after_many_turns():
+    positions, frequencies = torch.rand(50, 2, dtype=torch.float64) * 1000, torch.rand(2, 4) * 2 * math.pi
+    angles = torch.einsum("pa,ak->kp", positions, frequencies.double())
+    expected = torch.stack([angles.cos(), angles.sin()], -1)
+    # One rounding to float32 of an angle below 2π and one of the result.
+    torch.testing.assert_close(plane_rotations(positions, frequencies).double(), expected, rtol=0, atol=5e-7)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 50.0])
+def test_gradient_is_exact(scale):
+    """Also at zero and, with one repeated generator, at repeated eigenvalues."""
+    positions = torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
+    entries = (torch.randn(2, 1, 6, dtype=torch.float64) * scale).repeat(1, 2, 1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda p, e: block_rotations(p, skew(e, 4)), (positions, entries), atol=1e-5)
+
+
+def test_gradient_matches_autograd_through_matrix_exp_at_a_large_norm():
+    positions = torch.rand(6, 2, dtype=torch.float64)
+    entries = torch.rand(2, 2, 120, dtype=torch.float64) * 100
+    weight = torch.randn(2, 6, 16, 16, dtype=torch.float64)
+    ours, reference = entries.clone().requires_grad_(), entries.clone().requires_grad_()
+    (block_rotations(positions, skew(ours, 16)) * weight).sum().backward()
+    (torch.matrix_exp(exponents(positions, skew(reference, 16))) * weight).sum().backward()
+    assert exponents(positions, skew(entries, 16)).flatten(-2).norm(dim=-1).max() > 1000
+    # Both lose about ten digits of sixteen to eleven squarings of a matrix of norm 1e3.
+    torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_pieces_do_not_change_the_result(monkeypatch):
+    positions, generators = torch.rand(9, 2, dtype=torch.float64), skew(torch.randn(2, 5, 6), 4).requires_grad_()
+    whole = block_rotations(positions, generators)
+    (gradient,) = torch.autograd.grad(whole.square().sum() + whole.sum(), generators)
+    for elements in (16, 64, 200, 16 * 9 * 2):
+        monkeypatch.setattr("hf_liere.lie_algebra.CHUNK_ELEMENTS", elements)
+        pieces = block_rotations(positions, generators)
+        assert torch.equal(pieces, whole)
+        (piecewise,) = torch.autograd.grad(pieces.square().sum() + pieces.sum(), generators)
+        torch.testing.assert_close(piecewise, gradient)
+
+
+def test_autocast_does_not_touch_rotations():
+    positions, entries = torch.rand(6, 2, dtype=torch.float64), torch.rand(2, 3, 28) * 6
+    expected = block_rotations(positions, skew(entries, 8))
+    planes = plane_rotations(positions, entries[..., 0])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(block_rotations(positions, skew(entries, 8)), expected)
+        assert torch.equal(plane_rotations(positions, entries[..., 0]), planes)
+
+
+def test_float32_only_devices_stay_close():
+    """MPS has no float64; the same code in float32 loses digits with the squarings, within its own tolerance."""
+    assert working_dtype(torch.device("mps")) == torch.float32 and working_dtype(torch.device("cpu")) == torch.float64
+    positions, generators = torch.rand(6, 2), skew(torch.rand(2, 3, 28) * 2 * math.pi, 8)
+    expected = torch.matrix_exp(exponents(positions.double(), generators))
+    # Seven squarings double a relative error of 6e-8 each.
+    torch.testing.assert_close(block_rotations(positions, generators).double(), expected, rtol=0, atol=5e-5)
+
+
+def test_a_generator_that_is_not_finite_reaches_the_loss():
+    generators = skew(torch.full((1, 1, 6), math.nan), 4)
+    assert block_rotations(torch.ones(2, 1, dtype=torch.float64), generators).isnan().any()
+
+
+def test_traced_graph_equals_eager():
+    positions, entries = torch.rand(5, 2, dtype=torch.float64), torch.rand(2, 3, 28) * 6
+    compiled = torch.compile(lambda p, e: block_rotations(p, skew(e, 8)), backend="aot_eager", fullgraph=True)
+    # A traced graph squares more often; float32 rounding of the results is all that may differ.
+    torch.testing.assert_close(
+        compiled(positions, entries), block_rotations(positions, skew(entries, 8)), rtol=0, atol=2e-7
+    )

@@ -1,0 +1,403 @@
+import copy
+
+import pytest
+import torch
+from transformers import ViTConfig, ViTForImageClassification
+
+import hf_liere
+from hf_liere.positions import grid_positions
+
+
+ENCODINGS = ["none", "absolute", "axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld"]
+
+
+def fields_of(encoding):
+    return {"position_encoding": encoding, **({"block_size": 4} if encoding[:2] in ("li", "co") else {})}
+
+
+def classifier(config, implementation="sdpa"):
+    config = copy.deepcopy(config)
+    config._attn_implementation = implementation
+    torch.manual_seed(0)
+    # Wide initial weights, so that attention is far from uniform and a wrong rotation is seen.
+    config.initializer_range = 0.2
+    return hf_liere.LieREViTForImageClassification(config).eval()
+
+
+def images(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_any_image_size_and_every_parameter_gets_a_gradient(tiny, encoding):
+    model = classifier(tiny(num_register_tokens=1, layerscale_value=0.5, **fields_of(encoding))).train()
+    for size in ((16, 16), (8, 24), (4, 4)):
+        model.zero_grad()
+        outputs = model(images(3, 3, *size), labels=torch.tensor([0, 2, 1]))
+        assert outputs.logits.shape == (3, 3) and torch.isfinite(outputs.logits).all()
+        outputs.loss.backward()
+        # A single patch has one position, at which train_grid and index coordinates are zero and turn nothing.
+        exempt = "generators" if size == (4, 4) else None
+        silent = [name for name, p in model.named_parameters() if p.grad is None or not (p.grad != 0).any()]
+        assert [name for name in silent if not exempt or exempt not in name] == []
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_sdpa_and_eager_agree_and_eager_returns_attentions(tiny, encoding):
+    pixel_values = images(2, 3, 16, 16)
+    config = tiny(**fields_of(encoding))
+    expected = classifier(config, "eager")(pixel_values, output_attentions=True, output_hidden_states=True)
+    outputs = classifier(config, "sdpa")(pixel_values)
+    torch.testing.assert_close(outputs.logits, expected.logits, rtol=0, atol=1e-5)
+    assert [tuple(a.shape) for a in expected.attentions] == [(2, 2, 17, 17)] * 2
+    assert [tuple(h.shape) for h in expected.hidden_states] == [(2, 17, 48)] * 3
+    for weights in expected.attentions:
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 17))
+
+
+@pytest.mark.slow
+def test_flex_attention_agrees(tiny):
+    config = tiny(hidden_size=32, **fields_of("liere"))
+    with torch.no_grad():
+        expected = classifier(config)(images(2, 3, 16, 16)).logits
+        outputs = classifier(config, "flex_attention")(images(2, 3, 16, 16)).logits
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("encoding", ["liere", "comrope_ap", "comrope_ld"])
+def test_zero_generators_reproduce_vit(tiny, encoding):
+    """transformers' own ViT with the same weights and an empty position table."""
+    config = tiny(rotary_init="zeros", **fields_of(encoding))
+    vit_config = ViTConfig(
+        **{
+            name: getattr(config, name)
+            for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "image_size")
+        },
+        patch_size=config.patch_size,
+        layer_norm_eps=config.layer_norm_eps,
+        num_labels=config.num_labels,
+        initializer_range=0.2,
+    )
+    vit, model = ViTForImageClassification(vit_config).eval(), classifier(config)
+    vit.vit.embeddings.position_embeddings.data.zero_()
+    weights = {
+        name.replace("vit.", "liere.", 1): value
+        for name, value in vit.state_dict().items()
+        if "position_embeddings" not in name
+    }
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert unexpected == [] and all("rotary_encoding" in name for name in missing)
+    pixel_values = images(2, 3, 16, 16)
+    assert torch.equal(model(pixel_values).logits, vit(pixel_values).logits)
+    # And with the table, of which ViT's is the special case.
+    vit.vit.embeddings.position_embeddings.data.normal_()
+    model = classifier(tiny(rotary_init="zeros", use_absolute_position_embeddings=True, **fields_of(encoding)))
+    weights["liere.embeddings.position_embeddings"] = vit.vit.embeddings.position_embeddings.data
+    model.load_state_dict(weights, strict=False)
+    torch.testing.assert_close(model(pixel_values).logits, vit(pixel_values).logits, rtol=0, atol=1e-5)
+    larger = images(2, 3, 24, 24)
+    expected = vit(larger, interpolate_pos_encoding=True).logits
+    torch.testing.assert_close(model(larger).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS[2:])
+def test_explicit_positions(tiny, encoding):
+    config = tiny(**fields_of(encoding))
+    model, pixel_values = classifier(config), images(2, 3, 8, 12)
+    grid = grid_positions((2, 3), (4, 4), config.coordinates)
+    expected = model(pixel_values).logits
+    assert torch.equal(model(pixel_values, positions=grid).logits, expected)
+    each = grid.expand(2, 6, 2)
+    torch.testing.assert_close(model(pixel_values, positions=each).logits, expected, rtol=0, atol=1e-5)
+    mixed = torch.stack([grid, grid.flip(0)])
+    outputs = model(pixel_values, positions=mixed).logits
+    torch.testing.assert_close(outputs[:1], expected[:1], rtol=0, atol=1e-5)
+    assert (outputs[1] - expected[1]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("encoding", ["axial_rope", "rope_mixed", "comrope_ap", "comrope_ld"])
+def test_a_common_shift_changes_nothing_without_a_prefix(tiny, encoding):
+    model = classifier(tiny(use_class_token=False, pooling="mean", **fields_of(encoding)))
+    pixel_values, grid = images(2, 3, 16, 16), grid_positions((4, 4), (4, 4), model.config.coordinates)
+    expected = model(pixel_values, positions=grid).logits
+    shifted = model(pixel_values, positions=grid + torch.tensor([3.0, -1.5])).logits
+    torch.testing.assert_close(shifted, expected, rtol=0, atol=2e-5)
+
+
+def test_a_common_shift_changes_liere(tiny):
+    model = classifier(tiny(use_class_token=False, pooling="mean", **fields_of("liere")))
+    pixel_values, grid = images(2, 3, 16, 16), grid_positions((4, 4), (4, 4), "train_grid")
+    shifted = model(pixel_values, positions=grid + torch.tensor([3.0, -1.5])).logits
+    assert (shifted - model(pixel_values, positions=grid).logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("encoding", ["none", "comrope_ld"])
+def test_patch_order_matters_only_with_positions(tiny, encoding):
+    model = classifier(tiny(**fields_of(encoding)))
+    pixel_values = images(2, 3, 16, 16)
+    shuffled = pixel_values.unflatten(2, (4, 4)).flip(2).flatten(2, 3)
+    deviation = (model(shuffled).logits - model(pixel_values).logits).abs().max()
+    assert deviation < 1e-5 if encoding == "none" else deviation > 1e-2
+
+
+def test_rotate_prefix_puts_the_class_token_at_the_centre(tiny):
+    outputs = {}
+    for rotate_prefix in (False, True):
+        model = classifier(tiny(rotate_prefix=rotate_prefix, num_register_tokens=1, **fields_of("comrope_ld")))
+        rotation = model.liere.rotations((4, 4), None, None, torch.device("cpu"))[0]
+        centre = model.liere.rotary_encoding(torch.tensor([[0.5, 0.5]]))[0]
+        expected = centre if rotate_prefix else torch.eye(4).expand_as(centre)
+        assert torch.equal(rotation[:, :, :2], expected.expand(-1, -1, 2, -1, -1, -1))
+        outputs[rotate_prefix] = model(images(2, 3, 16, 16)).logits
+    assert (outputs[False] - outputs[True]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("encoding", ["absolute", "rope_mixed", "liere", "comrope_ld"])
+def test_perturbation_acts_in_training_only(tiny, encoding):
+    model = classifier(tiny(position_perturbation=1.0, **fields_of(encoding)))
+    plain = classifier(tiny(**fields_of(encoding)))
+    pixel_values = images(2, 3, 16, 16)
+    assert torch.equal(model(pixel_values).logits, plain(pixel_values).logits)
+    model.train()
+    first, second = model(pixel_values).logits, model(pixel_values).logits
+    assert (first - second).abs().max() > 1e-4
+    if model.liere.rotary_encoding is not None:
+        positions = grid_positions((4, 4), (4, 4), model.config.coordinates)
+        given = model(pixel_values, positions=positions).logits
+        torch.testing.assert_close(given, plain(pixel_values).logits, rtol=0, atol=1e-5)
+
+
+def test_perturbed_table_is_read_between_its_entries(tiny):
+    """Half a patch to the right is the mean of an entry and its right neighbour, the last one stays at the border."""
+    embeddings = classifier(tiny(**fields_of("absolute"))).liere.embeddings
+    table = embeddings.position_embeddings[0, 1:].view(4, 4, 48)
+    offsets = torch.tensor([0.0, 0.5]).expand(16, 2)
+    moved = embeddings.patch_table((4, 4), offsets).view(4, 4, 48)
+    torch.testing.assert_close(moved[:, :3], (table[:, :3] + table[:, 1:]) / 2, rtol=0, atol=1e-6)
+    torch.testing.assert_close(moved[:, 3], table[:, 3], rtol=0, atol=1e-6)
+    torch.testing.assert_close(embeddings.patch_table((4, 4), offsets * 0).view(4, 4, 48), table, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_gradient_checkpointing_gives_the_same_gradients(tiny, encoding):
+    config = tiny(drop_path_rate=0.5, hidden_dropout_prob=0.1, position_perturbation=0.0, **fields_of(encoding))
+    gradients = []
+    for checkpointing in (False, True):
+        model = classifier(config).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(3)
+        model(images(4, 3, 16, 16), labels=torch.tensor([0, 1, 2, 0])).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_close(tiny, encoding, dtype):
+    model, pixel_values = classifier(tiny(**fields_of(encoding))), images(4, 3, 16, 16)
+    with torch.no_grad():
+        expected = model(pixel_values).logits
+        with torch.autocast("cpu", dtype=dtype):
+            autocast = model(pixel_values).logits
+        converted = copy.deepcopy(model).to(dtype)(pixel_values.to(dtype)).logits
+    assert converted.dtype == dtype
+    # Eight (eleven) bits of mantissa through two layers, relative to the largest logit.
+    tolerance = {torch.bfloat16: 0.06, torch.float16: 0.01}[dtype] * expected.abs().max().item()
+    torch.testing.assert_close(autocast.float(), expected, rtol=0, atol=tolerance)
+    if model.liere.rotary_encoding is None or dtype == torch.float16:
+        torch.testing.assert_close(converted.float(), expected, rtol=0, atol=tolerance)
+
+
+def test_generators_stay_in_float32_when_loaded_in_bfloat16(tiny, tmp_path):
+    model = classifier(tiny(**fields_of("liere")))
+    model.save_pretrained(tmp_path)
+    loaded = hf_liere.LieREViTForImageClassification.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert loaded.classifier.weight.dtype == torch.bfloat16
+    generators = loaded.liere.rotary_encoding.generators
+    assert generators.dtype == torch.float32 and torch.equal(generators, model.liere.rotary_encoding.generators)
+    pixel_values = images(4, 3, 16, 16)
+    expected = model(pixel_values).logits
+    torch.testing.assert_close(
+        loaded(pixel_values).logits.float(), expected, rtol=0, atol=0.06 * expected.abs().max().item()
+    )
+
+
+@pytest.fixture
+def fresh_compiler():
+    """Graphs of other tests' models count towards the compiler's limit of graphs for one function."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("encoding", ["rope_mixed", "liere"])
+def test_sizes_share_two_graphs(tiny, encoding, fresh_compiler):
+    """One for the first size, one for all others."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = classifier(tiny(**fields_of(encoding)))
+    compiled = torch.compile(copy.deepcopy(model), backend=backend, fullgraph=True)
+    for size in ((16, 16), (8, 24), (20, 12), (24, 8), (28, 16)):
+        pixel_values = images(2, 3, *size)
+        torch.testing.assert_close(compiled(pixel_values).logits, model(pixel_values).logits, rtol=0, atol=1e-5)
+    assert len(graphs) <= 2
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_compiles_to_one_graph(tiny, encoding, fresh_compiler):
+    """Gradients included; inductor itself is left to the slow tests."""
+    model = classifier(tiny(**fields_of(encoding)))
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+    for size in ((16, 16), (8, 24)):
+        outputs, expected = compiled(images(2, 3, *size)), model(images(2, 3, *size))
+        torch.testing.assert_close(outputs.logits, expected.logits, rtol=0, atol=1e-5)
+        outputs.logits.sum().backward()
+        expected.logits.sum().backward()
+    for (name, parameter), ours in zip(model.named_parameters(), compiled.parameters()):
+        torch.testing.assert_close(ours.grad, parameter.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["rope_mixed", "liere", "comrope_ld"])
+def test_inductor(tiny, encoding, fresh_compiler):
+    model = classifier(tiny(**fields_of(encoding)))
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(
+        compiled(images(2, 3, 16, 16)).logits, model(images(2, 3, 16, 16)).logits, rtol=0, atol=1e-4
+    )
+
+
+def test_rotations_do_not_depend_on_the_batch(tiny):
+    model = classifier(tiny(**fields_of("liere")))
+    shapes = []
+    for layer in model.liere.layers:
+        layer.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[1].shape)))
+    model(images(5, 3, 16, 16))
+    assert shapes == [(1, 2, 17, 6, 4, 4)] * 2
+
+
+def test_stochastic_depth(tiny):
+    model = classifier(tiny(drop_path_rate=0.4, num_hidden_layers=3, **fields_of("none"))).train()
+    assert [layer.drop_path.rate for layer in model.liere.layers] == [0.0, 0.2, 0.4]
+    drop_path = model.liere.layers[2].drop_path
+    branch = drop_path(torch.ones(4000, 2, 3))
+    values = branch[:, 0, 0]
+    assert set(values.unique().tolist()) == {0.0, torch.tensor(1 / 0.6).item()}
+    assert (branch == values[:, None, None]).all()
+    # Four standard deviations of a mean of 4000 draws.
+    assert abs((values == 0).float().mean() - 0.4) < 4 * (0.24 / 4000) ** 0.5
+    assert torch.equal(drop_path.eval()(torch.ones(4, 2, 3)), torch.ones(4, 2, 3))
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean", "mean_all"])
+def test_pooling(tiny, pooling):
+    model = classifier(tiny(pooling=pooling, num_register_tokens=2, **fields_of("liere"))).liere
+    outputs = model(images(2, 3, 16, 16))
+    states = outputs.last_hidden_state
+    expected = {"cls": states[:, 0], "mean": states[:, 3:].mean(1), "mean_all": states.mean(1)}[pooling]
+    torch.testing.assert_close(outputs.pooler_output, expected)
+
+
+def test_attention_mask_hides_tokens(tiny):
+    model = classifier(tiny(**fields_of("comrope_ld"))).liere
+    pixel_values = images(2, 3, 16, 16)
+    mask = torch.ones(2, 17, dtype=torch.bool)
+    mask[:, 9:] = False
+    changed = pixel_values.clone()
+    changed[:, :, 8:] += 1
+    kept = slice(0, 9)
+    outputs = [model(p, attention_mask=mask).last_hidden_state[:, kept] for p in (pixel_values, changed)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-5)
+
+
+def test_masked_image_modeling(tiny):
+    torch.manual_seed(0)
+    model = hf_liere.LieREViTForMaskedImageModeling(tiny(patch_size=(4, 2), **fields_of("liere")))
+    pixel_values, mask = images(2, 3, 16, 12), torch.rand(2, 24) < 0.5
+    outputs = model(pixel_values, bool_masked_pos=mask)
+    assert outputs.reconstruction.shape == pixel_values.shape
+    error, count = 0.0, 0
+    for sample in range(2):
+        for patch in range(24):
+            if mask[sample, patch]:
+                rows = slice(patch // 6 * 4, patch // 6 * 4 + 4)
+                columns = slice(patch % 6 * 2, patch % 6 * 2 + 2)
+                difference = (outputs.reconstruction - pixel_values)[sample, :, rows, columns]
+                error, count = error + difference.abs().sum(), count + difference.numel()
+    torch.testing.assert_close(outputs.loss, error / count)
+    outputs.loss.backward()
+    silent = [name for name, p in model.named_parameters() if p.grad is None]
+    assert silent == []
+    # What a masked patch shows cannot reach the reconstruction.
+    pixels_of_mask = mask.view(2, 1, 4, 6).repeat_interleave(4, 2).repeat_interleave(2, 3)
+    hidden = torch.where(pixels_of_mask, torch.full_like(pixel_values, 9.0), pixel_values)
+    torch.testing.assert_close(model(hidden, bool_masked_pos=mask).reconstruction, outputs.reconstruction)
+
+
+def test_reconstruction_puts_patches_where_they_came_from(tiny):
+    """A decoder that returns a patch's own index paints every patch with its raster index."""
+    model = hf_liere.LieREViTForMaskedImageModeling(tiny(use_class_token=False, pooling="mean", **fields_of("none")))
+    model.liere.register_forward_hook(
+        lambda module, args, outputs: outputs.__setitem__(
+            "last_hidden_state", torch.arange(16.0).view(1, 16, 1).expand(1, 16, 48)
+        )
+    )
+    model.decoder.weight.data.fill_(1 / 48)
+    model.decoder.bias.data.zero_()
+    painted = model(images(1, 3, 16, 16)).reconstruction
+    expected = torch.arange(16.0).view(4, 4).repeat_interleave(4, 0).repeat_interleave(4, 1)
+    torch.testing.assert_close(painted, expected.expand(1, 3, 16, 16))
+
+
+def test_backbone(tiny):
+    torch.manual_seed(0)
+    config = tiny(num_register_tokens=1, out_features=["stem", "stage2"], **fields_of("liere"))
+    backbone = hf_liere.LieREViTBackbone(config).eval()
+    pixel_values = images(2, 3, 8, 24)
+    outputs = backbone(pixel_values)
+    assert backbone.channels == [48, 48] and outputs.hidden_states is None
+    assert [tuple(f.shape) for f in outputs.feature_maps] == [(2, 48, 2, 6)] * 2
+    model = hf_liere.LieREViTModel(config).eval()
+    model.load_state_dict(backbone.state_dict())
+    expected = model(pixel_values).last_hidden_state[:, 2:].transpose(1, 2).unflatten(-1, (2, 6))
+    assert torch.equal(outputs.feature_maps[1], expected)
+    assert len(backbone(pixel_values, output_hidden_states=True).hidden_states) == 3
+    config.reshape_hidden_states = False
+    assert backbone(pixel_values).feature_maps[0].shape == (2, 14, 48)
+
+
+def test_rotary_parameters(tiny):
+    model = classifier(tiny(**fields_of("comrope_ld")))
+    names = ["liere.rotary_encoding.generators", "liere.rotary_encoding.multipliers"]
+    assert [name for name, _ in model.rotary_parameters()] == names
+
+
+BAD = [
+    ("rope_mixed", {"pixel_values": torch.zeros(1, 1, 16, 16)}, "1 channels.*num_channels=3"),
+    ("rope_mixed", {"pixel_values": torch.zeros(1, 3, 18, 16)}, r"\(18, 16\) is not divisible .*\(4, 4\)"),
+    ("rope_mixed", {"pixel_values": torch.zeros(3, 16, 16)}, "3 dimensions.*4 are needed"),
+    ("rope_mixed", {"positions": torch.zeros(15, 2)}, r"\(15, 2\).*\(16, 2\)"),
+    ("rope_mixed", {"positions": torch.zeros(17, 2)}, "patch tokens only"),
+    ("rope_mixed", {"positions": torch.full((16, 2), float("nan"))}, "32 values that are not finite"),
+    ("absolute", {"positions": torch.zeros(16, 2)}, "'absolute' has no rotations"),
+    ("rope_mixed", {"bool_masked_pos": torch.zeros(1, 16)}, "use_mask_token=True"),
+]
+
+
+@pytest.mark.parametrize("encoding, arguments, message", BAD)
+def test_bad_input(tiny, encoding, arguments, message):
+    model = classifier(tiny(**fields_of(encoding)))
+    with pytest.raises(ValueError, match=message):
+        model(**{"pixel_values": torch.zeros(1, 3, 16, 16), **arguments})
+
+
+def test_bad_mask(tiny):
+    model = hf_liere.LieREViTForMaskedImageModeling(tiny())
+    with pytest.raises(ValueError, match=r"\(1, 15\) must be .*\(1, 16\)"):
+        model(torch.zeros(1, 3, 16, 16), bool_masked_pos=torch.zeros(1, 15, dtype=torch.bool))

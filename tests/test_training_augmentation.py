@@ -1,0 +1,193 @@
+"""Augmentation and batches: seeded by (seed, epoch, index) alone, padded and mixed exactly."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+from training_helpers import pictures
+
+from training.arguments import AugmentationArguments
+from training.augmentation import IGNORED_LABEL, PADDING, Collator, EpochSampler, EvaluationImages, TrainingImages
+from training.trainer import summed_cross_entropy
+
+
+BICUBIC = 3
+EVERYTHING = {
+    "random_resized_crop": True,
+    "crop_padding": 2,
+    "flip_probability": 0.5,
+    "rand_augment_ops": 2,
+    "mixup_alpha": 0.8,
+    "cutmix_alpha": 1.0,
+}
+
+
+class Pictures:
+    def __init__(self, count=24, size=20):
+        self.images = [np.asarray(picture) for picture in pictures(count, size)]
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.images[index], index % 5
+
+
+class State:
+    epoch = 0
+
+
+def training_images(seed=0, **augmentation):
+    return TrainingImages(Pictures(), (16, 16), BICUBIC, AugmentationArguments(**augmentation), seed)
+
+
+def collator(seed=0, **augmentation):
+    return Collator((16, 16), 3, [0.4, 0.5, 0.6], [0.2, 0.3, 0.4], AugmentationArguments(**augmentation), seed)
+
+
+def epochs(num_workers, augmentation, count=3, persistent=False):
+    """All batches of some epochs as a loader yields them."""
+    state = State()
+    dataset = training_images(**augmentation)
+    loader = DataLoader(
+        dataset,
+        batch_size=8,
+        sampler=EpochSampler(len(dataset), 0, 1, lambda: state),
+        collate_fn=collator(**augmentation),
+        num_workers=num_workers,
+        persistent_workers=persistent,
+    )
+    for epoch in range(count):
+        state.epoch = float(epoch)
+        yield list(loader)
+
+
+def test_an_image_depends_on_seed_epoch_and_index_only():
+    images = training_images(**EVERYTHING)
+    first = {key: images[key]["image"] for key in ((0, 1), (0, 2), (1, 1))}
+    torch.manual_seed(123)
+    np.random.seed(123)
+    again = training_images(**EVERYTHING)
+    for key in ((1, 1), (0, 2), (0, 1)):
+        assert np.array_equal(again[key]["image"], first[key])
+    assert not np.array_equal(first[0, 1], first[1, 1])
+    assert not np.array_equal(training_images(seed=1, **EVERYTHING)[0, 1]["image"], first[0, 1])
+
+
+@pytest.mark.parametrize("augmentation", [EVERYTHING, {"rand_augment_ops": 1}])
+def test_global_generators_are_left_alone(augmentation):
+    images = training_images(**augmentation)
+    before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    collator(**augmentation)([images[0, index] for index in range(4)])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert np.array_equal(np.random.get_state()[1], numpy_before)
+
+
+def test_workers_change_nothing_and_hear_of_the_epoch():
+    alone = list(epochs(0, EVERYTHING))
+    assert not torch.equal(alone[0][0]["pixel_values"], alone[1][0]["pixel_values"])
+    for persistent in (False, True):
+        for expected, got in zip(alone, epochs(2, EVERYTHING, persistent=persistent), strict=True):
+            for left, right in zip(expected, got, strict=True):
+                assert left.keys() == right.keys() >= {"mixed_labels", "mixing_weights"}
+                assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_every_epoch_has_every_image_once_in_an_order_of_its_own():
+    state = State()
+    sampler = EpochSampler(10, 3, 4, lambda: state)
+    assert len(sampler) == 12
+    orders = []
+    for state.epoch in (0, 0.5, 1.0, 1.9):
+        keys = list(sampler)
+        assert [index for _, index in keys[10:]] == [PADDING, PADDING]
+        assert {epoch for epoch, _ in keys} == {int(state.epoch)}
+        orders.append([index for _, index in keys[:10]])
+        assert sorted(orders[-1]) == list(range(10))
+    assert orders[0] == orders[1] != orders[2] == orders[3]
+
+
+def test_normalisation_is_that_of_the_processor():
+    images = EvaluationImages(Pictures(), (16, 16), BICUBIC)
+    batch = collator()([images[index] for index in range(3)])
+    pixels = np.stack([images[index]["image"] for index in range(3)]).transpose(0, 3, 1, 2) / 255
+    expected = (pixels - np.array([0.4, 0.5, 0.6])[:, None, None]) / np.array([0.2, 0.3, 0.4])[:, None, None]
+    assert batch.keys() == {"pixel_values", "labels"}
+    assert batch["pixel_values"].dtype == torch.float32 and batch["labels"].tolist() == [0, 1, 2]
+    np.testing.assert_allclose(batch["pixel_values"].numpy(), expected, atol=1e-6)
+
+
+def test_grey_images_are_repeated_for_every_channel():
+    grey = [{"image": np.full((16, 16, 1), 128, np.uint8), "label": 0}]
+    pixels = collator()(grey)["pixel_values"]
+    assert pixels.shape == (1, 3, 16, 16)
+    torch.testing.assert_close(
+        pixels[0, :, 0, 0], (128 / 255 - torch.tensor([0.4, 0.5, 0.6])) / torch.tensor([0.2, 0.3, 0.4])
+    )
+
+
+def test_a_padded_crop_is_a_shift_with_black():
+    images = TrainingImages(Pictures(40, 16), (16, 16), BICUBIC, AugmentationArguments(crop_padding=3), 0)
+    original = np.pad(Pictures(40, 16).images[5], ((3, 3), (3, 3), (0, 0)))
+    windows = {original[top : top + 16, left : left + 16].tobytes() for top in range(7) for left in range(7)}
+    seen = {images[epoch, 5]["image"].tobytes() for epoch in range(200)}
+    assert seen <= windows and len(seen) > 40
+
+
+def test_flips_have_their_probability():
+    images = TrainingImages(Pictures(40, 16), (16, 16), BICUBIC, AugmentationArguments(flip_probability=0.25), 0)
+    flipped = Pictures(40, 16).images[0][:, ::-1]
+    share = np.mean([np.array_equal(images[epoch, 0]["image"], flipped) for epoch in range(1000)])
+    assert abs(share - 0.25) < 0.05
+
+
+@pytest.mark.parametrize("kind", ["mixup_alpha", "cutmix_alpha"])
+def test_mixing_mixes_pixels_and_targets_alike(kind):
+    """Images of one colour show in what shares the batch mixed them."""
+    colors = np.array([10, 60, 110, 160, 210])
+    examples = [
+        {"image": np.full((16, 16, 3), color, np.uint8), "label": number, "key": (4, number)}
+        for number, color in enumerate(colors)
+    ]
+    plain, mixing = collator(), collator(**{kind: 1.0})
+    pure = plain(examples)["pixel_values"]
+    batch = mixing(examples)
+    shares = batch["mixing_weights"]
+    expected = shares * pure[:, 0].mean((1, 2)) + (1 - shares) * pure[batch["mixed_labels"], 0].mean((1, 2))
+    torch.testing.assert_close(batch["pixel_values"][:, 0].mean((1, 2)), expected, atol=1e-4, rtol=0)
+    assert torch.equal(batch["labels"], torch.arange(5))
+    again = mixing(examples)
+    assert all(torch.equal(batch[name], again[name]) for name in batch)
+
+
+def test_padding_is_neither_mixed_nor_learnt():
+    images = training_images(**EVERYTHING)
+    real = [images[0, index] for index in range(3)]
+    padded = real + [images[0, PADDING]] * 5
+    whole, part = collator(**EVERYTHING)(padded), collator(**EVERYTHING)(real)
+    for name in part:
+        assert torch.equal(whole[name][:3], part[name])
+    assert whole["labels"][3:].tolist() == [IGNORED_LABEL] * 5
+    logits = torch.randn(8, 5, requires_grad=True)
+    loss = summed_cross_entropy(logits, whole["labels"], whole["mixed_labels"], whole["mixing_weights"], 0.1)
+    loss.backward()
+    assert logits.grad[:3].abs().min() > 0 and logits.grad[3:].abs().max() == 0
+    nothing = collator(**EVERYTHING)([images[0, PADDING]] * 2)
+    assert nothing["pixel_values"].shape == (2, 3, 16, 16) and nothing["labels"].tolist() == [IGNORED_LABEL] * 2
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_mixed_targets_is_that_of_soft_targets(smoothing):
+    logits = torch.randn(6, 5, dtype=torch.float64)
+    labels, partners = torch.randint(5, (6,)), torch.randint(5, (6,))
+    weights = torch.rand(6, dtype=torch.float64)
+    hard = weights[:, None] * F.one_hot(labels, 5) + (1 - weights[:, None]) * F.one_hot(partners, 5)
+    soft = ((1 - smoothing) * hard + smoothing / 5).numpy()
+    scores = logits.numpy()
+    log_probabilities = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+    expected = -(soft * log_probabilities).sum()
+    got = summed_cross_entropy(logits, labels, partners, weights, smoothing)
+    assert abs(got.item() - expected) < 1e-12
+    single = summed_cross_entropy(logits.float(), labels, partners, weights.float(), smoothing)
+    assert abs(single.item() - expected) < 1e-5

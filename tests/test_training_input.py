@@ -1,0 +1,266 @@
+"""Recipes, flags and data sets of training/: what is inferred, what overrides what, and how mistakes are told."""
+
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from training_helpers import ROOT, TINY_MODEL, TINY_RUN, main, pictures, write_images_folder, write_parquet
+
+from training.arguments import (
+    ARCHITECTURE_FIELDS,
+    AugmentationArguments,
+    DataArguments,
+    ImageTrainingArguments,
+    InputError,
+    ModelArguments,
+    parse_arguments,
+)
+from training.data import infer_image_column, infer_label_column, load_images
+
+
+CLASSES = (ModelArguments, DataArguments, AugmentationArguments, ImageTrainingArguments)
+RECIPES = sorted((ROOT / "training" / "recipes").glob("*.yaml"))
+
+
+def parse(*arguments):
+    return parse_arguments([*map(str, arguments), "--output_dir", "unused", "--use_cpu", "true"], CLASSES)
+
+
+def load(*, size=(16, 16), channels=3, evaluate=True, **arguments):
+    return load_images(DataArguments(**arguments), size, channels, train=True, evaluate=evaluate, seed=0)
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory):
+    return write_parquet(tmp_path_factory.mktemp("data") / "train.parquet", 12)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_recipes_hold_existing_keys_and_fitting_values(recipe):
+    model, _, _, training = parse(recipe)
+    from hf_liere import LieREViTConfig
+
+    config = LieREViTConfig(**model.architecture())
+    for key, value in yaml.safe_load(recipe.read_text()).items():
+        if key in ARCHITECTURE_FIELDS:
+            assert getattr(config, key) == value
+    assert isinstance(training.learning_rate, float) and training.do_train
+
+
+def test_the_command_line_overrides_the_recipe(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "learning_rate: 2e-3\nhidden_size: 48\nblock_size: null\nimage_mean: [0.1, 0.2, 0.3]\ndo_train: true\n"
+        "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 5}\nqkv_bias: false\n"
+    )
+    model, data, _, training = parse(recipe)
+    assert model.architecture() == {"hidden_size": 48, "qkv_bias": False}
+    assert training.learning_rate == 2e-3 and training.lr_scheduler_kwargs == {"num_decay_steps": 5}
+    assert data.image_mean == [0.1, 0.2, 0.3]
+    for flags in (("--recipe", recipe), (f"--recipe={recipe}",)):
+        model, data, _, training = parse(
+            "--learning_rate",
+            1e-4,
+            "--hidden_size=32",
+            "--image_mean",
+            0.5,
+            0.5,
+            0.5,
+            "--layer_norm_eps",
+            "1e-6",
+            *flags,
+        )
+        assert model.architecture() == {"hidden_size": 32, "qkv_bias": False, "layer_norm_eps": 1e-6}
+        assert training.learning_rate == 1e-4 and data.image_mean == [0.5, 0.5, 0.5]
+
+
+def test_every_field_of_the_configuration_is_a_flag():
+    assert {"position_encoding", "block_size", "pooling", "drop_path_rate", "patch_size"} <= set(ARCHITECTURE_FIELDS)
+    assert not {"id2label", "format_version", "architectures"} & set(ARCHITECTURE_FIELDS)
+
+
+@pytest.mark.parametrize(
+    "columns, image, label",
+    [
+        ({"image": datasets.Image(), "label": datasets.ClassLabel(2)}, "image", "label"),
+        ({"img": datasets.Image(), "fine_label": datasets.ClassLabel(2)}, "img", "fine_label"),
+        ({"photo": datasets.Image(), "kind": datasets.ClassLabel(2), "id": datasets.Value("int64")}, "photo", "kind"),
+        ({"image": datasets.Value("string"), "label": datasets.Value("int64")}, "image", "label"),
+        ({"image": datasets.Image(), "mask": datasets.Image(), "target": datasets.Value("int64")}, "image", "target"),
+    ],
+)
+def test_columns_are_inferred(columns, image, label):
+    features = datasets.Features(columns)
+    assert infer_image_column(features, None) == image
+    assert infer_label_column(features, None) == label
+
+
+def test_columns_can_be_given():
+    features = datasets.Features({"a": datasets.Image(), "b": datasets.Image(), "fine": datasets.ClassLabel(2)})
+    assert infer_image_column(features, "b") == "b"
+    with pytest.raises(InputError, match=r"several image columns \(a, b\).*--image_column_name.*fine \(ClassLabel\)"):
+        infer_image_column(features, None)
+    with pytest.raises(InputError, match="--image_column_name 'c': there is no such column; the data set has a "):
+        infer_image_column(features, "c")
+    with pytest.raises(InputError, match="no label column; name one by --label_column_name"):
+        infer_label_column(datasets.Features({"a": datasets.Image()}), None)
+
+
+def test_a_folder_of_images(tmp_path):
+    images = load(image_folder=write_images_folder(tmp_path, {"train": 6, "validation": 4}))
+    assert images.label_names == ["cat", "dog"] and (len(images.train), len(images.evaluation)) == (6, 4)
+    pixels, label = images.train[0]
+    assert pixels.shape == (16, 16, 3) and pixels.dtype == np.uint8 and label in (0, 1)
+
+
+def test_a_json_file_names_images_beside_itself(tmp_path):
+    picture = pictures(1)[0]
+    (tmp_path / "images").mkdir()
+    picture.save(tmp_path / "images" / "one.png")
+    rows = [{"image": "images/one.png", "label": "pig"}, {"image": "images/one.png", "label": "cow"}]
+    (tmp_path / "train.json").write_text("\n".join(map(json.dumps, rows)))
+    images = load(train_files=[str(tmp_path / "train.json")], evaluate=False)
+    assert images.label_names == ["cow", "pig"] and [images.train[i][1] for i in range(2)] == [1, 0]
+    assert np.array_equal(images.train[0][0], np.asarray(picture))
+
+
+def test_a_validation_split_can_be_held_out(parquet):
+    images = load(train_files=[parquet], validation_fraction=0.25)
+    assert (len(images.train), len(images.evaluation)) == (9, 3)
+    with pytest.raises(InputError, match="no split to evaluate among train; accepted: --eval_split"):
+        load(train_files=[parquet])
+
+
+def test_images_beyond_the_cache_are_decoded_on_access(parquet):
+    cached, lazy = (
+        load(train_files=[parquet], evaluate=False, image_cache_gigabytes=gigabytes) for gigabytes in (1, 2000 / 2**30)
+    )
+    assert len(cached.train.cache) == 12 and len(lazy.train.cache) == 2
+    for index in range(12):
+        assert np.array_equal(cached.train[index][0], lazy.train[index][0])
+
+
+def run(*flags):
+    return main(["--do_train", *TINY_MODEL, *TINY_RUN, *map(str, flags)])
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--image_size", 18], r"--image_size 18×18|\(18, 18\) is not divisible into patches of \(4, 4\)"),
+        (["--num_channels", 4], "--num_channels 4: image files are read with 1 or 3 channels"),
+        (
+            ["--num_channels", 1],
+            "row 0, column 'image', has mode RGB, but the model takes num_channels=1; accepted: grey",
+        ),
+        (["--num_labels", 7], "--num_labels 7 disagrees with the data set, which has 3 labels: class0, class1, class2"),
+        (["--train_split", "training"], "--train_split 'training': there is no such split; accepted: train"),
+        (["--do_eval", "--eval_split", "tset"], "--eval_split 'tset': there is no such split; accepted: train"),
+        (["--image_column_name", "pixels"], r"--image_column_name 'pixels'.*has image \(Image\), label \(ClassLabel\)"),
+        (["--position_encoding", "rope"], "position_encoding.*rope_mixed"),
+        (["--block_size", 5, "--position_encoding", "comrope_ld"], "block_size=5 must divide head_dim=8"),
+        (["--leraning_rate", 1], "There is no flag '--leraning_rate'; close matches: learning_rate"),
+        (["--flip_probability", 1.5], "--flip_probability 1.5 is no probability; accepted: 0 … 1"),
+        (["--image_mean", 0.5], "--image_mean .* has 1 values; accepted: one per channel, 3"),
+        (["--image_folder", "nowhere"], "data come from image_folder and train_files; accepted: one of"),
+        (["--resume_from_checkpoint", "last"], "holds no checkpoint"),
+        (["--dataloader_drop_last", "true"], "--dataloader_drop_last would drop images from the evaluation"),
+        (["--logging_nan_inf_filter", "true"], "--logging_nan_inf_filter must stay off"),
+    ],
+)
+def test_mistakes_are_told_before_training(flags, message, parquet, tmp_path):
+    with pytest.raises(InputError, match=message):
+        run("--train_files", parquet, "--output_dir", tmp_path / "run", *flags)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_missing_recipe_and_an_unknown_key_in_one(tmp_path):
+    with pytest.raises(InputError, match="There is no recipe 'nothing.yaml'"):
+        main(["nothing.yaml", "--output_dir", str(tmp_path)])
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("weight_decya: 0.1\n")
+    with pytest.raises(InputError, match="no key in mine.yaml 'weight_decya'; close matches: weight_decay"):
+        main([str(recipe), "--output_dir", str(tmp_path)])
+
+
+def test_missing_data_and_missing_columns(tmp_path):
+    with pytest.raises(InputError, match="data come from nowhere; accepted: one of --dataset_name"):
+        run("--output_dir", tmp_path / "run")
+    with pytest.raises(InputError, match="There is no file 'nothing.parquet'"):
+        run("--output_dir", tmp_path / "run", "--train_files", "nothing.parquet")
+    table = datasets.Dataset.from_dict({"text": ["a"], "label": [0]})
+    table.to_parquet(tmp_path / "text.parquet")
+    with pytest.raises(InputError, match=r"no image column; name one by.*columns are text \(string\), label \(int64\)"):
+        run("--output_dir", tmp_path / "run", "--train_files", tmp_path / "text.parquet")
+
+
+def write_rows(path, images, labels, label_feature):
+    features = datasets.Features({"image": datasets.Image(), "label": label_feature})
+    datasets.Dataset.from_dict({"image": images, "label": labels}, features=features).to_parquet(path)
+    return path
+
+
+def test_an_image_that_cannot_be_decoded_is_named(tmp_path):
+    whole = tmp_path / "whole.png"
+    pictures(1)[0].save(whole)
+    images = [{"bytes": whole.read_bytes(), "path": None}] * 3 + [{"bytes": b"\x89PNG no image", "path": None}]
+    path = write_rows(tmp_path / "train.parquet", images, [0, 1, 0, 1], datasets.ClassLabel(2))
+    with pytest.raises(InputError, match="image in row 3, column 'image', cannot be decoded"):
+        run("--output_dir", tmp_path / "run", "--train_files", path)
+
+
+def test_sixteen_bit_images_are_refused(tmp_path):
+    deep = Image.fromarray(np.zeros((16, 16), np.uint16))
+    path = write_rows(tmp_path / "train.parquet", [*pictures(1), deep], [0, 1], datasets.ClassLabel(2))
+    with pytest.raises(InputError, match="image in row 1, column 'image', has mode I;16; accepted are 8-bit"):
+        run("--output_dir", tmp_path / "run", "--train_files", path)
+
+
+@pytest.mark.parametrize(
+    "labels, message",
+    [
+        ([0, 1, -1], "holds the label -1; accepted: 0 and above"),
+        ([0.5, 1.5, 2.5], r"holds \[0.5, 1.5, 2.5\].*accepted: class numbers or names"),
+    ],
+)
+def test_labels_out_of_range(labels, message, tmp_path):
+    feature = datasets.Value("int64" if isinstance(labels[0], int) else "float32")
+    path = write_rows(tmp_path / "train.parquet", pictures(3), labels, feature)
+    with pytest.raises(InputError, match=message):
+        run("--output_dir", tmp_path / "run", "--train_files", path)
+
+
+def test_labels_that_training_never_names(tmp_path, parquet):
+    train = write_rows(tmp_path / "train.parquet", pictures(3), [0, 1, 1], datasets.Value("int64"))
+    test = write_rows(tmp_path / "test.parquet", pictures(3), [0, 1, 4], datasets.Value("int64"))
+    flags = ("--do_eval", "--output_dir", tmp_path / "run", "--train_files", train, "--validation_files")
+    with pytest.raises(
+        InputError, match="evaluation data have the label 4 in row 2, column 'label'; accepted: 2 classes"
+    ):
+        run(*flags, test)
+    unlabelled = write_rows(tmp_path / "hidden.parquet", pictures(2), [None, 0], datasets.ClassLabel(names=["0", "1"]))
+    with pytest.raises(InputError, match="evaluation data have the label None in row 0"):
+        run(*flags, unlabelled)
+    with pytest.raises(InputError, match="have the classes class0, class1, class2, the model learns 0, 1"):
+        run(*flags, parquet)
+
+
+def test_arrows_need_whole_cells_and_known_splits(tmp_path):
+    arrows = ("--output_dir", tmp_path / "run", "--dataset_name", "arrows")
+    with pytest.raises(InputError, match="Arrows of 100 px cannot be drawn: accepted are multiples"):
+        run(*arrows, "--image_size", 100)
+    with pytest.raises(InputError, match="no split 'dev'; accepted: train, validation, test"):
+        run(*arrows, "--image_size", 108, "--do_eval", "--eval_split", "dev")
+
+
+@pytest.mark.parametrize("found", ["model.safetensors", "checkpoint-7", "eval_results.json"])
+def test_another_run_is_not_overwritten(found, tmp_path, parquet):
+    other = tmp_path / found
+    other.mkdir() if found.startswith("checkpoint") else other.write_text("{}")
+    with pytest.raises(InputError, match=f"holds another run \\({found}\\); accepted: another folder, --resume_from_"):
+        run("--train_files", parquet, "--output_dir", tmp_path)
+    assert Path(other).exists()
