@@ -1,0 +1,47 @@
+"""DDP and FSDP2 in two processes give the step of one process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_liere
+
+
+@pytest.mark.parametrize("encoding", ["rope_mixed", "liere", "comrope_ld"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_take_the_step_of_one(tiny, tmp_path, kind, encoding):
+    # Wide weights, so that generators move by more than the tolerance.
+    config = tiny(position_encoding=encoding, block_size=2 if encoding == "rope_mixed" else 4, initializer_range=0.2)
+    config.save_pretrained(tmp_path)
+    batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 1, 2, 0])}
+    torch.save(batch, tmp_path / "batch.pt")
+    torch.manual_seed(0)
+    model = hf_liere.LieREViTForImageClassification(config)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(**batch).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    worker = Path(__file__).with_name("distributed_worker.py")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(worker),
+        kind,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(worker.parents[1]), "OMP_NUM_THREADS": "1"}
+    arguments = [str(tmp_path), str(tmp_path / "batch.pt"), str(tmp_path / "weights.pt")]
+    process = subprocess.run(command + arguments, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    weights = torch.load(tmp_path / "weights.pt")
+    for name, expected in model.state_dict().items():
+        # Means of two halves in float32 instead of one mean.
+        torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-6, msg=name)
+    assert (weights["liere.rotary_encoding.generators"] - before["liere.rotary_encoding.generators"]).abs().max() > 1e-4
