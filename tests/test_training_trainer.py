@@ -184,7 +184,7 @@ def test_resuming_demands_every_weight(parquet, tmp_path):
         train(tmp_path / "run", *flags, "--resume_from_checkpoint", Path("nowhere"))
 
 
-def test_fine_tuning_replaces_the_classifier_deliberately(parquet, tmp_path, caplog):
+def test_fine_tuning_replaces_the_classifier_deliberately(parquet, tmp_path):
     first = tmp_path / "first"
     train(first, "--train_files", parquet, "--image_mean", 0.4, 0.4, 0.4)
     other = write_parquet(tmp_path / "other.parquet", 20, num_labels=5)

@@ -19,9 +19,8 @@ from training.image_classification import main  # noqa: E402 (found only now)
 
 
 SCRIPT = ROOT / "training" / "image_classification.py"
-TINY_MODEL = (
-    "--hidden_size 16 --num_hidden_layers 2 --num_attention_heads 2 --intermediate_size 32 --image_size 16 --patch_size 4"
-).split()
+TINY_MODEL = "--hidden_size 16 --num_hidden_layers 2 --num_attention_heads 2 --intermediate_size 32".split()
+TINY_MODEL += "--image_size 16 --patch_size 4".split()
 TINY_RUN = "--use_cpu true --disable_tqdm true --learning_rate 1e-3 --per_device_train_batch_size 8".split()
 
 

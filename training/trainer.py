@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from training.augmentation import IGNORED_LABEL, EpochSampler
@@ -100,11 +101,28 @@ class ImageClassificationTrainer(Trainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return EpochSampler(len(dataset), seed, multiple, lambda: self.state)
 
+    def get_train_dataloader(self) -> DataLoader:
+        return _with_own_generator(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
+        return _with_own_generator(super().get_eval_dataloader(eval_dataset))
+
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         start = time.perf_counter()
         metrics = super().evaluate(*args, **kwargs)
         self.evaluation_seconds += time.perf_counter() - start
         return metrics
+
+
+def _with_own_generator(loader: DataLoader) -> DataLoader:
+    """
+    Lets a loader draw the seed of its workers from a generator of its own.
+
+    From the global generator it would draw in every epoch, but with persistent workers in the first one only: after
+    resuming, drop path and dropout would be out of step.
+    """
+    loader.base_dataloader.generator = torch.Generator()
+    return loader
 
 
 def summed_cross_entropy(
