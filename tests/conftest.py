@@ -26,40 +26,23 @@ def shared():
     return SHARED
 
 
+FIELDS = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "patch_size": 4,
+    "num_labels": 3,
+}
+
+
 @pytest.fixture
 def tiny():
     """Builds a small image configuration; keyword arguments override."""
-
-    def build(**overrides):
-        fields = {
-            "hidden_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-            "image_size": 16,
-            "patch_size": 4,
-            "num_labels": 3,
-        }
-        return hf_liere.LieREViTConfig(**{**fields, **overrides})
-
-    return build
+    return lambda **overrides: hf_liere.LieREViTConfig(**{**FIELDS, "image_size": 16, **overrides})
 
 
 @pytest.fixture
 def tiny_video():
     """Builds a small video configuration; keyword arguments override."""
-
-    def build(**overrides):
-        fields = {
-            "hidden_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-            "image_size": 8,
-            "patch_size": 4,
-            "num_frames": 4,
-            "num_labels": 3,
-        }
-        return hf_liere.LieREVideoConfig(**{**fields, **overrides})
-
-    return build
+    return lambda **overrides: hf_liere.LieREVideoConfig(**{**FIELDS, "image_size": 8, "num_frames": 4, **overrides})
