@@ -21,6 +21,9 @@ from training_helpers import (
 )
 
 
+SECRET = "hf_nobodys"
+
+
 @pytest.fixture(scope="module")
 def train_file(tmp_path_factory):
     return write_parquet(tmp_path_factory.mktemp("data") / "train.parquet", 40)
@@ -41,6 +44,7 @@ def run_once(folder, train_file, uneven_file, batch_size, runner):
     flags = ["--train_files", train_file, "--validation_files", uneven_file, "--do_eval", "--num_train_epochs", 2]
     flags += ["--per_device_eval_batch_size", 4, "--logging_steps", 1, "--label_smoothing_factor", 0.1]
     flags += ["--learning_rate", 1e-4, "--crop_padding", 2, "--flip_probability", 0.5, "--rand_augment_ops", 1]
+    flags += ["--hub_token", SECRET]
     runner(folder, *flags, "--per_device_train_batch_size", batch_size)
     return folder
 
@@ -163,9 +167,7 @@ def test_records_tell_the_run_but_not_the_machine(one_process, train_file):
     for path in one_process.glob("*.json"):
         text = path.read_text()
         assert socket.gethostname() not in text and str(one_process) not in text and str(ROOT) not in text, path.name
-        assert "/tmp" not in text and "token" not in text.replace("class_token", "").replace(
-            "register_tokens", ""
-        ).replace("num_input_tokens", "").replace("average_tokens", ""), path.name
+        assert train_file not in text and SECRET not in text, path.name
 
 
 def test_the_arrows_recipe_trains(tmp_path):

@@ -116,9 +116,11 @@ def test_only_weights_of_layers_decay(encoding, factor, tmp_path):
             assert group["lr"] == pytest.approx(5e-5 * (factor if name in rotary else 1)), name
 
 
-def test_a_rotary_factor_without_rotations_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="position_encoding='absolute' learns no rotations; leave the factor at 1"):
-        tiny_trainer(tmp_path, 0.5, position_encoding="absolute").create_optimizer()
+def test_a_rotary_factor_leaves_a_model_without_rotations_alone(tmp_path):
+    """One recipe compares encodings, some of which learn no rotations."""
+    for encoding in ("absolute", "axial_rope"):
+        groups = tiny_trainer(tmp_path, 0.5, position_encoding=encoding).create_optimizer().param_groups
+        assert {group["lr"] for group in groups} == {5e-5}
 
 
 class Breaks(torch.autograd.Function):

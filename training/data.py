@@ -60,7 +60,7 @@ class Relabelled:
 
 class DecodedImages:
     """
-    Images of a `datasets.Dataset`, decoded on first use and kept in memory as long as they fit.
+    Images of a `datasets.Dataset`, all decoded in advance where they fit in memory, else each time they are asked for.
 
     Args:
         table: the data set, its image column cast to undecoded `datasets.Image`.
@@ -93,19 +93,15 @@ class DecodedImages:
         return image, int(self.labels[index])
 
     def fill_cache(self, description: str) -> None:
-        """Decodes every image that fits, in order; an image that cannot be decoded is found here."""
-        room = self.cache_bytes
-        rows = tqdm(total=len(self), desc=f"Decoding {description}", unit="img", leave=False, disable=None)
-        for start in range(0, len(self), 256):
-            for offset, encoded in enumerate(self.table[start : start + 256][self.image_column]):
-                image = self._decode(encoded, start + offset)
-                room -= image.nbytes
-                if room < 0:
-                    rows.close()
-                    return
-                self.cache[start + offset] = image
-                rows.update()
-        rows.close()
+        """Decodes all images if, judged by the first, they fit; one that cannot be decoded is found here."""
+        first = [self[index][0].nbytes for index in range(min(len(self), 64))]
+        if sum(first) / len(first) * len(self) > self.cache_bytes:
+            return
+        with tqdm(total=len(self), desc=f"Decoding {description}", unit="img", leave=False, disable=None) as progress:
+            for start in range(0, len(self), 256):
+                for row, encoded in enumerate(self.table[start : start + 256][self.image_column], start):
+                    self.cache[row] = self._decode(encoded, row)
+                    progress.update()
 
     def _decode(self, encoded: dict | None, row: int) -> np.ndarray:
         try:

@@ -194,7 +194,7 @@ def plot_accuracy(results: dict[str, dict], path: Path) -> None:
     axes.set(xlabel="training images seen", ylabel="accuracy on new images (%)", ylim=(0, 102))
     axes.set_title("Which way does the arrow point that the Y points at?")
     axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
-    axes.legend(loc="center right", frameon=False)
+    axes.legend(loc="lower right", ncols=2, frameon=False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

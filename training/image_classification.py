@@ -87,9 +87,10 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     metrics = {}
     if args.do_train:
         metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-        training_seconds = metrics["train_runtime"] - trainer.evaluation_seconds
-        share = metrics["train_runtime"] / training_seconds
-        metrics["train_images_per_second"] = round(metrics["train_samples_per_second"] * share, 1)
+        # Trainer's own rate counts the evaluations in between as training.
+        training_seconds = max(metrics["train_runtime"] - trainer.evaluation_seconds, 1e-3)
+        trained_images = metrics["train_samples_per_second"] * metrics["train_runtime"]
+        metrics["train_images_per_second"] = round(trained_images / training_seconds, 1)
         metrics["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         trainer.save_model()
         trainer.log_metrics("train", metrics)

@@ -9,8 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.utils import logging
 
 from training.augmentation import IGNORED_LABEL, EpochSampler
+
+
+logger = logging.get_logger(__name__)
 
 
 class ImageClassificationTrainer(Trainer):
@@ -77,21 +81,19 @@ class ImageClassificationTrainer(Trainer):
             return self.optimizer
         optimizer = super().create_optimizer(model)
         factor = self.args.rotary_learning_rate_factor
-        if factor != 1:
-            rotary = self._rotary_parameters(self.model if model is None else model)
+        rotary = self._rotary_parameters(self.model if model is None else model)
+        if factor != 1 and rotary:
             chosen = {id(parameter) for parameter in rotary}
             for group in optimizer.param_groups:
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
             optimizer.add_param_group({"params": rotary, "weight_decay": 0.0, "lr": self.args.learning_rate * factor})
+        elif factor != 1:
+            logger.warning(f"rotary_learning_rate_factor={factor} has no effect: the model learns no rotations.")
         return optimizer
 
     def _rotary_parameters(self, model: nn.Module) -> list[nn.Parameter]:
-        named = dict(self.accelerator.unwrap_model(self.model).rotary_parameters())
-        if not named:
-            raise ValueError(
-                f"--rotary_learning_rate_factor {self.args.rotary_learning_rate_factor}: position_encoding="
-                f"{self.model.config.position_encoding!r} learns no rotations; leave the factor at 1."
-            )
+        bare = self.accelerator.unwrap_model(self.model)
+        named = dict(bare.rotary_parameters()) if hasattr(bare, "rotary_parameters") else {}
         # Under FSDP the parameters of the wrapped model, whose names carry a prefix, are the ones to optimise.
         return [p for name, p in model.named_parameters() if name.replace("_fsdp_wrapped_module.", "") in named]
 
