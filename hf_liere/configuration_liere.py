@@ -46,18 +46,29 @@ class LieREConfig(PreTrainedConfig):
         use_absolute_position_embeddings (`bool`, *optional*):
             Whether a learned table is added to the patch embeddings. `None` means yes for `absolute` only; `True`
             puts the table beside a rotary encoding.
+        position_table_size (`list[int]`, *optional*):
+            `None`: the table has one entry for each patch of a training input and one for the class token. Given,
+            one number per axis: every token reads a table of this size at its coordinate, linearly between entries,
+            0 at the first and 1 at the last entry of an axis, the border outside (ComRoPE's code).
+        position_table_resize (`str`, defaults to `"interpolate"`):
+            What the table of training patches becomes on another grid: `"interpolate"` (bicubic, trilinear for
+            video), `"antialias"` (bicubic with antialiasing, as in timm; images only) or `"truncate"` (its first
+            entries in raster order, as in LieRE's code for VisionLLaMA; larger grids are refused).
         share_heads (`bool`, defaults to `False`): One set of generators for all heads of a layer.
         share_layers (`bool`, defaults to `False`): One set of generators for all layers.
         coordinates (`str`, *optional*):
             What a patch index i of n, trained with n₀, becomes: `"index"` i; `"train_grid"` i·(n/n₀)/(n−1), that is
-            linspace(0, n/n₀, n); `"unit"` (i+½)/n. `None` means `index` for the RoPE encodings, `train_grid` for
-            `liere`, `unit` for ComRoPE, as in the papers.
+            linspace(0, n/n₀, n); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n; `"unit_width"`
+            (i+½)/w on every axis, w the number of columns (ComRoPE's code on video). `None` means `index` for the
+            RoPE encodings, `train_grid` for `liere`, `unit` for ComRoPE, as in the papers.
         position_perturbation (`float`, defaults to 0.0):
             σ of ComRoPE eq. (11): while training, the coordinates of patches are drawn from a normal distribution of
             standard deviation σ patch extents around the patch centre, truncated to the patch.
         rotate_prefix (`bool`, defaults to `False`):
-            Whether class and register tokens are rotated as tokens at coordinate ½ of every axis (official ComRoPE)
-            instead of not being rotated (LieRE, RoPE-Mixed).
+            Whether class and register tokens are rotated as tokens at `prefix_coordinate` of every axis (official
+            ComRoPE) instead of not being rotated (LieRE, RoPE-Mixed).
+        prefix_coordinate (`float`, defaults to 0.5):
+            Where class and register tokens sit on every axis, for `rotate_prefix` and `position_table_size`.
         rotary_init (`str`, *optional*):
             `"uniform"` U[0, scale); `"normal"` N(0, scale²); `"frequencies"` (geometric RoPE-Mixed spectrum times
             scale, for `rope_mixed` and `liere` with even block_size); `"zeros"` (the model starts as one without
@@ -70,7 +81,16 @@ class LieREConfig(PreTrainedConfig):
         use_class_token (`bool`, defaults to `True`): Whether a class token is put in front of the patches.
         num_register_tokens (`int`, defaults to 0): Number of register tokens, placed after the class token.
         pooling (`str`, defaults to `"cls"`):
-            `"cls"` (class token), `"mean"` (patch tokens) or `"mean_all"` (all tokens, as in official LieRE).
+            `"cls"` (class token), `"mean"` (patch tokens), `"mean_all"` (all tokens, as in official LieRE) or
+            `"prefix"` (class and register tokens side by side, as in DeiT with its distillation token).
+        final_norm (`str`, defaults to `"tokens"`):
+            Whether the last layer norm acts on all tokens before pooling (`"tokens"`), on what is pooled (`"pooled"`,
+            as in LieRE and CLIP; `last_hidden_state` is then not normalised) or is absent (`"none"`).
+        use_pre_layernorm (`bool`, defaults to `False`): Layer norm of the embeddings before the first layer (CLIP).
+        head_dim (`int`, *optional*):
+            Width of an attention head; `None` means `hidden_size / num_attention_heads`. LieRE's code fixes it to 64.
+        classifier_hidden_size (`int`, *optional*):
+            Width of a hidden ReLU layer in the classifier (ComRoPE); `None` means a linear classifier.
         layerscale_value (`float`, *optional*): Initial value of layer scale; `None` builds no layer scale.
         drop_path_rate (`float`, defaults to 0.0): Stochastic depth rate of the last layer, linear from 0 at the first.
         format_version (`int`): Version of this configuration's meaning; newer ones than the library knows are refused.
@@ -84,6 +104,7 @@ class LieREConfig(PreTrainedConfig):
     hidden_size: int = 768
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
+    head_dim: int | None = None
     intermediate_size: int = 3072
     hidden_act: str = "gelu"
     hidden_dropout_prob: float | int = 0.0
@@ -98,18 +119,24 @@ class LieREConfig(PreTrainedConfig):
     patch_size: int | list[int] | tuple[int, int] = 16
     use_class_token: bool = True
     num_register_tokens: int = 0
-    pooling: Literal["cls", "mean", "mean_all"] = "cls"
+    use_pre_layernorm: bool = False
+    final_norm: Literal["tokens", "pooled", "none"] = "tokens"
+    pooling: Literal["cls", "mean", "mean_all", "prefix"] = "cls"
+    classifier_hidden_size: int | None = None
 
     position_encoding: Literal["none", "absolute", "axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld"] = (
         "liere"
     )
     block_size: int | None = None
     use_absolute_position_embeddings: bool | None = None
+    position_table_size: list[int] | tuple[int, ...] | None = None
+    position_table_resize: Literal["interpolate", "antialias", "truncate"] = "interpolate"
     share_heads: bool = False
     share_layers: bool = False
-    coordinates: Literal["index", "train_grid", "unit"] | None = None
+    coordinates: Literal["index", "train_grid", "train_index", "unit", "unit_width"] | None = None
     position_perturbation: float | int = 0.0
     rotate_prefix: bool = False
+    prefix_coordinate: float | int = 0.5
     rotary_init: Literal["uniform", "normal", "frequencies", "zeros"] | None = None
     rotary_init_scale: float | int | None = None
     rope_theta: float | int | None = None
@@ -119,12 +146,18 @@ class LieREConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         encoding = self.position_encoding
+        # A shape that does not divide is left for validation, which says so.
+        if self.head_dim is None and 0 < self.num_attention_heads <= self.hidden_size:
+            if self.hidden_size % self.num_attention_heads == 0:
+                self.head_dim = self.hidden_size // self.num_attention_heads
         if self.block_size is None and encoding in ROTARY_ENCODINGS:
             self.block_size = 2 if encoding in PLANAR_ENCODINGS else 8
         if self.use_absolute_position_embeddings is None:
             self.use_absolute_position_embeddings = encoding == "absolute"
         if self.coordinates is None:
-            self.coordinates = DEFAULT_COORDINATES.get(encoding)
+            # A table that is read at coordinates is ComRoPE's.
+            without_rotation = None if self.position_table_size is None else "unit"
+            self.coordinates = DEFAULT_COORDINATES.get(encoding, without_rotation)
         if self.rotary_init is None:
             self.rotary_init = DEFAULT_ROTARY_INIT.get(encoding)
         if self.rotary_init_scale is None and self.rotary_init is not None:
@@ -155,12 +188,13 @@ class LieREConfig(PreTrainedConfig):
         return tuple(size // patch for size, patch in zip(self.input_shape, self.patch_shape))
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
     def num_prefix_tokens(self) -> int:
         return int(self.use_class_token) + self.num_register_tokens
+
+    @property
+    def pooled_size(self) -> int:
+        """Width of `pooler_output`."""
+        return self.hidden_size * (self.num_prefix_tokens if self.pooling == "prefix" else 1)
 
     def validate_architecture(self):
         """Raises `ValueError` where fields that are each well-formed do not fit together."""
@@ -174,10 +208,13 @@ class LieREConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.num_register_tokens < 0:
             raise ValueError(f"num_register_tokens={self.num_register_tokens} must be at least 0.")
-        if self.hidden_size % self.num_attention_heads:
+        if self.head_dim is None:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={self.num_attention_heads}."
             )
+        for name in ("head_dim", "classifier_hidden_size"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if any(patch < 1 for patch in self.patch_shape):
             raise ValueError(f"The patch extents {self.patch_shape} must all be at least 1.")
         if any(size < patch or size % patch for size, patch in zip(self.input_shape, self.patch_shape)):
@@ -186,11 +223,14 @@ class LieREConfig(PreTrainedConfig):
             )
         if self.pooling == "cls" and not self.use_class_token:
             raise ValueError("pooling='cls' needs use_class_token=True; without it use pooling='mean' or 'mean_all'.")
+        if self.pooling == "prefix" and not self.num_prefix_tokens:
+            raise ValueError("pooling='prefix' needs a class token or register tokens; this model has neither.")
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1).")
         if not 0 <= self.position_perturbation < float("inf"):
             raise ValueError(f"position_perturbation={self.position_perturbation} must be finite and at least 0.")
+        self._validate_table()
         if self.position_encoding == "absolute" and not self.use_absolute_position_embeddings:
             raise ValueError(
                 "position_encoding='absolute' is the learned table: use_absolute_position_embeddings=False contradicts "
@@ -209,6 +249,32 @@ class LieREConfig(PreTrainedConfig):
             self._validate_rotary()
         else:
             self._refuse_rotary_fields()
+
+    def _validate_table(self):
+        size, resize = self.position_table_size, self.position_table_resize
+        if (size is not None or resize != "interpolate") and not self.use_absolute_position_embeddings:
+            raise ValueError(
+                f"position_table_size={size} and position_table_resize={resize!r} describe a learned table, but "
+                "use_absolute_position_embeddings is False."
+            )
+        if size is not None and (len(size) != self.num_axes or any(entries < 1 for entries in size)):
+            raise ValueError(f"position_table_size={size} must be {self.num_axes} numbers of at least 1, one per axis.")
+        if size is not None and resize != "interpolate":
+            raise ValueError(
+                f"position_table_resize={resize!r} has no meaning with position_table_size={size}: a table that is "
+                "read at coordinates is never resized."
+            )
+        if resize == "antialias" and self.num_axes != 2:
+            raise ValueError(
+                "position_table_resize='antialias' exists for images only; accepted here: 'interpolate', 'truncate'."
+            )
+        if not abs(self.prefix_coordinate) < float("inf"):
+            raise ValueError(f"prefix_coordinate={self.prefix_coordinate} must be finite.")
+        if self.prefix_coordinate != 0.5 and not self.rotate_prefix and size is None:
+            raise ValueError(
+                f"prefix_coordinate={self.prefix_coordinate} would do nothing without rotate_prefix=True or "
+                "position_table_size."
+            )
 
     def _validate_rotary(self):
         encoding, block_size, head_dim, axes = self.position_encoding, self.block_size, self.head_dim, self.num_axes
@@ -255,6 +321,8 @@ class LieREConfig(PreTrainedConfig):
             for name in ("block_size", "coordinates", "rotary_init", "rope_theta")
             if getattr(self, name) is not None
         }
+        if self.position_table_size is not None:
+            refused.pop("coordinates", None)
         refused.update({name: True for name in ("share_heads", "share_layers", "rotate_prefix") if getattr(self, name)})
         if refused:
             raise ValueError(

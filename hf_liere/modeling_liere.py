@@ -73,13 +73,16 @@ class LieREEmbeddings(nn.Module):
     """
     Patch embeddings with, where configured, mask token, learned table, class token and register tokens.
 
-    Register tokens come after the class token and have no entry in the table (DINOv2's convention).
+    Register tokens come after the class token and have no entry in the table of training patches (DINOv2's
+    convention). A table with a size of its own is read at the coordinates of every token instead.
     """
 
     def __init__(self, config: LieREConfig, use_mask_token: bool = False):
         super().__init__()
         width = config.hidden_size
         self.train_grid = config.train_grid
+        self.table_size = None if config.position_table_size is None else tuple(config.position_table_size)
+        self.table_resize = config.position_table_resize
         self.patch_embeddings = LieREPatchEmbeddings(config)
         self.cls_token = nn.Parameter(torch.empty(1, 1, width)) if config.use_class_token else None
         self.register_tokens = (
@@ -88,22 +91,39 @@ class LieREEmbeddings(nn.Module):
         self.mask_token = nn.Parameter(torch.empty(1, 1, width)) if use_mask_token else None
         self.position_embeddings = None
         if config.use_absolute_position_embeddings:
-            length = int(config.use_class_token) + math.prod(self.train_grid)
+            length = math.prod(self.table_size or self.train_grid)
+            if self.table_size is None:
+                length += int(config.use_class_token)
             self.position_embeddings = nn.Parameter(torch.empty(1, length, width))
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def patch_table(self, grid: tuple[int, ...], offsets: torch.Tensor | None) -> torch.Tensor:
         """
-        (1, patches, hidden_size) learned table for a grid: interpolated where the grid is not the trained one
-        (bicubic, trilinear for video), and read between its entries where patches are displaced by `offsets`.
+        (1, patches, hidden_size) learned table for a grid: resized where the grid is not the trained one, as
+        `position_table_resize` says, and read between its entries where patches are displaced by `offsets`.
+
+        Raises:
+            ValueError: if a table that can only be truncated has fewer entries than the grid.
         """
         table = self.position_embeddings[:, -math.prod(self.train_grid) :]
-        if grid == self.train_grid and offsets is None:
+        fits = grid == self.train_grid
+        if not fits and self.table_resize == "truncate":
+            if math.prod(grid) > table.shape[1]:
+                raise ValueError(
+                    f"The input has {math.prod(grid)} patches, the learned table {table.shape[1]}, and "
+                    "position_table_resize='truncate' cannot enlarge it; 'interpolate' can."
+                )
+            table, fits = table[:, : math.prod(grid)], True
+        if fits and offsets is None:
             return table
-        table = table.transpose(1, 2).unflatten(-1, self.train_grid)
-        if grid != self.train_grid:
+        table = table.transpose(1, 2).unflatten(-1, grid if fits else self.train_grid)
+        if not fits:
             mode = "bicubic" if len(grid) == 2 else "trilinear"
-            table = nn.functional.interpolate(table.float(), size=grid, mode=mode, align_corners=False).to(table.dtype)
+            antialias = self.table_resize == "antialias"
+            resized = nn.functional.interpolate(
+                table.float(), size=grid, mode=mode, align_corners=False, antialias=antialias
+            )
+            table = resized.to(table.dtype)
         if offsets is not None:
             sizes = offsets.new_tensor(grid)
             indices = patch_indices(grid, offsets, offsets.device, offsets.dtype)
@@ -112,30 +132,44 @@ class LieREEmbeddings(nn.Module):
             table = nn.functional.grid_sample(table, points, padding_mode="border", align_corners=False)
         return table.flatten(2).transpose(1, 2)
 
+    def coordinate_table(self, positions: torch.Tensor) -> torch.Tensor:
+        """(1 or B, tokens, hidden_size) of the table with a size of its own at (tokens, A) or (B, tokens, A)."""
+        table = self.position_embeddings.transpose(1, 2).unflatten(-1, self.table_size).float()
+        points = (2 * positions - 1).flip(-1).float()
+        points = points.view(-1, *[1] * (len(self.table_size) - 1), *points.shape[-2:])
+        table = table.expand(points.shape[0], *table.shape[1:])
+        entries = nn.functional.grid_sample(table, points, padding_mode="border", align_corners=True)
+        return entries.flatten(2).transpose(1, 2).to(self.position_embeddings.dtype)
+
     def forward(
         self,
         pixels: torch.Tensor,
         grid: tuple[int, ...],
         offsets: torch.Tensor | None = None,
         bool_masked_pos: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(B, C, *sizes) pixels → (B, prefix + patches, hidden_size)."""
+        """(B, C, *sizes) pixels → (B, prefix + patches, hidden_size); `positions` are those of all tokens."""
         embeddings = self.patch_embeddings(pixels)
         batch_size = embeddings.shape[0]
         if bool_masked_pos is not None:
             mask = bool_masked_pos.unsqueeze(-1).to(embeddings.dtype)
             embeddings = embeddings * (1 - mask) + self.mask_token * mask
-        if self.position_embeddings is not None:
+        tabulated = self.position_embeddings is not None and self.table_size is None
+        if tabulated:
             embeddings = embeddings + self.patch_table(grid, offsets)
         prefix = []
         if self.cls_token is not None:
             cls_token = self.cls_token
-            if self.position_embeddings is not None:
+            if tabulated:
                 cls_token = cls_token + self.position_embeddings[:, :1]
             prefix.append(cls_token.expand(batch_size, -1, -1))
         if self.register_tokens is not None:
             prefix.append(self.register_tokens.expand(batch_size, -1, -1))
-        return self.dropout(torch.cat([*prefix, embeddings], dim=1))
+        embeddings = torch.cat([*prefix, embeddings], dim=1)
+        if self.table_size is not None:
+            embeddings = embeddings + self.coordinate_table(positions)
+        return self.dropout(embeddings)
 
 
 class LieREMLP(nn.Module):
@@ -252,25 +286,43 @@ class LieREEncoderModel(LieREPreTrainedModel):
     def __init__(self, config: LieREConfig, use_mask_token: bool = False):
         super().__init__(config)
         self.embeddings = LieREEmbeddings(config, use_mask_token)
+        self.pre_layernorm = (
+            nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.use_pre_layernorm else nn.Identity()
+        )
         self.rotary_encoding = build_rotary_encoding(config, config.num_axes)
         self.layers = nn.ModuleList([LieRELayer(config, index) for index in range(config.num_hidden_layers)])
-        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.layernorm = (
+            nn.Identity()
+            if config.final_norm == "none"
+            else nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        )
         self.post_init()
 
     def pixels(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """(B, C, *sizes) view of what the user passes."""
         return pixel_values
 
-    def rotations(
+    def token_positions(
         self, grid: tuple[int, ...], positions: torch.Tensor | None, offsets: torch.Tensor | None, device: torch.device
-    ) -> list[torch.Tensor | None]:
-        """One rotation per layer for the tokens of a grid, see [`RotaryEncoding.forward`]; `None` without rotations."""
+    ) -> torch.Tensor | None:
+        """(…, prefix + N, A) coordinates of all tokens; `None` where nothing in the model asks for them."""
+        config = self.config
+        if config.coordinates is None:
+            return None
+        if positions is None:
+            positions = grid_positions(grid, config.train_grid, config.coordinates, offsets, device)
+        if positions.shape[-2] > math.prod(grid):
+            return positions
+        return with_prefix(positions, config.num_prefix_tokens, config.prefix_coordinate)
+
+    def rotations(self, positions: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """One rotation per layer for tokens at these positions, see [`RotaryEncoding.forward`], or `None` for each."""
         if self.rotary_encoding is None:
             return [None] * len(self.layers)
-        if positions is None:
-            positions = grid_positions(grid, self.config.train_grid, self.config.coordinates, offsets, device)
-        prefix_coordinate = 0.5 if self.config.rotate_prefix else 0.0
-        return self.rotary_encoding(with_prefix(positions, self.config.num_prefix_tokens, prefix_coordinate))
+        if not self.config.rotate_prefix:
+            prefix_length = self.config.num_prefix_tokens
+            positions = with_prefix(positions[..., prefix_length:, :], prefix_length, 0.0)
+        return self.rotary_encoding(positions)
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
@@ -285,13 +337,15 @@ class LieREEncoderModel(LieREPreTrainedModel):
         Args:
             pixel_values: (B, C, H, W) images or (B, T, C, H, W) clips, of any size divisible by the patch.
             positions: (N, A) or (B, N, A) coordinates of the patch tokens that replace the grid's; used as given,
-                neither rescaled nor perturbed. Rotary encodings only.
+                neither rescaled nor perturbed. Where class and register tokens have coordinates (`rotate_prefix`,
+                `position_table_size`), theirs may come first: (prefix + N, A) or (B, prefix + N, A).
             bool_masked_pos: (B, N), true where the mask token replaces a patch; needs `use_mask_token`.
             attention_mask: (B, prefix + N) or (B, 1, Q, K), true or 0.0 where a key may be attended to.
 
         Returns:
-            `last_hidden_state` (B, prefix + N, hidden_size) after the final norm and `pooler_output` (B, hidden_size),
-            its token or mean according to `config.pooling`.
+            `last_hidden_state` (B, prefix + N, hidden_size), normalised if `config.final_norm` is `"tokens"`, and
+            `pooler_output` (B, pooled_size), its token, tokens or mean according to `config.pooling`, normalised
+            unless `config.final_norm` is `"none"`.
 
         Raises:
             ValueError: if the input does not fit the configuration, or positions are of the wrong shape or not finite.
@@ -300,29 +354,39 @@ class LieREEncoderModel(LieREPreTrainedModel):
         grid = self.embeddings.patch_embeddings.grid(pixels)
         num_patches = math.prod(grid)
         if positions is not None:
-            if self.rotary_encoding is None:
+            if self.config.coordinates is None:
                 raise ValueError(
                     f"positions were given, but position_encoding={self.config.position_encoding!r} has no rotations."
                 )
-            check_positions(positions, pixels.shape[0], num_patches, len(grid))
+            placed_prefix = self.config.rotate_prefix or self.config.position_table_size is not None
+            prefix_length = self.config.num_prefix_tokens if placed_prefix else 0
+            check_positions(positions, pixels.shape[0], num_patches, len(grid), prefix_length)
         if bool_masked_pos is not None:
             self._check_mask(bool_masked_pos, pixels.shape[0], num_patches)
 
         offsets = None
         if self.training and self.config.position_perturbation:
             offsets = perturbation(grid, self.config.position_perturbation, pixels.device)
-        hidden_states = self.embeddings(pixels, grid, offsets, bool_masked_pos)
+        positions = self.token_positions(grid, positions, offsets, pixels.device)
+        hidden_states = self.pre_layernorm(self.embeddings(pixels, grid, offsets, bool_masked_pos, positions))
         attention_mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
         )
-        for layer, rotation in zip(self.layers, self.rotations(grid, positions, offsets, pixels.device)):
+        for layer, rotation in zip(self.layers, self.rotations(positions)):
             hidden_states = layer(hidden_states, rotation, attention_mask, **kwargs)
-        hidden_states = self.layernorm(hidden_states)
-        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=self._pool(hidden_states))
+        if self.config.final_norm == "pooled":
+            pooled = self.layernorm(self._pool(hidden_states))
+        else:
+            hidden_states = self.layernorm(hidden_states)
+            pooled = self._pool(hidden_states)
+        # A single pooled token, or class and register tokens side by side.
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled.flatten(1))
 
     def _pool(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.config.pooling == "cls":
             return hidden_states[:, 0]
+        if self.config.pooling == "prefix":
+            return hidden_states[:, : self.config.num_prefix_tokens]
         first = self.config.num_prefix_tokens if self.config.pooling == "mean" else 0
         return hidden_states[:, first:].mean(dim=1)
 
@@ -349,7 +413,7 @@ class LieREViTModel(LieREEncoderModel):
 
 
 class LieREForClassification(LieREPreTrainedModel):
-    """An encoder of the class `encoder_class` with a linear classifier on its pooled token."""
+    """An encoder of the class `encoder_class` with a classifier on its pooled token."""
 
     encoder_class: type[LieREEncoderModel]
 
@@ -357,7 +421,16 @@ class LieREForClassification(LieREPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.liere = self.encoder_class(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        if config.num_labels == 0:
+            self.classifier = nn.Identity()
+        elif config.classifier_hidden_size is None:
+            self.classifier = nn.Linear(config.pooled_size, config.num_labels)
+        else:
+            self.classifier = nn.Sequential(
+                nn.Linear(config.pooled_size, config.classifier_hidden_size),
+                nn.ReLU(),
+                nn.Linear(config.classifier_hidden_size, config.num_labels),
+            )
         self.post_init()
 
     @can_return_tuple

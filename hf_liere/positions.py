@@ -17,12 +17,13 @@ def grid_positions(
     Coordinates of the patches of a grid, first axis slowest (raster order).
 
     With i the index of a patch on an axis of n patches that had n₀ in training: `index` i; `train_grid` i·(n/n₀)/(n−1)
-    (LieRE's code: linspace(0, n/n₀, n)); `unit` (i+½)/n (ComRoPE §3.4.1).
+    (LieRE's code: linspace(0, n/n₀, n)); `train_index` i·n₀/n (timm's reference grid); `unit` (i+½)/n (ComRoPE
+    §3.4.1); `unit_width` (i+½)/w, w the size of the last axis (ComRoPE's code: frames are divided by the image's n).
 
     Args:
         grid: Patches per axis, A numbers.
         train_grid: Patches per axis in training.
-        coordinates: One of `index`, `train_grid`, `unit`.
+        coordinates: One of `index`, `train_grid`, `train_index`, `unit`, `unit_width`.
         offsets: (N, A), displacement of each patch in patch extents, from [`perturbation`].
 
     Returns:
@@ -39,10 +40,17 @@ def grid_positions(
             columns.append(index)
         elif coordinates == "train_grid":
             columns.append(index * (size / trained / max(size - 1, 1)))
+        elif coordinates == "train_index":
+            columns.append(index * (trained / size))
         elif coordinates == "unit":
             columns.append((index + 0.5) / size)
+        elif coordinates == "unit_width":
+            columns.append((index + 0.5) / grid[-1])
         else:
-            raise ValueError(f"coordinates={coordinates!r} must be one of 'index', 'train_grid', 'unit'.")
+            raise ValueError(
+                f"coordinates={coordinates!r} must be one of 'index', 'train_grid', 'train_index', 'unit', "
+                "'unit_width'."
+            )
     return torch.stack(columns, dim=-1)
 
 
@@ -79,16 +87,27 @@ def with_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: flo
     return torch.cat([positions.new_full(shape, coordinate), positions], dim=-2)
 
 
-def check_positions(positions: torch.Tensor, batch_size: int, num_patches: int, num_axes: int) -> None:
+def check_positions(
+    positions: torch.Tensor, batch_size: int, num_patches: int, num_axes: int, num_prefix_tokens: int = 0
+) -> None:
     """
+    Args:
+        num_prefix_tokens: Number P of class and register tokens whose positions may come first, if they have any.
+
     Raises:
-        ValueError: if `positions` given by the user are not (N, A) or (B, N, A), not floating point, or not finite.
+        ValueError: if `positions` given by the user are not (N, A) or (B, N, A), nor (P+N, A) or (B, P+N, A), not
+            floating point, or not finite.
     """
     accepted = ((num_patches, num_axes), (batch_size, num_patches, num_axes))
-    if tuple(positions.shape) not in (*accepted, (1, num_patches, num_axes)):
+    batches, tokens = positions.shape[:-2], positions.shape[-2:]
+    if batches not in ((), (1,), (batch_size,)) or tokens not in (
+        (num_patches, num_axes),
+        (num_prefix_tokens + num_patches, num_axes),
+    ):
+        prefix = f"patch tokens, or these after {num_prefix_tokens} class and register tokens"
         raise ValueError(
             f"positions of shape {tuple(positions.shape)} do not match the input: accepted are {accepted[0]} (patches, "
-            f"axes) and {accepted[1]} (batch, patches, axes), patch tokens only."
+            f"axes) and {accepted[1]} (batch, patches, axes), {prefix if num_prefix_tokens else 'patch tokens only'}."
         )
     if not positions.is_floating_point():
         raise ValueError(f"positions are {positions.dtype}; a floating point type is needed.")

@@ -144,7 +144,8 @@ def test_rotate_prefix_puts_the_class_token_at_the_centre(tiny):
     outputs = {}
     for rotate_prefix in (False, True):
         model = classifier(tiny(rotate_prefix=rotate_prefix, num_register_tokens=1, **fields_of("comrope_ld")))
-        rotation = model.liere.rotations((4, 4), None, None, torch.device("cpu"))[0]
+        positions = model.liere.token_positions((4, 4), None, None, torch.device("cpu"))
+        rotation = model.liere.rotations(positions)[0]
         centre = model.liere.rotary_encoding(torch.tensor([[0.5, 0.5]]))[0]
         expected = centre if rotate_prefix else torch.eye(4).expand_as(centre)
         assert torch.equal(rotation[:, :, :2], expected.expand(-1, -1, 2, -1, -1, -1))

@@ -19,7 +19,7 @@ def test_train_grid_is_linspace(size, trained):
     torch.testing.assert_close(grid_positions((size,), (trained,), "train_grid")[:, 0], expected)
 
 
-@pytest.mark.parametrize("coordinates", ["index", "train_grid", "unit"])
+@pytest.mark.parametrize("coordinates", ["index", "train_grid", "train_index", "unit", "unit_width"])
 def test_offsets_are_patch_extents(coordinates):
     """Displacing every patch by one patch extent moves it to its neighbour's coordinate."""
     grid = (4, 5, 3)
@@ -55,7 +55,9 @@ def test_prefix_sits_before_the_patches():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="'pixels' must be one of 'index', 'train_grid', 'unit'"):
+    with pytest.raises(
+        ValueError, match="'pixels' must be one of 'index', 'train_grid', 'train_index', 'unit', 'unit_width'"
+    ):
         grid_positions((2,), (2,), "pixels")
     with pytest.raises(ValueError, match=r"\(3, 2\).*\(4, 2\).*\(5, 4, 2\)"):
         check_positions(torch.zeros(3, 2), 5, 4, 2)
