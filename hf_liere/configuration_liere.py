@@ -1,5 +1,6 @@
 """Configurations of the LieRE image and video transformers."""
 
+import math
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
@@ -25,6 +26,7 @@ DEFAULT_ROTARY_INIT = {
     "comrope_ap": "normal",
     "comrope_ld": "normal",
 }
+DEFAULT_ROTARY_INIT_SCALE = {"uniform": 2 * math.pi, "normal": math.sqrt(2), "frequencies": 1.0, "zeros": 1.0}
 DEFAULT_ROPE_THETA = {"axial_rope": 100.0, "rope_mixed": 10.0, "liere": 10.0}
 
 
@@ -74,7 +76,8 @@ class LieREConfig(PreTrainedConfig):
             scale, for `rope_mixed` and `liere` with even block_size); `"zeros"` (the model starts as one without
             rotations; the multipliers of `comrope_ld` stay normal, so that gradients flow). `None` means the papers'
             choice: `uniform` for `liere`, `frequencies` for `rope_mixed`, `normal` for ComRoPE.
-        rotary_init_scale (`float`, *optional*): Scale of `rotary_init`; `None` means 2π for `uniform`, else 1.
+        rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
+            `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1.
         rope_theta (`float`, *optional*):
             Base of the geometric spectrum of `axial_rope` (`None` means 100) and of `rotary_init="frequencies"`
             (`None` means 10), as in RoPE-ViT.
@@ -161,7 +164,7 @@ class LieREConfig(PreTrainedConfig):
         if self.rotary_init is None:
             self.rotary_init = DEFAULT_ROTARY_INIT.get(encoding)
         if self.rotary_init_scale is None and self.rotary_init is not None:
-            self.rotary_init_scale = 6.283185307179586 if self.rotary_init == "uniform" else 1.0
+            self.rotary_init_scale = DEFAULT_ROTARY_INIT_SCALE[self.rotary_init]
         if self.rope_theta is None:
             self.rope_theta = DEFAULT_ROPE_THETA.get(encoding)
         # save_pretrained only maps the class that is saved; every Auto class must find its model in any checkpoint.

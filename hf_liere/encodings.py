@@ -58,13 +58,19 @@ class RotaryEncoding(nn.Module):
         flat_positions = positions.reshape(-1, self.num_axes)
         flat_entries = entries.flatten(1, 3)
         if self.block_size == 2:
-            rotations = plane_rotations(flat_positions, flat_entries.squeeze(-1))
+            rotations = plane_rotations(flat_positions, flat_entries.squeeze(-1), self.rotation_dtype)
         else:
-            rotations = block_rotations(flat_positions, skew(flat_entries, self.block_size))
+            rotations = block_rotations(flat_positions, skew(flat_entries, self.block_size), self.rotation_dtype)
         layers, heads, blocks = entries.shape[1:4]
         rotations = rotations.view(layers, heads, blocks, *(batch or (1,)), tokens, *rotations.shape[2:])
         rotations = rotations.permute(0, 3, 1, 4, 2, *range(5, rotations.ndim)).contiguous()
         return list(rotations.unbind(0)) * (self.num_layers // layers)
+
+    @property
+    def rotation_dtype(self) -> torch.dtype:
+        """float64 for float64 parameters, else float32: attention casts to its own type last."""
+        is_double = any(parameter.dtype == torch.float64 for parameter in self.parameters())
+        return torch.float64 if is_double else torch.float32
 
     def initialize(self, parameter: nn.Parameter) -> None:
         """Fill generators as `rotary_init` and `rotary_init_scale` say."""
@@ -182,7 +188,9 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
         self.multipliers = nn.Parameter(torch.empty(num_axes, self.layers, self.heads, self.num_blocks))
 
     def entries(self, device: torch.device) -> torch.Tensor:
-        return self.multipliers.unsqueeze(-1) * self.generators
+        # A product rounded to float32 would be the largest error of the rotations.
+        dtype = working_dtype(device)
+        return self.multipliers.to(dtype).unsqueeze(-1) * self.generators.to(dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

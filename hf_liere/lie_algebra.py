@@ -49,7 +49,9 @@ def skew(entries: torch.Tensor, block_size: int) -> torch.Tensor:
     return lower - lower.transpose(-1, -2)
 
 
-def plane_rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+def plane_rotations(
+    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """
     exp(Σ_a p_a A_a) for b = 2, in closed form: a rotation by the angle Σ_a p_a f_a (RoPE-Mixed, Heo et al., eq. 6).
 
@@ -58,16 +60,18 @@ def plane_rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch
         frequencies: (A, K), one per axis and plane.
 
     Returns:
-        (K, P, 2) holding cos and sin, in the type of `frequencies` but at least float32.
+        (K, P, 2) holding cos and sin, in `dtype`.
     """
     with torch.autocast(device_type=positions.device.type, enabled=False):
         angles = torch.einsum("ak,pa->kp", frequencies.to(positions.dtype), positions)
         # Whole turns are taken off in the working type, so that float32 cos and sin see a small, exact argument.
-        angles = torch.remainder(angles, 2 * math.pi).to(_result_dtype(frequencies))
+        angles = torch.remainder(angles, 2 * math.pi).to(dtype)
         return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
 
-def block_rotations(positions: torch.Tensor, generators: torch.Tensor) -> torch.Tensor:
+def block_rotations(
+    positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """
     exp(Σ_a p_a A_a) for b > 2 (LieRE eq. 4, ComRoPE eq. 3), by scaling and squaring with matrix products only.
 
@@ -79,7 +83,7 @@ def block_rotations(positions: torch.Tensor, generators: torch.Tensor) -> torch.
         generators: (A, K, b, b), skew-symmetric.
 
     Returns:
-        (K, P, b, b) rotations, in the type of `generators` but at least float32.
+        (K, P, b, b) rotations, in `dtype`.
     """
     squarings = TRACED_SQUARINGS
     if not torch.compiler.is_compiling():
@@ -88,7 +92,7 @@ def block_rotations(positions: torch.Tensor, generators: torch.Tensor) -> torch.
         bound = (positions.detach().abs() @ norms).max().item() if positions.numel() else 0.0
         if math.isfinite(bound):
             squarings = max(0, math.ceil(math.log2(max(bound, TAYLOR_NORM) / TAYLOR_NORM)))
-    return _BlockRotations.apply(positions, generators, squarings, _result_dtype(generators))
+    return _BlockRotations.apply(positions, generators, squarings, dtype)
 
 
 class _BlockRotations(torch.autograd.Function):
@@ -188,7 +192,3 @@ def _exponential_derivative(exponents: torch.Tensor, directions: torch.Tensor, s
         derivative = torch.baddbmm(torch.bmm(result, derivative), derivative, result)
         result = torch.bmm(result, result)
     return derivative
-
-
-def _result_dtype(parameter: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(parameter.dtype, torch.float32)

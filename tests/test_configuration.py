@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
@@ -13,9 +14,9 @@ import hf_liere
         ("absolute", None, None, None, None, True),
         ("axial_rope", 2, "index", None, None, False),
         ("rope_mixed", 2, "index", "frequencies", 1.0, False),
-        ("liere", 8, "train_grid", "uniform", 6.283185307179586, False),
-        ("comrope_ap", 8, "unit", "normal", 1.0, False),
-        ("comrope_ld", 8, "unit", "normal", 1.0, False),
+        ("liere", 8, "train_grid", "uniform", 2 * math.pi, False),
+        ("comrope_ap", 8, "unit", "normal", 2**0.5, False),
+        ("comrope_ld", 8, "unit", "normal", 2**0.5, False),
     ],
 )
 def test_defaults_of_each_encoding(encoding, block_size, coordinates, rotary_init, scale, table):

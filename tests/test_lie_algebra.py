@@ -59,7 +59,9 @@ def test_gradient_is_exact(scale):
     """Also at zero and, with one repeated generator, at repeated eigenvalues."""
     positions = torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
     entries = (torch.randn(2, 1, 6, dtype=torch.float64) * scale).repeat(1, 2, 1).requires_grad_()
-    assert torch.autograd.gradcheck(lambda p, e: block_rotations(p, skew(e, 4)), (positions, entries), atol=1e-5)
+    assert torch.autograd.gradcheck(
+        lambda p, e: block_rotations(p, skew(e, 4), p.dtype), (positions, entries), atol=1e-5
+    )
 
 
 def test_gradient_matches_autograd_through_matrix_exp_at_a_large_norm():
@@ -67,7 +69,7 @@ def test_gradient_matches_autograd_through_matrix_exp_at_a_large_norm():
     entries = torch.rand(2, 2, 120, dtype=torch.float64) * 100
     weight = torch.randn(2, 6, 16, 16, dtype=torch.float64)
     ours, reference = entries.clone().requires_grad_(), entries.clone().requires_grad_()
-    (block_rotations(positions, skew(ours, 16)) * weight).sum().backward()
+    (block_rotations(positions, skew(ours, 16), torch.float64) * weight).sum().backward()
     (torch.matrix_exp(exponents(positions, skew(reference, 16))) * weight).sum().backward()
     assert exponents(positions, skew(entries, 16)).flatten(-2).norm(dim=-1).max() > 1000
     # Both lose about ten digits of sixteen to eleven squarings of a matrix of norm 1e3.
