@@ -145,6 +145,7 @@ class ImageTrainingArguments(TrainingArguments):
     rotary_learning_rate_factor: float = field(
         default=1.0, metadata={"help": "Learning rate of the rotations' parameters over that of the others."}
     )
+    per_device_eval_batch_size: int = field(default=64, metadata={"help": "Images per process in an evaluation."})
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Must stay off: the data loader yields images, not columns of the model."}
     )

@@ -26,7 +26,7 @@ from training.records import CONFIG_FILE
 
 
 HERE = Path(__file__).resolve().parent
-BATCH_SIZE = 128
+BATCH_SIZE = 64
 # Okabe and Ito's colours, told apart with any colour vision; line styles help in black and white.
 RUNS = {
     "absolute": ("Absolute", ["--position_encoding", "absolute"], "#000000", ":"),
@@ -110,7 +110,7 @@ def train_all(folder: Path, images: int) -> list[str]:
 def start_run(name: str, folder: Path, images: int) -> subprocess.Popen:
     output_dir = folder / name
     steps = -(-images // BATCH_SIZE)
-    every = max(steps // 16, 1)
+    every = max(steps // 12, 1)
     schedule = {"num_decay_steps": steps // 5, "decay_type": "linear"}
     command = [sys.executable, str(HERE / "image_classification.py"), str(HERE / "recipes" / "arrows.yaml")]
     command += ["--output_dir", str(output_dir), "--max_train_samples", str(images), *RUNS[name][1]]
