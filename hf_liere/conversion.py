@@ -48,7 +48,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -1016,6 +1016,9 @@ def _plain(tensors: Mapping) -> dict[str, torch.Tensor]:
     return dict(tensors)
 
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
+
 def load_checkpoint(
     checkpoint: str | os.PathLike, revision: str | None = None
 ) -> tuple[dict[str, torch.Tensor], dict | None]:
@@ -1030,12 +1033,7 @@ def load_checkpoint(
     Raises:
         ConversionError: if there is no checkpoint, it is damaged, or it is a pickle that needs code to be executed.
     """
-    path = Path(checkpoint)
-    if not path.exists():
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(checkpoint)):
-            raise ConversionError(f"{checkpoint} is neither a file, a directory nor the name of a repository.")
-        patterns = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt"]
-        path = Path(snapshot_download(str(checkpoint), revision=revision, allow_patterns=patterns))
+    path = _locate(checkpoint, revision)
     config_file = (path if path.is_dir() else path.parent) / "config.json"
     try:
         source_config = json.loads(config_file.read_text()) if config_file.is_file() else None
@@ -1047,6 +1045,19 @@ def load_checkpoint(
     return tensors, source_config
 
 
+def _locate(checkpoint: str | os.PathLike, revision: str | None) -> Path:
+    """The file or directory itself, or the downloaded files of a repository."""
+    if Path(checkpoint).exists():
+        return Path(checkpoint)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(checkpoint)):
+        raise ConversionError(f"{checkpoint} is neither a file, a directory nor the name of a repository.")
+    patterns = ["*.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)]
+    try:
+        return Path(snapshot_download(str(checkpoint), revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ConversionError(f"{checkpoint} is not here and cannot be downloaded: {error}") from error
+
+
 def _weight_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
@@ -1056,7 +1067,7 @@ def _weight_files(path: Path) -> list[Path]:
         index = path / f"{name}.index.json"
         if index.is_file():
             return [path / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    found = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".ckpt"))
+    found = sorted(file for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES)
     if len(found) != 1:
         raise ConversionError(
             f"{path.name} holds {[file.name for file in found] or 'no checkpoint'}: please name one file."
@@ -1069,18 +1080,16 @@ def _read(file: Path) -> Mapping:
         if file.suffix == ".safetensors":
             return load_file(file)
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    # Whatever a reader makes of bytes that are none of its own.
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, LookupError, ValueError) as error:
+        first_line = str(error).partition("\n")[0] or type(error).__name__
         reason = "it is truncated or no checkpoint at all"
-        if "global" in str(error).lower():
+        if isinstance(error, pickle.UnpicklingError) and "global" in str(error).lower():
             reason = (
                 "it is a pickle that needs more than tensors, and code in a checkpoint is never executed here; load "
                 "it where you trust it and save its state_dict alone"
             )
-        raise ConversionError(f"{file.name} cannot be read: {reason} ({str(error).splitlines()[0]}).") from error
-    except (SafetensorError, RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        raise ConversionError(
-            f"{file.name} cannot be read: it is truncated or no checkpoint at all ({str(error).splitlines()[0]})."
-        ) from error
+        raise ConversionError(f"{file.name} cannot be read: {reason} ({first_line}).") from error
     if not isinstance(checkpoint, Mapping):
         raise ConversionError(f"{file.name} holds a {type(checkpoint).__name__}, not a mapping of names to tensors.")
     return checkpoint
@@ -1117,7 +1126,8 @@ def convert_checkpoint(
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"{output} exists already and is not an empty directory.")
-    tensors, source_config = load_checkpoint(checkpoint, revision)
+    local = _locate(checkpoint, revision)
+    tensors, source_config = load_checkpoint(local)
     conversion = convert_state_dict(tensors, source, source_config, **options)
     model = conversion.model()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -1125,7 +1135,7 @@ def convert_checkpoint(
     try:
         model.save_pretrained(partial)
         statistics = {"image_mean": image_mean, "image_std": image_std}
-        _save_processor(partial, conversion.config, checkpoint, source_config, statistics)
+        _save_processor(partial, conversion.config, local, source_config, statistics)
         (partial / "README.md").write_text(_card(checkpoint, revision, conversion, options))
         partial.chmod(0o755)
         os.replace(partial, output)
@@ -1137,7 +1147,7 @@ def convert_checkpoint(
 def _save_processor(
     directory: Path,
     config: LieREConfig,
-    checkpoint: str | os.PathLike,
+    local: Path,
     source_config: Mapping | None,
     statistics: Mapping[str, list[float] | None],
 ) -> None:
@@ -1146,7 +1156,7 @@ def _save_processor(
     trained = (source_config or {}).get("pretrained_cfg") or {}
     if "mean" in trained and "std" in trained:
         known = {"image_mean": list(trained["mean"]), "image_std": list(trained["std"])}
-    beside = Path(checkpoint) / "preprocessor_config.json"
+    beside = (local if local.is_dir() else local.parent) / "preprocessor_config.json"
     if beside.is_file():
         processor = json.loads(beside.read_text())
         known |= {name: processor[name] for name in ("image_mean", "image_std", "resample") if name in processor}
