@@ -1,0 +1,186 @@
+"""Upgrades of the position encoding: the same outputs before and after, or a refusal with the reason."""
+
+import pytest
+import torch
+
+import hf_liere
+from hf_liere.conversion import ConversionError
+from hf_liere.upgrades import upgrade_encoding
+
+
+# The same function in another order of float32 operations.
+EXACT = {"rtol": 0, "atol": 1e-5}
+
+
+def classifier(config):
+    config.initializer_range = 0.2
+    video = isinstance(config, hf_liere.LieREVideoConfig)
+    build = hf_liere.LieREVideoForVideoClassification if video else hf_liere.LieREViTForImageClassification
+    torch.manual_seed(0)
+    return build(config).eval()
+
+
+def images(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+EXACT_UPGRADES = [
+    ("none", {}, "rope_mixed", None),
+    ("none", {}, "liere", 8),
+    ("absolute", {}, "comrope_ap", 4),
+    ("absolute", {"position_table_size": [3, 3]}, "comrope_ld", 8),
+    ("axial_rope", {}, "rope_mixed", None),
+    ("axial_rope", {"rotate_prefix": True}, "liere", 8),
+    ("axial_rope", {}, "comrope_ap", 2),
+    ("axial_rope", {"use_absolute_position_embeddings": True}, "comrope_ap", 4),
+    ("axial_rope", {}, "comrope_ld", 2),
+    ("rope_mixed", {}, "liere", 2),
+    ("rope_mixed", {}, "liere", 8),
+    ("rope_mixed", {"share_heads": True}, "liere", 6),
+    ("rope_mixed", {}, "comrope_ld", 2),
+    ("liere", {"block_size": 4}, "liere", 8),
+    ("liere", {"block_size": 5}, "liere", 20),
+    ("liere", {"block_size": 3, "share_layers": True}, "liere", 24),
+    ("liere", {"block_size": 2}, "rope_mixed", None),
+    ("comrope_ap", {"block_size": 4, "rotate_prefix": True}, "liere", 8),
+    ("comrope_ap", {"block_size": 4}, "comrope_ld", 4),
+    ("comrope_ap", {"block_size": 2}, "comrope_ap", 6),
+    ("comrope_ap", {"block_size": 2}, "rope_mixed", None),
+    ("comrope_ld", {"block_size": 4, "rotate_prefix": True, "prefix_coordinate": 0.25}, "liere", 12),
+    ("comrope_ld", {"block_size": 4}, "comrope_ld", 4),
+    ("comrope_ld", {"block_size": 2}, "rope_mixed", None),
+]
+
+
+@pytest.mark.parametrize("old, fields, new, block_size", EXACT_UPGRADES)
+@torch.no_grad()
+def test_outputs_are_unchanged(tiny, old, fields, new, block_size):
+    model = classifier(tiny(position_encoding=old, num_register_tokens=1, **fields))
+    upgraded = upgrade_encoding(model, position_encoding=new, block_size=block_size)
+    assert upgraded.config.position_encoding == new and upgraded.config.block_size == (block_size or 2)
+    if old not in ("none", "absolute"):
+        assert upgraded.config.coordinates == model.config.coordinates
+    for name in ("rotate_prefix", "prefix_coordinate", "use_absolute_position_embeddings", "pooling"):
+        assert getattr(upgraded.config, name) == getattr(model.config, name)
+    for size in ((16, 16), (8, 24)):
+        pixels = images(2, 3, *size)
+        torch.testing.assert_close(upgraded(pixels).logits, model(pixels).logits, **EXACT)
+
+
+@pytest.mark.parametrize(
+    "old, fields, new, block_size",
+    [
+        ("axial_rope", {}, "liere", 24),
+        ("axial_rope", {"hidden_size": 40}, "rope_mixed", None),
+        ("rope_mixed", {}, "liere", 12),
+        ("comrope_ap", {"block_size": 4}, "liere", 8),
+        ("comrope_ap", {"block_size": 2}, "comrope_ap", 4),
+        ("comrope_ld", {"block_size": 4, "coordinates": "unit_width"}, "liere", 24),
+    ],
+)
+@torch.no_grad()
+def test_outputs_are_unchanged_on_three_axes(tiny_video, old, fields, new, block_size):
+    model = classifier(tiny_video(position_encoding=old, **fields))
+    upgraded = upgrade_encoding(model, position_encoding=new, block_size=block_size)
+    pixels = images(2, 6, 3, 8, 12)
+    torch.testing.assert_close(upgraded(pixels).logits, model(pixels).logits, **EXACT)
+
+
+@torch.no_grad()
+def test_upgrades_of_what_turns_are_not_vacuous(tiny):
+    """Without its rotations the model of the tests above would give other outputs."""
+    model = classifier(tiny(position_encoding="rope_mixed"))
+    before = model(images(2, 3, 16, 16)).logits
+    model.liere.rotary_encoding.generators.zero_()
+    assert (model(images(2, 3, 16, 16)).logits - before).abs().max() > 1e-2
+
+
+def test_upgraded_models_train_and_survive_saving(tiny, tmp_path):
+    model = classifier(tiny(position_encoding="rope_mixed"))
+    upgraded = upgrade_encoding(model, position_encoding="liere", block_size=8).train()
+    labels = torch.tensor([0, 1])
+    upgraded(images(2, 3, 16, 16), labels=labels).loss.backward()
+    # Also the entries that were zero, between the planes, are free to move.
+    generators = upgraded.liere.rotary_encoding.generators
+    assert ((generators == 0) & (generators.grad != 0)).any()
+    upgraded.save_pretrained(tmp_path)
+    reloaded = hf_liere.LieREViTForImageClassification.from_pretrained(tmp_path)
+    assert reloaded.config.to_diff_dict() == upgraded.config.to_diff_dict()
+    assert torch.equal(reloaded(images(2, 3, 16, 16)).logits, upgraded.eval()(images(2, 3, 16, 16)).logits)
+
+
+def test_the_old_model_is_left_alone(tiny):
+    model = classifier(tiny(position_encoding="axial_rope"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    upgraded = upgrade_encoding(model, position_encoding="comrope_ap", block_size=4)
+    with torch.no_grad():
+        for parameter in upgraded.parameters():
+            parameter.add_(1.0)
+    assert model.config.position_encoding == "axial_rope"
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_every_class_type_and_mode_is_kept(tiny):
+    config = tiny(position_encoding="rope_mixed")
+    config._attn_implementation = "eager"
+    for build in (
+        hf_liere.LieREViTModel,
+        hf_liere.LieREViTBackbone,
+        hf_liere.LieREViTForMaskedImageModeling,
+        lambda config: hf_liere.LieREViTModel(config, use_mask_token=True),
+    ):
+        model = build(config).train().to(torch.bfloat16)
+        upgraded = upgrade_encoding(model, position_encoding="liere", block_size=4)
+        assert type(upgraded) is type(model) and upgraded.training and upgraded.dtype == torch.bfloat16
+        assert upgraded.config._attn_implementation == "eager"
+        inputs = {"pixel_values": images(1, 3, 16, 16)}
+        assert upgraded(**inputs) is not None
+        assert set(upgraded.state_dict()) == set(model.state_dict())
+
+
+@torch.no_grad()
+def test_shared_generators_can_be_separated_but_not_joined(tiny):
+    model = classifier(tiny(position_encoding="liere", block_size=4, share_heads=True, share_layers=True))
+    upgraded = upgrade_encoding(model, position_encoding="liere", block_size=8, share_heads=False, share_layers=False)
+    assert upgraded.liere.rotary_encoding.generators.shape == (2, 2, 2, 3, 28)
+    pixels = images(2, 3, 16, 16)
+    torch.testing.assert_close(upgraded(pixels).logits, model(pixels).logits, **EXACT)
+    with pytest.raises(ConversionError, match="share_layers=True: generators that differ"):
+        upgrade_encoding(upgraded, position_encoding="liere", block_size=8, share_layers=True)
+
+
+@torch.no_grad()
+def test_special_values_may_be_upgraded_to_comrope_ld(tiny):
+    """LieRE whose generators are multiples of one matrix is ComRoPE-LD."""
+    model = classifier(tiny(position_encoding="liere", block_size=4))
+    generators = model.liere.rotary_encoding.generators
+    generators[1] = -0.5 * generators[0]
+    upgraded = upgrade_encoding(model, position_encoding="comrope_ld", block_size=4)
+    pixels = images(2, 3, 16, 16)
+    torch.testing.assert_close(upgraded(pixels).logits, model(pixels).logits, **EXACT)
+
+
+REFUSED = [
+    ("rope_mixed", {}, "comrope_ap", 2, "turns with one axis alone"),
+    ("liere", {"block_size": 4}, "comrope_ap", 4, "turns with one axis alone"),
+    ("comrope_ld", {"block_size": 4}, "comrope_ap", 4, "turns with one axis alone"),
+    ("rope_mixed", {}, "comrope_ld", 8, "multiples of one matrix.*different ratios"),
+    ("liere", {"block_size": 4}, "comrope_ld", 4, "multiples of one matrix"),
+    ("comrope_ld", {"block_size": 4}, "comrope_ld", 8, "multiples of one matrix"),
+    ("axial_rope", {}, "comrope_ld", 24, "multiples of one matrix"),
+    ("liere", {"block_size": 8}, "liere", 4, "8 does not divide 4"),
+    ("liere", {"block_size": 4}, "liere", 6, "4 does not divide 6"),
+    ("liere", {"block_size": 3}, "liere", 9, "last 6 of 24 channels unrotated, blocks of 3 only 0"),
+    ("rope_mixed", {}, "axial_rope", None, "nothing to learn.*rope_mixed, liere, comrope_ap, comrope_ld"),
+    ("rope_mixed", {}, "none", None, "nothing to learn"),
+    ("rope_mixed", {}, "liere", 25, "block_size=25"),
+    ("absolute", {}, "comrope_ap", 8, "block_size=8 times 2 axes"),
+]
+
+
+@pytest.mark.parametrize("old, fields, new, block_size, reason", REFUSED)
+def test_what_has_no_exact_upgrade_is_refused_with_the_reason(tiny, old, fields, new, block_size, reason):
+    model = classifier(tiny(position_encoding=old, **fields))
+    with pytest.raises(ConversionError, match=f"(?s){reason}"):
+        upgrade_encoding(model, position_encoding=new, block_size=block_size)
