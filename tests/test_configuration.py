@@ -69,6 +69,20 @@ BAD = [
     ({"hidden_size": "48"}, "hidden_size.*int.*48"),
     ({"format_version": 2}, "format_version=2 .*newer"),
     ({"rope_theta": -1.0, "position_encoding": "axial_rope"}, "rope_theta=-1.0"),
+    ({"head_dim": 0}, "head_dim=0 must be at least 1"),
+    ({"head_dim": 6, "block_size": 8}, "block_size=8 does not fit a head_dim of 6"),
+    ({"classifier_hidden_size": 0}, "classifier_hidden_size=0 must be at least 1"),
+    ({"final_norm": "patches"}, "pooled.*got patches"),
+    ({"pooling": "prefix", "use_class_token": False}, "needs a class token or register tokens"),
+    ({"position_table_size": [4, 4]}, r"position_table_size=\[4, 4\].*use_absolute_position_embeddings is False"),
+    ({"position_encoding": "absolute", "position_table_size": [4]}, r"\[4\] must be 2 numbers"),
+    (
+        {"position_encoding": "absolute", "position_table_size": [4, 4], "position_table_resize": "truncate"},
+        "'truncate' has no meaning with position_table_size",
+    ),
+    ({"position_encoding": "absolute", "position_table_resize": "nearest"}, "antialias.*got nearest"),
+    ({"prefix_coordinate": 0.25}, "prefix_coordinate=0.25 would do nothing without rotate_prefix=True"),
+    ({"prefix_coordinate": float("inf"), "rotate_prefix": True}, "prefix_coordinate=inf must be finite"),
 ]
 
 
@@ -86,6 +100,8 @@ def test_comrope_ap_in_three_dimensions_needs_another_head_dim():
 
 
 def test_video_fields_must_fit(tiny_video):
+    with pytest.raises(StrictDataclassError, match="'antialias' exists for images only; accepted here"):
+        tiny_video(position_encoding="absolute", position_table_resize="antialias")
     with pytest.raises(StrictDataclassError, match=r"\(5, 8, 8\) is not divisible into patches of \(2, 4, 4\)"):
         tiny_video(num_frames=5)
 

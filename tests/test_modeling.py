@@ -373,6 +373,93 @@ def test_backbone(tiny):
     assert backbone(pixel_values).feature_maps[0].shape == (2, 14, 48)
 
 
+@torch.no_grad()
+def test_positions_of_prefix_tokens_may_be_given(tiny):
+    """Where they are rotated; a common shift of all tokens then changes nothing (ComRoPE §3.2)."""
+    config = tiny(rotate_prefix=True, prefix_coordinate=0.25, num_register_tokens=1, **fields_of("comrope_ld"))
+    model, pixel_values = classifier(config), images(2, 3, 16, 16)
+    patches = grid_positions((4, 4), (4, 4), "unit")
+    everything = torch.cat([torch.full((2, 2), 0.25, dtype=torch.float64), patches])
+    expected = model(pixel_values).logits
+    assert torch.equal(model(pixel_values, positions=everything).logits, expected)
+    shift = torch.tensor([3.0, -1.5])
+    torch.testing.assert_close(model(pixel_values, positions=everything + shift).logits, expected, rtol=0, atol=1e-5)
+    assert (model(pixel_values, positions=patches + shift).logits - expected).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_table_read_at_coordinates(tiny):
+    """Against linear interpolation between four entries, written out; outside, the border counts."""
+    size = (3, 2)
+    config = tiny(position_encoding="absolute", position_table_size=list(size), prefix_coordinate=0.75)
+    model, pixel_values = classifier(config).liere, images(2, 3, 16, 16)
+    positions = torch.rand(2, 17, 2, generator=torch.Generator().manual_seed(2)) * 1.6 - 0.3
+    embedded = model(pixel_values, positions=positions, output_hidden_states=True).hidden_states[0]
+    default = model(pixel_values, output_hidden_states=True).hidden_states[0]
+    table = model.embeddings.position_embeddings.clone().view(*size, -1)
+    model.embeddings.position_embeddings.zero_()
+    plain = model(pixel_values, output_hidden_states=True).hidden_states[0]
+
+    def entry(position):
+        low, weight = [], []
+        for coordinate, entries in zip(position.tolist(), size):
+            place = min(max(coordinate * (entries - 1), 0.0), entries - 1.0)
+            low.append(min(int(place), entries - 2))
+            weight.append(place - low[-1])
+        (i, j), (u, v) = low, weight
+        upper = (1 - v) * table[i, j] + v * table[i, j + 1]
+        return (1 - u) * upper + u * ((1 - v) * table[i + 1, j] + v * table[i + 1, j + 1])
+
+    expected = torch.stack([torch.stack([entry(position) for position in sample]) for sample in positions])
+    torch.testing.assert_close(embedded - plain, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(default[0, 0] - plain[0, 0], entry(torch.tensor([0.75, 0.75])), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_truncated_table(tiny):
+    model = classifier(tiny(position_encoding="absolute", position_table_resize="truncate")).liere
+    table, patches = model.embeddings.position_embeddings, model.embeddings.patch_embeddings
+    embedded = model(images(1, 3, 8, 12), output_hidden_states=True).hidden_states[0]
+    expected = patches(images(1, 3, 8, 12)) + table[:, 1:7]
+    torch.testing.assert_close(embedded[:, 1:], expected, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="20 patches, the learned table 16.*'interpolate' can"):
+        model(images(1, 3, 16, 20))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("final_norm", ["tokens", "pooled", "none"])
+@pytest.mark.parametrize("pooling", ["cls", "mean", "mean_all", "prefix"])
+def test_where_the_last_norm_acts(tiny, final_norm, pooling):
+    config = tiny(final_norm=final_norm, pooling=pooling, num_register_tokens=1, initializer_range=0.2)
+    model = hf_liere.LieREViTModel(config).eval()
+    outputs = model(images(2, 3, 16, 16), output_hidden_states=True)
+    states = outputs.hidden_states[-1]
+    if final_norm == "tokens":
+        states = model.layernorm(states)
+    pooled = {"cls": states[:, :1], "mean": states[:, 2:].mean(1, True), "mean_all": states.mean(1, True)}
+    pooled = pooled.get(pooling, states[:, :2])
+    if final_norm == "pooled":
+        pooled = model.layernorm(pooled)
+    torch.testing.assert_close(outputs.last_hidden_state, states)
+    torch.testing.assert_close(outputs.pooler_output, pooled.flatten(1))
+    assert outputs.pooler_output.shape == (2, config.pooled_size)
+
+
+@torch.no_grad()
+def test_head_width_hidden_classifier_and_norm_of_embeddings(tiny):
+    config = tiny(hidden_size=50, head_dim=16, classifier_hidden_size=7, use_pre_layernorm=True, **fields_of("liere"))
+    model = classifier(config)
+    attention = model.liere.layers[0].attention
+    assert attention.q_proj.weight.shape == (32, 50) and attention.o_proj.weight.shape == (50, 32)
+    assert attention.scaling == 16**-0.5
+    outputs = model(images(2, 3, 16, 16), output_hidden_states=True)
+    first = outputs.hidden_states[0]
+    torch.testing.assert_close(first.mean(-1), torch.zeros(2, 17), rtol=0, atol=1e-5)
+    pooled = model.liere(images(2, 3, 16, 16)).pooler_output
+    hidden = torch.relu(model.classifier[0](pooled))
+    torch.testing.assert_close(outputs.logits, model.classifier[2](hidden))
+
+
 def test_rotary_parameters(tiny):
     model = classifier(tiny(**fields_of("comrope_ld")))
     names = ["liere.rotary_encoding.generators", "liere.rotary_encoding.multipliers"]
