@@ -61,7 +61,7 @@ def main() -> int:
         return 1
     draw_example(arguments.output_dir / "liere8", arguments.output_dir / "example.png")
     print(f"Accuracy over training: {arguments.output_dir / 'accuracy.png'}")
-    print(f"An image and the answer: {arguments.output_dir / 'example.png'}\n")
+    print(f"An image and the answer: {arguments.output_dir / 'example.png'}\n", flush=True)
     # A process that has seen nothing of the training, as a user of the checkpoint.
     subprocess.run([sys.executable, __file__, "--classify", str(arguments.output_dir / "liere8")], check=True)
     print(f"\nFinished after {time.perf_counter() - start:.0f} s.")
@@ -221,9 +221,11 @@ def answers(checkpoint: Path, images: Arrows) -> list[str]:
     import torch
     from PIL import Image
     from transformers import AutoImageProcessor, AutoModelForImageClassification
+    from transformers.utils.logging import disable_progress_bar
 
     import hf_liere  # noqa: F401 (registers liere_vit with the Auto classes)
 
+    disable_progress_bar()
     model = AutoModelForImageClassification.from_pretrained(checkpoint).eval()
     processor = AutoImageProcessor.from_pretrained(checkpoint)
     pictures = [Image.fromarray(images[index][0].squeeze(-1)).convert("RGB") for index in range(len(images))]
