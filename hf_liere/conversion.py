@@ -19,10 +19,11 @@ generators, multipliers shared by heads are repeated, a table without a class to
   `theta_base` (the paper's 10000^(−2A/head_dim)), `scale_factor` (1), `axis_scale` (`True`), `cls_position` (½),
   `hidden_act` (`quick_gelu`), `layer_norm_eps` (1e-5).
 - `timm` and `naver` (rope-vit), which differ in how a table is resized: `position_encoding` (`mixed` with frequencies,
-  else `axial`; `absolute` and `none` for plain ViTs), `num_attention_heads` (from timm's frequencies, else heads of 64
-  channels), `axis_order` (`columns_first`; `rows_first` without a class token), `rope_theta` (100; 10000 for
-  `rows_first`), `reference_grid` (none; 16 × 16 for `rows_first`), `image_size` (square from the table, else 224; 256
-  for `rows_first`), `pooling` (`mean` with `fc_norm`, else `cls`), `hidden_act` (`gelu`), `layer_norm_eps` (1e-6).
+  else `absolute` if the table has a row for the class token, else `axial`; `none`), `num_attention_heads` (from timm's
+  frequencies, else heads of 64 channels), `axis_order` (`columns_first`; `rows_first` without a class token),
+  `rope_theta` (100; 10000 for `rows_first`), `reference_grid` (none; 16 × 16 for `rows_first`), `image_size` (square
+  from the table, else 224; 256 for `rows_first`), `pooling` (`mean` with `fc_norm`, else `cls`), `hidden_act` (`gelu`),
+  `layer_norm_eps` (1e-6).
 - `vit` (and DeiT), `clip`: `num_attention_heads` (heads of 64 channels), `hidden_act` (`gelu`; `quick_gelu`),
   `layer_norm_eps` (1e-12; 1e-5), `image_size` (square, from the table).
 
@@ -31,6 +32,11 @@ hold one set per layer. The official forward pass nevertheless uses the set of t
 other sets receive no gradient and keep their random start. `layer_generators="official"` (the default) reproduces the
 official logits: the first set, shared by all layers (`share_layers=True`). `layer_generators="paper"` keeps each set
 for its own layer: the model that the paper describes, which is not the model whose accuracy the official code measures.
+
+**Where official code is not followed.** rope-vit takes the positions and the table of the training grid for every input
+with as many patches, whatever its shape; here they are always those of the input's grid. ComRoPE's code clamps random
+displacements of half the paper's width and leaves frames in place; `position_perturbation` is the paper's eq. (11).
+LieRE's code has one more dropout, inside the MLP; nothing of this touches the outputs in evaluation mode otherwise.
 """
 
 import hashlib
@@ -113,9 +119,6 @@ class _Tensors:
             raise ConversionError(f"{key!r} ({tensor.dtype}) must hold finite floating point numbers.")
         self.taken.add(key)
         return tensor
-
-    def take_or_zeros(self, key: str, size: int) -> torch.Tensor:
-        return self.take(key, size) if key in self else torch.zeros(size)
 
     def any(self, pattern: str) -> bool:
         return any(re.fullmatch(pattern, key) for key in self.tensors)
@@ -253,7 +256,7 @@ def _head(parts: _Parts, tensors: _Tensors, key: str, hidden_size: int) -> None:
     """A linear classifier under `key`, if there is one."""
     if f"{key}.weight" in tensors:
         weight = tensors.take(f"{key}.weight", None, hidden_size)
-        parts.head = {"weight": weight, "bias": tensors.take_or_zeros(f"{key}.bias", weight.shape[0])}
+        parts.head = {"weight": weight, "bias": tensors.take(f"{key}.bias", weight.shape[0])}
 
 
 def _liere(
@@ -342,7 +345,7 @@ def _liere(
         for name, weight in zip("qkv", qkv.chunk(3)):
             parts.encoder[f"{ours}.attention.{name}_proj.weight"] = weight
         output = f"{official}.0.fn.to_out.0"
-        if heads == 1 and hidden_size == width and f"{output}.weight" not in tensors:
+        if heads == 1 and hidden_size == width and not tensors.any(r"transformer\.layers\.\d+\.0\.fn\.to_out\..*"):
             _linear(parts, f"{ours}.attention.o_proj", torch.eye(width), torch.zeros(width))
         else:
             _linear(
@@ -458,8 +461,7 @@ def _clip_parts(
             "pooling": "cls",
         },
     )
-    bias = tensors.take_or_zeros(f"{prefix}embeddings.patch_embedding.bias", hidden_size)
-    _linear(parts, "embeddings.patch_embeddings.projection", weight, bias)
+    _linear(parts, "embeddings.patch_embeddings.projection", weight, torch.zeros(hidden_size))
     class_token = tensors.take(f"{prefix}embeddings.class_embedding", hidden_size)
     parts.encoder["embeddings.cls_token"] = class_token.view(1, 1, -1)
     _clip_layers(parts, tensors, prefix)
@@ -679,7 +681,7 @@ def _vit(
             "pooling": "cls",
         },
     )
-    bias = tensors.take_or_zeros("embeddings.patch_embeddings.projection.bias", hidden_size)
+    bias = tensors.take("embeddings.patch_embeddings.projection.bias", hidden_size)
     _linear(parts, "embeddings.patch_embeddings.projection", weight, bias)
     parts.encoder["embeddings.cls_token"] = tensors.take("embeddings.cls_token", 1, 1, hidden_size)
     table = tensors.take("embeddings.position_embeddings", 1, None, hidden_size)
@@ -698,15 +700,17 @@ def _vit(
                 parts,
                 key,
                 tensors.take(f"{key}.weight", hidden_size, hidden_size),
-                tensors.take_or_zeros(f"{key}.bias", hidden_size) if has_bias else None,
+                tensors.take(f"{key}.bias", hidden_size) if has_bias else None,
             )
         _mlp(parts, f"{name}.mlp", tensors, f"{name}.mlp.fc1", f"{name}.mlp.fc2", hidden_size)
     _norm(parts, "layernorm", tensors, "layernorm", hidden_size)
     if "distillation_classifier.weight" in tensors:
         # The mean of two classifiers is one classifier of both tokens.
         parts.fields["pooling"] = "prefix"
-        weights = [tensors.take(f"{name}_classifier.weight", None, hidden_size) for name in ("cls", "distillation")]
-        biases = [tensors.take(f"{name}_classifier.bias", len(weights[0])) for name in ("cls", "distillation")]
+        classes = tensors.take("cls_classifier.bias", None).shape[0]
+        names = ("cls_classifier", "distillation_classifier")
+        weights = [tensors.take(f"{name}.weight", classes, hidden_size) for name in names]
+        biases = [tensors.take(f"{name}.bias", classes) for name in names]
         parts.head = {"weight": torch.cat(weights, dim=1) / 2, "bias": sum(biases) / 2}
     else:
         _head(parts, tensors, "classifier", hidden_size)
@@ -751,11 +755,17 @@ def _timm_parts(
             flat = tensors.take("freqs", 2, depth, hidden_size // 2)
             frequencies = flat.unflatten(-1, (_heads(hidden_size, num_attention_heads), -1))
     _one_of("position_encoding", position_encoding, encodings)
-    encoding = position_encoding or encodings[1]
     heads = _heads(hidden_size, num_attention_heads, found_heads)
     head_dim = hidden_size // heads
     has_class = "cls_token" in tensors
+    pooled_norm = "fc_norm.weight" in tensors
+    if not has_class and not pooled_norm and pooling is None:
+        raise ConversionError(
+            "The checkpoint has no tensor 'cls_token' and no 'fc_norm' of a mean: please give pooling."
+        )
     axis_order = axis_order or ("columns_first" if has_class else "rows_first")
+    fused_bias = tensors.any(r"blocks\.\d+\.attn\.qkv\.bias")
+    separate_bias = tensors.any(r"blocks\.\d+\.attn\.[qv]_bias")
     parts = _Parts(
         tuple(patch),
         {
@@ -765,15 +775,18 @@ def _timm_parts(
             "num_attention_heads": heads,
             "hidden_act": hidden_act,
             "layer_norm_eps": layer_norm_eps,
-            "qkv_bias": tensors.any(r"blocks\.\d+\.attn\.(qkv\.bias|q_bias|v_bias|k_bias)"),
+            "qkv_bias": fused_bias or separate_bias,
             "use_class_token": has_class,
             "use_pre_layernorm": "norm_pre.weight" in tensors,
-            "final_norm": "pooled" if "fc_norm.weight" in tensors else "tokens",
-            "pooling": pooling or ("mean" if "fc_norm.weight" in tensors or not has_class else "cls"),
+            "final_norm": "pooled" if pooled_norm else "tokens",
+            "pooling": pooling or ("mean" if pooled_norm else "cls"),
         },
     )
     fields = parts.fields
-    bias = tensors.take_or_zeros("patch_embed.proj.bias", hidden_size)
+    # timm leaves this bias out before a norm of the embeddings.
+    bias = torch.zeros(hidden_size)
+    if not fields["use_pre_layernorm"] or "patch_embed.proj.bias" in tensors:
+        bias = tensors.take("patch_embed.proj.bias", hidden_size)
     _linear(parts, "embeddings.patch_embeddings.projection", weight, bias)
     if has_class:
         parts.encoder["embeddings.cls_token"] = tensors.take("cls_token", 1, 1, hidden_size)
@@ -782,6 +795,7 @@ def _timm_parts(
     if fields["use_pre_layernorm"]:
         _norm(parts, "pre_layernorm", tensors, "norm_pre", hidden_size)
 
+    prefix_rows = 0
     if "pos_embed" in tensors:
         table = tensors.take("pos_embed", 1, None, hidden_size)
         prefix_length = int(has_class) + fields["num_register_tokens"]
@@ -794,8 +808,9 @@ def _timm_parts(
         if prefix_rows and registers is not None:
             registers = registers + table[:, int(has_class) : prefix_length]
         if prefix_rows and not has_class:
-            table, prefix_rows = table[:, prefix_rows:], 0
-        _square_table(parts, table, prefix_rows, image_size)
+            _square_table(parts, table[:, prefix_rows:], 0, image_size)
+        else:
+            _square_table(parts, table, prefix_rows, image_size)
         fields |= {"use_absolute_position_embeddings": True, "position_table_resize": table_resize}
     else:
         default = 224 if axis_order == "columns_first" else 256
@@ -803,36 +818,53 @@ def _timm_parts(
     if registers is not None:
         parts.encoder["embeddings.register_tokens"] = registers
 
+    encoding = position_encoding
+    if encoding is None and frequencies is None:
+        if has_class and registers is not None and not prefix_rows:
+            raise ConversionError(
+                "The names of a model with class and register tokens do not tell its rotations: please give "
+                "position_encoding, one of 'axial', 'absolute' and 'none'."
+            )
+        # A plain ViT's table has a row for the class token, that of rope-vit has none.
+        encoding = "absolute" if prefix_rows else "axial"
+    elif encoding is None:
+        encoding = "mixed"
+
     # Ours are rows first, so the half of a head that turns with columns changes places with the other.
     swapped = encoding == "axial" and axis_order == "columns_first"
+    scale_name = next(
+        (name for name in ("gamma_{}", "ls{}.gamma") if tensors.any(rf"blocks\.\d+\.{name.format('[12]')}")), None
+    )
+    if scale_name is not None:
+        # timm's initial value; the learned scales are in the weights.
+        fields["layerscale_value"] = 1e-5
     for index in range(depth):
         official, ours = f"blocks.{index}", f"layers.{index}"
         _norm(parts, f"{ours}.layernorm_before", tensors, f"{official}.norm1", hidden_size)
         _norm(parts, f"{ours}.layernorm_after", tensors, f"{official}.norm2", hidden_size)
         _mlp(parts, f"{ours}.mlp", tensors, f"{official}.mlp.fc1", f"{official}.mlp.fc2", hidden_size)
         weights = tensors.take(f"{official}.attn.qkv.weight", 3 * hidden_size, hidden_size).chunk(3)
-        if f"{official}.attn.qkv.bias" in tensors:
+        biases = [None] * 3
+        if fused_bias:
             biases = tensors.take(f"{official}.attn.qkv.bias", 3 * hidden_size).chunk(3)
-        else:
-            biases = [tensors.take_or_zeros(f"{official}.attn.{name}_bias", hidden_size) for name in "qkv"]
+        elif separate_bias:
+            query_bias, value_bias = (tensors.take(f"{official}.attn.{name}_bias", hidden_size) for name in "qv")
+            biases = [query_bias, torch.zeros_like(query_bias), value_bias]
         for name, weight, bias in zip("qkv", weights, biases):
             if swapped and name != "v":
-                weight, bias = (_swap_halves(tensor, heads) for tensor in (weight, bias))
-            _linear(parts, f"{ours}.attention.{name}_proj", weight, bias if fields["qkv_bias"] else None)
+                weight, bias = (None if part is None else _swap_halves(part, heads) for part in (weight, bias))
+            _linear(parts, f"{ours}.attention.{name}_proj", weight, bias)
         _linear(
             parts,
             f"{ours}.attention.o_proj",
             tensors.take(f"{official}.attn.proj.weight", hidden_size, hidden_size),
-            tensors.take_or_zeros(f"{official}.attn.proj.bias", hidden_size),
+            tensors.take(f"{official}.attn.proj.bias", hidden_size),
         )
         for number in (1, 2):
-            names = [f"{official}.gamma_{number}", f"{official}.ls{number}.gamma"]
-            found = [name for name in names if name in tensors]
-            if found:
-                # timm's initial value; the learned scales are in the weights.
-                fields["layerscale_value"] = 1e-5
-                parts.encoder[f"{ours}.layer_scale{number}.scale"] = tensors.take(found[0], hidden_size)
-    _norm(parts, "layernorm", tensors, "fc_norm" if "fc_norm.weight" in tensors else "norm", hidden_size)
+            if scale_name is not None:
+                scale = tensors.take(f"{official}.{scale_name.format(number)}", hidden_size)
+                parts.encoder[f"{ours}.layer_scale{number}.scale"] = scale
+    _norm(parts, "layernorm", tensors, "fc_norm" if pooled_norm else "norm", hidden_size)
     _head(parts, tensors, "head", hidden_size)
     parts.ignored += tensors.ignore(r"freqs_t_[xy]|rope\.(bands|t_x|t_y|pos_embed)")
 
@@ -936,11 +968,16 @@ def _timm_options(source_config: Mapping) -> dict:
     size = (source_config.get("pretrained_cfg") or source_config).get("input_size")
     if size:
         options["image_size"] = list(size[1:])
-    for theirs, ours in (("num_heads", "num_attention_heads"), ("img_size", "image_size")):
-        if theirs in arguments:
-            options[ours] = arguments[theirs]
-    if architecture and "rope" not in architecture:
-        options["position_encoding"] = "absolute"
+    names = {
+        "num_heads": "num_attention_heads",
+        "img_size": "image_size",
+        "rope_temperature": "rope_theta",
+        "ref_feat_shape": "reference_grid",
+    }
+    options |= {ours: arguments[theirs] for theirs, ours in names.items() if theirs in arguments}
+    if architecture:
+        rotary = "mixed" if "rope_mixed" in architecture else "axial"
+        options["position_encoding"] = rotary if "rope" in architecture else "absolute"
     return options
 
 
@@ -1194,8 +1231,11 @@ def _card(checkpoint: str | os.PathLike, revision: str | None, conversion: Conve
     """README.md of a converted checkpoint."""
     path, config = Path(checkpoint), conversion.config
     if path.is_file():
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        origin = f"the file `{path.name}` (SHA-256 `{digest}`)"
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            for chunk in iter(lambda: file.read(1 << 20), b""):
+                digest.update(chunk)
+        origin = f"the file `{path.name}` (SHA-256 `{digest.hexdigest()}`)"
     elif path.is_dir():
         origin = f"the directory `{path.resolve().name}`"
     else:
@@ -1207,7 +1247,7 @@ def _card(checkpoint: str | os.PathLike, revision: str | None, conversion: Conve
         *([f"pipeline_tag: {task}"] if conversion.model_class.__name__.endswith("Classification") else []),
         "tags:",
         "- liere",
-        f"- {config.position_encoding}",
+        *([f"- {config.position_encoding}"] if config.position_encoding != "liere" else []),
         "---",
         "",
         f"# {conversion.model_class.__name__}",

@@ -121,7 +121,9 @@ TIMM = {
     "other_reference": ("vit_medium_patch16_rope_reg1_gap_256", {"ref_feat_shape": (4, 6)}, {"reference_grid": (4, 6)}),
     "reg4_gap": ("vit_betwixt_patch16_rope_reg4_gap_256", {"ref_feat_shape": 4}, {"reference_grid": 4}),
     "no_qkv_bias": ("vit_mediumd_patch16_rope_reg1_gap_256", {"ref_feat_shape": 4}, {"reference_grid": 4}),
-    "plain": ("vit_small_patch16_224", {}, {"position_encoding": "absolute"}),
+    "plain": ("vit_small_patch16_224", {}, {}),
+    "plain_registers": ("vit_small_patch16_224", {"reg_tokens": 2, "init_values": 0.1}, {}),
+    "norm_of_embeddings": ("vit_base_patch16_clip_224", {}, {"layer_norm_eps": 1e-5}),
 }
 
 
@@ -400,6 +402,48 @@ MALFORMED = [
 def test_malformed_checkpoints_are_refused_with_the_reason(weights, options, message):
     with pytest.raises(ConversionError, match=f"(?s){message}"):
         convert_state_dict(weights(), **options)
+
+
+def complete_checkpoints():
+    """Checkpoints of every kind, their options, and the tensors without which they are those of another model."""
+    mixed = timm.create_model("vit_small_patch16_rope_mixed_ape_224", num_classes=3, **SMALL)
+    gap = timm.create_model("vit_medium_patch16_rope_reg1_gap_256", num_classes=3, **SMALL)
+    heads = {"num_attention_heads": 2}
+    return {
+        "liere": (liere_weights(), {}, {"position_encoder.generator_raw_params"}),
+        "comrope": (comrope_weights(), {}, {"vision_model.embeddings.position_embedding"}),
+        "mixed": (mixed.state_dict(), heads, {"rope.freqs", "pos_embed"}),
+        "gap": (gap.state_dict(), heads | {"image_size": 16, "reference_grid": 4}, {"reg_token"}),
+        "vit": (transformers_model("vit").state_dict(), heads, set()),
+        "deit": (transformers_model("deit_teacher").state_dict(), heads, set()),
+        "clip": (transformers_model("clip_classifier").state_dict(), heads, set()),
+    }
+
+
+def converts(weights, options):
+    try:
+        convert_state_dict(weights, **options)
+    except ConversionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["liere", "comrope", "mixed", "gap", "vit", "deit", "clip"])
+def test_no_tensor_may_be_missing_or_of_another_shape(kind):
+    weights, options, optional = complete_checkpoints()[kind]
+    ignored = convert_state_dict(weights, **options).ignored
+    needed = [name for name in weights if name not in optional and (name not in ignored or name == "pos_embedding")]
+    assert [name for name in needed if converts(without(weights, name), options)] == []
+    accepted = []
+    for name in needed:
+        for axis in range(weights[name].ndim):
+            # Channels and extents of a patch are what the kernel says.
+            if weights[name].ndim == 4 and axis > 0 and "patch" in name:
+                continue
+            longer = torch.cat([weights[name], weights[name].narrow(axis, 0, 1)], dim=axis)
+            if converts(weights | {name: longer}, options):
+                accepted.append((name, tuple(longer.shape)))
+    assert accepted == []
 
 
 class Code:
