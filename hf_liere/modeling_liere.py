@@ -311,7 +311,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
             return None
         if positions is None:
             positions = grid_positions(grid, config.train_grid, config.coordinates, offsets, device)
-        if positions.shape[-2] > math.prod(grid):
+        elif positions.shape[-2] > math.prod(grid):
             return positions
         return with_prefix(positions, config.num_prefix_tokens, config.prefix_coordinate)
 
