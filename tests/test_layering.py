@@ -64,7 +64,8 @@ def test_import_needs_no_training_library():
     """Beyond what transformers imports by itself."""
     code = (
         "import sys, transformers.modeling_utils, transformers.models.auto.image_processing_auto"
-        "; before = set(sys.modules); import hf_liere; new = {name.partition('.')[0] for name in set(sys.modules) - before}"
+        "; before = set(sys.modules); import hf_liere"
+        "; new = {name.partition('.')[0] for name in set(sys.modules) - before}"
         "; print(sorted(new & {'accelerate', 'datasets', 'evaluate', 'matplotlib', 'timm', 'av', 'peft'}))"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
