@@ -286,36 +286,14 @@ def _liere(
     if num_axes not in (2, 3):
         raise ConversionError(f"Inputs of {num_axes} axes: accepted are 2 (images) and 3 (volumes and videos).")
 
-    if patch_size is None:
-        if num_axes == 3:
-            raise ConversionError("The shapes of a model of volumes do not tell its patch: please give patch_size.")
-        if volume % num_channels:
-            raise ConversionError(f"Patches of {volume} values do not have num_channels={num_channels}.")
-        patch_size = _root("patch_size", volume // num_channels)
-    patch = _sizes("patch_size", patch_size, num_axes)
-    if math.prod(patch) * num_channels != volume:
-        raise ConversionError(
-            f"Patches of {patch} with {num_channels} channels have {math.prod(patch) * num_channels} values; the "
-            f"checkpoint's have {volume}."
-        )
     table = tensors.take("pos_embedding", 1, None, hidden_size)
-    patches = table.shape[1] - 1
-    if image_size is None:
-        if num_axes == 3:
-            raise ConversionError("The shapes of a model of volumes do not tell its input: please give image_size.")
-        image_size = tuple(_root("image_size", patches) * size for size in patch)
-    image = _sizes("image_size", image_size, num_axes)
-    grid = tuple(size // extent for size, extent in zip(image, patch))
-    # The official code builds a square table of the last axis for every 2-D model.
-    if patches not in (math.prod(grid), grid[-1] ** 2 if num_axes == 2 and learned else None):
-        raise ConversionError(f"image_size={image_size} has {math.prod(grid)} patches; the table has {patches}.")
-
+    patch = _liere_patch(patch_size, num_axes, num_channels, volume)
+    image = _liere_image(image_size, patch, table.shape[1] - 1, learned)
     depth = tensors.count(r"transformer\.layers\.(\d+)\.")
     rows = tensors.take("transformer.layers.0.0.fn.to_qkv.weight", None, hidden_size).shape[0]
     if rows % 192:
         raise ConversionError(f"to_qkv has {rows} rows, not a multiple of 3 · 64: LieRE's heads are 64 wide.")
     heads, head_dim = rows // 192, 64
-    width = heads * head_dim
     parts = _Parts(
         patch,
         {
@@ -338,24 +316,7 @@ def _liere(
     bias = tensors.take("to_patch_embedding.1.bias", hidden_size)
     _linear(parts, "embeddings.patch_embeddings.projection", kernel, bias)
     parts.encoder["embeddings.cls_token"] = tensors.take("cls_token", 1, 1, hidden_size)
-    for index in range(depth):
-        official, ours = f"transformer.layers.{index}", f"layers.{index}"
-        _norm(parts, f"{ours}.layernorm_before", tensors, f"{official}.0.norm", hidden_size)
-        qkv = tensors.take(f"{official}.0.fn.to_qkv.weight", 3 * width, hidden_size)
-        for name, weight in zip("qkv", qkv.chunk(3)):
-            parts.encoder[f"{ours}.attention.{name}_proj.weight"] = weight
-        output = f"{official}.0.fn.to_out.0"
-        if heads == 1 and hidden_size == width and not tensors.any(r"transformer\.layers\.\d+\.0\.fn\.to_out\..*"):
-            _linear(parts, f"{ours}.attention.o_proj", torch.eye(width), torch.zeros(width))
-        else:
-            _linear(
-                parts,
-                f"{ours}.attention.o_proj",
-                tensors.take(f"{output}.weight", hidden_size, width),
-                tensors.take(f"{output}.bias", hidden_size),
-            )
-        _norm(parts, f"{ours}.layernorm_after", tensors, f"{official}.1.norm", hidden_size)
-        _mlp(parts, f"{ours}.mlp", tensors, f"{official}.1.fn.net.0", f"{official}.1.fn.net.3", hidden_size)
+    _liere_layers(parts, tensors)
     _norm(parts, "layernorm", tensors, "mlp_head.0", hidden_size)
     _head(parts, tensors, "mlp_head.1", hidden_size)
 
@@ -383,6 +344,60 @@ def _liere(
     else:
         parts.ignored.append("pos_embedding")
     return parts
+
+
+def _liere_patch(
+    patch_size: int | Iterable[int] | None, num_axes: int, num_channels: int, volume: int
+) -> tuple[int, ...]:
+    """Extents of a patch of `volume` values."""
+    if patch_size is None:
+        if num_axes == 3:
+            raise ConversionError("The shapes of a model of volumes do not tell its patch: please give patch_size.")
+        if volume % num_channels:
+            raise ConversionError(f"Patches of {volume} values do not have num_channels={num_channels}.")
+        patch_size = _root("patch_size", volume // num_channels)
+    patch = _sizes("patch_size", patch_size, num_axes)
+    if math.prod(patch) * num_channels != volume:
+        raise ConversionError(
+            f"Patches of {patch} with {num_channels} channels have {math.prod(patch) * num_channels} values; the "
+            f"checkpoint's have {volume}."
+        )
+    return patch
+
+
+def _liere_image(
+    image_size: int | Iterable[int] | None, patch: tuple[int, ...], patches: int, learned: bool
+) -> tuple[int, ...]:
+    """Extents of a training input of `patches` patches."""
+    if image_size is None:
+        if len(patch) == 3:
+            raise ConversionError("The shapes of a model of volumes do not tell its input: please give image_size.")
+        image_size = tuple(_root("image_size", patches) * size for size in patch)
+    image = _sizes("image_size", image_size, len(patch))
+    grid = tuple(size // extent for size, extent in zip(image, patch))
+    # The official code builds a square table of the last axis for every 2-D model, which learned rotations ignore.
+    if patches not in (math.prod(grid), grid[-1] ** 2 if len(patch) == 2 and learned else None):
+        raise ConversionError(f"image_size={image_size} has {math.prod(grid)} patches; the table has {patches}.")
+    return image
+
+
+def _liere_layers(parts: _Parts, tensors: _Tensors) -> None:
+    hidden_size, heads = parts.fields["hidden_size"], parts.fields["num_attention_heads"]
+    width = heads * parts.fields["head_dim"]
+    projected = tensors.any(r"transformer\.layers\.\d+\.0\.fn\.to_out\..*") or heads > 1 or hidden_size != width
+    for index in range(parts.fields["num_hidden_layers"]):
+        official, ours = f"transformer.layers.{index}", f"layers.{index}"
+        _norm(parts, f"{ours}.layernorm_before", tensors, f"{official}.0.norm", hidden_size)
+        qkv = tensors.take(f"{official}.0.fn.to_qkv.weight", 3 * width, hidden_size)
+        for name, weight in zip("qkv", qkv.chunk(3)):
+            parts.encoder[f"{ours}.attention.{name}_proj.weight"] = weight
+        weight, bias = torch.eye(width), torch.zeros(width)
+        if projected:
+            weight = tensors.take(f"{official}.0.fn.to_out.0.weight", hidden_size, width)
+            bias = tensors.take(f"{official}.0.fn.to_out.0.bias", hidden_size)
+        _linear(parts, f"{ours}.attention.o_proj", weight, bias)
+        _norm(parts, f"{ours}.layernorm_after", tensors, f"{official}.1.norm", hidden_size)
+        _mlp(parts, f"{ours}.mlp", tensors, f"{official}.1.fn.net.0", f"{official}.1.fn.net.3", hidden_size)
 
 
 def _liere_generators(parts: _Parts, raw: torch.Tensor, layer_generators: str) -> None:
@@ -541,11 +556,7 @@ def _comrope(
     if encoding not in ("none", "absolute"):
         fields |= {"coordinates": coordinates, "rotate_prefix": True, "prefix_coordinate": cls_position}
     if table is not None:
-        # The official lookup hands (frame or the centre, row, column) to a sampler that takes the last axis first.
-        table = table.permute(2, 1, 0, 3)
-        if axes == 2:
-            centre = (table.shape[0] - 1) / 2
-            table = (table[math.floor(centre)] + table[math.ceil(centre)]) / 2
+        table = _comrope_table(table, axes)
         fields |= {
             "use_absolute_position_embeddings": True,
             "position_table_size": list(table.shape[:-1]),
@@ -566,35 +577,56 @@ def _comrope(
         }
     else:
         _head(parts, tensors, "classification_head", hidden_size)
-
     fields["position_encoding"] = encoding
     if encoding == "axial_rope":
-        if head_dim % (2 * axes):
-            raise ConversionError(f"A head of {head_dim} channels is not divisible into planes of {axes} axes.")
-        planes = head_dim // axes // 2
-        base = 10000.0 ** (-1 / planes) if theta_base is None else theta_base
-        if not base > 0:
-            raise ConversionError(f"theta_base={theta_base} must be positive.")
-        # Finite in logarithms where the base of the spectrum itself is not.
-        theta = math.exp(-planes * math.log(base)) if -planes * math.log(base) < 700 else None
-        _axial_fields(parts, base ** torch.arange(planes, dtype=torch.float64), theta, head_dim)
+        _comrope_vanilla(parts, head_dim, theta_base)
     elif frequencies is not None:
-        size = frequencies.shape[-1]
-        fields["block_size"] = size
-        shape = (heads, axes if encoding == "liere" else 1, head_dim // size, size, size)
-        depth = fields["num_hidden_layers"]
-        matrices = torch.stack([tensors.take(attention.format(index, "freqs"), *shape) for index in range(depth)])
-        entries = skew_entries(matrices.float() - matrices.float().transpose(-1, -2))
-        if encoding == "liere":
-            parts.encoder["rotary_encoding.generators"] = entries.movedim(2, 0) / scale_factor
-        else:
-            parts.encoder["rotary_encoding.generators"] = entries.squeeze(2)
-        if encoding == "comrope_ld":
-            shape = (1, axes, head_dim // size, 1, 1)
-            factors = [tensors.take(attention.format(index, "multiplier"), *shape) for index in range(depth)]
-            factors = torch.stack(factors).view(depth, 1, axes, -1).float().movedim(2, 0)
-            parts.encoder["rotary_encoding.multipliers"] = factors.repeat(1, 1, heads, 1)
+        _comrope_generators(parts, tensors, attention, frequencies.shape[-1], scale_factor)
     return parts
+
+
+def _comrope_table(table: torch.Tensor, axes: int) -> torch.Tensor:
+    """(frames or 1, rows, columns, D) → (rows, 1, D), or (columns, rows, frames, D) read at (frame, row, column)."""
+    # The official lookup hands (frame or the centre, row, column) to a sampler that takes the last axis first.
+    table = table.permute(2, 1, 0, 3)
+    if axes == 3:
+        return table
+    centre = (table.shape[0] - 1) / 2
+    return (table[math.floor(centre)] + table[math.ceil(centre)]) / 2
+
+
+def _comrope_vanilla(parts: _Parts, head_dim: int, theta_base: float | None) -> None:
+    """Frequencies theta_base^j, j = 0, 1, …, axis by axis."""
+    axes = len(parts.patch)
+    if head_dim % (2 * axes):
+        raise ConversionError(f"A head of {head_dim} channels is not divisible into planes of {axes} axes.")
+    planes = head_dim // axes // 2
+    base = 10000.0 ** (-1 / planes) if theta_base is None else theta_base
+    if not base > 0:
+        raise ConversionError(f"theta_base={theta_base} must be positive.")
+    # Beyond these powers the base of the spectrum is no number, though its frequencies are.
+    exponent = -planes * math.log(base)
+    theta = math.exp(exponent) if abs(exponent) < 700 else None
+    _axial_fields(parts, base ** torch.arange(planes, dtype=torch.float64), theta, head_dim)
+
+
+def _comrope_generators(parts: _Parts, tensors: _Tensors, attention: str, size: int, scale_factor: float) -> None:
+    """F − Fᵀ of all layers, and multipliers; `attention` is the official name of a layer's parameter."""
+    fields, axes = parts.fields, len(parts.patch)
+    depth, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
+    blocks, encoding = fields["hidden_size"] // heads // size, fields["position_encoding"]
+    fields["block_size"] = size
+    shape = (heads, axes if encoding == "liere" else 1, blocks, size, size)
+    matrices = torch.stack([tensors.take(attention.format(index, "freqs"), *shape) for index in range(depth)]).float()
+    entries = skew_entries(matrices - matrices.transpose(-1, -2))
+    # (layers, heads, axes or 1, blocks, entries)
+    entries = entries.movedim(2, 0) / scale_factor if encoding == "liere" else entries.squeeze(2)
+    parts.encoder["rotary_encoding.generators"] = entries
+    if encoding == "comrope_ld":
+        shape = (1, axes, blocks, 1, 1)
+        factors = [tensors.take(attention.format(index, "multiplier"), *shape) for index in range(depth)]
+        factors = torch.stack(factors).view(depth, 1, axes, blocks).float().movedim(2, 0)
+        parts.encoder["rotary_encoding.multipliers"] = factors.repeat(1, 1, heads, 1)
 
 
 def _clip(
@@ -764,8 +796,6 @@ def _timm_parts(
             "The checkpoint has no tensor 'cls_token' and no 'fc_norm' of a mean: please give pooling."
         )
     axis_order = axis_order or ("columns_first" if has_class else "rows_first")
-    fused_bias = tensors.any(r"blocks\.\d+\.attn\.qkv\.bias")
-    separate_bias = tensors.any(r"blocks\.\d+\.attn\.[qv]_bias")
     parts = _Parts(
         tuple(patch),
         {
@@ -775,7 +805,7 @@ def _timm_parts(
             "num_attention_heads": heads,
             "hidden_act": hidden_act,
             "layer_norm_eps": layer_norm_eps,
-            "qkv_bias": fused_bias or separate_bias,
+            "qkv_bias": tensors.any(r"blocks\.\d+\.attn\.(qkv\.bias|[qv]_bias)"),
             "use_class_token": has_class,
             "use_pre_layernorm": "norm_pre.weight" in tensors,
             "final_norm": "pooled" if pooled_norm else "tokens",
@@ -788,39 +818,11 @@ def _timm_parts(
     if not fields["use_pre_layernorm"] or "patch_embed.proj.bias" in tensors:
         bias = tensors.take("patch_embed.proj.bias", hidden_size)
     _linear(parts, "embeddings.patch_embeddings.projection", weight, bias)
-    if has_class:
-        parts.encoder["embeddings.cls_token"] = tensors.take("cls_token", 1, 1, hidden_size)
-    registers = tensors.take("reg_token", 1, None, hidden_size) if "reg_token" in tensors else None
-    fields["num_register_tokens"] = 0 if registers is None else registers.shape[1]
-    if fields["use_pre_layernorm"]:
-        _norm(parts, "pre_layernorm", tensors, "norm_pre", hidden_size)
-
-    prefix_rows = 0
-    if "pos_embed" in tensors:
-        table = tensors.take("pos_embed", 1, None, hidden_size)
-        prefix_length = int(has_class) + fields["num_register_tokens"]
-        if image_size is None:
-            prefix_rows = 0 if math.isqrt(table.shape[1]) ** 2 == table.shape[1] else prefix_length
-        else:
-            sizes = _sizes("image_size", image_size, 2)
-            patches = math.prod(size // extent for size, extent in zip(sizes, patch))
-            prefix_rows = prefix_length if table.shape[1] == patches + prefix_length else 0
-        if prefix_rows and registers is not None:
-            registers = registers + table[:, int(has_class) : prefix_length]
-        if prefix_rows and not has_class:
-            _square_table(parts, table[:, prefix_rows:], 0, image_size)
-        else:
-            _square_table(parts, table, prefix_rows, image_size)
-        fields |= {"use_absolute_position_embeddings": True, "position_table_resize": table_resize}
-    else:
-        default = 224 if axis_order == "columns_first" else 256
-        fields |= _shape_fields(tuple(patch), _sizes("image_size", image_size or default, 2))
-    if registers is not None:
-        parts.encoder["embeddings.register_tokens"] = registers
-
+    default_size = 224 if axis_order == "columns_first" else 256
+    prefix_rows = _timm_tokens(parts, tensors, image_size, default_size, table_resize)
     encoding = position_encoding
     if encoding is None and frequencies is None:
-        if has_class and registers is not None and not prefix_rows:
+        if has_class and fields["num_register_tokens"] and not prefix_rows:
             raise ConversionError(
                 "The names of a model with class and register tokens do not tell its rotations: please give "
                 "position_encoding, one of 'axial', 'absolute' and 'none'."
@@ -831,14 +833,80 @@ def _timm_parts(
         encoding = "mixed"
 
     # Ours are rows first, so the half of a head that turns with columns changes places with the other.
-    swapped = encoding == "axial" and axis_order == "columns_first"
+    _timm_layers(parts, tensors, swapped=encoding == "axial" and axis_order == "columns_first")
+    _norm(parts, "layernorm", tensors, "fc_norm" if pooled_norm else "norm", hidden_size)
+    _head(parts, tensors, "head", hidden_size)
+    parts.ignored += tensors.ignore(r"freqs_t_[xy]|rope\.(bands|t_x|t_y|pos_embed)")
+
+    if encoding == "mixed":
+        fields |= {"position_encoding": "rope_mixed", "coordinates": "index"}
+        if frequencies.shape[-1] * 2 != head_dim:
+            raise ConversionError(f"{frequencies.shape[-1]} frequencies per head do not fill heads of {head_dim}.")
+        # (columns, rows), layers, heads, planes -> rows first
+        parts.encoder["rotary_encoding.generators"] = frequencies.flip(0).unsqueeze(-1).float()
+    elif encoding == "axial":
+        if reference_grid is None and axis_order == "rows_first":
+            reference_grid = 16
+        theta = rope_theta or (100.0 if axis_order == "columns_first" else 10000.0)
+        _timm_axial(parts, head_dim, theta, reference_grid)
+    else:
+        fields["position_encoding"] = encoding
+    if encoding in ("absolute", "none") and (encoding == "absolute") != ("pos_embed" in tensors):
+        raise ConversionError(f"position_encoding={encoding!r} contradicts the presence or absence of 'pos_embed'.")
+    return parts
+
+
+def _timm_tokens(
+    parts: _Parts,
+    tensors: _Tensors,
+    image_size: int | Iterable[int] | None,
+    default_size: int,
+    table_resize: str,
+) -> int:
+    """Class and register tokens, norm and table; returns how many rows of the table are not of patches."""
+    fields, hidden_size = parts.fields, parts.fields["hidden_size"]
+    if fields["use_class_token"]:
+        parts.encoder["embeddings.cls_token"] = tensors.take("cls_token", 1, 1, hidden_size)
+    registers = tensors.take("reg_token", 1, None, hidden_size) if "reg_token" in tensors else None
+    fields["num_register_tokens"] = 0 if registers is None else registers.shape[1]
+    if fields["use_pre_layernorm"]:
+        _norm(parts, "pre_layernorm", tensors, "norm_pre", hidden_size)
+
+    prefix_rows = 0
+    if "pos_embed" in tensors:
+        table = tensors.take("pos_embed", 1, None, hidden_size)
+        prefix_length = int(fields["use_class_token"]) + fields["num_register_tokens"]
+        if image_size is None:
+            prefix_rows = 0 if math.isqrt(table.shape[1]) ** 2 == table.shape[1] else prefix_length
+        else:
+            sizes = _sizes("image_size", image_size, 2)
+            patches = math.prod(size // extent for size, extent in zip(sizes, parts.patch))
+            prefix_rows = prefix_length if table.shape[1] == patches + prefix_length else 0
+        if prefix_rows and registers is not None:
+            registers = registers + table[:, int(fields["use_class_token"]) : prefix_length]
+        if prefix_rows and not fields["use_class_token"]:
+            _square_table(parts, table[:, prefix_rows:], 0, image_size)
+        else:
+            _square_table(parts, table, prefix_rows, image_size)
+        fields |= {"use_absolute_position_embeddings": True, "position_table_resize": table_resize}
+    else:
+        fields |= _shape_fields(parts.patch, _sizes("image_size", image_size or default_size, 2))
+    if registers is not None:
+        parts.encoder["embeddings.register_tokens"] = registers
+    return prefix_rows
+
+
+def _timm_layers(parts: _Parts, tensors: _Tensors, swapped: bool) -> None:
+    fields, hidden_size, heads = parts.fields, parts.fields["hidden_size"], parts.fields["num_attention_heads"]
+    fused_bias = tensors.any(r"blocks\.\d+\.attn\.qkv\.bias")
+    separate_bias = tensors.any(r"blocks\.\d+\.attn\.[qv]_bias")
     scale_name = next(
         (name for name in ("gamma_{}", "ls{}.gamma") if tensors.any(rf"blocks\.\d+\.{name.format('[12]')}")), None
     )
     if scale_name is not None:
         # timm's initial value; the learned scales are in the weights.
         fields["layerscale_value"] = 1e-5
-    for index in range(depth):
+    for index in range(fields["num_hidden_layers"]):
         official, ours = f"blocks.{index}", f"layers.{index}"
         _norm(parts, f"{ours}.layernorm_before", tensors, f"{official}.norm1", hidden_size)
         _norm(parts, f"{ours}.layernorm_after", tensors, f"{official}.norm2", hidden_size)
@@ -852,7 +920,7 @@ def _timm_parts(
             biases = [query_bias, torch.zeros_like(query_bias), value_bias]
         for name, weight, bias in zip("qkv", weights, biases):
             if swapped and name != "v":
-                weight, bias = (None if part is None else _swap_halves(part, heads) for part in (weight, bias))
+                weight, bias = _swap_halves(weight, heads), None if bias is None else _swap_halves(bias, heads)
             _linear(parts, f"{ours}.attention.{name}_proj", weight, bias)
         _linear(
             parts,
@@ -864,36 +932,22 @@ def _timm_parts(
             if scale_name is not None:
                 scale = tensors.take(f"{official}.{scale_name.format(number)}", hidden_size)
                 parts.encoder[f"{ours}.layer_scale{number}.scale"] = scale
-    _norm(parts, "layernorm", tensors, "fc_norm" if pooled_norm else "norm", hidden_size)
-    _head(parts, tensors, "head", hidden_size)
-    parts.ignored += tensors.ignore(r"freqs_t_[xy]|rope\.(bands|t_x|t_y|pos_embed)")
 
-    if encoding == "mixed":
-        fields |= {"position_encoding": "rope_mixed", "coordinates": "index"}
-        if frequencies.shape[-1] * 2 != head_dim:
-            raise ConversionError(f"{frequencies.shape[-1]} frequencies per head do not fill heads of {head_dim}.")
-        # (columns, rows), layers, heads, planes -> rows first
-        parts.encoder["rotary_encoding.generators"] = frequencies.flip(0).unsqueeze(-1).float()
-    elif encoding == "axial":
-        if head_dim % 4:
-            raise ConversionError(f"Heads of {head_dim} channels are not divisible into planes of two axes.")
-        theta = rope_theta or (100.0 if axis_order == "columns_first" else 10000.0)
-        spectrum = theta ** -(torch.arange(head_dim // 4, dtype=torch.float64) / (head_dim // 4))
-        scale = None
-        if reference_grid is None and axis_order == "rows_first":
-            reference_grid = 16
-        if reference_grid is not None:
-            reference = _sizes("reference_grid", reference_grid, 2)
-            grid = [size // extent for size, extent in zip(_sizes("", fields["image_size"], 2), patch)]
-            if tuple(grid) != reference:
-                scale = [size / trained for size, trained in zip(reference, grid)]
-        _axial_fields(parts, spectrum, theta, head_dim, scale)
-        fields["coordinates"] = "index" if reference_grid is None else "train_index"
-    else:
-        fields["position_encoding"] = encoding
-    if encoding in ("absolute", "none") and (encoding == "absolute") != ("pos_embed" in tensors):
-        raise ConversionError(f"position_encoding={encoding!r} contradicts the presence or absence of 'pos_embed'.")
-    return parts
+
+def _timm_axial(parts: _Parts, head_dim: int, theta: float, reference_grid: int | Iterable[int] | None) -> None:
+    """theta^(−4i/head_dim) for each half of a head, at indices or at those of a reference grid."""
+    if head_dim % 4:
+        raise ConversionError(f"Heads of {head_dim} channels are not divisible into planes of two axes.")
+    spectrum = theta ** -(torch.arange(head_dim // 4, dtype=torch.float64) / (head_dim // 4))
+    scale = None
+    if reference_grid is not None:
+        reference = _sizes("reference_grid", reference_grid, 2)
+        image = _sizes("image_size", parts.fields["image_size"], 2)
+        grid = tuple(size // extent for size, extent in zip(image, parts.patch))
+        if grid != reference:
+            scale = [size / trained for size, trained in zip(reference, grid)]
+    _axial_fields(parts, spectrum, theta, head_dim, scale)
+    parts.fields["coordinates"] = "index" if reference_grid is None else "train_index"
 
 
 def _swap_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
