@@ -1228,6 +1228,7 @@ def convert_checkpoint(
         statistics = {"image_mean": image_mean, "image_std": image_std}
         _save_processor(partial, conversion.config, local, source_config, statistics)
         (partial / "README.md").write_text(_card(checkpoint, revision, conversion, options))
+        # Temporary directories are private, a checkpoint is not.
         partial.chmod(0o755)
         os.replace(partial, output)
     finally:

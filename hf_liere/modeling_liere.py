@@ -29,6 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention import LieREAttention
 from .configuration_liere import LieREConfig, LieREViTConfig
 from .encodings import RotaryEncoding, build_rotary_encoding
+from .lie_algebra import working_dtype
 from .positions import check_positions, grid_positions, patch_indices, perturbation, with_prefix
 
 
@@ -310,7 +311,8 @@ class LieREEncoderModel(LieREPreTrainedModel):
         if config.coordinates is None:
             return None
         if positions is None:
-            positions = grid_positions(grid, config.train_grid, config.coordinates, offsets, device)
+            dtype = working_dtype(device)
+            positions = grid_positions(grid, config.train_grid, config.coordinates, offsets, device, dtype)
         elif positions.shape[-2] > math.prod(grid):
             return positions
         return with_prefix(positions, config.num_prefix_tokens, config.prefix_coordinate)
@@ -366,7 +368,8 @@ class LieREEncoderModel(LieREPreTrainedModel):
 
         offsets = None
         if self.training and self.config.position_perturbation:
-            offsets = perturbation(grid, self.config.position_perturbation, pixels.device)
+            dtype = working_dtype(pixels.device)
+            offsets = perturbation(grid, self.config.position_perturbation, pixels.device, dtype)
         positions = self.token_positions(grid, positions, offsets, pixels.device)
         hidden_states = self.pre_layernorm(self.embeddings(pixels, grid, offsets, bool_masked_pos, positions))
         attention_mask = create_bidirectional_mask(

@@ -23,6 +23,7 @@ ALLOWED = {
         ".attention",
         ".configuration_liere",
         ".encodings",
+        ".lie_algebra",
         ".positions",
     },
     "video_processing_liere": {"transformers"},

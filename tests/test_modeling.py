@@ -2,6 +2,8 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import ViTConfig, ViTForImageClassification
 
 import hf_liere
@@ -272,6 +274,31 @@ def test_inductor(tiny, encoding, fresh_compiler):
     torch.testing.assert_close(
         compiled(images(2, 3, 16, 16)).logits, model(images(2, 3, 16, 16)).logits, rtol=0, atol=1e-4
     )
+
+
+class WithoutFloat64(TorchDispatchMode):
+    """Fails as a device without float64 does."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.dtype == torch.float64:
+                raise TypeError(f"{function} makes a float64 tensor")
+        return outputs
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_devices_without_float64(tiny, encoding, monkeypatch):
+    """MPS has none: training with perturbed positions must get by without, and stay close."""
+    model = classifier(tiny(position_perturbation=0.0 if encoding == "none" else 0.5, **fields_of(encoding)))
+    pixel_values = images(2, 3, 8, 12)
+    expected = model(pixel_values).logits
+    for module in ("encodings", "modeling_liere"):
+        monkeypatch.setattr(f"hf_liere.{module}.working_dtype", lambda device: torch.float32)
+    with WithoutFloat64():
+        # Six squarings in float32, and two layers.
+        torch.testing.assert_close(model(pixel_values).logits, expected, rtol=0, atol=1e-3)
+        model.train()(pixel_values, labels=torch.tensor([0, 1])).loss.backward()
 
 
 def test_rotations_do_not_depend_on_the_batch(tiny):
