@@ -4,7 +4,8 @@ import argparse
 import json
 import sys
 
-from .conversion import SOURCES, ConversionError, convert_checkpoint, option_names
+from .conversion import convert_checkpoint
+from .conversion_sources import SOURCES, ConversionError, option_names
 from .version import __version__
 
 

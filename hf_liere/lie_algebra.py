@@ -49,6 +49,12 @@ def skew(entries: torch.Tensor, block_size: int) -> torch.Tensor:
     return lower - lower.transpose(-1, -2)
 
 
+def skew_entries(matrices: torch.Tensor) -> torch.Tensor:
+    """Free entries of skew-symmetric (…, b, b) matrices, the inverse of [`skew`]: (…, b(b−1)/2)."""
+    row, column = torch.triu_indices(matrices.shape[-1], matrices.shape[-1], offset=1, device=matrices.device)
+    return matrices[..., column, row]
+
+
 def plane_rotations(
     positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:

@@ -29,8 +29,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from .configuration_liere import LieREConfig
-from .conversion import ConversionError, skew_entries
-from .lie_algebra import skew
+from .conversion_sources import ConversionError
+from .lie_algebra import skew, skew_entries
 from .modeling_liere import LieREPreTrainedModel
 
 

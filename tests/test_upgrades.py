@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_liere
-from hf_liere.conversion import ConversionError
+from hf_liere.conversion_sources import ConversionError
 from hf_liere.upgrades import upgrade_encoding
 
 
