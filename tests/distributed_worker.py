@@ -3,6 +3,7 @@
 python -m torch.distributed.run --nproc_per_node 2 tests/distributed_worker.py ddp|fsdp CONFIG_DIR BATCH OUTPUT
 """
 
+import os
 import sys
 
 import torch
@@ -38,7 +39,9 @@ def main(kind, config_dir, batch_file, output):
     weights = {name: full(value).detach().clone() for name, value in model.state_dict().items()}
     if dist.get_rank() == 0:
         torch.save(weights, output)
-    dist.destroy_process_group()
+    dist.barrier()
+    # All is done and saved; threads of gloo now and then abort an interpreter that takes its time to end.
+    os._exit(0)
 
 
 if __name__ == "__main__":
