@@ -9,6 +9,17 @@ from .modeling_liere import (
     LieREViTModel,
 )
 from .modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
+from .patching import (
+    RotaryPatchConfig,
+    complete_model,
+    is_patched,
+    load_rotary,
+    patch,
+    rotary_parameters,
+    save_rotary,
+    set_absolute_weight,
+    unpatch,
+)
 from .version import __version__
 
 
@@ -24,4 +35,13 @@ __all__ = [
     "LieREViTForImageClassification",
     "LieREViTForMaskedImageModeling",
     "LieREViTModel",
+    "RotaryPatchConfig",
+    "complete_model",
+    "is_patched",
+    "load_rotary",
+    "patch",
+    "rotary_parameters",
+    "save_rotary",
+    "set_absolute_weight",
+    "unpatch",
 ]

@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForMaskedImageModeling,
     AutoModelForVideoClassification,
+    AutoModelForZeroShotImageClassification,
     AutoVideoProcessor,
 )
 from transformers.utils import is_torchvision_available, is_vision_available
@@ -20,6 +21,18 @@ from .modeling_liere import (
     LieREViTModel,
 )
 from .modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
+from .modeling_patched import (
+    RotaryCLIPConfig,
+    RotaryCLIPForImageClassification,
+    RotaryCLIPModel,
+    RotaryCLIPVisionConfig,
+    RotaryCLIPVisionModel,
+    RotaryCLIPVisionModelWithProjection,
+    RotaryViTConfig,
+    RotaryViTForImageClassification,
+    RotaryViTForMaskedImageModeling,
+    RotaryViTModel,
+)
 
 
 MODELS = {
@@ -32,6 +45,17 @@ MODELS = {
     LieREVideoConfig: {
         AutoModel: LieREVideoModel,
         AutoModelForVideoClassification: LieREVideoForVideoClassification,
+    },
+    RotaryCLIPConfig: {
+        AutoModel: RotaryCLIPModel,
+        AutoModelForImageClassification: RotaryCLIPForImageClassification,
+        AutoModelForZeroShotImageClassification: RotaryCLIPModel,
+    },
+    RotaryCLIPVisionConfig: {AutoModel: RotaryCLIPVisionModel},
+    RotaryViTConfig: {
+        AutoModel: RotaryViTModel,
+        AutoModelForImageClassification: RotaryViTForImageClassification,
+        AutoModelForMaskedImageModeling: RotaryViTForMaskedImageModeling,
     },
 }
 
@@ -49,6 +73,8 @@ def register() -> None:
         for auto_class, model_class in models.items():
             auto_class.register(config_class, model_class, exist_ok=True)
             model_class.register_for_auto_class(auto_class.__name__)
+    # As in transformers, no Auto class leads to it, but its code travels too.
+    RotaryCLIPVisionModelWithProjection.register_for_auto_class("AutoModel")
     processors = _image_processors()
     if processors:
         AutoImageProcessor.register(LieREViTConfig, image_processor_classes=processors, exist_ok=True)

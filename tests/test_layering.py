@@ -27,6 +27,15 @@ ALLOWED = {
         ".positions",
     },
     "video_processing_liere": {"transformers"},
+    "modeling_patched": {
+        "torch",
+        "transformers",
+        "huggingface_hub",
+        ".attention",
+        ".configuration_liere",
+        ".encodings",
+        ".positions",
+    },
     "modeling_liere_video": {"torch", "transformers", ".configuration_liere", ".modeling_liere"},
 }
 

@@ -1,0 +1,273 @@
+"""Learned rotations inside pretrained vision transformers: patch, unpatch, save and load as an adapter."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from huggingface_hub import hf_hub_download
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from .modeling_patched import (
+    COMPLETE_MODELS,
+    Plan,
+    RotaryPatchConfig,
+    attach,
+    detach,
+    find_towers,
+    head_shape,
+    patched_towers,
+    plan,
+    projections,
+)
+
+
+CONFIG_NAME = "rotary_config.json"
+WEIGHTS_NAME = "rotary.safetensors"
+
+
+def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
+    """
+    Rotate query and key in the vision towers of a pretrained model (ComRoPE §4.4), in place.
+
+    With `rotary_init="zeros"` the model computes the same bits as before in float32, and gradients reach the
+    generators. Its weights are not changed, moved or renamed; the generators are a new module `rotary_encoding` of
+    each vision tower. Nothing is frozen: `rotary_parameters` gives what to train alone.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: before anything is changed, if the model is patched already, has no vision tower whose attention
+            goes through transformers' attention interface, or the configuration does not fit it.
+    """
+    attach(plan(model, config))
+    return model
+
+
+def unpatch(model: nn.Module) -> nn.Module:
+    """
+    Take the rotations out again, in place: the model that `patch` was given, with the weights it has now.
+
+    Raises:
+        ValueError: if the model is not patched.
+    """
+    for _, tower in _patched(model):
+        detach(tower)
+    return model
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether any vision tower of the model is patched."""
+    return any(True for _ in patched_towers(model))
+
+
+def rotary_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """
+    (name, parameter) of generators and multipliers: train them without weight decay.
+
+    Where peft keeps a trainable copy of them (`modules_to_save`), the copy.
+    """
+    for tower_name, tower in patched_towers(model):
+        for name, parameter in tower.rotary_encoding.named_parameters():
+            if not name.startswith("original_module."):
+                yield ".".join(filter(None, (tower_name, "rotary_encoding", name))), parameter
+
+
+def set_absolute_weight(model: nn.Module, weight: float) -> None:
+    """
+    Weight of the position table in a model patched with `keep_absolute="fade"`: 1 as pretrained, 0 without it.
+
+    Raises:
+        ValueError: if the model is not patched so, or the weight is not in [0, 1].
+    """
+    towers = [tower for _, tower in _patched(model)]
+    for tower in towers:
+        if tower.rotary_patch.config.keep_absolute != "fade":
+            raise ValueError(
+                f"The model is patched with keep_absolute={tower.rotary_patch.config.keep_absolute!r}, not 'fade'."
+            )
+    for config, tower in [(replace(tower.rotary_patch.config, absolute_weight=weight), tower) for tower in towers]:
+        tower.rotary_patch.config = config
+
+
+def save_rotary(model: nn.Module, directory: str | Path) -> None:
+    """
+    Write only the rotations: `rotary_config.json` and `rotary.safetensors`, kilobytes, for [`load_rotary`].
+
+    Raises:
+        ValueError: if the model is not patched, or its towers are patched differently.
+    """
+    towers = _patched(model)
+    configs = [tower.rotary_patch.config.to_dict() for _, tower in towers]
+    if any(config != configs[0] for config in configs):
+        raise ValueError(f"The vision towers are patched differently, one adapter cannot hold both: {configs}.")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"{index}.{name.rpartition('.')[2]}": parameter.detach().cpu().contiguous()
+        for index, (_, tower) in enumerate(towers)
+        for name, parameter in rotary_parameters(tower)
+    }
+    save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt"})
+    content = {"rotary_patch": configs[0], "base": [_fingerprint(tower) for _, tower in towers]}
+    (directory / CONFIG_NAME).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def load_rotary(
+    model: nn.Module, source: str | Path, revision: str | None = None, check_weights: bool = True
+) -> nn.Module:
+    """
+    Patch an unpatched model with rotations that [`save_rotary`] wrote, in place.
+
+    Args:
+        source: Directory, or repository on the Hub.
+        revision: Branch, tag or commit of the repository.
+        check_weights: Whether the query and key weights must be those that the rotations were trained with; pass
+            `False` for a base that was itself trained further.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: before anything is changed, if the rotations do not fit the model, tensors are missing or left
+            over, or the weights are others.
+    """
+    content = json.loads(_file(source, CONFIG_NAME, revision).read_text())
+    tensors = load_file(_file(source, WEIGHTS_NAME, revision))
+    plans = plan(model, RotaryPatchConfig.from_dict(content["rotary_patch"]))
+    if len(plans) != len(content["base"]):
+        raise ValueError(f"{source} holds rotations for {len(content['base'])} vision towers; there are {len(plans)}.")
+    for planned, saved in zip(plans, content["base"]):
+        _check_base(planned, saved, source, check_weights)
+    encodings = [_load_encoding(index, planned, tensors, source) for index, planned in enumerate(plans)]
+    if tensors:
+        raise ValueError(f"{source} holds tensors that this encoding does not have: {sorted(tensors)}.")
+    attach(plans, encodings)
+    return model
+
+
+def complete_model(model: PreTrainedModel) -> PreTrainedModel:
+    """
+    A patched model as a class with its own `model_type`, which `save_pretrained` and `from_pretrained` (also of the
+    Auto classes) restore with its rotations. The weights are copied.
+
+    Raises:
+        ValueError: if the model is not patched, or its class has no such counterpart.
+    """
+    towers = _patched(model)
+    counterpart = COMPLETE_MODELS.get(type(model))
+    if counterpart is None:
+        raise ValueError(
+            f"{type(model).__name__} has no class that reloads with rotations; accepted: "
+            f"{', '.join(source.__name__ for source in COMPLETE_MODELS)}. save_rotary works for every model."
+        )
+    values = model.config.to_dict()
+    values.pop("model_type", None)
+    config = counterpart.config_class.from_dict({**values, "rotary_patch": towers[0][1].rotary_patch.config.to_dict()})
+    config._attn_implementation = model.config._attn_implementation
+    complete = counterpart(config)
+    complete.load_state_dict(model.state_dict())
+    reference = next(model.parameters())
+    return complete.to(device=reference.device, dtype=reference.dtype).train(model.training)
+
+
+def _patched(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    towers = list(patched_towers(model))
+    if not towers:
+        raise ValueError(f"{type(model).__name__} is not patched; call patch(model, config) first.")
+    return towers
+
+
+def _file(source: str | Path, name: str, revision: str | None) -> Path:
+    if Path(source).is_dir():
+        path = Path(source) / name
+        if not path.is_file():
+            raise ValueError(f"{source} holds no {name}: it was not written by save_rotary.")
+        return path
+    return Path(hf_hub_download(str(source), name, revision=revision))
+
+
+def _fingerprint(tower: nn.Module) -> dict:
+    patch = tower.rotary_patch
+    attentions = [tower.get_submodule(name) for name in patch.attention_names]
+    return _describe(attentions, patch.train_grid)
+
+
+def _describe(attentions: list[nn.Module], train_grid: tuple[int, ...]) -> dict:
+    heads, head_dim = head_shape(attentions[0])
+    return {
+        "model_type": attentions[0].config.model_type.removeprefix("rotary_"),
+        "layers": len(attentions),
+        "heads": heads,
+        "head_dim": head_dim,
+        "train_grid": list(train_grid),
+        "weights": _weights_hash(attentions),
+    }
+
+
+def _weights_hash(attentions: list[nn.Module]) -> str | None:
+    """SHA-256 of the query and key weights as bfloat16, or `None` where they are quantized or have no memory."""
+    digest = hashlib.sha256()
+    for attention in attentions:
+        for projection in projections(attention):
+            # peft wraps a linear layer and keeps it.
+            weight = getattr(projection, "base_layer", projection).weight
+            if not weight.is_floating_point() or weight.is_meta:
+                return None
+            digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _check_base(planned: Plan, saved: dict, source: str | Path, check_weights: bool) -> None:
+    found = _describe([attention for _, attention in planned.attentions], planned.tower.train_grid)
+    differing = [name for name in found if name != "weights" and found[name] != saved[name]]
+    if differing:
+        raise ValueError(
+            f"{source} holds rotations for another model: "
+            + "; ".join(f"{name} {saved[name]} there, {found[name]} here" for name in differing)
+            + "."
+        )
+    if not check_weights:
+        return
+    if found["weights"] is None or saved["weights"] is None:
+        warnings.warn(
+            f"Whether {source} belongs to this model was not checked: its weights are quantized.", stacklevel=3
+        )
+    elif found["weights"] != saved["weights"]:
+        raise ValueError(
+            f"{source} was trained on other weights: the query and key projections of this model differ. Load the base "
+            "it belongs to, or pass check_weights=False for one that was trained further."
+        )
+
+
+def _load_encoding(index: int, planned: Plan, tensors: dict, source: str | Path) -> nn.Module:
+    encoding = planned.build_encoding()
+    for name, parameter in encoding.named_parameters():
+        saved = tensors.pop(f"{index}.{name}", None)
+        if saved is None or saved.shape != parameter.shape:
+            raise ValueError(
+                f"{source} holds {name} of shape {None if saved is None else tuple(saved.shape)}; this model needs "
+                f"{tuple(parameter.shape)}."
+            )
+        parameter.data = saved
+    return encoding
+
+
+__all__ = [
+    "RotaryPatchConfig",
+    "complete_model",
+    "find_towers",
+    "is_patched",
+    "load_rotary",
+    "patch",
+    "rotary_parameters",
+    "save_rotary",
+    "set_absolute_weight",
+    "unpatch",
+]

@@ -1,0 +1,157 @@
+"""Families with random weights for the tests of patching: one table, small but with every part of the real models."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import transformers
+from torch import nn
+
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
+IMAGE = {**SMALL, "image_size": 16, "patch_size": 4}
+VIDEO = {**SMALL, "image_size": 8, "num_frames": 4}
+CLIP_TEXT = {**SMALL, "vocab_size": 64, "max_position_embeddings": 8, "eos_token_id": 2, "bos_token_id": 1}
+
+
+@dataclasses.dataclass
+class Case:
+    """
+    Attributes:
+        build: Makes the model.
+        inputs: Makes its inputs for an image size.
+        tower: Name of the vision tower.
+        prefix: Class and register tokens.
+        other_size: Another image size, or `None` where the family has no table for one.
+    """
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[..., dict]
+    tower: str = ""
+    prefix: int = 1
+    other_size: tuple[int, int] | None = (24, 16)
+
+
+def images(size=(16, 16)):
+    return {"pixel_values": torch.randn(2, 3, *size)}
+
+
+def clips(size=(8, 8)):
+    return {"pixel_values": torch.randn(2, 4, 3, *size)}
+
+
+def images_and_text(size=(16, 16)):
+    return {**images(size), "input_ids": torch.tensor([[1, 5, 6, 2], [1, 7, 2, 2]])}
+
+
+def flexible(size=(16, 16)):
+    """SigLIP2's input: patches as vectors, padded, with the grid of each sample."""
+    rows, columns = size[0] // 4, size[1] // 4
+    shapes = torch.tensor([[rows, columns], [2, 3]])
+    length = rows * columns
+    mask = (torch.arange(length) < shapes.prod(-1, keepdim=True)).long()
+    return {"pixel_values": torch.randn(2, length, 48), "spatial_shapes": shapes, "pixel_attention_mask": mask}
+
+
+def clip_config(**vision):
+    return transformers.CLIPConfig(
+        text_config=CLIP_TEXT, vision_config={**IMAGE, "projection_dim": 8, **vision}, projection_dim=8, num_labels=3
+    )
+
+
+def model(config_name, model_name, **fields):
+    return lambda: getattr(transformers, model_name)(getattr(transformers, config_name)(**fields))
+
+
+CASES = {
+    "clip_vision": Case(model("CLIPVisionConfig", "CLIPVisionModel", **IMAGE), images),
+    "clip": Case(lambda: transformers.CLIPModel(clip_config()), images_and_text, "vision_model"),
+    "clip_projection": Case(
+        model("CLIPVisionConfig", "CLIPVisionModelWithProjection", **IMAGE, projection_dim=8), images, "vision_model"
+    ),
+    "clip_classifier": Case(lambda: transformers.CLIPForImageClassification(clip_config()), images, "vision_model"),
+    "siglip": Case(model("SiglipVisionConfig", "SiglipVisionModel", **IMAGE), images, prefix=0),
+    "siglip2": Case(
+        model("Siglip2VisionConfig", "Siglip2VisionModel", **SMALL, patch_size=4, num_patches=16), flexible, prefix=0
+    ),
+    "vit": Case(model("ViTConfig", "ViTForImageClassification", **IMAGE, num_labels=3), images, "vit"),
+    "deit": Case(model("DeiTConfig", "DeiTForImageClassification", **IMAGE, num_labels=3), images, "deit", prefix=2),
+    "dinov2": Case(model("Dinov2Config", "Dinov2Model", **IMAGE), images),
+    "dinov2_registers": Case(
+        model("Dinov2WithRegistersConfig", "Dinov2WithRegistersModel", **IMAGE, num_register_tokens=3),
+        images,
+        prefix=4,
+    ),
+    "vit_mae": Case(model("ViTMAEConfig", "ViTMAEModel", **IMAGE, mask_ratio=0.5), images),
+    "vit_mae_pretraining": Case(
+        model(
+            "ViTMAEConfig",
+            "ViTMAEForPreTraining",
+            **IMAGE,
+            decoder_hidden_size=24,
+            decoder_num_hidden_layers=1,
+            decoder_num_attention_heads=2,
+            decoder_intermediate_size=32,
+        ),
+        images,
+        "vit",
+        other_size=None,
+    ),
+    "beit": Case(
+        model("BeitConfig", "BeitForImageClassification", **IMAGE, use_absolute_position_embeddings=True, num_labels=3),
+        images,
+        "beit",
+    ),
+    "beit_relative": Case(
+        model("BeitConfig", "BeitModel", **IMAGE, use_relative_position_bias=True, use_mask_token=True), images
+    ),
+    "videomae": Case(
+        model("VideoMAEConfig", "VideoMAEForVideoClassification", **VIDEO, patch_size=4, num_labels=3),
+        clips,
+        "videomae",
+        prefix=0,
+        other_size=None,
+    ),
+    "vivit": Case(model("VivitConfig", "VivitModel", **VIDEO, tubelet_size=[2, 4, 4]), clips, other_size=None),
+}
+
+
+def build(name, implementation="sdpa"):
+    """A model in evaluation mode whose weights are wide enough for attention to matter, and its inputs."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    built = case.build().eval()
+    with torch.no_grad():
+        for parameter in built.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
+    built.set_attn_implementation(implementation)
+    return built, case.inputs()
+
+
+def run(built, inputs, **kwargs):
+    """All tensors of the output, in order, with the random choices of masked autoencoders fixed."""
+    torch.manual_seed(1)
+    return tensors(built(**inputs, **kwargs))
+
+
+def tensors(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    return [tensor for inner in value for tensor in tensors(inner)] if not isinstance(value, (int, float)) else []
+
+
+def randomize(built, std=0.3):
+    """Generators and multipliers away from zero."""
+    from hf_liere.patching import rotary_parameters
+
+    with torch.no_grad():
+        for _, parameter in rotary_parameters(built):
+            parameter.normal_(std=std)

@@ -1,0 +1,528 @@
+"""Rotations inside pretrained models: the unpatched model and explicit float64 attention are the references."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from patching_cases import CASES, IMAGE, build, clip_config, randomize, run
+from reference import head_rotation
+
+from hf_liere import (
+    RotaryPatchConfig,
+    is_patched,
+    load_rotary,
+    patch,
+    rotary_parameters,
+    save_rotary,
+    set_absolute_weight,
+    unpatch,
+)
+from hf_liere.modeling_patched import find_towers, head_shape, projections
+
+
+SHARED_CONFIG = RotaryPatchConfig(position_encoding="comrope_ld", block_size=4)
+ENCODINGS = [("rope_mixed", 2), ("liere", 8), ("comrope_ap", 4), ("comrope_ld", 4)]
+
+
+def same_bits(first, second):
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def encoding_of(name):
+    """Video needs head_dim divisible by 3b for comrope_ap, images do not."""
+    return ENCODINGS if not name.startswith(("videomae", "vivit")) else [e for e in ENCODINGS if e[0] != "comrope_ap"]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", CASES)
+def test_zero_start_is_the_same_bits_and_unpatch_is_exact(name, implementation):
+    model, inputs = build(name, implementation)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = run(model, inputs)
+    for encoding, block_size in encoding_of(name):
+        patch(model, RotaryPatchConfig(position_encoding=encoding, block_size=block_size))
+        assert same_bits(run(model, inputs), expected), encoding
+        randomize(model)
+        assert not same_bits(run(model, inputs), expected), encoding
+        unpatch(model)
+        after = model.state_dict()
+        assert list(after) == list(before) and all(torch.equal(after[key], before[key]) for key in before)
+        assert same_bits(run(model, inputs), expected)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_reach_every_layer_of_the_generators(name):
+    model, inputs = build(name)
+    patch(model, SHARED_CONFIG)
+    sum(tensor.square().sum() for tensor in run(model.train(), inputs) if tensor.requires_grad).backward()
+    parameters = {key.rpartition(".")[2]: value for key, value in rotary_parameters(model)}
+    assert set(parameters) == {"generators", "multipliers"}
+    assert (parameters["generators"].grad.flatten(1).abs().amax(dim=1) > 0).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tower_and_heads_are_found(name):
+    model, _ = build(name)
+    (tower,) = find_towers(model)
+    assert tower.name == CASES[name].tower
+    assert len(tower.attentions) == 2
+
+
+def unit_grid(*sizes):
+    """(N, A) coordinates (i + ½)/n of ComRoPE, by loops."""
+    rows = [[]]
+    for size in sizes:
+        rows = [[*row, (index + 0.5) / size] for row in rows for index in range(size)]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def expected_positions(name, inputs, outputs, prefix):
+    """(B, prefix + tokens, A): where each token sits, prefix tokens at the origin, read off inputs and outputs."""
+    if "spatial_shapes" in inputs:
+        length = inputs["pixel_values"].shape[1]
+        samples = [unit_grid(*shape) for shape in inputs["spatial_shapes"].tolist()]
+        samples = [torch.cat([sample, torch.zeros(length - len(sample), 2)]) for sample in samples]
+    elif name.startswith("vit_mae"):
+        ids = outputs["ids_restore"].argsort(dim=1)
+        kept = int((outputs["mask"][0] == 0).sum())
+        samples = [unit_grid(4, 4)[sample[:kept]] for sample in ids]
+    else:
+        grid = unit_grid(2, 2, 2) if inputs["pixel_values"].ndim == 5 else unit_grid(4, 4)
+        samples = [grid] * len(inputs["pixel_values"])
+    return torch.stack([torch.cat([torch.zeros(prefix, sample.shape[-1]), sample]) for sample in samples])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_weights_are_those_of_explicit_rotations(name):
+    model, inputs = build(name, "eager")
+    patch(model, SHARED_CONFIG)
+    randomize(model)
+    (tower,) = find_towers(unpatched_copy(model))
+    seen = {}
+    patched_tower = model.get_submodule(tower.name)
+    for layer, (attention_name, _) in enumerate(tower.attentions):
+        attention = model.get_submodule(attention_name)
+        for kind, projection in zip("qk", projections(attention)):
+            projection.register_forward_hook(
+                lambda module, args, output, key=(layer, kind): seen.__setitem__(key, output.double())
+            )
+
+        def see_weights(module, args, kwargs, output, layer=layer):
+            seen[layer, "weights"] = output[1]
+            seen[layer, "mask"] = kwargs["attention_mask"] if "attention_mask" in kwargs else (*args, None, None)[1]
+
+        attention.register_forward_hook(see_weights, with_kwargs=True)
+    torch.manual_seed(1)
+    outputs = model(**inputs)
+    positions = expected_positions(name, inputs, outputs, CASES[name].prefix)
+    parameters = dict(patched_tower.rotary_encoding.named_parameters())
+    config = patched_tower.rotary_encoding.config
+    for layer, (attention_name, _) in enumerate(tower.attentions):
+        heads, head_dim = head_shape(model.get_submodule(attention_name))
+        query, key = (seen[layer, kind].unflatten(-1, (heads, head_dim)).transpose(1, 2) for kind in "qk")
+        rotations = torch.stack(
+            [
+                torch.stack(
+                    [
+                        torch.stack(
+                            [head_rotation(p, parameters, config, positions.shape[-1], layer, head) for p in sample]
+                        )
+                        for head in range(heads)
+                    ]
+                )
+                for sample in positions
+            ]
+        )
+        query, key = (torch.einsum("bhnij,bhnj->bhni", rotations, states) for states in (query, key))
+        logits = query @ key.transpose(-1, -2) / head_dim**0.5
+        if seen[layer, "mask"] is not None:
+            logits = logits + seen[layer, "mask"].double()
+        # Rotations and attention of the model are float32.
+        torch.testing.assert_close(seen[layer, "weights"].double(), logits.softmax(-1), rtol=0, atol=2e-6)
+
+
+def unpatched_copy(model):
+    return unpatch(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].other_size])
+def test_other_sizes_start_as_the_model_with_its_interpolated_table(name):
+    model, _ = build(name)
+    inputs = CASES[name].inputs(CASES[name].other_size)
+    native = {} if name in ("siglip2", "dinov2", "dinov2_registers") or "beit" in name else NATIVE
+    expected = run(model, inputs, **native)
+    patch(model, SHARED_CONFIG)
+    assert same_bits(run(model, inputs), expected)
+    randomize(model)
+    assert not same_bits(run(model, inputs), expected)
+
+
+NATIVE = {"interpolate_pos_encoding": True}
+
+
+@pytest.mark.parametrize("size", [(16, 16), (24, 16)])
+@pytest.mark.parametrize("name", ["clip_vision", "siglip", "vit", "deit", "dinov2_registers", "vit_mae", "beit"])
+def test_absolute_table_dropped_and_faded_as_if_its_weights_were(name, size):
+    model, inputs = build(name)[0], CASES[name].inputs(size)
+    patch(model, RotaryPatchConfig(position_encoding="comrope_ld", block_size=4, keep_absolute="drop"))
+    dropped = run(model, inputs)
+    unpatch(model)
+    patch(model, RotaryPatchConfig(position_encoding="comrope_ld", block_size=4, keep_absolute="fade"))
+    whole = run(model, inputs)
+    set_absolute_weight(model, 0.5)
+    half = run(model, inputs)
+    set_absolute_weight(model, 0.0)
+    assert same_bits(run(model, inputs), dropped)
+    unpatch(model)
+    table = patch_table(model)
+    patch(model, SHARED_CONFIG)
+    for factor, tensors in ((1.0, whole), (0.5, half), (0.0, dropped)):
+        original = table.clone()
+        with torch.no_grad():
+            table *= factor
+        # The table is added and taken off again in float32, at activations of order ten.
+        for found, expected in zip(tensors, run(model, inputs)):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        with torch.no_grad():
+            table.copy_(original)
+    assert not torch.allclose(whole[0], dropped[0], atol=1e-2)
+
+
+def patch_table(model):
+    """View of the table's rows of patches."""
+    (name,) = [n for n, _ in model.named_parameters() if n.split("embeddings.", 1)[-1].startswith("position_embedding")]
+    table = model.get_parameter(name).data
+    return (table if table.ndim == 2 else table[0])[-16:]
+
+
+def test_table_at_train_size_is_read_at_the_index_of_each_patch():
+    model, inputs = build("vit")
+    patch(model, RotaryPatchConfig(position_encoding="comrope_ld", block_size=4, keep_absolute="train_size"))
+    larger = CASES["vit"].inputs((24, 16))
+    states = {}
+    model.vit.embeddings.register_forward_hook(lambda module, args, output: states.update(tokens=output))
+    with torch.no_grad():
+        model(**larger)
+        patches = model.vit.embeddings.patch_embeddings.projection.weight
+        table = model.vit.embeddings.position_embeddings[0]
+        for row in range(6):
+            for column in range(4):
+                pixels = larger["pixel_values"][:, :, row * 4 : row * 4 + 4, column * 4 : column * 4 + 4]
+                embedded = torch.einsum("bcij,dcij->bd", pixels, patches)
+                embedded = embedded + model.vit.embeddings.patch_embeddings.projection.bias
+                expected = embedded + table[1 + min(row, 3) * 4 + column]
+                torch.testing.assert_close(states["tokens"][:, 1 + row * 4 + column], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_adapter_gives_the_same_bits_on_a_fresh_base(name, tmp_path):
+    model, inputs = build(name)
+    patch(model, SHARED_CONFIG)
+    randomize(model)
+    expected = run(model, inputs)
+    save_rotary(model, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rotary.safetensors", "rotary_config.json"]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 8192
+    fresh, _ = build(name)
+    assert same_bits(run(load_rotary(fresh, tmp_path), inputs), expected)
+
+
+FRESH_PROCESS = """
+import sys, torch
+from patching_cases import build, run
+from hf_liere import load_rotary
+
+for name in sys.argv[2:]:
+    model, _ = build(name)
+    inputs, expected = torch.load(f"{sys.argv[1]}/{name}.pt")
+    load_rotary(model, f"{sys.argv[1]}/{name}")
+    # A learned attention bias takes another kernel where gradients are recorded.
+    with torch.no_grad():
+        found = run(model, inputs)
+    assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected)), name
+"""
+
+
+def test_adapters_of_every_family_in_a_fresh_process(tmp_path):
+    for name in CASES:
+        model, inputs = build(name)
+        patch(model, SHARED_CONFIG)
+        randomize(model)
+        save_rotary(model, tmp_path / name)
+        with torch.no_grad():
+            torch.save((inputs, run(model, inputs)), tmp_path / f"{name}.pt")
+    run_process([sys.executable, "-c", FRESH_PROCESS, str(tmp_path), *CASES])
+
+
+def run_process(command):
+    tests = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+class TestRefusals:
+    """Every refusal leaves the model as it was."""
+
+    def refuse(self, model, message, function, *arguments):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        with pytest.raises(ValueError, match=message):
+            function(model, *arguments)
+        after = model.state_dict()
+        assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
+        assert all(a is getattr(b, "config", None) for a, b in zip(configs, model.modules()))
+
+    @pytest.mark.parametrize(
+        "fields, message",
+        [
+            ({"block_size": 32}, "block_size=32 does not fit a head_dim of 16"),
+            ({"block_size": 3}, "accepted here: .2, 4, 8, 16."),
+            ({"layers": [0, 7]}, "layers=.0, 7. do not match.*0: encoder.layers.0.self_attn"),
+            ({"layers": []}, "layers=.. do not match"),
+            ({"target": "text_model"}, "target='text_model' matches no vision tower"),
+            ({"coordinates": "polar"}, "polar"),
+            ({"position_encoding": "rope_mixed", "block_size": 4}, "its only block_size is 2"),
+        ],
+    )
+    def test_configuration_that_does_not_fit(self, fields, message):
+        config = RotaryPatchConfig(**fields)
+        self.refuse(build("clip_vision")[0], message, patch, config)
+
+    @pytest.mark.parametrize(
+        "fields, message",
+        [
+            ({"position_encoding": "sinusoid"}, "'sinusoid' is not a rotary encoding; accepted: axial_rope"),
+            ({"keep_absolute": "twice"}, "must be one of interpolate, train_size, fade, drop"),
+            ({"keep_absolute": "fade", "absolute_weight": 2.0}, "absolute_weight=2.0"),
+            ({"absolute_weight": 0.5}, "belongs to keep_absolute='fade'"),
+            ({"position_encoding": "axial_rope"}, "never starts neutral"),
+            ({"format_version": 99}, "newer hf_liere"),
+        ],
+    )
+    def test_configuration_for_no_model(self, fields, message):
+        with pytest.raises(ValueError, match=message):
+            RotaryPatchConfig(**fields)
+
+    def test_models_without_anything_to_patch(self):
+        text = transformers.CLIPTextModel(clip_config().text_config)
+        self.refuse(text, "has no patch embedding.*its modules are embeddings", patch, SHARED_CONFIG)
+        layer = torch.nn.TransformerEncoderLayer(8, 2)
+        own = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, 4), layer)
+        self.refuse(own, "not routed through.*MultiheadAttention", patch, SHARED_CONFIG)
+        swin = transformers.ConvNextModel(transformers.ConvNextConfig(hidden_sizes=[8] * 4, depths=[1] * 4))
+        self.refuse(swin, "not routed through", patch, SHARED_CONFIG)
+
+    def test_patched_twice_and_not_at_all(self):
+        model, _ = build("clip")
+        self.refuse(model, "is not patched", unpatch)
+        self.refuse(model, "is not patched", set_absolute_weight, 0.5)
+        self.refuse(patch(model, SHARED_CONFIG), "vision_model is patched already", patch, SHARED_CONFIG)
+        self.refuse(model, "not 'fade'", set_absolute_weight, 0.5)
+
+    def test_adapter_of_another_base(self, tmp_path):
+        model, _ = build("clip_vision")
+        save_rotary(patch(model, SHARED_CONFIG), tmp_path)
+        wide = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**{**IMAGE, "hidden_size": 64}))
+        self.refuse(wide, "head_dim 16 there, 32 here", load_rotary, tmp_path)
+        self.refuse(
+            build("siglip")[0], "model_type clip_vision_model there, siglip_vision_model", load_rotary, tmp_path
+        )
+        same_shape = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**IMAGE))
+        self.refuse(same_shape, "trained on other weights", load_rotary, tmp_path)
+        assert is_patched(load_rotary(same_shape, tmp_path, None, False))
+        self.refuse(model, "is patched already", load_rotary, tmp_path)
+        config = json.loads((tmp_path / "rotary_config.json").read_text())
+        config["rotary_patch"]["position_encoding"] = "comrope_ap"
+        (tmp_path / "rotary_config.json").write_text(json.dumps(config))
+        self.refuse(build("clip_vision")[0], "multipliers", load_rotary, tmp_path)
+        (tmp_path / "rotary_config.json").unlink()
+        self.refuse(build("clip_vision")[0], "holds no rotary_config.json", load_rotary, tmp_path)
+
+
+def test_chosen_layers_share_nothing_with_the_others():
+    model, inputs = build("clip_vision", "eager")
+    expected = model(**inputs, output_attentions=True).attentions
+    patch(model, RotaryPatchConfig(block_size=4, layers=[1]))
+    randomize(model)
+    found = model(**inputs, output_attentions=True).attentions
+    assert torch.equal(found[0], expected[0]) and not torch.equal(found[1], expected[1])
+    assert [tuple(value.shape) for _, value in rotary_parameters(model)] == [(1, 2, 4, 6), (2, 1, 2, 4)]
+
+
+def test_rope_like_starts_are_not_neutral():
+    for fields in ({"position_encoding": "rope_mixed", "rotary_init": "frequencies"}, {"rotary_init": "normal"}):
+        model, inputs = build("vit")
+        expected = run(model, inputs)
+        assert not same_bits(run(patch(model, RotaryPatchConfig(**fields)), inputs), expected)
+    model, inputs = build("vit")
+    expected = run(model, inputs)
+    patch(model, RotaryPatchConfig(position_encoding="axial_rope", rotary_init=None))
+    assert not same_bits(run(model, inputs), expected) and list(rotary_parameters(model)) == []
+
+
+def test_implementation_may_change_after_patching():
+    model, inputs = build("siglip2")
+    patch(model, SHARED_CONFIG)
+    randomize(model)
+    sdpa = run(model, inputs)
+    model.set_attn_implementation("eager")
+    # Two implementations of float32 attention, at values of order ten.
+    for found, expected in zip(run(model, inputs), sdpa):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_text_tower_is_untouched_and_attention_outside_the_tower_says_so():
+    model, inputs = build("clip")
+    text = model.get_text_features(input_ids=inputs["input_ids"]).pooler_output
+    patch(model, SHARED_CONFIG)
+    randomize(model)
+    assert torch.equal(model.get_text_features(input_ids=inputs["input_ids"]).pooler_output, text)
+    assert [name for name, _ in rotary_parameters(model)] == [
+        "vision_model.rotary_encoding.generators",
+        "vision_model.rotary_encoding.multipliers",
+    ]
+    with pytest.raises(RuntimeError, match="outside the forward pass"):
+        model.vision_model.encoder(torch.zeros(1, 17, 32))
+
+
+def test_layer_that_is_not_rotated_any_more_is_reported():
+    model, inputs = build("vit")
+    patch(model, SHARED_CONFIG)
+    attention = model.vit.layers[1].attention if hasattr(model.vit, "layers") else model.vit.encoder.layer[1].attention
+    attention.config = model.config
+    with pytest.raises(RuntimeError, match="ran without rotations"):
+        model(**inputs)
+    with pytest.raises(RuntimeError, match="ran without rotations"):
+        model(**inputs)
+
+
+def test_failed_forward_leaves_nothing_behind():
+    model, inputs = build("clip_vision")
+    patch(model, SHARED_CONFIG)
+    expected = run(model, inputs)
+    with pytest.raises((RuntimeError, ValueError)):
+        model(pixel_values=torch.randn(1, 5, 16, 16))
+    assert same_bits(run(model, inputs), expected)
+    with pytest.raises(RuntimeError, match="outside the forward pass"):
+        model.encoder(torch.zeros(1, 17, 32))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_gradients_of_two_grids_are_those_without(reentrant):
+    gradients = []
+    for checkpointing in (False, True):
+        model, _ = build("clip_vision")
+        patch(model, SHARED_CONFIG)
+        torch.manual_seed(2)
+        randomize(model)
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(3)
+        # Both forwards before the backward, with as many tokens on different grids.
+        first = model(pixel_values=torch.randn(2, 3, 16, 16).requires_grad_()).last_hidden_state
+        second = model(pixel_values=torch.randn(2, 3, 32, 8).requires_grad_()).last_hidden_state
+        (first.square().sum() + second.square().sum()).backward()
+        gradients.append([value.grad for _, value in rotary_parameters(model)])
+    # Reentrant checkpointing adds up the layers in another order.
+    for plain, checkpointed in zip(*gradients):
+        torch.testing.assert_close(checkpointed, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_copies_and_other_models_keep_their_own_grids():
+    first, inputs = build("clip_vision")
+    patch(first, SHARED_CONFIG)
+    randomize(first)
+    expected = run(first, inputs)
+    second = copy.deepcopy(first)
+    assert same_bits(run(second, inputs), expected)
+    randomize(second)
+    assert same_bits(run(first, inputs), expected) and not same_bits(run(second, inputs), expected)
+    unpatch(second)
+    assert is_patched(first) and not is_patched(second)
+    assert same_bits(run(first, inputs), expected)
+
+
+def test_threads_do_not_see_each_others_grids():
+    model, _ = build("clip_vision")
+    patch(model, SHARED_CONFIG)
+    randomize(model)
+    sizes = [(16, 16), (32, 8), (8, 32), (24, 16)]
+    inputs = [CASES["clip_vision"].inputs(size) for size in sizes]
+    with torch.no_grad():
+        expected = [model(**sample).last_hidden_state for sample in inputs]
+    wrong = []
+
+    def work(index):
+        for _ in range(20):
+            with torch.no_grad():
+                if not torch.equal(model(**inputs[index]).last_hidden_state, expected[index]):
+                    wrong.append(sizes[index])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["clip_vision", "vit", "siglip", "vivit"])
+def test_compiled_whole_graph_gives_the_same(name):
+    model, inputs = build(name)
+    patch(model, SHARED_CONFIG)
+    randomize(model)
+    expected = run(model, inputs)
+    found = run(torch.compile(model, backend="eager"), inputs)
+    for compiled, eager in zip(found, expected):
+        # The compiled graph fixes the number of squarings of the exponential instead of measuring it.
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_bfloat16_starts_as_the_unpatched_model(autocast):
+    model, inputs = build("clip_vision")
+    if not autocast:
+        model.to(torch.bfloat16)
+        inputs = {name: value.to(torch.bfloat16) for name, value in inputs.items()}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = run(model, inputs)
+        patch(model, SHARED_CONFIG)
+        assert same_bits(run(model, inputs), expected)
+        randomize(model)
+        sum(tensor.float().square().sum() for tensor in run(model, inputs)).backward()
+    assert all(value.dtype == torch.float32 and value.grad.isfinite().all() for _, value in rotary_parameters(model))
+
+
+def test_lora_and_rotations_round_trip_together(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, inputs = build("clip_vision")
+    save = [tmp_path / "lora", tmp_path / "rotary"]
+    patch(model, SHARED_CONFIG)
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    tuned = peft.get_peft_model(model, lora)
+    for _, parameter in rotary_parameters(tuned):
+        parameter.requires_grad_(True)
+    randomize(tuned)
+    expected = run(tuned, inputs)
+    sum(tensor.square().sum() for tensor in expected).backward()
+    assert all(value.grad.abs().max() > 0 for _, value in rotary_parameters(tuned))
+    tuned.save_pretrained(save[0])
+    save_rotary(tuned, save[1])
+
+    base, _ = build("clip_vision")
+    restored = peft.PeftModel.from_pretrained(load_rotary(base, save[1]), save[0]).eval()
+    assert same_bits(run(restored, inputs), expected)
+    other, _ = build("clip_vision")
+    restored = load_rotary(peft.PeftModel.from_pretrained(other, save[0]), save[1]).eval()
+    assert same_bits(run(restored, inputs), expected)
