@@ -31,6 +31,10 @@ from transformers import (
     ViTForMaskedImageModeling,
     ViTModel,
 )
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from .attention import eager_attention_forward, rotate
@@ -665,11 +669,12 @@ class RotaryModelMixin:
         super().__init__(config)
         attach(plan(self, RotaryPatchConfig.from_dict(config.rotary_patch)))
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, RotaryEncoding):
-            module.reset_parameters()
+    def initialize_weights(self) -> None:
+        super().initialize_weights()
+        # Below a tower that is a model of its own, transformers asks that model, which does not know generators. Those
+        # that were loaded are marked and left alone.
+        for _, tower in patched_towers(self):
+            tower.rotary_encoding.reset_parameters()
 
 
 def _finish_config(config, kwargs: dict, auto_map: dict) -> None:
@@ -807,3 +812,10 @@ COMPLETE_MODELS = {
     ViTForImageClassification: RotaryViTForImageClassification,
     ViTForMaskedImageModeling: RotaryViTForMaskedImageModeling,
 }
+
+
+# transformers renames the keys of older checkpoints, and of what it saves, by the name of the class.
+for plain in (CLIPVisionModel, ViTModel):
+    renaming = get_checkpoint_conversion_mapping(plain.__name__)
+    if renaming is not None:
+        register_checkpoint_conversion_mapping(COMPLETE_MODELS[plain].__name__, renaming, overwrite=True)

@@ -1,0 +1,138 @@
+"""Complete patched models: saved with their own model_type, restored with and without the package."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from patching_cases import IMAGE, build, randomize
+from patching_cases import run as outputs_of
+from test_auto import run as run_process
+
+from hf_liere import RotaryPatchConfig, complete_model, is_patched, patch, rotary_parameters, unpatch
+from hf_liere.modeling_patched import (
+    RotaryCLIPVisionConfig,
+    RotaryCLIPVisionModelWithProjection,
+    RotaryViTConfig,
+    RotaryViTForMaskedImageModeling,
+)
+
+
+AUTO_CLASSES = {
+    "clip_vision": "AutoModel",
+    "clip": "AutoModel",
+    "clip_classifier": "AutoModelForImageClassification",
+    "vit": "AutoModelForImageClassification",
+}
+
+
+def complete(name, **fields):
+    model, inputs = build(name)
+    patch(model, RotaryPatchConfig(**{"position_encoding": "liere", "block_size": 8, **fields}))
+    randomize(model)
+    return model, complete_model(model).eval(), inputs
+
+
+def same_bits(first, second):
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("name", [*AUTO_CLASSES, "clip_projection"])
+def test_complete_model_computes_and_reloads_the_same_bits(name, tmp_path):
+    model, whole, inputs = complete(name)
+    expected = outputs_of(model, inputs)
+    assert same_bits(outputs_of(whole, inputs), expected)
+    whole.save_pretrained(tmp_path)
+    loaded, report = type(whole).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert same_bits(outputs_of(loaded, inputs), expected)
+    assert [key for key, _ in rotary_parameters(loaded)] == [key for key, _ in rotary_parameters(model)]
+    assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), model.state_dict().values()))
+
+
+@pytest.mark.parametrize("package", [True, False])
+def test_auto_classes_restore_in_a_fresh_process(tmp_path, package):
+    for name in AUTO_CLASSES:
+        _, whole, inputs = complete(name, layers=[1], keep_absolute="drop", coordinates="index")
+        whole.save_pretrained(tmp_path / name)
+        with torch.no_grad():
+            torch.save((inputs, outputs_of(whole, inputs)[:1]), tmp_path / f"{name}.pt")
+    code = f"""
+        import torch, transformers
+        for name, auto_class in {AUTO_CLASSES}.items():
+            auto = getattr(transformers, auto_class)
+            model, report = auto.from_pretrained(name, output_loading_info=True, trust_remote_code={not package})
+            inputs, (expected,) = torch.load(f"{{name}}.pt")
+            with torch.no_grad():
+                outputs = list(model(**inputs).values())
+            complete = not any(report.values())
+            print(name, type(model).__module__.split(".")[0], complete, torch.equal(outputs[0], expected))
+    """
+    origin = "hf_liere" if package else "transformers_modules"
+    assert run_process(code, tmp_path, package) == [f"{name} {origin} True True" for name in AUTO_CLASSES]
+
+
+def test_auto_models_of_other_tasks_read_a_classifier(tmp_path):
+    _, whole, inputs = complete("vit")
+    whole.save_pretrained(tmp_path)
+    base = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    assert is_patched(base) and type(base).__name__ == "RotaryViTModel"
+    with torch.no_grad():
+        expected = whole.vit(**inputs).last_hidden_state
+        assert torch.equal(base(**inputs).last_hidden_state, expected)
+    masked = transformers.AutoModelForMaskedImageModeling.from_pretrained(tmp_path)
+    assert isinstance(masked, RotaryViTForMaskedImageModeling)
+
+
+def test_zero_shot_logits_survive(tmp_path):
+    _, whole, inputs = complete("clip")
+    whole.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForZeroShotImageClassification.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(**inputs).logits_per_image, whole(**inputs).logits_per_image)
+
+
+def test_weights_of_a_plain_checkpoint_start_neutral(tmp_path):
+    """A plain checkpoint has no generators: they are zero, not uninitialised memory."""
+    model, inputs = build("vit")
+    model.save_pretrained(tmp_path)
+    config = RotaryViTConfig(**IMAGE, num_labels=3, rotary_patch={"position_encoding": "comrope_ld", "block_size": 4})
+    loaded = transformers.AutoModelForImageClassification.from_config(config)
+    loaded = type(loaded).from_pretrained(tmp_path, config=config).eval()
+    assert same_bits(outputs_of(loaded, inputs), outputs_of(model, inputs))
+    multipliers = dict(rotary_parameters(loaded))["vit.rotary_encoding.multipliers"]
+    assert multipliers.isfinite().all() and multipliers.std() > 0.3
+
+
+def test_generators_stay_float32_in_a_bfloat16_model(tmp_path):
+    _, whole, inputs = complete("clip_vision")
+    whole.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {value.dtype for _, value in rotary_parameters(loaded)} == {torch.float32}
+    assert loaded.encoder.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+    assert loaded(**inputs).last_hidden_state.dtype == torch.bfloat16
+
+
+def test_configuration_holds_all_of_the_patch(tmp_path):
+    config = RotaryCLIPVisionConfig(**IMAGE, rotary_patch={"position_encoding": "liere"})
+    assert config.rotary_patch["rotary_init"] == "zeros"
+    RotaryCLIPVisionModelWithProjection(config).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model_type"] == "rotary_clip_vision_model" and saved["rotary_patch"] == config.rotary_patch
+    with pytest.raises(Exception, match="block_sizes"):
+        RotaryViTConfig(rotary_patch={"block_sizes": 4})
+    with pytest.raises(Exception, match="not a rotary encoding"):
+        RotaryViTConfig(rotary_patch={"position_encoding": "sinusoid"})
+
+
+def test_families_without_a_counterpart_are_refused():
+    model, _ = build("dinov2")
+    with pytest.raises(ValueError, match="is not patched"):
+        complete_model(model)
+    with pytest.raises(ValueError, match="Dinov2Model has no class that reloads.*CLIPVisionModel.*save_rotary"):
+        complete_model(patch(model, RotaryPatchConfig(block_size=4)))
+
+
+def test_complete_model_can_be_unpatched():
+    _, whole, inputs = complete("clip_classifier")
+    plain, _ = build("clip_classifier")
+    assert same_bits(outputs_of(unpatch(whole), inputs), outputs_of(plain, inputs))
