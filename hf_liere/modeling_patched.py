@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -456,7 +457,8 @@ def attach(plans: list[Plan], encodings: list[RotaryEncoding] | None = None) -> 
     for index, planned in enumerate(plans):
         tower = planned.tower
         encoding = planned.build_encoding() if encodings is None else encodings[index]
-        weight = next(iter(planned.attentions[0][1].parameters()))
+        # Quantized projections may have no parameters.
+        weight = next(planned.attentions[0][1].parameters(), next(tower.module.parameters()))
         if encodings is None and not weight.is_meta:
             encoding.reset_parameters()
         prefix = len(tower.name) + 1 if tower.name else 0
@@ -476,6 +478,8 @@ def attach(plans: list[Plan], encodings: list[RotaryEncoding] | None = None) -> 
                 tower.embeddings.register_forward_hook(_rotations_of_tokens, with_kwargs=True),
             ],
         )
+        if tower.module.rotary_patch.interpolates and len(tower.train_grid) == 3:
+            tower.embeddings.interpolate_pos_encoding = partial(_interpolate_video_table, tower.embeddings)
         if not tower.is_flexible:
             tower.module.rotary_patch.handles.append(tower.patch_embedding.register_forward_hook(_see_grid))
         for layer, (_, attention) in enumerate(planned.attentions):
@@ -487,6 +491,7 @@ def detach(tower: nn.Module) -> None:
     """Take everything out of a tower that `attach` put in."""
     for handle in tower.rotary_patch.handles:
         handle.remove()
+    vars(tower.get_submodule(tower.rotary_patch.embeddings_name)).pop("interpolate_pos_encoding", None)
     for name in tower.rotary_patch.attention_names:
         attention = tower.get_submodule(name)
         attention.config = attention.config.base
@@ -558,11 +563,23 @@ def _accept_any_size(embeddings: nn.Module, args, kwargs):
     if not passes or not passes[-1].tower.rotary_patch.interpolates:
         return None
     pixels = args[0] if args else kwargs["pixel_values"]
-    size = passes[-1].tower.config.image_size
-    trained = (size, size) if isinstance(size, int) else tuple(size)
-    if tuple(pixels.shape[-2:]) == trained:
+    config = passes[-1].tower.config
+    trained = (config.image_size,) * 2 if isinstance(config.image_size, int) else tuple(config.image_size)
+    if tuple(pixels.shape[-2:]) == trained and (pixels.ndim < 5 or pixels.shape[1] == config.num_frames):
         return None
     return args, {**kwargs, "interpolate_pos_encoding": True}
+
+
+def _interpolate_video_table(embeddings: nn.Module, tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """(1, prefix + N, hidden_size) table on the grid of the pass, trilinear; transformers' own takes square images."""
+    passes = _passes()
+    if not passes:
+        return type(embeddings).interpolate_pos_encoding(embeddings, tokens, height, width)
+    trained, table = passes[-1].tower.rotary_patch.train_grid, position_table(embeddings)
+    prefix, patches = table.split([len(table) - math.prod(trained), math.prod(trained)])
+    patches = patches.T.unflatten(-1, trained).unsqueeze(0).float()
+    resized = nn.functional.interpolate(patches, size=passes[-1].grid, mode="trilinear", align_corners=False)
+    return torch.cat([prefix, resized[0].flatten(1).T.to(prefix)]).unsqueeze(0)
 
 
 def _see_grid(patch_embedding: nn.Module, args, output: torch.Tensor) -> torch.Tensor | None:
@@ -614,12 +631,14 @@ def _rotations_of_tokens(embeddings: nn.Module, args, kwargs, output) -> None:
         return
     tower = passes[-1].tower
     tokens = output[0] if isinstance(output, tuple) else output
-    weight = next(tower.rotary_encoding.parameters(), tokens)
+    device = next(tower.rotary_encoding.parameters(), tokens).device
+    # Offloaded generators come to the tokens.
+    device = tokens.device if device.type == "meta" else device
     if tower.rotary_patch.is_flexible:
         shapes = kwargs["spatial_shapes"] if "spatial_shapes" in kwargs else args[1]
-        positions = _flexible_positions(tower, shapes, tokens.shape[1], weight.device)
+        positions = _flexible_positions(tower, shapes, tokens.shape[1], device)
     else:
-        positions = _kept_positions(passes[-1], embeddings, args, kwargs, output, weight.device)
+        positions = _kept_positions(passes[-1], embeddings, args, kwargs, output, device)
     prefix_length = tokens.shape[1] - positions.shape[-2]
     if prefix_length < 0:
         raise RuntimeError(f"{tokens.shape[1]} tokens were made of {positions.shape[-2]} patches: which is unknown.")

@@ -218,7 +218,7 @@ def _weights_hash(attentions: list[nn.Module]) -> str | None:
         for projection in projections(attention):
             # peft wraps a linear layer and keeps it.
             weight = getattr(projection, "base_layer", projection).weight
-            if not weight.is_floating_point() or weight.is_meta:
+            if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.is_meta:
                 return None
             digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -27,7 +27,7 @@ class Case:
         inputs: Makes its inputs for an image size.
         tower: Name of the vision tower.
         prefix: Class and register tokens.
-        other_size: Another image size, or `None` where the family has no table for one.
+        other_size: Another image size, or `None` where the family takes none.
     """
 
     build: Callable[[], nn.Module]
@@ -117,7 +117,7 @@ CASES = {
         prefix=0,
         other_size=None,
     ),
-    "vivit": Case(model("VivitConfig", "VivitModel", **VIDEO, tubelet_size=[2, 4, 4]), clips, other_size=None),
+    "vivit": Case(model("VivitConfig", "VivitModel", **VIDEO, tubelet_size=[2, 4, 4]), clips),
 }
 
 
