@@ -296,7 +296,7 @@ def find_towers(model: nn.Module) -> list[Tower]:
 
 
 def _uses_interface(module: nn.Module) -> bool:
-    if not hasattr(module, "config") or isinstance(getattr(module, "config", None), dict):
+    if not hasattr(module, "config"):
         return False
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names

@@ -37,7 +37,9 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
 
     With `rotary_init="zeros"` the model computes the same bits as before in float32, and gradients reach the
     generators. Its weights are not changed, moved or renamed; the generators are a new module `rotary_encoding` of
-    each vision tower. Nothing is frozen: `rotary_parameters` gives what to train alone.
+    each vision tower. Nothing is frozen: `rotary_parameters` gives what to train alone. `save_rotary` or
+    `complete_model` keep the rotations; the model's own `save_pretrained` writes generators that its class reports as
+    unexpected and does not load.
 
     Returns:
         The same model.
@@ -94,6 +96,9 @@ def set_absolute_weight(model: nn.Module, weight: float) -> None:
             )
     for config, tower in [(replace(tower.rotary_patch.config, absolute_weight=weight), tower) for tower in towers]:
         tower.rotary_patch.config = config
+        # A complete model says in its own configuration how it is patched.
+        if getattr(getattr(model, "config", None), "rotary_patch", None) is not None:
+            model.config.rotary_patch = config.to_dict()
 
 
 def save_rotary(model: nn.Module, directory: str | Path) -> None:
@@ -171,10 +176,13 @@ def complete_model(model: PreTrainedModel) -> PreTrainedModel:
     values.pop("model_type", None)
     config = counterpart.config_class.from_dict({**values, "rotary_patch": towers[0][1].rotary_patch.config.to_dict()})
     config._attn_implementation = model.config._attn_implementation
-    complete = counterpart(config)
-    complete.load_state_dict(model.state_dict())
     reference = next(model.parameters())
-    return complete.to(device=reference.device, dtype=reference.dtype).train(model.training)
+    complete = counterpart(config).to(device=reference.device, dtype=reference.dtype)
+    for (_, tower), (_, source) in zip(patched_towers(complete), towers):
+        # Generators keep their precision in a model of another one.
+        tower.rotary_encoding.to(dtype=source.rotary_encoding.rotation_dtype)
+    complete.load_state_dict(model.state_dict())
+    return complete.train(model.training)
 
 
 def _patched(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -45,6 +45,12 @@ def clips(size=(8, 8)):
     return {"pixel_values": torch.randn(2, 4, 3, *size)}
 
 
+def masked_clips(size=(8, 8)):
+    mask = torch.tensor([[True, False, False, True, True, False, True, True]] * 2)
+    mask[1] = mask[1].flip(0)
+    return {**clips(size), "bool_masked_pos": mask}
+
+
 def images_and_text(size=(16, 16)):
     return {**images(size), "input_ids": torch.tensor([[1, 5, 6, 2], [1, 7, 2, 2]])}
 
@@ -76,6 +82,12 @@ CASES = {
     ),
     "clip_classifier": Case(lambda: transformers.CLIPForImageClassification(clip_config()), images, "vision_model"),
     "siglip": Case(model("SiglipVisionConfig", "SiglipVisionModel", **IMAGE), images, prefix=0),
+    "siglip_two_towers": Case(
+        lambda: transformers.SiglipModel(transformers.SiglipConfig(text_config=CLIP_TEXT, vision_config=IMAGE)),
+        images_and_text,
+        "vision_model",
+        prefix=0,
+    ),
     "siglip2": Case(
         model("Siglip2VisionConfig", "Siglip2VisionModel", **SMALL, patch_size=4, num_patches=16), flexible, prefix=0
     ),
@@ -117,7 +129,46 @@ CASES = {
         prefix=0,
         other_size=None,
     ),
+    "videomae_pretraining": Case(
+        model(
+            "VideoMAEConfig",
+            "VideoMAEForPreTraining",
+            **VIDEO,
+            patch_size=4,
+            decoder_hidden_size=24,
+            decoder_num_hidden_layers=1,
+            decoder_num_attention_heads=2,
+            decoder_intermediate_size=32,
+        ),
+        masked_clips,
+        "videomae",
+        prefix=0,
+        other_size=None,
+    ),
     "vivit": Case(model("VivitConfig", "VivitModel", **VIDEO, tubelet_size=[2, 4, 4]), clips),
+}
+
+
+VIT_B = {
+    "hidden_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "image_size": 224,
+    "patch_size": 16,
+}
+# Two layers at the width, heads and number of tokens of the published models.
+REAL_SIZES = {
+    "clip": model("CLIPVisionConfig", "CLIPVisionModel", **VIT_B),
+    "siglip": model("SiglipVisionConfig", "SiglipVisionModel", **VIT_B),
+    "vit": model("ViTConfig", "ViTModel", **VIT_B),
+    "deit": model("DeiTConfig", "DeiTModel", **VIT_B),
+    "dinov2": model("Dinov2Config", "Dinov2Model", **VIT_B),
+    "dinov2_registers": model("Dinov2WithRegistersConfig", "Dinov2WithRegistersModel", **VIT_B),
+    "vit_mae": model("ViTMAEConfig", "ViTMAEModel", **VIT_B),
+    "beit": model("BeitConfig", "BeitModel", **VIT_B, use_relative_position_bias=True),
+    "videomae": model("VideoMAEConfig", "VideoMAEModel", **VIT_B, num_frames=8),
+    "vivit": model("VivitConfig", "VivitModel", **{**VIT_B, "tubelet_size": [2, 16, 16]}, num_frames=8),
 }
 
 

@@ -9,7 +9,15 @@ from patching_cases import IMAGE, build, randomize
 from patching_cases import run as outputs_of
 from test_auto import run as run_process
 
-from hf_liere import RotaryPatchConfig, complete_model, is_patched, patch, rotary_parameters, unpatch
+from hf_liere import (
+    RotaryPatchConfig,
+    complete_model,
+    is_patched,
+    patch,
+    rotary_parameters,
+    set_absolute_weight,
+    unpatch,
+)
 from hf_liere.modeling_patched import (
     RotaryCLIPVisionConfig,
     RotaryCLIPVisionModelWithProjection,
@@ -110,6 +118,24 @@ def test_generators_stay_float32_in_a_bfloat16_model(tmp_path):
     assert {value.dtype for _, value in rotary_parameters(loaded)} == {torch.float32}
     assert loaded.encoder.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
     assert loaded(**inputs).last_hidden_state.dtype == torch.bfloat16
+
+
+def test_generators_stay_float32_when_a_bfloat16_model_is_completed():
+    model, inputs = build("clip_vision")
+    patch(model.to(torch.bfloat16), RotaryPatchConfig(block_size=4))
+    randomize(model)
+    whole = complete_model(model)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(whole.parameters(), model.parameters()))
+    assert same_bits(outputs_of(whole, inputs), outputs_of(model, inputs))
+
+
+def test_weight_of_the_table_is_saved(tmp_path):
+    _, whole, inputs = complete("vit", keep_absolute="fade")
+    set_absolute_weight(whole, 0.25)
+    whole.save_pretrained(tmp_path)
+    loaded = type(whole).from_pretrained(tmp_path).eval()
+    assert loaded.config.rotary_patch["absolute_weight"] == 0.25
+    assert same_bits(outputs_of(loaded, inputs), outputs_of(whole, inputs))
 
 
 def test_configuration_holds_all_of_the_patch(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from patching_cases import CASES, IMAGE, build, clip_config, randomize, run
+from patching_cases import CASES, IMAGE, REAL_SIZES, build, clip_config, randomize, run
 from reference import head_rotation
 
 from hf_liere import (
@@ -58,6 +58,23 @@ def test_zero_start_is_the_same_bits_and_unpatch_is_exact(name, implementation):
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", REAL_SIZES)
+def test_zero_start_is_the_same_bits_at_the_size_of_published_models(name, implementation):
+    model = REAL_SIZES[name]().eval()
+    model.set_attn_implementation(implementation)
+    frames = (8,) if name in ("videomae", "vivit") else ()
+    inputs = {"pixel_values": torch.randn(1, *frames, 3, 224, 224)}
+    with torch.no_grad():
+        expected = run(model, inputs)
+        for encoding, block_size in (("comrope_ld", 8), ("liere", 8), ("rope_mixed", 2)):
+            patch(model, RotaryPatchConfig(position_encoding=encoding, block_size=block_size))
+            assert same_bits(run(model, inputs), expected), encoding
+            unpatch(model)
+        assert same_bits(run(model, inputs), expected)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_reach_every_layer_of_the_generators(name):
     model, inputs = build(name)
@@ -94,6 +111,8 @@ def expected_positions(name, inputs, outputs, prefix):
         ids = outputs["ids_restore"].argsort(dim=1)
         kept = int((outputs["mask"][0] == 0).sum())
         samples = [unit_grid(4, 4)[sample[:kept]] for sample in ids]
+    elif "bool_masked_pos" in inputs:
+        samples = [unit_grid(2, 2, 2)[~mask] for mask in inputs["bool_masked_pos"]]
     else:
         grid = unit_grid(2, 2, 2) if inputs["pixel_values"].ndim == 5 else unit_grid(4, 4)
         samples = [grid] * len(inputs["pixel_values"])
@@ -612,4 +631,18 @@ def test_lora_and_rotations_round_trip_together(tmp_path):
     assert same_bits(run(restored, inputs), expected)
     other, _ = build("clip_vision")
     restored = load_rotary(peft.PeftModel.from_pretrained(other, save[0]), save[1]).eval()
+    assert same_bits(run(restored, inputs), expected)
+
+
+def test_peft_may_train_and_save_the_rotations(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, inputs = build("clip_vision")
+    lora = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False, modules_to_save=["rotary_encoding"])
+    tuned = peft.get_peft_model(patch(model, SHARED_CONFIG), lora).eval()
+    randomize(tuned)
+    assert all(value.requires_grad for _, value in rotary_parameters(tuned))
+    expected = run(tuned, inputs)
+    tuned.save_pretrained(tmp_path)
+    base, _ = build("clip_vision")
+    restored = peft.PeftModel.from_pretrained(patch(base, SHARED_CONFIG), tmp_path).eval()
     assert same_bits(run(restored, inputs), expected)
