@@ -41,6 +41,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from .attention import eager_attention_forward, rotate
 from .configuration_liere import ROTARY_ENCODINGS, LieREVideoConfig, LieREViTConfig
 from .encodings import RotaryEncoding, build_rotary_encoding
+from .lie_algebra import working_dtype
 from .positions import grid_positions, perturbation, with_prefix
 
 
@@ -650,10 +651,10 @@ def _kept_positions(forward_pass: ForwardPass, embeddings, args, kwargs, output,
     """(N, A) coordinates of the patches, or (B, kept, A) where the embeddings pass only some of them on."""
     tower, grid = forward_pass.tower, forward_pass.grid
     patch = tower.rotary_patch
-    offsets = None
+    offsets, dtype = None, working_dtype(device)
     if tower.training and patch.config.position_perturbation:
-        offsets = perturbation(grid, patch.config.position_perturbation, device)
-    positions = grid_positions(grid, patch.train_grid, patch.coordinates, offsets, device)
+        offsets = perturbation(grid, patch.config.position_perturbation, device, dtype)
+    positions = grid_positions(grid, patch.train_grid, patch.coordinates, offsets, device, dtype)
     num_patches = math.prod(grid)
     if isinstance(output, tuple) and hasattr(embeddings, "random_masking"):
         restore = output[2].to(device)
@@ -673,7 +674,7 @@ def _flexible_positions(tower: nn.Module, shapes: torch.Tensor, length: int, dev
     patch = tower.rotary_patch
     samples = []
     for grid in map(tuple, shapes.tolist()):
-        positions = grid_positions(grid, patch.train_grid, patch.coordinates, None, device)
+        positions = grid_positions(grid, patch.train_grid, patch.coordinates, None, device, working_dtype(device))
         samples.append(nn.functional.pad(positions, (0, 0, 0, length - len(positions))))
     return torch.stack(samples)
 

@@ -34,6 +34,7 @@ ALLOWED = {
         ".attention",
         ".configuration_liere",
         ".encodings",
+        ".lie_algebra",
         ".positions",
     },
     "modeling_liere_video": {"torch", "transformers", ".configuration_liere", ".modeling_liere"},
