@@ -18,6 +18,12 @@ def full(value):
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
+def leave():
+    """End a process whose work is done and saved: threads of gloo now and then abort an interpreter that shuts down."""
+    dist.barrier()
+    os._exit(0)
+
+
 def main(kind, config_dir, batch_file, output):
     dist.init_process_group("gloo")
     assert dist.get_world_size() == 2
@@ -39,9 +45,7 @@ def main(kind, config_dir, batch_file, output):
     weights = {name: full(value).detach().clone() for name, value in model.state_dict().items()}
     if dist.get_rank() == 0:
         torch.save(weights, output)
-    dist.barrier()
-    # All is done and saved; threads of gloo now and then abort an interpreter that takes its time to end.
-    os._exit(0)
+    leave()
 
 
 if __name__ == "__main__":

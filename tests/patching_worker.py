@@ -4,6 +4,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from distributed_worker import leave
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -18,7 +19,7 @@ def main(directory):
     optimizer.step()
     if dist.get_rank() == 0:
         torch.save({name: value.detach() for name, value in model.named_parameters()}, f"{directory}/stepped.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
