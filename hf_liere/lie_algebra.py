@@ -64,6 +64,7 @@ def plane_rotations(
     Args:
         positions: (P, A) in the working type.
         frequencies: (A, K), one per axis and plane.
+        dtype: Type of the result.
 
     Returns:
         (K, P, 2) holding cos and sin, in `dtype`.
@@ -87,6 +88,7 @@ def block_rotations(
     Args:
         positions: (P, A) in the working type.
         generators: (A, K, b, b), skew-symmetric.
+        dtype: Type of the result.
 
     Returns:
         (K, P, b, b) rotations, in `dtype`.

@@ -69,7 +69,7 @@ def perturbation(
 ) -> torch.Tensor:
     """
     Random displacements of patches, ComRoPE eq. (11): normal with a standard deviation of `strength` patch extents,
-    truncated (by rejection in law, not clamped) so that every coordinate stays in its patch.
+    truncated to the patch. Truncated, not clamped: no mass gathers at the patch's border.
 
     Returns:
         (N, A) displacements in patch extents, in [−½, ½].
