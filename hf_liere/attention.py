@@ -6,34 +6,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-
-def rotate(states: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """
-    R(p) applied to consecutive blocks of channels of every token and head (LieRE §4: q′ = R(p) q, k′ = R(p) k).
-
-    Args:
-        states: (B, H, N, D) queries or keys.
-        rotation: (1 or B, 1 or H, N, blocks, 2) with cos and sin, or (1 or B, 1 or H, N, blocks, b, b); channels
-            beyond blocks · b are passed through.
-
-    Returns:
-        (B, H, N, D) in the type of `states`.
-    """
-    blocks, block_size = rotation.shape[3], rotation.shape[-1]
-    rotation = rotation.to(states.dtype)
-    rotated, tail = states[..., : blocks * block_size], states[..., blocks * block_size :]
-    rotated = rotated.unflatten(-1, (blocks, block_size))
-    if rotation.ndim == 5:
-        cos, sin = rotation.unbind(-1)
-        first, second = rotated.unbind(-1)
-        rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
-    elif rotation.shape[0] == 1:
-        # One product per token, head and block takes the whole batch as its columns.
-        rotated = torch.einsum("hnmij,bhnmj->bhnmi", rotation[0].expand(states.shape[1], *rotation.shape[2:]), rotated)
-    else:
-        rotated = (rotation @ rotated.unsqueeze(-1)).squeeze(-1)
-    rotated = rotated.flatten(-2)
-    return torch.cat([rotated, tail], dim=-1) if tail.shape[-1] else rotated
+from .rotation import EigenRotation, Rotation, fold, rotate, rotate_query_key
 
 
 def eager_attention_forward(
@@ -78,18 +51,19 @@ class LieREAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        rotation: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, N, hidden_size) states and this layer's rotation, see [`rotate`] → states and attention weights."""
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        key = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        basis = rotation.basis if isinstance(rotation, EigenRotation) else None
+        query = _project(self.q_proj, hidden_states, basis).view(hidden_shape).transpose(1, 2)
+        key = _project(self.k_proj, hidden_states, basis).view(hidden_shape).transpose(1, 2)
         value = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
         if rotation is not None:
-            query, key = rotate(query, rotation), rotate(key, rotation)
+            query, key = rotate_query_key(query, key, rotation)
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -105,3 +79,43 @@ class LieREAttention(nn.Module):
             **kwargs,
         )
         return self.o_proj(attended.reshape(*input_shape, -1)), weights
+
+    @torch.no_grad()
+    def fold(self, basis: torch.Tensor) -> None:
+        """
+        Turn the query and key weights into the eigenbasis of their rotations for good; the channels that odd blocks
+        leave without a plane go to the end of a head.
+
+        Raises:
+            ValueError: if a projection is not a plain linear layer.
+        """
+        blocks, size = basis.shape[1], basis.shape[-1]
+        channels = torch.arange(blocks * size, device=basis.device).view(blocks, size)
+        in_planes = size - size % 2
+        order = torch.cat([channels[:, :in_planes].flatten(), channels[:, in_planes:].flatten()])
+        for projection in (self.q_proj, self.k_proj):
+            if type(projection) is not nn.Linear:
+                raise ValueError(
+                    f"Rotations fold into linear layers, not into {type(projection).__name__}: merge adapters first, "
+                    "and quantize afterwards."
+                )
+            for parameter in (projection.weight, projection.bias):
+                if parameter is not None:
+                    turned = fold(parameter, basis)
+                    parameter.copy_(turned.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1))
+
+
+def _project(projection: nn.Module, hidden_states: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
+    """Query or key projection, into the eigenbasis of commuting generators where there is one."""
+    if basis is None:
+        return projection(hidden_states)
+    if type(projection) is nn.Linear:
+        # The weight has fewer rows than there are tokens.
+        bias = None if projection.bias is None else fold(projection.bias, basis)
+        return nn.functional.linear(hidden_states, fold(projection.weight, basis), bias)
+    # Adapters and quantized layers have no weight to turn.
+    projected = projection(hidden_states)
+    return fold(projected.flatten(0, -2).T, basis).T.reshape(projected.shape)
+
+
+__all__ = ["LieREAttention", "eager_attention_forward", "rotate"]

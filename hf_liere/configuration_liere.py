@@ -96,6 +96,9 @@ class LieREConfig(PreTrainedConfig):
             Width of a hidden ReLU layer in the classifier (ComRoPE); `None` means a linear classifier.
         layerscale_value (`float`, *optional*): Initial value of layer scale; `None` builds no layer scale.
         drop_path_rate (`float`, defaults to 0.0): Stochastic depth rate of the last layer, linear from 0 at the first.
+        folded_grids (`list`, *optional*):
+            Not `None` for a model that `fold_rotations` made, which is for inference: the patch grids whose rotations
+            are kept as constants (none for encodings whose rotations are in the query and key weights).
         format_version (`int`): Version of this configuration's meaning; newer ones than the library knows are refused.
 
     The remaining arguments mean what they mean in `ViTConfig`.
@@ -143,6 +146,7 @@ class LieREConfig(PreTrainedConfig):
     rotary_init: Literal["uniform", "normal", "frequencies", "zeros"] | None = None
     rotary_init_scale: float | int | None = None
     rope_theta: float | int | None = None
+    folded_grids: list[list[int]] | None = None
     format_version: int = FORMAT_VERSION
 
     _auto_map = {}
@@ -279,6 +283,21 @@ class LieREConfig(PreTrainedConfig):
                 "position_table_size."
             )
 
+    def _validate_folding(self):
+        if self.position_perturbation:
+            raise ValueError(
+                f"position_perturbation={self.position_perturbation} is for training, folded_grids={self.folded_grids} "
+                "for inference."
+            )
+        if self.folded_grids and (self.position_encoding != "liere" or self.block_size == 2):
+            raise ValueError(
+                f"folded_grids={self.folded_grids}: only liere with block_size above 2 has rotations to keep; accepted "
+                f"for {self.position_encoding}: [] or None."
+            )
+        for grid in self.folded_grids:
+            if len(grid) != self.num_axes or any(size < 1 for size in grid):
+                raise ValueError(f"folded_grids: {grid} must be {self.num_axes} numbers of patches, one per axis.")
+
     def _validate_rotary(self):
         encoding, block_size, head_dim, axes = self.position_encoding, self.block_size, self.head_dim, self.num_axes
         if head_dim < 2:
@@ -317,11 +336,13 @@ class LieREConfig(PreTrainedConfig):
             )
         if self.rope_theta is not None and not self.rope_theta > 0:
             raise ValueError(f"rope_theta={self.rope_theta} must be positive.")
+        if self.folded_grids is not None:
+            self._validate_folding()
 
     def _refuse_rotary_fields(self):
         refused = {
             name: getattr(self, name)
-            for name in ("block_size", "coordinates", "rotary_init", "rope_theta")
+            for name in ("block_size", "coordinates", "rotary_init", "rope_theta", "folded_grids")
             if getattr(self, name) is not None
         }
         if self.position_table_size is not None:

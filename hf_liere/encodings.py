@@ -1,12 +1,19 @@
 """The rotary encodings: what each one learns, and the rotations it gives to every layer."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from .lie_algebra import block_rotations, plane_rotations, skew, working_dtype
+from .lie_algebra import Rays, block_rotations, cos_sin, eigenbasis, plane_rotations, skew, working_dtype
+from .positions import grid_rays
+from .rotation import EigenRotation, Rotation
+
+
+# Dense rotations of all layers at once are fewer calls, but LieRE64 of a ViT-B at 3,136 tokens would need 7.4 GB.
+ALL_LAYERS_BYTES = 1 << 30
 
 
 class RotaryEncoding(nn.Module):
@@ -52,19 +59,33 @@ class RotaryEncoding(nn.Module):
             One tensor per layer: (1 or B, 1 or heads, N, blocks, 2) holding cos and sin for b = 2, or
             (1 or B, 1 or heads, N, blocks, b, b) rotation matrices. Shared layers get the same tensor.
         """
-        entries = self.entries(positions.device)
+        return self.matrices(positions, self.entries(positions.device))
+
+    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None = None) -> Iterable[Rotation]:
+        """
+        As `forward`, in the form in which attention applies them fastest, see [`rotation.rotate_query_key`].
+
+        Args:
+            grid: Patches per axis, if the positions are those of a grid as it is, prefix tokens included.
+        """
+        return self(positions)
+
+    def matrices(self, positions: torch.Tensor, entries: torch.Tensor, rays: Rays | None = None) -> list[torch.Tensor]:
+        """`forward` for the layers whose `entries` are given; `rays`: see [`lie_algebra.Rays`]."""
         positions = positions.to(working_dtype(positions.device))
         batch, tokens = positions.shape[:-2], positions.shape[-2]
         flat_positions = positions.reshape(-1, self.num_axes)
-        flat_entries = entries.flatten(1, 3)
-        if self.block_size == 2:
-            rotations = plane_rotations(flat_positions, flat_entries.squeeze(-1), self.rotation_dtype)
-        else:
-            rotations = block_rotations(flat_positions, skew(flat_entries, self.block_size), self.rotation_dtype)
         layers, heads, blocks = entries.shape[1:4]
-        rotations = rotations.view(layers, heads, blocks, *(batch or (1,)), tokens, *rotations.shape[2:])
-        rotations = rotations.permute(0, 3, 1, 4, 2, *range(5, rotations.ndim)).contiguous()
-        return list(rotations.unbind(0)) * (self.num_layers // layers)
+        if self.block_size == 2:
+            rotations = plane_rotations(flat_positions, entries.flatten(1), self.rotation_dtype)
+            rotations = rotations.unflatten(0, (layers, -1))
+        else:
+            generators = skew(entries.flatten(2, 3), self.block_size)
+            rotations = block_rotations(flat_positions, generators, self.rotation_dtype, rays)
+        # Tokens before heads in memory, as in the queries and keys that will be rotated.
+        rotations = rotations.transpose(1, 2).contiguous().unflatten(2, (heads, blocks))
+        rotations = rotations.unflatten(1, (*(batch or (1,)), tokens)).transpose(2, 3)
+        return list(rotations.unbind(0)) * (self.num_layers // self.layers if layers == self.layers else 1)
 
     @property
     def rotation_dtype(self) -> torch.dtype:
@@ -140,6 +161,20 @@ class LieRE(RotaryEncoding):
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
 
+    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None = None) -> Iterable[Rotation]:
+        """
+        As `forward`. On a grid that starts at zero the positions of most patches are multiples of another's, see
+        [`lie_algebra.Rays`]. Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it asks for them.
+        """
+        rays, entries, config = None, self.entries(positions.device), self.config
+        proportional = config.coordinates in ("index", "train_grid", "train_index") and not config.rotate_prefix
+        if grid is not None and proportional and self.block_size > 2 and not torch.compiler.is_compiling():
+            rays = Rays.from_lists(grid_rays(grid, positions.shape[-2] - math.prod(grid)))
+        numbers = self.layers * self.heads * self.num_blocks * self.block_size**2 * positions[..., 0].numel()
+        if self.layers == 1 or numbers * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
+            return self.matrices(positions, entries, rays)
+        return (self.matrices(positions, entries[:, layer : layer + 1], rays)[0] for layer in range(self.layers))
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.initialize(self.generators)
@@ -161,10 +196,67 @@ class ComRoPEAxialPartition(RotaryEncoding):
         super().__init__(config, num_axes)
         self.generators = nn.Parameter(torch.empty(self.layers, self.heads, self.num_blocks, self.num_entries))
 
-    def entries(self, device: torch.device) -> torch.Tensor:
+    def slopes(self, device: torch.device) -> torch.Tensor:
+        """(A, layers or 1, heads or 1, blocks) factors of a block's one matrix in the generators of the axes."""
         served = torch.arange(self.num_blocks, device=device) % self.num_axes
         serves = served == torch.arange(self.num_axes, device=device).unsqueeze(-1)
-        return self.generators * serves.view(self.num_axes, 1, 1, self.num_blocks, 1)
+        return serves.view(self.num_axes, 1, 1, self.num_blocks)
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        # A product rounded to float32 would be the largest error of the rotations.
+        dtype = working_dtype(device)
+        return self.slopes(device).to(dtype).unsqueeze(-1) * self.generators.to(dtype)
+
+    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None = None) -> list[Rotation]:
+        """
+        Without an exponential: every block is diagonalised once, whatever the number of tokens.
+
+        Returns:
+            One [`rotation.EigenRotation`] per layer. Odd block sizes have an axis that no plane contains; they get the
+            matrices of `forward`.
+        """
+        if self.block_size % 2:
+            return self(positions)
+        dtype, device = working_dtype(positions.device), positions.device
+        batch, tokens = positions.shape[:-2] or (1,), positions.shape[-2]
+        with torch.autocast(device_type=device.type, enabled=False):
+            basis, generators, frequencies = self.spectrum(dtype)
+            slopes = self.slopes(device).to(dtype).expand(-1, self.layers, self.heads, -1)
+            scalars = positions.to(dtype).reshape(-1, self.num_axes) @ slopes.flatten(1)
+            # (layers, batch, tokens, heads, blocks)
+            scalars = scalars.view(*batch, tokens, self.layers, self.heads, self.num_blocks).movedim(2, 0)
+            angles = scalars.unsqueeze(-1) * frequencies[:, None, None]
+            planes = cos_sin(angles.flatten(-2), self.rotation_dtype).transpose(2, 3)
+        basis, generators = basis.to(self.rotation_dtype), generators.to(self.rotation_dtype)
+        scalars = scalars.detach().transpose(2, 3).to(self.rotation_dtype)
+        rotations = [
+            EigenRotation(planes[layer], basis[layer], generators[layer], scalars[layer])
+            for layer in range(self.layers)
+        ]
+        return rotations * (self.num_layers // self.layers)
+
+    def bases(self) -> list[torch.Tensor]:
+        """Eigenbasis of every layer, (1 or heads, blocks, b, b) each, for [`rotation.fold`]."""
+        basis, _, _ = self.spectrum(working_dtype(self.generators.device))
+        return list(basis) * (self.num_layers // self.layers)
+
+    def folded_frequencies(self) -> torch.Tensor:
+        """Angular frequency of every axis and plane, (A, layers or 1, heads or 1, planes)."""
+        dtype = working_dtype(self.generators.device)
+        _, _, frequencies = self.spectrum(dtype)
+        return (self.slopes(frequencies.device).to(dtype).unsqueeze(-1) * frequencies).flatten(-2)
+
+    def spectrum(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Eigenbasis U, UᵀSU and frequencies μ of the one matrix S of every block, in `dtype`, see
+        [`lie_algebra.eigenbasis`]: (layers or 1, heads or 1, blocks, b, b) twice and (layers or 1, heads or 1, blocks,
+        ⌊b/2⌋).
+        """
+        generators = skew(self.generators.to(dtype), self.block_size)
+        basis = eigenbasis(generators.detach())
+        generators = basis.transpose(-1, -2) @ generators @ basis
+        planes = range(0, self.block_size - 1, 2)
+        return basis, generators, torch.stack([generators[..., plane + 1, plane] for plane in planes], dim=-1)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -187,15 +279,80 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
         super().__init__(config, num_axes)
         self.multipliers = nn.Parameter(torch.empty(num_axes, self.layers, self.heads, self.num_blocks))
 
-    def entries(self, device: torch.device) -> torch.Tensor:
-        # A product rounded to float32 would be the largest error of the rotations.
-        dtype = working_dtype(device)
-        return self.multipliers.to(dtype).unsqueeze(-1) * self.generators.to(dtype)
+    def slopes(self, device: torch.device) -> torch.Tensor:
+        return self.multipliers
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
         init.normal_(self.multipliers)
+
+
+class FoldedLieRE(LieRE):
+    """
+    LieRE for inference, with the rotations of some grids as constants; those of other grids are computed as ever.
+
+    Attributes:
+        grids: For each of `config.folded_grids`, under the name "14x14", the rotations of its tokens, prefix included:
+            (layers or 1, tokens, heads or 1, blocks, b, b).
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        self.grids = nn.ParameterDict()
+        for grid in config.folded_grids:
+            tokens = config.num_prefix_tokens + math.prod(grid)
+            shape = (self.layers, tokens, self.heads, self.num_blocks, self.block_size, self.block_size)
+            self.grids[grid_name(grid)] = nn.Parameter(torch.empty(shape), requires_grad=False)
+
+    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None = None) -> Iterable[Rotation]:
+        if grid is None or grid_name(grid) not in self.grids:
+            return super().layer_rotations(positions, grid)
+        rotations = [layer.transpose(0, 1).unsqueeze(0) for layer in self.grids[grid_name(grid)]]
+        return rotations * (self.num_layers // self.layers)
+
+    @torch.no_grad()
+    def fold(self, encoding: LieRE, rotations: dict[str, Iterable[torch.Tensor]]) -> None:
+        """Take over the generators of `encoding` and its rotations on every grid."""
+        self.generators.copy_(encoding.generators)
+        for name, layers in rotations.items():
+            for constant, rotation in zip(self.grids[name], layers):
+                constant.copy_(rotation[0].transpose(0, 1))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for constants in self.grids.values():
+            init.copy_(constants, torch.eye(self.block_size).expand_as(constants))
+
+
+class FoldedComRoPE(RotaryEncoding):
+    """
+    ComRoPE for inference: RoPE with a frequency per axis and plane, its eigenbasis being in the query and key weights.
+
+    The channel that an odd block leaves without a plane comes after all planes of its head.
+
+    Attributes:
+        frequencies: (A, layers or 1, heads or 1, planes).
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        planes = self.num_blocks * (self.block_size // 2)
+        self.frequencies = nn.Parameter(torch.empty(num_axes, self.layers, self.heads, planes), requires_grad=False)
+        self.block_size = 2
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        return self.frequencies.unsqueeze(-1)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        init.zeros_(self.frequencies)
+
+
+def grid_name(grid: tuple[int, ...]) -> str:
+    """(14, 14) → "14x14"."""
+    return "x".join(map(str, grid))
 
 
 ROTARY_ENCODINGS = {
@@ -207,7 +364,12 @@ ROTARY_ENCODINGS = {
 }
 
 
+FOLDED_ENCODINGS = {"liere": FoldedLieRE, "comrope_ap": FoldedComRoPE, "comrope_ld": FoldedComRoPE}
+
+
 def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
     """The module for `config.position_encoding`, or `None` for `none` and `absolute`, which rotate nothing."""
     encoding = ROTARY_ENCODINGS.get(config.position_encoding)
+    if config.folded_grids is not None:
+        encoding = FOLDED_ENCODINGS.get(config.position_encoding, encoding)
     return None if encoding is None else encoding(config, num_axes)

@@ -1,17 +1,37 @@
 """From skew-symmetric generators to rotations: the one owner of matrix exponentials."""
 
 import math
+from typing import NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
-# Degree-11 Taylor polynomial at norm ≤ ½: a remainder below 3e-13, so that 12 squarings keep 1e-9.
-TAYLOR = tuple(1 / math.factorial(degree) for degree in range(12))
-TAYLOR_NORM = 0.5
-# Used where the norm cannot be looked at (a traced graph): enough for norms up to 2048.
-TRACED_SQUARINGS = 12
-# Matrices are worked on in pieces that stay in a core's cache: 1 MiB of float64.
-CHUNK_ELEMENTS = 1 << 17
+# P(x) of degree 18 in five products (scheme of Bader, Blanes and Casas 2019, eq. 23): with the combinations B₁ … B₅ of
+# 1, x, x², x³, x⁶ in the rows below, Q = B₁B₅ + B₄ and P = B₂ + (B₃ + Q) Q. The numbers solve for the polynomial with
+# P(0) = 1 that interpolates e^(iφ) in the Chebyshev points of |φ| ≤ 3.2, where it errs by 2e-13: the spectrum of a
+# skew-symmetric matrix is imaginary, so the exponential needs no accuracy elsewhere.
+POLYNOMIAL = (
+    (0.046014031967345956404, -0.12829239509055682887, -0.0086190452043831576574, -0.0009708167894662686554, 0.0),
+    (
+        -7.4360710401678762515,
+        1.0967138264914147804,
+        0.98056214911195570085,
+        -0.016487091429580077,
+        -0.00053250217893578,
+    ),
+    (2.3637198439526685953, 1.9469494375136080881, 0.0975735182129525, 0.002290955806307134, 0.00003501107180980672),
+    (1.9489950753324255, -0.6227656338610917167, 0.06987186799980863, 0.026504164510235873, -0.000012858941845688914),
+    (0.10615836313296318, 0.3127635065704058389, -0.09672525453016817, -0.014771321279952634, -0.000012114218070775968),
+)
+POLYNOMIAL_NORM = 3.2
+# Used where the norm cannot be looked at (a traced graph): enough for norms up to 3276.
+TRACED_SQUARINGS = 10
+# Matrices are worked on in pieces that stay in a core's cache: 512 KiB of float64. Elsewhere pieces only bound memory.
+CHUNK_ELEMENTS = 1 << 16
+DEVICE_CHUNK_ELEMENTS = 1 << 26
+# Derivatives of float32 results are computed in float32 up to this many squarings, which double an error of 1e-7 each.
+FLOAT32_SQUARINGS = 7
 
 
 def working_dtype(device: torch.device) -> torch.dtype:
@@ -70,14 +90,86 @@ def plane_rotations(
         (K, P, 2) holding cos and sin, in `dtype`.
     """
     with torch.autocast(device_type=positions.device.type, enabled=False):
-        angles = torch.einsum("ak,pa->kp", frequencies.to(positions.dtype), positions)
-        # Whole turns are taken off in the working type, so that float32 cos and sin see a small, exact argument.
-        angles = torch.remainder(angles, 2 * math.pi).to(dtype)
-        return torch.stack([angles.cos(), angles.sin()], dim=-1)
+        return cos_sin(positions @ frequencies.to(positions.dtype), dtype).transpose(0, 1)
+
+
+def cos_sin(angles: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """(…, 2) cos and sin, in `dtype`, of angles in the working type."""
+    # Whole turns are taken off in the working type, so that float32 cos and sin see a small, exact argument.
+    angles = (angles - (angles.detach() / (2 * math.pi)).round() * (2 * math.pi)).to(dtype)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1)
+
+
+@torch.no_grad()
+def eigenbasis(generators: torch.Tensor) -> torch.Tensor:
+    """
+    Orthogonal U with UᵀSU = blockdiag(μ₁J, μ₂J, …), J = [[0, −1], [1, 0]], and a last 0 if b is odd, for
+    skew-symmetric S.
+
+    Repeated frequencies and kernels are fine. Where S is zero U is exactly the identity, so that a model that starts
+    without rotations computes the same bits as one that has none.
+
+    Args:
+        generators: (…, b, b) in the working type.
+
+    Returns:
+        (…, b, b), detached.
+    """
+    size, device = generators.shape[-1], generators.device
+    # MPS has neither float64 nor complex eigenvectors; the matrices are few.
+    matrices = generators.to("cpu", torch.float64) if device.type == "mps" else generators
+    # In a kernel of two or more dimensions the eigenvectors of iS are not pairs of conjugates. A perturbation of 2e-12
+    # (for float64) splits it.
+    row, column = torch.triu_indices(size, size, offset=1)
+    splitting = skew(torch.cos(torch.arange(1, len(row) + 1, device=matrices.device, dtype=matrices.dtype)), size)
+    # What is not finite reaches the loss through S.
+    matrices = matrices.nan_to_num(0.0, 0.0, 0.0)
+    norms = matrices.flatten(-2).norm(dim=-1)[..., None, None]
+    strength = torch.finfo(matrices.dtype).eps ** 0.75
+    _, vectors = torch.linalg.eigh(1j * (matrices + strength * norms * splitting))
+    # S x = μ y and S y = −μ x for an eigenvector (x + iy)/√2 of a frequency μ ≥ 0: the upper half.
+    planes = vectors[..., (size + 1) // 2 :] * math.sqrt(2)
+    basis = torch.stack([planes.real, planes.imag], dim=-1).flatten(-2)
+    if size % 2:
+        kernel = vectors[..., size // 2]
+        phase = kernel.gather(-1, kernel.abs().argmax(-1, keepdim=True)).conj()
+        kernel = torch.nn.functional.normalize((kernel * phase).real, dim=-1)
+        basis = torch.cat([basis, kernel.unsqueeze(-1)], dim=-1)
+    # Rounding mixes the vectors of nearly opposite frequencies; Newton's iteration makes them orthonormal again.
+    for _ in range(4):
+        gram = basis.transpose(-1, -2) @ basis
+        basis = 1.5 * basis - 0.5 * (basis @ gram)
+    identity = torch.eye(size, dtype=basis.dtype, device=basis.device)
+    return torch.where(norms > 0, basis, identity).to(generators)
+
+
+class Rays(NamedTuple):
+    """
+    Tokens whose positions are the multiples 1, 2, … of a first one: R(kp) = R(p)ᵏ, one product instead of an
+    exponential. On a grid that starts at zero these are all tokens but those with coprime indices.
+
+    Attributes:
+        tokens: (rays, longest ray) index of the token at each multiple, −1 beyond the end of a ray. Tokens that are in
+            no ray sit at position zero.
+    """
+
+    tokens: torch.Tensor
+
+    @classmethod
+    def from_lists(cls, rays: list[list[int]]) -> "Rays":
+        longest = max(map(len, rays), default=0)
+        return cls(torch.tensor([ray + [-1] * (longest - len(ray)) for ray in rays]).view(len(rays), longest))
+
+
+class _Piece(NamedTuple):
+    """Rays that are squared equally often, longest first; `multiples[k − 1]` are the k-th tokens of those that long."""
+
+    squarings: int
+    multiples: tuple[torch.Tensor, ...]
 
 
 def block_rotations(
-    positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype = torch.float32
+    positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype = torch.float32, rays: Rays | None = None
 ) -> torch.Tensor:
     """
     exp(Σ_a p_a A_a) for b > 2 (LieRE eq. 4, ComRoPE eq. 3), by scaling and squaring with matrix products only.
@@ -87,98 +179,166 @@ def block_rotations(
 
     Args:
         positions: (P, A) in the working type.
-        generators: (A, K, b, b), skew-symmetric.
+        generators: (A, …, K, b, b), skew-symmetric.
         dtype: Type of the result.
+        rays: Which positions are multiples of others, if that is known.
 
     Returns:
-        (K, P, b, b) rotations, in `dtype`.
+        (…, K, P, b, b) rotations in `dtype`; in memory, tokens come before the K blocks.
     """
-    squarings = TRACED_SQUARINGS
-    if not torch.compiler.is_compiling():
-        # For a skew-symmetric matrix the spectral norm is at most the Frobenius norm over √2.
-        norms = generators.detach().to(positions.dtype).flatten(-2).norm(dim=-1) / math.sqrt(2)
-        bound = (positions.detach().abs() @ norms).max().item() if positions.numel() else 0.0
-        if math.isfinite(bound):
-            squarings = max(0, math.ceil(math.log2(max(bound, TAYLOR_NORM) / TAYLOR_NORM)))
-    return _BlockRotations.apply(positions, generators, squarings, dtype)
+    leading = generators.shape[1:-3]
+    generators = generators.reshape(generators.shape[0], -1, *generators.shape[-3:])
+    pieces = _pieces(positions.detach(), generators.detach(), rays)
+    rotations = _BlockRotations.apply(positions, generators, pieces, dtype)
+    return rotations.transpose(1, 2).unflatten(0, leading) if leading else rotations[0].transpose(0, 1)
 
 
-class _BlockRotations(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, positions, generators, squarings, dtype):
-        ctx.save_for_backward(positions, generators)
-        ctx.squarings = squarings
-        blocks, tokens, size = generators.shape[1], positions.shape[0], generators.shape[-1]
-        with torch.autocast(device_type=positions.device.type, enabled=False):
-            rotations = positions.new_empty(blocks, tokens, size, size, dtype=dtype)
-            for block, token in _chunks(blocks, tokens, size):
-                exponents = _exponents(positions[token], generators[:, block], squarings)
-                rotations[block, token] = _exponential(exponents, squarings).view(
-                    -1, *rotations[block, token].shape[1:]
-                )
-        return rotations
-
-    @staticmethod
-    def backward(ctx, gradient):
-        positions, generators = ctx.saved_tensors
-        blocks, tokens, size = generators.shape[1], positions.shape[0], generators.shape[-1]
-        generators_gradient = torch.zeros_like(generators, dtype=positions.dtype)
-        positions_gradient = torch.zeros_like(positions)
-        with torch.autocast(device_type=positions.device.type, enabled=False):
-            for block, token in _chunks(blocks, tokens, size):
-                position, generator = positions[token], generators[:, block]
-                # The adjoint of the derivative at X is the derivative at Xᵀ = −X.
-                exponents = _exponents(-position, generator, ctx.squarings)
-                direction = gradient[block, token].to(positions.dtype).reshape(exponents.shape)
-                adjoint = _exponential_derivative(exponents, direction, ctx.squarings)
-                adjoint = adjoint.view(generator.shape[1], position.shape[0], size * size)
-                generators_gradient[:, block] += torch.einsum("pa,kpe->ake", position, adjoint).view(generator.shape)
-                if ctx.needs_input_grad[0]:
-                    flat = generator.to(positions.dtype).flatten(-2)
-                    positions_gradient[token] += torch.einsum("ake,kpe->pa", flat, adjoint)
-        return positions_gradient, generators_gradient.to(generators.dtype), None, None
-
-
-def _chunks(blocks: int, tokens: int, size: int):
-    # A traced graph has no use for pieces and its sizes may be symbolic.
+def _pieces(positions: torch.Tensor, generators: torch.Tensor, rays: Rays | None) -> list[_Piece]:
     if torch.compiler.is_compiling():
-        yield slice(0, blocks), slice(0, tokens)
-        return
-    matrices = max(1, CHUNK_ELEMENTS // (size * size))
-    token_step = min(tokens, matrices)
-    block_step = max(1, matrices // max(token_step, 1))
-    for block in range(0, blocks, block_step):
-        for token in range(0, tokens, token_step):
-            yield slice(block, block + block_step), slice(token, token + token_step)
-
-
-def _exponents(positions: torch.Tensor, generators: torch.Tensor, squarings: int) -> torch.Tensor:
-    """(k·p, b, b) scaled exponents 2^−s Σ_a p_a A_a."""
-    axes, blocks, size, _ = generators.shape
-    scaled = positions * 2.0**-squarings
-    flat = generators.to(positions.dtype).reshape(axes, -1)
-    exponents = (scaled @ flat).view(-1, blocks, size * size).transpose(0, 1)
-    return exponents.reshape(-1, size, size)
-
-
-def _taylor_terms(powers: tuple[torch.Tensor, ...], with_identity: bool) -> list[torch.Tensor]:
-    """The four quadratic pieces of the Taylor polynomial, lowest degree first (Paterson–Stockmeyer in X³)."""
-    first, second = powers
+        return [_Piece(TRACED_SQUARINGS, (torch.arange(positions.shape[0], device=positions.device),))]
+    if rays is None:
+        tokens = torch.arange(len(positions)).unsqueeze(-1)
+    else:
+        tokens = rays.tokens
+    if not len(tokens):
+        return []
+    # For a skew-symmetric matrix the spectral norm is at most the Frobenius norm over √2.
+    norms = generators.to(positions.dtype).flatten(-2).norm(dim=-1).flatten(1).amax(1) / math.sqrt(2)
+    norms = (positions.abs() @ norms)[tokens[:, 0].to(positions.device)].cpu().nan_to_num(0.0, 0.0, 0.0)
+    squarings = (norms / POLYNOMIAL_NORM).clamp(min=1.0).log2().ceil().long()
+    lengths = (tokens >= 0).sum(1)
+    size = generators.shape[-1]
+    most = max(1, _chunk_elements(positions.device) // (size * size))
     pieces = []
-    for degree in range(0, 12, 3):
-        piece = torch.add(TAYLOR[degree + 1] * first, second, alpha=TAYLOR[degree + 2])
-        if with_identity:
-            piece.diagonal(dim1=-2, dim2=-1).add_(TAYLOR[degree])
-        pieces.append(piece)
+    done = -1
+    for count in squarings.unique().tolist():
+        chosen = ((squarings > done) & (squarings <= count)).nonzero().squeeze(-1)
+        # A few rays are sooner squared once too often than by themselves.
+        if len(chosen) * 8 < len(squarings) and count < squarings.max():
+            continue
+        done = count
+        chosen = chosen[lengths[chosen].argsort(descending=True, stable=True)]
+        for part in chosen.split(most):
+            multiples = tuple(
+                tokens[part[: int((lengths[part] > k).sum())], k].to(positions.device)
+                for k in range(int(lengths[part].max()))
+            )
+            pieces.append(_Piece(count, multiples))
     return pieces
 
 
+def _chunk_elements(device: torch.device) -> int:
+    return CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
+
+
+def _chunks(pieces: list[_Piece], generators: torch.Tensor):
+    """(group, slice of blocks, piece) that are computed together."""
+    _, groups, blocks, size, _ = generators.shape
+    for piece in pieces:
+        step = blocks
+        # A traced graph has no use for pieces and its sizes may be symbolic.
+        if not torch.compiler.is_compiling():
+            step = max(1, _chunk_elements(generators.device) // (size * size * max(len(piece.multiples[0]), 1)))
+        for group in range(groups):
+            for block in range(0, blocks, step):
+                yield group, slice(block, block + step), piece
+
+
+class _BlockRotations(torch.autograd.Function):
+    """(P, A) positions and (A, G, K, b, b) generators → (G, P, K, b, b)."""
+
+    @staticmethod
+    def forward(ctx, positions, generators, pieces, dtype):
+        ctx.save_for_backward(positions, generators)
+        ctx.pieces = pieces
+        _, groups, blocks, size, _ = generators.shape
+        with torch.autocast(device_type=positions.device.type, enabled=False):
+            # Tokens at the origin belong to no ray.
+            identity = torch.eye(size, dtype=dtype, device=positions.device)
+            rotations = identity.expand(groups, positions.shape[0], blocks, size, size).contiguous()
+            for group, block, (squarings, multiples) in _chunks(pieces, generators):
+                exponents = _exponents(positions[multiples[0]], generators[:, group, block], squarings)
+                first = _exponential(exponents, squarings).unflatten(0, (len(multiples[0]), -1))
+                rotation = first
+                for multiple, tokens in enumerate(multiples):
+                    if multiple:
+                        rotation = rotation[: len(tokens)] @ first[: len(tokens)]
+                    rotations[group][tokens, block] = rotation.to(dtype)
+        return rotations
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        positions, generators = ctx.saved_tensors
+        size = generators.shape[-1]
+        generators_gradient = torch.zeros_like(generators, dtype=positions.dtype)
+        positions_gradient = torch.zeros_like(positions)
+        with torch.autocast(device_type=positions.device.type, enabled=False):
+            for group, block, (squarings, multiples) in _chunks(ctx.pieces, generators):
+                position, generator = positions[multiples[0]], generators[:, group, block]
+                # The adjoint of the derivative at X is the derivative at Xᵀ = −X.
+                dtype = gradient.dtype if squarings <= FLOAT32_SQUARINGS else positions.dtype
+                exponents = _exponents(-position, generator, squarings).to(dtype)
+                directions = [gradient[group][tokens, block].to(dtype) for tokens in multiples]
+                inverse = None
+                if len(multiples) > 1:
+                    longer = directions[1].numel() // size**2
+                    inverse = _exponential(exponents[:longer], squarings).view(directions[1].shape)
+                direction = _gradient_of_first(inverse, directions)
+                adjoint = _exponential_derivative(exponents, direction.reshape(exponents.shape), squarings)
+                adjoint = adjoint.view(len(position), -1).to(positions.dtype)
+                generators_gradient[:, group, block] += (position.T @ adjoint).view(generator.shape)
+                if ctx.needs_input_grad[0]:
+                    flat = generator.to(positions.dtype).flatten(1)
+                    positions_gradient[multiples[0]] += adjoint @ flat.T
+        # Positions that are multiples of others come from a grid and learn nothing.
+        return positions_gradient, generators_gradient.to(generators.dtype), None, None
+
+
+def _gradient_of_first(inverse: torch.Tensor, directions: list[torch.Tensor]) -> torch.Tensor:
+    """
+    Gradient of R from the gradients gₖ of R, R², …: Σₖ R⁻⁽ᵏ⁻¹⁾ Aₖ with Aₖ = gₖ + Aₖ₊₁ R⁻¹, both by Horner's rule.
+
+    Args:
+        inverse: (rays with two tokens or more, k, b, b), R⁻¹ = Rᵀ.
+        directions: One (rays that are this long, k, b, b) for each multiple.
+
+    Returns:
+        (rays, k, b, b).
+    """
+    tail = total = directions[-1]
+    for direction in reversed(directions[:-1]):
+        longer = len(tail)
+        tail = torch.cat([direction[:longer] + tail @ inverse[:longer], direction[longer:]])
+        total = torch.cat([tail[:longer] + inverse[:longer] @ total, tail[longer:]])
+    return total
+
+
+def _exponents(positions: torch.Tensor, generators: torch.Tensor, squarings: int) -> torch.Tensor:
+    """(p·k, b, b) scaled exponents 2^−s Σ_a p_a A_a."""
+    flat = generators.to(positions.dtype).flatten(1)
+    return ((positions * 2.0**-squarings) @ flat).view(-1, *generators.shape[-2:])
+
+
+def _combinations(powers: torch.Tensor, with_identity: bool) -> torch.Tensor:
+    """B₁ … B₅ of [`POLYNOMIAL`], (5, n, b, b), from x, x², x³, x⁶, (4, n, b, b)."""
+    coefficients = powers.new_tensor(POLYNOMIAL)
+    combinations = (coefficients[:, 1:] @ powers.flatten(1)).view(5, *powers.shape[1:])
+    if with_identity:
+        combinations.diagonal(dim1=-2, dim2=-1).add_(coefficients[:, 0].view(5, 1, 1))
+    return combinations
+
+
 def _exponential(exponents: torch.Tensor, squarings: int) -> torch.Tensor:
-    second = torch.bmm(exponents, exponents)
-    third = torch.bmm(second, exponents)
-    *rest, result = _taylor_terms((exponents, second), with_identity=True)
-    for piece in reversed(rest):
-        result = torch.baddbmm(piece, third, result)
+    powers = exponents.new_empty(4, *exponents.shape)
+    first, second, third, sixth = powers
+    first.copy_(exponents)
+    torch.bmm(first, first, out=second)
+    torch.bmm(second, first, out=third)
+    torch.bmm(third, third, out=sixth)
+    b1, b2, b3, b4, b5 = _combinations(powers, True)
+    product = b4.baddbmm_(b1, b5)
+    result = b2.baddbmm_(b3.add_(product), product)
     for _ in range(squarings):
         result = torch.bmm(result, result)
     return result
@@ -186,17 +346,24 @@ def _exponential(exponents: torch.Tensor, squarings: int) -> torch.Tensor:
 
 def _exponential_derivative(exponents: torch.Tensor, directions: torch.Tensor, squarings: int) -> torch.Tensor:
     """Fréchet derivative of exp at 2^s · `exponents` along `directions`."""
-    directions = directions * 2.0**-squarings
-    second = torch.bmm(exponents, exponents)
-    second_derivative = torch.baddbmm(torch.bmm(exponents, directions), directions, exponents)
-    third = torch.bmm(second, exponents)
-    third_derivative = torch.baddbmm(torch.bmm(second, directions), second_derivative, exponents)
-    *rest, result = _taylor_terms((exponents, second), with_identity=True)
-    *rest_derivative, derivative = _taylor_terms((directions, second_derivative), with_identity=False)
-    for piece, piece_derivative in zip(reversed(rest), reversed(rest_derivative)):
-        derivative = torch.baddbmm(torch.baddbmm(piece_derivative, third, derivative), third_derivative, result)
-        result = torch.baddbmm(piece, third, result)
-    for _ in range(squarings):
-        derivative = torch.baddbmm(torch.bmm(result, derivative), derivative, result)
-        result = torch.bmm(result, result)
+    powers, derivatives = exponents.new_empty(2, 4, *exponents.shape)
+    for source, target in ((0, 1), (1, 2), (2, 3)):
+        if target == 1:
+            powers[0].copy_(exponents)
+            torch.mul(directions, 2.0**-squarings, out=derivatives[0])
+        right = source if target == 3 else 0
+        torch.bmm(powers[source], powers[right], out=powers[target])
+        torch.bmm(powers[source], derivatives[right], out=derivatives[target])
+        derivatives[target].baddbmm_(derivatives[source], powers[right])
+    b1, b2, b3, b4, b5 = _combinations(powers, True)
+    d1, d2, d3, d4, d5 = _combinations(derivatives, False)
+    product = b4.baddbmm_(b1, b5)
+    product_derivative = d4.baddbmm_(b1, d5).baddbmm_(d1, b5)
+    factor, factor_derivative = b3.add_(product), d3.add_(product_derivative)
+    derivative = d2.baddbmm_(factor, product_derivative).baddbmm_(factor_derivative, product)
+    result = b2.baddbmm_(factor, product)
+    for squaring in range(squarings):
+        derivative = torch.bmm(result, derivative).baddbmm_(derivative, result)
+        if squaring + 1 < squarings:
+            result = torch.bmm(result, result)
     return derivative

@@ -6,8 +6,9 @@ Vision transformers with learned rotary position encodings. Unusual in this file
 - any input size works: rotary encodings need nothing, the learned table is interpolated.
 """
 
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -27,10 +28,11 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import LieREAttention
-from .configuration_liere import LieREConfig, LieREViTConfig
-from .encodings import RotaryEncoding, build_rotary_encoding
+from .configuration_liere import ROTARY_ENCODINGS, LieREConfig, LieREViTConfig
+from .encodings import ComRoPEAxialPartition, RotaryEncoding, build_rotary_encoding, grid_name
 from .lie_algebra import working_dtype
 from .positions import check_positions, grid_positions, patch_indices, perturbation, with_prefix
+from .rotation import Rotation
 
 
 class LieREPatchEmbeddings(nn.Module):
@@ -231,7 +233,7 @@ class LieRELayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        rotation: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
@@ -273,6 +275,74 @@ class LieREPreTrainedModel(PreTrainedModel):
             init.constant_(module.scale, module.initial_value)
         elif isinstance(module, RotaryEncoding):
             module.reset_parameters()
+
+    def post_init(self) -> None:
+        super().post_init()
+        if self.config.folded_grids is not None:
+            self.eval()
+
+    def train(self, mode: bool = True):
+        """
+        Raises:
+            ValueError: if the model is folded, see `fold_rotations`.
+        """
+        # transformers sets a mode before there is a configuration.
+        if mode and getattr(self, "config", None) is not None and self.config.folded_grids is not None:
+            raise ValueError(
+                "The rotations of this model are folded (folded_grids="
+                f"{self.config.folded_grids}), which is for inference: train the model it was made from."
+            )
+        return super().train(mode)
+
+    @torch.no_grad()
+    def fold_rotations(self, grids: Iterable[tuple[int, ...]] | None = None) -> "LieREPreTrainedModel":
+        """
+        A copy of the model for inference, whose rotations cost what those of RoPE do, or nothing.
+
+        Commuting encodings become RoPE: exp(s S) = U rot(s μ) Uᵀ, with Uᵀ in the query and key weights. Dense rotations
+        of LieRE become constants for the grids that are asked for; on others they are computed as before. The copy is
+        saved and loaded like any model, and `config.folded_grids` says what it is.
+
+        Args:
+            grids: Patches per axis, for example `[(14, 14)]`; `None` means the grid of the training input. Needed by
+                LieRE with a block size above 2 only.
+
+        Raises:
+            ValueError: if the model is folded already or has no rotations, or adapters or quantized layers stand where
+                weights would have to be turned.
+            `huggingface_hub.errors.StrictDataclassError`: if a grid does not fit the model.
+        """
+        config = self.config
+        if config.folded_grids is not None or config.position_encoding not in ROTARY_ENCODINGS:
+            raise ValueError(
+                f"There is nothing to fold in a model with position_encoding={config.position_encoding!r} and "
+                f"folded_grids={config.folded_grids}."
+            )
+        folded = copy.deepcopy(self).eval()
+        encoder = next(module for module in folded.modules() if isinstance(module, LieREEncoderModel))
+        constant = config.position_encoding == "liere" and config.block_size > 2
+        grids = [config.train_grid] if grids is None else list(grids)
+        # The configuration is one object for all modules.
+        folded.config.folded_grids = [list(grid) for grid in grids] if constant else []
+        folded.config.position_perturbation = 0.0
+        folded.config.validate()
+        encoding = encoder.rotary_encoding
+        reference = next(encoding.parameters(), encoder.layers[0].attention.q_proj.weight)
+        encoder.rotary_encoding = build_rotary_encoding(folded.config, config.num_axes).to(reference)
+        if constant:
+            device = reference.device
+            rotations = {}
+            for grid in map(tuple, grids):
+                positions = encoder.token_positions(grid, None, None, device)
+                rotations[grid_name(grid)] = encoder._encode(encoding.layer_rotations, positions, grid)
+            encoder.rotary_encoding.fold(encoding, rotations)
+        elif isinstance(encoding, ComRoPEAxialPartition):
+            encoder.rotary_encoding.frequencies.copy_(encoding.folded_frequencies())
+            for layer, basis in zip(encoder.layers, encoding.bases()):
+                layer.attention.fold(basis)
+        else:
+            encoder.rotary_encoding = encoding
+        return folded.requires_grad_(False)
 
     def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of generators and multipliers: train them without weight decay."""
@@ -319,12 +389,21 @@ class LieREEncoderModel(LieREPreTrainedModel):
 
     def rotations(self, positions: torch.Tensor | None) -> list[torch.Tensor | None]:
         """One rotation per layer for tokens at these positions, see [`RotaryEncoding.forward`], or `None` for each."""
-        if self.rotary_encoding is None:
+        return self._encode(self.rotary_encoding, positions)
+
+    def layer_rotations(
+        self, positions: torch.Tensor | None, grid: tuple[int, ...] | None
+    ) -> Iterable[Rotation | None]:
+        """As `rotations`, in the form that layers apply fastest, see [`RotaryEncoding.layer_rotations`]."""
+        return self._encode(getattr(self.rotary_encoding, "layer_rotations", None), positions, grid)
+
+    def _encode(self, encoding: Callable | None, positions: torch.Tensor | None, *grid) -> Iterable[Rotation | None]:
+        if encoding is None:
             return [None] * len(self.layers)
         if not self.config.rotate_prefix:
             prefix_length = self.config.num_prefix_tokens
             positions = with_prefix(positions[..., prefix_length:, :], prefix_length, 0.0)
-        return self.rotary_encoding(positions)
+        return encoding(positions, *grid)
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
@@ -370,12 +449,13 @@ class LieREEncoderModel(LieREPreTrainedModel):
         if self.training and self.config.position_perturbation:
             dtype = working_dtype(pixels.device)
             offsets = perturbation(grid, self.config.position_perturbation, pixels.device, dtype)
+        regular = grid if positions is None and offsets is None else None
         positions = self.token_positions(grid, positions, offsets, pixels.device)
         hidden_states = self.pre_layernorm(self.embeddings(pixels, grid, offsets, bool_masked_pos, positions))
         attention_mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
         )
-        for layer, rotation in zip(self.layers, self.rotations(positions)):
+        for layer, rotation in zip(self.layers, self.layer_rotations(positions, regular)):
             hidden_states = layer(hidden_states, rotation, attention_mask, **kwargs)
         if self.config.final_norm == "pooled":
             pooled = self.layernorm(self._pool(hidden_states))

@@ -1,5 +1,6 @@
 """Positions: where each token sits, in the coordinates that an encoding expects."""
 
+import itertools
 import math
 
 import torch
@@ -52,6 +53,26 @@ def grid_positions(
                 "'unit_width'."
             )
     return torch.stack(columns, dim=-1)
+
+
+def grid_rays(grid: tuple[int, ...], num_prefix_tokens: int) -> list[list[int]]:
+    """
+    Which patches sit at multiples of another one's position, for coordinates that are proportional to the index.
+
+    Args:
+        grid: Patches per axis.
+        num_prefix_tokens: Number of tokens before the patches, all at position zero.
+
+    Returns:
+        For each patch with coprime indices the tokens at its multiples 1, 2, …; all others are at position zero.
+    """
+    rays = {}
+    for token, index in enumerate(itertools.product(*map(range, grid)), start=num_prefix_tokens):
+        multiple = math.gcd(*index)
+        if multiple:
+            # Raster order meets the multiples in order.
+            rays.setdefault(tuple(i // multiple for i in index), []).append(token)
+    return list(rays.values())
 
 
 def patch_indices(

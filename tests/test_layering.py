@@ -14,8 +14,9 @@ PACKAGE = Path(hf_liere.__file__).parent
 ALLOWED = {
     "positions": {"torch"},
     "lie_algebra": {"torch"},
-    "encodings": {"torch", "transformers", ".lie_algebra", ".positions"},
-    "attention": {"torch", "transformers", ".encodings"},
+    "rotation": {"torch"},
+    "encodings": {"torch", "transformers", ".lie_algebra", ".positions", ".rotation"},
+    "attention": {"torch", "transformers", ".encodings", ".rotation"},
     "configuration_liere": {"transformers", "huggingface_hub"},
     "modeling_liere": {
         "torch",
@@ -25,6 +26,7 @@ ALLOWED = {
         ".encodings",
         ".lie_algebra",
         ".positions",
+        ".rotation",
     },
     "video_processing_liere": {"transformers"},
     "modeling_patched": {

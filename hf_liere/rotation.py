@@ -1,0 +1,278 @@
+"""Rotations applied to queries and keys: the fastest exact form for each kind of rotation, on every device."""
+
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+# Of query and key each; measured on CPU for blocks of 8.
+SAMPLES_AT_ONCE = 8
+
+
+class EigenRotation(NamedTuple):
+    """
+    R(p) = exp(s(p) S) = U rot(s(p) μ) Uᵀ with S = U · blockdiag(μ J) · Uᵀ, for generators that commute.
+
+    U cancels in the products of rotated queries and keys, so that after [`fold`] attention only turns planes.
+
+    Attributes:
+        planes: (1 or B, 1 or H, N, blocks · b/2, 2) cos and sin of s(p) μ.
+        basis: (1 or H, blocks, b, b) orthogonal U, without a gradient.
+        generators: (1 or H, blocks, b, b), the value of UᵀSU with the gradient of S, or `None` where none is asked for.
+        scalars: (1 or B, 1 or H, N, blocks) the s(p), or `None` as `generators`.
+    """
+
+    planes: torch.Tensor
+    basis: torch.Tensor
+    generators: torch.Tensor | None = None
+    scalars: torch.Tensor | None = None
+
+
+Rotation = torch.Tensor | EigenRotation
+
+
+def rotate(states: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """
+    R(p) applied to consecutive blocks of channels of every token and head (LieRE §4: q′ = R(p) q, k′ = R(p) k).
+
+    Args:
+        states: (B, H, N, D) queries or keys.
+        rotation: (1 or B, 1 or H, N, blocks, 2) with cos and sin, or (1 or B, 1 or H, N, blocks, b, b); channels
+            beyond blocks · b are passed through.
+
+    Returns:
+        (B, H, N, D) in the type of `states`.
+    """
+    width = rotation.shape[3] * rotation.shape[-1]
+    rotated, tail = states[..., :width], states[..., width:]
+    if rotation.ndim == 5:
+        rotated = _turn(rotated, rotation)
+    elif rotation.shape[0] == 1 and not torch.compiler.is_compiling():
+        rotated = _multiply((rotated,), rotation)[0]
+    else:
+        rotation = rotation.to(states.dtype)
+        rotated = (rotation @ rotated.unflatten(-1, (-1, rotation.shape[-1])).unsqueeze(-1)).squeeze(-1).flatten(-2)
+    return torch.cat([rotated, tail], dim=-1) if tail.shape[-1] else rotated
+
+
+def rotate_query_key(query: torch.Tensor, key: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Query and key of one layer, (B, H, N, D) each, rotated as in [`rotate`].
+
+    With an [`EigenRotation`] they must be in its basis already, see [`fold`], and stay in it.
+    """
+    planes = rotation.planes if isinstance(rotation, EigenRotation) else rotation
+    width = planes.shape[3] * planes.shape[-1]
+    whole = width == query.shape[-1]
+    turned = (query, key) if whole else (query[..., :width], key[..., :width])
+    if isinstance(rotation, EigenRotation):
+        turned = _TurnPlanes.apply(*turned, planes, rotation.generators, rotation.scalars)
+    elif torch.compiler.is_compiling() or (planes.ndim == 6 and planes.shape[0] > 1):
+        turned = tuple(rotate(states, planes) for states in turned)
+    elif planes.ndim == 5:
+        turned = _TurnPlanes.apply(*turned, planes, None, None)
+    else:
+        turned = _MultiplyBlocks.apply(*turned, planes)
+    if whole:
+        return turned
+    return tuple(torch.cat([part, states[..., width:]], dim=-1) for part, states in zip(turned, (query, key)))
+
+
+def fold(projected: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """
+    Uᵀ applied to what a query or key projection puts out, or to its weight or bias.
+
+    Args:
+        projected: (H · D, …), output channels first.
+        basis: (1 or H, blocks, b, b).
+
+    Returns:
+        The same shape and type.
+    """
+    _, blocks, size, _ = basis.shape
+    with torch.autocast(device_type=projected.device.type, enabled=False):
+        dtype = torch.promote_types(projected.dtype, torch.float32)
+        states = projected.to(dtype).reshape(-1, blocks, size, projected[0].numel())
+        folded = torch.matmul(basis.to(dtype).transpose(-1, -2), states)
+    return folded.view(projected.shape).to(projected.dtype)
+
+
+class _TurnPlanes(torch.autograd.Function):
+    """
+    Planes of query and key turned by the same angles. The backward pass returns the gradient of the angles through
+    that of cos and sin, and, for an [`EigenRotation`], the rest of the gradient of its generators.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, planes, generators, scalars):
+        query, key = _turn(query, planes), _turn(key, planes)
+        # Rotated states are kept by attention anyway; the ones before are never needed.
+        states = (query, key) if ctx.needs_input_grad[2] else (None, None)
+        ctx.save_for_backward(*states, planes, generators, scalars)
+        return query, key
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, query_gradient, key_gradient):
+        query, key, planes, generators, scalars = ctx.saved_tensors
+        cos, sin = planes.unbind(-1)
+        gradients = (query_gradient, key_gradient)
+        turned_back = [_turn(gradient, torch.stack([cos, -sin], dim=-1)) for gradient in gradients]
+        if not ctx.needs_input_grad[2]:
+            return *turned_back, None, None, None
+        generators_gradient = None
+        if generators is None:
+            angles_gradient = sum(_angles_gradient(*pair, planes) for pair in zip(gradients, (query, key)))
+        else:
+            outer = _outer_products(gradients, (query, key), scalars.shape, generators.shape[-1])
+            angles_gradient, generators_gradient = _eigen_gradients(outer, generators, scalars)
+            angles_gradient = angles_gradient.reshape(cos.shape)
+        # The direction in which cos and sin change with the angle: any other part would be lost in it.
+        planes_gradient = torch.stack([-sin * angles_gradient, cos * angles_gradient], dim=-1)
+        return *turned_back, planes_gradient, generators_gradient, None
+
+
+class _MultiplyBlocks(torch.autograd.Function):
+    """Query and key times the same dense blocks, (1, 1 or H, N, blocks, b, b)."""
+
+    @staticmethod
+    def forward(ctx, query, key, rotation):
+        query, key = _multiply((query, key), rotation)
+        ctx.save_for_backward(query, key, rotation)
+        return query, key
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, query_gradient, key_gradient):
+        query, key, rotation = ctx.saved_tensors
+        gradients = (query_gradient, key_gradient)
+        turned_back = _multiply(gradients, rotation, inverse=True)
+        if not ctx.needs_input_grad[2]:
+            return *turned_back, None
+        outer = _outer_products(gradients, (query, key), rotation.shape[:4], rotation.shape[-1])
+        # g qᵀ with q = Rᵀ r, r being the rotated state.
+        return *turned_back, torch.matmul(outer, rotation.to(outer.dtype)).to(rotation.dtype)
+
+
+def _turn(states: torch.Tensor, planes: torch.Tensor) -> torch.Tensor:
+    planes = planes.to(torch.promote_types(states.dtype, torch.float32))
+    wide = states.to(planes.dtype)
+    if _as_complex(wide):
+        # One pass over memory instead of six.
+        rotated = torch.view_as_complex(wide.unflatten(-1, (-1, 2))) * torch.view_as_complex(planes.contiguous())
+        rotated = torch.view_as_real(rotated)
+    else:
+        (cos, sin), (first, second) = planes.unbind(-1), wide.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    return rotated.flatten(-2).to(states.dtype)
+
+
+def _as_complex(states: torch.Tensor) -> bool:
+    """Whether pairs of channels can be seen as complex numbers; compilers and MPS do better without."""
+    if torch.compiler.is_compiling() or states.device.type == "mps":
+        return False
+    return states.stride(-1) == 1 and all(s % 2 == 0 for s in (states.storage_offset(), *states.stride()[:-1]))
+
+
+def _multiply(
+    states: tuple[torch.Tensor, ...], rotation: torch.Tensor, inverse: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """(B, H, N, D) states, all times the same (1, 1 or H, N, blocks, b, b) blocks or their transposes."""
+    batch, heads, tokens, width = states[0].shape
+    blocks, size = rotation.shape[3], rotation.shape[-1]
+    rotation = rotation[0].expand(heads, *rotation.shape[2:]).transpose(0, 1).reshape(-1, size, size)
+    rotation = rotation.to(states[0].dtype)
+    # In memory as a projection leaves it, tokens before heads.
+    rotated = tuple(part.new_empty(batch, tokens, heads, width).transpose(1, 2) for part in states)
+    # One product per token, head and block takes several samples as its columns; more than these fall out of cache.
+    for start in range(0, batch, SAMPLES_AT_ONCE):
+        samples = slice(start, start + SAMPLES_AT_ONCE)
+        rows = _rows(torch.cat([part[samples].transpose(1, 2) for part in states]).transpose(1, 2), size)
+        if inverse:
+            product = torch.bmm(rows, rotation)
+        else:
+            product = torch.bmm(rotation, rows.transpose(1, 2)).transpose(1, 2)
+        product = product.unflatten(0, (tokens, heads, blocks)).permute(3, 1, 0, 2, 4)
+        for whole, part in zip(rotated, product.chunk(len(states))):
+            whole[samples].unflatten(-1, (blocks, size)).copy_(part)
+    return rotated
+
+
+def _rows(states: torch.Tensor, size: int) -> torch.Tensor:
+    """(B, H, N, blocks · size) → (N · H · blocks, B, size)."""
+    return states.unflatten(-1, (-1, size)).permute(2, 1, 3, 0, 4).flatten(0, 2)
+
+
+def _angles_gradient(gradient: torch.Tensor, rotated: torch.Tensor, planes: torch.Tensor) -> torch.Tensor:
+    """Derivative along the angles, summed over the dimensions that share them: (1 or B, 1 or H, N, planes)."""
+    first, second = gradient.to(planes.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    rotated_first, rotated_second = rotated.to(planes.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    slope = (second * rotated_first).addcmul_(first, rotated_second, value=-1)
+    return slope.sum_to_size(planes.shape[:-1])
+
+
+def _outer_products(gradients, rotated, shape: torch.Size, size: int) -> torch.Tensor:
+    """Σ g rᵀ over query, key, and the samples and heads that share a rotation: (1 or B, 1 or H, N, blocks, b, b)."""
+    batch, heads, tokens, blocks = shape
+    outer = 0
+    with torch.autocast(device_type=rotated[0].device.type, enabled=False):
+        for gradient, states in zip(gradients, rotated):
+            dtype = torch.promote_types(states.dtype, torch.float32)
+            gradient, states = gradient.to(dtype), states.to(dtype)
+            if batch > 1:
+                pair = (x.unflatten(-1, (blocks, size)).transpose(1, 2) for x in (gradient, states))
+                gradient, states = pair
+                product = gradient.unsqueeze(-1) * states.unsqueeze(-2)
+            else:
+                product = torch.bmm(_rows(gradient, size).transpose(1, 2), _rows(states, size))
+                product = product.view(1, tokens, -1, blocks, size, size)
+            outer = outer + product
+    return (outer.sum(2, keepdim=True) if heads == 1 else outer).transpose(1, 2)
+
+
+def _eigen_gradients(
+    outer: torch.Tensor, generators: torch.Tensor, scalars: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Gradients of the angles and of UᵀSU off its diagonal planes, from Σ g rᵀ.
+
+    With D = UᵀSU, ∂exp(sD) along T contracted with g is ⟨∫₀ˢ e^(−uD) (g rᵀ) e^(uD) du, T⟩ (Daleckii–Krein). On the 2×2
+    block of the planes j and k, written as (a + ib) and (c + id) for its parts that commute and anticommute with a
+    rotation, the integral is a product with s e^(−iα/2) sinc(α/2), α = s (μ_j ∓ μ_k): finite for equal frequencies.
+
+    Args:
+        outer: (1 or B, 1 or H, N, blocks, b, b).
+        generators: (1 or H, blocks, b, b).
+        scalars: (1 or B, 1 or H, N, blocks).
+
+    Returns:
+        (1 or B, 1 or H, N, blocks, b/2) and (1 or H, blocks, b, b).
+    """
+    planes = generators.shape[-1] // 2
+    # (…, j, k, 2, 2)
+    pairs = outer.unflatten(-1, (planes, 2)).unflatten(-3, (planes, 2)).transpose(-2, -3)
+    # Only the skew part acts.
+    pairs = pairs - pairs.transpose(-4, -3).transpose(-2, -1)
+    angles_gradient = pairs[..., 1, 0].diagonal(dim1=-2, dim2=-1)
+
+    frequencies = torch.stack([generators[..., 2 * j + 1, 2 * j] for j in range(planes)], dim=-1).to(scalars.dtype)
+    j, k = torch.triu_indices(planes, planes, offset=1, device=outer.device)
+    pairs = pairs[..., j, k, :, :].to(scalars.dtype)
+    (upper_left, upper_right), (lower_left, lower_right) = (row.unbind(-1) for row in pairs.unbind(-2))
+    scalars = scalars.unsqueeze(-1)
+
+    def integrate(real, imaginary, frequency):
+        angles = scalars * frequency.unsqueeze(-3)
+        length = scalars * torch.sinc(angles / (2 * torch.pi))
+        cos, sin = length * torch.cos(angles / 2), length * torch.sin(angles / 2)
+        return (real * cos + imaginary * sin).sum((0, 2)), (imaginary * cos - real * sin).sum((0, 2))
+
+    a, b = integrate(upper_left + lower_right, lower_left - upper_right, frequencies[..., j] - frequencies[..., k])
+    c, d = integrate(upper_left - lower_right, upper_right + lower_left, frequencies[..., j] + frequencies[..., k])
+    # Half for the block, half for its mirror image below.
+    blocks = torch.stack([torch.stack([a + c, d - b], -1), torch.stack([b + d, a - c], -1)], -2) / 4
+    gradient = blocks.new_zeros(*blocks.shape[:-3], planes, planes, 2, 2)
+    gradient[..., j, k, :, :] = blocks
+    gradient = gradient.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+    return angles_gradient, (gradient - gradient.transpose(-1, -2)).to(generators.dtype)

@@ -1,0 +1,142 @@
+"""Folded models compute what the model they were made from computes, and are for inference only."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModelForImageClassification
+
+import hf_liere
+
+
+CASES = [
+    ("axial_rope", {}),
+    ("rope_mixed", {}),
+    ("liere", {"block_size": 2}),
+    ("liere", {"block_size": 5}),
+    ("liere", {"block_size": 8, "rotate_prefix": True, "num_register_tokens": 2}),
+    ("liere", {"block_size": 8, "share_layers": True, "share_heads": True}),
+    ("comrope_ap", {"block_size": 4}),
+    ("comrope_ap", {"block_size": 3, "rotate_prefix": True}),
+    ("comrope_ld", {"block_size": 8, "qkv_bias": False}),
+    ("comrope_ld", {"block_size": 3}),
+    ("comrope_ld", {"block_size": 6, "share_layers": True, "share_heads": True}),
+    ("comrope_ld", {"block_size": 8, "rotary_init": "zeros"}),
+]
+
+
+def model_of(tiny, encoding, fields, cls=hf_liere.LieREViTForImageClassification):
+    torch.manual_seed(0)
+    model = cls(tiny(position_encoding=encoding, position_perturbation=0.2, initializer_range=0.1, **fields))
+    return model.eval()
+
+
+@pytest.mark.parametrize("encoding, fields", CASES)
+def test_folded_models_give_the_same_logits(tiny, encoding, fields, tmp_path):
+    model = model_of(tiny, encoding, fields)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    folded = model.fold_rotations(grids=[(4, 4), (2, 3)])
+    assert model.config.folded_grids is None and model.config.position_perturbation == 0.2
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert folded.config.position_perturbation == 0.0 and not any(p.requires_grad for p in folded.parameters())
+
+    folded.save_pretrained(tmp_path)
+    reloaded = AutoModelForImageClassification.from_pretrained(tmp_path)
+    for size in ((16, 16), (8, 12), (20, 4)):
+        pixel_values = torch.randn(2, 3, *size)
+        positions = torch.rand(size[0] * size[1] // 16, 2)
+        with torch.no_grad():
+            for inputs in ({}, {"positions": positions}):
+                expected = model(pixel_values, **inputs).logits
+                for other in (folded, reloaded):
+                    # Two layers in float32, rotated in another basis.
+                    torch.testing.assert_close(other(pixel_values, **inputs).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_constants_are_used_for_the_grids_that_were_asked_for(tiny, monkeypatch):
+    folded = model_of(tiny, "liere", {"block_size": 8}).fold_rotations()
+    assert folded.config.folded_grids == [[4, 4]]
+
+    def refuse(*args):
+        raise AssertionError("rotations were computed")
+
+    monkeypatch.setattr("hf_liere.encodings.block_rotations", refuse)
+    folded(torch.randn(1, 3, 16, 16))
+    with pytest.raises(AssertionError, match="were computed"):
+        folded(torch.randn(1, 3, 16, 20))
+
+
+def test_commuting_encodings_fold_into_cosines_alone(tiny, monkeypatch):
+    folded = model_of(tiny, "comrope_ld", {"block_size": 8}).fold_rotations()
+    assert folded.config.folded_grids == []
+    for name in ("eigenbasis", "block_rotations"):
+        monkeypatch.setattr(f"hf_liere.encodings.{name}", None)
+    assert torch.isfinite(folded(torch.randn(1, 3, 8, 24)).logits).all()
+
+
+@pytest.mark.parametrize("encoding, block_size", [("liere", 8), ("comrope_ap", 4)])
+def test_video_backbone_and_bfloat16(tiny, encoding, block_size):
+    config = hf_liere.LieREVideoConfig(
+        hidden_size=48, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=8, patch_size=4,
+        num_frames=4, position_encoding=encoding if encoding == "liere" else "comrope_ld", block_size=block_size,
+    )  # fmt: skip
+    video = hf_liere.LieREVideoForVideoClassification(config).eval()
+    clip = torch.randn(2, 4, 3, 8, 8)
+    torch.testing.assert_close(video.fold_rotations()(clip).logits, video(clip).logits, rtol=0, atol=1e-5)
+
+    backbone = model_of(tiny, encoding, {"block_size": block_size}, hf_liere.LieREViTBackbone)
+    pixel_values = torch.randn(2, 3, 16, 16)
+    maps = [model(pixel_values).feature_maps[-1] for model in (backbone, backbone.fold_rotations())]
+    torch.testing.assert_close(maps[0], maps[1], rtol=0, atol=1e-4)
+
+    half = model_of(tiny, encoding, {"block_size": block_size}).to(torch.bfloat16)
+    half.liere.rotary_encoding.float()
+    folded = half.fold_rotations()
+    assert {p.dtype for p in folded.liere.rotary_encoding.parameters()} == {torch.float32}
+    # The turned weights are rounded to bfloat16 once more.
+    torch.testing.assert_close(folded(pixel_values).logits, half(pixel_values).logits, rtol=0, atol=0.1)
+
+
+def test_a_folded_checkpoint_loads_without_the_package(tiny, tmp_path):
+    folded = model_of(tiny, "comrope_ld", {"block_size": 8}).fold_rotations()
+    folded.save_pretrained(tmp_path / "model")
+    pixel_values = torch.randn(1, 3, 16, 16)
+    torch.save({"pixel_values": pixel_values, "logits": folded(pixel_values).logits}, tmp_path / "expected.pt")
+    script = """
+import sys, torch
+from transformers import AutoModelForImageClassification
+sys.modules["hf_liere"] = None
+model = AutoModelForImageClassification.from_pretrained(sys.argv[1] + "/model", trust_remote_code=True)
+expected = torch.load(sys.argv[1] + "/expected.pt", weights_only=True)
+torch.testing.assert_close(model(expected["pixel_values"]).logits, expected["logits"], rtol=0, atol=1e-6)
+assert model.config.folded_grids == [] and not model.training
+"""
+    subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
+
+
+def test_folded_models_do_not_train(tiny):
+    folded = model_of(tiny, "comrope_ld", {"block_size": 8}).fold_rotations()
+    with pytest.raises(ValueError, match=r"folded_grids=\[\]\), which is for inference"):
+        folded.train()
+    assert not folded.eval().training and not type(folded)(folded.config).training
+
+
+def test_bad_input(tiny):
+    folded = model_of(tiny, "comrope_ld", {"block_size": 8}).fold_rotations()
+    with pytest.raises(ValueError, match=r"nothing to fold .*folded_grids=\[\]"):
+        folded.fold_rotations()
+    absolute = hf_liere.LieREViTForImageClassification(tiny(position_encoding="absolute"))
+    with pytest.raises(ValueError, match="nothing to fold .*'absolute'"):
+        absolute.fold_rotations()
+    with pytest.raises(StrictDataclassError, match=r"\[4, 4, 4\] must be 2 numbers"):
+        model_of(tiny, "liere", {"block_size": 8}).fold_rotations([(4, 4, 4)])
+    with pytest.raises(StrictDataclassError, match="only liere with block_size above 2"):
+        tiny(position_encoding="comrope_ld", block_size=8, folded_grids=[[4, 4]])
+    with pytest.raises(StrictDataclassError, match="for training"):
+        tiny(position_encoding="comrope_ld", block_size=8, folded_grids=[], position_perturbation=0.1)
+    adapted = model_of(tiny, "comrope_ld", {"block_size": 8})
+    adapted.liere.layers[1].attention.k_proj = torch.nn.Sequential(adapted.liere.layers[1].attention.k_proj)
+    with pytest.raises(ValueError, match="not into Sequential: merge adapters"):
+        adapted.fold_rotations()
