@@ -154,8 +154,10 @@ class Collator:
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         labels = torch.tensor([example["label"] for example in examples])
-        pixels = torch.zeros(len(examples), self.num_channels, *self.image_size)
         images = [example["image"] for example in examples if "image" in example]
+        # An evaluation may be of another size than the training.
+        size = images[0].shape[:2] if images else self.image_size
+        pixels = torch.zeros(len(examples), self.num_channels, *size)
         if images:
             stacked = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
             # Padding comes last, so the images are the first rows. Grey images are repeated for every channel.

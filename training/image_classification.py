@@ -26,9 +26,7 @@ from pathlib import Path
 # `training` is not installed; the scripts find it, and an hf_liere that is not installed either, beside themselves.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import evaluate
-import numpy as np
-from transformers import EvalPrediction, set_seed
+from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
@@ -51,11 +49,10 @@ from training.models import (
     resolve_image_size,
 )
 from training.records import CONFIG_FILE, ENVIRONMENT_FILE, claim_output_dir, environment, portable, write_record
-from training.trainer import ImageClassificationTrainer, ranks_and_losses
+from training.trainer import ImageClassificationTrainer, classification_metrics, ranks_and_losses
 
 
 logger = logging.get_logger(__name__)
-METRIC = Path(__file__).parent / "metrics" / "classification.py"
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
@@ -122,23 +119,9 @@ def _build_trainer(model, images: LabelledImages, processor, image_size, augment
             image_size, channels, processor.image_mean, processor.image_std, augmentation_args, seed
         ),
         processing_class=processor,
-        compute_metrics=_metrics(),
+        compute_metrics=classification_metrics(),
         preprocess_logits_for_metrics=ranks_and_losses,
     )
-
-
-def _metrics():
-    metric = evaluate.load(str(METRIC), keep_in_memory=True)
-
-    def compute(results: EvalPrediction) -> dict[str, float]:
-        """`loss` replaces Trainer's own, which weighs batches of different sizes alike."""
-        ranks, losses = np.asarray(results.predictions, np.float64).T
-        if not np.isfinite(losses).all():
-            wrong = int((~np.isfinite(losses)).sum())
-            raise FloatingPointError(f"The evaluation loss of {wrong} of {len(losses)} images is not finite.")
-        return metric.compute(ranks=ranks.astype(np.int64), losses=losses)
-
-    return compute
 
 
 def _resumed_checkpoint(args: ImageTrainingArguments) -> str | None:

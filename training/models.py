@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import (
@@ -27,6 +28,8 @@ logger = logging.get_logger(__name__)
 # checkpoint keeps the one it was trained at, to which its positions refer.
 CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "position_perturbation")
 BICUBIC = 3
+# What a classifier leaves of a model of images and text.
+NOT_FOR_CLASSIFIERS = ("text_model.", "text_projection.", "visual_projection.", "logit_scale", "logit_bias")
 
 
 def resolve_config(arguments: CheckpointArguments) -> PreTrainedConfig:
@@ -62,6 +65,8 @@ def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig)
     Raises:
         InputError: if they do not consist of whole patches.
     """
+    # Models of images and text keep the sizes in the part for images.
+    config = getattr(config, "vision_config", config)
     size = _pair(arguments.architecture().get("image_size", config.image_size))
     patch = _pair(config.patch_size)
     if any(extent < part or extent % part for extent, part in zip(size, patch, strict=True)):
@@ -95,13 +100,13 @@ def resolve_image_processor(
 
 
 def build_model(
-    arguments: CheckpointArguments, config: PreTrainedConfig, images: LabelledImages, train: bool
+    arguments: CheckpointArguments, config: PreTrainedConfig, images: LabelledImages, trains_head: bool
 ) -> PreTrainedModel:
     """
     A model for the classes of the data set.
 
-    A checkpoint keeps its classifier if it knows the same classes. Otherwise it gets a new one for training, with a
-    message, and is refused for evaluation.
+    A checkpoint keeps its classifier if it knows the same classes. Otherwise it gets a new one to be trained, with a
+    message, and is refused where no classifier is trained.
 
     Raises:
         InputError: if the number of labels is not the data set's, or a weight is missing or left over.
@@ -117,11 +122,13 @@ def build_model(
         config.id2label, config.label2id = labels["id2label"], labels["label2id"]
         return AutoModelForImageClassification.from_config(config)
 
-    keeps_head = _same_classes(config, images)
-    if not keeps_head and not train:
+    is_classifier = any("ForImageClassification" in name for name in config.architectures or ["ForImageClassification"])
+    keeps_head = is_classifier and _same_classes(config, images)
+    if not keeps_head and not trains_head:
         raise InputError(
             f"The checkpoint knows {config.num_labels} labels ({', '.join(list(config.id2label.values())[:5])} …), the "
-            f"data set has {len(names)} ({', '.join(names[:5])} …); accepted for an evaluation: the same labels."
+            f"data set has {len(names)} ({', '.join(names[:5])} …); accepted where no classifier is trained: the "
+            "same labels."
         )
     if not keeps_head:
         old = config.num_labels
@@ -130,20 +137,22 @@ def build_model(
         arguments.model_name_or_path,
         revision=arguments.model_revision,
         config=config,
+        # Small steps are lost in a checkpoint's half precision; --bf16 computes in it nevertheless.
+        dtype=torch.float32,
         ignore_mismatched_sizes=not keeps_head,
         output_loading_info=True,
     )
     mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in loading["mismatched_keys"]}
     missing = set(loading["missing_keys"]) | mismatched
-    unexpected = set(loading["unexpected_keys"])
+    unexpected = {key for key in loading["unexpected_keys"] if not key.startswith(NOT_FOR_CLASSIFIERS)}
     if not keeps_head:
         missing, unexpected = (
             {key for key in keys if not key.startswith("classifier.")} for keys in (missing, unexpected)
         )
-    _require_all_keys(missing, unexpected, arguments.model_name_or_path)
+    require_all_keys(missing, unexpected, arguments.model_name_or_path)
     if not keeps_head:
         # from_pretrained only renews a classifier of another size; one of the same size means other classes here.
-        nn.init.normal_(model.classifier.weight, std=config.initializer_range)
+        nn.init.normal_(model.classifier.weight, std=getattr(config, "initializer_range", 0.02))
         nn.init.zeros_(model.classifier.bias)
         logger.warning(
             f"The checkpoint's classifier for {old} labels was replaced by a new one for the data set's {len(names)}."
@@ -179,13 +188,13 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
         with safe_open(folder / name, framework="pt") as weights:
             saved.update({key: list(weights.get_slice(key).get_shape()) for key in weights.keys()})
     expected = {key: list(value.shape) for key, value in model.state_dict().items()}
-    _require_all_keys(set(expected) - set(saved), set(saved) - set(expected), str(checkpoint))
+    require_all_keys(set(expected) - set(saved), set(saved) - set(expected), str(checkpoint))
     for key, shape in expected.items():
         if saved[key] != shape:
             raise InputError(f"{key} has shape {saved[key]} in the checkpoint {folder.name} and {shape} in the model.")
 
 
-def _require_all_keys(missing: set[str], unexpected: set[str], checkpoint: str) -> None:
+def require_all_keys(missing: set[str], unexpected: set[str], checkpoint: str) -> None:
     if missing or unexpected:
         raise InputError(
             f"The checkpoint {checkpoint} does not fit the model. Missing: {', '.join(sorted(missing)) or 'none'}. "

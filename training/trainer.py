@@ -2,19 +2,24 @@
 
 import math
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import evaluate
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import EvalPrediction, Trainer
 from transformers.utils import logging
 
 from training.augmentation import IGNORED_LABEL, EpochSampler
 
 
 logger = logging.get_logger(__name__)
+METRIC = Path(__file__).parent / "metrics" / "classification.py"
 
 
 class ImageClassificationTrainer(Trainer):
@@ -80,20 +85,23 @@ class ImageClassificationTrainer(Trainer):
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
-        factor = self.args.rotary_learning_rate_factor
-        rotary = self._rotary_parameters(self.model if model is None else model)
-        if factor != 1 and rotary:
-            chosen = {id(parameter) for parameter in rotary}
-            for group in optimizer.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
-            optimizer.add_param_group({"params": rotary, "weight_decay": 0.0, "lr": self.args.learning_rate * factor})
-        elif factor != 1:
-            logger.warning(f"rotary_learning_rate_factor={factor} has no effect: the model learns no rotations.")
+        for flag, factor, parameters in self.learning_rate_groups(self.model if model is None else model):
+            chosen = {id(parameter) for parameter in parameters if parameter.requires_grad}
+            if factor != 1 and not chosen:
+                logger.warning(f"{flag}={factor} has no effect: the model learns nothing that it concerns.")
+            elif factor != 1:
+                _regroup(optimizer, chosen, self.args.learning_rate * factor)
         return optimizer
 
-    def _rotary_parameters(self, model: nn.Module) -> list[nn.Parameter]:
+    def learning_rate_groups(self, model: nn.Module) -> list[tuple[str, float, list[nn.Parameter]]]:
+        """(flag, factor of the learning rate, parameters) of what may learn at a rate of its own."""
+        rotary = self._named_by("rotary_parameters", model)
+        return [("rotary_learning_rate_factor", self.args.rotary_learning_rate_factor, rotary)]
+
+    def _named_by(self, method: str, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters that a method of the bare model names."""
         bare = self.accelerator.unwrap_model(self.model)
-        named = dict(bare.rotary_parameters()) if hasattr(bare, "rotary_parameters") else {}
+        named = dict(getattr(bare, method)()) if hasattr(bare, method) else {}
         # Under FSDP the parameters of the wrapped model, whose names carry a prefix, are the ones to optimise.
         return [p for name, p in model.named_parameters() if name.replace("_fsdp_wrapped_module.", "") in named]
 
@@ -114,6 +122,15 @@ class ImageClassificationTrainer(Trainer):
         metrics = super().evaluate(*args, **kwargs)
         self.evaluation_seconds += time.perf_counter() - start
         return metrics
+
+
+def _regroup(optimizer: torch.optim.Optimizer, chosen: set[int], learning_rate: float) -> None:
+    """Move the parameters with these ids to groups of another learning rate; each keeps its weight decay."""
+    for group in list(optimizer.param_groups):
+        moved = [parameter for parameter in group["params"] if id(parameter) in chosen]
+        if moved:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+            optimizer.add_param_group({"params": moved, "weight_decay": group["weight_decay"], "lr": learning_rate})
 
 
 def _with_own_generator(loader: DataLoader) -> DataLoader:
@@ -160,3 +177,18 @@ def ranks_and_losses(logits: Any, labels: torch.Tensor) -> torch.Tensor:
     before = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
     ranks = ((logits > of_label) | ((logits == of_label) & before)).sum(dim=1)
     return torch.stack([ranks.float(), F.cross_entropy(logits, labels, reduction="none")], dim=1)
+
+
+def classification_metrics() -> Callable[[EvalPrediction], dict[str, float]]:
+    """Trainer's `compute_metrics` for what [`ranks_and_losses`] makes of the logits."""
+    metric = evaluate.load(str(METRIC), keep_in_memory=True)
+
+    def compute(results: EvalPrediction) -> dict[str, float]:
+        """`loss` replaces Trainer's own, which weighs batches of different sizes alike."""
+        ranks, losses = np.asarray(results.predictions, np.float64).T
+        if not np.isfinite(losses).all():
+            wrong = int((~np.isfinite(losses)).sum())
+            raise FloatingPointError(f"The evaluation loss of {wrong} of {len(losses)} images is not finite.")
+        return metric.compute(ranks=ranks.astype(np.int64), losses=losses)
+
+    return compute
