@@ -82,6 +82,14 @@ CASES = {
     ),
     "clip_classifier": Case(lambda: transformers.CLIPForImageClassification(clip_config()), images, "vision_model"),
     "siglip": Case(model("SiglipVisionConfig", "SiglipVisionModel", **IMAGE), images, prefix=0),
+    "siglip_classifier": Case(
+        lambda: transformers.SiglipForImageClassification(
+            transformers.SiglipConfig(text_config=CLIP_TEXT, vision_config=IMAGE, num_labels=3)
+        ),
+        images,
+        "vision_model",
+        prefix=0,
+    ),
     "siglip_two_towers": Case(
         lambda: transformers.SiglipModel(transformers.SiglipConfig(text_config=CLIP_TEXT, vision_config=IMAGE)),
         images_and_text,
