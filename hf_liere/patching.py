@@ -13,18 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from .modeling_patched import (
-    COMPLETE_MODELS,
-    Plan,
-    RotaryPatchConfig,
-    attach,
-    detach,
-    find_towers,
-    head_shape,
-    patched_towers,
-    plan,
-    projections,
-)
+from .modeling_patched import COMPLETE_MODELS
+from .rotary_patch import Plan, RotaryPatchConfig, attach, detach, patched_towers, plan
+from .vision_towers import find_towers, head_shape, projections
 
 
 CONFIG_NAME = "rotary_config.json"

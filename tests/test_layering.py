@@ -29,16 +29,18 @@ ALLOWED = {
         ".rotation",
     },
     "video_processing_liere": {"transformers"},
-    "modeling_patched": {
+    "vision_towers": {"torch"},
+    "patched_forward": {"torch", "transformers", ".attention", ".lie_algebra", ".positions", ".vision_towers"},
+    "rotary_patch": {
         "torch",
-        "transformers",
         "huggingface_hub",
         ".attention",
         ".configuration_liere",
         ".encodings",
-        ".lie_algebra",
-        ".positions",
+        ".patched_forward",
+        ".vision_towers",
     },
+    "modeling_patched": {"transformers", "huggingface_hub", ".rotary_patch"},
     "modeling_liere_video": {"torch", "transformers", ".configuration_liere", ".modeling_liere"},
 }
 

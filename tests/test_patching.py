@@ -24,7 +24,7 @@ from hf_liere import (
     set_absolute_weight,
     unpatch,
 )
-from hf_liere.modeling_patched import find_towers, head_shape, projections
+from hf_liere.vision_towers import find_towers, head_shape, projections
 
 
 SHARED_CONFIG = RotaryPatchConfig(position_encoding="comrope_ld", block_size=4)

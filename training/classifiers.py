@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_liere import complete_model, is_patched, rotary_parameters, save_rotary, unpatch
-from hf_liere.modeling_patched import COMPLETE_MODELS, find_towers
+from hf_liere.modeling_patched import COMPLETE_MODELS
+from hf_liere.vision_towers import find_towers
 from training.arguments import InputError
 
 

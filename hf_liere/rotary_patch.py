@@ -1,0 +1,284 @@
+"""
+Rotations put into the vision towers of pretrained models and taken out again (ComRoPE §4.4): what is configured, what
+is refused before a model is touched, and what is attached to it.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+
+from .attention import eager_attention_forward
+from .configuration_liere import ROTARY_ENCODINGS, LieREVideoConfig, LieREViTConfig
+from .encodings import RotaryEncoding, build_rotary_encoding
+from .patched_forward import (
+    CheckpointingInPass,
+    RotaryAttentionConfig,
+    accept_any_size,
+    begin_pass,
+    end_pass,
+    interpolated_table,
+    resized_tables,
+    rotations_of_tokens,
+    see_grid,
+)
+from .vision_towers import Tower, find_towers, head_shape, position_table, table_method
+
+
+FORMAT_VERSION = 1
+KEEP_ABSOLUTE = ("interpolate", "train_size", "fade", "drop")
+
+
+@dataclass
+class RotaryPatchConfig:
+    r"""
+    Which rotations a pretrained vision transformer gets, and where.
+
+    Args:
+        position_encoding: `comrope_ld`, `comrope_ap`, `liere`, `rope_mixed` or `axial_rope`.
+        block_size: Size b of the diagonal blocks of the generators; `None` means the encoding's own (8, RoPE: 2).
+        layers: Indices of the attention layers to rotate, from 0; `None` means all.
+        target: Dotted name of the vision tower, as in `model.named_modules()`; `None` means every tower.
+        share_heads, share_layers: One set of generators for all heads of a layer, for all layers.
+        rotary_init: `"zeros"` leaves the model exactly as it is: zero generators, exp(0) = I (ComRoPE §4.4). Any other
+            (`"frequencies"`, `"normal"`, `"uniform"`, `None` for the encoding's own, see `LieREConfig`) is **not
+            neutral**: it changes what the pretrained model computes. `axial_rope` learns nothing and takes only `None`.
+        rotary_init_scale, rope_theta, coordinates, position_perturbation: See `LieREConfig`.
+        rotate_prefix: Whether class and register tokens are rotated as tokens at the centre (official ComRoPE).
+        keep_absolute: What becomes of the model's own position table, for the patches (prefix tokens keep theirs).
+            `"interpolate"`: as the model interpolates it; `"train_size"`: every patch reads the entry of its index,
+            patches beyond the trained grid the nearest one; `"fade"`: interpolated and multiplied by
+            `absolute_weight`, which `set_absolute_weight` changes during training; `"drop"`: not used.
+        absolute_weight: Weight of the table for `keep_absolute="fade"`.
+
+    Raises:
+        ValueError: for values that no model could take; what a given model cannot take is refused by `patch`.
+    """
+
+    position_encoding: str = "comrope_ld"
+    block_size: int | None = None
+    layers: list[int] | None = None
+    target: str | None = None
+    share_heads: bool = False
+    share_layers: bool = False
+    rotary_init: str | None = "zeros"
+    rotary_init_scale: float | None = None
+    rope_theta: float | None = None
+    coordinates: str | None = None
+    position_perturbation: float = 0.0
+    rotate_prefix: bool = False
+    keep_absolute: str = "interpolate"
+    absolute_weight: float = 1.0
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self):
+        if self.format_version > FORMAT_VERSION:
+            raise ValueError(
+                f"format_version={self.format_version} was written by a newer hf_liere; this one reads up to "
+                f"{FORMAT_VERSION}. Please upgrade hf_liere."
+            )
+        if self.position_encoding not in ROTARY_ENCODINGS:
+            raise ValueError(
+                f"position_encoding={self.position_encoding!r} is not a rotary encoding; accepted: "
+                f"{', '.join(ROTARY_ENCODINGS)}."
+            )
+        if self.keep_absolute not in KEEP_ABSOLUTE:
+            raise ValueError(f"keep_absolute={self.keep_absolute!r} must be one of {', '.join(KEEP_ABSOLUTE)}.")
+        if not 0 <= self.absolute_weight <= 1:
+            raise ValueError(f"absolute_weight={self.absolute_weight} must lie in [0, 1].")
+        if self.absolute_weight != 1 and self.keep_absolute != "fade":
+            raise ValueError(
+                f"absolute_weight={self.absolute_weight} belongs to keep_absolute='fade', not {self.keep_absolute!r}."
+            )
+        if self.position_encoding == "axial_rope" and self.rotary_init is not None:
+            raise ValueError(
+                f"rotary_init={self.rotary_init!r}: axial_rope learns nothing and never starts neutral; pass "
+                "rotary_init=None to accept that, or another position_encoding."
+            )
+        if self.layers is not None:
+            self.layers = sorted(set(self.layers))
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "RotaryPatchConfig":
+        """Raises `ValueError` for names that are no fields."""
+        known = {field.name for field in fields(cls)}
+        if unknown := set(values) - known:
+            raise ValueError(f"{sorted(unknown)} are no fields of RotaryPatchConfig; accepted: {sorted(known)}.")
+        return cls(**values)
+
+
+@dataclass
+class RotaryPatch:
+    """What `unpatch` needs to know of a patched tower, kept on it as `rotary_patch`."""
+
+    config: RotaryPatchConfig
+    attention_names: list[str]
+    embeddings_name: str
+    train_grid: tuple[int, ...]
+    coordinates: str
+    is_flexible: bool
+    handles: list
+    # A table that is no parameter and that the model cannot read for another grid; it is added for it.
+    fixed_table: torch.Tensor | None = None
+
+
+@dataclass
+class Plan:
+    """Everything of a patch that can be refused, made before a model is touched."""
+
+    tower: Tower
+    attentions: list[tuple[str, nn.Module]]
+    config: RotaryPatchConfig
+    rotary_config: LieREViTConfig | LieREVideoConfig
+
+    def build_encoding(self) -> RotaryEncoding:
+        return build_rotary_encoding(self.rotary_config, len(self.tower.train_grid))
+
+
+def plan(model: nn.Module, config: RotaryPatchConfig) -> list[Plan]:
+    """
+    Raises:
+        ValueError: if the model is patched already, has nothing to patch, or the configuration does not fit it.
+    """
+    patched = [name or type(model).__name__ for name, _ in patched_towers(model)]
+    if patched:
+        raise ValueError(f"{', '.join(patched)} is patched already; call unpatch(model) first.")
+    towers = find_towers(model)
+    names = [tower.name for tower in towers]
+    if config.target is not None:
+        towers = [tower for tower in towers if config.target == tower.name]
+        if not towers:
+            raise ValueError(f"target={config.target!r} matches no vision tower; there are {names}.")
+    return [_plan_tower(tower, config) for tower in towers]
+
+
+def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> Plan:
+    available = list(range(len(tower.attentions)))
+    layers = available if config.layers is None else config.layers
+    if not layers or set(layers) - set(available):
+        raise ValueError(
+            f"layers={layers} do not match: {tower.name or type(tower.module).__name__} has attention layers "
+            f"{[f'{index}: {name}' for index, (name, _) in enumerate(tower.attentions)]}."
+        )
+    attentions = [tower.attentions[layer] for layer in layers]
+    shapes = {head_shape(attention) for _, attention in attentions}
+    if len(shapes) != 1:
+        raise ValueError(f"The layers have different (heads, head_dim): {sorted(shapes)}; name equal ones in layers.")
+    if hasattr(tower.module, "rotary_encoding"):
+        raise ValueError(f"{type(tower.module).__name__} has a rotary_encoding of its own; it would be overwritten.")
+    if config.keep_absolute != "interpolate":
+        _check_table(tower, config)
+    heads, head_dim = shapes.pop()
+    grid = tower.train_grid
+    size = {"image_size": grid[-2:], "patch_size": 1}
+    config_class = LieREViTConfig
+    if len(grid) == 3:
+        config_class = LieREVideoConfig
+        size.update(num_frames=grid[0], tubelet_size=1)
+    shared = ("position_encoding", "block_size", "share_heads", "share_layers", "coordinates", "rotary_init")
+    more = ("rotary_init_scale", "rope_theta", "position_perturbation", "rotate_prefix")
+    try:
+        rotary_config = config_class(
+            hidden_size=heads * head_dim,
+            num_attention_heads=heads,
+            head_dim=head_dim,
+            num_hidden_layers=len(layers),
+            **size,
+            **{name: getattr(config, name) for name in (*shared, *more)},
+        )
+    except StrictDataclassError as error:
+        raise ValueError(str(error.__cause__ or error)) from error
+    return Plan(tower, attentions, config, rotary_config)
+
+
+def _check_table(tower: Tower, config: RotaryPatchConfig) -> None:
+    name = type(tower.module).__name__
+    if position_table(tower.embeddings) is None:
+        raise ValueError(f"keep_absolute={config.keep_absolute!r}: {name} has no absolute position table.")
+    if table_method(tower.embeddings) is None and not _has_fixed_table(tower):
+        raise ValueError(
+            f"keep_absolute={config.keep_absolute!r} is not available for {name}, which has no method to read its "
+            "position table for another size; accepted: interpolate."
+        )
+
+
+def _has_fixed_table(tower: Tower) -> bool:
+    """Whether the table is neither parameter nor buffer and cannot be read for another grid (VideoMAE's sinusoids)."""
+    return table_method(tower.embeddings) is None and "position_embeddings" in vars(tower.embeddings)
+
+
+def attach(plans: list[Plan], encodings: list[RotaryEncoding] | None = None) -> None:
+    """Put rotations into the towers of `plans`; `encodings` may come from an adapter."""
+    for index, planned in enumerate(plans):
+        tower = planned.tower
+        encoding = planned.build_encoding() if encodings is None else encodings[index]
+        # Quantized projections may have no parameters.
+        weight = next(planned.attentions[0][1].parameters(), next(tower.module.parameters()))
+        if encodings is None and not weight.is_meta:
+            encoding.reset_parameters()
+        prefix = len(tower.name) + 1 if tower.name else 0
+        tower.module.rotary_encoding = encoding.to(weight.device).train(tower.module.training)
+        tower.module.rotary_patch = RotaryPatch(
+            config=planned.config,
+            attention_names=[name[prefix:] for name, _ in planned.attentions],
+            embeddings_name=next(n for n, m in tower.module.named_modules() if m is tower.embeddings),
+            train_grid=tower.train_grid,
+            coordinates=planned.rotary_config.coordinates,
+            is_flexible=tower.is_flexible,
+            handles=[
+                tower.module.register_forward_pre_hook(begin_pass, prepend=True),
+                tower.module.register_forward_hook(end_pass, always_call=True),
+                tower.embeddings.register_forward_pre_hook(accept_any_size, with_kwargs=True),
+                tower.embeddings.register_forward_hook(rotations_of_tokens, with_kwargs=True),
+            ],
+        )
+        _replace_table(tower)
+        if not tower.is_flexible:
+            tower.module.rotary_patch.handles.append(tower.patch_embedding.register_forward_hook(see_grid))
+        for layer, (_, attention) in enumerate(planned.attentions):
+            eager = inspect.unwrap(type(attention).forward).__globals__.get("eager_attention_forward")
+            attention.config = RotaryAttentionConfig(attention.config, layer, eager or eager_attention_forward)
+
+
+def _replace_table(tower: Tower) -> None:
+    """Let the embeddings read the table that `keep_absolute` asks for; the table itself stays as it is."""
+    patch, embeddings, method = tower.module.rotary_patch, tower.embeddings, table_method(tower.embeddings)
+    if _has_fixed_table(tower):
+        patch.fixed_table = embeddings.position_embeddings
+        # Patches come with their entries from see_grid.
+        embeddings.position_embeddings = patch.fixed_table.new_zeros(1, 1, patch.fixed_table.shape[-1])
+    elif method is not None and (patch.config.keep_absolute != "interpolate" or len(patch.train_grid) == 3):
+        replacement = resized_tables if tower.is_flexible else interpolated_table
+        setattr(embeddings, method, partial(replacement, embeddings))
+
+
+def detach(tower: nn.Module) -> None:
+    """Take everything out of a tower that `attach` put in."""
+    for handle in tower.rotary_patch.handles:
+        handle.remove()
+    embeddings = tower.get_submodule(tower.rotary_patch.embeddings_name)
+    vars(embeddings).pop(table_method(embeddings), None)
+    if tower.rotary_patch.fixed_table is not None:
+        embeddings.position_embeddings = tower.rotary_patch.fixed_table
+    for name in tower.rotary_patch.attention_names:
+        attention = tower.get_submodule(name)
+        attention.config = attention.config.base
+    for module in tower.modules():
+        checkpointing = getattr(module, "_gradient_checkpointing_func", None)
+        if isinstance(checkpointing, CheckpointingInPass):
+            module._gradient_checkpointing_func = checkpointing.function
+    del tower.rotary_encoding, tower.rotary_patch
+
+
+def patched_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of the towers that are patched."""
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("rotary_patch"), RotaryPatch):
+            yield name, module

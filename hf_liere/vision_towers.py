@@ -1,0 +1,153 @@
+"""
+Vision towers inside models of transformers, found by what their modules do, never by class name: attention that
+dispatches through transformers' attention interface, below a module with a patch embedding.
+"""
+
+import inspect
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass
+class Tower:
+    """A vision tower that can be patched: the smallest module around a patch embedding and attention modules."""
+
+    name: str
+    module: nn.Module
+    embeddings: nn.Module
+    patch_embedding: nn.Module
+    attentions: list[tuple[str, nn.Module]]
+
+    @property
+    def is_flexible(self) -> bool:
+        """Whether every sample comes with its own grid (`spatial_shapes`, as in SigLIP2)."""
+        return self.patch_embedding is self.embeddings
+
+    @property
+    def train_grid(self) -> tuple[int, ...]:
+        config = self.module.config
+        if self.is_flexible:
+            return (math.isqrt(config.num_patches),) * 2
+        extent = self.patch_embedding.kernel_size
+        size = config.image_size
+        sizes = (size, size) if isinstance(size, int) else tuple(size)
+        sizes = (config.num_frames, *sizes) if len(extent) == 3 else sizes
+        return tuple(size // patch for size, patch in zip(sizes, extent))
+
+
+def find_towers(model: nn.Module) -> list[Tower]:
+    """
+    All vision towers in a model.
+
+    Raises:
+        ValueError: if there is none, with the reason and what there is instead.
+    """
+    modules = dict(model.named_modules())
+    attentions = {name: module for name, module in modules.items() if _uses_interface(module)}
+    patch_embeddings = {name: module for name, module in modules.items() if _is_patch_embedding(module)}
+    towers = {}
+    for name, patch_embedding in patch_embeddings.items():
+        path = name.split(".") if name else []
+        for depth in reversed(range(len(path))):
+            tower_name = ".".join(path[:depth])
+            inside = [(n, m) for n, m in attentions.items() if not tower_name or n.startswith(tower_name + ".")]
+            if inside:
+                embeddings = modules[".".join(path[: depth + 1])]
+                if embeddings is patch_embedding and not takes(patch_embedding, "spatial_shapes"):
+                    raise ValueError(
+                        f"The patch embedding {name!r} has no module around it that adds class tokens and positions, "
+                        "so the tokens that reach attention cannot be told apart."
+                    )
+                towers.setdefault(
+                    tower_name, Tower(tower_name, modules[tower_name], embeddings, patch_embedding, inside)
+                )
+                break
+    if towers:
+        return list(towers.values())
+    kind = type(model).__name__
+    if not patch_embeddings:
+        raise ValueError(
+            f"{kind} has no patch embedding (a convolution whose kernel is its stride, or a module that takes "
+            f"spatial_shapes), so it is no vision transformer; its modules are {_children(model)}."
+        )
+    candidates = sorted({type(module).__name__ for module in modules.values() if _looks_like_attention(module)})
+    raise ValueError(
+        f"The attention of {kind} is not routed through transformers' attention interface (ALL_ATTENTION_FUNCTIONS), "
+        f"where query and key can be rotated; attention modules found: {candidates or 'none'}, modules: "
+        f"{_children(model)}."
+    )
+
+
+def _uses_interface(module: nn.Module) -> bool:
+    if not hasattr(module, "config"):
+        return False
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _is_patch_embedding(module: nn.Module) -> bool:
+    if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+        return tuple(module.kernel_size) == tuple(module.stride) and math.prod(module.kernel_size) > 1
+    if not takes(module, "spatial_shapes"):
+        return False
+    return not any(_uses_interface(inner) for inner in module.modules())
+
+
+def takes(module: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(type(module).forward).parameters
+
+
+def _looks_like_attention(module: nn.Module) -> bool:
+    return "attention" in type(module).__name__.lower() or isinstance(module, nn.MultiheadAttention)
+
+
+def _children(module: nn.Module) -> str:
+    return ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children()) or "none"
+
+
+def projections(attention: nn.Module) -> list[nn.Module]:
+    """The query and key projections of an attention module, or the one that makes both."""
+    for names in (("q_proj", "k_proj"), ("query", "key"), ("qkv",)):
+        found = [getattr(attention, name, None) for name in names]
+        if all(isinstance(module, nn.Module) for module in found):
+            return found
+    return []
+
+
+def head_shape(attention: nn.Module) -> tuple[int, int]:
+    """
+    (heads, head_dim) of an attention module.
+
+    Raises:
+        ValueError: if they cannot be told, or keys have another number of heads than queries.
+    """
+    heads = next((getattr(attention, n) for n in ("num_heads", "num_attention_heads") if hasattr(attention, n)), None)
+    heads = heads or getattr(attention.config, "num_attention_heads", None)
+    widths = {getattr(projection, "out_features", None) for projection in projections(attention)}
+    if heads is None or len(widths) != 1 or None in widths:
+        raise ValueError(
+            f"The heads of {type(attention).__name__} cannot be rotated: {heads} heads, query and key projections of "
+            f"widths {sorted(map(str, widths)) or 'unknown'}; one number of heads and equal widths are needed."
+        )
+    head_dim = next((getattr(attention, n) for n in ("head_dim", "attention_head_size") if hasattr(attention, n)), None)
+    return heads, head_dim or widths.pop() // heads
+
+
+def position_table(embeddings: nn.Module) -> torch.Tensor | None:
+    """(entries, hidden_size) of a module's absolute position table, or `None`."""
+    for name in ("position_embeddings", "position_embedding"):
+        table = getattr(embeddings, name, None)
+        if isinstance(table, nn.Embedding):
+            return table.weight
+        if isinstance(table, torch.Tensor):
+            return table.squeeze(0)
+    return None
+
+
+def table_method(embeddings: nn.Module) -> str | None:
+    """Name of the method by which a module reads its table for another grid, or `None`."""
+    names = ("interpolate_pos_encoding", "resize_positional_embeddings")
+    return next((name for name in names if hasattr(type(embeddings), name)), None)
