@@ -222,7 +222,8 @@ def resized_tables(
     for sample, grid in zip(own, map(tuple, spatial_shapes.tolist())):
         length = math.prod(grid)
         patches = _patch_table(patch, trained, grid, lambda sample=sample, length=length: sample[:length])
-        samples.append(torch.cat([patches, sample[length:]]))
+        # As in transformers, padding repeats the first patch.
+        samples.append(torch.cat([patches, patches[:1].expand(max_length - length, -1)]))
     return torch.stack(samples)
 
 

@@ -1,6 +1,7 @@
 """Families with random weights for the tests of patching: one table, small but with every part of the real models."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -35,6 +36,11 @@ class Case:
     tower: str = ""
     prefix: int = 1
     other_size: tuple[int, int] | None = (24, 16)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The image size of the model."""
+        return inspect.signature(self.inputs).parameters["size"].default
 
 
 def images(size=(16, 16)):

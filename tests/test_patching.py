@@ -1,11 +1,14 @@
 """Rotations inside pretrained models: the unpatched model and explicit float64 attention are the references."""
 
 import copy
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +27,7 @@ from hf_liere import (
     set_absolute_weight,
     unpatch,
 )
-from hf_liere.vision_towers import find_towers, head_shape, projections
+from hf_liere.vision_towers import find_towers, head_shape, position_table, projections
 
 
 SHARED_CONFIG = RotaryPatchConfig(position_encoding="comrope_ld", block_size=4)
@@ -213,58 +216,100 @@ def test_clips_of_other_sizes_and_lengths_read_the_table_in_between():
 NATIVE = {"interpolate_pos_encoding": True}
 
 
-@pytest.mark.parametrize("size", [(16, 16), (24, 16)])
-@pytest.mark.parametrize("name", ["clip_vision", "siglip", "vit", "deit", "dinov2_registers", "vit_mae", "beit"])
-def test_absolute_table_dropped_and_faded_as_if_its_weights_were(name, size):
-    model, inputs = build(name)[0], CASES[name].inputs(size)
-    patch(model, RotaryPatchConfig(position_encoding="comrope_ld", block_size=4, keep_absolute="drop"))
-    dropped = run(model, inputs)
-    unpatch(model)
-    patch(model, RotaryPatchConfig(position_encoding="comrope_ld", block_size=4, keep_absolute="fade"))
-    whole = run(model, inputs)
-    set_absolute_weight(model, 0.5)
-    half = run(model, inputs)
-    set_absolute_weight(model, 0.0)
-    assert same_bits(run(model, inputs), dropped)
-    unpatch(model)
+WITH_TABLE = [name for name in CASES if name != "beit_relative"]
+
+
+def sizes_of(name):
+    return [size for size in (CASES[name].size, CASES[name].other_size) if size]
+
+
+@pytest.mark.parametrize("name", WITH_TABLE)
+def test_absolute_table_dropped_and_faded_as_if_its_weights_were(name):
+    """To the last bit: reading a table between its entries is linear, and a half is a power of two."""
+    model, _ = build(name)
     table = patch_table(model)
-    patch(model, SHARED_CONFIG)
-    for factor, tensors in ((1.0, whole), (0.5, half), (0.0, dropped)):
-        original = table.clone()
-        with torch.no_grad():
-            table *= factor
-        # The table is added and taken off again in float32, at activations of order ten.
-        for found, expected in zip(tensors, run(model, inputs)):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        with torch.no_grad():
-            table.copy_(original)
-    assert not torch.allclose(whole[0], dropped[0], atol=1e-2)
+    original = table.clone()
+    for size in sizes_of(name):
+        inputs = CASES[name].inputs(size)
+        expected = {}
+        for factor in (1.0, 0.5, 0.0):
+            table.copy_(original * factor)
+            patch(model, SHARED_CONFIG)
+            expected[factor] = run(model, inputs)
+            unpatch(model)
+        table.copy_(original)
+        patch(model, replace(SHARED_CONFIG, keep_absolute="fade"))
+        for factor in expected:
+            set_absolute_weight(model, factor)
+            assert same_bits(run(model, inputs), expected[factor]), (size, factor)
+        unpatch(model)
+        patch(model, replace(SHARED_CONFIG, keep_absolute="drop"))
+        assert same_bits(run(model, inputs), expected[0.0])
+        unpatch(model)
+        assert torch.equal(patch_table(model), original)
+        assert not same_bits(expected[1.0], expected[0.0])
 
 
 def patch_table(model):
     """View of the table's rows of patches."""
-    (name,) = [n for n, _ in model.named_parameters() if n.split("embeddings.", 1)[-1].startswith("position_embedding")]
-    table = model.get_parameter(name).data
-    return (table if table.ndim == 2 else table[0])[-16:]
+    (tower,) = find_towers(model)
+    return position_table(tower.embeddings).data[-math.prod(tower.train_grid) :]
 
 
-def test_table_at_train_size_is_read_at_the_index_of_each_patch():
-    model, inputs = build("vit")
-    patch(model, RotaryPatchConfig(position_encoding="comrope_ld", block_size=4, keep_absolute="train_size"))
-    larger = CASES["vit"].inputs((24, 16))
-    states = {}
-    model.vit.embeddings.register_forward_hook(lambda module, args, output: states.update(tokens=output))
+@pytest.mark.parametrize("name", [name for name in WITH_TABLE if not name.endswith("pretraining")])
+def test_table_at_train_size_is_read_at_the_index_of_each_patch(name):
+    """A patch beyond the trained grid reads the nearest entry; expected by loops over a table of indices."""
+    model, _ = build(name)
+    patch(model, replace(SHARED_CONFIG, keep_absolute="train_size"))
+    tower = model.get_submodule(CASES[name].tower)
+    embeddings = tower.get_submodule(tower.rotary_patch.embeddings_name)
+    is_video, trained = len(tower.rotary_patch.train_grid) == 3, tower.rotary_patch.train_grid
+    rows = patch_rows(tower.rotary_patch, embeddings)
     with torch.no_grad():
-        model(**larger)
-        patches = model.vit.embeddings.patch_embeddings.projection.weight
-        table = model.vit.embeddings.position_embeddings[0]
-        for row in range(6):
-            for column in range(4):
-                pixels = larger["pixel_values"][:, :, row * 4 : row * 4 + 4, column * 4 : column * 4 + 4]
-                embedded = torch.einsum("bcij,dcij->bd", pixels, patches)
-                embedded = embedded + model.vit.embeddings.patch_embeddings.projection.bias
-                expected = embedded + table[1 + min(row, 3) * 4 + column]
-                torch.testing.assert_close(states["tokens"][:, 1 + row * 4 + column], expected, rtol=0, atol=1e-5)
+        rows.copy_(torch.arange(len(rows)).unsqueeze(-1).expand_as(rows))
+        for module in embeddings.modules():
+            if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d | torch.nn.Linear):
+                for parameter in module.parameters():
+                    parameter.zero_()
+    seen = {}
+    embeddings.register_forward_hook(lambda module, args, output: seen.update(tokens=output))
+    inputs = {"pixel_values": torch.randn(2, 8, 3, 8, 8)} if is_video else CASES[name].inputs((24, 16))
+    grid = (4, 2, 2) if is_video else (6, 4)
+    if name.startswith("vit_mae"):
+        inputs["noise"] = torch.arange(24.0).expand(2, 24)
+    model(**inputs)
+    tokens = seen["tokens"][0] if isinstance(seen["tokens"], tuple) else seen["tokens"]
+    expected = []
+    for indices in itertools.product(*map(range, grid)):
+        row = 0
+        for index, size in zip(indices, trained):
+            row = row * size + min(index, size - 1)
+        expected.append(float(row))
+    found = tokens[0, CASES[name].prefix :, 0].tolist()
+    assert found == expected[: len(found)] and len(found) >= 12
+
+
+def patch_rows(patch, embeddings):
+    table = position_table(embeddings) if patch.fixed_table is None else patch.fixed_table.squeeze(0)
+    return table.data[-math.prod(patch.train_grid) :]
+
+
+def test_longer_clips_of_a_model_with_a_fixed_table():
+    """VideoMAE's own code takes one height and width, but now any length; unpatched it takes neither."""
+    model, _ = build("videomae")
+    longer = {"pixel_values": torch.randn(2, 8, 3, 8, 8)}
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        model(**longer)
+    before = model.videomae.embeddings.position_embeddings
+    patch(model, SHARED_CONFIG)
+    seen = {}
+    model.videomae.embeddings.register_forward_hook(lambda module, args, output: seen.update(tokens=output))
+    model.videomae.embeddings.patch_embeddings.register_forward_hook(lambda module, args, output: output)
+    assert model(**longer).logits.isfinite().all() and seen["tokens"].shape[1] == 16
+    with pytest.raises(ValueError, match="doesn't match model"):
+        model(pixel_values=torch.randn(2, 4, 3, 16, 16))
+    unpatch(model)
+    assert model.videomae.embeddings.position_embeddings is before
 
 
 @pytest.mark.parametrize("name", CASES)
