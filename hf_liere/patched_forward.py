@@ -282,13 +282,8 @@ def rotations_of_tokens(embeddings: nn.Module, args, kwargs, output) -> None:
 
 def _kept_positions(forward_pass: ForwardPass, embeddings, args, kwargs, output, device) -> torch.Tensor:
     """(N, A) coordinates of the patches, or (B, kept, A) where the embeddings pass only some of them on."""
-    tower, grid = forward_pass.tower, forward_pass.grid
-    patch = tower.rotary_patch
-    offsets, dtype = None, working_dtype(device)
-    if tower.training and patch.config.position_perturbation:
-        offsets = perturbation(grid, patch.config.position_perturbation, device, dtype)
-    positions = grid_positions(grid, patch.train_grid, patch.coordinates, offsets, device, dtype)
-    num_patches = math.prod(grid)
+    positions = _positions(forward_pass.tower, forward_pass.grid, device)
+    num_patches = math.prod(forward_pass.grid)
     if isinstance(output, tuple) and hasattr(embeddings, "random_masking"):
         restore = output[2].to(device)
         kept = int(num_patches * (1 - embeddings.config.mask_ratio))
@@ -304,9 +299,16 @@ def _kept_positions(forward_pass: ForwardPass, embeddings, args, kwargs, output,
 
 def _flexible_positions(tower: nn.Module, shapes: torch.Tensor, length: int, device) -> torch.Tensor:
     """(B, length, 2) coordinates for one (height, width) per sample; padding gets coordinate 0."""
-    patch = tower.rotary_patch
     samples = []
     for grid in map(tuple, shapes.tolist()):
-        positions = grid_positions(grid, patch.train_grid, patch.coordinates, None, device, working_dtype(device))
+        positions = _positions(tower, grid, device)
         samples.append(nn.functional.pad(positions, (0, 0, 0, length - len(positions))))
     return torch.stack(samples)
+
+
+def _positions(tower: nn.Module, grid: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """(N, A) coordinates of all patches of a grid, perturbed in training where that is asked for."""
+    patch, offsets, dtype = tower.rotary_patch, None, working_dtype(device)
+    if tower.training and patch.config.position_perturbation:
+        offsets = perturbation(grid, patch.config.position_perturbation, device, dtype)
+    return grid_positions(grid, patch.train_grid, patch.coordinates, offsets, device, dtype)

@@ -628,16 +628,119 @@ def test_threads_do_not_see_each_others_grids():
     assert wrong == []
 
 
-@pytest.mark.parametrize("name", ["clip_vision", "vit", "siglip", "vivit"])
+@pytest.mark.parametrize("name", CASES)
+def test_checkpointed_gradients_of_every_family_are_those_without(name):
+    gradients = []
+    for checkpointing in (False, True):
+        model, inputs = build(name)
+        assert model.supports_gradient_checkpointing
+        patch(model, SHARED_CONFIG)
+        torch.manual_seed(2)
+        randomize(model)
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        sum(tensor.square().sum() for tensor in run(model, inputs) if tensor.requires_grad).backward()
+        gradients.append([value.grad for _, value in rotary_parameters(model)])
+    assert same_bits(*gradients) and all(gradient.abs().max() > 0 for gradient in gradients[0])
+
+
+# One of each way to embed patches and to pass attention on; compiling takes seconds each.
+COMPILED_FAST = ("clip_vision", "vit", "siglip2", "dinov2_registers", "vivit")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in COMPILED_FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_compiled_whole_graph_gives_the_same(name):
+    if name == "videomae_pretraining":
+        pytest.skip("transformers' own VideoMAEForPreTraining is no whole graph: its masks decide the number of tokens")
     model, inputs = build(name)
     patch(model, SHARED_CONFIG)
     randomize(model)
     expected = run(model, inputs)
+    torch.compiler.reset()
     found = run(torch.compile(model, backend="eager", fullgraph=True), inputs)
-    for compiled, eager in zip(found, expected):
+    for compiled, eager in zip(found, expected, strict=True):
         # The compiled graph fixes the number of squarings of the exponential instead of measuring it.
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
+
+
+def rotations_of_a_pass(model, inputs):
+    """(layers, heads, tokens, head_dim, head_dim) of the last pass, dense, in float64."""
+    (tower,) = (module for module in model.modules() if hasattr(module, "rotary_encoding"))
+    seen = {}
+    handle = tower.rotary_encoding.register_forward_hook(lambda module, args, output: seen.update(layers=output))
+    model(**inputs)
+    handle.remove()
+    return torch.stack([block_diagonal(layer[0].double()) for layer in seen["layers"]])
+
+
+def block_diagonal(blocks):
+    *shape, count, size, _ = blocks.shape
+    dense = blocks.new_zeros(*shape, count * size, count * size)
+    for index in range(count):
+        part = slice(index * size, (index + 1) * size)
+        dense[..., part, part] = blocks[..., index, :, :]
+    return dense
+
+
+@pytest.mark.parametrize("name", ["clip_vision", "deit", "dinov2_registers"])
+def test_rotated_prefix_sits_at_the_centre(name):
+    model, inputs = build(name)
+    patch(model, replace(SHARED_CONFIG, rotate_prefix=True))
+    randomize(model)
+    found = rotations_of_a_pass(model, inputs)
+    (encoding,) = (module.rotary_encoding for module in model.modules() if hasattr(module, "rotary_encoding"))
+    parameters, prefix = dict(encoding.named_parameters()), CASES[name].prefix
+    positions = [torch.full((2,), 0.5, dtype=torch.float64)] * prefix + list(unit_grid(4, 4))
+    for layer, head in itertools.product(range(2), range(2)):
+        expected = torch.stack([head_rotation(p, parameters, encoding.config, 2, layer, head) for p in positions])
+        # Rotations are float32.
+        torch.testing.assert_close(found[layer, head], expected, rtol=0, atol=1e-6)
+    assert (found[:, :, 0] - torch.eye(16)).abs().amax() > 1e-2
+    unpatch(model)
+    patch(model, SHARED_CONFIG)
+    randomize(model)
+    assert torch.equal(rotations_of_a_pass(model, inputs)[:, :, :prefix], torch.eye(16).expand(2, 2, prefix, 16, 16))
+
+
+@pytest.mark.parametrize("name", ["clip_vision", "siglip2", "vit_mae", "vivit"])
+def test_positions_are_perturbed_in_training_only_and_within_their_patch(name):
+    """Measured by an encoding whose first two planes turn by the coordinates themselves, in patch extents."""
+    model, inputs = build(name)
+    if name == "vit_mae":
+        inputs["noise"] = torch.rand(2, 16)
+    config = RotaryPatchConfig(position_encoding="liere", block_size=2, coordinates="index", position_perturbation=1.0)
+    patch(model, config)
+    axes = 3 if name == "vivit" else 2
+    with torch.no_grad():
+        ((_, generators),) = rotary_parameters(model)
+        generators.zero_()
+        for axis in range(axes):
+            # A small angle, so that a turn is not lost.
+            generators[axis, :, :, axis] = 0.1
+    still = coordinates_of_a_pass(model, inputs, axes)
+    assert torch.equal(coordinates_of_a_pass(model, inputs, axes), still)
+    model.train()
+    first, second = (coordinates_of_a_pass(model, inputs, axes) for _ in range(2))
+    prefix = CASES[name].prefix
+    # Angles are read off float32 rotations.
+    assert torch.all(first[:prefix].abs() < 1e-5)
+    offsets = first[prefix:] - still[prefix:]
+    assert 0.1 < offsets.abs().mean() and offsets.abs().max() <= 0.5 + 1e-5
+    assert (first - second).abs().max() > 0.01
+
+
+def coordinates_of_a_pass(model, inputs, axes):
+    """(tokens, axes) of the first sample, from the angles of the first planes."""
+    (tower,) = (module for module in model.modules() if hasattr(module, "rotary_encoding"))
+    seen = {}
+    handle = tower.rotary_encoding.register_forward_hook(lambda module, args, output: seen.update(layers=output))
+    model(**inputs)
+    handle.remove()
+    cos, sin = seen["layers"][0][0, 0, :, :axes].detach().double().unbind(-1)
+    return torch.atan2(sin, cos) / 0.1
 
 
 @pytest.mark.parametrize("autocast", [True, False])
