@@ -439,6 +439,23 @@ class TestRefusals:
         self.refuse(build("clip_vision")[0], "holds no rotary_config.json", load_rotary, tmp_path)
 
 
+def test_adapter_knows_its_base_in_another_precision_and_not_one_that_was_trained(tmp_path):
+    model, _ = build("clip_vision")
+    save_rotary(patch(model, SHARED_CONFIG), tmp_path)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        base, _ = build("clip_vision")
+        assert is_patched(load_rotary(base.to(dtype), tmp_path))
+    # A copy in half precision, as published, then loaded in another.
+    base, _ = build("clip_vision")
+    assert is_patched(load_rotary(base.to(torch.float16).to(torch.bfloat16), tmp_path))
+    trained, _ = build("clip_vision")
+    with torch.no_grad():
+        weight = trained.encoder.layers[1].self_attn.k_proj.weight
+        weight += 0.03 * weight.std() * torch.randn_like(weight)
+    with pytest.raises(ValueError, match=r"differ by about [234]\.\d%"):
+        load_rotary(trained, tmp_path)
+
+
 def test_chosen_layers_share_nothing_with_the_others():
     model, inputs = build("clip_vision", "eager")
     expected = model(**inputs, output_attentions=True).attentions
