@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -352,12 +353,21 @@ def test_adapters_of_every_family_in_a_fresh_process(tmp_path):
     run_process([sys.executable, "-c", FRESH_PROCESS, str(tmp_path), *CASES])
 
 
-def run_process(command):
+def run_process(command, **kwargs):
     tests = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, **kwargs)
     assert process.returncode == 0, process.stderr
     return process.stdout
+
+
+@pytest.mark.slow
+def test_readme_example_runs_as_written(tmp_path):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (example,) = (code for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "save_rotary(" in code)
+    run_process([sys.executable, "-c", example], cwd=tmp_path)
+    assert sum(path.stat().st_size for path in (tmp_path / "clip-comrope").iterdir()) < 200_000
+    assert (tmp_path / "clip-comrope-complete" / "modeling_patched.py").exists()
 
 
 class TestRefusals:
