@@ -40,7 +40,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_liere import RotaryPatchConfig, patch
+from hf_liere import RotaryPatchConfig, is_patched, patch
 from training.arguments import AugmentationArguments, DataArguments, InputError, parse_arguments
 from training.augmentation import Collator, EvaluationImages, TrainingImages
 from training.classifiers import (
@@ -77,14 +77,12 @@ MEASURES = [f"{name}{bound}" for name in ("accuracy", "loss") for bound in ("", 
 
 
 class FineTuningTrainer(ImageClassificationTrainer):
-    """The classifier may learn at a rate of its own."""
+    """The classifier may learn at a rate of its own; of the unpatched model no rotations are expected."""
 
     def learning_rate_groups(self, model):
-        head = self._named_by("head_parameters", model)
-        return [
-            *super().learning_rate_groups(model),
-            ("head_learning_rate_factor", self.args.head_learning_rate_factor, head),
-        ]
+        head = ("head_learning_rate_factor", self.args.head_learning_rate_factor)
+        rotary = super().learning_rate_groups(model) if is_patched(model) else []
+        return [*rotary, (*head, self._named_by("head_parameters", model))]
 
 
 class Run:
