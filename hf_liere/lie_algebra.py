@@ -29,9 +29,7 @@ POLYNOMIAL_NORM = 3.2
 TRACED_SQUARINGS = 10
 # Matrices are worked on in pieces that stay in a core's cache: 512 KiB of float64. Elsewhere pieces only bound memory.
 CHUNK_ELEMENTS = 1 << 16
-DEVICE_CHUNK_ELEMENTS = 1 << 26
-# Derivatives of float32 results are computed in float32 up to this many squarings, which double an error of 1e-7 each.
-FLOAT32_SQUARINGS = 7
+DEVICE_CHUNK_ELEMENTS = 1 << 22
 
 
 def working_dtype(device: torch.device) -> torch.dtype:
@@ -202,8 +200,9 @@ def _pieces(positions: torch.Tensor, generators: torch.Tensor, rays: Rays | None
         tokens = rays.tokens
     if not len(tokens):
         return []
-    # For a skew-symmetric matrix the spectral norm is at most the Frobenius norm over √2.
-    norms = generators.to(positions.dtype).flatten(-2).norm(dim=-1).flatten(1).amax(1) / math.sqrt(2)
+    # The spectral norm of a skew-symmetric A is at most (‖A⁴‖ / √2)^¼ in the Frobenius norm, and hardly less.
+    squares = generators.to(positions.dtype).flatten(1, -3) @ generators.to(positions.dtype).flatten(1, -3)
+    norms = ((squares @ squares).flatten(2).norm(dim=-1).amax(1) / math.sqrt(2)) ** 0.25
     norms = (positions.abs() @ norms)[tokens[:, 0].to(positions.device)].cpu().nan_to_num(0.0, 0.0, 0.0)
     squarings = (norms / POLYNOMIAL_NORM).clamp(min=1.0).log2().ceil().long()
     lengths = (tokens >= 0).sum(1)
@@ -277,13 +276,12 @@ class _BlockRotations(torch.autograd.Function):
             for group, block, (squarings, multiples) in _chunks(ctx.pieces, generators):
                 position, generator = positions[multiples[0]], generators[:, group, block]
                 # The adjoint of the derivative at X is the derivative at Xᵀ = −X.
-                dtype = gradient.dtype if squarings <= FLOAT32_SQUARINGS else positions.dtype
-                exponents = _exponents(-position, generator, squarings).to(dtype)
-                directions = [gradient[group][tokens, block].to(dtype) for tokens in multiples]
+                exponents = _exponents(-position, generator, squarings)
+                directions = [gradient[group][tokens, block] for tokens in multiples]
                 inverse = None
                 if len(multiples) > 1:
                     longer = directions[1].numel() // size**2
-                    inverse = _exponential(exponents[:longer], squarings).view(directions[1].shape)
+                    inverse = _exponential(exponents[:longer], squarings).view(directions[1].shape).to(gradient.dtype)
                 direction = _gradient_of_first(inverse, directions)
                 adjoint = _exponential_derivative(exponents, direction.reshape(exponents.shape), squarings)
                 adjoint = adjoint.view(len(position), -1).to(positions.dtype)
@@ -345,25 +343,33 @@ def _exponential(exponents: torch.Tensor, squarings: int) -> torch.Tensor:
 
 
 def _exponential_derivative(exponents: torch.Tensor, directions: torch.Tensor, squarings: int) -> torch.Tensor:
-    """Fréchet derivative of exp at 2^s · `exponents` along `directions`."""
-    powers, derivatives = exponents.new_empty(2, 4, *exponents.shape)
-    for source, target in ((0, 1), (1, 2), (2, 3)):
-        if target == 1:
-            powers[0].copy_(exponents)
-            torch.mul(directions, 2.0**-squarings, out=derivatives[0])
-        right = source if target == 3 else 0
-        torch.bmm(powers[source], powers[right], out=powers[target])
-        torch.bmm(powers[source], derivatives[right], out=derivatives[target])
-        derivatives[target].baddbmm_(derivatives[source], powers[right])
+    """
+    Fréchet derivative of exp at 2^s · `exponents` along `directions`, in the type of `directions`.
+
+    Only the exponential itself doubles its rounding error with every squaring and needs the working type.
+    """
+    dtype = directions.dtype
+    powers = exponents.new_empty(4, *exponents.shape)
+    derivatives = directions.new_empty(powers.shape)
+    powers[0].copy_(exponents)
+    torch.mul(directions, 2.0**-squarings, out=derivatives[0])
+    factors = ((0, 0), (1, 0), (2, 2))
+    for target, (left, right) in enumerate(factors, start=1):
+        torch.bmm(powers[left], powers[right], out=powers[target])
+    rounded = powers.to(dtype)
+    for target, (left, right) in enumerate(factors, start=1):
+        torch.bmm(rounded[left], derivatives[right], out=derivatives[target])
+        derivatives[target].baddbmm_(derivatives[left], rounded[right])
     b1, b2, b3, b4, b5 = _combinations(powers, True)
     d1, d2, d3, d4, d5 = _combinations(derivatives, False)
     product = b4.baddbmm_(b1, b5)
-    product_derivative = d4.baddbmm_(b1, d5).baddbmm_(d1, b5)
+    product_derivative = d4.baddbmm_(b1.to(dtype), d5).baddbmm_(d1, b5.to(dtype))
     factor, factor_derivative = b3.add_(product), d3.add_(product_derivative)
-    derivative = d2.baddbmm_(factor, product_derivative).baddbmm_(factor_derivative, product)
+    derivative = d2.baddbmm_(factor.to(dtype), product_derivative).baddbmm_(factor_derivative, product.to(dtype))
     result = b2.baddbmm_(factor, product)
     for squaring in range(squarings):
-        derivative = torch.bmm(result, derivative).baddbmm_(derivative, result)
+        rounded = result.to(dtype)
+        derivative = torch.bmm(rounded, derivative).baddbmm_(derivative, rounded)
         if squaring + 1 < squarings:
             result = torch.bmm(result, result)
     return derivative

@@ -1,0 +1,176 @@
+"""The fast forms of rotations, and their gradients, against matrices in float64, for all kinds of generators."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_liere.lie_algebra import POLYNOMIAL, POLYNOMIAL_NORM, Rays, block_rotations, eigenbasis, skew
+from hf_liere.positions import grid_positions, grid_rays, with_prefix
+from hf_liere.rotation import EigenRotation, fold, rotate, rotate_query_key
+
+
+def generators_of(seed, count, size, kind, scale):
+    """Skew matrices with the spectra that break naive eigensolvers."""
+    generator = torch.Generator().manual_seed(seed)
+    matrices = skew(torch.randn(count, size * (size - 1) // 2, generator=generator, dtype=torch.float64), size)
+    if kind == "zero":
+        matrices = matrices * 0
+    elif kind == "kernel":
+        matrices[:, size // 2 :] = 0
+        matrices[:, :, size // 2 :] = 0
+    elif kind == "repeated":
+        frame = torch.linalg.qr(torch.randn(count, size, size, generator=generator, dtype=torch.float64))[0]
+        plane = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
+        planes = torch.block_diag(*[plane] * (size // 2), *[torch.zeros(1, 1, dtype=torch.float64)] * (size % 2))
+        matrices = frame @ planes @ frame.transpose(-1, -2)
+    return matrices * scale
+
+
+spectra = st.sampled_from(["generic", "zero", "kernel", "repeated"])
+scales = st.sampled_from([1e-6, 0.1, 1.0, 30.0, 1000.0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 12), spectra, scales)
+def test_eigenbasis_is_orthogonal_and_makes_planes(seed, size, kind, scale):
+    matrices = generators_of(seed, 3, size, kind, scale)
+    basis = eigenbasis(matrices)
+    identity = torch.eye(size, dtype=torch.float64).expand(3, size, size)
+    torch.testing.assert_close(basis.transpose(-1, -2) @ basis, identity, rtol=0, atol=1e-13)
+    planes = basis.transpose(-1, -2) @ matrices @ basis
+    for plane in range(0, size - 1, 2):
+        planes[:, plane + 1, plane] = planes[:, plane, plane + 1] = 0
+    # A kernel is split by a perturbation of 2e-12 of the norm.
+    assert planes.abs().max() <= 1e-11 * max(matrices.flatten(1).norm(dim=1).max().item(), 1e-300)
+    if kind == "zero":
+        assert torch.equal(basis, identity)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([2, 4, 6, 8]), spectra, scales, st.booleans(), st.booleans())
+def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size, kind, scale, shared, per_sample):
+    """Attention sees (R q)·(R k); its gradients by autograd through torch's matrix exponential in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, tokens, blocks = 2, 2, 3, 2
+    matrices = generators_of(seed, (1 if shared else heads) * blocks, size, kind, scale).unflatten(0, (-1, blocks))
+    scalars = torch.randn(batch if per_sample else 1, matrices.shape[0], tokens, blocks, generator=generator).double()
+    scalars[:, :, 0] = 0
+    query, key = torch.randn(2, batch, heads, tokens, blocks * size, generator=generator).double()
+    weight = torch.randn(batch, heads, tokens, tokens, generator=generator).double()
+
+    def eigen(matrices, query, key):
+        basis = eigenbasis(matrices)
+        inside = basis.transpose(-1, -2) @ matrices @ basis
+        frequencies = torch.stack([inside[..., i + 1, i] for i in range(0, size, 2)], -1)
+        angles = (scalars.unsqueeze(-1) * frequencies.unsqueeze(-3)).flatten(-2)
+        rotation = EigenRotation(torch.stack([angles.cos(), angles.sin()], -1), basis, inside, scalars)
+        folded = (
+            torch.stack([fold(state.permute(0, 2, 1).flatten(0, 1), basis).unflatten(0, (heads, -1)) for state in part])
+            for part in (query, key)
+        )
+        return rotate_query_key(*(part.transpose(-1, -2) for part in folded), rotation)
+
+    def dense(matrices, query, key):
+        rotation = torch.matrix_exp(scalars[..., None, None] * matrices.unsqueeze(-4))
+        return tuple(
+            (rotation @ part.unflatten(-1, (blocks, size)).unsqueeze(-1)).squeeze(-1).flatten(-2)
+            for part in (query, key)
+        )
+
+    results = []
+    for rotated in (eigen, dense):
+        leaves = [part.clone().requires_grad_() for part in (matrices, query, key)]
+        left, right = rotated(*leaves)
+        products = left @ right.transpose(-1, -2)
+        gradients = torch.autograd.grad((products * weight).sum(), leaves)
+        # Only the skew part of the gradient reaches the entries.
+        results.append([products, gradients[0] - gradients[0].transpose(-1, -2), *gradients[1:]])
+    # The splitting of kernels, 2e-12 of the norm, turns by the scalars; matrix_exp loses as much at norms of 1e3.
+    tolerance = 1e-9 * (1 + scale)
+    for ours, expected in zip(*results):
+        torch.testing.assert_close(ours, expected, rtol=1e-8, atol=tolerance)
+
+
+@pytest.mark.parametrize("grid", [(4, 6), (1, 5), (1, 1), (3, 2, 4)])
+def test_rays_are_the_multiples_of_a_grid(grid):
+    rays = Rays.from_lists(grid_rays(grid, 2)).tokens
+    indices = with_prefix(grid_positions(grid, grid, "index"), 2, 0.0)
+    seen = rays[rays >= 0]
+    assert len(seen.unique()) == len(seen) == math.prod(grid) - 1
+    for ray in rays:
+        ray = ray[ray >= 0]
+        multiples = torch.arange(1, len(ray) + 1).unsqueeze(-1)
+        assert torch.equal(indices[ray], indices[ray[0]] * multiples)
+    assert (indices[[i for i in range(len(indices)) if i not in seen]] == 0).all()
+
+
+@pytest.mark.parametrize("coordinates", ["index", "train_grid", "train_index"])
+@pytest.mark.parametrize("size, scale", [(3, 1.0), (8, 2 * math.pi), (16, 30.0)])
+def test_rays_change_neither_rotations_nor_gradients(coordinates, size, scale):
+    positions = with_prefix(grid_positions((6, 9), (4, 4), coordinates), 1, 0.0)
+    rays = Rays.from_lists(grid_rays((6, 9), 1))
+    entries = (torch.rand(2, 3, 2, size * (size - 1) // 2, dtype=torch.float64) * scale).requires_grad_()
+    weight = torch.randn(3, 2, len(positions), size, size, dtype=torch.float64)
+    results = []
+    for given_rays in (rays, None):
+        rotations = block_rotations(positions, skew(entries, size), torch.float64, given_rays)
+        results.append((rotations, *torch.autograd.grad((rotations * weight).sum(), entries)))
+    exact = torch.matrix_exp(torch.einsum("pa,aglij->glpij", positions, skew(entries, size)).contiguous())
+    # Powers and squarings of matrices of norm up to 2,000 lose five to six digits of sixteen, matrix_exp as many.
+    torch.testing.assert_close(results[0][0], exact, rtol=0, atol=1e-8)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-7, atol=1e-7)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([3, 4, 8, 16]), st.sampled_from([0.0, 0.1, 6.0, 100.0, 1000.0]))
+def test_float32_gradients_of_dense_rotations(seed, size, scale):
+    generator = torch.Generator().manual_seed(seed)
+    positions = grid_positions((3, 4), (3, 4), "train_grid")
+    entries = torch.rand(2, 2, size * (size - 1) // 2, generator=generator) * scale
+    weight = torch.randn(2, len(positions), size, size, generator=generator)
+    ours, exact = entries.clone().requires_grad_(), entries.double().requires_grad_()
+    rays = Rays.from_lists(grid_rays((3, 4), 0))
+    (block_rotations(positions, skew(ours, size), rays=rays) * weight).sum().backward()
+    rotations = torch.matrix_exp(torch.einsum("pa,akij->kpij", positions, skew(exact, size)).contiguous())
+    (rotations * weight).sum().backward()
+    # The derivative is computed in float32, a few dozen products and sums over the tokens.
+    torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=0, atol=3e-6 * exact.grad.abs().max().item() + 1e-9)
+
+
+def test_the_polynomial_is_the_exponential_on_the_imaginary_axis():
+    x = 1j * torch.linspace(-POLYNOMIAL_NORM, POLYNOMIAL_NORM, 1001, dtype=torch.float64)
+    b1, b2, b3, b4, b5 = (sum(c * x**d for c, d in zip(row, (0, 1, 2, 3, 6))) for row in POLYNOMIAL)
+    product = b1 * b5 + b4
+    assert (b2 + (b3 + product) * product - x.exp()).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("encoding_size", [2, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_states_of_any_layout_and_type(encoding_size, dtype, contiguous):
+    """Views on a projection's output, heads split off by slicing, odd offsets, ten samples: one result."""
+    states = torch.randn(10, 5, 2 * 17 + 1)
+    query, key = (part.unflatten(-1, (2, 17)).transpose(1, 2) for part in (states[..., 1:], states[..., :-1]))
+    query, key = query.to(dtype), key.to(dtype)
+    if contiguous:
+        query, key = query.contiguous(), key.contiguous()
+    if encoding_size == 2:
+        angles = torch.rand(1, 2, 5, 8) * 7
+        rotation = torch.stack([angles.cos(), angles.sin()], -1)
+    else:
+        rotation = torch.matrix_exp(skew(torch.randn(1, 2, 5, 2, 28), 8))
+    for rotated, state in zip(rotate_query_key(query, key, rotation), (query, key)):
+        assert rotated.dtype == dtype and torch.equal(rotated[..., 16:], state[..., 16:])
+        blocks = state[..., :16].double()
+        if encoding_size == 2:
+            turned = torch.view_as_complex(blocks.unflatten(-1, (8, 2)).contiguous()) * torch.exp(1j * angles.double())
+            expected = torch.view_as_real(turned).flatten(-2)
+        else:
+            expected = (rotation.double() @ blocks.unflatten(-1, (2, 8)).unsqueeze(-1)).squeeze(-1).flatten(-2)
+        # Products of eight terms of size one in the type itself.
+        tolerance = 8 * 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(rotated[..., :16].double(), expected, rtol=0, atol=tolerance)
+        torch.testing.assert_close(rotate(state, rotation), rotated, rtol=0, atol=tolerance)
