@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .rotation import EigenRotation, Rotation, fold, rotate, rotate_query_key
+from .rotation import EigenRotation, Rotation, fold, fold_states, rotate, rotate_query_key
 
 
 def eager_attention_forward(
@@ -115,7 +115,8 @@ def _project(projection: nn.Module, hidden_states: torch.Tensor, basis: torch.Te
         return nn.functional.linear(hidden_states, fold(projection.weight, basis), bias)
     # Adapters and quantized layers have no weight to turn.
     projected = projection(hidden_states)
-    return fold(projected.flatten(0, -2).T, basis).T.reshape(projected.shape)
+    states = projected.unflatten(-1, (-1, basis.shape[1] * basis.shape[-1])).transpose(1, 2)
+    return fold_states(states, basis).transpose(1, 2).reshape(projected.shape)
 
 
 __all__ = ["LieREAttention", "eager_attention_forward", "rotate"]

@@ -50,25 +50,27 @@ class RotaryEncoding(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise the parameters as `rotary_init` says, leaving alone those that came from a checkpoint."""
 
-    def forward(self, positions: torch.Tensor) -> list[torch.Tensor]:
+    def forward(
+        self, positions: torch.Tensor, grid: tuple[int, ...] | None = None, explicit: bool = True
+    ) -> Iterable[Rotation]:
         """
         Args:
             positions: (N, A), or (B, N, A) for positions of their own for each sample, prefix tokens included.
+            grid: Patches per axis, if the positions are those of a grid as it is, after those of prefix tokens.
+            explicit: Whether to return tensors; otherwise the form that attention applies fastest, see
+                [`rotation.rotate_query_key`].
 
         Returns:
             One tensor per layer: (1 or B, 1 or heads, N, blocks, 2) holding cos and sin for b = 2, or
             (1 or B, 1 or heads, N, blocks, b, b) rotation matrices. Shared layers get the same tensor.
         """
+        if explicit:
+            return self.matrices(positions, self.entries(positions.device))
+        return self.layer_rotations(positions, grid)
+
+    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None) -> Iterable[Rotation]:
+        """The rotations that `forward` returns where they need not be explicit."""
         return self.matrices(positions, self.entries(positions.device))
-
-    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None = None) -> Iterable[Rotation]:
-        """
-        As `forward`, in the form in which attention applies them fastest, see [`rotation.rotate_query_key`].
-
-        Args:
-            grid: Patches per axis, if the positions are those of a grid as it is, prefix tokens included.
-        """
-        return self(positions)
 
     def matrices(self, positions: torch.Tensor, entries: torch.Tensor, rays: Rays | None = None) -> list[torch.Tensor]:
         """`forward` for the layers whose `entries` are given; `rays`: see [`lie_algebra.Rays`]."""
@@ -161,9 +163,9 @@ class LieRE(RotaryEncoding):
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
 
-    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None = None) -> Iterable[Rotation]:
+    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None) -> Iterable[Rotation]:
         """
-        As `forward`. On a grid that starts at zero the positions of most patches are multiples of another's, see
+        On a grid that starts at zero the positions of most patches are multiples of another's, see
         [`lie_algebra.Rays`]. Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it asks for them.
         """
         rays, entries, config = None, self.entries(positions.device), self.config
@@ -207,7 +209,7 @@ class ComRoPEAxialPartition(RotaryEncoding):
         dtype = working_dtype(device)
         return self.slopes(device).to(dtype).unsqueeze(-1) * self.generators.to(dtype)
 
-    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None = None) -> list[Rotation]:
+    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None) -> list[Rotation]:
         """
         Without an exponential: every block is diagonalised once, whatever the number of tokens.
 
@@ -216,7 +218,7 @@ class ComRoPEAxialPartition(RotaryEncoding):
             matrices of `forward`.
         """
         if self.block_size % 2:
-            return self(positions)
+            return super().layer_rotations(positions, grid)
         dtype, device = working_dtype(positions.device), positions.device
         batch, tokens = positions.shape[:-2] or (1,), positions.shape[-2]
         with torch.autocast(device_type=device.type, enabled=False):
@@ -305,7 +307,7 @@ class FoldedLieRE(LieRE):
             shape = (self.layers, tokens, self.heads, self.num_blocks, self.block_size, self.block_size)
             self.grids[grid_name(grid)] = nn.Parameter(torch.empty(shape), requires_grad=False)
 
-    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None = None) -> Iterable[Rotation]:
+    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None) -> Iterable[Rotation]:
         if grid is None or grid_name(grid) not in self.grids:
             return super().layer_rotations(positions, grid)
         rotations = [layer.transpose(0, 1).unsqueeze(0) for layer in self.grids[grid_name(grid)]]

@@ -8,7 +8,7 @@ Vision transformers with learned rotary position encodings. Unusual in this file
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -328,13 +328,13 @@ class LieREPreTrainedModel(PreTrainedModel):
         folded.config.validate()
         encoding = encoder.rotary_encoding
         reference = next(encoding.parameters(), encoder.layers[0].attention.q_proj.weight)
+        rotations = {}
+        if constant:
+            for grid in map(tuple, grids):
+                positions = encoder.token_positions(grid, None, None, reference.device)
+                rotations[grid_name(grid)] = encoder.rotations(positions, grid, explicit=False)
         encoder.rotary_encoding = build_rotary_encoding(folded.config, config.num_axes).to(reference)
         if constant:
-            device = reference.device
-            rotations = {}
-            for grid in map(tuple, grids):
-                positions = encoder.token_positions(grid, None, None, device)
-                rotations[grid_name(grid)] = encoder._encode(encoding.layer_rotations, positions, grid)
             encoder.rotary_encoding.fold(encoding, rotations)
         elif isinstance(encoding, ComRoPEAxialPartition):
             encoder.rotary_encoding.frequencies.copy_(encoding.folded_frequencies())
@@ -387,23 +387,16 @@ class LieREEncoderModel(LieREPreTrainedModel):
             return positions
         return with_prefix(positions, config.num_prefix_tokens, config.prefix_coordinate)
 
-    def rotations(self, positions: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """One rotation per layer for tokens at these positions, see [`RotaryEncoding.forward`], or `None` for each."""
-        return self._encode(self.rotary_encoding, positions)
-
-    def layer_rotations(
-        self, positions: torch.Tensor | None, grid: tuple[int, ...] | None
+    def rotations(
+        self, positions: torch.Tensor | None, grid: tuple[int, ...] | None = None, explicit: bool = True
     ) -> Iterable[Rotation | None]:
-        """As `rotations`, in the form that layers apply fastest, see [`RotaryEncoding.layer_rotations`]."""
-        return self._encode(getattr(self.rotary_encoding, "layer_rotations", None), positions, grid)
-
-    def _encode(self, encoding: Callable | None, positions: torch.Tensor | None, *grid) -> Iterable[Rotation | None]:
-        if encoding is None:
+        """One rotation per layer for tokens at these positions, see [`RotaryEncoding.forward`], or `None` for each."""
+        if self.rotary_encoding is None:
             return [None] * len(self.layers)
         if not self.config.rotate_prefix:
             prefix_length = self.config.num_prefix_tokens
             positions = with_prefix(positions[..., prefix_length:, :], prefix_length, 0.0)
-        return encoding(positions, *grid)
+        return self.rotary_encoding(positions, grid, explicit)
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
@@ -455,7 +448,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
         attention_mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
         )
-        for layer, rotation in zip(self.layers, self.layer_rotations(positions, regular)):
+        for layer, rotation in zip(self.layers, self.rotations(positions, regular, explicit=False)):
             hidden_states = layer(hidden_states, rotation, attention_mask, **kwargs)
         if self.config.final_norm == "pooled":
             pooled = self.layernorm(self._pool(hidden_states))

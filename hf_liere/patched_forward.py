@@ -15,11 +15,12 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from .attention import rotate
 from .lie_algebra import working_dtype
 from .positions import grid_positions, perturbation, with_prefix
+from .rotation import EigenRotation, Rotation, fold_states, rotate_query_key
 from .vision_towers import position_table, takes
 
 
@@ -61,7 +62,7 @@ class ForwardPass:
     def __init__(self, tower: nn.Module):
         self.tower = tower
         self.grid: tuple[int, ...] | None = None
-        self.rotations: Sequence[torch.Tensor] | None = None
+        self.rotations: Sequence[Rotation] | None = None
         self.rotated: list[int] = []
 
 
@@ -95,15 +96,20 @@ def rotary_attention_forward(
             "A rotated attention module ran outside the forward pass of its vision tower, so the positions of its "
             "tokens are unknown. Call the vision tower (or a model around it), or unpatch the model."
         )
-    rotation = passes[-1].rotations[config.layer]
-    if rotation.shape[2] != query.shape[2]:
+    rotation = tree_map(lambda tensor: tensor.to(query.device), passes[-1].rotations[config.layer])
+    tokens = (rotation.planes if isinstance(rotation, EigenRotation) else rotation).shape[2]
+    if tokens != query.shape[2]:
         raise RuntimeError(
-            f"Attention sees {query.shape[2]} tokens, but {rotation.shape[2]} were embedded: models that merge or "
-            "window tokens cannot be patched."
+            f"Attention sees {query.shape[2]} tokens, but {tokens} were embedded: models that merge or window tokens "
+            "cannot be patched."
         )
     passes[-1].rotated.append(config.layer)
-    rotation = rotation.to(query.device)
-    query, key = _as_laid_out(rotate(query, rotation), query), _as_laid_out(rotate(key, rotation), key)
+    if isinstance(rotation, EigenRotation):
+        # The weights are not ours to turn.
+        rotated = rotate_query_key(*(fold_states(part, rotation.basis) for part in (query, key)), rotation)
+    else:
+        rotated = rotate_query_key(query, key, rotation)
+    query, key = _as_laid_out(rotated[0], query), _as_laid_out(rotated[1], key)
     implementation = config.base._attn_implementation
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, config.eager)
     if implementation not in ("eager", "sdpa", "flex_attention"):
@@ -130,10 +136,12 @@ class CheckpointingInPass:
     def __call__(self, layer, *args, **kwargs):
         forward_pass = _passes()[-1]
 
+        rotations, structure = tree_flatten(forward_pass.rotations)
+
         def layer_in_pass(*inputs, **named_inputs):
             outer = _passes()
             again = ForwardPass(forward_pass.tower)
-            again.rotations, again.rotated = inputs[len(args) :], forward_pass.rotated
+            again.rotations, again.rotated = tree_unflatten(inputs[len(args) :], structure), forward_pass.rotated
             _thread.passes = (*outer, again)
             try:
                 return layer(*inputs[: len(args)], **named_inputs)
@@ -141,7 +149,7 @@ class CheckpointingInPass:
                 _thread.passes = outer
 
         # As inputs, because reentrant checkpointing differentiates with respect to nothing else.
-        return self.function(layer_in_pass, *args, *forward_pass.rotations, **kwargs)
+        return self.function(layer_in_pass, *args, *rotations, **kwargs)
 
 
 def begin_pass(tower: nn.Module, args) -> None:
@@ -277,7 +285,12 @@ def rotations_of_tokens(embeddings: nn.Module, args, kwargs, output) -> None:
     if prefix_length < 0:
         raise RuntimeError(f"{tokens.shape[1]} tokens were made of {positions.shape[-2]} patches: which is unknown.")
     centre = 0.5 if tower.rotary_patch.config.rotate_prefix else 0.0
-    passes[-1].rotations = tower.rotary_encoding(with_prefix(positions, prefix_length, centre))
+    grid = passes[-1].grid
+    perturbed = tower.training and tower.rotary_patch.config.position_perturbation
+    if perturbed or grid is None or positions.shape[:-1] != (math.prod(grid),):
+        grid = None
+    positions = with_prefix(positions, prefix_length, centre)
+    passes[-1].rotations = list(tower.rotary_encoding(positions, grid, explicit=False))
 
 
 def _kept_positions(forward_pass: ForwardPass, embeddings, args, kwargs, output, device) -> torch.Tensor:

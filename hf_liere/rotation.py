@@ -98,6 +98,22 @@ def fold(projected: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     return folded.view(projected.shape).to(projected.dtype)
 
 
+def fold_states(states: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """
+    Uᵀ applied to (B, H, N, D) queries or keys, where the weights that made them cannot be turned by [`fold`].
+
+    Exactly the same numbers where U is the identity.
+    """
+    batch, heads, tokens, width = states.shape
+    _, blocks, size, _ = basis.shape
+    with torch.autocast(device_type=states.device.type, enabled=False):
+        # One product per head and block, with all tokens of all samples as rows.
+        rows = states.unflatten(-1, (blocks, size)).permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
+        turn = basis.to(states.dtype).expand(heads, blocks, size, size).flatten(0, 1)
+        turned = torch.bmm(rows, turn).view(heads, blocks, batch, tokens, size).permute(2, 3, 0, 1, 4)
+    return turned.reshape(batch, tokens, heads, width).transpose(1, 2)
+
+
 class _TurnPlanes(torch.autograd.Function):
     """
     Planes of query and key turned by the same angles. The backward pass returns the gradient of the angles through

@@ -30,7 +30,7 @@ ALLOWED = {
     },
     "video_processing_liere": {"transformers"},
     "vision_towers": {"torch"},
-    "patched_forward": {"torch", "transformers", ".attention", ".lie_algebra", ".positions", ".vision_towers"},
+    "patched_forward": {"torch", "transformers", ".lie_algebra", ".positions", ".rotation", ".vision_towers"},
     "rotary_patch": {
         "torch",
         "huggingface_hub",

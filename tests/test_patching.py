@@ -693,14 +693,20 @@ def test_compiled_whole_graph_gives_the_same(name):
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
 
 
+def explicit_rotations(tower, model, inputs):
+    """The matrices, or cos and sin, that belong to the positions of a forward pass."""
+    seen = {}
+    handle = tower.rotary_encoding.register_forward_pre_hook(lambda module, args: seen.update(positions=args[0]))
+    model(**inputs)
+    handle.remove()
+    return tower.rotary_encoding(seen["positions"])
+
+
 def rotations_of_a_pass(model, inputs):
     """(layers, heads, tokens, head_dim, head_dim) of the last pass, dense, in float64."""
     (tower,) = (module for module in model.modules() if hasattr(module, "rotary_encoding"))
-    seen = {}
-    handle = tower.rotary_encoding.register_forward_hook(lambda module, args, output: seen.update(layers=output))
-    model(**inputs)
-    handle.remove()
-    return torch.stack([block_diagonal(layer[0].double()) for layer in seen["layers"]])
+    layers = explicit_rotations(tower, model, inputs)
+    return torch.stack([block_diagonal(layer[0].double()) for layer in layers])
 
 
 def block_diagonal(blocks):
@@ -762,11 +768,8 @@ def test_positions_are_perturbed_in_training_only_and_within_their_patch(name):
 def coordinates_of_a_pass(model, inputs, axes):
     """(tokens, axes) of the first sample, from the angles of the first planes."""
     (tower,) = (module for module in model.modules() if hasattr(module, "rotary_encoding"))
-    seen = {}
-    handle = tower.rotary_encoding.register_forward_hook(lambda module, args, output: seen.update(layers=output))
-    model(**inputs)
-    handle.remove()
-    cos, sin = seen["layers"][0][0, 0, :, :axes].detach().double().unbind(-1)
+    layers = explicit_rotations(tower, model, inputs)
+    cos, sin = layers[0][0, 0, :, :axes].detach().double().unbind(-1)
     return torch.atan2(sin, cos) / 0.1
 
 

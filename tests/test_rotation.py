@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hf_liere
+import hf_liere.encodings
 from hf_liere.lie_algebra import POLYNOMIAL, POLYNOMIAL_NORM, Rays, block_rotations, eigenbasis, skew
 from hf_liere.positions import grid_positions, grid_rays, with_prefix
 from hf_liere.rotation import EigenRotation, fold, rotate, rotate_query_key
@@ -174,3 +176,31 @@ def test_states_of_any_layout_and_type(encoding_size, dtype, contiguous):
         tolerance = 8 * 4 * torch.finfo(dtype).eps
         torch.testing.assert_close(rotated[..., :16].double(), expected, rtol=0, atol=tolerance)
         torch.testing.assert_close(rotate(state, rotation), rotated, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("encoding, computes", [("liere", "block_rotations"), ("comrope_ld", "eigenbasis")])
+def test_gradient_checkpointing_recomputes_no_rotation(tiny, encoding, computes, monkeypatch):
+    calls, original = [], getattr(hf_liere.encodings, computes)
+    monkeypatch.setattr(hf_liere.encodings, computes, lambda *args: calls.append(1) or original(*args))
+    model = hf_liere.LieREViTForImageClassification(tiny(position_encoding=encoding, block_size=8)).train()
+    model.gradient_checkpointing_enable()
+    model(torch.randn(2, 3, 16, 16), labels=torch.tensor([0, 1])).loss.backward()
+    # All layers at once.
+    assert len(calls) == 1
+
+
+def test_large_rotations_are_computed_layer_by_layer(tiny, monkeypatch):
+    model = hf_liere.LieREViTModel(tiny(position_encoding="liere", block_size=8)).eval()
+    pixel_values = torch.randn(1, 3, 16, 16)
+    expected = model(pixel_values).pooler_output
+    (expected.sum()).backward()
+    gradient = model.rotary_encoding.generators.grad.clone()
+    model.zero_grad()
+    monkeypatch.setattr("hf_liere.encodings.ALL_LAYERS_BYTES", 1000)
+    grid = model.config.train_grid
+    rotations = model.rotations(model.token_positions(grid, None, None, pixel_values.device), grid, explicit=False)
+    assert iter(rotations) is rotations, "a layer's rotations must be freed before the next layer's are made"
+    pooled = model(pixel_values).pooler_output
+    pooled.sum().backward()
+    assert torch.equal(pooled, expected)
+    torch.testing.assert_close(model.rotary_encoding.generators.grad, gradient)
