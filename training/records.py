@@ -33,6 +33,8 @@ RUN_FILES = (
     "preprocessor_config.json",
     "resolutions.json",
     "rotary",
+    "tokenizer.json",
+    "tokenizer_config.json",
     "train_results.json",
     "trainer_state.json",
 )
