@@ -1,0 +1,212 @@
+"""The benchmark: its references, what it counts, and that an interrupted run loses nothing."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from training import benchmark_models, benchmark_speed  # noqa: E402 (found only now)
+from training.benchmark_models import NaiveRotation, Row  # noqa: E402
+
+
+SCRIPT = str(ROOT / "training" / "benchmark_speed.py")
+TINY = "--model_size tiny --num_hidden_layers 2 --image_size 32 --batch_size 1 --warmup 1 --device cpu".split()
+
+
+def settings(**overrides):
+    options = benchmark_speed.parse_arguments(TINY)
+    return benchmark_speed.dataclasses.replace(benchmark_speed.read_cases(options)[0].settings, **overrides)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("encoding", ["axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld"])
+@pytest.mark.parametrize("video", [False, True])
+def test_pseudo_code_is_the_reference(tiny, tiny_video, encoding, video):
+    """The naive rotations are what the tests' own loops make of the same parameters."""
+    block_size = 2 if encoding in benchmark_models.PLANAR else 4
+    config = (tiny_video if video else tiny)(position_encoding=encoding, block_size=block_size)
+    rotary = benchmark_models.build_rotary_encoding(config, config.num_axes)
+    rotary.reset_parameters()
+    parameters = {name: parameter.detach() for name, parameter in rotary.named_parameters()}
+    positions = benchmark_models.grid_positions(config.train_grid, config.train_grid, config.coordinates)
+    for layer in range(2):
+        matrices = NaiveRotation(config, parameters, layer).double().dense()
+        assert torch.equal(matrices[0], torch.eye(24, dtype=torch.float64).expand_as(matrices[0]))
+        for token in (0, 3, len(positions) - 1):
+            for head in range(2):
+                expected = reference.head_rotation(positions[token], parameters, config, config.num_axes, layer, head)
+                found = matrices[1 + token, min(head, matrices.shape[1] - 1)]
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["axial_rope", "comrope_ap8", "comrope_ld16", "liere8", "liere64", "naive_liere8"])
+def test_error_of_rotations(name):
+    """Float32 rotations are within the 1e-5 the library promises (pseudo-code: twice that), bfloat16 ones are not."""
+    error = benchmark_models.rotation_error(settings(image_size=64), Row.parse(name))
+    assert 1e-9 < error < (1e-5 if "naive" not in name else 2e-5)
+    coarse = benchmark_models.rotation_error(settings(image_size=64, dtype="bfloat16"), Row.parse(name))
+    assert 1e-3 < coarse < 3e-2
+
+
+def test_error_is_that_of_rotations():
+    """Nothing else is in it: with float64 weights nothing is left, and encodings without rotations have none."""
+    assert benchmark_models.rotation_error(settings(dtype="float64"), Row.parse("liere8")) < 1e-12
+    assert benchmark_models.rotation_error(settings(), Row.parse("absolute")) is None
+
+
+def test_naive_model_is_our_model():
+    """Same seed, same generators: the pseudo-code's model and ours give the same rotated attention."""
+    for name in ("liere8", "comrope_ld8"):
+        pair = [Row.parse(name), Row.parse(f"naive_{name}")]
+        ours, naive = (benchmark_models.build_model(settings(image_size=64), row, training=True) for row in pair)
+        source = dict(ours.named_parameters())
+        parameters = {key.split(".")[-1]: value.detach() for key, value in ours.rotary_parameters()}
+        for index, layer in enumerate(naive.liere.layers):
+            layer.attention.naive_rotation = NaiveRotation(ours.config, parameters, index)
+        with torch.no_grad():
+            for key, value in naive.named_parameters():
+                if "naive_rotation" not in key:
+                    value.copy_(source[key])
+        pixels = torch.randn(2, 3, 64, 64)
+        torch.testing.assert_close(naive(pixels).logits, ours(pixels).logits, rtol=0, atol=1e-5)
+        naive(pixels).logits.sum().backward()
+        assert all(layer.attention.naive_rotation.raw.grad.abs().sum() > 0 for layer in naive.liere.layers)
+
+
+def test_peak_allocation_counts_bytes():
+    def run():
+        first = torch.empty(1000, dtype=torch.float32)
+        second = torch.empty(500, dtype=torch.float64)
+        del first
+        third = torch.empty(300, dtype=torch.float32)
+        return second, third
+
+    # The first two together, not what follows when the first is gone.
+    assert benchmark_speed.peak_cpu_allocation(run) == 8000
+
+
+def test_peak_memory_of_a_step():
+    """At least model, gradients and input; more with a longer sequence."""
+    peaks = {}
+    for size in (32, 128):
+        runner = benchmark_speed.Runner(settings(image_size=size), Row.parse("absolute"), "training")
+        peaks[size] = runner.peak_memory()
+        weights = sum(parameter.nbytes for parameter in runner.model.parameters())
+        assert peaks[size] > 2 * weights + runner.pixels.nbytes
+    assert peaks[128] > peaks[32] + 100_000
+
+
+def test_ratios_are_paired_by_round(tmp_path):
+    """A machine that is three times slower in one round leaves the ratios alone."""
+    case = benchmark_speed.Case(settings(), (Row.parse("absolute"), Row.parse("liere8")))
+    records = benchmark_speed.Records(tmp_path / "speed.jsonl", {"cpu": "x"}, resume=False)
+    for number, slowness in enumerate((1.0, 3.0, 1.0, 1.1)):
+        for name, seconds in (("absolute", 2.0), ("liere8", 2.5)):
+            records.add(case=case.key, quantity="training", row=name, round=number, value=seconds * slowness)
+    # A round that was cut short has no pair.
+    records.add(case=case.key, quantity="training", row="liere8", round=4, value=9.0)
+    ratios = benchmark_speed.ratios(records, case, Row.parse("liere8"), "training")
+    assert ratios == pytest.approx([1.25] * 4)
+    assert benchmark_speed.format_ratio(ratios) == "1.250 (1.250 – 1.250)"
+    assert benchmark_speed.format_ratio([1.0, 2.0, 3.0]) == "2.000 (1.500 – 2.500)"
+
+
+def test_table_of_encodings(tmp_path, capsys):
+    pytest.importorskip("timm")
+    names = "none liere8 naive_comrope_ld8 timm_rope_mixed".split()
+    output = tmp_path / "new" / "speed.jsonl"
+    arguments = [*TINY, "--rounds", "2", "--rows", *names, "--output", str(output)]
+    assert benchmark_speed.main(arguments) == 0
+    printed = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
+    assert [row[0] for row in rows] == ["model", "---", "absolute", *names]
+    table = {row[0]: row[1:] for row in rows[2:]}
+    assert table["absolute"][1] == "1.000 (1.000 – 1.000)" and table["absolute"][5] == "+0.0%"
+    assert all(float(row[0]) > 0 and float(row[2]) > 0 for row in table.values())
+    assert table["none"][6] == table["timm_rope_mixed"][6] == "–" and float(table["liere8"][6]) < 1e-5
+    assert f"torch {torch.__version__}" in printed and "threads" in printed
+    records = read(output)
+    assert records[0]["machine"]["torch"] == torch.__version__
+    times = [record for record in records if record.get("quantity") in ("inference", "training")]
+    assert len(times) == 2 * 2 * 5 and all(record["value"] > 0 for record in times)
+
+
+def test_table_of_growth(tmp_path, capsys):
+    arguments = [*TINY, "--table", "growth", "--axes", "depth", "frames", "--rounds", "1", "--rows", "liere4"]
+    assert benchmark_speed.main([*arguments, "--output", str(tmp_path / "speed.jsonl")]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [line.split(" | ")[1] for line in lines[2:]] == [
+        "1 layers",
+        "2 layers",
+        "4 layers",
+        "4 frames",
+        "8 frames",
+        "16 frames",
+    ]
+    assert all(line.count(" / ") == 2 and "not measured" not in line for line in lines[2:])
+
+
+def test_interrupted_run_goes_on(tmp_path):
+    output = tmp_path / "speed.jsonl"
+    command = [sys.executable, SCRIPT, *TINY, "--rows", "none", "--output", str(output)]
+    process = subprocess.Popen(
+        [*command, "--rounds", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while process.poll() is None and not (output.exists() and output.read_text().count('"training"') > 4):
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate()
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "| none |" in printed and "--resume" in printed
+
+    # A machine that stops leaves half a line.
+    lines = output.read_text().splitlines(keepends=True)
+    keep = next(index for index, line in enumerate(lines) if '"round": 1' in line) + 1
+    output.write_text("".join(lines[:keep]) + lines[keep][:20])
+    resumed = subprocess.run([*command, "--rounds", "3", "--resume"], capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    again = output.read_text().splitlines(keepends=True)
+    assert again[:keep] == lines[:keep]
+    # The round that was cut short is measured anew as a whole, the complete one is not.
+    measured = [(line["round"], line["quantity"], line["row"]) for line in map(json.loads, again[keep:])]
+    assert len(measured) == len(set(measured)) == 8 and {number for number, *_ in measured} == {1, 2}
+
+
+def test_output_is_never_overwritten(tmp_path, capsys):
+    output = tmp_path / "speed.jsonl"
+    output.write_text('{"machine": {"cpu": "another"}}\n')
+    arguments = [*TINY, "--rounds", "1", "--rows", "none", "--output", str(output)]
+    assert benchmark_speed.main(arguments) == 1 and "--resume" in capsys.readouterr().err
+    assert benchmark_speed.main([*arguments, "--resume"]) == 1 and "cpu=another" in capsys.readouterr().err
+    assert output.read_text() == '{"machine": {"cpu": "another"}}\n'
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ("lier8", "accepted are absolute"),
+        ("rope_mixed4", "no block size"),
+        ("naive_absolute", "no rotations"),
+        ("timm_liere8", "timm has no such model"),
+        ("comrope_ld7", "comrope_ld7: "),
+    ],
+)
+def test_unknown_models_are_refused_before_work(tmp_path, capsys, rows, message):
+    output = tmp_path / "speed.jsonl"
+    assert benchmark_speed.main([*TINY, "--rows", rows, "--output", str(output)]) == 1
+    assert message in capsys.readouterr().err and not output.exists()
