@@ -4,11 +4,12 @@
     python training/benchmark_speed.py --model_size base --batch_size 256 --dtype bfloat16 --compile --folded
     python training/benchmark_speed.py --table growth --batch_size 1 --rounds 5
 
-All models are measured in turn, round after round; a ratio is the median over the rounds of time divided by the time
-of `absolute` in the same round, with quartiles in brackets, so that a machine that slows down slows both. Inference is
-a forward pass without gradients in evaluation mode; a training step is forward, loss and backward. The optimizer's
-step is left out: it costs every model the same and would draw the ratios towards 1. Memory is what PyTorch's allocator
-holds at the peak of a training step: the model and all that the step allocates.
+All models are measured in turn, round after round, each right after `absolute`; a ratio is the median over the rounds
+of the time of the one divided by that of the other, with quartiles in brackets, so that a machine that slows down slows
+both, and the row of `absolute` shows the noise. On a machine with other work `--clock cpu` compares processor time
+instead. Inference is a forward pass without gradients in evaluation mode; a training step is forward, loss and
+backward. The optimizer's step is left out: it costs every model the same and would draw the ratios towards 1. Memory is
+what PyTorch's allocator holds at the peak of a training step: the model and all that the step allocates.
 
 Every measurement is a line of the output file as soon as it is made. Ctrl-C prints the tables of what there is, and
 `--resume` with the same output goes on. Naive models are the papers' pseudo-code; timm's have its own code throughout.
@@ -50,6 +51,7 @@ from training.benchmark_models import (
 
 BASELINE = "absolute"
 PHASES = ("inference", "training")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 ENCODING_ROWS = "absolute none axial_rope rope_mixed comrope_ap8 comrope_ld8 liere8 liere64".split()
 # naive_liere64 takes minutes a step: by name only.
 REFERENCE_ROWS = "naive_liere8 naive_comrope_ld8".split()
@@ -123,9 +125,9 @@ class Records:
         found = self.find(case, quantity, row=row.name)
         return found[-1]["value"] if found else None
 
-    def seconds(self, case: Case, row: Row, phase: str) -> dict[int, float]:
-        """Seconds of a step by round."""
-        return {line["round"]: line["value"] for line in self.find(case, phase, row=row.name)}
+    def steps(self, case: Case, row: Row, phase: str) -> dict[int, dict]:
+        """By round: what [`Runner.seconds`] says of a step, and as `baseline` of one of `absolute` right before."""
+        return {line["round"]: line for line in self.find(case, phase, row=row.name)}
 
 
 def synchronize(device: str) -> None:
@@ -157,13 +159,16 @@ class Runner:
             loss = nn.functional.cross_entropy(logits(self.call, self.pixels), self.labels)
         loss.backward()
 
-    def seconds(self, steps: int) -> float:
+    def seconds(self, steps: int) -> dict[str, float]:
+        """Mean seconds of a step by every clock."""
         synchronize(self.settings.device)
-        start = time.perf_counter()
+        start = {name: clock() for name, clock in CLOCKS.items()}
         for _ in range(steps):
             self.step()
         synchronize(self.settings.device)
-        return (time.perf_counter() - start) / steps
+        seconds = {name: (clock() - start[name]) / steps for name, clock in CLOCKS.items()}
+        self.model.zero_grad(set_to_none=True)
+        return seconds
 
     def peak_memory(self) -> int | None:
         """Bytes of model and input and of what a step allocates at its peak; `None` where PyTorch does not tell."""
@@ -218,7 +223,7 @@ def measure(case: Case, records: Records, rounds: int, warmup: int, steps: int, 
     for row in case.rows:
         for phase in PHASES:
             if (row.trains or phase == "inference") and records.value(case, row, "failed") is None:
-                done &= set(records.seconds(case, row, phase))
+                done &= set(records.steps(case, row, phase))
     title = "encodings" if case.axis is None else f"{case.axis} {case.value}"
     runners = {}
     for row in tqdm(case.rows, desc=f"{title}: memory, errors", leave=False):
@@ -254,17 +259,17 @@ def measure(case: Case, records: Records, rounds: int, warmup: int, steps: int, 
                 shift = number % max(len(order), 1)
                 # No model always runs after the same other one.
                 for key in order[shift:] + order[:shift]:
-                    runner = runners[key]
-                    seconds = runner.seconds(steps)
-                    runner.model.zero_grad(set_to_none=True)
-                    records.add(case=case.key, quantity=phase, row=key[0].name, round=number, value=seconds)
+                    baseline = runners.get((Row.parse(BASELINE), phase))
+                    fields = {} if baseline is None else {"baseline": baseline.seconds(steps)}
+                    fields |= {"row": key[0].name, "round": number, "value": runners[key].seconds(steps)}
+                    records.add(case=case.key, quantity=phase, **fields)
                     progress.update()
 
 
-def ratios(records: Records, case: Case, row: Row, phase: str) -> list[float]:
-    """Time over that of `absolute`, of every round that has both."""
-    own, base = (records.seconds(case, each, phase) for each in (row, Row.parse(BASELINE)))
-    return [own[number] / base[number] for number in own if number in base]
+def ratios(records: Records, case: Case, row: Row, phase: str, clock: str) -> list[float]:
+    """Time over that of `absolute`, of every round."""
+    lines = records.steps(case, row, phase).values()
+    return [line["value"][clock] / line["baseline"][clock] for line in lines if "baseline" in line]
 
 
 def format_ratio(values: list[float], spread: bool = True) -> str:
@@ -278,7 +283,7 @@ def format_ratio(values: list[float], spread: bool = True) -> str:
 
 
 def format_rate(records: Records, case: Case, row: Row, phase: str) -> str:
-    seconds = records.seconds(case, row, phase).values()
+    seconds = [line["value"]["wall"] for line in records.steps(case, row, phase).values()]
     return f"{case.settings.batch_size / statistics.median(seconds):.4g}" if seconds else "not measured"
 
 
@@ -287,16 +292,9 @@ def memory_over_baseline(records: Records, case: Case, row: Row) -> str:
     return "not measured" if own is None or base is None else f"{100 * (own / base - 1):+.1f}%"
 
 
-def encodings_table(records: Records, case: Case) -> str:
-    header = [
-        "model",
-        "inference, images/s",
-        "ratio",
-        "training, images/s",
-        "ratio",
-        "peak memory, MB",
-        "over absolute",
-    ]
+def encodings_table(records: Records, case: Case, clock: str) -> str:
+    header = ["model", "inference, images/s", "ratio", "training, images/s", "ratio"]
+    header += ["peak memory, MB", "over absolute", "error of rotations"]
     rows = []
     for row in case.rows:
         cells = [row.name]
@@ -304,7 +302,7 @@ def encodings_table(records: Records, case: Case) -> str:
             if phase == "training" and not row.trains:
                 cells += ["–"] * 2
                 continue
-            cells += [format_rate(records, case, row, phase), format_ratio(ratios(records, case, row, phase))]
+            cells += [format_rate(records, case, row, phase), format_ratio(ratios(records, case, row, phase, clock))]
         memory, error = records.value(case, row, "memory"), records.value(case, row, "error")
         cells.append("–" if not row.trains else "not measured" if memory is None else f"{memory / 1e6:,.0f}")
         cells.append("–" if not row.trains else memory_over_baseline(records, case, row))
@@ -313,16 +311,16 @@ def encodings_table(records: Records, case: Case) -> str:
     return markdown(header, rows)
 
 
-def growth_table(records: Records, cases: list[Case]) -> str:
+def growth_table(records: Records, cases: list[Case], clock: str) -> str:
     """One line per case; in each cell the ratios of inference and of training, and the memory over absolute."""
     names = list(dict.fromkeys(column(case, row) for case in cases for row in case.rows))
     header, rows = ["growing", "value", "absolute: inference, training, images/s", *names[1:]], []
     for case in cases:
         cells = {}
         for row in case.rows:
-            parts = [format_ratio(ratios(records, case, row, "inference"), spread=False)]
+            parts = [format_ratio(ratios(records, case, row, "inference", clock), spread=False)]
             if row.trains:
-                parts.append(format_ratio(ratios(records, case, row, "training"), spread=False))
+                parts.append(format_ratio(ratios(records, case, row, "training", clock), spread=False))
                 parts.append(memory_over_baseline(records, case, row))
             cells[column(case, row)] = " / ".join(parts)
         rates = (format_rate(records, case, case.rows[0], phase) for phase in PHASES)
@@ -407,6 +405,7 @@ def parse_arguments(arguments: list[str] | None):
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=1, help="steps of each model before the first round (1)")
     parser.add_argument("--steps", type=int, help="steps per measurement (1 on CPU, 10 elsewhere)")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="of the ratios (wall); all are recorded")
     parser.add_argument("--threads", type=int, help="threads on CPU (PyTorch's choice)")
     parser.add_argument("--output", type=Path, help="json lines (outputs/speed-<time>.jsonl)")
     parser.add_argument("--resume", action="store_true", help="go on with an output that exists")
@@ -481,7 +480,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     print(", ".join(f"{name} {value}" for name, value in machine(settings.device).items()))
     print(", ".join(f"{name} {value}" for name, value in dataclasses.asdict(settings).items()))
-    table = growth_table(records, cases) if options.table == "growth" else encodings_table(records, cases[0])
+    if options.table == "growth":
+        table = growth_table(records, cases, options.clock)
+    else:
+        table = encodings_table(records, cases[0], options.clock)
     print(f"\n{table}\n\n{failures(records)}".rstrip())
     print(f"\n{'Interrupted; --resume --output' if interrupted else 'Every measurement is in'} {output}")
     return 130 if interrupted else 0
