@@ -1,0 +1,287 @@
+"""
+Models outside of Python: ONNX files and `torch.export` archives, image and video, with a dynamic batch.
+
+    export_model(model, "model.onnx")                      # or "model.pt2"
+    export_model(model, "model.onnx", image_size=384)      # LieRE at another size than the one of its configuration
+
+| `position_encoding` | what the exported graph holds | input size |
+|---|---|---|
+| `none`, `axial_rope`, `rope_mixed`, `comrope_ap`, `comrope_ld` | cos and sin of the positions | dynamic |
+| `liere` | rotations of one grid as constants | fixed |
+| `liere` with `dynamic_size=True` | the matrix exponential, as float64 products | dynamic |
+| `absolute`, and any encoding beside a learned table | the table, resized to one grid | fixed |
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from . import modeling_liere, modeling_liere_video
+from .configuration_liere import ROTARY_ENCODINGS, LieREConfig
+from .modeling_liere import LieREPreTrainedModel
+
+
+ONNX, TORCH_EXPORT = ".onnx", ".pt2"
+# A protocol buffer cannot be larger; the weights then go to a second file.
+PROTOBUF_LIMIT = 2**31 - 2**24
+EXPORTABLE_ATTENTION = ("sdpa", "eager")
+# Of exported outputs to their largest entry: float32 with sums in another order stays a hundred times below.
+TOLERANCE = 1e-4
+
+
+class ExportError(ValueError):
+    """What cannot be exported as asked; the message says what can."""
+
+
+class _TensorOutputs(nn.Module):
+    """A model whose only input is pixels and whose outputs are tensors by name."""
+
+    def __init__(self, model: LieREPreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(_named_tensors(self.model(pixel_values)))
+
+
+def _named_tensors(outputs: Mapping) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in outputs.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, tuple):
+            yield from ((f"{name}_{index}", tensor) for index, tensor in enumerate(value))
+
+
+def export_model(
+    model: LieREPreTrainedModel,
+    output: str | os.PathLike,
+    image_size: int | tuple[int, int] | None = None,
+    num_frames: int | None = None,
+    dynamic_size: bool | None = None,
+    opset: int | None = None,
+) -> Path:
+    """
+    Write a model for inference. Its input is `pixel_values` of any batch size; its outputs have the names they have in
+    PyTorch (`logits`; `last_hidden_state`, `pooler_output`; `reconstruction`; `feature_maps_0` …).
+
+    Commuting rotations are folded into the query and key weights. Positions are those of the grid, without
+    perturbation. The configuration with its labels is in the file, as the metadata `config.json`.
+
+    Args:
+        model: Any model of this package; it is left as it is.
+        output: File ending in `.onnx` or `.pt2`, which must not exist. Above 2 GB the weights of an ONNX model are in
+            a second file beside it, with `.data` added to the name.
+        image_size: Height and width of the inputs where they are fixed; `None` means those of the configuration.
+        num_frames: Number of frames of the inputs where it is fixed; `None` means that of the configuration.
+        dynamic_size: Whether height and width (and frames) may vary by whole patches, at least two on every axis.
+            `None` means wherever it costs nothing, see the table above; `True` with LieRE puts the exponential into
+            the graph.
+        opset: Version of ONNX's operators; `None` means the one that PyTorch's exporter recommends.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ExportError: if the model or the options do not allow this export, or a library that it needs is missing.
+        FileExistsError: if `output` exists.
+    """
+    output = Path(output)
+    if output.suffix not in (ONNX, TORCH_EXPORT):
+        raise ExportError(f"{output}: accepted are names that end in {ONNX} or {TORCH_EXPORT}.")
+    if output.exists():
+        raise FileExistsError(f"{output} exists.")
+    if output.suffix == ONNX:
+        missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ExportError(f"An ONNX file needs {' and '.join(missing)}: pip install 'hf-liere[export]'.")
+    elif opset is not None:
+        raise ExportError(f"opset={opset} is for ONNX files; {output.name} has PyTorch's own operators.")
+
+    program = export_program(model, image_size, num_frames, dynamic_size)
+    config = model.config.to_json_string(use_diff=False)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if output.suffix == TORCH_EXPORT:
+        torch.export.save(program, output, extra_files={"config.json": config})
+        return output
+    program = program.run_decompositions({torch.ops.aten.diagonal_scatter.default: _diagonal_scatter})
+    (pixels,) = (node.meta["val"] for node in program.graph.nodes if node.name == "pixel_values")
+    names = {0: "batch", **_size_axes(model.config)}
+    names = {axis: name for axis, name in names.items() if not isinstance(pixels.shape[axis], int)}
+    onnx_program = torch.onnx.export(
+        program,
+        dynamo=True,
+        input_names=["pixel_values"],
+        output_names=list(program.call_spec.out_spec.context),
+        dynamic_shapes={"pixel_values": names},
+        opset_version=opset,
+        verbose=False,
+    )
+    onnx_program.model.metadata_props["config.json"] = config
+    size = sum(tensor.nbytes for tensor in program.state_dict.values())
+    onnx_program.save(output, external_data=size > PROTOBUF_LIMIT)
+    return output
+
+
+def export_program(
+    model: LieREPreTrainedModel,
+    image_size: int | tuple[int, int] | None = None,
+    num_frames: int | None = None,
+    dynamic_size: bool | None = None,
+) -> torch.export.ExportedProgram:
+    """
+    The graph that [`export_model`] writes, with the same arguments; `program.module()(pixel_values)` returns the
+    outputs by name.
+    """
+    if not isinstance(model, LieREPreTrainedModel):
+        raise ExportError(f"{type(model).__name__}: accepted are the image and video models of hf_liere.")
+    config = model.config
+    if config._attn_implementation not in EXPORTABLE_ATTENTION:
+        raise ExportError(
+            f"attn_implementation={config._attn_implementation!r} cannot be exported; accepted are "
+            f"{', '.join(EXPORTABLE_ATTENTION)}, as in model.set_attn_implementation('sdpa')."
+        )
+    has_table, has_exponential = config.use_absolute_position_embeddings, _has_exponential(config)
+    if dynamic_size and has_table:
+        raise ExportError(
+            "dynamic_size=True: the learned table of positions is resized for one input size; leave dynamic_size out "
+            "and give image_size."
+        )
+    is_given = image_size is not None or num_frames is not None
+    if dynamic_size and is_given:
+        raise ExportError(
+            f"dynamic_size=True contradicts a fixed size, image_size={image_size} and num_frames={num_frames}."
+        )
+    if dynamic_size is None:
+        dynamic_size = not (has_table or has_exponential or is_given)
+    grid = _grid(config, image_size, num_frames)
+    if dynamic_size:
+        # Sizes of an example that are equal or one would be taken for a rule.
+        grid = tuple(patches + 1 + axis for axis, patches in enumerate(grid))
+    pixels = _pixels(config, grid, batch_size=2)
+    dynamic = {0: torch.export.Dim("batch")}
+    if dynamic_size:
+        for axis, extent in zip(_size_axes(config), config.patch_shape):
+            dynamic[axis] = extent * torch.export.Dim(f"patches_{axis}")
+
+    was_training = model.training
+    model.eval()
+    try:
+        folds = config.position_encoding in ROTARY_ENCODINGS and not (dynamic_size and has_exponential)
+        exported = model.fold_rotations(grids=[grid]) if folds and hasattr(model, "fold_rotations") else model
+        with torch.no_grad():
+            return torch.export.export(
+                _TensorOutputs(exported),
+                (pixels.to(device=model.device, dtype=model.dtype),),
+                dynamic_shapes={"pixel_values": dynamic},
+            )
+    finally:
+        model.train(was_training)
+
+
+def load_model(checkpoint: str | os.PathLike, revision: str | None = None) -> LieREPreTrainedModel:
+    """
+    The model of a checkpoint, of the class that its configuration names.
+
+    Raises:
+        ExportError: if this is no class of this package's image and video models.
+    """
+    fields, _ = LieREConfig.get_config_dict(checkpoint, revision=revision)
+    modules = (modeling_liere, modeling_liere_video)
+    classes = {name: getattr(module, name) for module in modules for name in module.__all__}
+    classes.pop("LieREPreTrainedModel")
+    architectures = fields.get("architectures") or []
+    if len(architectures) != 1 or architectures[0] not in classes:
+        raise ExportError(f"{checkpoint} holds {architectures}; accepted are {', '.join(sorted(classes))}.")
+    return classes[architectures[0]].from_pretrained(checkpoint, revision=revision)
+
+
+def run_exported(path: str | os.PathLike, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Outputs by name of a file of [`export_model`], from ONNX Runtime or PyTorch, on the CPU."""
+    path = Path(path)
+    if path.suffix == TORCH_EXPORT:
+        with torch.no_grad():
+            return torch.export.load(path).module()(pixel_values)
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    arrays = session.run(names, {"pixel_values": pixel_values.numpy()})
+    return {name: torch.from_numpy(array) for name, array in zip(names, arrays)}
+
+
+def export_checkpoint(
+    checkpoint: str | os.PathLike, output: str | os.PathLike, revision: str | None = None, **options
+) -> str:
+    """
+    [`export_model`] of a saved model, with a comparison of what was written with the model.
+
+    Args:
+        checkpoint: Directory or repository on the Hub.
+        output: As in [`export_model`], like the `options`.
+        revision: Branch, tag or commit of the repository.
+
+    Returns:
+        A line that says what was written, and by how much its outputs differ.
+
+    Raises:
+        ExportError: as [`export_model`], and if the outputs differ by more than 1e-4 of the largest.
+    """
+    model = load_model(checkpoint, revision)
+    path = export_model(model, output, **options)
+    if path.suffix == ONNX and importlib.util.find_spec("onnxruntime") is None:
+        return f"{path}: {type(model).__name__}; not compared, for onnxruntime is not installed"
+    grid = _grid(model.config, options.get("image_size"), options.get("num_frames"))
+    pixels = _pixels(model.config, grid, batch_size=3).normal_()
+    with torch.no_grad():
+        expected = dict(_named_tensors(model.eval()(pixels)))
+    found = run_exported(path, pixels)
+    difference = max(
+        ((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-3)).item()
+        for name, tensor in expected.items()
+    )
+    if not difference <= TOLERANCE:
+        raise ExportError(
+            f"{path}: outputs differ from the model's by {difference:.1e} of the largest, more than {TOLERANCE}."
+        )
+    return f"{path}: {type(model).__name__} with outputs {', '.join(found)}, within {difference:.1e} of the model's"
+
+
+def _diagonal_scatter(states, source, offset=0, dim1=0, dim2=1):
+    """Writes to a diagonal as a selection: PyTorch's own decomposition leaves an operation that ONNX lacks."""
+    first, second = torch.arange(states.shape[dim1]), torch.arange(states.shape[dim2])
+    diagonal = torch.diag_embed(source, offset, dim1, dim2)
+    return torch.where((second == first[:, None] + offset).to(states.device), diagonal, states)
+
+
+def _has_exponential(config: LieREConfig) -> bool:
+    return config.position_encoding == "liere" and config.block_size > 2
+
+
+def _grid(config: LieREConfig, image_size: int | tuple[int, int] | None, num_frames: int | None) -> tuple[int, ...]:
+    """Patches per axis of inputs of this size, by default the configuration's."""
+    shape = config.input_shape
+    if image_size is not None:
+        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+        shape = (*shape[:-2], height, width)
+    if num_frames is not None:
+        if config.num_axes == 2:
+            raise ExportError(f"num_frames={num_frames}: inputs of this model are images.")
+        shape = (num_frames, *shape[1:])
+    if any(size < extent or size % extent for size, extent in zip(shape, config.patch_shape)):
+        raise ExportError(f"An input of {tuple(shape)} is not divisible into patches of {config.patch_shape}.")
+    return tuple(size // extent for size, extent in zip(shape, config.patch_shape))
+
+
+def _pixels(config: LieREConfig, grid: tuple[int, ...], batch_size: int) -> torch.Tensor:
+    """Black images or clips."""
+    *frames, height, width = (patches * extent for patches, extent in zip(grid, config.patch_shape))
+    return torch.zeros(batch_size, *frames, config.num_channels, height, width)
+
+
+def _size_axes(config: LieREConfig) -> dict[int, str]:
+    """Axes of `pixel_values` that may vary in size, in the order of a grid."""
+    return {2: "height", 3: "width"} if config.num_axes == 2 else {1: "frames", 3: "height", 4: "width"}
