@@ -14,6 +14,7 @@ PACKAGE = Path(hf_liere.__file__).parent
 ALLOWED = {
     "positions": {"torch"},
     "lie_algebra": {"torch"},
+    "kernels": {"torch", "triton"},
     "rotation": {"torch"},
     "encodings": {"torch", "transformers", ".lie_algebra", ".positions", ".rotation"},
     "attention": {"torch", "transformers", ".encodings", ".rotation"},
