@@ -22,7 +22,6 @@ from hf_liere import (
 )
 from hf_liere.configuration_liere import LieREConfig
 from hf_liere.encodings import build_rotary_encoding
-from hf_liere.modeling_liere import LieREPreTrainedModel
 from hf_liere.positions import grid_positions, with_prefix
 
 
@@ -125,8 +124,6 @@ def check_row(settings: Settings, row: Row) -> None:
         if importlib.util.find_spec("timm") is None:
             raise BenchmarkError(f"{row.name}: timm is not installed; leave it out of --rows.")
         return
-    if row.kind == "folded" and not hasattr(LieREPreTrainedModel, "fold_rotations"):
-        raise BenchmarkError(f"{row.name}: this hf_liere has no fold_rotations; leave folded models out of --rows.")
     build_config(settings, row)
 
 
