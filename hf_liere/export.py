@@ -170,8 +170,10 @@ def export_program(
     was_training = model.training
     model.eval()
     try:
-        folds = config.position_encoding in ROTARY_ENCODINGS and not (dynamic_size and has_exponential)
-        exported = model.fold_rotations(grids=[grid]) if folds and hasattr(model, "fold_rotations") else model
+        # A folded model holds constants for its grids, and computes the rotations of others.
+        folds = config.position_encoding in ROTARY_ENCODINGS and config.folded_grids is None
+        folds = folds and not (dynamic_size and has_exponential)
+        exported = model.fold_rotations(grids=[grid]) if folds else model
         with torch.no_grad():
             return torch.export.export(
                 _TensorOutputs(exported),
