@@ -8,7 +8,6 @@ and head, for the tensor cores.
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 
 
 try:
@@ -29,11 +28,11 @@ def is_available(states: torch.Tensor) -> bool:
     return states.is_cuda or not isinstance(_turn_kernel, triton.JITFunction)
 
 
-def rotate_query_key(
-    query: torch.Tensor, key: torch.Tensor, rotation: torch.Tensor
+def apply_rotation(
+    query: torch.Tensor, key: torch.Tensor, rotation: torch.Tensor, inverse: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    R(p) applied to blocks of channels of query and key (LieRE §4: q′ = R(p) q, k′ = R(p) k), with gradients of all.
+    R(p), or Rᵀ(p), applied to blocks of channels of query and key (LieRE §4: q′ = R(p) q, k′ = R(p) k).
 
     Args:
         query: (B, H, N, D).
@@ -44,42 +43,6 @@ def rotate_query_key(
     Returns:
         Both (B, H, N, D), in their type and their layout in memory.
     """
-    return _Rotate.apply(query, key, rotation)
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, rotation):
-        query, key = apply_rotation(query, key, rotation)
-        # Rotated states are kept by attention anyway; the ones before are never needed.
-        states = (query, key) if ctx.needs_input_grad[2] else (None, None)
-        ctx.save_for_backward(*states, rotation)
-        return query, key
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, query_gradient, key_gradient):
-        query, key, rotation = ctx.saved_tensors
-        turned_back = apply_rotation(query_gradient, key_gradient, rotation, inverse=True)
-        if not ctx.needs_input_grad[2]:
-            return *turned_back, None
-        gradients, states = (query_gradient, key_gradient), (query, key)
-        if rotation.ndim == 5:
-            slopes = angle_gradients(gradients, states, rotation.shape[:4])
-            cos, sin = rotation.float().unbind(-1)
-            # The direction in which cos and sin change with the angle: any other part would be lost in it.
-            gradient = torch.stack([-sin * slopes, cos * slopes], dim=-1)
-        else:
-            outer = outer_products(gradients, states, rotation.shape[:4], rotation.shape[-1])
-            # g qᵀ with q = Rᵀ r, r being the rotated state.
-            gradient = outer @ rotation.float()
-        return *turned_back, gradient.to(rotation.dtype)
-
-
-def apply_rotation(
-    query: torch.Tensor, key: torch.Tensor, rotation: torch.Tensor, inverse: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """R(p) of [`rotate_query_key`], or Rᵀ(p), without gradients."""
     query, key = _rows(query), _rows(key)
     out = torch.empty_like(query), torch.empty_like(key)
     batch, heads, tokens, head_dim = query.shape

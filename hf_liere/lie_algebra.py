@@ -257,7 +257,7 @@ class _BlockRotations(torch.autograd.Function):
             rotations = identity.expand(groups, positions.shape[0], blocks, size, size).contiguous()
             for group, block, (squarings, multiples) in _chunks(pieces, generators):
                 exponents = _exponents(positions[multiples[0]], generators[:, group, block], squarings)
-                first = _exponential(exponents, squarings).unflatten(0, (len(multiples[0]), -1))
+                first = _exponential(exponents, squarings).unflatten(0, (multiples[0].shape[0], -1))
                 rotation = first
                 for multiple, tokens in enumerate(multiples):
                     if multiple:
@@ -284,7 +284,7 @@ class _BlockRotations(torch.autograd.Function):
                     inverse = _exponential(exponents[:longer], squarings).view(directions[1].shape).to(gradient.dtype)
                 direction = _gradient_of_first(inverse, directions)
                 adjoint = _exponential_derivative(exponents, direction.reshape(exponents.shape), squarings)
-                adjoint = adjoint.view(len(position), -1).to(positions.dtype)
+                adjoint = adjoint.view(position.shape[0], -1).to(positions.dtype)
                 generators_gradient[:, group, block] += (position.T @ adjoint).view(generator.shape)
                 if ctx.needs_input_grad[0]:
                     flat = generator.to(positions.dtype).flatten(1)

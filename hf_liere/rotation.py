@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from .kernels import angle_gradients, apply_rotation, is_available, outer_products
+
 
 # Of query and key each; measured on CPU for blocks of 8.
 SAMPLES_AT_ONCE = 8
@@ -62,21 +64,20 @@ def rotate_query_key(query: torch.Tensor, key: torch.Tensor, rotation: Rotation)
 
     With an [`EigenRotation`] they must be in its basis already, see [`fold`], and stay in it.
     """
-    planes = rotation.planes if isinstance(rotation, EigenRotation) else rotation
-    width = planes.shape[3] * planes.shape[-1]
-    whole = width == query.shape[-1]
-    turned = (query, key) if whole else (query[..., :width], key[..., :width])
-    if isinstance(rotation, EigenRotation):
-        turned = _TurnPlanes.apply(*turned, planes, rotation.generators, rotation.scalars)
-    elif torch.compiler.is_compiling() or (planes.ndim == 6 and planes.shape[0] > 1):
-        turned = tuple(rotate(states, planes) for states in turned)
-    elif planes.ndim == 5:
-        turned = _TurnPlanes.apply(*turned, planes, None, None)
+    eigen = rotation if isinstance(rotation, EigenRotation) else EigenRotation(rotation, None)
+    width = eigen.planes.shape[3] * eigen.planes.shape[-1]
+    fused = not torch.compiler.is_compiling() and is_available(query)
+    whole = fused or width == query.shape[-1]
+    states = (query, key) if whole else (query[..., :width], key[..., :width])
+    differentiable = eigen.generators is None and torch.compiler.is_compiling()
+    if differentiable or (eigen.planes.ndim == 6 and eigen.planes.shape[0] > 1 and not fused):
+        # Compilers fuse plain operations themselves, and the samples' own matrices have no sum to be saved.
+        rotated = tuple(rotate(part, eigen.planes) for part in states)
     else:
-        turned = _MultiplyBlocks.apply(*turned, planes)
+        rotated = _Rotate.apply(*states, eigen.planes, eigen.generators, eigen.scalars)
     if whole:
-        return turned
-    return tuple(torch.cat([part, states[..., width:]], dim=-1) for part, states in zip(turned, (query, key)))
+        return rotated
+    return tuple(torch.cat([part, source[..., width:]], dim=-1) for part, source in zip(rotated, (query, key)))
 
 
 def fold(projected: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
@@ -114,61 +115,51 @@ def fold_states(states: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     return turned.reshape(batch, tokens, heads, width).transpose(1, 2)
 
 
-class _TurnPlanes(torch.autograd.Function):
+class _Rotate(torch.autograd.Function):
     """
-    Planes of query and key turned by the same angles. The backward pass returns the gradient of the angles through
-    that of cos and sin, and, for an [`EigenRotation`], the rest of the gradient of its generators.
+    Query and key rotated alike. The backward pass returns the gradient of dense blocks, or that of angles, through
+    cos and sin, with the rest of the gradient of the generators for an [`EigenRotation`].
     """
 
     @staticmethod
-    def forward(ctx, query, key, planes, generators, scalars):
-        query, key = _turn(query, planes), _turn(key, planes)
+    def forward(ctx, query, key, rotation, generators, scalars):
+        rotated = _apply((query, key), rotation)
         # Rotated states are kept by attention anyway; the ones before are never needed.
-        states = (query, key) if ctx.needs_input_grad[2] else (None, None)
-        ctx.save_for_backward(*states, planes, generators, scalars)
-        return query, key
+        states = rotated if ctx.needs_input_grad[2] else (None, None)
+        ctx.save_for_backward(*states, rotation, generators, scalars)
+        return rotated
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, query_gradient, key_gradient):
-        query, key, planes, generators, scalars = ctx.saved_tensors
-        cos, sin = planes.unbind(-1)
-        gradients = (query_gradient, key_gradient)
-        turned_back = [_turn(gradient, torch.stack([cos, -sin], dim=-1)) for gradient in gradients]
+    def backward(ctx, *gradients):
+        *states, rotation, generators, scalars = ctx.saved_tensors
+        turned_back = _apply(gradients, rotation, inverse=True)
         if not ctx.needs_input_grad[2]:
             return *turned_back, None, None, None
-        generators_gradient = None
+        if rotation.ndim == 6:
+            outer = _outer_products(gradients, states, rotation.shape[:4], rotation.shape[-1])
+            # g qᵀ with q = Rᵀ r, r being the rotated state.
+            return *turned_back, (outer @ rotation.to(outer.dtype)).to(rotation.dtype), None, None
+        (cos, sin), generators_gradient = rotation.unbind(-1), None
         if generators is None:
-            angles_gradient = sum(_angles_gradient(*pair, planes) for pair in zip(gradients, (query, key)))
+            slopes = _angle_gradients(gradients, states, rotation)
         else:
-            outer = _outer_products(gradients, (query, key), scalars.shape, generators.shape[-1])
-            angles_gradient, generators_gradient = _eigen_gradients(outer, generators, scalars)
-            angles_gradient = angles_gradient.reshape(cos.shape)
+            outer = _outer_products(gradients, states, scalars.shape, generators.shape[-1])
+            slopes, generators_gradient = _eigen_gradients(outer, generators, scalars)
+            slopes = slopes.reshape(cos.shape)
         # The direction in which cos and sin change with the angle: any other part would be lost in it.
-        planes_gradient = torch.stack([-sin * angles_gradient, cos * angles_gradient], dim=-1)
-        return *turned_back, planes_gradient, generators_gradient, None
+        rotation_gradient = torch.stack([-sin * slopes, cos * slopes], dim=-1)
+        return *turned_back, rotation_gradient, generators_gradient, None
 
 
-class _MultiplyBlocks(torch.autograd.Function):
-    """Query and key times the same dense blocks, (1, 1 or H, N, blocks, b, b)."""
-
-    @staticmethod
-    def forward(ctx, query, key, rotation):
-        query, key = _multiply((query, key), rotation)
-        ctx.save_for_backward(query, key, rotation)
-        return query, key
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, query_gradient, key_gradient):
-        query, key, rotation = ctx.saved_tensors
-        gradients = (query_gradient, key_gradient)
-        turned_back = _multiply(gradients, rotation, inverse=True)
-        if not ctx.needs_input_grad[2]:
-            return *turned_back, None
-        outer = _outer_products(gradients, (query, key), rotation.shape[:4], rotation.shape[-1])
-        # g qᵀ with q = Rᵀ r, r being the rotated state.
-        return *turned_back, torch.matmul(outer, rotation.to(outer.dtype)).to(rotation.dtype)
+def _apply(states, rotation: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    if not torch.compiler.is_compiling() and is_available(states[0]):
+        return apply_rotation(*states, rotation, inverse)
+    if rotation.ndim == 6:
+        return _multiply(states, rotation, inverse)
+    if inverse:
+        rotation = rotation * rotation.new_tensor([1.0, -1.0])
+    return tuple(_turn(part, rotation) for part in states)
 
 
 def _turn(states: torch.Tensor, planes: torch.Tensor) -> torch.Tensor:
@@ -220,16 +211,23 @@ def _rows(states: torch.Tensor, size: int) -> torch.Tensor:
     return states.unflatten(-1, (-1, size)).permute(2, 1, 3, 0, 4).flatten(0, 2)
 
 
-def _angles_gradient(gradient: torch.Tensor, rotated: torch.Tensor, planes: torch.Tensor) -> torch.Tensor:
-    """Derivative along the angles, summed over the dimensions that share them: (1 or B, 1 or H, N, planes)."""
-    first, second = gradient.to(planes.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    rotated_first, rotated_second = rotated.to(planes.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    slope = (second * rotated_first).addcmul_(first, rotated_second, value=-1)
-    return slope.sum_to_size(planes.shape[:-1])
+def _angle_gradients(gradients, rotated, planes: torch.Tensor) -> torch.Tensor:
+    """Derivative along the angles, summed over query, key and what shares an angle: (1 or B, 1 or H, N, planes)."""
+    if not torch.compiler.is_compiling() and is_available(rotated[0]):
+        return angle_gradients(gradients, rotated, planes.shape[:4]).to(planes.dtype)
+    slopes = 0
+    for gradient, states in zip(gradients, rotated):
+        first, second = gradient.to(planes.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+        rotated_first, rotated_second = states.to(planes.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+        slope = (second * rotated_first).addcmul_(first, rotated_second, value=-1)
+        slopes = slopes + slope.sum_to_size(planes.shape[:-1])
+    return slopes
 
 
 def _outer_products(gradients, rotated, shape: torch.Size, size: int) -> torch.Tensor:
     """Σ g rᵀ over query, key, and the samples and heads that share a rotation: (1 or B, 1 or H, N, blocks, b, b)."""
+    if not torch.compiler.is_compiling() and is_available(rotated[0]):
+        return outer_products(gradients, rotated, shape, size)
     batch, heads, tokens, blocks = shape
     outer = 0
     with torch.autocast(device_type=rotated[0].device.type, enabled=False):

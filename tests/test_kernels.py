@@ -11,7 +11,7 @@ import torch
 from transformers.dynamic_module_utils import get_imports
 
 import hf_liere
-from hf_liere.rotation import rotate
+from hf_liere.rotation import EigenRotation, rotate, rotate_query_key
 
 
 pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
@@ -29,14 +29,17 @@ def kernels():
     if DEVICE == "cuda":
         from hf_liere import kernels
 
-        return kernels
+        yield kernels
+        return
     path = os.path.join(os.path.dirname(hf_liere.__file__), "kernels.py")
     specification = importlib.util.spec_from_file_location("interpreted_kernels", path)
     module = importlib.util.module_from_spec(specification)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         specification.loader.exec_module(module)
-    return module
+        for name in ("is_available", "apply_rotation", "angle_gradients", "outer_products"):
+            patch.setattr(f"hf_liere.rotation.{name}", getattr(module, name))
+        yield module
 
 
 def random_rotation(shape):
@@ -76,7 +79,7 @@ def test_kernels_are_the_plain_rotation(kernels, shape, dtype):
     query, key, rotation = inputs(shape, dtype)
     assert kernels.is_available(query)
     weights = [torch.randn(5, 2, 6, 24, device=DEVICE).to(dtype) for _ in "qk"]
-    found = kernels.rotate_query_key(query, key, rotation)
+    found = rotate_query_key(query, key, rotation)
     assert all(states.dtype == dtype and states.stride() == query.stride() for states in found)
     exact = [tensor.detach().double().requires_grad_() for tensor in (query, key, rotation)]
     expected = [rotate(states, exact[2]) for states in exact[:2]]
@@ -99,11 +102,25 @@ def test_kernels_are_the_plain_rotation(kernels, shape, dtype):
     torch.testing.assert_close(gradient.double(), reference, **close)
 
 
+def test_gradients_of_commuting_generators(kernels, monkeypatch):
+    """The outer products of the kernels and of the plain path make the same gradient."""
+    query, key, planes = inputs(PLANES[0], torch.float32)
+    matrices = torch.randn(2, 3, 8, 8, device=DEVICE)
+    generators = (matrices - matrices.mT).requires_grad_()
+    scalars = torch.rand(1, 2, 6, 3, device=DEVICE)
+    rotation = EigenRotation(planes, None, generators, scalars)
+    weights = [torch.randn(5, 2, 6, 24, device=DEVICE) for _ in "qk"]
+    found = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, planes])
+    monkeypatch.setattr("hf_liere.rotation.is_available", lambda states: False)
+    expected = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, planes])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("shape", [PLANES[0], BLOCKS[0]])
 def test_channels_without_a_rotation_keep_their_bits(kernels, shape):
     query, key, rotation = inputs((*shape[:3], shape[3] - 1, *shape[4:]), torch.float16)
     width = rotation.shape[3] * rotation.shape[-1]
-    for states, rotated in zip((query, key), kernels.rotate_query_key(query, key, rotation)):
+    for states, rotated in zip((query, key), rotate_query_key(query, key, rotation)):
         assert torch.equal(rotated[..., width:], states[..., width:])
         assert not torch.equal(rotated[..., :width], states[..., :width])
 
@@ -113,7 +130,7 @@ def test_identity_keeps_every_bit(kernels, shape):
     """So that a model that starts without rotations computes what one that has none does."""
     query, key, rotation = inputs(shape, torch.float32)
     identity = torch.eye(rotation.shape[-1], device=DEVICE) if len(shape) == 6 else torch.tensor([1.0, 0.0]).to(DEVICE)
-    rotated = kernels.rotate_query_key(query, key, identity.expand(shape))
+    rotated = rotate_query_key(query, key, identity.expand(shape))
     assert torch.equal(rotated[0], query) and torch.equal(rotated[1], key)
 
 
@@ -134,7 +151,7 @@ def test_gradients_are_summed_over_many_samples(kernels, monkeypatch):
     for shape in (PLANES[1], BLOCKS[1]):
         query, key, rotation = inputs(shape, torch.float32)
         weights = [torch.randn(5, 2, 6, 24, device=DEVICE) for _ in "qk"]
-        found = gradients(kernels.rotate_query_key(query, key, rotation), weights, [rotation])[0]
+        found = gradients(rotate_query_key(query, key, rotation), weights, [rotation])[0]
         exact = rotation.detach().double().requires_grad_()
         outputs = [rotate(states.detach().double(), exact) for states in (query, key)]
         expected = gradients(outputs, [weight.double() for weight in weights], [exact])[0]

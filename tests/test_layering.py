@@ -15,7 +15,7 @@ ALLOWED = {
     "positions": {"torch"},
     "lie_algebra": {"torch"},
     "kernels": {"torch", "triton"},
-    "rotation": {"torch"},
+    "rotation": {"torch", ".kernels"},
     "encodings": {"torch", "transformers", ".lie_algebra", ".positions", ".rotation"},
     "attention": {"torch", "transformers", ".encodings", ".rotation"},
     "configuration_liere": {"transformers", "huggingface_hub"},
