@@ -97,3 +97,17 @@ def _image_processors() -> dict[str, type]:
 
         processors["torchvision"] = ViTImageProcessor
     return processors
+
+
+def model_class(architecture: str) -> type:
+    """
+    Our model class of a name, as `architectures` in a saved configuration has it.
+
+    Raises:
+        ValueError: if none of our models has that name.
+    """
+    classes = {cls.__name__: cls for models in MODELS.values() for cls in models.values()}
+    classes[RotaryCLIPVisionModelWithProjection.__name__] = RotaryCLIPVisionModelWithProjection
+    if architecture not in classes:
+        raise ValueError(f"{architecture!r} is none of our models; accepted: {', '.join(sorted(classes))}.")
+    return classes[architecture]

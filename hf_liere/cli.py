@@ -4,9 +4,13 @@ import argparse
 import json
 import sys
 
+from .cards import load_facts, push_card, render
 from .conversion import convert_checkpoint
 from .conversion_sources import SOURCES, ConversionError, option_names
 from .export import ExportError, export_checkpoint
+from .hub import HubError
+from .publishing import push, saved_weights_digest, verify
+from .pulling import pull
 from .version import __version__
 
 
@@ -24,6 +28,32 @@ def parser() -> argparse.ArgumentParser:
     subcommands = command.add_subparsers(dest="command", required=True)
     _add_convert(subcommands)
     _add_export(subcommands)
+    _add_push(subcommands)
+    verifying = subcommands.add_parser(
+        "verify",
+        help="compare a published model with a local one",
+        description="Compare every tensor of a published model with a local one, then the outputs of a clean reload.",
+    )
+    verifying.add_argument("folder", help="the local model")
+    verifying.add_argument("repo_id", help="repository on the Hub")
+    verifying.add_argument("--revision", default="main", help="branch, tag or commit")
+    verifying.set_defaults(run=run_verify)
+    pulling = subcommands.add_parser(
+        "pull",
+        help="download a model and compare its files with the Hub's hashes",
+        description="Download a repository and compare every file with the hash that the Hub lists; execute nothing.",
+    )
+    pulling.add_argument("repo_id", help="repository on the Hub")
+    pulling.add_argument("folder", nargs="?", help="folder to write; without one, the files stay in the Hub's cache")
+    pulling.add_argument("--revision", default="main", help="branch, tag or commit")
+    pulling.set_defaults(run=run_pull)
+    card = subcommands.add_parser(
+        "card",
+        help="print the model card that facts give",
+        description="Print the model card of a facts file; what was not measured says so.",
+    )
+    card.add_argument("facts", help="a yaml file, or the name of one in model_cards/")
+    card.set_defaults(run=run_card)
     return command
 
 
@@ -66,6 +96,33 @@ def _add_export(subcommands) -> None:
     export.set_defaults(run=run_export)
 
 
+def _add_push(subcommands) -> None:
+    pushing = subcommands.add_parser(
+        "push",
+        help="publish a saved model as one commit and check it",
+        description="Publish the output of a training script, of `hf-liere convert`, of save_pretrained or of "
+        "save_rotary: one commit with weights, configuration, code, processor, card, recipe and metrics. Its hashes "
+        "are compared and it is loaded again in a process of its own.",
+    )
+    pushing.add_argument("folder", help="the saved model")
+    pushing.add_argument("repo_id", help="repository on the Hub; made if it does not exist")
+    pushing.add_argument("--card", metavar="FACTS", help="facts to render the card from, or a name in model_cards/")
+    pushing.add_argument(
+        "--evaluation",
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="outputs of evaluations of this model at other image sizes, for the card",
+    )
+    pushing.add_argument("--revision", default="main", help="branch; made if it does not exist")
+    pushing.add_argument("--message", help="title of the commit")
+    pushing.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+    pushing.add_argument("--parent_commit", help="refuse unless this is the newest commit")
+    pushing.add_argument("--max_shard_size", default="5GB", help="larger weights are split (5GB)")
+    pushing.add_argument("--no_reload", action="store_true", help="do not download and load what was published")
+    pushing.set_defaults(run=run_push)
+
+
 def run_convert(checkpoint: str, output: str, **options) -> str:
     options = {name: given for name, given in options.items() if given is not None}
     conversion = convert_checkpoint(checkpoint, output, **options)
@@ -82,13 +139,35 @@ def run_export(checkpoint: str, output: str, image_size: list[int] | None, dynam
     return export_checkpoint(checkpoint, output, image_size=image_size, dynamic_size=dynamic_size, **options)
 
 
+def run_push(folder: str, repo_id: str, card: str | None, evaluation: list[str], no_reload: bool, **options) -> str:
+    facts = load_facts(card) if card else None
+    rendered = push_card(folder, saved_weights_digest(folder), repo_id, facts, evaluation)
+    published = push(folder, repo_id, card=rendered, reload=not no_reload, **options)
+    checks = "hashes compared" if no_reload else "hashes compared, reloaded in a process of its own"
+    return f"{published.url}: {len(published.files)} files, {checks}"
+
+
+def run_verify(folder: str, repo_id: str, revision: str) -> str:
+    published = verify(folder, repo_id, revision=revision)
+    return f"{published.url}: the same weights and outputs as {folder}"
+
+
+def run_pull(repo_id: str, folder: str | None, revision: str) -> str:
+    pulled = pull(repo_id, folder, revision=revision)
+    return f"{pulled.folder}: commit {pulled.commit}, hashes compared"
+
+
+def run_card(facts: str) -> str:
+    return render(load_facts(facts)).text.rstrip()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = vars(parser().parse_args(arguments))
     command, run = options.pop("command"), options.pop("run")
     try:
         print(run(**options))
-    except (ConversionError, ExportError, FileExistsError) as error:
+    except (ConversionError, ExportError, FileExistsError, HubError, ValueError) as error:
         print(f"hf-liere {command}: {error}", file=sys.stderr)
         return 1
     return 0

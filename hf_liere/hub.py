@@ -1,0 +1,202 @@
+"""What publishing and pulling share: file hashes as the Hub lists them, retries, and errors in one sentence."""
+
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import parse_ratelimit_headers
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+Result = TypeVar("Result")
+
+# httpx's in huggingface_hub 1, httpx2's in huggingface_hub 2: timeouts, refused and broken connections.
+TransportError = HfHubHTTPError.__bases__[0]
+TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
+ATTEMPTS = 5
+LONGEST_WAIT = 600
+TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
+
+
+class HubError(RuntimeError):
+    """What the Hub refused or did not deliver; the message says what to do and holds no token."""
+
+
+class UnreachableError(HubError):
+    """The Hub did not answer, or may not be asked."""
+
+
+def file_digest(path: Path, kind: str) -> str:
+    """
+    Hash of a file as the Hub lists it.
+
+    Args:
+        kind: `"sha256"` (LFS and Xet) or `"git"` (SHA-1 of a git blob, for the other files).
+
+    Returns:
+        `"sha256:…"` or `"git:…"`, hexadecimal.
+    """
+    if kind == "sha256":
+        digest = hashlib.sha256()
+    else:
+        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return f"{kind}:{digest.hexdigest()}"
+
+
+def remote_digests(api: HfApi, repo_id: str, revision: str) -> dict[str, str]:
+    """Hashes of all files of a revision, by path, in the form of [`file_digest`]."""
+    digests = {}
+    for entry in api.list_repo_tree(repo_id, revision=revision, recursive=True):
+        lfs = getattr(entry, "lfs", None)
+        if lfs is not None:
+            digests[entry.path] = f"sha256:{lfs.sha256}"
+        elif hasattr(entry, "blob_id"):
+            digests[entry.path] = f"git:{entry.blob_id}"
+    return digests
+
+
+def differing_files(folder: Path, digests: dict[str, str]) -> list[str]:
+    """Paths below a folder that are missing there or have another hash."""
+    return [
+        path
+        for path, digest in digests.items()
+        if not (folder / path).is_file() or file_digest(folder / path, digest.partition(":")[0]) != digest
+    ]
+
+
+def status_of(error: BaseException) -> int | None:
+    return error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else None
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether trying again may help: overload, server errors, broken connections."""
+    status = status_of(error)
+    return isinstance(error, TransportError) if status is None else status in TRANSIENT_STATUS
+
+
+def seconds_to_wait(error: BaseException, attempt: int) -> float:
+    """What the answer asks for (`Retry-After`, or the Hub's `RateLimit`), else 1, 2, 4, … seconds."""
+    headers = error.response.headers if status_of(error) is not None else {}
+    after = headers.get("retry-after", "")
+    if after.isdigit():
+        return float(after)
+    limit = parse_ratelimit_headers(headers)
+    if limit is not None and limit.remaining == 0:
+        return float(limit.reset_in_seconds)
+    return float(2 ** (attempt - 1))
+
+
+def wait_to_retry(error: BaseException, attempt: int, attempts: int = ATTEMPTS) -> None:
+    """Sleeps before the next attempt; raises the error if it is not transient, the last or asks for too long."""
+    if not is_transient(error) or attempt >= attempts:
+        raise error
+    seconds = seconds_to_wait(error, attempt)
+    if seconds > LONGEST_WAIT:
+        raise error
+    reason = f"status {status_of(error)}" if status_of(error) else type(error).__name__
+    logger.warning(f"The Hub answered with {reason}; attempt {attempt + 1} of {attempts} in {seconds:g} s.")
+    time.sleep(seconds)
+
+
+def retrying(request: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
+    """The result of a request that may be repeated without harm."""
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return request()
+        except Exception as error:
+            wait_to_retry(error, attempt, attempts)
+
+
+@contextmanager
+def explained(api: HfApi, repo_id: str, revision: str | None = None) -> Iterator[None]:
+    """Turns errors of the client into [`HubError`], without their chain: a traceback must not show requests."""
+    try:
+        yield
+    except HubError:
+        raise
+    except (OSError, TransportError, HFValidationError, ValueError, RuntimeError) as error:
+        explanation = _explanation(api, repo_id, revision, error)
+        unreachable = isinstance(explanation, UnreachableError)
+        message = without_tokens(api, str(explanation))
+    else:
+        return
+    raise (UnreachableError if unreachable else HubError)(message) from None
+
+
+def _explanation(api: HfApi, repo_id: str, revision: str | None, error: Exception) -> HubError:
+    status, place = status_of(error), f"{repo_id} on {api.endpoint}"
+    sign_in = "run `hf auth login`, or set HF_TOKEN"
+    has_token = token_of(api) is not None
+    if isinstance(error, LocalTokenNotFoundError):
+        return HubError(f"There is no token for {place}: {sign_in}.")
+    if isinstance(error, RevisionNotFoundError):
+        return HubError(f"{place} has no revision {revision!r}; {_known_revisions(api, repo_id)}.")
+    if isinstance(error, GatedRepoError):
+        how = "ask for access on its page" if has_token else f"{sign_in}, and ask for access on its page"
+        return HubError(f"{place} is gated and access was not granted: {how}.")
+    if status == 401 and has_token:
+        return HubError(f"{api.endpoint} does not accept the token in use (expired or mistyped): {sign_in}.")
+    if isinstance(error, RepositoryNotFoundError) or status == 401:
+        if has_token:
+            return HubError(f"There is no {place}, or it is private and the token in use may not see it.")
+        return HubError(f"There is no {place}, or it is private and no token is given: {sign_in}.")
+    if status == 403:
+        return HubError(
+            f"The token in use may not write to {place}: it is read-only or belongs to another account; accepted is a "
+            "token with the right to write there."
+        )
+    if isinstance(error, OfflineModeIsEnabled):
+        return UnreachableError(f"HF_HUB_OFFLINE is set, and {repo_id} is not (or not completely) in the local cache.")
+    if status is not None:
+        detail = getattr(error, "server_message", None) or f"status {status}"
+        retried = f" after {ATTEMPTS} attempts" if status in TRANSIENT_STATUS else ""
+        return HubError(f"{place} refused the request{retried}: {detail}.")
+    if isinstance(error, (TransportError, LocalEntryNotFoundError)):
+        return UnreachableError(
+            f"{api.endpoint} did not answer ({type(error).__name__}), and {repo_id} is not (or not completely) in the "
+            "local cache."
+        )
+    return HubError(f"{place}: {type(error).__name__}: {error}")
+
+
+def token_of(api: HfApi) -> str | None:
+    """The token that the client sends: its own, else that of the environment or of `hf auth login`."""
+    if api.token is False:
+        return None
+    return api.token if isinstance(api.token, str) else get_token()
+
+
+def without_tokens(api: HfApi, text: str) -> str:
+    token = token_of(api)
+    return TOKEN.sub("hf_…", text.replace(token, "hf_…") if token else text)
+
+
+def _known_revisions(api: HfApi, repo_id: str) -> str:
+    try:
+        references = api.list_repo_refs(repo_id)
+    except Exception:
+        return "accepted are branches, tags and commits"
+    names = [reference.name for reference in (*references.branches, *references.tags)]
+    return f"accepted are {', '.join(names)} and commits"

@@ -1,0 +1,486 @@
+"""
+Publishing a checkpoint on the Hub: one commit that holds exactly what a user needs, checked after it has happened.
+
+    push("outputs/cifar10", "me/liere8-cifar10")    # or: hf-liere push outputs/cifar10 me/liere8-cifar10
+
+The checkpoint is loaded and saved anew into a folder of its own (`stage`), so the repository gets safetensors, a
+configuration whose `auto_map` is complete and the code that belongs to it, but no optimizer states or stray files. That
+folder becomes one commit on top of the commit that was seen last; a commit of someone else in between is reported
+instead of overwritten. What the Hub then lists is compared with the local hashes, and a process without this package
+loads the commit and has to give the same outputs.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from . import reload_check
+from .auto import model_class
+from .cards import Card
+from .hub import (
+    HubError,
+    explained,
+    file_digest,
+    remote_digests,
+    retrying,
+    status_of,
+    token_of,
+    wait_to_retry,
+    without_tokens,
+)
+from .patching import CONFIG_NAME as ADAPTER_CONFIG
+from .patching import WEIGHTS_NAME as ADAPTER_WEIGHTS
+
+
+logger = logging.get_logger(__name__)
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+)
+RECORD_FILES = (
+    "run_config.json",
+    "environment.json",
+    "weights.json",
+    "all_results.json",
+    "eval_results.json",
+    "train_results.json",
+)
+VIDEO_PROCESSOR = "video_processing_liere.LieREVideoProcessor"
+# What earlier pushes of ours or of Trainer may have left in a repository and must not stay beside new weights.
+REPLACED = re.compile(
+    r"^(last-checkpoint|checkpoint-\d+|runs)/|^(pytorch_model|model|adapter_model|rotary)[^/]*\.(bin|safetensors|json)$"
+    r"|^(training_args|optimizer|scheduler|scaler)\.(bin|pt)$|^rng_state[^/]*\.pth$|^trainer_state\.json$"
+    r"|^(modeling|configuration|video_processing)_[a-z_]+\.py$"
+)
+PRIVATE = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+# Outputs of two processes with the same weights and code: only the order of float32 sums may differ.
+SAME_OUTPUTS = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A commit whose files were found on the Hub with the hashes they have here."""
+
+    repo_id: str
+    commit: str
+    url: str
+    files: tuple[str, ...]
+
+
+class ConcurrentCommitError(HubError):
+    """Someone else has committed since the commit that a push was based on; nothing was written."""
+
+
+def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over name, dtype, shape and bytes of every tensor in order of name: independent of shards and files."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        _add_tensor(digest, name, tensors[name])
+    return digest.hexdigest()
+
+
+def saved_weights_digest(folder: str | Path) -> str:
+    """
+    [`weights_digest`] of the weights in a folder, one tensor in memory at a time.
+
+    Raises:
+        ValueError: if the folder holds no safetensors.
+    """
+    places = {}
+    for path in weight_files(Path(folder)):
+        with safe_open(path, "pt") as file:
+            places.update({name: path for name in file.keys()})
+    digest = hashlib.sha256()
+    for name in sorted(places):
+        with safe_open(places[name], "pt") as file:
+            _add_tensor(digest, name, file.get_tensor(name))
+    return digest.hexdigest()
+
+
+def _add_tensor(digest, name: str, tensor: torch.Tensor) -> None:
+    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a saved model or adapter, without those of another model beside it."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = [name for name in ("model.safetensors", ADAPTER_WEIGHTS) if (folder / name).is_file()]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing or not names:
+        raise ValueError(f"{folder} holds no {', '.join(missing) or 'model.safetensors'}: it is no saved model.")
+    return [folder / name for name in names]
+
+
+def stage(folder: str | Path, target: str | Path, max_shard_size: str | int = "5GB") -> PreTrainedModel | None:
+    """
+    Write what is to be published of a saved model, complete or adapter alone, into another folder.
+
+    Args:
+        folder: Output of a training script, of `hf-liere convert`, of `save_pretrained` or of `save_rotary`.
+        target: Folder that is made, without a card.
+        max_shard_size: Larger weights are split into several files.
+
+    Returns:
+        The model as it was loaded; `None` for an adapter.
+
+    Raises:
+        ValueError: if the folder holds none of our models, or its weights are not exactly those of its configuration.
+    """
+    folder, target = Path(folder), Path(target)
+    target.mkdir(parents=True, exist_ok=True)
+    if (folder / ADAPTER_CONFIG).is_file():
+        model = None
+        names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+        weight_files(folder)
+    else:
+        model, names = load_complete(folder), []
+        model.save_pretrained(target, max_shard_size=max_shard_size)
+        if saved_weights_digest(folder) != saved_weights_digest(target):
+            raise ValueError(
+                f"Loading and saving changes the weights in {folder}, so figures measured with them would not be "
+                "those of what is published. Save the loaded model with save_pretrained and evaluate that."
+            )
+    for name in (*names, *PROCESSOR_FILES, *RECORD_FILES):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+    complete_video_processor(target)
+    return model
+
+
+def load_complete(folder: Path) -> PreTrainedModel:
+    """
+    The model in a folder, each of its weights accounted for.
+
+    Raises:
+        ValueError: if it is none of ours, or tensors are missing, left over or of another shape.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds neither config.json nor {ADAPTER_CONFIG}: it is no saved model.")
+    weight_files(folder)
+    architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [None]
+    model, info = model_class(architectures[0]).from_pretrained(folder, output_loading_info=True)
+    wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
+    if wrong:
+        raise ValueError(f"The weights in {folder} are not those of its configuration: {wrong}.")
+    return model
+
+
+def complete_video_processor(folder: Path) -> None:
+    """Put the code of the video processor beside a processor file that names it, and say so there."""
+    path = folder / "video_preprocessor_config.json"
+    if not path.is_file():
+        return
+    content = json.loads(path.read_text())
+    if content.get("video_processor_type") == VIDEO_PROCESSOR.rpartition(".")[2]:
+        path.write_text(json.dumps(content | {"auto_map": {"AutoVideoProcessor": VIDEO_PROCESSOR}}, indent=2) + "\n")
+        code = VIDEO_PROCESSOR.partition(".")[0] + ".py"
+        shutil.copyfile(Path(__file__).parent / code, folder / code)
+
+
+def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> None:
+    """
+    Make sure that no text file to be published holds a token or a folder of this machine.
+
+    Raises:
+        ValueError: which names the file, not what was found.
+    """
+    secrets = {"a token": [token for token in [token_of(api)] if token]}
+    secrets["a folder of this machine"] = [str(place) for place in (Path.home(), *places) if len(place.parts) > 2]
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file() or path.suffix not in (".json", ".md", ".txt", ".py", ".yaml"):
+            continue
+        text = path.read_text(encoding="utf-8")
+        found = [what for what, texts in secrets.items() if any(secret in text for secret in texts)]
+        if PRIVATE.search(text):
+            found.append("a token")
+        if found:
+            raise ValueError(f"{path.relative_to(folder)} holds {found[0]}, so nothing was published; remove it there.")
+
+
+def push(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    card: Card | None = None,
+    revision: str = "main",
+    message: str | None = None,
+    private: bool | None = None,
+    parent_commit: str | None = None,
+    max_shard_size: str | int = "5GB",
+    reload: bool = True,
+    api: HfApi | None = None,
+) -> Published:
+    """
+    Publish a saved model or adapter as one commit, and check what the Hub then holds.
+
+    Args:
+        folder: As for [`stage`]; its README.md is the card, unless `card` is given.
+        repo_id: Repository, made if it does not exist.
+        card: What [`cards.render`] makes of facts.
+        revision: Branch, made if it does not exist.
+        message: Title of the commit.
+        private: Whether a repository that is made here is private; `None` means as the account is set.
+        parent_commit: The commit this push must come directly after; `None` means the newest.
+        max_shard_size: Larger weights are split.
+        reload: Whether a process without this package loads the commit (it downloads everything once).
+        api: Client with endpoint and token; `None` means those of the environment.
+
+    Returns:
+        The commit; where the branch holds the same files already, the one that is there.
+
+    Raises:
+        ValueError: before anything is sent: no card, private data, or not a complete model.
+        ConcurrentCommitError: if someone else committed meanwhile.
+        HubError: for whatever else the Hub refused, and if it does not hold or load what was sent.
+    """
+    api, folder = api or HfApi(), Path(folder)
+    with tempfile.TemporaryDirectory(prefix="hf_liere-") as temporary:
+        staged = Path(temporary) / "checkpoint"
+        model = stage(folder, staged, max_shard_size)
+        (card or Card.read(folder)).write(staged)
+        refuse_private(staged, api, [folder.resolve(), Path(temporary)])
+        kind = "rotations" if model is None else type(model).__name__
+        published = publish(
+            staged,
+            repo_id,
+            message=message or f"Publish {kind}",
+            revision=revision,
+            private=private,
+            parent_commit=parent_commit,
+            api=api,
+        )
+        if reload and model is not None:
+            check_reload(model, published, api)
+    return published
+
+
+def publish(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    message: str,
+    revision: str = "main",
+    private: bool | None = None,
+    parent_commit: str | None = None,
+    keep: Iterable[str] = (),
+    api: HfApi | None = None,
+) -> Published:
+    """
+    Make a folder, as it is, one commit, and compare what the Hub lists with it.
+
+    Earlier weights, code, states and checkpoint folders in the repository go with the same commit unless they are in
+    the folder or below one of `keep`; other files there stay.
+
+    Raises:
+        ConcurrentCommitError, HubError: as [`push`].
+    """
+    api, folder = api or HfApi(), Path(folder)
+    with explained(api, repo_id, revision):
+        check_token(api, repo_id)
+        repo_id = retrying(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
+        if revision != "main":
+            retrying(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
+        head = retrying(lambda: api.model_info(repo_id, revision=revision)).sha
+        if parent_commit is not None and not head.startswith(parent_commit):
+            raise ConcurrentCommitError(_concurrent(api, repo_id, revision, parent_commit))
+        present = retrying(lambda: remote_digests(api, repo_id, head))
+        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        kept = tuple(f"{name.rstrip('/')}/" for name in keep)
+        obsolete = [
+            name for name in present if name not in files and REPLACED.search(name) and not name.startswith(kept)
+        ]
+        if obsolete or differing_files_on_hub(files, present):
+            commit = commit_once(api, repo_id, files, obsolete, message, revision, head)
+        else:
+            logger.info(f"{repo_id} holds these files already, as commit {head}.")
+            commit = head
+        published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", tuple(files))
+        compare(folder, published, api)
+    return published
+
+
+def check_token(api: HfApi, repo_id: str) -> None:
+    """Refuse a push without a token, or with one that can only read, before anything else is asked of the Hub."""
+    if token_of(api) is None:
+        raise HubError(
+            f"There is no token to push to {repo_id} on {api.endpoint}: run `hf auth login`, or set HF_TOKEN."
+        )
+    account = retrying(api.whoami)
+    role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
+    if role == "read":
+        raise HubError(
+            f"The token of {account['name']} on {api.endpoint} is read-only; pushing to {repo_id} takes one that may "
+            "write."
+        )
+
+
+def differing_files_on_hub(files: Mapping[str, Path], digests: Mapping[str, str]) -> list[str]:
+    """Names of local files that the Hub does not hold, or holds with another hash."""
+    return [
+        name
+        for name, path in files.items()
+        if name not in digests or file_digest(path, digests[name].partition(":")[0]) != digests[name]
+    ]
+
+
+def commit_once(
+    api: HfApi,
+    repo_id: str,
+    files: Mapping[str, Path],
+    obsolete: Iterable[str],
+    message: str,
+    revision: str,
+    parent: str,
+) -> str:
+    """
+    The hash of one commit on top of `parent`, also where an answer of the Hub gets lost.
+
+    The client does not repeat commits. Before repeating one, the history since `parent` is searched for it: the
+    description holds a hash of what is committed.
+
+    Raises:
+        ConcurrentCommitError: if the branch has moved, and not by this commit.
+    """
+    contents = hashlib.sha256()
+    for name, path in files.items():
+        contents.update(f"{name} {file_digest(path, 'sha256')}\n".encode())
+    description = f"Contents sha256:{contents.hexdigest()}"
+    attempt = 0
+    while True:
+        attempt += 1
+        operations = [CommitOperationAdd(name, path) for name, path in files.items()]
+        operations += [CommitOperationDelete(name, is_folder=False) for name in obsolete]
+        try:
+            return api.create_commit(
+                repo_id,
+                operations,
+                commit_message=message,
+                commit_description=description,
+                revision=revision,
+                parent_commit=parent,
+            ).oid
+        except Exception as error:
+            if status_of(error) != 412:
+                wait_to_retry(error, attempt)
+        landed = _commits_since(api, repo_id, revision, parent)
+        for commit in landed:
+            if (commit.title, commit.message) == (message, description):
+                return commit.commit_id
+        if landed:
+            raise ConcurrentCommitError(_concurrent(api, repo_id, revision, parent))
+
+
+def _commits_since(api: HfApi, repo_id: str, revision: str, parent: str) -> list:
+    commits = retrying(lambda: api.list_repo_commits(repo_id, revision=revision))
+    ids = [commit.commit_id for commit in commits]
+    return commits[: ids.index(parent)] if parent in ids else commits
+
+
+def _concurrent(api: HfApi, repo_id: str, revision: str, parent: str) -> str:
+    newer = _commits_since(api, repo_id, revision, parent)
+    shown = ", ".join(f"{commit.commit_id[:8]} {commit.title!r} by {', '.join(commit.authors)}" for commit in newer[:3])
+    return (
+        f"{repo_id} ({revision}) has moved on from commit {parent[:8]}: {shown}. Nothing was written; look at what is "
+        "there and push again."
+    )
+
+
+def compare(folder: Path, published: Published, api: HfApi) -> None:
+    """Raises [`HubError`] unless the Hub lists every file of the commit with the hash that it has in the folder."""
+    listed = retrying(lambda: remote_digests(api, published.repo_id, published.commit))
+    wrong = differing_files_on_hub({name: folder / name for name in published.files}, listed)
+    if wrong:
+        raise HubError(
+            f"{published.repo_id} at {published.commit} does not hold what was pushed: {', '.join(wrong)} missing or "
+            "different. Push again."
+        )
+
+
+def check_reload(model: PreTrainedModel, published: Published, api: HfApi) -> None:
+    """
+    Load a commit in a process of its own, with an empty cache and the code of the commit, and compare its outputs.
+
+    Raises:
+        HubError: if it does not load, or gives other outputs than the model here.
+    """
+    with tempfile.TemporaryDirectory(prefix="hf_liere-") as home:
+        output = Path(home) / "outputs.safetensors"
+        environment = {**os.environ, "HF_HOME": home, "HF_ENDPOINT": api.endpoint, "HF_HUB_OFFLINE": "0"}
+        for name in ("HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_XET_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN"):
+            environment.pop(name, None)
+        token = token_of(api)
+        if token:
+            environment["HF_TOKEN"] = token
+        # As text, because the folder of a script comes first on the path, and ours has modules of common names.
+        source = Path(reload_check.__file__).read_text(encoding="utf-8")
+        command = [sys.executable, "-c", source, published.repo_id, published.commit, str(output)]
+        process = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)
+        if process.returncode:
+            reason = "\n".join(process.stderr.strip().splitlines()[-3:])
+            raise HubError(f"{published.url} was written but does not load: {without_tokens(api, reason)}")
+        theirs = load_file(output)
+    ours = reload_check.outputs(model)
+    different = [name for name in ours.keys() | theirs.keys() if not _close(ours.get(name), theirs.get(name))]
+    if different:
+        raise HubError(f"{published.url} was written but gives other outputs than the model here: {different}.")
+
+
+def _close(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    if first is None or second is None or first.shape != second.shape:
+        return False
+    return torch.allclose(first, second, **SAME_OUTPUTS)
+
+
+def verify(folder: str | Path, repo_id: str, *, revision: str = "main", api: HfApi | None = None) -> Published:
+    """
+    Compare a published model or adapter with the local one: every tensor, then the outputs of a clean reload.
+
+    Raises:
+        HubError: if the weights differ, or the repository does not load or gives other outputs.
+        ValueError: if the folder holds none of our models.
+    """
+    from .pulling import pull
+
+    api, folder = api or HfApi(), Path(folder)
+    with tempfile.TemporaryDirectory(prefix="hf_liere-") as temporary:
+        pulled = pull(
+            repo_id, Path(temporary) / "pulled", revision=revision, api=api, cache_dir=Path(temporary) / "hub"
+        )
+        commit = pulled.commit
+        ours, theirs = saved_weights_digest(folder), saved_weights_digest(pulled.folder)
+        if ours != theirs:
+            raise HubError(f"{repo_id} at {commit} holds other weights ({theirs[:12]}…) than {folder} ({ours[:12]}…).")
+        files = tuple(sorted(path.name for path in pulled.folder.iterdir()))
+        published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", files)
+        if not (folder / ADAPTER_CONFIG).is_file():
+            check_reload(load_complete(folder), published, api)
+    return published
+
+
+__all__ = ["ConcurrentCommitError", "Published", "publish", "push", "stage", "verify", "weights_digest"]
