@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
+from transformers.trainer_utils import HubStrategy
 
 from hf_liere import LieREViTConfig
 
@@ -142,6 +143,10 @@ class ImageTrainingArguments(TrainingArguments):
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Delete the run that output_dir holds instead of refusing to start."}
     )
+    resume_from_hub: bool = field(
+        default=False,
+        metadata={"help": "Go on from the last checkpoint in hub_model_id, pushed with hub_strategy checkpoint."},
+    )
     rotary_learning_rate_factor: float = field(
         default=1.0, metadata={"help": "Learning rate of the rotations' parameters over that of the others."}
     )
@@ -170,8 +175,23 @@ class ImageTrainingArguments(TrainingArguments):
             raise InputError(
                 f"--rotary_learning_rate_factor {self.rotary_learning_rate_factor}; accepted: 0 and above."
             )
+        self._check_hub()
         if not self.do_train and not self.do_eval:
             raise InputError("Nothing to do: give --do_train, --do_eval or both.")
+
+    def _check_hub(self):
+        if self.push_to_hub and not (self.do_train and self.do_eval):
+            raise InputError("--push_to_hub needs --do_train and --do_eval: a card without figures is not published.")
+        if self.hub_strategy == HubStrategy.ALL_CHECKPOINTS:
+            raise InputError(
+                "--hub_strategy all_checkpoints is not supported; accepted: end, every_save (each save is a commit, "
+                "to be loaded by its revision) and checkpoint (with what --resume_from_hub needs)."
+            )
+        if self.resume_from_hub and (self.resume_from_checkpoint or self.load_best_model_at_end):
+            raise InputError(
+                "--resume_from_hub goes with neither --resume_from_checkpoint nor --load_best_model_at_end: the Hub "
+                "holds the last checkpoint only."
+            )
 
 
 def parse_arguments(arguments: list[str], argument_classes: tuple[type, ...]) -> tuple:

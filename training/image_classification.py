@@ -12,8 +12,10 @@ CIFAR-10 from the Hub, or from parquet files, on all GPUs of a machine:
         training/recipes/cifar10.yaml --train_files train.parquet --validation_files test.parquet \
         --output_dir outputs/cifar10
 
-Any flag overrides the recipe. A run that was interrupted goes on with `--resume_from_checkpoint last`. An existing
-checkpoint is evaluated, here at another resolution, by
+Any flag overrides the recipe. A run that was interrupted goes on with `--resume_from_checkpoint last`. With
+`--push_to_hub --hub_model_id me/name --hub_strategy checkpoint` every save is also a commit on the Hub, and with
+`--resume_from_hub` beside the same flags the run goes on from there, on any machine. An existing checkpoint is
+evaluated, here at another resolution, by
 
     python training/image_classification.py --model_name_or_path outputs/cifar10 --do_eval --image_size 48 \
         --validation_files test.parquet --output_dir outputs/cifar10_at_48
@@ -30,6 +32,8 @@ from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
+from hf_liere.hub import HubError
+from hf_liere.publishing import saved_weights_digest, weights_digest
 from training.arguments import (
     AugmentationArguments,
     DataArguments,
@@ -40,6 +44,7 @@ from training.arguments import (
 )
 from training.augmentation import Collator, EvaluationImages, TrainingImages
 from training.data import LabelledImages, Relabelled, load_images
+from training.hub import fetch_checkpoint
 from training.models import (
     build_model,
     check_checkpoint_keys,
@@ -48,7 +53,15 @@ from training.models import (
     resolve_image_processor,
     resolve_image_size,
 )
-from training.records import CONFIG_FILE, ENVIRONMENT_FILE, claim_output_dir, environment, portable, write_record
+from training.records import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    WEIGHTS_FILE,
+    claim_output_dir,
+    environment,
+    portable,
+    write_record,
+)
 from training.trainer import ImageClassificationTrainer, classification_metrics, ranks_and_losses
 
 
@@ -66,6 +79,11 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     checkpoint = _resumed_checkpoint(args)
     if args.process_index == 0:
         claim_output_dir(args)
+    if args.resume_from_hub:
+        with args.main_process_first(local=False, desc="fetching the checkpoint"):
+            if args.process_index == 0:
+                fetch_checkpoint(args)
+        checkpoint = get_last_checkpoint(args.output_dir)
     config = resolve_config(model_args)
     image_size = resolve_image_size(model_args, config)
     processor = resolve_image_processor(model_args, data_args, image_size, config.num_channels)
@@ -81,6 +99,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         resolved |= {"model": model.config.to_diff_dict(), "model_name_or_path": model_args.model_name_or_path}
         write_record(args.output_dir, CONFIG_FILE, portable({**resolved, "image_size": image_size}))
         write_record(args.output_dir, ENVIRONMENT_FILE, environment())
+        if not args.do_train:
+            write_record(args.output_dir, WEIGHTS_FILE, {"sha256": weights_digest(model.state_dict())})
     metrics = {}
     if args.do_train:
         metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
@@ -94,13 +114,15 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         trainer.save_metrics("train", metrics)
         trainer.save_state()
         if trainer.is_world_process_zero():
-            # It repeats the arguments as a pickle, with the folders and the host name that the records leave out.
-            (Path(args.output_dir) / "training_args.bin").unlink(missing_ok=True)
+            digest = saved_weights_digest(args.output_dir)
+            write_record(args.output_dir, WEIGHTS_FILE, {"sha256": digest, "step": trainer.state.global_step})
     if args.do_eval:
         metrics = trainer.evaluate()
         metrics["eval_samples"] = len(images.evaluation)
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
+    if args.push_to_hub:
+        trainer.push_to_hub()
     return metrics
 
 
@@ -144,5 +166,5 @@ def _resumed_checkpoint(args: ImageTrainingArguments) -> str | None:
 if __name__ == "__main__":
     try:
         main()
-    except InputError as error:
+    except (InputError, HubError) as error:
         sys.exit(f"error: {error}")

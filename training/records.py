@@ -20,6 +20,7 @@ from training.arguments import ImageTrainingArguments, InputError
 
 CONFIG_FILE = "run_config.json"
 ENVIRONMENT_FILE = "environment.json"
+WEIGHTS_FILE = "weights.json"
 RUN_FILES = (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -37,6 +38,7 @@ RUN_FILES = (
     "tokenizer_config.json",
     "train_results.json",
     "trainer_state.json",
+    WEIGHTS_FILE,
 )
 LIBRARIES = (
     "hf_liere",

@@ -16,13 +16,14 @@ from transformers import EvalPrediction, Trainer
 from transformers.utils import logging
 
 from training.augmentation import IGNORED_LABEL, EpochSampler
+from training.hub import HubPushes
 
 
 logger = logging.get_logger(__name__)
 METRIC = Path(__file__).parent / "metrics" / "classification.py"
 
 
-class ImageClassificationTrainer(Trainer):
+class ImageClassificationTrainer(HubPushes, Trainer):
     """
     Differences from `Trainer`:
 
