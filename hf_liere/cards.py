@@ -211,7 +211,10 @@ def facts_of_run(
     """
     folder = Path(folder)
     run, metrics = _record(folder, "run_config.json"), _record(folder, "all_results.json")
-    config = _record(folder, "config.json") or run.get("model", {})
+    config = _record(folder, "config.json")
+    adapter = _record(folder, "rotary_config.json")
+    if adapter:
+        config = {"architectures": ["adapter"], **adapter["rotary_patch"]}
     known = copy.deepcopy(facts)
     if known is None:
         known = Facts(
@@ -347,6 +350,7 @@ def render(facts: Facts, repo_id: str | None = None) -> Card:
         paper=common["papers"][encoding["paper"]],
         repo_id=repo_id or "OWNER/NAME",
         auto_class=_auto_class(facts.architecture),
+        processor=_processor(facts.architecture),
         rotary=facts.encoding in ROTARY_ENCODINGS,
         picture=PICTURE if pictures else None,
         metrics={key: label for key, label in METRICS.items() if any(key in result for result in facts.results)},
@@ -390,6 +394,12 @@ def _auto_class(architecture: str) -> str | None:
             if model_class.__name__ == architecture and "Backbone" not in architecture:
                 return auto_class.__name__
     return None
+
+
+def _processor(architecture: str) -> str:
+    if "Video" in architecture:
+        return "AutoVideoProcessor"
+    return "AutoProcessor" if architecture == "RotaryCLIPModel" else "AutoImageProcessor"
 
 
 def _task(architecture: str) -> str | None:

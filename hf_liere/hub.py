@@ -91,7 +91,10 @@ def status_of(error: BaseException) -> int | None:
 def is_transient(error: BaseException) -> bool:
     """Whether trying again may help: overload, server errors, broken connections."""
     status = status_of(error)
-    return isinstance(error, TransportError) if status is None else status in TRANSIENT_STATUS
+    if status is not None:
+        return status in TRANSIENT_STATUS
+    # The client's own check of the length of a download raises an OSError of no class of its own.
+    return isinstance(error, TransportError) or "Consistency check failed" in str(error)
 
 
 def seconds_to_wait(error: BaseException, attempt: int) -> float:

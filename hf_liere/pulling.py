@@ -85,22 +85,23 @@ def pull(
 
 
 def _checked_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> Path:
-    try:
-        commit, digests = _listing(api, repo_id, revision, path)
-    except UnreachableError as unreachable:
-        return _cached_snapshot(repo_id, revision, path, cache_dir, unreachable)
+    def download(revision: str, **options) -> Path:
+        options |= {"revision": revision, "token": api.token, "endpoint": api.endpoint, "cache_dir": cache_dir}
+        return Path(retrying(lambda: snapshot_download(repo_id, **options)))
 
-    def download(names: list[str] | None, force: bool = False) -> Path:
-        options = {"revision": commit, "token": api.token, "endpoint": api.endpoint, "cache_dir": cache_dir}
-        patterns = {"allow_patterns": names} if names else _patterns(path)
-        return Path(retrying(lambda: snapshot_download(repo_id, force_download=force, **patterns, **options)))
-
-    snapshot = download(None)
+    snapshot, commit, digests = None, None, {}
+    while snapshot is None or snapshot.name != commit:
+        try:
+            commit, digests = _listing(api, repo_id, revision, path)
+        except UnreachableError as unreachable:
+            return _cached_snapshot(repo_id, revision, path, cache_dir, unreachable)
+        # By the name that was given, so that the cache knows it without a connection; the branch may move meanwhile.
+        snapshot = download(revision, **_patterns(path))
     wrong = differing_files(snapshot, digests)
     if wrong:
         logger.warning(f"{', '.join(wrong)} of {repo_id} arrived damaged or incomplete; downloading again.")
         _forget(snapshot, wrong)
-        download(wrong, force=True)
+        download(commit, allow_patterns=wrong, force_download=True)
         wrong = differing_files(snapshot, digests)
     if wrong:
         _forget(snapshot, wrong)

@@ -1,0 +1,394 @@
+"""Publishing over the real clients and a local Hub: what is pushed, what survives faults, what is refused."""
+
+import json
+import shutil
+import textwrap
+import threading
+
+import hub_client
+import pytest
+import torch
+from hub_client import OTHER, READ, WRITE, client, finish, online, start
+from hub_server import HubServer
+from published_models import CARD, save_models
+from pulling_user import outputs
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForImageClassification, AutoModelForVideoClassification, CLIPModel
+
+import hf_liere
+from hf_liere.cli import main
+from hf_liere.hub import HubError
+from hf_liere.publishing import (
+    ConcurrentCommitError,
+    check_reload,
+    load_complete,
+    publish,
+    push,
+    saved_weights_digest,
+    stage,
+    verify,
+    weights_digest,
+)
+from hf_liere.pulling import pull
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(params=["lfs", "xet"])
+def storage(request):
+    return request.param
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch, request):
+    xet = "storage" in request.fixturenames and request.getfixturevalue("storage") == "xet"
+    with HubServer(tmp_path / "hub", xet=xet) as server:
+        online(monkeypatch, server, tmp_path / "home")
+        yield server
+        assert not server.errors, server.errors[0]
+
+
+@pytest.fixture
+def ready(saved, tmp_path):
+    """A small folder as it is published, for tests of what happens on the way."""
+    folder = tmp_path / "ready"
+    stage(saved["image"], folder)
+    (folder / "README.md").write_text(CARD)
+    return folder
+
+
+def history(hub, repo_id="tester/model"):
+    """Titles, oldest first, without the commit that made the repository."""
+    repo = hub.repo(repo_id)
+    return [commit["title"] for _, commit in repo.history(repo.resolve("main"))][-2::-1]
+
+
+def test_every_kind_of_model_from_one_process_to_another(saved, hub, storage, tmp_path):
+    commits = {}
+    for kind in ("image", "video", "backbone", "clip", "adapter"):
+        published = push(saved[kind], f"tester/{kind}", api=client(hub), reload=False, max_shard_size="60KB")
+        assert hub.repo(f"tester/{kind}").resolve("main") == published.commit
+        commits[kind] = published.commit
+        pulled = pull(f"tester/{kind}", tmp_path / "pulled" / kind, api=client(hub))
+        assert saved_weights_digest(pulled.folder) == saved_weights_digest(saved[kind])
+    assert len(list((tmp_path / "pulled" / "image").glob("model-*.safetensors"))) > 1
+    weights = {name: entry for name, entry in hub.files("tester/image").items() if name.endswith(".safetensors")}
+    assert all(bool(entry.get("xet")) == (storage == "xet") for entry in weights.values())
+
+    base = CLIPModel.from_pretrained(saved["base"])
+    expected = outputs(
+        {
+            "image": AutoModelForImageClassification.from_pretrained(saved["image"]),
+            "video": AutoModelForVideoClassification.from_pretrained(saved["video"]),
+            "backbone": hf_liere.LieREViTBackbone.from_pretrained(saved["backbone"]),
+            "clip": AutoModel.from_pretrained(saved["clip"]),
+            "adapter": hf_liere.load_rotary(base, saved["adapter"]),
+        }
+    )
+    user = str(hub_client.ROOT / "tests" / "pulling_user.py")
+    arguments = [str(saved["base"]), json.dumps(commits)]
+    home = tmp_path / "user"
+    home.mkdir()
+    finish(start([user, "remote.safetensors", arguments[0], "remote", arguments[1]], hub, home))
+    found = {"remote": load_file(home / "remote.safetensors")}
+    if storage == "lfs":
+        finish(start([user, "package.safetensors", arguments[0], "package", arguments[1]], hub, home))
+        found["package"] = load_file(home / "package.safetensors")
+        assert found["package"].keys() == expected.keys()
+    for way, results in found.items():
+        for kind, result in results.items():
+            assert torch.equal(result, expected[kind]), f"{kind} {way}"
+
+
+def test_the_command_pushes_reloads_verifies_and_pulls(saved, hub, tmp_path, capsys):
+    """As a user: the reload happens in a third process, without this package."""
+    assert main(["push", str(saved["clip"]), "tester/model", "--private", "--message", "First"]) == 0
+    output = capsys.readouterr().out
+    assert "hashes compared, reloaded in a process of its own" in output and history(hub) == ["First"]
+    commit = hub.repo("tester/model").resolve("main")
+    assert commit in output and hub.repo("tester/model").meta["private"]
+    assert main(["pull", "tester/model", str(tmp_path / "pulled"), "--revision", commit[:10]]) == 0
+    assert commit in capsys.readouterr().out
+    assert main(["verify", str(saved["clip"]), "tester/model"]) == 0
+    other = tmp_path / "other"
+    shutil.copytree(saved["clip"], other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["logit_scale"] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    assert main(["verify", str(other), "tester/model"]) == 1
+    assert "holds other weights" in capsys.readouterr().err
+
+
+def test_a_commit_that_does_not_load_is_no_success(ready, saved, hub):
+    """The weights are right, the code beside them is not."""
+    (ready / "modeling_liere.py").write_text("raise ImportError('broken')\n")
+    published = publish(ready, "tester/model", message="Broken", api=client(hub))
+    with pytest.raises(HubError, match="(?s)was written but does not load.*broken"):
+        check_reload(load_complete(saved["image"]), published, client(hub))
+
+
+def test_only_what_belongs_to_the_model_is_published(saved, hub, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(saved["image"], folder)
+    for name in (
+        "optimizer.pt",
+        "training_args.bin",
+        "trainer_state.json",
+        "notes.txt",
+        "checkpoint-8/model.safetensors",
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"stray")
+    (folder / "eval_results.json").write_text("{}")
+    published = push(folder, "tester/model", api=client(hub), reload=False)
+    assert set(published.files) == {
+        *("README.md", "config.json", "model.safetensors", "preprocessor_config.json", "eval_results.json"),
+        *(
+            "attention.py",
+            "configuration_liere.py",
+            "encodings.py",
+            "lie_algebra.py",
+            "modeling_liere.py",
+            "positions.py",
+        ),
+    }
+    assert set(hub.files("tester/model")) == {*published.files, ".gitattributes"}
+    auto_map = json.loads((pull("tester/model", api=client(hub)).folder / "config.json").read_text())["auto_map"]
+    assert set(auto_map) >= {"AutoConfig", "AutoModel", "AutoBackbone", "AutoModelForMaskedImageModeling"}
+
+
+def test_a_push_replaces_earlier_weights_and_leaves_other_files(saved, ready, hub, tmp_path):
+    (ready / "LICENSE").write_text("terms")
+    (ready / "last-checkpoint").mkdir()
+    for name in ("pytorch_model.bin", "training_args.bin", "last-checkpoint/optimizer.pt", "modeling_old.py"):
+        (ready / name).write_bytes(b"old")
+    publish(ready, "tester/model", message="Old", api=client(hub))
+    published = push(saved["image"], "tester/model", api=client(hub), reload=False, max_shard_size="60KB")
+    assert set(hub.files("tester/model")) == {*published.files, ".gitattributes", "LICENSE"}
+    assert "model.safetensors" not in published.files and len(history(hub)) == 2
+
+
+def test_pushing_the_same_again_changes_nothing(saved, hub):
+    first = push(saved["image"], "tester/model", api=client(hub), reload=False)
+    assert push(saved["image"], "tester/model", api=client(hub), reload=False) == first
+    assert len(history(hub)) == 1
+
+
+COMMIT = "POST .*/commit/"
+
+
+@pytest.mark.parametrize(
+    "fault, attempts",
+    [
+        ({"lost": True}, 1),
+        ({"status": 503, "times": 2}, 3),
+        ({"close": True}, 2),
+        ({"status": 429, "headers": {"Retry-After": "2"}}, 2),
+        ({"status": 429, "headers": {"RateLimit": '"api";r=0;t=2'}}, 2),
+    ],
+    ids=["lost response", "5xx", "closed", "Retry-After", "RateLimit"],
+)
+def test_a_commit_happens_once_whatever_its_answer(ready, hub, storage, fault, attempts):
+    hub.fail(COMMIT, **fault)
+    published = publish(ready, "tester/model", message="Once", api=client(hub))
+    assert history(hub) == ["Once"] and hub.repo("tester/model").resolve("main") == published.commit
+    sent = hub.lines(COMMIT)
+    assert len(sent) == attempts
+    if "headers" in fault:
+        # The header asks for two seconds.
+        assert sent[1]["t"] - sent[0]["t"] >= 2
+
+
+@pytest.mark.parametrize(
+    "path", ["validate-yaml", "preupload", "whoami", "repos/create", "api/models/tester/model", "batch"]
+)
+def test_faults_of_any_request_are_survived(ready, hub, path):
+    hub.fail(path, status=502, headers={"Retry-After": "0"})
+    hub.fail(path, close=True)
+    publish(ready, "tester/model", message="Once", api=client(hub))
+    assert history(hub) == ["Once"] and all(fault.hits for fault in hub.faults)
+
+
+def test_a_hub_that_stays_down_is_reported_and_nothing_is_claimed(ready, hub):
+    hub.fail(COMMIT, status=500, times=-1, headers={"Retry-After": "0"})
+    with pytest.raises(HubError, match="refused the request after 5 attempts"):
+        publish(ready, "tester/model", message="Never", api=client(hub))
+    assert history(hub) == [] and hub.count(COMMIT) == 5
+
+
+def test_too_long_a_wait_is_not_waited(ready, hub):
+    hub.fail(COMMIT, status=429, times=-1, headers={"Retry-After": "7200"})
+    with pytest.raises(HubError, match="tester/model"):
+        publish(ready, "tester/model", message="Never", api=client(hub))
+
+
+def test_a_commit_of_someone_else_in_between_is_reported(ready, hub, tmp_path):
+    first = publish(ready, "tester/model", message="First", api=client(hub))
+    other = tmp_path / "other"
+    shutil.copytree(ready, other)
+    (other / "LICENSE").write_text("terms")
+    (ready / "README.md").write_text(CARD + "\nChanged.\n")
+    hub.fail(COMMIT, delay=2, times=1)
+    errors = []
+
+    def slow():
+        try:
+            publish(ready, "tester/model", message="Slow", api=client(hub))
+        except HubError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    while not hub.faults[0].hits:
+        pass
+    publish(other, "tester/model", message="In between", api=client(hub))
+    thread.join()
+    assert history(hub) == ["First", "In between"]
+    assert isinstance(errors[0], ConcurrentCommitError)
+    assert "'In between' by tester" in str(errors[0]) and "Nothing was written" in str(errors[0])
+    with pytest.raises(ConcurrentCommitError, match="has moved on from commit"):
+        publish(ready, "tester/model", message="Slow", parent_commit=first.commit, api=client(hub))
+
+
+def test_a_lost_response_and_someone_else_right_after(ready, hub, tmp_path):
+    """Our commit is in the history, though no longer the newest: it did happen."""
+    hub.fail(COMMIT, lost=True)
+    hub.fail("/commits/main", delay=2)
+    result = []
+    thread = threading.Thread(
+        target=lambda: result.append(publish(ready, "tester/model", message="Ours", api=client(hub)))
+    )
+    thread.start()
+    while not hub.repo("tester/model") or len(history(hub)) < 1:
+        pass
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "LICENSE").write_text("terms")
+    publish(other, "tester/model", message="Theirs", api=client(hub))
+    thread.join()
+    assert history(hub) == ["Ours", "Theirs"]
+    assert result[0].commit != hub.repo("tester/model").resolve("main")
+
+
+def test_two_processes_at_once(saved, hub, tmp_path):
+    """Both have seen the same commit when they commit: one wins, the other says so, nothing is mixed."""
+    hub.fail("/preupload/", delay=3, times=2)
+    homes = [tmp_path / name for name in ("first", "second")]
+    client(hub).create_repo("tester/model")
+    processes = []
+    for home, kind in zip(homes, ("image", "backbone")):
+        home.mkdir()
+        command = ["-m", "hf_liere.cli", "push", str(saved[kind]), "tester/model", "--no_reload", "--message", kind]
+        processes.append(start(command, hub, home))
+    results = [(*process.communicate(timeout=300), process.returncode) for process in processes]
+    assert sorted(code for *_, code in results) == [0, 1], results
+    winner = ("image", "backbone")[[code for *_, code in results].index(0)]
+    loser = next(errors for _, errors, code in results if code)
+    assert "has moved on from commit" in loser and "Traceback" not in loser and history(hub) == [winner]
+    assert saved_weights_digest(pull("tester/model", api=client(hub)).folder) == saved_weights_digest(saved[winner])
+
+
+@pytest.mark.parametrize(
+    "token, repo_id, message",
+    [
+        (False, "tester/model", "There is no token"),
+        ("hf_nobodys", "tester/model", "does not accept the token"),
+        (READ, "tester/model", "is read-only"),
+        (OTHER, "tester/model", "may not write"),
+        (WRITE, "tester/a b", "alphanumeric|Repo id"),
+    ],
+)
+def test_pushes_that_may_not_be(ready, hub, token, repo_id, message):
+    with pytest.raises(HubError, match=message) as caught:
+        publish(ready, repo_id, message="Never", api=client(hub, token))
+    assert str(token) not in str(caught.value)
+    assert hub.repo("tester/model") is None and not hub.count(COMMIT)
+
+
+def test_branches(saved, hub):
+    push(saved["image"], "tester/model", api=client(hub), reload=False)
+    published = push(saved["backbone"], "tester/model", revision="wide", api=client(hub), reload=False)
+    assert hub.repo("tester/model").resolve("wide") == published.commit != hub.repo("tester/model").resolve("main")
+
+
+def test_a_folder_without_a_whole_model_is_refused_before_anything_is_sent(saved, hub, tmp_path):
+    folder = tmp_path / "broken"
+    shutil.copytree(saved["image"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    dropped = tensors.pop("classifier.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="classifier.weight"):
+        push(folder, "tester/model", api=client(hub))
+    save_file(tensors | {"classifier.weight": dropped, "extra": dropped + 1}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="extra"):
+        push(folder, "tester/model", api=client(hub))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds no model.safetensors"):
+        push(folder, "tester/model", api=client(hub))
+    with pytest.raises(ValueError, match="no saved model"):
+        push(saved["base"].parent, "tester/model", api=client(hub))
+    with pytest.raises(ValueError, match="'CLIPModel' is none of our models"):
+        push(saved["base"], "tester/model", api=client(hub))
+    (saved["image"] / "README.md").rename(tmp_path / "card")
+    with pytest.raises(ValueError, match="holds no README.md"):
+        push(saved["image"], "tester/model", api=client(hub))
+    (tmp_path / "card").rename(saved["image"] / "README.md")
+    assert not hub.requests
+
+
+def test_tokens_and_folders_are_not_published(saved, hub, tmp_path):
+    folder = tmp_path / "private"
+    shutil.copytree(saved["image"], folder)
+    for text, message in ((WRITE, "a token"), (f"hf_{'a' * 34}", "a token"), (str(folder), "a folder")):
+        (folder / "run_config.json").write_text(json.dumps({"name": text}))
+        with pytest.raises(ValueError, match=f"run_config.json holds {message}") as caught:
+            push(folder, "tester/model", api=client(hub))
+        assert text not in str(caught.value)
+    assert not hub.requests
+
+
+def test_tokens_stay_out_of_logs_and_errors(saved, hub, tmp_path):
+    """A user's process with everything logged: with a token that may push, one that may only read and a wrong one."""
+    token = "hf_" + "Tt0" * 11
+    hub.tokens[token] = ("tester", "write")
+    hub.tokens[token[:-1] + "R"] = ("tester", "read")
+    code = f"""
+        import os
+        from hf_liere.cli import main
+        for last in "0Rx":
+            os.environ["HF_TOKEN"] = os.environ["HF_TOKEN"][:-1] + last
+            print("status", main(["push", {str(saved["image"])!r}, "tester/model", "--no_reload"]))
+            print("status", main(["pull", "tester/private"]))
+    """
+    home = tmp_path / "user"
+    home.mkdir()
+    debug = {"HF_DEBUG": "1", "HF_HUB_VERBOSITY": "debug", "TRANSFORMERS_VERBOSITY": "debug"}
+    output, errors = finish(start(["-c", textwrap.dedent(code)], hub, home, token, **debug))
+    statuses = [line.split()[-1] for line in output.splitlines() if line.startswith("status")]
+    assert statuses == ["0", "1", "1", "1", "1", "1"]
+    # The client logs its requests, so there is something to leak into.
+    assert "preupload" in errors and "uthorization" in errors
+    assert token[3:-1] not in output + errors
+    for name, entry in hub.files("tester/model").items():
+        assert token.encode() not in hub.repo("tester/model").read(entry), name
+
+
+def test_the_digest_of_weights_does_not_depend_on_files(saved, tmp_path):
+    model = AutoModelForImageClassification.from_pretrained(saved["image"])
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    digests = {saved_weights_digest(tmp_path / "shards"), saved_weights_digest(saved["image"])}
+    assert digests == {weights_digest(model.state_dict())}
+    with torch.no_grad():
+        model.classifier.bias[0] += 1e-7
+    assert weights_digest(model.state_dict()) not in digests
+
+
+def test_verify_finds_a_repository_with_other_files(saved, hub):
+    push(saved["image"], "tester/model", api=client(hub), reload=False)
+    push(saved["backbone"], "tester/model", api=client(hub), reload=False)
+    with pytest.raises(HubError, match="holds other weights"):
+        verify(saved["image"], "tester/model", api=client(hub))
