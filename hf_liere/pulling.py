@@ -149,15 +149,20 @@ def _files(folder: Path) -> list[Path]:
 
 def _is_intact(file: Path) -> bool:
     """Whether a file in the cache has the hash that its blob is named after."""
-    name = file.resolve().name
+    # The blob may be a link itself, to a store that repositories share and that has names of its own.
+    name = Path(os.readlink(file)).name if file.is_symlink() else ""
     kind = {64: "sha256", 40: "git"}.get(len(name))
-    return kind is None or file_digest(file.resolve(), kind) == f"{kind}:{name}"
+    return kind is None or file_digest(file, kind) == f"{kind}:{name}"
 
 
 def _forget(snapshot: Path, names: list[str]) -> None:
     for name in names:
-        (snapshot / name).resolve().unlink(missing_ok=True)
-        (snapshot / name).unlink(missing_ok=True)
+        link = snapshot / name
+        while link.is_symlink():
+            target = link.parent / os.readlink(link)
+            link.unlink()
+            link = target
+        link.unlink(missing_ok=True)
 
 
 def _copy(source: Path, folder: Path) -> None:
