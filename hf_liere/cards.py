@@ -235,6 +235,10 @@ def facts_of_run(
                 f"The accuracy at {_size(result['image_size'])} px was measured with {measured}, the card is for "
                 f"{weights[:12]}…; evaluate this checkpoint, or push the one that was evaluated."
             )
+    if len(config.get("id2label") or range(6)) <= 5:
+        for result in known.results:
+            for name in ("top5_accuracy", "top5_accuracy_low", "top5_accuracy_high"):
+                result.pop(name, None)
     architectures = config.get("architectures") or [known.architecture]
     known.architecture, known.weights, known.progress = architectures[0], weights, progress
     if run:
@@ -417,7 +421,7 @@ def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> 
         if metric not in result:
             continue
         details = {"image_size": list(result["image_size"]), "samples": result.get("samples")}
-        if f"{metric}_low" in result:
+        if result.get(f"{metric}_low") != result.get(f"{metric}_high"):
             details |= {"low": result[f"{metric}_low"], "high": result[f"{metric}_high"], "confidence": 0.95}
         entries.append(
             EvalResult(
@@ -478,7 +482,8 @@ def _percent(result: Mapping[str, Any], metric: str) -> str:
         return "not measured"
     show = (lambda number: f"{number:.3f}") if metric == "loss" else (lambda number: f"{number:.1%}")
     low, high = (result.get(f"{metric}_{end}", result.get(end)) for end in ("low", "high"))
-    interval = f" ({show(low)} – {show(high)})" if low is not None and high is not None else ""
+    # Where every answer is right, or wrong, all resamples are alike and their interval says nothing.
+    interval = f" ({show(low)} – {show(high)})" if low is not None and high is not None and low < high else ""
     return show(result[metric]) + interval
 
 

@@ -1,0 +1,153 @@
+"""Training runs that push to a local Hub: commits hold their step, failures are loud, another machine goes on."""
+
+import json
+
+import pytest
+from hub_client import READ, WRITE, client, online
+from hub_server import HubServer
+from training_helpers import TINY_RUN, assert_same_weights, main, train, write_parquet
+
+from hf_liere.hub import HubError
+from hf_liere.publishing import saved_weights_digest
+from hf_liere.pulling import pull
+from training.arguments import InputError
+from training.trainer import ImageClassificationTrainer
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    return [
+        *("--train_files", write_parquet(folder / "train.parquet", 40)),
+        *("--validation_files", write_parquet(folder / "test.parquet", 12, seed=1)),
+    ]
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    with HubServer(tmp_path / "hub") as server:
+        online(monkeypatch, server, tmp_path / "home")
+        yield server
+        assert not server.errors, server.errors[0]
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """Leaves out the process that loads what was published, which tests of publishing run."""
+    import hf_liere.publishing
+
+    monkeypatch.setattr(hf_liere.publishing, "check_reload", lambda *_: None)
+
+
+STOCHASTIC = ["--drop_path_rate", 0.2, "--position_perturbation", 0.5, "--crop_padding", 2, "--mixup_alpha", 0.8]
+PUSH = ["--push_to_hub", "--hub_model_id", "tester/run", "--do_eval", "--hub_always_push", "true"]
+SAVES = ["--save_steps", 2, "--eval_strategy", "steps", "--eval_steps", 2, "--num_train_epochs", 2]
+
+
+def commits(hub):
+    repo = hub.repo("tester/run")
+    return {commit["title"]: (oid, commit["tree"]) for oid, commit in repo.history(repo.resolve("main"))}
+
+
+def content(hub, tree, name):
+    return json.loads(hub.repo("tester/run").read(tree[name]))
+
+
+def test_every_commit_holds_the_step_it_names(hub, files, tmp_path):
+    """The pushes are slower than the training; the model is loaded again in a process of its own at the end."""
+    hub.fail("/preupload/", delay=0.5, times=-1)
+    train(tmp_path / "run", *files, *PUSH, *SAVES, "--hub_token", WRITE)
+    found = commits(hub)
+    steps = range(2, 11, 2)
+    assert list(found)[-2::-1] == [*(f"Training in progress, step {step}" for step in steps), "Trained model, step 10"]
+    for step in steps:
+        oid, tree = found[f"Training in progress, step {step}"]
+        pulled = pull("tester/run", tmp_path / "at" / str(step), revision=oid, api=client(hub))
+        digest = saved_weights_digest(pulled.folder)
+        assert digest == saved_weights_digest(tmp_path / "run" / f"checkpoint-{step}")
+        assert content(hub, tree, "weights.json") == {"sha256": digest, "step": step}
+        card = (pulled.folder / "README.md").read_text()
+        assert f"**In training**, step {step} of 10. The figures below are of this step." in card and digest in card
+        assert "modeling_liere.py" in tree and "preprocessor_config.json" in tree and "run_config.json" in tree
+    oid, tree = found["Trained model, step 10"]
+    results = json.loads((tmp_path / "run" / "eval_results.json").read_text())
+    card = hub.repo("tester/run").read(tree["README.md"]).decode()
+    assert f"value: {results['eval_accuracy']}" in card and "In training" not in card
+    assert "eval_results.json" in tree
+    every_file = {name for _, tree in found.values() for name in tree}
+    assert not {name for name in every_file if name.endswith((".bin", ".pt", ".pth")) or "checkpoint" in name}
+    for path in (tmp_path / "run").rglob("*"):
+        assert path.name != "training_args.bin" and ".hub" not in path.parts, path
+    for _, tree in found.values():
+        for name, entry in tree.items():
+            text = hub.repo("tester/run").read(entry)
+            assert WRITE.encode() not in text and str(tmp_path).encode() not in text, name
+
+
+def test_another_machine_goes_on_to_the_same_result(hub, files, unloaded, tmp_path):
+    flags = [*files, *STOCHASTIC, *SAVES]
+    train(tmp_path / "whole", *flags, "--do_eval")
+    genuine = ImageClassificationTrainer.training_step
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+        def interrupted(trainer, *args, **kwargs):
+            if trainer.state.global_step == 7:
+                trainer._finish_current_push()
+                raise KeyboardInterrupt
+            return genuine(trainer, *args, **kwargs)
+
+        patch.setattr(ImageClassificationTrainer, "training_step", interrupted)
+        train(tmp_path / "first", *flags, *PUSH, "--hub_strategy", "checkpoint")
+    _, tree = commits(hub)["Training in progress, step 6"]
+    assert {"last-checkpoint/optimizer.pt", "last-checkpoint/trainer_state.json", "model.safetensors"} <= set(tree)
+    assert "last-checkpoint/training_args.bin" not in tree
+    assert content(hub, tree, "last-checkpoint/trainer_state.json")["global_step"] == 6
+
+    train(tmp_path / "second", *flags, *PUSH, "--hub_strategy", "checkpoint", "--resume_from_hub")
+    assert_same_weights(tmp_path / "whole", tmp_path / "second")
+    results = [json.loads((tmp_path / name / "eval_results.json").read_text()) for name in ("whole", "second")]
+    assert results[0]["eval_loss"] == results[1]["eval_loss"]
+    assert "checkpoint-2" not in {path.name for path in (tmp_path / "second").iterdir()}
+    # The finished model comes without states of training.
+    assert not {name for name in hub.files("tester/run") if name.startswith("last-checkpoint")}
+    with pytest.raises(InputError, match="has no folder 'last-checkpoint'.*have not finished can be resumed"):
+        train(tmp_path / "third", *flags, *PUSH, "--hub_strategy", "checkpoint", "--resume_from_hub")
+
+
+def test_a_step_that_was_not_pushed_makes_the_run_fail(hub, files, unloaded, tmp_path):
+    hub.fail("POST .*/commit/", status=400, skip=1, times=2)
+    with pytest.raises(HubError, match=r"tester/run lacks step 4 \(.*\); step 6 \(.*\)\. Everything is in"):
+        train(tmp_path / "run", *files, *PUSH, *SAVES)
+    assert [title[-2:] for title in commits(hub)][-2::-1] == [" 2", " 8", "10", "10"]
+    assert (tmp_path / "run" / "eval_results.json").is_file()
+
+
+def test_a_final_push_that_fails_makes_the_run_fail(hub, files, unloaded, tmp_path):
+    hub.fail("POST .*/commit/", status=500, times=-1, headers={"Retry-After": "0"})
+    with pytest.raises(HubError, match=r"tester/run lacks the trained model \(.*after 5 attempts"):
+        train(tmp_path / "run", *files, *PUSH, "--hub_strategy", "end", "--max_steps", 1)
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_refused_before_training(hub, files, tmp_path):
+    with pytest.raises(HubError, match="is read-only"):
+        train(tmp_path / "run", *files, *PUSH, "--hub_token", READ)
+    for flags, message in (
+        ([*PUSH, "--hub_strategy", "all_checkpoints"], "accepted: end, every_save"),
+        (["--push_to_hub", "--hub_model_id", "tester/run"], "a card without figures is not published"),
+        ([*PUSH, "--resume_from_hub", "--resume_from_checkpoint", "last"], "goes with neither"),
+        (["--resume_from_hub", "--hub_model_id", "run"], "needs the repository with its owner"),
+        (["--resume_from_hub", "--hub_model_id", "tester/absent"], "There is no tester/absent"),
+    ):
+        with pytest.raises(InputError, match=message):
+            train(tmp_path / "run", *files, *flags)
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+def test_evaluation_records_the_weights_it_was_made_with(files, tmp_path):
+    """An evaluation at another size belongs to the checkpoint it was made with, and to no other."""
+    train(tmp_path / "run", *files, "--max_steps", 1, "--do_eval")
+    flags = ["--model_name_or_path", tmp_path / "run", "--do_eval", "--image_size", 24, *files[2:], *TINY_RUN]
+    main([*map(str, flags), "--output_dir", str(tmp_path / "at_24")])
+    recorded = [json.loads((tmp_path / name / "weights.json").read_text())["sha256"] for name in ("run", "at_24")]
+    assert recorded == [saved_weights_digest(tmp_path / "run")] * 2
