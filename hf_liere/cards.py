@@ -295,6 +295,8 @@ def _recipe(run: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {name: training[name] for name in RECIPE_FIELDS if training.get(name) not in UNUSED}
     if chosen.get("gradient_accumulation_steps") == 1:
         chosen.pop("gradient_accumulation_steps")
+    if run.get("data", {}).get("max_train_samples"):
+        chosen["max_train_samples"] = run["data"]["max_train_samples"]
     if run.get("model_name_or_path"):
         chosen["model_name_or_path"] = run["model_name_or_path"]
     crops = augmentation.get("random_resized_crop")
@@ -480,7 +482,7 @@ def _percent(result: Mapping[str, Any], metric: str) -> str:
     """Value and interval as a table shows them; losses are no percentages."""
     if metric not in result:
         return "not measured"
-    show = (lambda number: f"{number:.3f}") if metric == "loss" else (lambda number: f"{number:.1%}")
+    show = (lambda number: f"{number:.3g}") if metric == "loss" else (lambda number: f"{number:.1%}")
     low, high = (result.get(f"{metric}_{end}", result.get(end)) for end in ("low", "high"))
     # Where every answer is right, or wrong, all resamples are alike and their interval says nothing.
     interval = f" ({show(low)} – {show(high)})" if low is not None and high is not None and low < high else ""

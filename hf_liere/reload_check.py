@@ -6,11 +6,14 @@ What a user gets who loads a published model without this package: run by [`publ
 It loads the model with the code of that commit, runs it on fixed inputs and writes its outputs as safetensors.
 """
 
+import json
 import sys
+from pathlib import Path
 
 import torch
+import transformers
+from huggingface_hub import hf_hub_download
 from safetensors.torch import save_file
-from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 
@@ -43,11 +46,19 @@ def outputs(model) -> dict[str, torch.Tensor]:
 
 
 def main(repository: str, commit: str, output: str) -> None:
-    pinned = {"revision": commit, "code_revision": commit}
-    config = AutoConfig.from_pretrained(repository, trust_remote_code=True, **pinned)
-    module = config.auto_map["AutoModel"].rpartition("--")[2].partition(".")[0]
-    model_class = get_class_from_dynamic_module(f"{module}.{config.architectures[0]}", repository, **pinned)
-    model, info = model_class.from_pretrained(repository, revision=commit, config=config, output_loading_info=True)
+    config = json.loads(Path(hf_hub_download(repository, "config.json", revision=commit)).read_text(encoding="utf-8"))
+    architecture, auto_map = config["architectures"][0], config["auto_map"]
+    options = {"revision": commit, "output_loading_info": True}
+    # AutoBackbone takes configurations only.
+    auto_classes = [name for name, to in auto_map.items() if to.endswith(f".{architecture}") and name != "AutoBackbone"]
+    if auto_classes:
+        loader = getattr(transformers, auto_classes[0])
+        options |= {"code_revision": commit, "trust_remote_code": True}
+    else:
+        module = auto_map["AutoModel"].partition(".")[0]
+        reference = f"{module}.{architecture}"
+        loader = get_class_from_dynamic_module(reference, repository, revision=commit, code_revision=commit)
+    model, info = loader.from_pretrained(repository, **options)
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if wrong:
         raise SystemExit(f"{repository} at {commit} does not hold exactly the model's weights: {wrong}")

@@ -111,7 +111,7 @@ def test_a_run_gives_its_card(run):
     assert validate_card(text, "model") == ([], [])
     for line in (
         "# liere8-cifar10",
-        "| 16 × 16 (as trained) | 10,000 | 62.5% (61.5% – 63.5%) | 1.250 |",
+        "| 16 × 16 (as trained) | 10,000 | 62.5% (61.5% – 63.5%) | 1.25 |",
         "One training run (seed 7)",
         "| `learning_rate` | 0.001 |",
         "| `crop_padding` | 4 |",
