@@ -107,7 +107,7 @@ def test_another_machine_goes_on_to_the_same_result(hub, files, tmp_path):
 
 
 def test_a_step_that_was_not_pushed_makes_the_run_fail(hub, files, tmp_path):
-    for skipped, refused in ((1, 2), (2, 1)):
+    for skipped, refused in ((1, 2), (3, 1)):
         hub.fail("POST .*/commit/", status=400, skip=skipped, times=refused)
     lacks = r"tester/run lacks step 4 \(.*\); step 6 \(.*\); the trained model \(.*\)\. Everything is in"
     with pytest.raises(HubError, match=lacks):
