@@ -142,14 +142,12 @@ def run_export(checkpoint: str, output: str, image_size: list[int] | None, dynam
 def run_push(folder: str, repo_id: str, card: str | None, evaluation: list[str], no_reload: bool, **options) -> str:
     facts = load_facts(card) if card else None
     rendered = push_card(folder, saved_weights_digest(folder), repo_id, facts, evaluation)
-    published = push(folder, repo_id, card=rendered, reload=not no_reload, **options)
-    checks = "hashes compared" if no_reload else "hashes compared, reloaded in a process of its own"
-    return f"{published.url}: {len(published.files)} files, {checks}"
+    return str(push(folder, repo_id, card=rendered, reload=not no_reload, **options))
 
 
 def run_verify(folder: str, repo_id: str, revision: str) -> str:
     published = verify(folder, repo_id, revision=revision)
-    return f"{published.url}: the same weights and outputs as {folder}"
+    return f"{published.url}: the same weights {'and outputs ' if published.reloaded else ''}as {folder}"
 
 
 def run_pull(repo_id: str, folder: str | None, revision: str) -> str:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 from . import reload_check
 from .auto import model_class
-from .cards import Card
+from .cards import PICTURE, Card
 from .hub import (
     HubError,
     explained,
@@ -68,11 +68,13 @@ RECORD_FILES = (
     "train_results.json",
 )
 VIDEO_PROCESSOR = "video_processing_liere.LieREVideoProcessor"
-# What earlier pushes of ours or of Trainer may have left in a repository and must not stay beside new weights.
+# What earlier pushes of ours or of Trainer may have left in a repository and must not stay beside new weights, as do
+# records, which tell of other weights.
 REPLACED = re.compile(
     r"^(last-checkpoint|checkpoint-\d+|runs)/|^(pytorch_model|model|adapter_model|rotary)[^/]*\.(bin|safetensors|json)$"
     r"|^(training_args|optimizer|scheduler|scaler)\.(bin|pt)$|^rng_state[^/]*\.pth$|^trainer_state\.json$"
-    r"|^(modeling|configuration|video_processing)_[a-z_]+\.py$"
+    r"|^(modeling|configuration|video_processing)_[a-z_]+\.py$|^(video_)?preprocessor_config\.json$"
+    rf"|^({'|'.join(map(re.escape, (*RECORD_FILES, PICTURE)))})$"
 )
 PRIVATE = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 # Outputs of two processes with the same weights and code: only the order of float32 sums may differ.
@@ -81,12 +83,24 @@ SAME_OUTPUTS = {"rtol": 1e-4, "atol": 1e-5}
 
 @dataclass(frozen=True)
 class Published:
-    """A commit whose files were found on the Hub with the hashes they have here."""
+    """
+    A commit whose files were found on the Hub with the hashes they have here.
+
+    `left` are other files of the repository; `reloaded` says whether a process without this package loaded the model
+    and got the same outputs. An adapter is never loaded: that takes its base model.
+    """
 
     repo_id: str
     commit: str
     url: str
     files: tuple[str, ...]
+    left: tuple[str, ...] = ()
+    reloaded: bool = False
+
+    def __str__(self):
+        checks = "hashes compared, " + ("loaded in a process of its own" if self.reloaded else "not loaded")
+        left = f"; left there as they were: {', '.join(self.left)}" if self.left else ""
+        return f"{self.url}: {len(self.files)} files, {checks}{left}"
 
 
 class ConcurrentCommitError(HubError):
@@ -127,7 +141,8 @@ def _add_tensor(digest, name: str, tensor: torch.Tensor) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors of a saved model or adapter, without those of another model beside it."""
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    # The order in which transformers looks for them.
+    if index.is_file() and not (folder / "model.safetensors").is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     else:
         names = [name for name in ("model.safetensors", ADAPTER_WEIGHTS) if (folder / name).is_file()]
@@ -277,6 +292,7 @@ def push(
         )
         if reload and model is not None:
             check_reload(model, published, api)
+            published = replace(published, reloaded=True)
     return published
 
 
@@ -288,22 +304,20 @@ def publish(
     revision: str = "main",
     private: bool | None = None,
     parent_commit: str | None = None,
-    keep: Iterable[str] = (),
     api: HfApi | None = None,
 ) -> Published:
     """
     Make a folder, as it is, one commit, and compare what the Hub lists with it.
 
-    Earlier weights, code, states and checkpoint folders in the repository go with the same commit unless they are in
-    the folder or below one of `keep`; other files there stay.
+    Weights, code, records, states and checkpoint folders in the repository that are not in the folder go with the same
+    commit; other files there stay.
 
     Raises:
         ConcurrentCommitError, HubError: as [`push`].
     """
     api, folder = api or HfApi(), Path(folder)
     with explained(api, repo_id, revision):
-        check_token(api, repo_id)
-        repo_id = retrying(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
+        repo_id = ensure_repository(api, repo_id, private)
         if revision != "main":
             retrying(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
         head = retrying(lambda: api.model_info(repo_id, revision=revision)).sha
@@ -311,22 +325,27 @@ def publish(
             raise ConcurrentCommitError(_concurrent(api, repo_id, revision, parent_commit))
         present = retrying(lambda: remote_digests(api, repo_id, head))
         files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        kept = tuple(f"{name.rstrip('/')}/" for name in keep)
-        obsolete = [
-            name for name in present if name not in files and REPLACED.search(name) and not name.startswith(kept)
-        ]
+        others = [name for name in present if name not in files and name != ".gitattributes"]
+        obsolete = [name for name in others if REPLACED.search(name)]
         if obsolete or differing_files_on_hub(files, present):
             commit = commit_once(api, repo_id, files, obsolete, message, revision, head)
         else:
             logger.info(f"{repo_id} holds these files already, as commit {head}.")
             commit = head
-        published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", tuple(files))
+        left = tuple(name for name in others if name not in obsolete)
+        published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", tuple(files), left)
         compare(folder, published, api)
     return published
 
 
-def check_token(api: HfApi, repo_id: str) -> None:
-    """Refuse a push without a token, or with one that can only read, before anything else is asked of the Hub."""
+def ensure_repository(api: HfApi, repo_id: str, private: bool | None) -> str:
+    """
+    Make a repository, unless it exists; its name with its owner.
+
+    Raises:
+        HubError: without a token, with one that can only read, or if a private repository is asked for and this one
+            exists and is public.
+    """
     if token_of(api) is None:
         raise HubError(
             f"There is no token to push to {repo_id} on {api.endpoint}: run `hf auth login`, or set HF_TOKEN."
@@ -338,6 +357,12 @@ def check_token(api: HfApi, repo_id: str) -> None:
             f"The token of {account['name']} on {api.endpoint} is read-only; pushing to {repo_id} takes one that may "
             "write."
         )
+    repo_id = retrying(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
+    if private and not retrying(lambda: api.model_info(repo_id)).private:
+        raise HubError(
+            f"{repo_id} on {api.endpoint} exists already and is public; make it private there, or push to another."
+        )
+    return repo_id
 
 
 def differing_files_on_hub(files: Mapping[str, Path], digests: Mapping[str, str]) -> list[str]:
@@ -480,6 +505,7 @@ def verify(folder: str | Path, repo_id: str, *, revision: str = "main", api: HfA
         published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", files)
         if not (folder / ADAPTER_CONFIG).is_file():
             check_reload(load_complete(folder), published, api)
+            published = replace(published, reloaded=True)
     return published
 
 

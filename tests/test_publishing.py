@@ -109,7 +109,7 @@ def test_the_command_pushes_reloads_verifies_and_pulls(saved, hub, tmp_path, cap
     """As a user: the reload happens in a third process, without this package."""
     assert main(["push", str(saved["clip"]), "tester/model", "--private", "--message", "First"]) == 0
     output = capsys.readouterr().out
-    assert "hashes compared, reloaded in a process of its own" in output and history(hub) == ["First"]
+    assert "hashes compared, loaded in a process of its own" in output and history(hub) == ["First"]
     commit = hub.repo("tester/model").resolve("main")
     assert commit in output and hub.repo("tester/model").meta["private"]
     assert main(["pull", "tester/model", str(tmp_path / "pulled"), "--revision", commit[:10]]) == 0
@@ -165,12 +165,34 @@ def test_only_what_belongs_to_the_model_is_published(saved, hub, tmp_path):
 def test_a_push_replaces_earlier_weights_and_leaves_other_files(saved, ready, hub, tmp_path):
     (ready / "LICENSE").write_text("terms")
     (ready / "last-checkpoint").mkdir()
-    for name in ("pytorch_model.bin", "training_args.bin", "last-checkpoint/optimizer.pt", "modeling_old.py"):
+    old = ("pytorch_model.bin", "training_args.bin", "last-checkpoint/optimizer.pt", "modeling_old.py")
+    # Figures of other weights.
+    for name in (*old, "eval_results.json", "accuracy_by_image_size.png"):
         (ready / name).write_bytes(b"old")
     publish(ready, "tester/model", message="Old", api=client(hub))
     published = push(saved["image"], "tester/model", api=client(hub), reload=False, max_shard_size="60KB")
     assert set(hub.files("tester/model")) == {*published.files, ".gitattributes", "LICENSE"}
+    assert published.left == ("LICENSE",) and not published.reloaded
     assert "model.safetensors" not in published.files and len(history(hub)) == 2
+
+
+def test_a_model_that_was_loaded_from_the_hub_brings_its_own_code(saved, hub, tmp_path):
+    """A fine-tuned copy must not refer to the repository that it came from."""
+    push(saved["image"], "tester/model", api=client(hub), reload=False)
+    model = AutoModelForImageClassification.from_pretrained("tester/model")
+    model.save_pretrained(tmp_path / "tuned")
+    (tmp_path / "tuned" / "README.md").write_text(CARD)
+    push(tmp_path / "tuned", "tester/tuned", api=client(hub), reload=False)
+    files = hub.files("tester/tuned")
+    auto_map = json.loads(hub.repo("tester/tuned").read(files["config.json"]))["auto_map"]
+    assert not [reference for reference in auto_map.values() if "--" in reference]
+    assert {f"{reference.partition('.')[0]}.py" for reference in auto_map.values()} <= set(files)
+
+
+def test_an_existing_public_repository_is_not_taken_for_private(saved, hub):
+    push(saved["image"], "tester/model", api=client(hub), reload=False)
+    with pytest.raises(HubError, match="exists already and is public"):
+        push(saved["image"], "tester/model", private=True, api=client(hub))
 
 
 def test_pushing_the_same_again_changes_nothing(saved, hub):

@@ -19,9 +19,16 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
 from hf_liere.cards import facts_of_run, push_card, render
-from hf_liere.hub import HubError, explained, retrying
-from hf_liere.publishing import PROCESSOR_FILES, check_token, publish, push, refuse_private, saved_weights_digest
-from hf_liere.publishing import weight_files as saved_weight_files
+from hf_liere.hub import HubError, explained
+from hf_liere.publishing import (
+    PROCESSOR_FILES,
+    ensure_repository,
+    publish,
+    push,
+    refuse_private,
+    saved_weights_digest,
+    weight_files,
+)
 from hf_liere.pulling import pull
 from training.arguments import ImageTrainingArguments, InputError
 from training.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
@@ -49,9 +56,7 @@ class HubPushes:
         api = hub_client(self.args)
         name = self.args.hub_model_id or Path(self.args.output_dir).resolve().name
         with explained(api, name):
-            check_token(api, name)
-            created = retrying(lambda: api.create_repo(name, private=self.args.hub_private_repo, exist_ok=True))
-        self.hub_model_id = created.repo_id
+            self.hub_model_id = ensure_repository(api, name, self.args.hub_private_repo)
         self._pushes: dict[int, Future] = {}
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
 
@@ -80,13 +85,13 @@ class HubPushes:
         shutil.rmtree(snapshot, ignore_errors=True)
         snapshot.mkdir(parents=True)
         output_dir, step = Path(self.args.output_dir), self.state.global_step
-        model_files = [*saved_weight_files(checkpoint), *checkpoint.glob("*.py"), *checkpoint.glob("*.index.json")]
+        model_files = [*weight_files(checkpoint), *checkpoint.glob("*.py"), *checkpoint.glob("*.index.json")]
         model_files += [
             checkpoint / name for name in ("config.json", *PROCESSOR_FILES) if (checkpoint / name).is_file()
         ]
         model_files += [output_dir / CONFIG_FILE, output_dir / ENVIRONMENT_FILE]
         for path in model_files:
-            _link(path, snapshot / path.name)
+            _set_aside(path, snapshot / path.name)
         digest = saved_weights_digest(snapshot)
         write_record(snapshot, WEIGHTS_FILE, {"sha256": digest, "step": step})
         logged = [entry for entry in self.state.log_history if entry["step"] == step and "eval_accuracy" in entry]
@@ -98,7 +103,7 @@ class HubPushes:
             states.mkdir()
             for path in checkpoint.iterdir():
                 if path.is_file() and path.name != STATE_FILE:
-                    _link(path, states / path.name)
+                    _set_aside(path, states / path.name)
             state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
             # A folder of this machine, and not on the Hub.
             write_record(states, STATE_FILE, state | {"best_model_checkpoint": None})
@@ -152,15 +157,19 @@ class HubPushes:
                 f"{self.hub_model_id} lacks {'; '.join(missing)}. Everything is in {output_dir}: "
                 f"`hf-liere push {output_dir} {self.hub_model_id}` publishes the trained model."
             )
-        logger.info(f"Published as {published.url}, hashes compared, reloaded in a process of its own.")
+        logger.info(f"Published as {published}.")
 
 
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        # Not every file system has hard links.
-        shutil.copyfile(source, target)
+def _set_aside(source: Path, target: Path) -> None:
+    """A hard link where the file is large and never written again, else a copy."""
+    if source.suffix in (".safetensors", ".pt", ".pth"):
+        try:
+            os.link(source, target)
+            return
+        except OSError:
+            # Not every file system has hard links.
+            pass
+    shutil.copyfile(source, target)
 
 
 def fetch_checkpoint(args: ImageTrainingArguments) -> None:
