@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from .auto import MODELS
+from .auto import MODELS, model_class
 from .configuration_liere import ROTARY_ENCODINGS
 from .version import __version__
 
@@ -356,6 +356,7 @@ def render(facts: Facts, repo_id: str | None = None) -> Card:
         paper=common["papers"][encoding["paper"]],
         repo_id=repo_id or "OWNER/NAME",
         auto_class=_auto_class(facts.architecture),
+        module=None if facts.architecture == "adapter" else model_class(facts.architecture).__module__,
         processor=_processor(facts.architecture),
         rotary=facts.encoding in ROTARY_ENCODINGS,
         picture=PICTURE if pictures else None,
@@ -395,9 +396,9 @@ def push_card(
 
 def _auto_class(architecture: str) -> str | None:
     for models in MODELS.values():
-        for auto_class, model_class in models.items():
-            # AutoBackbone does not take repositories, see the documentation of the class.
-            if model_class.__name__ == architecture and "Backbone" not in architecture:
+        for auto_class, cls in models.items():
+            # AutoBackbone takes configurations only.
+            if cls.__name__ == architecture and "Backbone" not in architecture:
                 return auto_class.__name__
     return None
 

@@ -35,7 +35,7 @@ def client(hub, token: str | bool | None = WRITE) -> HfApi:
 
 def start(command: list[str], hub, home: Path, token: str | None = WRITE, **environment: str) -> subprocess.Popen:
     """A process of a user with an empty cache, in a folder of its own."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "0", **hub.env(home, token), "OMP_NUM_THREADS": "1", **environment}
+    environment = {**os.environ, **hub.env(home, token), "OMP_NUM_THREADS": "1", **environment}
     environment["PYTHONPATH"] = str(ROOT)
     if token is None:
         environment.pop("HF_TOKEN", None)

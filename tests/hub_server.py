@@ -810,6 +810,7 @@ class HubServer:
         e = {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
+            "HF_HUB_OFFLINE": "0",
             "HF_HUB_DISABLE_XET": "0" if self.xet_cas_url else "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -8,6 +8,7 @@ import json
 import sys
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
@@ -50,6 +51,9 @@ def main(output: str, base: str, way: str, revision: str) -> None:
 
     if way == "package":
         import hf_liere
+    else:
+        # For the process that comes after this one and has no connection.
+        snapshot_download("tester/adapter", revision=revisions["adapter"])
     models = {
         "image": AutoModelForImageClassification.from_pretrained("tester/image", **pinned("image")),
         "video": AutoModelForVideoClassification.from_pretrained("tester/video", **pinned("video")),

@@ -26,7 +26,8 @@ from hf_liere.cards import (
     render,
 )
 from hf_liere.cli import main
-from hf_liere.publishing import push, saved_weights_digest
+from hf_liere.hub import HubError
+from hf_liere.publishing import publish, push, saved_weights_digest
 
 
 FACTS = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "common")
@@ -62,11 +63,19 @@ def test_facts_render_and_the_hub_accepts_them(name):
         assert not published & {figure["accuracy"] for figure in facts.paper_figures}
 
 
-def test_the_hub_itself_validates_a_card(tmp_path, monkeypatch):
+def test_the_hub_validates_a_card_before_anything_is_written(tmp_path, monkeypatch):
+    folder = tmp_path / "folder"
+    folder.mkdir()
     with HubServer(tmp_path / "hub") as hub:
         online(monkeypatch, hub, tmp_path / "home")
-        ModelCard(render(load_facts("liere8_imagenet")).text).validate()
-        assert hub.count("validate-yaml") == 1
+        card = render(load_facts("arrows_liere8"))
+        Card(card.text.replace("license: apache-2.0", "license: mine")).write(folder)
+        with pytest.raises(HubError, match='"license" must be one of'):
+            publish(folder, "tester/model", message="Never", api=client(hub))
+        assert not hub.count("/commit/")
+        card.write(folder)
+        publish(folder, "tester/model", message="Card", api=client(hub))
+        assert hub.count("validate-yaml") == 2
 
 
 @pytest.fixture
@@ -201,6 +210,15 @@ def test_a_card_of_an_adapter(tmp_path):
     text = render(dataclasses.replace(facts, base_model="openai/clip-vit-base-patch16"), "me/x").text
     assert 'load_rotary(AutoModel.from_pretrained("openai/clip-vit-base-patch16"), "me/x", revision=commit)' in text
     assert "yu2025comrope" in text and "trust_remote_code" not in text
+
+
+def test_a_card_of_a_model_that_no_auto_class_loads(run):
+    folder, digest = run
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LieREViTBackbone"]}))
+    text = push_card(folder, digest, "me/x").text
+    assert "from hf_liere.modeling_liere import LieREViTBackbone\nfrom transformers import AutoImageProcessor\n" in text
+    assert 'model = LieREViTBackbone.from_pretrained("me/x", revision=commit)' in text
 
 
 def test_the_card_that_was_rendered_is_the_card_on_the_hub(run, tmp_path, monkeypatch):

@@ -13,10 +13,12 @@ from hub_server import HubServer
 from published_models import CARD, save_models
 from pulling_user import outputs
 from safetensors.torch import load_file, save_file
+from test_conversion import liere_weights
 from transformers import AutoModel, AutoModelForImageClassification, AutoModelForVideoClassification, CLIPModel
 
 import hf_liere
 from hf_liere.cli import main
+from hf_liere.conversion import convert_checkpoint
 from hf_liere.hub import HubError
 from hf_liere.publishing import (
     ConcurrentCommitError,
@@ -97,7 +99,11 @@ def test_every_kind_of_model_from_one_process_to_another(saved, hub, storage, tm
     finish(start([user, "remote.safetensors", arguments[0], "remote", arguments[1]], hub, home))
     found = {"remote": load_file(home / "remote.safetensors")}
     if storage == "lfs":
-        finish(start([user, "package.safetensors", arguments[0], "package", arguments[1]], hub, home))
+        # A second process loads what the first one has downloaded, with the package and without a connection.
+        hub.reset()
+        command = [user, "package.safetensors", arguments[0], "package", arguments[1]]
+        finish(start(command, hub, home, HF_HUB_OFFLINE="1"))
+        assert not hub.requests
         found["package"] = load_file(home / "package.safetensors")
         assert found["package"].keys() == expected.keys()
     for way, results in found.items():
@@ -187,6 +193,15 @@ def test_a_model_that_was_loaded_from_the_hub_brings_its_own_code(saved, hub, tm
     auto_map = json.loads(hub.repo("tester/tuned").read(files["config.json"]))["auto_map"]
     assert not [reference for reference in auto_map.values() if "--" in reference]
     assert {f"{reference.partition('.')[0]}.py" for reference in auto_map.values()} <= set(files)
+
+
+def test_a_converted_checkpoint_is_published_with_its_own_card(hub, tmp_path):
+    source = tmp_path / "last.safetensors"
+    save_file(liere_weights(), source)
+    convert_checkpoint(source, tmp_path / "converted", "liere")
+    assert main(["push", str(tmp_path / "converted"), "tester/model", "--no_reload"]) == 0
+    card = hub.repo("tester/model").read(hub.files("tester/model")["README.md"]).decode()
+    assert "Converted by hf_liere" in card and "preprocessor_config.json" in hub.files("tester/model")
 
 
 def test_an_existing_public_repository_is_not_taken_for_private(saved, hub):

@@ -1,16 +1,33 @@
 """Training runs that push to a local Hub: commits hold their step, failures are loud, another machine goes on."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 from hub_client import READ, WRITE, client, online
 from hub_server import HubServer
-from training_helpers import TINY_RUN, assert_same_weights, main, train, write_parquet
+from training_helpers import (
+    ROOT,
+    SCRIPT,
+    TINY_MODEL,
+    TINY_RUN,
+    assert_same_weights,
+    main,
+    train,
+    train_with_torchrun,
+    write_parquet,
+)
 
 from hf_liere.hub import HubError
 from hf_liere.publishing import saved_weights_digest
 from hf_liere.pulling import pull
 from training.arguments import InputError
+from training.hub import warn_of_other_settings
 from training.trainer import ImageClassificationTrainer
 
 
@@ -76,7 +93,7 @@ def test_every_commit_holds_the_step_it_names(hub, files, tmp_path):
             assert WRITE.encode() not in text and str(tmp_path).encode() not in text, name
 
 
-def test_another_machine_goes_on_to_the_same_result(hub, files, tmp_path):
+def test_another_machine_goes_on_to_the_same_result(hub, files, tmp_path, caplog):
     flags = [*files, *STOCHASTIC, *SAVES]
     train(tmp_path / "whole", *flags, "--do_eval")
     genuine = ImageClassificationTrainer.training_step
@@ -95,7 +112,9 @@ def test_another_machine_goes_on_to_the_same_result(hub, files, tmp_path):
     assert "last-checkpoint/training_args.bin" not in tree
     assert content(hub, tree, "last-checkpoint/trainer_state.json")["global_step"] == 6
 
-    train(tmp_path / "second", *flags, *PUSH, "--hub_strategy", "checkpoint", "--resume_from_hub")
+    with caplog.at_level("WARNING", "training.hub"):
+        train(tmp_path / "second", *flags, *PUSH, "--hub_strategy", "checkpoint", "--resume_from_hub")
+    assert "Going on from step 6 of tester/run" in caplog.text and "other settings" not in caplog.text
     assert_same_weights(tmp_path / "whole", tmp_path / "second")
     results = [json.loads((tmp_path / name / "eval_results.json").read_text()) for name in ("whole", "second")]
     assert results[0]["eval_loss"] == results[1]["eval_loss"]
@@ -145,3 +164,37 @@ def test_evaluation_records_the_weights_it_was_made_with(files, tmp_path):
     main([*map(str, flags), "--output_dir", str(tmp_path / "at_24")])
     recorded = [json.loads((tmp_path / name / "weights.json").read_text())["sha256"] for name in ("run", "at_24")]
     assert recorded == [saved_weights_digest(tmp_path / "run")] * 2
+
+
+def test_other_settings_are_named(tmp_path, caplog):
+    resolved = {"data": {"train_split": "train"}, "augmentation": {}, "training": {"learning_rate": 0.1, "seed": 0}}
+    (tmp_path / "run_config.json").write_text(json.dumps(resolved))
+    with caplog.at_level("WARNING", "training.hub"):
+        warn_of_other_settings(tmp_path, resolved)
+        assert not caplog.text
+        warn_of_other_settings(tmp_path, resolved | {"training": {"learning_rate": 0.2, "seed": 0}})
+    assert "learning_rate 0.1 there, 0.2 here" in caplog.text and "seed" not in caplog.text
+
+
+@pytest.mark.slow
+def test_killed_processes_go_on_elsewhere(hub, files, tmp_path):
+    """Two processes that are killed when the Hub has their fourth step, against two that nothing happens to."""
+    flags = [*files, *STOCHASTIC, *SAVES, "--do_eval", "--per_device_train_batch_size", 4]
+    train_with_torchrun(tmp_path / "whole", *flags)
+    push = [*PUSH, "--hub_strategy", "checkpoint"]
+    hub.fail("POST .*/commit/", delay=2, times=-1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT)]
+    command += ["--output_dir", str(tmp_path / "first"), "--do_train", *TINY_MODEL, *TINY_RUN, *map(str, flags + push)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    while process.poll() is None and (not hub.repo("tester/run") or "Training in progress, step 4" not in commits(hub)):
+        time.sleep(0.2)
+    for running in (*psutil.Process(process.pid).children(recursive=True), process):
+        running.kill()
+    assert process.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()[-4000:]
+    assert "Trained model, step 10" not in commits(hub)
+    hub.reset()
+    train_with_torchrun(tmp_path / "second", *flags, *push, "--resume_from_hub")
+    assert_same_weights(tmp_path / "whole", tmp_path / "second")
+    assert list(commits(hub))[0] == "Trained model, step 10"

@@ -22,6 +22,7 @@ from hf_liere.cards import facts_of_run, push_card, render
 from hf_liere.hub import HubError, explained
 from hf_liere.publishing import (
     PROCESSOR_FILES,
+    Published,
     ensure_repository,
     publish,
     push,
@@ -107,6 +108,7 @@ class HubPushes:
             state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
             # A folder of this machine, and not on the Hub.
             write_record(states, STATE_FILE, state | {"best_model_checkpoint": None})
+            shutil.copyfile(output_dir / CONFIG_FILE, states / CONFIG_FILE)
 
     def _push_snapshot(self, snapshot: Path, step: int) -> str:
         api = hub_client(self.args)
@@ -126,15 +128,15 @@ class HubPushes:
         for job in getattr(self, "_pushes", {}).values():
             job.exception()
 
-    def push_to_hub(self, **kwargs) -> None:
+    def push_to_hub(self, **kwargs) -> Published | None:
         """
-        Publish the output folder, after its evaluation.
+        Publish the output folder, after its evaluation; `None` in all processes but the first.
 
         Raises:
             HubError: if this, or the push of any step, failed; the message says what the repository lacks.
         """
         if not self.is_world_process_zero():
-            return
+            return None
         self._finish_current_push()
         output_dir, api = Path(self.args.output_dir), hub_client(self.args)
         missing = [
@@ -157,7 +159,7 @@ class HubPushes:
                 f"{self.hub_model_id} lacks {'; '.join(missing)}. Everything is in {output_dir}: "
                 f"`hf-liere push {output_dir} {self.hub_model_id}` publishes the trained model."
             )
-        logger.info(f"Published as {published}.")
+        return published
 
 
 def _set_aside(source: Path, target: Path) -> None:
@@ -170,6 +172,23 @@ def _set_aside(source: Path, target: Path) -> None:
             # Not every file system has hard links.
             pass
     shutil.copyfile(source, target)
+
+
+def warn_of_other_settings(checkpoint: str | Path, resolved: dict) -> None:
+    """Say which settings of a run differ from those that a fetched checkpoint was trained with."""
+    path = Path(checkpoint) / CONFIG_FILE
+    if not path.is_file():
+        return
+    # As the record would be read again.
+    before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(resolved, default=str))
+    different = [
+        f"{name} {before[group].get(name)} there, {value} here"
+        for group in ("data", "augmentation", "training")
+        for name, value in now[group].items()
+        if before[group].get(name) != value
+    ]
+    if different:
+        logger.warning(f"The run goes on with other settings than it was started with: {'; '.join(different)}.")
 
 
 def fetch_checkpoint(args: ImageTrainingArguments) -> None:

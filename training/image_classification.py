@@ -44,7 +44,7 @@ from training.arguments import (
 )
 from training.augmentation import Collator, EvaluationImages, TrainingImages
 from training.data import LabelledImages, Relabelled, load_images
-from training.hub import fetch_checkpoint
+from training.hub import fetch_checkpoint, warn_of_other_settings
 from training.models import (
     build_model,
     check_checkpoint_keys,
@@ -84,6 +84,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             if args.process_index == 0:
                 fetch_checkpoint(args)
         checkpoint = get_last_checkpoint(args.output_dir)
+        if checkpoint is None:
+            raise InputError("--resume_from_hub: the first process fetched no checkpoint, and says why.")
     config = resolve_config(model_args)
     image_size = resolve_image_size(model_args, config)
     processor = resolve_image_processor(model_args, data_args, image_size, config.num_channels)
@@ -97,7 +99,10 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     if trainer.is_world_process_zero():
         resolved = {"data": vars(data_args), "augmentation": vars(augmentation_args), "training": args.to_dict()}
         resolved |= {"model": model.config.to_diff_dict(), "model_name_or_path": model_args.model_name_or_path}
-        write_record(args.output_dir, CONFIG_FILE, portable({**resolved, "image_size": image_size}))
+        resolved = portable({**resolved, "image_size": image_size})
+        write_record(args.output_dir, CONFIG_FILE, resolved)
+        if args.resume_from_hub:
+            warn_of_other_settings(checkpoint, resolved)
         write_record(args.output_dir, ENVIRONMENT_FILE, environment())
         if not args.do_train:
             write_record(args.output_dir, WEIGHTS_FILE, {"sha256": weights_digest(model.state_dict())})
@@ -122,7 +127,9 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
     if args.push_to_hub:
-        trainer.push_to_hub()
+        published = trainer.push_to_hub()
+        if published is not None:
+            print(f"Published: {published}")
     return metrics
 
 
