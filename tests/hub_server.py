@@ -759,6 +759,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class HubServer:
+    """The server with what a test asks of it: `fail` injects a fault, `lines` and `count` look at the requests."""
+
     def __init__(self, root: Path, xet: bool = False):
         self.store = Store(root)
         self.tokens = dict(DEFAULT_TOKENS)
