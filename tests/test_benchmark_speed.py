@@ -173,8 +173,8 @@ def test_interrupted_run_goes_on(tmp_path):
     try:
         while process.poll() is None and not (output.exists() and output.read_text().count('"training"') > 4):
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate()
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 130 and "| none |" in printed and "--resume" in printed
