@@ -66,8 +66,9 @@ def ready(saved, tmp_path):
 
 def history(hub, repo_id="tester/model"):
     """Titles, oldest first, without the commit that made the repository."""
-    repo = hub.repo(repo_id)
-    return [commit["title"] for _, commit in repo.history(repo.resolve("main"))][-2::-1]
+    with hub.store.lock:
+        repo = hub.repo(repo_id)
+        return repo and [commit["title"] for _, commit in repo.history(repo.resolve("main"))][-2::-1]
 
 
 def test_every_kind_of_model_from_one_process_to_another(saved, hub, storage, tmp_path):
@@ -294,7 +295,7 @@ def test_a_lost_response_and_someone_else_right_after(ready, hub, tmp_path):
         target=lambda: result.append(publish(ready, "tester/model", message="Ours", api=client(hub)))
     )
     thread.start()
-    while not hub.repo("tester/model") or len(history(hub)) < 1:
+    while not history(hub):
         pass
     other = tmp_path / "other"
     other.mkdir()

@@ -54,8 +54,9 @@ SAVES = ["--save_steps", 2, "--eval_strategy", "steps", "--eval_steps", 2, "--nu
 
 
 def commits(hub):
-    repo = hub.repo("tester/run")
-    return {commit["title"]: (oid, commit["tree"]) for oid, commit in repo.history(repo.resolve("main"))}
+    with hub.store.lock:
+        repo = hub.repo("tester/run")
+        return repo and {commit["title"]: (oid, commit["tree"]) for oid, commit in repo.history(repo.resolve("main"))}
 
 
 def content(hub, tree, name):
@@ -188,7 +189,7 @@ def test_killed_processes_go_on_elsewhere(hub, files, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    while process.poll() is None and (not hub.repo("tester/run") or "Training in progress, step 4" not in commits(hub)):
+    while process.poll() is None and "Training in progress, step 4" not in (commits(hub) or {}):
         time.sleep(0.2)
     for running in (*psutil.Process(process.pid).children(recursive=True), process):
         running.kill()
