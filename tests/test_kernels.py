@@ -216,3 +216,36 @@ def test_kernels_compile_for_cuda(capability, pointer):
         source = ASTSource(kernel, signature, constexprs=constants)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
         assert compiled.asm["cubin"] and compiled.metadata.shared <= 99 * 1024
+
+
+STEP = """
+import sys, torch, hf_liere
+from hf_liere.kernels import is_available
+torch.manual_seed(0)
+results = []
+for encoding, size in (("rope_mixed", 2), ("comrope_ld", 4), ("liere", 8), ("liere", 5)):
+    config = hf_liere.LieREViTConfig(hidden_size=48, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        image_size=8, patch_size=4, num_labels=3, position_encoding=encoding, block_size=size)
+    model = hf_liere.LieREViTForImageClassification(config).to(sys.argv[2])
+    logits = model(torch.randn(3, 3, 8, 8, device=sys.argv[2])).logits
+    logits.square().sum().backward()
+    results += [logits.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())]
+torch.save((is_available(logits), results), sys.argv[1])
+"""
+
+
+def test_training_step_is_that_of_plain_operations(tmp_path):
+    """Whole models, each in a process of its own, with kernels and (in float32, on the CPU) without."""
+    found = {}
+    for kernel, device in ((False, "cpu"), (True, DEVICE)):
+        environment = {**os.environ, "TRITON_INTERPRET": str(int(kernel and device == "cpu"))}
+        path = str(tmp_path / "step.pt")
+        process = subprocess.run(
+            [sys.executable, "-c", STEP, path, device], env=environment, capture_output=True, text=True
+        )
+        assert process.returncode == 0, process.stderr
+        available, found[kernel] = torch.load(path)
+        assert available == kernel
+    for plain, fast in zip(found[False], found[True]):
+        # Float32 sums in another order, relative to the largest entry of each tensor.
+        torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5 * max(plain.abs().max().item(), 1e-3))
