@@ -9,13 +9,13 @@ import difflib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-from hf_liere import LieREViTConfig
+from hf_liere import LieREVideoConfig, LieREViTConfig
 
 
 class InputError(ValueError):
@@ -24,6 +24,8 @@ class InputError(ValueError):
 
 @dataclass
 class CheckpointArguments:
+    config_class: ClassVar[type[PreTrainedConfig]]
+
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Checkpoint to fine-tune or evaluate: a local folder or a name on the Hub."}
     )
@@ -34,39 +36,61 @@ class CheckpointArguments:
 
     def architecture(self) -> dict[str, Any]:
         """The fields of the model's configuration that were given, converted from text."""
-        given = {name: getattr(self, name) for name in ARCHITECTURE_FIELDS}
+        given = {name: getattr(self, name) for name in architecture_fields(self.config_class)}
         return {name: _parse_value(text) for name, text in given.items() if text is not None}
 
 
-def _architecture_fields() -> dict[str, dataclasses.Field]:
-    """What LieREViTConfig adds to every configuration, except what the library itself writes there."""
+def architecture_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Field]:
+    """What a configuration adds to every configuration of transformers, except what the library itself writes there."""
     inherited = {config_field.name for config_field in dataclasses.fields(PreTrainedConfig)} | {"format_version"}
     return {
         config_field.name: config_field
-        for config_field in dataclasses.fields(LieREViTConfig)
+        for config_field in dataclasses.fields(config_class)
         if config_field.name not in inherited and not config_field.name.startswith("_")
     }
 
 
-ARCHITECTURE_FIELDS = _architecture_fields()
+def _model_arguments(name: str, config_class: type[PreTrainedConfig]) -> type[CheckpointArguments]:
+    """Every field of a configuration as a flag. The configuration validates the values, so the flags are text."""
 
-# The configuration validates the values, so the flags are text here.
-ModelArguments = dataclasses.make_dataclass(
-    "ModelArguments",
-    [
-        (
-            name,
-            str | None,
-            field(default=None, metadata={"help": f"{name} of LieREViTConfig, there {config_field.default!r}."}),
-        )
-        for name, config_field in ARCHITECTURE_FIELDS.items()
-    ],
-    bases=(CheckpointArguments,),
-)
+    def flag(config_field: dataclasses.Field) -> dataclasses.Field:
+        help_text = f"{config_field.name} of {config_class.__name__}, there {config_field.default!r}."
+        return field(default=None, metadata={"help": help_text})
+
+    flags = [(name, str | None, flag(entry)) for name, entry in architecture_fields(config_class).items()]
+    return dataclasses.make_dataclass(
+        name, flags, bases=(CheckpointArguments,), namespace={"config_class": config_class}
+    )
+
+
+ModelArguments = _model_arguments("ModelArguments", LieREViTConfig)
+VideoModelArguments = _model_arguments("VideoModelArguments", LieREVideoConfig)
+ARCHITECTURE_FIELDS = architecture_fields(LieREViTConfig)
 
 
 @dataclass
-class DataArguments:
+class SampleArguments:
+    """What the data of all scripts have in common."""
+
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many examples only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate the first so many examples only."})
+    train_fraction: float = field(
+        default=1.0, metadata={"help": "Share of the training examples to train on, drawn at random with the seed."}
+    )
+    image_mean: list[float] | None = field(
+        default=None, metadata={"help": "Mean per channel; by default the checkpoint's, else 0.5."}
+    )
+    image_std: list[float] | None = field(
+        default=None, metadata={"help": "Standard deviation per channel; by default the checkpoint's, else 0.5."}
+    )
+
+    def __post_init__(self):
+        if not 0 < self.train_fraction <= 1:
+            raise InputError(f"--train_fraction {self.train_fraction}; accepted: above 0, up to 1.")
+
+
+@dataclass
+class DataArguments(SampleArguments):
     dataset_name: str | None = field(
         default=None, metadata={"help": "A data set on the Hub, or `arrows` for the generated task of LieRE 5.2."}
     )
@@ -88,16 +112,8 @@ class DataArguments:
     )
     image_column_name: str | None = field(default=None, metadata={"help": "By default the only column of images."})
     label_column_name: str | None = field(default=None, metadata={"help": "By default the only column of classes."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many images only."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate the first so many images only."})
     image_cache_gigabytes: float = field(
         default=2.0, metadata={"help": "Decoded images are kept in memory up to this size, per process."}
-    )
-    image_mean: list[float] | None = field(
-        default=None, metadata={"help": "Mean per channel; by default the checkpoint's, else 0.5."}
-    )
-    image_std: list[float] | None = field(
-        default=None, metadata={"help": "Standard deviation per channel; by default the checkpoint's, else 0.5."}
     )
 
 
@@ -147,6 +163,13 @@ class ImageTrainingArguments(TrainingArguments):
         default=False,
         metadata={"help": "Go on from the last checkpoint in hub_model_id, pushed with hub_strategy checkpoint."},
     )
+    total_train_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Examples per step of the optimizer over all processes and accumulated batches, instead of "
+            "per_device_train_batch_size: the same run on any number of processes."
+        },
+    )
     rotary_learning_rate_factor: float = field(
         default=1.0, metadata={"help": "Learning rate of the rotations' parameters over that of the others."}
     )
@@ -171,6 +194,8 @@ class ImageTrainingArguments(TrainingArguments):
             )
         if not self.average_tokens_across_devices:
             raise InputError("--average_tokens_across_devices must stay on: the loss is a mean over all processes.")
+        if self.total_train_batch_size is not None:
+            self.per_device_train_batch_size = self._share_of_batch()
         if self.rotary_learning_rate_factor < 0:
             raise InputError(
                 f"--rotary_learning_rate_factor {self.rotary_learning_rate_factor}; accepted: 0 and above."
@@ -193,6 +218,15 @@ class ImageTrainingArguments(TrainingArguments):
                 "holds the last checkpoint only."
             )
 
+    def _share_of_batch(self) -> int:
+        parts = self.world_size * self.gradient_accumulation_steps
+        if self.total_train_batch_size < parts or self.total_train_batch_size % parts:
+            raise InputError(
+                f"--total_train_batch_size {self.total_train_batch_size} cannot be shared by {self.world_size} "
+                f"processes × {self.gradient_accumulation_steps} accumulated batches; accepted: multiples of {parts}."
+            )
+        return self.total_train_batch_size // parts
+
 
 def parse_arguments(arguments: list[str], argument_classes: tuple[type, ...]) -> tuple:
     """Instances of the argument classes from a recipe (`--recipe file` or first positional) and flags.
@@ -204,7 +238,10 @@ def parse_arguments(arguments: list[str], argument_classes: tuple[type, ...]) ->
     known = {action.dest for action in parser._actions}
     recipe, arguments = _take_recipe(list(arguments))
     if recipe is not None:
-        arguments = _recipe_flags(Path(recipe), known) + arguments + ["--recipe", recipe]
+        # Lists of the configuration are values in json, others several words.
+        configurations = [part.config_class for part in argument_classes if hasattr(part, "config_class")]
+        whole = {name for config_class in configurations for name in architecture_fields(config_class)}
+        arguments = _recipe_flags(Path(recipe), known, whole) + arguments + ["--recipe", recipe]
     *parsed, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
         raise InputError(_unknown_message("flag", unknown[0], known))
@@ -222,7 +259,7 @@ def _take_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
     return None, arguments
 
 
-def _recipe_flags(recipe: Path, known: set[str]) -> list[str]:
+def _recipe_flags(recipe: Path, known: set[str], whole: set[str]) -> list[str]:
     if not recipe.is_file():
         raise InputError(
             f"There is no recipe {str(recipe)!r}; accepted: a yaml file such as training/recipes/arrows.yaml."
@@ -236,7 +273,7 @@ def _recipe_flags(recipe: Path, known: set[str]) -> list[str]:
             raise InputError(_unknown_message(f"key in {recipe.name}", str(key), known))
         if value is None:
             continue
-        values = value if isinstance(value, list) and key not in ARCHITECTURE_FIELDS else [value]
+        values = value if isinstance(value, list) and key not in whole else [value]
         flags += [f"--{key}", *(item if isinstance(item, str) else json.dumps(item) for item in values)]
     return flags
 

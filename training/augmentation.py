@@ -1,4 +1,4 @@
-"""From images to batches: augmentation, normalisation, Mixup and CutMix.
+"""From images and clips to batches: augmentation, normalisation, Mixup and CutMix.
 
 All randomness is seeded by (seed, epoch, index of the image), and for mixing by all images of the batch, never by a
 global generator: a run that is resumed in the middle of an epoch, or loads data in several workers, sees the same
@@ -87,7 +87,10 @@ class EvaluationImages(Dataset):
 
 
 class Augmentation:
-    """Crop, flip and RandAugment of one uint8 image (height, width, C) to (*image_size, C)."""
+    """
+    Crop, flip and RandAugment of one uint8 image (height, width, C) to (*image_size, C), or of a clip (T, height,
+    width, C), whose frames are all treated alike.
+    """
 
     def __init__(self, image_size: tuple[int, int], resample: int, arguments: AugmentationArguments, seed: int):
         self.image_size = image_size
@@ -109,6 +112,9 @@ class Augmentation:
     def __call__(self, image: np.ndarray, epoch: int, index: int) -> np.ndarray:
         if not self.is_random:
             return resized(image, self.image_size, self.resample)
+        if image.ndim == 4:
+            # Every frame starts from the same seed.
+            return np.stack([self(frame, epoch, index) for frame in image])
         rng = np.random.default_rng((self.seed, epoch, index))
         if self.arguments.random_resized_crop:
             image = image[_random_part(image.shape[:2], self.arguments.random_resized_crop_scale, rng)]
@@ -127,10 +133,14 @@ class Augmentation:
 
 class Collator:
     """
-    Stacks and normalises images, and mixes training batches.
+    Stacks and normalises images or clips, and mixes training batches.
+
+    Args:
+        image_size: (height, width), or (T, height, width) for clips.
 
     Returns:
-        `pixel_values` (B, num_channels, height, width) and `labels` (B,), `IGNORED_LABEL` for padding. In a mixed
+        `labels` (B,), `IGNORED_LABEL` for padding and for what could not be read, and `pixel_values` (B, C, height,
+        width), for clips (B, T, C, height, width), for several clips of each video (B·clips, T, …). In a mixed
         batch also `mixed_labels` (B,) and `mixing_weights` (B,): the target of an image is its label with that weight
         and the other with the rest. Two hard labels instead of a soft one keep Trainer's count of examples right, and
         cannot be mistaken for targets of a binary cross entropy.
@@ -138,7 +148,7 @@ class Collator:
 
     def __init__(
         self,
-        image_size: tuple[int, int],
+        image_size: tuple[int, ...],
         num_channels: int,
         image_mean: Sequence[float],
         image_std: Sequence[float],
@@ -153,16 +163,20 @@ class Collator:
         self.seed = seed
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        # What holds no image comes last, so that the images are the first rows.
+        examples = sorted(examples, key=lambda example: "image" not in example)
         labels = torch.tensor([example["label"] for example in examples])
         images = [example["image"] for example in examples if "image" in example]
-        # An evaluation may be of another size than the training.
-        size = images[0].shape[:2] if images else self.image_size
-        pixels = torch.zeros(len(examples), self.num_channels, *size)
+        # An evaluation may be of another size than the training, and of several clips.
+        *views, height, width = images[0].shape[:-1] if images else self.image_size
+        pixels = torch.zeros(len(examples), *views, self.num_channels, height, width)
         if images:
-            stacked = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
-            # Padding comes last, so the images are the first rows. Grey images are repeated for every channel.
+            stacked = torch.from_numpy(np.stack(images)).movedim(-1, -3)
+            # Grey images are repeated for every channel.
             torch.addcmul(self.shift, stacked, self.scale, out=pixels[: len(images)])
-        batch = {"pixel_values": pixels, "labels": labels}
+        if len(views) > 1:
+            pixels = pixels.flatten(0, 1)
+        batch = {"labels": labels, "pixel_values": pixels}
         is_training = "key" in examples[0]
         if is_training and (self.arguments.mixup_alpha or self.arguments.cutmix_alpha):
             batch.update(self._mix(pixels, labels, len(images), examples))
@@ -189,9 +203,11 @@ class Collator:
 
 
 def resized(image: np.ndarray, size: tuple[int, int], resample: int) -> np.ndarray:
-    """A uint8 image (height, width, C) at another size, untouched where it has that size."""
-    if image.shape[:2] == tuple(size):
+    """A uint8 image (…, height, width, C) at another size, untouched where it has that size."""
+    if image.shape[-3:-1] == tuple(size):
         return image
+    if image.ndim > 3:
+        return np.stack([resized(frame, size, resample) for frame in image])
     return _from_pil(_to_pil(image).resize((size[1], size[0]), resample))
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import datasets
 import numpy as np
+from torch.utils.data import Subset
 from tqdm.auto import tqdm
 
 from training.arguments import DataArguments, InputError
@@ -56,6 +57,14 @@ class Relabelled:
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         image, label = self.source[index]
         return image, self.numbers[label]
+
+
+def fraction_of(source: Source, fraction: float, seed: int) -> Source:
+    """A random share of a source; a larger share of the same seed contains a smaller one."""
+    if fraction == 1:
+        return source
+    count = max(round(len(source) * fraction), 1)
+    return Subset(source, np.random.default_rng(seed).permutation(len(source))[:count].tolist())
 
 
 class DecodedImages:

@@ -1,4 +1,4 @@
-"""Model and image processor of a run, new from flags or from a checkpoint whose every weight is accounted for."""
+"""Model and processor of a run, new from flags or from a checkpoint whose every weight is accounted for."""
 
 import json
 from collections.abc import Sequence
@@ -11,14 +11,17 @@ from transformers import (
     AutoConfig,
     AutoImageProcessor,
     AutoModelForImageClassification,
+    AutoModelForVideoClassification,
+    AutoVideoProcessor,
     PreTrainedConfig,
     PreTrainedModel,
     ViTImageProcessor,
 )
 from transformers.utils import logging
 
-from hf_liere import LieREViTConfig
-from training.arguments import CheckpointArguments, DataArguments, InputError
+from hf_liere import LieREVideoConfig
+from hf_liere.video_processing_liere import LieREVideoProcessor
+from training.arguments import CheckpointArguments, InputError, SampleArguments
 from training.data import LabelledImages
 
 
@@ -27,6 +30,7 @@ logger = logging.get_logger(__name__)
 # Fields that change how a checkpoint trains but not what its weights mean. The image size is that of the data: a
 # checkpoint keeps the one it was trained at, to which its positions refer.
 CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "position_perturbation")
+SIZE_FIELDS = ("image_size", "num_frames")
 BICUBIC = 3
 # What a classifier leaves of a model of images and text.
 NOT_FOR_CLASSIFIERS = ("text_model.", "text_projection.", "visual_projection.", "logit_scale", "logit_bias")
@@ -42,17 +46,18 @@ def resolve_config(arguments: CheckpointArguments) -> PreTrainedConfig:
     given = arguments.architecture()
     if arguments.model_name_or_path is None:
         try:
-            return LieREViTConfig(**given)
+            return arguments.config_class(**given)
         except Exception as error:
             # The strict configuration raises errors of its own, which name the field and what it accepts.
             raise InputError(str(error)) from error
     config = AutoConfig.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
-    given.pop("image_size", None)
+    for name in SIZE_FIELDS:
+        given.pop(name, None)
     for name, value in given.items():
         if name not in CHANGEABLE_FIELDS and getattr(config, name, None) != value:
             raise InputError(
                 f"--{name} {value} contradicts the checkpoint's {getattr(config, name, None)}; accepted beside "
-                f"--model_name_or_path: {', '.join(CHANGEABLE_FIELDS)} and --image_size."
+                f"--model_name_or_path: {', '.join(CHANGEABLE_FIELDS)} and --{', --'.join(SIZE_FIELDS)}."
             )
         setattr(config, name, value)
     return config
@@ -77,26 +82,45 @@ def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig)
     return size
 
 
-def resolve_image_processor(
-    arguments: CheckpointArguments, data_arguments: DataArguments, size: tuple[int, int], num_channels: int
-) -> ViTImageProcessor:
-    """The processor that is saved with the checkpoint, so that pipelines prepare images as the evaluation does."""
+def resolve_num_frames(arguments: CheckpointArguments, config: LieREVideoConfig) -> int:
+    """
+    Frames of the clips of this run.
+
+    Raises:
+        InputError: if they do not consist of whole tubelets.
+    """
+    frames, tubelet = arguments.architecture().get("num_frames", config.num_frames), config.tubelet_size
+    if frames < tubelet or frames % tubelet:
+        raise InputError(
+            f"--num_frames {frames} is not divisible by the tubelet size {tubelet}; accepted are multiples, such as "
+            f"{max(frames // tubelet, 1) * tubelet}."
+        )
+    return frames
+
+
+def resolve_processor(
+    arguments: CheckpointArguments, data_arguments: SampleArguments, size: tuple[int, int], config: PreTrainedConfig
+) -> ViTImageProcessor | LieREVideoProcessor:
+    """The processor that is saved with the checkpoint, so that pipelines prepare pixels as the evaluation does."""
+    is_video, num_channels = isinstance(config, LieREVideoConfig), config.num_channels
     mean, std, resample = [0.5] * num_channels, [0.5] * num_channels, BICUBIC
     if arguments.model_name_or_path is not None:
         try:
-            saved = AutoImageProcessor.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
+            auto_class = AutoVideoProcessor if is_video else AutoImageProcessor
+            saved = auto_class.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
             mean, std, resample = saved.image_mean, saved.image_std, int(saved.resample)
         except OSError:
-            logger.warning(f"{arguments.model_name_or_path} has no image processor; mean and deviation are 0.5.")
+            logger.warning(f"{arguments.model_name_or_path} has no processor; mean and deviation are 0.5.")
     mean, std = data_arguments.image_mean or mean, data_arguments.image_std or std
     for name, values in (("image_mean", mean), ("image_std", std)):
         if len(values) != num_channels:
             raise InputError(f"--{name} {values} has {len(values)} values; accepted: one per channel, {num_channels}.")
     if min(std) <= 0:
         raise InputError(f"--image_std {std}; accepted: positive numbers.")
-    return ViTImageProcessor(
-        size={"height": size[0], "width": size[1]}, image_mean=list(mean), image_std=list(std), resample=resample
-    )
+    fields = {"image_mean": list(mean), "image_std": list(std), "resample": resample}
+    fields["size"] = {"height": size[0], "width": size[1]}
+    # Frames are scaled as a whole, as images are, not cut to their middle.
+    return LieREVideoProcessor(**fields, do_center_crop=False) if is_video else ViTImageProcessor(**fields)
 
 
 def build_model(
@@ -117,10 +141,13 @@ def build_model(
             f"--num_labels {arguments.num_labels} disagrees with the data set, which has {len(names)} labels: "
             f"{', '.join(names[:10])}{' …' if len(names) > 10 else ''}. Accepted: {len(names)}, or leave it out."
         )
+    auto_class = (
+        AutoModelForVideoClassification if isinstance(config, LieREVideoConfig) else AutoModelForImageClassification
+    )
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
     if arguments.model_name_or_path is None:
         config.id2label, config.label2id = labels["id2label"], labels["label2id"]
-        return AutoModelForImageClassification.from_config(config)
+        return auto_class.from_config(config)
 
     is_classifier = any("ForImageClassification" in name for name in config.architectures or ["ForImageClassification"])
     keeps_head = is_classifier and _same_classes(config, images)
@@ -133,7 +160,7 @@ def build_model(
     if not keeps_head:
         old = config.num_labels
         config.id2label, config.label2id = labels["id2label"], labels["label2id"]
-    model, loading = AutoModelForImageClassification.from_pretrained(
+    model, loading = auto_class.from_pretrained(
         arguments.model_name_or_path,
         revision=arguments.model_revision,
         config=config,

@@ -27,6 +27,7 @@ RUN_FILES = (
     "all_results.json",
     "base",
     "config.json",
+    "eval_examples.safetensors",
     "eval_results.json",
     "lora",
     "model.safetensors",

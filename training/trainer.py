@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import EvalPrediction, Trainer
 from transformers.utils import logging
 
+from training.arguments import InputError
 from training.augmentation import IGNORED_LABEL, EpochSampler
 from training.hub import HubPushes
 
@@ -45,6 +45,8 @@ class ImageClassificationTrainer(HubPushes, Trainer):
         labels = inputs.pop("labels")
         mixed_labels, mixing_weights = inputs.pop("mixed_labels", None), inputs.pop("mixing_weights", None)
         outputs = model(**inputs)
+        if outputs["logits"].shape[0] != labels.shape[0]:
+            outputs["logits"] = mean_of_views(outputs["logits"], labels.shape[0])
         smoothing = self.args.label_smoothing_factor if model.training else 0.0
         total = summed_cross_entropy(outputs["logits"], labels, mixed_labels, mixing_weights, smoothing)
         if num_items_in_batch is None:
@@ -52,7 +54,8 @@ class ImageClassificationTrainer(HubPushes, Trainer):
         else:
             # The count is over all processes, and their gradients are averaged, not added up.
             total = total * self.accelerator.num_processes
-        loss = total / num_items_in_batch
+        # A step in which no example can be read has nothing to learn from.
+        loss = total / max(num_items_in_batch, 1)
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -167,29 +170,77 @@ def summed_cross_entropy(
     return losses.sum()
 
 
+def mean_of_views(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Log of the mean probabilities, (count, classes), of logits (count · views, classes) of several views of each."""
+    views = logits.float().log_softmax(dim=1).unflatten(0, (count, -1))
+    return views.logsumexp(dim=1) - math.log(views.shape[1])
+
+
 def ranks_and_losses(logits: Any, labels: torch.Tensor) -> torch.Tensor:
     """What the metrics need of an example, (B, 2): how many classes come before its label, and its cross entropy.
 
-    Of equal logits the first class comes first, as for `argmax`. Reducing here, before processes exchange results,
-    keeps an evaluation of many classes small, and its loss exact where processes or batches are not of equal size.
+    With two classes also, (B, 3), the log odds of the second. Of equal logits the first class comes first, as for
+    `argmax`. Reducing here, before processes exchange results, keeps an evaluation of many classes small, and its loss
+    exact where processes or batches are not of equal size. Rows of `IGNORED_LABEL` mean nothing.
     """
     logits = (logits[0] if isinstance(logits, tuple) else logits).float()
+    losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED_LABEL)
+    labels = labels.clamp(min=0)
     of_label = logits.gather(1, labels[:, None])
     before = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
     ranks = ((logits > of_label) | ((logits == of_label) & before)).sum(dim=1)
-    return torch.stack([ranks.float(), F.cross_entropy(logits, labels, reduction="none")], dim=1)
+    scores = [logits[:, 1] - logits[:, 0]] if logits.shape[1] == 2 else []
+    return torch.stack([ranks.float(), losses, *scores], dim=1)
 
 
-def classification_metrics() -> Callable[[EvalPrediction], dict[str, float]]:
-    """Trainer's `compute_metrics` for what [`ranks_and_losses`] makes of the logits."""
-    metric = evaluate.load(str(METRIC), keep_in_memory=True)
+class ClassificationMetrics:
+    """
+    Trainer's `compute_metrics` for what [`ranks_and_losses`] makes of the logits.
 
-    def compute(results: EvalPrediction) -> dict[str, float]:
-        """`loss` replaces Trainer's own, which weighs batches of different sizes alike."""
-        ranks, losses = np.asarray(results.predictions, np.float64).T
+    `loss` replaces Trainer's own, which weighs batches of different sizes alike. Examples that could not be read are
+    left out and counted. `examples` holds what was computed last, by example: ranks and losses.
+    """
+
+    def __init__(self):
+        self.metric = evaluate.load(str(METRIC), keep_in_memory=True)
+        self.examples: dict[str, np.ndarray] = {}
+
+    def __call__(self, results: EvalPrediction) -> dict[str, float]:
+        labels = np.asarray(results.label_ids)
+        read = labels != IGNORED_LABEL
+        values = np.asarray(results.predictions, np.float64)[read]
+        if not len(values):
+            raise InputError(f"None of the {len(labels)} examples of the evaluation could be read.")
+        ranks, losses, *scores = values.T
         if not np.isfinite(losses).all():
             wrong = int((~np.isfinite(losses)).sum())
             raise FloatingPointError(f"The evaluation loss of {wrong} of {len(losses)} images is not finite.")
-        return metric.compute(ranks=ranks.astype(np.int64), losses=losses)
+        self.examples = {"ranks": ranks.astype(np.int32), "losses": losses.astype(np.float32)}
+        metrics = self.metric.compute(ranks=ranks.astype(np.int64), losses=losses)
+        if scores and 0 < labels[read].sum() < read.sum():
+            metrics |= area_under_curve(scores[0], labels[read] == 1)
+        return metrics | {"unreadable": int((~read).sum())}
 
-    return compute
+
+def area_under_curve(
+    scores: np.ndarray, positive: np.ndarray, num_resamples: int = 1000, confidence: float = 0.95, seed: int = 0
+) -> dict[str, float]:
+    """
+    Area under the ROC curve: the share of pairs of a positive and a negative example in which the positive one has the
+    higher score, ties counting half. The interval resamples positives and negatives, each among themselves.
+
+    Args:
+        scores: (examples,), higher for the positive class.
+        positive: (examples,), whether an example is positive; both kinds must occur.
+    """
+    highs, lows = scores[positive], np.sort(scores[~positive])
+    wins = (np.searchsorted(lows, highs, "left") + np.searchsorted(lows, highs, "right")) / (2 * len(lows))
+    generator = np.random.default_rng(seed)
+    areas = np.empty(num_resamples)
+    for index in range(num_resamples):
+        drawn = np.sort(generator.choice(lows, len(lows)))
+        some = generator.choice(highs, len(highs))
+        below = np.searchsorted(drawn, some, "left") + np.searchsorted(drawn, some, "right")
+        areas[index] = below.mean() / (2 * len(lows))
+    low, high = np.quantile(areas, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return {"auc": float(wins.mean()), "auc_low": float(low), "auc_high": float(high)}

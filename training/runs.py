@@ -1,0 +1,100 @@
+"""What every script does once its data and model are known: train, evaluate, and leave records of both."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import save_file
+from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
+
+from training.arguments import ImageTrainingArguments, InputError
+from training.records import CONFIG_FILE, ENVIRONMENT_FILE, claim_output_dir, environment, portable, write_record
+
+
+EXAMPLES_FILE = "eval_examples.safetensors"
+
+
+def claim(args: ImageTrainingArguments) -> str | None:
+    """
+    Makes sure that the run can be made and overwrites no other; the checkpoint that it goes on from, if any.
+
+    Raises:
+        InputError: if the output directory holds another run, or not the checkpoint to go on from.
+    """
+    if args.n_gpu > 1:
+        raise InputError(f"{args.n_gpu} GPUs in one process; accepted: torchrun, accelerate launch or one visible GPU.")
+    checkpoint = _resumed_checkpoint(args)
+    if args.process_index == 0:
+        claim_output_dir(args)
+    return checkpoint
+
+
+def run(
+    trainer: Trainer,
+    checkpoint: str | None,
+    model_name_or_path: str | None,
+    input_size: Sequence[int],
+    described: dict[str, Any],
+) -> dict[str, float]:
+    """
+    Trains and evaluates as the trainer's arguments say.
+
+    Args:
+        trainer: one with datasets, `evaluation_seconds` and, to keep the results of single examples, metrics that hold
+            them as `examples`.
+        checkpoint: where to go on from.
+        input_size: sizes of the model's input in this run, for the record.
+        described: dataclasses of arguments for the record, by name.
+
+    Returns:
+        The last metrics.
+    """
+    args = trainer.args
+    if trainer.is_world_process_zero():
+        resolved = {name: vars(arguments) for name, arguments in described.items()}
+        resolved |= {"training": args.to_dict(), "model": trainer.model.config.to_diff_dict()}
+        resolved |= {"model_name_or_path": model_name_or_path, "image_size": input_size}
+        write_record(args.output_dir, CONFIG_FILE, portable(resolved))
+        write_record(args.output_dir, ENVIRONMENT_FILE, environment())
+    metrics = {}
+    if args.do_train:
+        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+        # Trainer's own rate counts the evaluations in between as training.
+        training_seconds = max(metrics["train_runtime"] - trainer.evaluation_seconds, 1e-3)
+        trained_images = metrics["train_samples_per_second"] * metrics["train_runtime"]
+        metrics["train_images_per_second"] = round(trained_images / training_seconds, 1)
+        metrics["parameters"] = sum(parameter.numel() for parameter in trainer.model.parameters())
+        trainer.save_model()
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+        trainer.save_state()
+        if trainer.is_world_process_zero():
+            # It repeats the arguments as a pickle, with the folders and the host name that the records leave out.
+            (Path(args.output_dir) / "training_args.bin").unlink(missing_ok=True)
+    if args.do_eval:
+        metrics = trainer.evaluate()
+        metrics["eval_samples"] = len(trainer.eval_dataset)
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+        examples = getattr(trainer.compute_metrics, "examples", None)
+        if examples and trainer.is_world_process_zero():
+            save_file(examples, Path(args.output_dir) / EXAMPLES_FILE)
+    return metrics
+
+
+def _resumed_checkpoint(args: ImageTrainingArguments) -> str | None:
+    """The checkpoint to go on from; `last` and `true` mean the newest in the output directory."""
+    given = args.resume_from_checkpoint
+    if given is None or given in ("False", "false"):
+        return None
+    if given not in ("last", "True", "true", True):
+        if not (Path(given) / "trainer_state.json").is_file():
+            raise InputError(
+                f"--resume_from_checkpoint {given!r} is no checkpoint of a run; accepted: `last` or its folder."
+            )
+        return given
+    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    if last is None:
+        raise InputError(f"--resume_from_checkpoint {given}: {args.output_dir!r} holds no checkpoint.")
+    return last
