@@ -54,14 +54,16 @@ def train(output_dir: Path, *flags: str) -> dict[str, float]:
     return main(["--output_dir", str(output_dir), "--do_train", *TINY_MODEL, *TINY_RUN, *map(str, flags)])
 
 
-def train_with_torchrun(output_dir: Path, *flags: str, processes: int = 2) -> subprocess.CompletedProcess:
+def train_with_torchrun(
+    output_dir: Path, *flags: str, processes: int = 2, script: Path = SCRIPT
+) -> subprocess.CompletedProcess:
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         f"--nproc_per_node={processes}",
-        str(SCRIPT),
+        str(script),
     ]
     command += ["--output_dir", str(output_dir), "--do_train", *TINY_MODEL, *TINY_RUN, *map(str, flags)]
     return run_process(command)

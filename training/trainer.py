@@ -219,7 +219,7 @@ class ClassificationMetrics:
         metrics = self.metric.compute(ranks=ranks.astype(np.int64), losses=losses)
         if scores and 0 < labels[read].sum() < read.sum():
             metrics |= area_under_curve(scores[0], labels[read] == 1)
-        return metrics | {"unreadable": int((~read).sum())}
+        return metrics if read.all() else metrics | {"unreadable": int((~read).sum())}
 
 
 def area_under_curve(

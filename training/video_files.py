@@ -1,0 +1,158 @@
+"""Clips out of files: videos through PyAV, folders of frames, and volumes (NIfTI, npz, npy), whose slices are frames.
+
+Whatever is wrong with a file is an `UnreadableError` with its name; those who read decide what to do without it.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import av
+import numpy as np
+from PIL import Image
+
+
+VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".m4v")
+FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+VOLUME_SUFFIXES = (".nii.gz", ".nii", ".npz", ".npy")
+
+
+class UnreadableError(ValueError):
+    """A file cannot be read, or has too few frames; the message names it."""
+
+
+@dataclass
+class FrameReader:
+    """
+    Reads chosen frames as uint8 (frames, height, width, num_channels).
+
+    Args:
+        num_channels: 3, to which grey frames are repeated, or 1, to which colours are converted.
+        intensity_range: intensities of volumes that become 0 and 255, others are clipped; by default each volume's own
+            smallest and largest, except where it holds bytes already.
+    """
+
+    num_channels: int
+    intensity_range: Sequence[float] | None = None
+
+    def count(self, path: Path) -> int:
+        """Number of frames, as far as it can be told without decoding them.
+
+        Raises:
+            UnreadableError: if the file cannot be opened.
+        """
+        return self._named(path, self._count)
+
+    def read(self, path: Path, indices: Sequence[int]) -> np.ndarray:
+        """The frames with these numbers, in ascending order.
+
+        Raises:
+            UnreadableError: if the file cannot be decoded up to the last of them.
+        """
+        return self._named(path, lambda path: self._read(path, [int(index) for index in indices]))
+
+    def _named(self, path: Path, action):
+        try:
+            return action(path)
+        except UnreadableError as error:
+            raise UnreadableError(f"{path.name}: {error}") from None
+        except Exception as error:
+            # Decoders throw whatever they like at broken files.
+            reason = str(error).splitlines()[0] if str(error) else "no message"
+            raise UnreadableError(f"{path.name}: cannot be read ({type(error).__name__}: {reason}).") from error
+
+    def _count(self, path: Path) -> int:
+        if path.is_dir():
+            return len(frame_files(path))
+        if is_volume(path):
+            return len(_volume(path))
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            # Some containers do not say; a frame is a packet then.
+            return stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+
+    def _read(self, path: Path, indices: list[int]) -> np.ndarray:
+        if path.is_dir():
+            files = frame_files(path)
+            _require_frames(len(files), indices)
+            mode = "L" if self.num_channels == 1 else "RGB"
+            return self._with_channels(
+                np.stack([np.asarray(Image.open(files[index]).convert(mode)) for index in indices])
+            )
+        if is_volume(path):
+            volume = _volume(path)
+            _require_frames(len(volume), indices)
+            return self._with_channels(_as_bytes(volume, self.intensity_range)[indices])
+        return self._with_channels(self._decode(path, indices))
+
+    def _decode(self, path: Path, indices: list[int]) -> np.ndarray:
+        wanted, frames, number = set(indices), {}, -1
+        with av.open(str(path)) as container:
+            for number, frame in enumerate(container.decode(video=0)):
+                if number in wanted:
+                    frames[number] = frame.to_ndarray(format="gray" if self.num_channels == 1 else "rgb24")
+                if number == indices[-1]:
+                    break
+        _require_frames(number + 1, indices)
+        return np.stack([frames[index] for index in indices])
+
+    def _with_channels(self, frames: np.ndarray) -> np.ndarray:
+        frames = frames[..., None] if frames.ndim == 3 else frames
+        if frames.shape[-1] == 1:
+            return np.repeat(frames, self.num_channels, axis=-1)
+        if frames.shape[-1] != self.num_channels:
+            raise UnreadableError(f"frames have {frames.shape[-1]} channels; the model takes {self.num_channels}.")
+        return frames
+
+
+def _require_frames(count: int, indices: list[int]) -> None:
+    if count <= indices[-1]:
+        raise UnreadableError(f"ends after {count} frames; frame {indices[-1] + 1} was asked for.")
+
+
+def is_volume(path: Path) -> bool:
+    return path.name.lower().endswith(VOLUME_SUFFIXES)
+
+
+def is_clip(path: Path) -> bool:
+    """Whether a path is a video, a volume or a folder of frames."""
+    if path.is_dir():
+        return any(file.suffix.lower() in FRAME_SUFFIXES for file in path.iterdir())
+    return path.suffix.lower() in VIDEO_SUFFIXES or is_volume(path)
+
+
+def frame_files(folder: Path) -> list[Path]:
+    """The pictures in a folder in the order of the numbers in their names."""
+    files = [path for path in folder.iterdir() if path.suffix.lower() in FRAME_SUFFIXES]
+    return sorted(files, key=lambda path: ([int(part) for part in re.findall(r"\d+", path.stem)], path.name))
+
+
+def _volume(path: Path) -> np.ndarray:
+    """(slices, height, width) or (slices, height, width, channels), in the type of the file."""
+    if path.suffix == ".npy":
+        volume = np.load(path, allow_pickle=False)
+    elif path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as arrays:
+            if len(arrays.files) != 1:
+                raise UnreadableError(f"holds the arrays {arrays.files}; accepted: a single one.")
+            volume = arrays[arrays.files[0]]
+    else:
+        # Only NIfTI needs it.
+        import nibabel
+
+        # NIfTI's first axis is the fastest, left to right; its last is that of the slices.
+        volume = np.asanyarray(nibabel.load(path).dataobj).T
+    if volume.ndim not in (3, 4):
+        raise UnreadableError(f"holds an array of shape {volume.shape}; accepted: 3 or 4 axes.")
+    return volume
+
+
+def _as_bytes(volume: np.ndarray, intensity_range: Sequence[float] | None) -> np.ndarray:
+    if volume.dtype == np.uint8 and intensity_range is None:
+        return volume
+    if not np.isfinite(volume).all():
+        raise UnreadableError("the volume holds intensities that are not finite.")
+    low, high = intensity_range or (float(volume.min()), float(volume.max()))
+    scaled = (volume.astype(np.float32) - low) / max(high - low, np.finfo(np.float32).tiny)
+    return (scaled.clip(0, 1) * 255).round().astype(np.uint8)
