@@ -6,7 +6,6 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-import yaml
 from PIL import Image
 from training_helpers import ROOT, TINY_MODEL, TINY_RUN, main, pictures, write_images_folder, write_parquet
 
@@ -23,7 +22,6 @@ from training.data import infer_image_column, infer_label_column, load_images
 
 
 CLASSES = (ModelArguments, DataArguments, AugmentationArguments, ImageTrainingArguments)
-RECIPES = sorted((ROOT / "training" / "recipes").glob("*.yaml"))
 
 
 def parse(*arguments):
@@ -37,18 +35,6 @@ def load(*, size=(16, 16), channels=3, evaluate=True, **arguments):
 @pytest.fixture(scope="module")
 def parquet(tmp_path_factory):
     return write_parquet(tmp_path_factory.mktemp("data") / "train.parquet", 12)
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_recipes_hold_existing_keys_and_fitting_values(recipe):
-    model, _, _, training = parse(recipe)
-    from hf_liere import LieREViTConfig
-
-    config = LieREViTConfig(**model.architecture())
-    for key, value in yaml.safe_load(recipe.read_text()).items():
-        if key in ARCHITECTURE_FIELDS:
-            assert getattr(config, key) == value
-    assert isinstance(training.learning_rate, float) and training.do_train
 
 
 def test_the_command_line_overrides_the_recipe(tmp_path):

@@ -173,7 +173,13 @@ def test_records_tell_the_run_but_not_the_machine(one_process, train_file):
 def test_the_arrows_recipe_trains(tmp_path):
     """The example of the script's docstring, shortened; it runs from any folder."""
     command = [sys.executable, str(ROOT / "training" / "image_classification.py"), "--recipe"]
-    command += [str(ROOT / "training" / "recipes" / "arrows.yaml"), "--output_dir", "run", "--max_train_samples", "64"]
+    command += [
+        str(ROOT / "training" / "recipes" / "arrows_mini.yaml"),
+        "--output_dir",
+        "run",
+        "--max_train_samples",
+        "64",
+    ]
     command += "--max_eval_samples 20 --warmup_steps 1 --per_device_train_batch_size 32 --use_cpu true".split()
     run_process([*command, "--lr_scheduler_kwargs", '{"num_decay_steps": 1}'], cwd=tmp_path)
     results = json.loads((tmp_path / "run" / "all_results.json").read_text())

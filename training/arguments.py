@@ -262,7 +262,7 @@ def _take_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
 def _recipe_flags(recipe: Path, known: set[str], whole: set[str]) -> list[str]:
     if not recipe.is_file():
         raise InputError(
-            f"There is no recipe {str(recipe)!r}; accepted: a yaml file such as training/recipes/arrows.yaml."
+            f"There is no recipe {str(recipe)!r}; accepted: a yaml file such as training/recipes/arrows_mini.yaml."
         )
     content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     if not isinstance(content, dict):

@@ -112,7 +112,7 @@ def start_run(name: str, folder: Path, images: int) -> subprocess.Popen:
     steps = -(-images // BATCH_SIZE)
     every = max(steps // 12, 1)
     schedule = {"num_decay_steps": steps // 5, "decay_type": "linear"}
-    command = [sys.executable, str(HERE / "image_classification.py"), str(HERE / "recipes" / "arrows.yaml")]
+    command = [sys.executable, str(HERE / "image_classification.py"), str(HERE / "recipes" / "arrows_mini.yaml")]
     command += ["--output_dir", str(output_dir), "--max_train_samples", str(images), *RUNS[name][1]]
     command += ["--warmup_steps", str(min(100, steps // 5)), "--lr_scheduler_kwargs", json.dumps(schedule)]
     command += [word for flag in ("eval", "save", "logging") for word in (f"--{flag}_steps", str(every))]

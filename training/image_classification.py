@@ -2,14 +2,14 @@
 
 The arrows task of LieRE, generated on the fly:
 
-    python training/image_classification.py training/recipes/arrows.yaml --output_dir outputs/liere
+    python training/image_classification.py training/recipes/arrows_mini.yaml --output_dir outputs/liere
 
 CIFAR-10 from the Hub, or from parquet files, on all GPUs of a machine:
 
-    python training/image_classification.py training/recipes/cifar10.yaml --dataset_name uoft-cs/cifar10 \
+    python training/image_classification.py training/recipes/cifar100_mini.yaml --dataset_name uoft-cs/cifar10 \
         --output_dir outputs/cifar10
     accelerate launch --config_file training/accelerate/ddp.yaml training/image_classification.py \
-        training/recipes/cifar10.yaml --train_files train.parquet --validation_files test.parquet \
+        training/recipes/cifar100_mini.yaml --train_files train.parquet --validation_files test.parquet \
         --output_dir outputs/cifar10
 
 Any flag overrides the recipe. A run that was interrupted goes on with `--resume_from_checkpoint last`. With

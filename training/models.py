@@ -53,7 +53,8 @@ def resolve_config(arguments: CheckpointArguments) -> PreTrainedConfig:
     config = AutoConfig.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
     for name in SIZE_FIELDS:
         given.pop(name, None)
-    for name, value in given.items():
+    # Beside a checkpoint, None means whatever the checkpoint has.
+    for name, value in ((name, value) for name, value in given.items() if value is not None):
         if name not in CHANGEABLE_FIELDS and getattr(config, name, None) != value:
             raise InputError(
                 f"--{name} {value} contradicts the checkpoint's {getattr(config, name, None)}; accepted beside "

@@ -2,14 +2,14 @@
 
 Moving shapes, generated and written as mp4 files, whose direction of motion is the class:
 
-    python training/video_classification.py training/recipes/moving_shapes_mini.yaml --output_dir outputs/shapes
+    python training/video_classification.py training/recipes/ucf101_mini.yaml --output_dir outputs/shapes
 
 UCF101 as it is distributed, on all GPUs of a machine, and volumes in an npz file:
 
     accelerate launch --config_file training/accelerate/ddp.yaml training/video_classification.py \
         training/recipes/ucf101.yaml --video_folder UCF-101 --train_files ucfTrainTestlist/trainlist01.txt \
         --validation_files ucfTrainTestlist/testlist01.txt --output_dir outputs/ucf101
-    python training/video_classification.py training/recipes/volumes_mini.yaml --volume_file mito_em3d.npz \
+    python training/video_classification.py training/recipes/rsna_mini.yaml --volume_file mito_em3d.npz \
         --output_dir outputs/volumes
 
 Files that cannot be read are reported by name and left out. Any flag overrides the recipe. A run that was interrupted

@@ -1,0 +1,205 @@
+"""Recipes: the full ones make the paper's model and schedule, the small ones run from command to results."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from training_helpers import ROOT, TINY_RUN, write_parquet
+from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
+
+import hf_liere
+from training import evaluate_sweep, image_classification, video_classification
+from training.arguments import InputError, architecture_fields, parse_arguments
+from training.augmentation import IGNORED_LABEL
+from training.trainer import ImageClassificationTrainer
+
+
+RECIPES = {path.stem: path for path in (ROOT / "training" / "recipes").glob("*.yaml")}
+SWEEPS = sorted((ROOT / "training" / "sweeps").glob("*.yaml"))
+FULL = sorted(name for name in RECIPES if not name.endswith("_mini"))
+VIDEO = ("ucf101", "ucf101_comrope", "rsna")
+CLASSES = {"cifar100": 100, "arrows": 4, "rsna": 2, "ucf101": 101, "ucf101_comrope": 101}
+# Training images or videos: CIFAR-100, ImageNet-1k, UCF101's first split, the paper's arrows.
+SIZES = {"cifar100": 50_000, "arrows": 800_000, "ucf101": 9_537, "ucf101_comrope": 9_537}
+IMAGENET = 1_281_167
+
+
+def script_of(name):
+    return video_classification if name.removesuffix("_mini") in VIDEO else image_classification
+
+
+def parse(name, *flags):
+    classes = script_of(name).ARGUMENT_CLASSES
+    return parse_arguments([str(RECIPES[name]), "--output_dir", "unused", "--use_cpu", "true", *flags], classes)
+
+
+def parameters(name, *flags):
+    """Parameters of a recipe's model, of which only the shapes exist."""
+    model_args = parse(name, *flags)[0]
+    config = model_args.config_class(num_labels=CLASSES.get(name, 1000), **model_args.architecture())
+    auto_class = AutoModelForVideoClassification if name in VIDEO else AutoModelForImageClassification
+    with torch.device("meta"):
+        return auto_class.from_config(config).num_parameters()
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_recipes_hold_existing_keys_and_fitting_values(name):
+    parsed = parse(name)
+    model_args, training = parsed[0], parsed[-1]
+    config = model_args.config_class(**model_args.architecture())
+    for key, value in yaml.safe_load(RECIPES[name].read_text()).items():
+        if key in architecture_fields(model_args.config_class):
+            assert getattr(config, key) == value
+    assert isinstance(training.learning_rate, float) and training.do_train and training.do_eval
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_every_recipe_has_a_small_twin(name):
+    assert f"{name}_mini" in RECIPES
+
+
+@pytest.mark.parametrize(
+    "name, flags, expected",
+    [
+        ("cifar100", ["--position_encoding", "absolute"], 85_193_572),
+        ("ucf101", ["--position_encoding", "absolute"], 86_890_085),
+        # The table that the official code stores without using it, 785 × 768, aside: 87,760,997.
+        ("ucf101", ["--block_size", "64"], 87_760_997 - 785 * 768),
+        ("ucf101", ["--block_size", "64", "--use_absolute_position_embeddings", "true"], 87_760_997),
+    ],
+)
+def test_models_have_the_parameters_of_the_papers(name, flags, expected):
+    assert parameters(name, *flags) == expected
+
+
+def test_the_imagenet_model_has_the_parameters_of_the_paper():
+    assert parameters("imagenet", "--position_encoding", "absolute") / 1e6 == pytest.approx(86.54, abs=0.005)
+
+
+@pytest.mark.parametrize("name", ["ucf101", "rsna", "ucf101_comrope"])
+def test_generators_of_video_models_have_three_axes(name):
+    """ComRoPE-AP exists where blocks of three axes divide a head: in ComRoPE's model, not in ViT-Base."""
+    if name == "ucf101_comrope":
+        assert parameters(name, "--position_encoding", "comrope_ap") > 0
+    else:
+        with pytest.raises(Exception, match="must divide head_dim=64 for comrope_ap"):
+            parameters(name, "--position_encoding", "comrope_ap", "--block_size", "8")
+
+
+@pytest.mark.parametrize(
+    "name, batch, epochs, rate, warmup",
+    [
+        ("cifar100", 512, 200, 1e-4, 0),
+        ("arrows", 512, 1, 1e-4, 0),
+        ("imagenet", 512, 200, 1e-4, 0),
+        ("imagenet_256", 512, 30, 1e-5, 0),
+        ("imagenet_comrope", 6144, 200, 1e-3, 0.02),
+        ("imagenet_deit", 1024, 300, 1e-3, 5 / 300),
+        ("ucf101", 64, 200, 1e-4, 0),
+        ("ucf101_comrope", 768, 80, 1.2e-4, 0.02),
+    ],
+)
+def test_schedules_are_those_of_the_papers(name, batch, epochs, rate, warmup, tiny, tmp_path):
+    """Trainer's own loader, optimizer and scheduler, for a data set of which only the length exists."""
+    training = parse(name)[-1]
+    training.output_dir = str(tmp_path)
+    size = SIZES.get(name, IMAGENET)
+    model = hf_liere.LieREViTForImageClassification(tiny())
+    trainer = ImageClassificationTrainer(model, training, None, Counted(size), Counted(size))
+    steps_per_epoch = len(trainer.get_train_dataloader()) // training.gradient_accumulation_steps
+    assert steps_per_epoch == math.ceil(size / batch)
+    assert training.num_train_epochs == epochs
+    steps = epochs * steps_per_epoch
+    trainer.create_optimizer_and_scheduler(steps)
+    factor = trainer.lr_scheduler.lr_lambdas[0]
+    warm = math.ceil(warmup * steps)
+    assert trainer.optimizer.defaults["lr"] == rate and factor(warm) == 1.0
+    if warm:
+        assert factor(warm // 2) == pytest.approx(warm // 2 / warm)
+    lowest = 0.01 if name == "imagenet_deit" else 0.0
+    middle = factor(warm + (steps - warm) // 2)
+    assert middle == pytest.approx((1 + lowest) / 2, abs=0.01) and factor(steps) == pytest.approx(lowest, abs=1e-9)
+
+
+class Counted(torch.utils.data.Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, key):
+        return {"label": IGNORED_LABEL, "key": key}
+
+
+def test_the_batch_does_not_depend_on_how_it_is_shared():
+    for accumulated, share in ((1, 512), (4, 128)):
+        training = parse("cifar100", "--gradient_accumulation_steps", str(accumulated))[-1]
+        assert training.per_device_train_batch_size == share
+    with pytest.raises(
+        InputError, match="--total_train_batch_size 512 cannot be shared by 1 processes × 3 accumulated"
+    ):
+        parse("cifar100", "--gradient_accumulation_steps", "3")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    volumes = np.random.default_rng(0).integers(256, size=(8, 8, 32, 32), dtype=np.uint8)
+    labels = np.arange(8)[:, None] % 2
+    np.savez(folder / "volumes.npz", train_images=volumes, train_labels=labels, val_images=volumes, val_labels=labels)
+    images = ["--train_files", write_parquet(folder / "train.parquet", 12), "--validation_files"]
+    images += [write_parquet(folder / "test.parquet", 6, seed=1)]
+    shapes = ["--moving_shapes_folder", str(folder / "shapes")]
+    return {
+        "arrows_mini": [],
+        "ucf101_mini": shapes,
+        "ucf101_comrope_mini": shapes,
+        "rsna_mini": ["--volume_file", str(folder / "volumes.npz")],
+    }, images
+
+
+@pytest.fixture(scope="module")
+def run_mini(data, tmp_path_factory):
+    """Runs a small recipe on very few examples, once; its folder."""
+    folder = tmp_path_factory.mktemp("minis")
+
+    def run(name):
+        if not (folder / name).exists():
+            special, images = data
+            flags = [*special.get(name, images), "--max_train_samples", "8", "--max_eval_samples", "6"]
+            flags += ["--num_train_epochs", "1", "--output_dir", str(folder / name)]
+            flags += [flag for flag in TINY_RUN if flag not in ("--per_device_train_batch_size", "8")]
+            if name == "imagenet_256_mini":
+                flags += ["--model_name_or_path", str(run("imagenet_mini"))]
+            if name == "arrows_mini":
+                flags += ["--lr_scheduler_kwargs", '{"num_decay_steps": 1}', "--warmup_steps", "0"]
+            script_of(name).main([str(RECIPES[name]), *flags])
+        return folder / name
+
+    return run
+
+
+@pytest.mark.parametrize("name", sorted(name for name in RECIPES if name.endswith("_mini")))
+def test_small_recipes_run_to_their_results(name, run_mini):
+    results = json.loads((run_mini(name) / "all_results.json").read_text())
+    assert results["eval_samples"] == 6 and math.isfinite(results["eval_loss"]) and results["parameters"] > 1000
+
+
+@pytest.mark.parametrize("mini", [False, True], ids=["full", "mini"])
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_sweeps_name_models_that_exist(path, mini):
+    """Every combination of settings makes a model, and every condition is one that the script accepts."""
+    sweep = evaluate_sweep.read_sweep(path, mini)
+    if sweep["script"] == "object_detection":
+        pytest.skip("its arguments are tested with the script")
+    classes = script_of(sweep["recipe"]).ARGUMENT_CLASSES
+    for settings in evaluate_sweep.combinations(sweep["train"]):
+        flags = evaluate_sweep._flags(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
+        for condition in evaluate_sweep.combinations(sweep.get("evaluate", [])):
+            model_args = parse_arguments([*flags, *evaluate_sweep._as_flags(condition)], classes)[0]
+            config = model_args.config_class(**model_args.architecture())
+            assert config.position_encoding == settings.get("position_encoding", config.position_encoding)

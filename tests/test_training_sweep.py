@@ -1,0 +1,222 @@
+"""Sweeps and the conditions they evaluate under: what shuffles and offsets do to a model, and what a sweep leaves."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from training_helpers import TINY_MODEL, TINY_RUN, main, train, weights, write_parquet
+
+import hf_liere
+from training import evaluate_sweep
+from training.arguments import InputError
+from training.conditions import Condition, ConditionArguments, shifted_positions, shuffled
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    train_file = write_parquet(folder / "train.parquet", 24)
+    return ["--train_files", train_file, "--validation_files", write_parquet(folder / "test.parquet", 13, seed=1)]
+
+
+@pytest.mark.parametrize("sizes, patch", [((8, 12), (4, 4)), ((4, 8, 4), (2, 4, 2))])
+def test_shuffling_permutes_whole_patches_against_a_loop(sizes, patch):
+    pixels = torch.randn(2, 3, *sizes)
+    result = shuffled(pixels, patch, seed=1)
+
+    def patches(image):
+        pieces = [image]
+        for axis, extent in enumerate(patch, 2):
+            pieces = [part for piece in pieces for part in piece.split(extent, dim=axis)]
+        return pieces
+
+    before, after = patches(pixels), patches(result)
+    order = torch.randperm(len(before), generator=torch.Generator().manual_seed(1)).tolist()
+    assert order != sorted(order)
+    assert all(torch.equal(after[place], before[source]) for place, source in enumerate(order))
+
+
+def test_a_model_without_positions_sees_no_shuffle(tiny):
+    pixels = torch.randn(2, 3, 16, 16)
+    for encoding, blind in (("none", True), ("liere", False)):
+        torch.manual_seed(0)
+        config = tiny(position_encoding=encoding, use_class_token=False, pooling="mean", initializer_range=0.2)
+        model = hf_liere.LieREViTForImageClassification(config).eval()
+        difference = (model(pixels).logits - model(shuffled(pixels, (4, 4), 0)).logits).abs().max()
+        # The tokens are added up in another order.
+        assert difference < 1e-5 if blind else difference > 1e-3
+
+
+@pytest.mark.parametrize("rotate_prefix", [False, True])
+@pytest.mark.parametrize("encoding", ["rope_mixed", "axial_rope", "comrope_ap", "comrope_ld", "liere"])
+def test_commuting_encodings_see_no_common_offset(encoding, rotate_prefix, tiny):
+    """Exactly so, in float64, without class token or with one that has a place; LieRE sees it."""
+    torch.manual_seed(0)
+    fields = {"use_class_token": True, "rotate_prefix": True} if rotate_prefix else {"use_class_token": False}
+    config = tiny(
+        position_encoding=encoding, **fields, pooling="mean", initializer_range=0.2, hidden_size=64, image_size=16
+    )
+    model = hf_liere.LieREViTForImageClassification(config).double().eval()
+    pixels = torch.randn(2, 3, 24, 16, dtype=torch.float64)
+    positions = shifted_positions(model.base_model, (6, 4), 2.0, seed=0)
+    assert positions.shape == (24 + rotate_prefix, 2)
+    difference = (model(pixels).logits - model(pixels, positions=positions).logits).abs().max()
+    # Generators are stored in float32 and commute up to its rounding.
+    assert difference > 1e-3 if encoding == "liere" else difference < 1e-5
+
+
+def test_the_offset_is_in_extents_of_a_training_image(tiny):
+    shifts = {}
+    for encoding, extent in (("comrope_ld", 1), ("liere", 1), ("rope_mixed", 4)):
+        encoder = hf_liere.LieREViTModel(tiny(position_encoding=encoding))
+        without = encoder.token_positions((4, 4), None, None, torch.device("cpu"))[1:]
+        moved = shifted_positions(encoder, (4, 4), 0.5, seed=3) - without
+        assert (moved - moved[0]).abs().max() < 1e-12
+        shifts[encoding] = moved[0] / extent
+    torch.testing.assert_close(shifts["comrope_ld"], shifts["liere"])
+    torch.testing.assert_close(shifts["comrope_ld"], shifts["rope_mixed"])
+    draws = torch.stack([shifted_positions(encoder, (1, 1), 0.5, seed)[0] for seed in range(2000)]) / 4
+    assert draws.std(dim=0).tolist() == pytest.approx([0.5, 0.5], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "fields, arguments, message",
+    [
+        ({"position_encoding": "absolute"}, {"evaluation_offset": 1.0}, "'absolute' has no coordinates to shift"),
+        ({}, {"evaluation_shuffle": "frames"}, "images have none; accepted: none, patches"),
+        ({}, {"evaluation_shuffle": "rows"}, "'rows'; accepted: none, patches, frames"),
+        ({}, {"evaluation_offset": -1.0}, "-1.0; accepted: 0 and above"),
+    ],
+)
+def test_conditions_that_mean_nothing_are_refused(fields, arguments, message, tiny):
+    with pytest.raises(InputError, match=message):
+        Condition(None, hf_liere.LieREViTForImageClassification(tiny(**fields)), ConditionArguments(**arguments))
+
+
+def test_frames_are_shuffled_as_wholes(tiny_video):
+    model = hf_liere.LieREVideoForVideoClassification(tiny_video())
+    clips = torch.randn(2, 4, 3, 8, 8)
+    condition = Condition(lambda examples: {"pixel_values": clips}, model, ConditionArguments("frames"))
+    result = condition([{}])["pixel_values"]
+    order = torch.randperm(4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(result, clips[:, order]) and order.tolist() != [0, 1, 2, 3]
+    # Training batches, which carry keys, are never changed.
+    assert torch.equal(condition([{"key": (0, 0)}])["pixel_values"], clips)
+
+
+def test_conditions_change_evaluations_but_no_training(files, tmp_path):
+    flags = [*files, "--initializer_range", 0.3]
+    train(tmp_path / "plain", *flags)
+    train(tmp_path / "conditioned", *flags, "--evaluation_shuffle", "patches", "--evaluation_offset", 1.0)
+    left, right = weights(tmp_path / "plain"), weights(tmp_path / "conditioned")
+    assert all(torch.equal(value, right[name]) for name, value in left.items())
+    losses = {}
+    for name, extra in (("none", []), ("shuffled", ["--evaluation_shuffle", "patches"])):
+        command = ["--model_name_or_path", str(tmp_path / "plain"), *files, "--do_eval", *TINY_RUN, *extra]
+        losses[name] = main([*command, "--output_dir", str(tmp_path / name)])["eval_loss"]
+    assert losses["none"] != losses["shuffled"]
+
+
+@pytest.fixture(scope="module")
+def sweep_file(tmp_path_factory):
+    content = {
+        "script": "image_classification",
+        "recipe": "cifar100",
+        "train": [[{"position_encoding": "absolute"}], [{"seed": 0}, {"seed": 1}]],
+        "mini": {
+            "recipe": str(tmp_path_factory.mktemp("recipe") / "tiny.yaml"),
+            "train": [
+                [{"position_encoding": "absolute"}, {"position_encoding": "liere", "block_size": 4}],
+                [{"seed": 0}, {"seed": 1}],
+            ],
+            "evaluate": [[{}, {"image_size": 24}, {"evaluation_shuffle": "patches"}]],
+        },
+    }
+    fields = dict(zip([flag.lstrip("-") for flag in TINY_MODEL[::2]], map(int, TINY_MODEL[1::2])))
+    recipe = {**fields, "do_train": True, "num_train_epochs": 2, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    with open(content["mini"]["recipe"], "w") as file:
+        yaml.safe_dump(recipe, file)
+    path = tmp_path_factory.mktemp("sweep") / "tiny_sweep.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+@pytest.fixture(scope="module")
+def swept(sweep_file, files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("swept")
+    return evaluate_sweep.main([str(sweep_file), "--mini", "--output_dir", str(folder), *files, *TINY_RUN])
+
+
+def test_a_sweep_leaves_a_line_for_every_model_and_condition(swept):
+    results = [json.loads(line) for line in swept.read_text().splitlines()]
+    assert swept.name == "tiny_sweep.jsonl" and len(results) == 2 * 2 * 3
+    assert len({json.dumps([result["settings"], result["condition"]], sort_keys=True) for result in results}) == 12
+    for result in results:
+        assert set(result) == set(evaluate_sweep.RESULT_KEYS)
+        correct = evaluate_sweep.correct_examples(result)
+        assert correct.shape == (13,) and correct.mean() == result["metrics"]["eval_accuracy"]
+        assert [epoch for epoch, _ in result["history"]] == [1.0, 2.0]
+        assert result["run"]["model"]["position_encoding"] == result["settings"]["position_encoding"]
+        assert result["run"]["training"]["seed"] == result["settings"]["seed"]
+        assert result["environment"]["libraries"]["torch"] and result["train_metrics"]["parameters"] > 0
+    losses = [result["metrics"]["eval_loss"] for result in results]
+    assert len(set(losses)) == 12
+    assert not any(str(swept.parent) in json.dumps(result) for result in results)
+
+
+def test_lines_are_enough_to_repeat_a_result(swept, files, tmp_path):
+    line = json.loads(swept.read_text().splitlines()[3])
+    assert line["condition"] == {} and line["settings"]["seed"] == 1
+    model = line["run"]["model"]
+    flags = [part for name in ("hidden_size", "num_attention_heads", "intermediate_size", "num_hidden_layers")
+             for part in (f"--{name}", str(model[name]))]  # fmt: skip
+    flags += ["--image_size", str(model["image_size"]), "--patch_size", str(model["patch_size"])]
+    flags += ["--position_encoding", line["settings"]["position_encoding"], "--seed", "1", "--num_train_epochs", "2"]
+    metrics = main([*files, *flags, *TINY_RUN, "--do_train", "--do_eval", "--output_dir", str(tmp_path)])
+    assert metrics["eval_loss"] == line["metrics"]["eval_loss"]
+
+
+def test_a_sweep_goes_on_where_it_stopped(swept, sweep_file, files, monkeypatch):
+    command = [str(sweep_file), "--mini", "--output_dir", str(swept.parent), *files, *TINY_RUN]
+    before = swept.read_text()
+    folder = swept.parent / "position_encoding=liere,block_size=4,seed=1"
+    (folder / "eval_results.json").unlink()
+    trained = {path: path.stat().st_mtime_ns for path in swept.parent.glob("*/model.safetensors")}
+    evaluate_sweep.main(command)
+    again = {path for path, time in trained.items() if path.stat().st_mtime_ns != time}
+    assert again == {folder / "model.safetensors"}
+    results = [
+        [json.loads(line)["metrics"]["eval_loss"] for line in text.splitlines()] for text in (before, swept.read_text())
+    ]
+    assert results[0] == results[1]
+    with pytest.raises(InputError, match="seed=0 holds the run of other flags, .*accepted: the same, or another"):
+        evaluate_sweep.main([*command, "--weight_decay", "0.5"])
+
+
+def test_sweeps_are_listed_and_checked(sweep_file, tmp_path, capsys):
+    evaluate_sweep.main([str(sweep_file), "--mini", "--output_dir", str(tmp_path), "--dry_run"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all("evaluated under 3 conditions" in line for line in lines)
+    with pytest.raises(InputError, match="There is no sweep 'nothing.yaml'; .* block_size, "):
+        evaluate_sweep.main(["nothing.yaml", "--output_dir", str(tmp_path)])
+    for content, message in (
+        ({"script": "x", "recipe": "y", "train": []}, "script 'x'; accepted: image_classification"),
+        ({"script": "image_classification", "recipe": "y"}, "holds script, recipe; accepted: script, recipe, train"),
+    ):
+        (tmp_path / "bad.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        with pytest.raises(InputError, match=message):
+            evaluate_sweep.read_sweep(tmp_path / "bad.yaml", False)
+    with pytest.raises(InputError, match="has no small twin"):
+        evaluate_sweep.read_sweep(tmp_path / "bad.yaml", True)
+
+
+def test_the_script_says_what_is_wrong(tmp_path):
+    import subprocess
+    import sys
+
+    from training_helpers import ROOT
+
+    command = [sys.executable, str(ROOT / "training" / "evaluate_sweep.py"), "nothing.yaml", "--output_dir", "x"]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == 1 and process.stderr.startswith("error: There is no sweep")

@@ -1,0 +1,241 @@
+"""Trains the same recipe in several settings and evaluates every model under several conditions.
+
+A sweep is a yaml file in training/sweeps, one per figure or table of the papers:
+
+    python training/evaluate_sweep.py training/sweeps/block_size.yaml --output_dir outputs/cifar100 \
+        --train_files train.parquet --validation_files test.parquet
+    python training/evaluate_sweep.py training/sweeps/shuffling.yaml --mini --output_dir outputs/cifar10 …
+    torchrun --nproc_per_node 8 training/evaluate_sweep.py …
+
+All other flags go to every run; `--recipe` replaces the sweep's. Results are json lines in output_dir/<sweep>.jsonl,
+see `RESULT_KEYS`, to be put beside the papers' figures by training/report.py. A sweep that was interrupted goes on
+where it stopped, and sweeps that share models in one output directory train them once. `--dry_run` only lists the runs.
+
+A sweep names its `script`, its `recipe`, what to `train`: lists of settings, of which all combinations are trained, and
+where the models are `evaluate`d: lists of flags likewise. `mini` replaces any of these for a small computer.
+"""
+
+import argparse
+import base64
+import importlib
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import yaml
+from accelerate import PartialState
+from safetensors.numpy import load_file
+
+from training.arguments import InputError
+from training.records import CONFIG_FILE, ENVIRONMENT_FILE, portable, write_record
+from training.runs import EXAMPLES_FILE
+
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = ("image_classification", "video_classification", "object_detection")
+SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "mini")
+FLAGS_FILE = "flags.json"
+# What a line holds: which sweep, settings and condition; the flags of the training and what they were resolved to; the
+# metrics of the training and of this evaluation; accuracies by epoch; which examples were classified correctly, as
+# bits in base64; versions and hardware.
+RESULT_KEYS = (
+    "sweep",
+    "script",
+    "settings",
+    "condition",
+    "flags",
+    "run",
+    "train_metrics",
+    "metrics",
+    "history",
+    "examples",
+    "correct",
+    "environment",
+)
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    """Runs a sweep; the file of its results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("sweep", type=Path, help="yaml file")
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--mini", action="store_true", help="the sweep's small twin")
+    parser.add_argument("--recipe", help="instead of the sweep's")
+    parser.add_argument("--dry_run", action="store_true", help="list the runs only")
+    given, passed = parser.parse_known_args(arguments)
+    sweep = read_sweep(given.sweep, given.mini)
+    if given.recipe:
+        sweep["recipe"] = given.recipe
+    # One line per run, in the order in which they are made.
+    runs = [(settings, combinations(sweep.get("evaluate", []))) for settings in combinations(sweep["train"])]
+    if given.dry_run:
+        for settings, conditions in runs:
+            print(" ".join(_flags(sweep, settings, passed)), f"  # evaluated under {len(conditions)} conditions")
+        return given.output_dir
+    results_file = given.output_dir / f"{given.sweep.stem}.jsonl"
+    results = []
+    for number, (settings, conditions) in enumerate(runs, 1):
+        if PartialState().is_main_process:
+            print(f"[{number}/{len(runs)}] {slug(settings) or 'the recipe as it is'}", flush=True)
+        results += train_and_evaluate(sweep, given.sweep.stem, settings, conditions, passed, given.output_dir)
+        if PartialState().is_main_process:
+            _write_lines(results_file, results)
+    return results_file
+
+
+def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
+    """
+    The content of a sweep file.
+
+    Raises:
+        InputError: naming what is wrong with it.
+    """
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in (HERE / "sweeps").glob("*.yaml")))
+        raise InputError(f"There is no sweep {str(path)!r}; accepted: a yaml file, such as {names} in training/sweeps.")
+    sweep = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if mini:
+        if "mini" not in sweep:
+            raise InputError(f"{path.name} has no small twin; accepted: without --mini.")
+        sweep = {**sweep, **sweep["mini"]}
+    sweep.pop("mini", None)
+    wrong = set(sweep) - set(SWEEP_KEYS)
+    if wrong or not {"script", "recipe", "train"} <= set(sweep):
+        raise InputError(f"{path.name} holds {', '.join(sweep)}; accepted: {', '.join(SWEEP_KEYS)}.")
+    if sweep["script"] not in SCRIPTS:
+        raise InputError(f"{path.name}: script {sweep['script']!r}; accepted: {', '.join(SCRIPTS)}.")
+    return sweep
+
+
+def combinations(axes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """All combinations of one entry of every list, each as one dictionary."""
+    return [{key: value for entry in choice for key, value in entry.items()} for choice in itertools.product(*axes)]
+
+
+def slug(settings: dict[str, Any]) -> str:
+    return ",".join(f"{name}={value}" for name, value in settings.items())
+
+
+def train_and_evaluate(
+    sweep: dict[str, Any],
+    name: str,
+    settings: dict[str, Any],
+    conditions: list[dict[str, Any]],
+    passed: list[str],
+    output_dir: Path,
+) -> list[dict[str, Any]]:
+    """Trains one model, unless that has been done, and evaluates it; a result for every condition.
+
+    Raises:
+        InputError: if the model's folder holds another run.
+    """
+    script = importlib.import_module(f"training.{sweep['script']}").main
+    folder = output_dir / (slug(settings) or "recipe")
+    flags = _flags(sweep, settings, passed)
+    if _is_new(folder, flags):
+        interrupted = any((path / "trainer_state.json").is_file() for path in folder.glob("checkpoint-*"))
+        script([*flags, "--output_dir", str(folder), *(["--resume_from_checkpoint", "last"] if interrupted else [])])
+    shared = {
+        "sweep": name,
+        "script": sweep["script"],
+        "settings": settings,
+        "flags": portable(flags),
+        "run": _read(folder / CONFIG_FILE),
+        "train_metrics": _read(folder / "train_results.json"),
+        "history": _history(folder),
+        "environment": _read(folder / ENVIRONMENT_FILE),
+    }
+    results = []
+    for condition in conditions:
+        place = folder
+        if condition:
+            place = folder / "conditions" / slug(condition)
+            evaluation = [*flags, *_as_flags(condition), "--do_train", "false", "--output_dir", str(place)]
+            if _is_new(place, evaluation):
+                script([*evaluation, "--model_name_or_path", str(folder)])
+        results.append({**shared, "condition": condition, **_evaluated(place)})
+    return results
+
+
+def _flags(sweep: dict[str, Any], settings: dict[str, Any], passed: list[str]) -> list[str]:
+    recipe = Path(sweep["recipe"])
+    recipe = recipe if recipe.suffix else HERE / "recipes" / f"{recipe}.yaml"
+    return [str(recipe), *passed, *_as_flags(settings), "--do_eval", "true"]
+
+
+def _as_flags(settings: dict[str, Any]) -> list[str]:
+    return [
+        word
+        for name, value in settings.items()
+        for word in (f"--{name}", value if isinstance(value, str) else "None" if value is None else json.dumps(value))
+    ]
+
+
+def _is_new(folder: Path, flags: list[str]) -> bool:
+    """Whether a run is still to be made or finished; its flags are noted for the next time."""
+    described = portable(flags)
+    file = folder / FLAGS_FILE
+    if file.is_file() and _read(file)["flags"] != described:
+        raise InputError(
+            f"{folder.name} holds the run of other flags, {' '.join(_read(file)['flags'])}; accepted: the same, or "
+            "another --output_dir."
+        )
+    finished = (folder / "eval_results.json").is_file()
+    PartialState().wait_for_everyone()
+    if PartialState().is_main_process and not finished:
+        write_record(folder, FLAGS_FILE, {"flags": described})
+    return not finished
+
+
+def _history(folder: Path) -> list[list[float]]:
+    """Pairs of epoch and accuracy (or mAP) of the evaluations while training."""
+    log = _read(folder / "trainer_state.json").get("log_history", [])
+    return [
+        [entry["epoch"], entry[key]]
+        for entry in log
+        for key in ("eval_accuracy", "eval_map")
+        if entry.get(key, -1) >= 0
+    ]
+
+
+def _evaluated(folder: Path) -> dict[str, Any]:
+    evaluated = {"metrics": _read(folder / "eval_results.json"), "examples": None, "correct": None}
+    if (folder / EXAMPLES_FILE).is_file():
+        ranks = load_file(folder / EXAMPLES_FILE)["ranks"]
+        bits = base64.b64encode(np.packbits(ranks == 0).tobytes()).decode()
+        evaluated |= {"examples": len(ranks), "correct": bits}
+    return evaluated
+
+
+def correct_examples(result: dict[str, Any]) -> np.ndarray:
+    """Whether each example was classified correctly, (examples,), from a line of results."""
+    bits = np.frombuffer(base64.b64decode(result["correct"]), np.uint8)
+    return np.unpackbits(bits, count=result["examples"]).astype(bool)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _write_lines(path: Path, results: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps({key: result[key] for key in RESULT_KEYS}, default=str) + "\n" for result in results)
+    written = path.with_suffix(".part")
+    written.write_text(text, encoding="utf-8")
+    os.replace(written, path)
+
+
+if __name__ == "__main__":
+    try:
+        print(f"Results: {main()}")
+    except InputError as error:
+        sys.exit(f"error: {error}")
