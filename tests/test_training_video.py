@@ -43,13 +43,13 @@ def run(folder, *flags):
 
 
 def load(train=True, evaluate=True, frames=4, channels=3, **arguments):
-    return load_clips(VideoDataArguments(**arguments), (16, 16), frames, channels, train, evaluate, seed=0)
+    return load_clips(VideoDataArguments(**arguments), (16, 16), frames, channels, train, evaluate)
 
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("videos") / "shapes"
-    write_moving_shapes(folder, {"train": 24, "validation": 13}, 16, seed=0)
+    folder = tmp_path_factory.mktemp("videos") / "16px"
+    write_moving_shapes(folder, {"train": 24, "validation": 13}, 16)
     return folder
 
 
@@ -57,7 +57,7 @@ def shapes(tmp_path_factory):
 def broken(shapes, tmp_path_factory):
     """The moving shapes with a file that cannot be opened, one cut in its middle and one of three frames."""
     folder = tmp_path_factory.mktemp("videos") / "broken"
-    write_moving_shapes(folder, {"train": 24, "validation": 13}, 16, seed=0)
+    write_moving_shapes(folder, {"train": 24, "validation": 13}, 16)
     (folder / "train" / "up" / "not_a_video.mp4").write_bytes(b"not a video")
     for split in ("train", "validation"):
         write_video(folder / split / "up" / "short.mp4", numbered_frames(3))
@@ -154,7 +154,7 @@ def test_moving_shapes_move_in_the_direction_of_their_class():
     """Where brightness goes from frame to frame, found by correlation, is the class; no single frame knows it."""
     steps = {"up": (-1, 0), "right": (0, 1), "down": (1, 0), "left": (0, -1)}
     for index in range(20):
-        video, label = frames("train", index, 48, seed=0)
+        video, label = frames("train", index, 48)
         grey = video.astype(float).mean(axis=-1)
         differences = np.abs(grey - np.roll(grey, 1, axis=0))[1:].mean()
         by_step = {
@@ -172,15 +172,15 @@ def test_moving_shapes_move_in_the_direction_of_their_class():
 def test_moving_shapes_are_written_once(shapes):
     before = {path: path.stat().st_mtime_ns for path in shapes.rglob("*.mp4")}
     assert len(before) == 37
-    write_moving_shapes(shapes, {"train": 24}, 16, seed=0)
+    write_moving_shapes(shapes, {"train": 24}, 16)
     assert {path: path.stat().st_mtime_ns for path in shapes.rglob("*.mp4")} == before
-    with pytest.raises(ValueError, match="holds moving shapes of .*accepted: another folder"):
-        write_moving_shapes(shapes, {"train": 24}, 16, seed=1)
-    clips = load(moving_shapes_folder=str(shapes), max_train_samples=10, max_eval_samples=5)
+    with pytest.raises(ValueError, match="Moving shapes of 15 px cannot be written as video; accepted: even sizes"):
+        write_moving_shapes(shapes, {"train": 24}, 15)
+    clips = load(moving_shapes_folder=str(shapes.parent), max_train_samples=10, max_eval_samples=5)
     assert (len(clips.train), len(clips.evaluation)) == (10, 5) and clips.label_names == list(LABELS)
     for number in range(5):
         clip, label = clips.evaluation[number]
-        assert label == frames("validation", number, 16, seed=0)[1]
+        assert label == frames("validation", number, 16)[1]
 
 
 def test_split_files_as_ucf101_ships_them(tmp_path):

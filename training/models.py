@@ -170,14 +170,7 @@ def build_model(
         ignore_mismatched_sizes=not keeps_head,
         output_loading_info=True,
     )
-    mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in loading["mismatched_keys"]}
-    missing = set(loading["missing_keys"]) | mismatched
-    unexpected = {key for key in loading["unexpected_keys"] if not key.startswith(NOT_FOR_CLASSIFIERS)}
-    if not keeps_head:
-        missing, unexpected = (
-            {key for key in keys if not key.startswith("classifier.")} for keys in (missing, unexpected)
-        )
-    require_all_keys(missing, unexpected, arguments.model_name_or_path)
+    require_all_keys(loading, arguments.model_name_or_path, besides="" if keeps_head else "classifier.")
     if not keeps_head:
         # from_pretrained only renews a classifier of another size; one of the same size means other classes here.
         nn.init.normal_(model.classifier.weight, std=getattr(config, "initializer_range", 0.02))
@@ -222,7 +215,23 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
             raise InputError(f"{key} has shape {saved[key]} in the checkpoint {folder.name} and {shape} in the model.")
 
 
-def require_all_keys(missing: set[str], unexpected: set[str], checkpoint: str) -> None:
+def require_all_keys(loading: dict, checkpoint: str, besides: str = "") -> None:
+    """
+    Args:
+        loading: what `from_pretrained` says about its keys.
+        besides: a prefix of keys that may be missing or left over.
+
+    Raises:
+        InputError: naming the keys that are missing, of another shape or left over.
+    """
+    mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in loading["mismatched_keys"]}
+    missing, unexpected = set(loading["missing_keys"]) | mismatched, set(loading["unexpected_keys"])
+    if besides:
+        missing, unexpected = ({key for key in keys if not key.startswith(besides)} for keys in (missing, unexpected))
+    _require_all_keys(missing, unexpected, checkpoint)
+
+
+def _require_all_keys(missing: set[str], unexpected: set[str], checkpoint: str) -> None:
     if missing or unexpected:
         raise InputError(
             f"The checkpoint {checkpoint} does not fit the model. Missing: {', '.join(sorted(missing)) or 'none'}. "

@@ -76,7 +76,6 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             config.num_channels,
             args.do_train,
             args.do_eval,
-            args.seed,
             writes=args.process_index == 0,
         )
     set_seed(args.seed)

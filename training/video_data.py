@@ -30,7 +30,7 @@ class VideoDataArguments(SampleArguments):
         default=None, metadata={"help": "`moving_shapes`, generated; the default where no other data are given."}
     )
     moving_shapes_folder: str = field(
-        default="outputs/moving_shapes", metadata={"help": "Where the moving shapes are written, once."}
+        default="outputs/moving_shapes", metadata={"help": "Where the moving shapes are written, once per size."}
     )
     video_folder: str | None = field(
         default=None,
@@ -93,7 +93,6 @@ def load_clips(
     num_channels: int,
     train: bool,
     evaluate: bool,
-    seed: int,
     writes: bool = True,
 ) -> LabelledImages:
     """
@@ -102,7 +101,6 @@ def load_clips(
 
     Args:
         image_size: height and width of the model's input; the moving shapes are drawn at that size.
-        seed: of the moving shapes.
         writes: whether this process writes the moving shapes.
 
     Raises:
@@ -130,7 +128,7 @@ def load_clips(
         elif arguments.video_folder is not None:
             files, names = _class_folders(Path(arguments.video_folder), arguments.eval_split, train, evaluate)
         else:
-            files, names = _moving_shapes(arguments, image_size, train, evaluate, seed, writes)
+            files, names = _moving_shapes(arguments, image_size, train, evaluate, writes)
         reader = FrameReader(num_channels, arguments.intensity_range)
         found = {part: _opened(entries[: _limit(arguments, part)], reader, part) for part, entries in files.items()}
     needed = frames_needed(num_frames, arguments.frame_stride)
@@ -302,11 +300,12 @@ def _volumes(
 
 
 def _moving_shapes(
-    arguments: VideoDataArguments, image_size: tuple[int, int], train: bool, evaluate: bool, seed: int, writes: bool
+    arguments: VideoDataArguments, image_size: tuple[int, int], train: bool, evaluate: bool, writes: bool
 ) -> tuple[dict[str, list[tuple[Path, int]]], list[str]]:
     if image_size[0] != image_size[1]:
         raise InputError(f"Moving shapes are square; {image_size} is not. Accepted: --image_size 32 and the like.")
-    folder = Path(arguments.moving_shapes_folder)
+    # The same for every seed of a training, so that runs can be compared; another size is another set of files.
+    folder = Path(arguments.moving_shapes_folder) / f"{image_size[0]}px"
     sizes = {}
     if train:
         sizes["train"] = arguments.max_train_samples or DEFAULT_SIZES["train"]
@@ -314,9 +313,9 @@ def _moving_shapes(
         sizes["validation"] = arguments.max_eval_samples or DEFAULT_SIZES["validation"]
     if writes:
         try:
-            write_moving_shapes(folder, sizes, image_size[0], seed)
+            write_moving_shapes(folder, sizes, image_size[0])
         except ValueError as error:
-            raise InputError(f"{error} --moving_shapes_folder names another.") from None
+            raise InputError(str(error)) from None
     parts = {"train": "training", "validation": "evaluation"}
     files = {}
     for split, size in sizes.items():
