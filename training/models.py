@@ -170,7 +170,7 @@ def build_model(
         ignore_mismatched_sizes=not keeps_head,
         output_loading_info=True,
     )
-    require_all_keys(loading, arguments.model_name_or_path, besides="" if keeps_head else "classifier.")
+    require_loaded_keys(loading, arguments.model_name_or_path, besides="" if keeps_head else "classifier.")
     if not keeps_head:
         # from_pretrained only renews a classifier of another size; one of the same size means other classes here.
         nn.init.normal_(model.classifier.weight, std=getattr(config, "initializer_range", 0.02))
@@ -215,7 +215,7 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
             raise InputError(f"{key} has shape {saved[key]} in the checkpoint {folder.name} and {shape} in the model.")
 
 
-def require_all_keys(loading: dict, checkpoint: str, besides: str = "") -> None:
+def require_loaded_keys(loading: dict, checkpoint: str, besides: str = "") -> None:
     """
     Args:
         loading: what `from_pretrained` says about its keys.

@@ -43,7 +43,7 @@ from training.detection_data import (
     load_detections,
 )
 from training.models import (
-    require_all_keys,
+    require_loaded_keys,
     resolve_config,
     resolve_image_size,
     resolve_processor,
@@ -113,7 +113,7 @@ class DetectionTrainer(ImageClassificationTrainer):
         saved, loading = type(detector).from_pretrained(
             resume_from_checkpoint, config=detector.config, output_loading_info=True
         )
-        require_all_keys(loading, str(resume_from_checkpoint))
+        require_loaded_keys(loading, str(resume_from_checkpoint))
         detector.load_state_dict(saved.state_dict())
 
     def _rotary_parameters(self, model):
@@ -256,7 +256,7 @@ def build_detector(
             config=config,
             output_loading_info=True,
         )
-        require_all_keys(loading, arguments.model_name_or_path)
+        require_loaded_keys(loading, arguments.model_name_or_path)
         return model
     config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
     model = AutoModelForObjectDetection.from_config(config)
@@ -264,7 +264,7 @@ def build_detector(
         backbone, loading = LieREViTBackbone.from_pretrained(
             detector.backbone_name_or_path, config=config.backbone_config, output_loading_info=True
         )
-        require_all_keys(loading, detector.backbone_name_or_path, besides="classifier.")
+        require_loaded_keys(loading, detector.backbone_name_or_path, besides="classifier.")
         model.model.backbone.model.load_state_dict(backbone.state_dict())
     return model
 
