@@ -34,6 +34,7 @@ from accelerate import PartialState
 from safetensors.numpy import load_file
 
 from training.arguments import InputError
+from training.checkpoints import last_complete_checkpoint
 from training.records import CONFIG_FILE, ENVIRONMENT_FILE, portable, write_record
 from training.runs import EXAMPLES_FILE
 
@@ -142,7 +143,7 @@ def train_and_evaluate(
     folder = output_dir / (slug(settings) or "recipe")
     flags = _flags(sweep, settings, passed)
     if _is_new(folder, flags):
-        interrupted = any((path / "trainer_state.json").is_file() for path in folder.glob("checkpoint-*"))
+        interrupted = last_complete_checkpoint(folder) is not None
         script([*flags, "--output_dir", str(folder), *(["--resume_from_checkpoint", "last"] if interrupted else [])])
     shared = {
         "sweep": name,

@@ -6,9 +6,9 @@ from typing import Any
 
 from safetensors.numpy import save_file
 from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint
 
 from training.arguments import ImageTrainingArguments, InputError
+from training.checkpoints import last_complete_checkpoint, require_writable
 from training.records import CONFIG_FILE, ENVIRONMENT_FILE, claim_output_dir, environment, portable, write_record
 
 
@@ -20,13 +20,14 @@ def claim(args: ImageTrainingArguments) -> str | None:
     Makes sure that the run can be made and overwrites no other; the checkpoint that it goes on from, if any.
 
     Raises:
-        InputError: if the output directory holds another run, or not the checkpoint to go on from.
+        InputError: if the output directory holds another run, or not the checkpoint to go on from, or is not writable.
     """
     if args.n_gpu > 1:
         raise InputError(f"{args.n_gpu} GPUs in one process; accepted: torchrun, accelerate launch or one visible GPU.")
     checkpoint = _resumed_checkpoint(args)
     if args.process_index == 0:
         claim_output_dir(args)
+        require_writable(args.output_dir)
     return checkpoint
 
 
@@ -94,7 +95,7 @@ def _resumed_checkpoint(args: ImageTrainingArguments) -> str | None:
                 f"--resume_from_checkpoint {given!r} is no checkpoint of a run; accepted: `last` or its folder."
             )
         return given
-    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    last = last_complete_checkpoint(args.output_dir)
     if last is None:
-        raise InputError(f"--resume_from_checkpoint {given}: {args.output_dir!r} holds no checkpoint.")
+        raise InputError(f"--resume_from_checkpoint {given}: {args.output_dir!r} holds no complete checkpoint.")
     return last

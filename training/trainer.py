@@ -16,14 +16,14 @@ from transformers.utils import logging
 
 from training.arguments import InputError
 from training.augmentation import IGNORED_LABEL, EpochSampler
-from training.hub import HubPushes
+from training.checkpoints import WholeCheckpoints
 
 
 logger = logging.get_logger(__name__)
 METRIC = Path(__file__).parent / "metrics" / "classification.py"
 
 
-class ImageClassificationTrainer(HubPushes, Trainer):
+class ImageClassificationTrainer(WholeCheckpoints, Trainer):
     """
     Differences from `Trainer`:
 

@@ -1,0 +1,164 @@
+"""Runs that are killed, stopped, or out of disk: what they leave is whole, and going on ends at the same weights."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from training_helpers import ROOT, SCRIPT, TINY_MODEL, TINY_RUN, assert_same_weights, main, train, write_parquet
+
+from training.checkpoints import ASIDE, STOPPED_EXIT_CODE, last_complete_checkpoint
+
+
+LAST = "checkpoint-150"
+SCHEDULE = ["--num_train_epochs", 30, "--save_steps", 10, "--drop_path_rate", 0.2, "--hidden_dropout_prob", 0.1]
+SCHEDULE += ["--position_perturbation", 0.5, "--crop_padding", 2, "--flip_probability", 0.5, "--mixup_alpha", 0.8]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As in the processes that are started here: sums in another order would differ in the last bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    return ["--train_files", write_parquet(tmp_path_factory.mktemp("data") / "train.parquet", 40), *SCHEDULE]
+
+
+@pytest.fixture(scope="module")
+def whole(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    train(folder, *flags)
+    return folder
+
+
+def start(folder, flags, *launcher, **kwargs) -> subprocess.Popen:
+    command = [sys.executable, *launcher, str(SCRIPT), "--output_dir", str(folder), "--do_train"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*command, *TINY_MODEL, *TINY_RUN, *map(str, flags)], env=environment, **pipes, **kwargs)
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    limit = time.monotonic() + 240
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < limit
+        time.sleep(0.0005)
+
+
+@pytest.mark.parametrize("moment", [pytest.param("while training", marks=pytest.mark.slow), "while saving"])
+def test_a_killed_run_resumes_to_the_same_weights(moment, flags, whole, tmp_path):
+    process = start(tmp_path, flags)
+    wait_for(lambda: (tmp_path / "checkpoint-20").is_dir(), process)
+    if moment == "while saving":
+        wait_for(lambda: any((tmp_path / ASIDE).glob("*/*")), process)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and not (tmp_path / "model.safetensors").exists()
+    for path in tmp_path.glob("checkpoint-*"):
+        assert {entry.name for entry in path.iterdir()} == {entry.name for entry in (whole / LAST).iterdir()}
+    train(tmp_path, *flags, "--resume_from_checkpoint", "last")
+    assert_same_weights(whole, tmp_path)
+    assert not (tmp_path / ASIDE).exists()
+
+
+def test_a_half_written_checkpoint_is_never_picked_up(whole, flags, tmp_path):
+    for step in (20, 30, 40):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / ASIDE / "checkpoint-50").mkdir(parents=True)
+    (tmp_path / ASIDE / "checkpoint-50" / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-best").mkdir()
+    assert last_complete_checkpoint(tmp_path) is None
+    with pytest.raises(ValueError, match="--resume_from_checkpoint last: .* holds no complete checkpoint"):
+        train(tmp_path, *flags, "--resume_from_checkpoint", "last")
+    (tmp_path / "checkpoint-20" / "trainer_state.json").write_text("{}")
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
+    assert last_complete_checkpoint(whole) == str(whole / LAST)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_that_is_told_to_stop_saves_and_goes_on(processes, flags, whole, tmp_path):
+    """Two processes get the signal at different moments and must stop at the same step."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if processes == 2 else []
+    batch = ["--per_device_train_batch_size", 8 // processes, "--save_steps", 1000]
+    process = start(tmp_path, [*flags, *batch, "--logging_steps", 1], *launcher, start_new_session=True)
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "'loss'" in line and "'epoch': '2" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    output = "".join(lines) + process.communicate()[0]
+    stopped = last_complete_checkpoint(tmp_path)
+    assert stopped is not None, output
+    assert f"Stopped by SIGTERM; {Path(stopped).name} is saved, --resume_from_checkpoint last goes on" in output
+    assert not (tmp_path / "model.safetensors").exists()
+    if processes == 1:
+        assert process.returncode == STOPPED_EXIT_CODE and "Traceback" not in output
+        train(tmp_path, *flags, "--resume_from_checkpoint", "last")
+        assert_same_weights(whole, tmp_path)
+    else:
+        assert process.returncode != 0
+        # Of as many processes: every one drops other paths.
+        uninterrupted = tmp_path / "uninterrupted"
+        for folder, more in ((tmp_path, ["--resume_from_checkpoint", "last"]), (uninterrupted, [])):
+            rest = start(folder, [*flags, *batch, *more], *launcher)
+            output = rest.communicate()[0]
+            assert rest.returncode == 0, output
+        assert_same_weights(uninterrupted, tmp_path)
+
+
+def test_a_full_disk_ends_with_a_message_and_a_whole_checkpoint(flags, tmp_path):
+    """A limit on the size of files, which weights exceed in the middle of being written."""
+    train(tmp_path, *flags, "--max_steps", 20)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-20").iterdir()}
+    limit = (tmp_path / "checkpoint-20" / "optimizer.pt").stat().st_size - 1000
+
+    process = start(
+        tmp_path,
+        [*flags, "--resume_from_checkpoint", "last"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    output = process.communicate()[0]
+    assert process.returncode == 1 and "Traceback" not in output, output
+    assert "error: checkpoint-30 could not be saved (" in output
+    assert "checkpoint-20 is intact, --resume_from_checkpoint last goes on from there." in output
+    assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-20").iterdir()} == before
+    assert not (tmp_path / ASIDE).exists() and not (tmp_path / "checkpoint-30").exists()
+
+
+def test_a_folder_that_takes_no_files_is_found_before_training(flags, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ValueError, match="Nothing can be written to --output_dir .*file/run': Not a directory"):
+        train(tmp_path / "file" / "run", *flags)
+
+
+def test_old_checkpoints_go_and_the_best_one_stays(tmp_path, flags):
+    """The state names the folder that the checkpoint has, not the one in which it was written."""
+    import json
+
+    validation = write_parquet(tmp_path / "test.parquet", 12, seed=1)
+    best = ["--validation_files", validation, "--eval_strategy", "steps", "--eval_steps", 10, "--save_total_limit", 2]
+    best += ["--load_best_model_at_end", "true", "--metric_for_best_model", "loss", "--max_steps", 60]
+    train(tmp_path / "run", *flags, *best, "--learning_rate", 1e-2)
+    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
+    left = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    losses = {entry["step"]: entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry}
+    expected = f"checkpoint-{min(losses, key=losses.get)}"
+    assert left == {expected, "checkpoint-60"}
+    assert state["best_model_checkpoint"] == str(tmp_path / "run" / expected)
+    saved = json.loads((tmp_path / "run" / expected / "trainer_state.json").read_text())
+    assert saved["best_model_checkpoint"] == str(tmp_path / "run" / expected)
+    flags = ["--model_name_or_path", str(tmp_path / "run"), "--validation_files", validation, "--do_eval", *TINY_RUN]
+    metrics = main([*flags, "--output_dir", str(tmp_path / "eval")])
+    assert metrics["eval_loss"] == pytest.approx(min(losses.values()), abs=1e-6)
