@@ -130,12 +130,12 @@ def test_images_beyond_the_cache_are_decoded_on_access(parquet):
         assert np.array_equal(cached.train[index][0], lazy.train[index][0])
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_accelerate_reads_the_launch_files(name):
+@pytest.mark.parametrize("name, processes", [("ddp", 8), ("fsdp", 8), ("deepspeed_zero2", 8), ("multi_node", 16)])
+def test_accelerate_reads_the_launch_files(name, processes):
     from accelerate.commands.config.config_args import load_config_from_file
 
     config = load_config_from_file(str(ROOT / "training" / "accelerate" / f"{name}.yaml"))
-    assert config.num_processes == 8 and config.mixed_precision == "bf16"
+    assert config.num_processes == processes and config.mixed_precision == "bf16"
 
 
 def run(*flags):

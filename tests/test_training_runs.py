@@ -70,6 +70,48 @@ def test_two_processes_equal_one(one_process, train_file, uneven_file, tmp_path)
         assert results[0][name] == pytest.approx(results[1][name], abs=1e-6)
 
 
+@pytest.mark.slow
+def test_deepspeed_in_two_processes_equals_one(one_process, train_file, uneven_file, tmp_path, monkeypatch):
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    sharded = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
+    (tmp_path / "zero2.json").write_text(json.dumps(sharded | {"gradient_accumulation_steps": "auto"}))
+
+    def runner(folder, *flags):
+        train_with_torchrun(folder, *flags, "--deepspeed", tmp_path / "zero2.json", "--save_strategy", "no")
+
+    run_once(tmp_path / "run", train_file, uneven_file, batch_size=8, runner=runner)
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["world_size"] == 2 and environment["distributed_type"] == "DEEPSPEED"
+    assert_same_weights(one_process, tmp_path / "run", 1e-5)
+    results = [json.loads((folder / "eval_results.json").read_text()) for folder in (one_process, tmp_path / "run")]
+    assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--gradient_checkpointing", "true"],
+        ["--torch_compile", "true", "--torch_compile_backend", "eager"],
+        ["--bf16", "true"],
+    ],
+    ids=["checkpointing", "compile", "bf16"],
+)
+def test_switches_that_save_memory_or_time(flags, one_process, train_file, uneven_file, tmp_path):
+    """Recomputing and compiling give the weights of a plain run; bfloat16 gives about them."""
+    run_once(tmp_path, train_file, uneven_file, 16, lambda folder, *given: train(folder, *given, *flags))
+    assert_same_weights(one_process, tmp_path, 5e-3 if "--bf16" in flags else 1e-6)
+
+
+def test_logs_tell_the_rate_and_the_time_to_go(one_process):
+    log = json.loads((one_process / "trainer_state.json").read_text())["log_history"]
+    rated = [entry for entry in log if "examples_per_second" in entry]
+    # Three steps an epoch, every one logged; the first has nothing to compare with.
+    assert [entry["step"] for entry in rated] == [2, 3, 4, 5, 6]
+    assert all(entry["examples_per_second"] > 0 for entry in rated)
+    assert rated[0]["hours_to_go"] >= 0 and rated[-1]["hours_to_go"] == 0
+
+
 def test_the_evaluation_of_uneven_batches_is_exact(one_process, uneven_file):
     import datasets
     from transformers import AutoModelForImageClassification

@@ -79,7 +79,7 @@ def test_a_half_written_checkpoint_is_never_picked_up(whole, flags, tmp_path):
     (tmp_path / ASIDE / "checkpoint-50" / "trainer_state.json").write_text("{}")
     (tmp_path / "checkpoint-best").mkdir()
     assert last_complete_checkpoint(tmp_path) is None
-    with pytest.raises(ValueError, match="--resume_from_checkpoint last: .* holds no complete checkpoint"):
+    with pytest.raises(ValueError, match="--resume_from_checkpoint last: .* holds no checkpoint that is complete"):
         train(tmp_path, *flags, "--resume_from_checkpoint", "last")
     (tmp_path / "checkpoint-20" / "trainer_state.json").write_text("{}")
     assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")

@@ -112,9 +112,17 @@ class DataArguments(SampleArguments):
     )
     image_column_name: str | None = field(default=None, metadata={"help": "By default the only column of images."})
     label_column_name: str | None = field(default=None, metadata={"help": "By default the only column of classes."})
+    streaming: bool = field(
+        default=False, metadata={"help": "Read training images while they are needed instead of downloading all first."}
+    )
     image_cache_gigabytes: float = field(
         default=2.0, metadata={"help": "Decoded images are kept in memory up to this size, per process."}
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.streaming and (self.train_fraction < 1 or self.validation_fraction is not None):
+            raise InputError("--streaming goes with neither --train_fraction nor --validation_fraction.")
 
 
 @dataclass

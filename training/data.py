@@ -98,7 +98,7 @@ class DecodedImages:
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         image = self.cache.get(index)
         if image is None:
-            image = self._decode(self.table[index][self.image_column], index)
+            image = self.decode(self.table[index][self.image_column], index)
         return image, int(self.labels[index])
 
     def fill_cache(self, description: str) -> None:
@@ -109,10 +109,11 @@ class DecodedImages:
         with tqdm(total=len(self), desc=f"Decoding {description}", unit="img", leave=False, disable=None) as progress:
             for start in range(0, len(self), 256):
                 for row, encoded in enumerate(self.table[start : start + 256][self.image_column], start):
-                    self.cache[row] = self._decode(encoded, row)
+                    self.cache[row] = self.decode(encoded, row)
                     progress.update()
 
-    def _decode(self, encoded: dict | None, row: int) -> np.ndarray:
+    def decode(self, encoded: dict | None, row: int) -> np.ndarray:
+        """An undecoded image as (height, width, num_channels); `row` is for the message of what goes wrong."""
         try:
             image = self._decoder.decode_example(encoded)
             mode = image.mode
@@ -290,6 +291,23 @@ def _load_tables(arguments: DataArguments) -> datasets.DatasetDict:
     )
 
 
+def pick_evaluation_split(splits: list[str], arguments: DataArguments) -> str:
+    """The split of a data set to evaluate: the given one, else the first of the usual names.
+
+    Raises:
+        InputError: if there is none.
+    """
+    name = arguments.eval_split or next((name for name in EVALUATION_SPLITS if name in splits), None)
+    if name is None:
+        raise InputError(
+            f"There is no split to evaluate among {', '.join(splits)}; accepted: --eval_split with one of these or "
+            "--validation_fraction, say 0.1."
+        )
+    if name not in splits:
+        raise InputError(f"--eval_split {name!r}: there is no such split; accepted: {', '.join(splits)}.")
+    return name
+
+
 def _pick_splits(
     tables: datasets.DatasetDict, arguments: DataArguments, train: bool, evaluate: bool, seed: int
 ) -> tuple[datasets.Dataset | None, datasets.Dataset | None]:
@@ -301,14 +319,8 @@ def _pick_splits(
     train_table = split(arguments.train_split, "--train_split") if train else None
     if not evaluate:
         return train_table, None
-    name = arguments.eval_split or next((name for name in EVALUATION_SPLITS if name in tables), None)
-    if name is not None:
-        return train_table, split(name, "--eval_split")
-    if arguments.validation_fraction is None:
-        raise InputError(
-            f"There is no split to evaluate among {', '.join(tables)}; accepted: --eval_split with one of these or "
-            "--validation_fraction, say 0.1."
-        )
+    if arguments.validation_fraction is None or arguments.eval_split or set(EVALUATION_SPLITS) & set(tables):
+        return train_table, tables[pick_evaluation_split(list(tables), arguments)]
     if not 0 < arguments.validation_fraction < 1:
         raise InputError(f"--validation_fraction {arguments.validation_fraction}; accepted: between 0 and 1.")
     parts = split(arguments.train_split, "--train_split").train_test_split(arguments.validation_fraction, seed=seed)

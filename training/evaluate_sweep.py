@@ -123,7 +123,8 @@ def combinations(axes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def slug(settings: dict[str, Any]) -> str:
-    return ",".join(f"{name}={value}" for name, value in settings.items())
+    """The name of a run's folder; where its weights came from is among its flags."""
+    return ",".join(f"{name}={value}" for name, value in settings.items() if name != "model_name_or_path")
 
 
 def train_and_evaluate(

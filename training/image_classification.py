@@ -12,10 +12,8 @@ CIFAR-10 from the Hub, or from parquet files, on all GPUs of a machine:
         training/recipes/cifar100_mini.yaml --train_files train.parquet --validation_files test.parquet \
         --output_dir outputs/cifar10
 
-Any flag overrides the recipe. A run that was interrupted goes on with `--resume_from_checkpoint last`. With
-`--push_to_hub --hub_model_id me/name --hub_strategy checkpoint` every save is also a commit on the Hub, and with
-`--resume_from_hub` beside the same flags the run goes on from there, on any machine. An existing checkpoint is
-evaluated, here at another resolution, by
+Any flag overrides the recipe; with `--streaming` images are read while they are needed. A run that was interrupted goes
+on with `--resume_from_checkpoint last`. An existing checkpoint is evaluated, here at another resolution, by
 
     python training/image_classification.py --model_name_or_path outputs/cifar10 --do_eval --image_size 48 \
         --validation_files test.parquet --output_dir outputs/cifar10_at_48
@@ -52,6 +50,7 @@ from training.models import (
     resolve_processor,
 )
 from training.runs import claim, run
+from training.streaming import StreamedImages, open_stream
 from training.trainer import ClassificationMetrics, ImageClassificationTrainer, ranks_and_losses
 
 
@@ -67,7 +66,12 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     config = resolve_config(model_args)
     image_size = resolve_image_size(model_args, config)
     processor = resolve_processor(model_args, data_args, image_size, config)
-    images = load_images(data_args, image_size, config.num_channels, args.do_train, args.do_eval, args.seed)
+    stream = None
+    if data_args.streaming:
+        with args.main_process_first(desc="fetching the evaluation images"):
+            images, stream = open_stream(data_args, config.num_channels, args.do_train, args.do_eval)
+    else:
+        images = load_images(data_args, image_size, config.num_channels, args.do_train, args.do_eval, args.seed)
     set_seed(args.seed)
     model = build_model(model_args, config, images, args.do_train)
     if checkpoint is not None:
@@ -79,11 +83,16 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     resample = int(processor.resample)
     mean, std = processor.image_mean, processor.image_std
     collator = Collator(image_size, config.num_channels, mean, std, augmentation_args, seed)
-    train = train and fraction_of(train, data_args.train_fraction, seed)
+    if stream is not None:
+        channels = config.num_channels
+        train = StreamedImages(stream, numbers, image_size, channels, resample, augmentation_args, args)
+    elif train is not None:
+        train = fraction_of(train, data_args.train_fraction, seed)
+        train = TrainingImages(train, image_size, resample, augmentation_args, seed)
     trainer = ImageClassificationTrainer(
         model=model,
         args=args,
-        train_dataset=train and TrainingImages(train, image_size, resample, augmentation_args, seed),
+        train_dataset=train,
         eval_dataset=evaluation and EvaluationImages(evaluation, image_size, resample),
         data_collator=Condition(collator, model, condition_args),
         processing_class=processor,

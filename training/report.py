@@ -31,7 +31,7 @@ METRICS = {"eval_accuracy": "accuracy", "eval_auc": "AUC", "eval_map": "mAP"}
 # Not what is compared, but what is averaged over.
 SEEDS = ("seed", "evaluation_seed")
 # How an encoding is set up as its paper has it, which its name says already.
-AS_IN_PAPER = ("coordinates", "rotary_init", "rotate_prefix")
+AS_IN_PAPER = ("coordinates", "rotary_init", "rotate_prefix", "model_name_or_path")
 # Okabe and Ito's colours, told apart with any colour vision; markers help in black and white.
 COLORS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 MARKERS = "os^Dv<>"
@@ -80,8 +80,8 @@ def main(arguments: list[str] | None = None) -> Path:
         table = arrange(results)
         parts.append(section(name, results, table, paper.get(name, {})))
         picture = given.output_dir / f"{name}.png"
-        if plot(name, table, picture):
-            parts.append(f"![{name}]({picture.name})")
+        plot(name, table, picture)
+        parts.append(f"![{name}]({picture.name})")
     report = given.output_dir / "report.md"
     report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return report
@@ -168,9 +168,10 @@ def section(name: str, results: list[dict[str, Any]], table: dict[str, dict[str,
     if drops:
         lines += ["Relative loss of accuracy under the condition:", drops]
     for against in dict.fromkeys([next(iter(table)), "RoPE-Mixed"]):
-        tests = _tests(table, against, conditions[0])
+        column = "as trained" if "as trained" in conditions else conditions[0]
+        tests = _tests(table, against, column)
         if tests:
-            lines += [f"Paired tests against {against}, {conditions[0]}:", tests]
+            lines += [f"Paired tests against {against}, {column}:", tests]
     reached = _epochs_to_baseline(table)
     if reached:
         lines += ["Epochs until the accuracy that Absolute has at the end:", reached]
@@ -195,12 +196,13 @@ def _about(results: list[dict[str, Any]]) -> str:
         ),
         "generated data",
     )
-    source = source if isinstance(source, str) else ", ".join(source)
+    source = source if isinstance(source, str) else ", ".join(Path(name).name for name in source)
     layers, channels = model.get("num_hidden_layers", 12), model.get("hidden_size", 768)
+    epochs = training.get("num_train_epochs", 0)
     device = first["environment"].get("accelerator") or first["environment"].get("device", "")
     return (
-        f"Ours: {source}; {layers} layers of {channels} channels; {training.get('num_train_epochs')} epochs; evaluated "
-        f"on {first['metrics']['eval_samples']:,} examples; {device}."
+        f"Ours: {source}; {layers} layers of {channels} channels; {epochs:g} epochs; evaluated on "
+        f"{first['metrics']['eval_samples']:,} examples; {device}."
     )
 
 
@@ -259,13 +261,8 @@ def _epochs_to_baseline(table: dict[str, dict[str, Cell]]) -> str | None:
     return markdown(["", "epochs", "fewer than Absolute's"], rows)
 
 
-def plot(name: str, table: dict[str, dict[str, Cell]], path: Path) -> bool:
-    """
-    A picture of a sweep: lines where a condition or a setting is a number, else a point for each row.
-
-    Returns:
-        Whether there was anything to draw.
-    """
+def plot(name: str, table: dict[str, dict[str, Cell]], path: Path) -> None:
+    """A picture of a sweep: lines where a condition or a setting is a number, else a point for each row."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -275,11 +272,15 @@ def plot(name: str, table: dict[str, dict[str, Cell]], path: Path) -> bool:
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     lines, title = _lines(table)
     if lines:
+        places = [place for points in lines.values() for place, _ in points]
+        # Side by side, so that no interval hides another.
+        aside = (max(places) - min(places)) / 150
         for number, (row, points) in enumerate(lines.items()):
             places, intervals = zip(*sorted(points, key=lambda point: point[0]))
+            places = [place + (number - (len(lines) - 1) / 2) * aside for place in places]
             _draw(axes, places, intervals, number, label, row, line=True)
         axes.set_xlabel(title)
-        axes.legend(frameon=False)
+        figure.legend(frameon=False, loc="outside lower center", ncols=3)
     else:
         cells = [(row, next(iter(cells.values()))) for row, cells in table.items()]
         for number, (_, cell) in enumerate(cells):
@@ -290,7 +291,6 @@ def plot(name: str, table: dict[str, dict[str, Cell]], path: Path) -> bool:
     axes.grid(axis="y", color="#DDDDDD")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
-    return True
 
 
 def _lines(table: dict[str, dict[str, Cell]]) -> tuple[dict[str, list[tuple[float, Interval]]], str]:

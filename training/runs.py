@@ -97,5 +97,5 @@ def _resumed_checkpoint(args: ImageTrainingArguments) -> str | None:
         return given
     last = last_complete_checkpoint(args.output_dir)
     if last is None:
-        raise InputError(f"--resume_from_checkpoint {given}: {args.output_dir!r} holds no complete checkpoint.")
+        raise InputError(f"--resume_from_checkpoint {given}: {args.output_dir!r} holds no checkpoint that is complete.")
     return last

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, Trainer
 from transformers.utils import logging
 
@@ -39,6 +39,8 @@ class ImageClassificationTrainer(WholeCheckpoints, Trainer):
         # compute_loss divides by num_items_in_batch; Trainer must neither omit it nor divide once more.
         self.model_accepts_loss_kwargs = True
         self.evaluation_seconds = 0.0
+        # When, and at which step, losses were logged last.
+        self._last_log: tuple[float, int] | None = None
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         inputs = dict(inputs)
@@ -116,10 +118,33 @@ class ImageClassificationTrainer(WholeCheckpoints, Trainer):
         return EpochSampler(len(dataset), seed, multiple, lambda: self.state)
 
     def get_train_dataloader(self) -> DataLoader:
+        if isinstance(self.train_dataset, IterableDataset):
+            # It knows its share of the process already, which accelerate would share out once more.
+            self.train_dataset.trainer_state = lambda: self.state
+            return DataLoader(
+                self.train_dataset,
+                batch_size=self._train_batch_size,
+                collate_fn=self.data_collator,
+                num_workers=self.args.dataloader_num_workers,
+                pin_memory=self.args.dataloader_pin_memory,
+                generator=torch.Generator(),
+            )
         return _with_own_generator(super().get_train_dataloader())
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
         return _with_own_generator(super().get_eval_dataloader(eval_dataset))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds to the losses how fast the training is, evaluations aside, and how many hours it has to go."""
+        now, step = time.perf_counter() - self.evaluation_seconds, self.state.global_step
+        if "loss" in logs and self._last_log is not None and step > self._last_log[1]:
+            seconds = (now - self._last_log[0]) / (step - self._last_log[1])
+            batch = self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+            logs["examples_per_second"] = round(batch / seconds, 1)
+            logs["hours_to_go"] = round((self.state.max_steps - step) * seconds / 3600, 3)
+        if "loss" in logs or self._last_log is None:
+            self._last_log = now, step
+        super().log(logs, start_time)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         start = time.perf_counter()
