@@ -65,11 +65,11 @@ from training.models import (
     check_checkpoint_keys,
     order_labels,
     require_all_keys,
-    resolve_image_processor,
     resolve_image_size,
+    resolve_processor,
 )
 from training.records import CONFIG_FILE, ENVIRONMENT_FILE, claim_output_dir, environment, portable, write_record
-from training.trainer import ImageClassificationTrainer, classification_metrics, ranks_and_losses
+from training.trainer import ClassificationMetrics, ImageClassificationTrainer, ranks_and_losses
 
 
 RESULTS_FILE = "resolutions.json"
@@ -111,7 +111,7 @@ class Run:
         if self.args.process_index == 0:
             for name in self.patches:
                 claim_output_dir(self.arguments_of(name))
-        self.processor = resolve_image_processor(self.model_args, self.data_args, self.image_size, 3)
+        self.processor = resolve_processor(self.model_args, self.data_args, self.image_size, self.config)
         self.images = load_images(
             self.data_args, self.image_size, 3, self.args.do_train, self.args.do_eval, self.args.seed
         )
@@ -196,7 +196,7 @@ class Run:
                 self.image_size, 3, self.processor.image_mean, self.processor.image_std, self.augmentation_args, seed
             ),
             processing_class=self.processor,
-            compute_metrics=classification_metrics(),
+            compute_metrics=ClassificationMetrics(),
             preprocess_logits_for_metrics=ranks_and_losses,
         )
 

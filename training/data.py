@@ -143,11 +143,13 @@ def load_images(
 
     Args:
         image_size: height and width of the model's input; the arrows are drawn at that size.
-        seed: of the arrows and of the split that `validation_fraction` makes.
+        seed: of the arrows, and of the parts that `validation_fraction` and `train_fraction` make.
 
     Raises:
         InputError: naming the column, split, row or value that does not fit and what would.
     """
+    if arguments.streaming:
+        raise InputError("--streaming: this script reads its images first; accepted in image_classification.py.")
     if num_channels not in (1, 3):
         raise InputError(f"--num_channels {num_channels}: image files are read with 1 or 3 channels.")
     given = [
@@ -159,7 +161,16 @@ def load_images(
             "and --train_files with --validation_files."
         )
     if arguments.dataset_name == "arrows":
-        return _load_arrows(arguments, image_size, train, evaluate, seed)
+        images = _load_arrows(arguments, image_size, train, evaluate, seed)
+    else:
+        images = _load_decoded(arguments, num_channels, train, evaluate, seed)
+    images.train = images.train and fraction_of(images.train, arguments.train_fraction, seed)
+    return images
+
+
+def _load_decoded(
+    arguments: DataArguments, num_channels: int, train: bool, evaluate: bool, seed: int
+) -> LabelledImages:
     tables = _load_tables(arguments)
     train_table, eval_table = _pick_splits(tables, arguments, train, evaluate, seed)
     some_table = train_table if train_table is not None else eval_table

@@ -40,7 +40,7 @@ from training.arguments import (
 )
 from training.augmentation import Collator, EvaluationImages, TrainingImages
 from training.conditions import Condition, ConditionArguments
-from training.data import Relabelled, fraction_of, load_images
+from training.data import Relabelled, load_images
 from training.models import (
     build_model,
     check_checkpoint_keys,
@@ -87,7 +87,6 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         channels = config.num_channels
         train = StreamedImages(stream, numbers, image_size, channels, resample, augmentation_args, args)
     elif train is not None:
-        train = fraction_of(train, data_args.train_fraction, seed)
         train = TrainingImages(train, image_size, resample, augmentation_args, seed)
     trainer = ImageClassificationTrainer(
         model=model,

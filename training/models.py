@@ -103,7 +103,8 @@ def resolve_processor(
     arguments: CheckpointArguments, data_arguments: SampleArguments, size: tuple[int, int], config: PreTrainedConfig
 ) -> ViTImageProcessor | LieREVideoProcessor:
     """The processor that is saved with the checkpoint, so that pipelines prepare pixels as the evaluation does."""
-    is_video, num_channels = isinstance(config, LieREVideoConfig), config.num_channels
+    is_video = isinstance(config, LieREVideoConfig)
+    num_channels = getattr(config, "vision_config", config).num_channels
     mean, std, resample = [0.5] * num_channels, [0.5] * num_channels, BICUBIC
     if arguments.model_name_or_path is not None:
         try:
@@ -170,7 +171,8 @@ def build_model(
         ignore_mismatched_sizes=not keeps_head,
         output_loading_info=True,
     )
-    require_loaded_keys(loading, arguments.model_name_or_path, besides="" if keeps_head else "classifier.")
+    besides = NOT_FOR_CLASSIFIERS if keeps_head else (*NOT_FOR_CLASSIFIERS, "classifier.")
+    require_loaded_keys(loading, arguments.model_name_or_path, besides)
     if not keeps_head:
         # from_pretrained only renews a classifier of another size; one of the same size means other classes here.
         nn.init.normal_(model.classifier.weight, std=getattr(config, "initializer_range", 0.02))
@@ -215,23 +217,22 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
             raise InputError(f"{key} has shape {saved[key]} in the checkpoint {folder.name} and {shape} in the model.")
 
 
-def require_loaded_keys(loading: dict, checkpoint: str, besides: str = "") -> None:
+def require_loaded_keys(loading: dict, checkpoint: str, besides: tuple[str, ...] = ()) -> None:
     """
     Args:
         loading: what `from_pretrained` says about its keys.
-        besides: a prefix of keys that may be missing or left over.
+        besides: prefixes of keys that may be missing or left over.
 
     Raises:
         InputError: naming the keys that are missing, of another shape or left over.
     """
     mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in loading["mismatched_keys"]}
-    missing, unexpected = set(loading["missing_keys"]) | mismatched, set(loading["unexpected_keys"])
-    if besides:
-        missing, unexpected = ({key for key in keys if not key.startswith(besides)} for keys in (missing, unexpected))
-    _require_all_keys(missing, unexpected, checkpoint)
+    missing, unexpected = set(loading["missing_keys"]) | mismatched, loading["unexpected_keys"]
+    missing, unexpected = ({key for key in keys if not key.startswith(besides)} for keys in (missing, unexpected))
+    require_all_keys(missing, unexpected, checkpoint)
 
 
-def _require_all_keys(missing: set[str], unexpected: set[str], checkpoint: str) -> None:
+def require_all_keys(missing: set[str], unexpected: set[str], checkpoint: str) -> None:
     if missing or unexpected:
         raise InputError(
             f"The checkpoint {checkpoint} does not fit the model. Missing: {', '.join(sorted(missing)) or 'none'}. "

@@ -116,8 +116,9 @@ class DetectionTrainer(ImageClassificationTrainer):
         require_loaded_keys(loading, str(resume_from_checkpoint))
         detector.load_state_dict(saved.state_dict())
 
-    def _rotary_parameters(self, model):
-        return [parameter for name, parameter in model.named_parameters() if "rotary_encoding." in name]
+    def learning_rate_groups(self, model):
+        rotary = [parameter for name, parameter in model.named_parameters() if "rotary_encoding." in name]
+        return [("rotary_learning_rate_factor", self.args.rotary_learning_rate_factor, rotary)]
 
 
 def best_detections(logits: torch.Tensor, boxes: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -264,7 +265,7 @@ def build_detector(
         backbone, loading = LieREViTBackbone.from_pretrained(
             detector.backbone_name_or_path, config=config.backbone_config, output_loading_info=True
         )
-        require_loaded_keys(loading, detector.backbone_name_or_path, besides="classifier.")
+        require_loaded_keys(loading, detector.backbone_name_or_path, besides=("classifier.",))
         model.model.backbone.model.load_state_dict(backbone.state_dict())
     return model
 
