@@ -116,6 +116,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(shapes, tmp_path):
     assert_same_weights(tmp_path / "whole", tmp_path / "rest")
 
 
+@pytest.mark.slow
 def test_two_processes_evaluate_as_one(shapes, tmp_path):
     """13 pictures on two processes in batches of 4: repeated ones would be counted twice."""
     sizes = ["--shapes_folder", shapes, "--max_train_samples", 16, "--max_eval_samples", 13]

@@ -118,6 +118,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(processes, flags, whole, t
         assert_same_weights(uninterrupted, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_with_a_message_and_a_whole_checkpoint(flags, tmp_path):
     """A limit on the size of files, which weights exceed in the middle of being written."""
     train(tmp_path, *flags, "--max_steps", 20)

@@ -209,14 +209,3 @@ def test_sweeps_are_listed_and_checked(sweep_file, tmp_path, capsys):
             evaluate_sweep.read_sweep(tmp_path / "bad.yaml", False)
     with pytest.raises(InputError, match="has no small twin"):
         evaluate_sweep.read_sweep(tmp_path / "bad.yaml", True)
-
-
-def test_the_script_says_what_is_wrong(tmp_path):
-    import subprocess
-    import sys
-
-    from training_helpers import ROOT
-
-    command = [sys.executable, str(ROOT / "training" / "evaluate_sweep.py"), "nothing.yaml", "--output_dir", "x"]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert process.returncode == 1 and process.stderr.startswith("error: There is no sweep")

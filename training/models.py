@@ -32,6 +32,8 @@ logger = logging.get_logger(__name__)
 CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "position_perturbation")
 SIZE_FIELDS = ("image_size", "num_frames")
 BICUBIC = 3
+# How the names of classifiers end.
+HEADS = ("ForImageClassification", "ForVideoClassification")
 # What a classifier leaves of a model of images and text.
 NOT_FOR_CLASSIFIERS = ("text_model.", "text_projection.", "visual_projection.", "logit_scale", "logit_bias")
 
@@ -151,7 +153,7 @@ def build_model(
         config.id2label, config.label2id = labels["id2label"], labels["label2id"]
         return auto_class.from_config(config)
 
-    is_classifier = any("ForImageClassification" in name for name in config.architectures or ["ForImageClassification"])
+    is_classifier = any(name.endswith(HEADS) for name in config.architectures or HEADS)
     keeps_head = is_classifier and _same_classes(config, images)
     if not keeps_head and not trains_head:
         raise InputError(
