@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformers import set_seed
 
 from hf_liere.hub import HubError
-from hf_liere.publishing import saved_weights_digest, weights_digest
 from training.arguments import (
     AugmentationArguments,
     DataArguments,

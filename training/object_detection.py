@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from hf_liere import LieREViTBackbone
+from hf_liere.hub import HubError
 from training.arguments import ImageTrainingArguments, InputError, ModelArguments, parse_arguments
 from training.data import fraction_of
 from training.detection_data import (
@@ -278,5 +279,5 @@ def _normalisation(arguments, data_arguments, image_size, config) -> dict:
 if __name__ == "__main__":
     try:
         main()
-    except InputError as error:
+    except (InputError, HubError) as error:
         sys.exit(f"error: {error}")

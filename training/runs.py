@@ -7,9 +7,19 @@ from typing import Any
 from safetensors.numpy import save_file
 from transformers import Trainer
 
+from hf_liere.publishing import saved_weights_digest, weights_digest
 from training.arguments import ImageTrainingArguments, InputError
 from training.checkpoints import last_complete_checkpoint, require_writable
-from training.records import CONFIG_FILE, ENVIRONMENT_FILE, claim_output_dir, environment, portable, write_record
+from training.hub import fetch_checkpoint, warn_of_other_settings
+from training.records import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    WEIGHTS_FILE,
+    claim_output_dir,
+    environment,
+    portable,
+    write_record,
+)
 
 
 EXAMPLES_FILE = "eval_examples.safetensors"
@@ -28,6 +38,13 @@ def claim(args: ImageTrainingArguments) -> str | None:
     if args.process_index == 0:
         claim_output_dir(args)
         require_writable(args.output_dir)
+    if args.resume_from_hub:
+        with args.main_process_first(local=False, desc="fetching the checkpoint"):
+            if args.process_index == 0:
+                fetch_checkpoint(args)
+        checkpoint = last_complete_checkpoint(args.output_dir)
+        if checkpoint is None:
+            raise InputError("--resume_from_hub: the first process fetched no checkpoint, and says why.")
     return checkpoint
 
 
@@ -55,9 +72,13 @@ def run(
     if trainer.is_world_process_zero():
         resolved = {name: vars(arguments) for name, arguments in described.items()}
         resolved |= {"training": args.to_dict(), "model": trainer.model.config.to_diff_dict()}
-        resolved |= {"model_name_or_path": model_name_or_path, "image_size": input_size}
-        write_record(args.output_dir, CONFIG_FILE, portable(resolved))
+        resolved = portable({**resolved, "model_name_or_path": model_name_or_path, "image_size": input_size})
+        write_record(args.output_dir, CONFIG_FILE, resolved)
+        if args.resume_from_hub:
+            warn_of_other_settings(checkpoint, resolved)
         write_record(args.output_dir, ENVIRONMENT_FILE, environment())
+        if not args.do_train:
+            write_record(args.output_dir, WEIGHTS_FILE, {"sha256": weights_digest(trainer.model.state_dict())})
     metrics = {}
     if args.do_train:
         metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
@@ -71,8 +92,8 @@ def run(
         trainer.save_metrics("train", metrics)
         trainer.save_state()
         if trainer.is_world_process_zero():
-            # It repeats the arguments as a pickle, with the folders and the host name that the records leave out.
-            (Path(args.output_dir) / "training_args.bin").unlink(missing_ok=True)
+            digest = saved_weights_digest(args.output_dir)
+            write_record(args.output_dir, WEIGHTS_FILE, {"sha256": digest, "step": trainer.state.global_step})
     if args.do_eval:
         metrics = trainer.evaluate()
         metrics["eval_samples"] = len(trainer.eval_dataset)
@@ -81,6 +102,10 @@ def run(
         examples = getattr(trainer.compute_metrics, "examples", None)
         if examples and trainer.is_world_process_zero():
             save_file(examples, Path(args.output_dir) / EXAMPLES_FILE)
+    if args.push_to_hub:
+        published = trainer.push_to_hub()
+        if published is not None:
+            print(f"Published: {published}")
     return metrics
 
 

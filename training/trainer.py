@@ -17,13 +17,14 @@ from transformers.utils import logging
 from training.arguments import InputError
 from training.augmentation import IGNORED_LABEL, EpochSampler
 from training.checkpoints import WholeCheckpoints
+from training.hub import HubPushes
 
 
 logger = logging.get_logger(__name__)
 METRIC = Path(__file__).parent / "metrics" / "classification.py"
 
 
-class ImageClassificationTrainer(WholeCheckpoints, Trainer):
+class ImageClassificationTrainer(HubPushes, WholeCheckpoints, Trainer):
     """
     Differences from `Trainer`:
 

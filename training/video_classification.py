@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from transformers import set_seed
 
+from hf_liere.hub import HubError
 from training.arguments import (
     AugmentationArguments,
     ImageTrainingArguments,
@@ -108,5 +109,5 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 if __name__ == "__main__":
     try:
         main()
-    except InputError as error:
+    except (InputError, HubError) as error:
         sys.exit(f"error: {error}")
