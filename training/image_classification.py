@@ -13,8 +13,8 @@ CIFAR-10 from the Hub, or from parquet files, on all GPUs of a machine:
         --output_dir outputs/cifar10
 
 Any flag overrides the recipe; with `--streaming` images are read while they are needed. A run that was interrupted goes
-on with `--resume_from_checkpoint last`. With `--push_to_hub --hub_model_id me/name --hub_strategy checkpoint` every save
-is also a commit on the Hub, and with `--resume_from_hub` beside the same flags the run goes on from there, on any
+on with `--resume_from_checkpoint last`. With `--push_to_hub --hub_model_id me/name --hub_strategy checkpoint` every
+save is also a commit on the Hub, and with `--resume_from_hub` beside the same flags the run goes on from there, on any
 machine. An existing checkpoint is evaluated, here at another resolution, by
 
     python training/image_classification.py --model_name_or_path outputs/cifar10 --do_eval --image_size 48 \
