@@ -94,7 +94,8 @@ def plane_rotations(
 def cos_sin(angles: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """(…, 2) cos and sin, in `dtype`, of angles in the working type."""
     # Whole turns are taken off in the working type, so that float32 cos and sin see a small, exact argument.
-    angles = (angles - (angles.detach() / (2 * math.pi)).round() * (2 * math.pi)).to(dtype)
+    turns = (angles.detach() / (2 * math.pi)).round_().mul_(2 * math.pi)
+    angles = (angles - turns).to(dtype)
     return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
 
@@ -302,13 +303,16 @@ def _gradient_of_first(inverse: torch.Tensor, directions: list[torch.Tensor]) ->
         directions: One (rays that are this long, k, b, b) for each multiple.
 
     Returns:
-        (rays, k, b, b).
+        (rays, k, b, b). The memory of `directions` is used for it.
     """
-    tail = total = directions[-1]
-    for direction in reversed(directions[:-1]):
-        longer = len(tail)
-        tail = torch.cat([direction[:longer] + tail @ inverse[:longer], direction[longer:]])
-        total = torch.cat([tail[:longer] + inverse[:longer] @ total, tail[longer:]])
+    tail, *shorter = reversed(directions)
+    total = tail
+    for direction in shorter:
+        longer = tail.shape[0]
+        turn = inverse[:longer].flatten(0, 1)
+        direction[:longer].flatten(0, 1).baddbmm_(tail.flatten(0, 1), turn)
+        previous, tail, total = total, direction, direction.clone()
+        total[:longer].flatten(0, 1).baddbmm_(turn, previous.flatten(0, 1))
     return total
 
 

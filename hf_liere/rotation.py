@@ -10,6 +10,8 @@ from .kernels import angle_gradients, apply_rotation, is_available, outer_produc
 
 # Of query and key each; measured on CPU for blocks of 8.
 SAMPLES_AT_ONCE = 8
+# Above, a product that gathers the parts of all pairs of planes is more work than to index them.
+GATHERED_SIZE = 16
 
 
 class EigenRotation(NamedTuple):
@@ -229,19 +231,20 @@ def _outer_products(gradients, rotated, shape: torch.Size, size: int) -> torch.T
     if not torch.compiler.is_compiling() and is_available(rotated[0]):
         return outer_products(gradients, rotated, shape, size)
     batch, heads, tokens, blocks = shape
-    outer = 0
+    outer = None
     with torch.autocast(device_type=rotated[0].device.type, enabled=False):
         for gradient, states in zip(gradients, rotated):
             dtype = torch.promote_types(states.dtype, torch.float32)
             gradient, states = gradient.to(dtype), states.to(dtype)
             if batch > 1:
-                pair = (x.unflatten(-1, (blocks, size)).transpose(1, 2) for x in (gradient, states))
-                gradient, states = pair
+                gradient, states = (x.unflatten(-1, (blocks, size)).transpose(1, 2) for x in (gradient, states))
                 product = gradient.unsqueeze(-1) * states.unsqueeze(-2)
+                outer = product if outer is None else outer.add_(product)
             else:
-                product = torch.bmm(_rows(gradient, size).transpose(1, 2), _rows(states, size))
-                product = product.view(1, tokens, -1, blocks, size, size)
-            outer = outer + product
+                factors = _rows(gradient, size).transpose(1, 2), _rows(states, size)
+                # Fresh memory is what small products wait for.
+                outer = torch.bmm(*factors) if outer is None else outer.baddbmm_(*factors)
+    outer = outer.view(batch, tokens, -1, blocks, size, size)
     return (outer.sum(2, keepdim=True) if heads == 1 else outer).transpose(1, 2)
 
 
@@ -263,30 +266,56 @@ def _eigen_gradients(
     Returns:
         (1 or B, 1 or H, N, blocks, b/2) and (1 or H, blocks, b, b).
     """
-    planes = generators.shape[-1] // 2
-    # (…, j, k, 2, 2)
-    pairs = outer.unflatten(-1, (planes, 2)).unflatten(-3, (planes, 2)).transpose(-2, -3)
-    # Only the skew part acts.
-    pairs = pairs - pairs.transpose(-4, -3).transpose(-2, -1)
-    angles_gradient = pairs[..., 1, 0].diagonal(dim1=-2, dim2=-1)
-
+    size = generators.shape[-1]
+    planes = size // 2
+    if size <= GATHERED_SIZE:
+        # The parts are linear in the blocks: one product for all of them.
+        every = torch.eye(size**2, dtype=outer.dtype, device=outer.device).view(-1, size, size)
+        # In the order of memory, tokens before heads.
+        parts = (outer.transpose(1, 2).flatten(-2) @ torch.cat(_plane_parts(every), dim=-1)).transpose(1, 2)
+        pairs = planes * (planes - 1) // 2
+        angles_gradient, a, b, c, d = parts.split([planes, pairs, pairs, pairs, pairs], dim=-1)
+    else:
+        angles_gradient, a, b, c, d = _plane_parts(outer)
     frequencies = torch.stack([generators[..., 2 * j + 1, 2 * j] for j in range(planes)], dim=-1).to(scalars.dtype)
     j, k = torch.triu_indices(planes, planes, offset=1, device=outer.device)
-    pairs = pairs[..., j, k, :, :].to(scalars.dtype)
-    (upper_left, upper_right), (lower_left, lower_right) = (row.unbind(-1) for row in pairs.unbind(-2))
     scalars = scalars.unsqueeze(-1)
 
     def integrate(real, imaginary, frequency):
-        angles = scalars * frequency.unsqueeze(-3)
-        length = scalars * torch.sinc(angles / (2 * torch.pi))
-        cos, sin = length * torch.cos(angles / 2), length * torch.sin(angles / 2)
+        half = scalars * (frequency / 2).unsqueeze(-3)
+        cos, sin = half.cos(), half.sin()
+        length = scalars * torch.where(half == 0, 1, sin / half)
+        cos, sin = cos * length, sin * length
         return (real * cos + imaginary * sin).sum((0, 2)), (imaginary * cos - real * sin).sum((0, 2))
 
-    a, b = integrate(upper_left + lower_right, lower_left - upper_right, frequencies[..., j] - frequencies[..., k])
-    c, d = integrate(upper_left - lower_right, upper_right + lower_left, frequencies[..., j] + frequencies[..., k])
+    a, b = integrate(a, b, frequencies[..., j] - frequencies[..., k])
+    c, d = integrate(c, d, frequencies[..., j] + frequencies[..., k])
     # Half for the block, half for its mirror image below.
     blocks = torch.stack([torch.stack([a + c, d - b], -1), torch.stack([b + d, a - c], -1)], -2) / 4
     gradient = blocks.new_zeros(*blocks.shape[:-3], planes, planes, 2, 2)
     gradient[..., j, k, :, :] = blocks
     gradient = gradient.transpose(-3, -2).flatten(-2).flatten(-3, -2)
     return angles_gradient, (gradient - gradient.transpose(-1, -2)).to(generators.dtype)
+
+
+def _plane_parts(matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """
+    Parts of the skew part of (…, b, b): the one within each plane, (…, b/2), and for the block of every pair of planes
+    j < k twice the a, b, c and d of aI + bJ + cK + dL, K = diag(1, −1), L = [[0, 1], [1, 0]], (…, pairs) each.
+    """
+    planes = matrices.shape[-1] // 2
+    skew = matrices - matrices.transpose(-1, -2)
+    # (…, j, k, 2, 2)
+    blocks = skew.unflatten(-1, (planes, 2)).unflatten(-3, (planes, 2)).transpose(-2, -3)
+    within = blocks[..., 1, 0].diagonal(dim1=-2, dim2=-1)
+    j, k = torch.triu_indices(planes, planes, offset=1, device=matrices.device)
+    (upper_left, upper_right), (lower_left, lower_right) = (
+        row.unbind(-1) for row in blocks[..., j, k, :, :].unbind(-2)
+    )
+    return (
+        within,
+        upper_left + lower_right,
+        lower_left - upper_right,
+        upper_left - lower_right,
+        upper_right + lower_left,
+    )
