@@ -22,6 +22,7 @@ from transformers.utils import logging
 from hf_liere import LieREVideoConfig, LieREViTConfig, LieREViTForImageClassification
 from hf_liere.encodings import build_rotary_encoding
 from hf_liere.lie_algebra import skew
+from hf_liere.rotation import EigenRotation
 
 
 # LieRE's code on CIFAR-100: 32 × 32 images in patches of 4 × 4, so 64 patches and a class token; heads are always 64
@@ -149,9 +150,12 @@ def measure_depth(fields: dict, depth: int) -> tuple[int, int]:
     if model.liere.rotary_encoding is None:
         return products + 5 * elements, 0
     positions = model.liere.token_positions(config.train_grid, None, None, model.device)
-    rotations = count_products(lambda: model.liere.rotations(positions))
+    layers = []
+    rotations = count_products(
+        lambda: layers.extend(model.liere.rotations(positions, config.train_grid, explicit=False))
+    )
     planes = 0
-    if config.block_size == 2:
+    if isinstance(layers[0], EigenRotation) or config.block_size == 2:
         # Products of cosines and sines are no matrix products, which alone are counted.
         planes = 2 * depth * len(positions) * config.num_attention_heads * config.head_dim * 2
     return products - rotations + 5 * elements + planes, rotations
