@@ -79,15 +79,21 @@ class RotaryEncoding(nn.Module):
         flat_positions = positions.reshape(-1, self.num_axes)
         layers, heads, blocks = entries.shape[1:4]
         if self.block_size == 2:
-            rotations = plane_rotations(flat_positions, entries.flatten(1), self.rotation_dtype)
-            rotations = rotations.unflatten(0, (layers, -1))
+            # Layer by layer the angles stay in a core's cache.
+            rotations = [
+                plane_rotations(flat_positions, frequencies, self.rotation_dtype)
+                for frequencies in entries.flatten(2).unbind(1)
+            ]
         else:
             generators = skew(entries.flatten(2, 3), self.block_size)
-            rotations = block_rotations(flat_positions, generators, self.rotation_dtype, rays)
+            rotations = block_rotations(flat_positions, generators, self.rotation_dtype, rays).unbind(0)
         # Tokens before heads in memory, as in the queries and keys that will be rotated.
-        rotations = rotations.transpose(1, 2).contiguous().unflatten(2, (heads, blocks))
-        rotations = rotations.unflatten(1, (*(batch or (1,)), tokens)).transpose(2, 3)
-        return list(rotations.unbind(0)) * (self.num_layers // self.layers if layers == self.layers else 1)
+        rotations = [
+            layer.transpose(0, 1).contiguous().unflatten(1, (heads, blocks)).unflatten(0, (*(batch or (1,)), tokens))
+            for layer in rotations
+        ]
+        rotations = [layer.transpose(1, 2) for layer in rotations]
+        return rotations * (self.num_layers // self.layers if layers == self.layers else 1)
 
     @property
     def rotation_dtype(self) -> torch.dtype:
@@ -224,17 +230,16 @@ class ComRoPEAxialPartition(RotaryEncoding):
         with torch.autocast(device_type=device.type, enabled=False):
             basis, generators, frequencies = self.spectrum(dtype)
             slopes = self.slopes(device).to(dtype).expand(-1, self.layers, self.heads, -1)
-            scalars = positions.to(dtype).reshape(-1, self.num_axes) @ slopes.flatten(1)
-            # (layers, batch, tokens, heads, blocks)
-            scalars = scalars.view(*batch, tokens, self.layers, self.heads, self.num_blocks).movedim(2, 0)
-            angles = scalars.unsqueeze(-1) * frequencies[:, None, None]
-            planes = cos_sin(angles.flatten(-2), self.rotation_dtype).transpose(2, 3)
+            flat_positions = positions.to(dtype).reshape(-1, self.num_axes)
+            scalars, planes = [], []
+            # Layer by layer the angles stay in a core's cache.
+            for layer_slopes, layer_frequencies in zip(slopes.unbind(1), frequencies):
+                scalar = (flat_positions @ layer_slopes.flatten(1)).view(*batch, tokens, self.heads, self.num_blocks)
+                angles = (scalar.unsqueeze(-1) * layer_frequencies).flatten(-2)
+                planes.append(cos_sin(angles, self.rotation_dtype).transpose(1, 2))
+                scalars.append(scalar.detach().transpose(1, 2).to(self.rotation_dtype))
         basis, generators = basis.to(self.rotation_dtype), generators.to(self.rotation_dtype)
-        scalars = scalars.detach().transpose(2, 3).to(self.rotation_dtype)
-        rotations = [
-            EigenRotation(planes[layer], basis[layer], generators[layer], scalars[layer])
-            for layer in range(self.layers)
-        ]
+        rotations = [EigenRotation(*layer) for layer in zip(planes, basis, generators, scalars)]
         return rotations * (self.num_layers // self.layers)
 
     def bases(self) -> list[torch.Tensor]:
