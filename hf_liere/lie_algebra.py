@@ -1,16 +1,19 @@
 """From skew-symmetric generators to rotations: the one owner of matrix exponentials."""
 
+import itertools
 import math
 from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from .exponential_gradient import POLYNOMIAL_NORM, GradientMoments, derivative
+
 
 # P(x) of degree 18 in five products (scheme of Bader, Blanes and Casas 2019, eq. 23): with the combinations B₁ … B₅ of
 # 1, x, x², x³, x⁶ in the rows below, Q = B₁B₅ + B₄ and P = B₂ + (B₃ + Q) Q. The numbers solve for the polynomial with
-# P(0) = 1 that interpolates e^(iφ) in the Chebyshev points of |φ| ≤ 3.2, where it errs by 2e-13: the spectrum of a
-# skew-symmetric matrix is imaginary, so the exponential needs no accuracy elsewhere.
+# P(0) = 1 that interpolates e^(iφ) in the Chebyshev points of |φ| ≤ POLYNOMIAL_NORM, where it errs by 2e-13: the
+# spectrum of a skew-symmetric matrix is imaginary, so the exponential needs no accuracy elsewhere.
 POLYNOMIAL = (
     (0.046014031967345956404, -0.12829239509055682887, -0.0086190452043831576574, -0.0009708167894662686554, 0.0),
     (
@@ -24,9 +27,11 @@ POLYNOMIAL = (
     (1.9489950753324255, -0.6227656338610917167, 0.06987186799980863, 0.026504164510235873, -0.000012858941845688914),
     (0.10615836313296318, 0.3127635065704058389, -0.09672525453016817, -0.014771321279952634, -0.000012114218070775968),
 )
-POLYNOMIAL_NORM = 3.2
 # Used where the norm cannot be looked at (a traced graph): enough for norms up to 3276.
 TRACED_SQUARINGS = 10
+# After as many squarings the backward pass, which squares in float32, goes on from a square that was kept: each one
+# doubles the error of the one before.
+KEPT_SQUARES = 4
 # Matrices are worked on in pieces that stay in a core's cache: 512 KiB of float64. Elsewhere pieces only bound memory.
 CHUNK_ELEMENTS = 1 << 16
 DEVICE_CHUNK_ELEMENTS = 1 << 22
@@ -173,8 +178,11 @@ def block_rotations(
     """
     exp(Σ_a p_a A_a) for b > 2 (LieRE eq. 4, ComRoPE eq. 3), by scaling and squaring with matrix products only.
 
-    Nothing but the arguments is kept for the backward pass, which recomputes the exponentials together with their
-    Fréchet derivative (Al-Mohy and Higham 2009, eq. 3.4) and is exact at repeated eigenvalues and at zero.
+    A change of X = Σ_a p_a A_a turns the rotation by R⁻¹ dR = φ(ad X) dX with φ(z) = (1 − e⁻ᶻ)/z and ad X: W ↦ XW − WX
+    (Hall 2015, theorem 5.4), exact at zero and at repeated eigenvalues. The backward pass applies the adjoint to W, the
+    skew part of Rᵀ dL/dR: with X = 2ˢY it is φ(−ad Y) Π_{j<s} ½(1 + e^(2ʲ ad Y)), of which the exponentials conjugate W
+    with the squares that led to R, and the rest is [`exponential_gradient.GradientMoments`]. Kept for it are the
+    rotations and one square, or one for every `KEPT_SQUARES` of them.
 
     Args:
         positions: (P, A) in the working type.
@@ -194,6 +202,7 @@ def block_rotations(
 
 def _pieces(positions: torch.Tensor, generators: torch.Tensor, rays: Rays | None) -> list[_Piece]:
     if torch.compiler.is_compiling():
+        # A traced graph has no use for pieces and its sizes may be symbolic.
         return [_Piece(TRACED_SQUARINGS, (torch.arange(positions.shape[0], device=positions.device),))]
     if rays is None:
         tokens = torch.arange(len(positions)).unsqueeze(-1)
@@ -207,8 +216,7 @@ def _pieces(positions: torch.Tensor, generators: torch.Tensor, rays: Rays | None
     norms = (positions.abs() @ norms)[tokens[:, 0].to(positions.device)].cpu().nan_to_num(0.0, 0.0, 0.0)
     squarings = (norms / POLYNOMIAL_NORM).clamp(min=1.0).log2().ceil().long()
     lengths = (tokens >= 0).sum(1)
-    size = generators.shape[-1]
-    most = max(1, _chunk_elements(positions.device) // (size * size))
+    most = max(1, _chunk_elements(positions.device) // generators[0, 0].numel())
     pieces = []
     done = -1
     for count in squarings.unique().tolist():
@@ -231,89 +239,101 @@ def _chunk_elements(device: torch.device) -> int:
     return CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
 
 
-def _chunks(pieces: list[_Piece], generators: torch.Tensor):
-    """(group, slice of blocks, piece) that are computed together."""
-    _, groups, blocks, size, _ = generators.shape
-    for piece in pieces:
-        step = blocks
-        # A traced graph has no use for pieces and its sizes may be symbolic.
-        if not torch.compiler.is_compiling():
-            step = max(1, _chunk_elements(generators.device) // (size * size * max(len(piece.multiples[0]), 1)))
-        for group in range(groups):
-            for block in range(0, blocks, step):
-                yield group, slice(block, block + step), piece
-
-
 class _BlockRotations(torch.autograd.Function):
     """(P, A) positions and (A, G, K, b, b) generators → (G, P, K, b, b)."""
 
     @staticmethod
     def forward(ctx, positions, generators, pieces, dtype):
-        ctx.save_for_backward(positions, generators)
-        ctx.pieces = pieces
         _, groups, blocks, size, _ = generators.shape
+        kept = []
         with torch.autocast(device_type=positions.device.type, enabled=False):
             # Tokens at the origin belong to no ray.
             identity = torch.eye(size, dtype=dtype, device=positions.device)
             rotations = identity.expand(groups, positions.shape[0], blocks, size, size).contiguous()
-            for group, block, (squarings, multiples) in _chunks(pieces, generators):
-                exponents = _exponents(positions[multiples[0]], generators[:, group, block], squarings)
-                first = _exponential(exponents, squarings).unflatten(0, (multiples[0].shape[0], -1))
+            most = max((len(multiples[0]) for _, multiples in pieces), default=0)
+            memory = positions.new_empty(9, most * blocks, size, size)
+            for group, (squarings, multiples) in itertools.product(range(groups), pieces):
+                used = memory[:, : len(multiples[0]) * blocks]
+                square = _exponential(_exponents(positions[multiples[0]], generators[:, group], squarings), used)
+                spare = used[0]
+                for squaring in range(squarings):
+                    if squaring % KEPT_SQUARES == 0 and any(ctx.needs_input_grad):
+                        kept.append(square.to(dtype, copy=True))
+                    square, spare = torch.bmm(square, square, out=spare), square
+                first = square.view(-1, blocks, size, size)
+                rotations[group].index_copy_(0, multiples[0], first.to(dtype))
                 rotation = first
-                for multiple, tokens in enumerate(multiples):
-                    if multiple:
-                        rotation = rotation[: len(tokens)] @ first[: len(tokens)]
-                    rotations[group][tokens, block] = rotation.to(dtype)
+                for tokens in multiples[1:]:
+                    rotation = rotation[: len(tokens)] @ first[: len(tokens)]
+                    rotations[group].index_copy_(0, tokens, rotation.to(dtype))
+        ctx.pieces = pieces
+        ctx.save_for_backward(positions, generators, rotations, *kept)
         return rotations
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        positions, generators = ctx.saved_tensors
-        size = generators.shape[-1]
-        generators_gradient = torch.zeros_like(generators, dtype=positions.dtype)
+        positions, generators, rotations, *kept = ctx.saved_tensors
+        groups, kept = generators.shape[1], iter(kept)
+        coordinates = [positions[multiples[0]] * 2.0**-squarings for squarings, multiples in ctx.pieces]
         positions_gradient = torch.zeros_like(positions)
         with torch.autocast(device_type=positions.device.type, enabled=False):
-            for group, block, (squarings, multiples) in _chunks(ctx.pieces, generators):
-                position, generator = positions[multiples[0]], generators[:, group, block]
-                # The adjoint of the derivative at X is the derivative at Xᵀ = −X.
-                exponents = _exponents(-position, generator, squarings)
-                directions = [gradient[group][tokens, block] for tokens in multiples]
-                inverse = None
-                if len(multiples) > 1:
-                    longer = directions[1].numel() // size**2
-                    inverse = _exponential(exponents[:longer], squarings).view(directions[1].shape).to(gradient.dtype)
-                direction = _gradient_of_first(inverse, directions)
-                adjoint = _exponential_derivative(exponents, direction.reshape(exponents.shape), squarings)
-                adjoint = adjoint.view(position.shape[0], -1).to(positions.dtype)
-                generators_gradient[:, group, block] += (position.T @ adjoint).view(generator.shape)
+            moments = GradientMoments(coordinates, generators, gradient.dtype)
+            for group, piece in itertools.product(range(groups), range(len(ctx.pieces))):
+                squarings, multiples = ctx.pieces[piece]
+                chosen = [rotations[group].index_select(0, tokens) for tokens in multiples]
+                turns = [
+                    rotation.transpose(-1, -2) @ gradient[group].index_select(0, tokens)
+                    for rotation, tokens in zip(chosen, multiples)
+                ]
+                turns = _turn_of_first(chosen[0], turns).flatten(0, 1)
+                for squaring in range(0, squarings, KEPT_SQUARES):
+                    turns = _conjugated(turns, next(kept), min(KEPT_SQUARES, squarings - squaring))
+                turns = turns.view(chosen[0].shape)
+                # The halves of the squarings are the halves of the exponents.
+                moments.add(piece, group, turns)
                 if ctx.needs_input_grad[0]:
-                    flat = generator.to(positions.dtype).flatten(1)
-                    positions_gradient[multiples[0]] += adjoint @ flat.T
-        # Positions that are multiples of others come from a grid and learn nothing.
+                    # Positions that are multiples of others come from a grid and learn nothing.
+                    exponents = _exponents(positions[multiples[0]], generators[:, group], squarings)
+                    change = derivative(exponents.to(turns.dtype), turns.flatten(0, 1))
+                    flat = generators[:, group].to(positions.dtype).flatten(1)
+                    change = change.view(len(turns), -1).to(positions.dtype) @ flat.T
+                    positions_gradient[multiples[0]] += change * 2.0**-squarings
+            generators_gradient = moments.generators_gradient()
         return positions_gradient, generators_gradient.to(generators.dtype), None, None
 
 
-def _gradient_of_first(inverse: torch.Tensor, directions: list[torch.Tensor]) -> torch.Tensor:
+def _turn_of_first(first: torch.Tensor, turns: list[torch.Tensor]) -> torch.Tensor:
     """
-    Gradient of R from the gradients gₖ of R, R², …: Σₖ R⁻⁽ᵏ⁻¹⁾ Aₖ with Aₖ = gₖ + Aₖ₊₁ R⁻¹, both by Horner's rule.
+    The gradient of a turn Ω of R, R → R(1 + Ω), from the gradients Wₖ = (Rᵏ)ᵀ dL/d(Rᵏ) of turns of R, R², …:
+    Σₖ Σ_{j<k} Rʲ Wₖ R⁻ʲ, by Horner's rule.
 
     Args:
-        inverse: (rays with two tokens or more, k, b, b), R⁻¹ = Rᵀ.
-        directions: One (rays that are this long, k, b, b) for each multiple.
-
-    Returns:
-        (rays, k, b, b). The memory of `directions` is used for it.
+        first: (rays, k, b, b), R.
+        turns: One (rays that are this long, k, b, b) for each multiple; their memory is used.
     """
-    tail, *shorter = reversed(directions)
+    tail, *shorter = reversed(turns)
     total = tail
-    for direction in shorter:
-        longer = tail.shape[0]
-        turn = inverse[:longer].flatten(0, 1)
-        direction[:longer].flatten(0, 1).baddbmm_(tail.flatten(0, 1), turn)
-        previous, tail, total = total, direction, direction.clone()
-        total[:longer].flatten(0, 1).baddbmm_(turn, previous.flatten(0, 1))
+    for turn in shorter:
+        longer = first[: len(tail)]
+        turn[: len(tail)] += tail
+        conjugated = longer @ total @ longer.transpose(-1, -2)
+        tail, total = turn, turn.clone()
+        total[: len(longer)] += conjugated
     return total
+
+
+def _conjugated(turns: torch.Tensor, square: torch.Tensor, squarings: int) -> torch.Tensor:
+    """Π_{j<s} (1 + e^(2ʲ ad Z)) W for the square e^Z; (n, b, b)."""
+    size = turns.shape[-1]
+    # The next square and half of this conjugation in one product: narrow ones cost nearly as much as wide ones.
+    both = torch.cat([square, turns], dim=-1)
+    for _ in range(squarings):
+        square, turns = both.split(size, dim=-1)
+        both = torch.bmm(square, both)
+        half = both[..., size:]
+        half.copy_(torch.baddbmm(turns, half, square.transpose(-1, -2)))
+    return both[..., size:]
 
 
 def _exponents(positions: torch.Tensor, generators: torch.Tensor, squarings: int) -> torch.Tensor:
@@ -322,58 +342,17 @@ def _exponents(positions: torch.Tensor, generators: torch.Tensor, squarings: int
     return ((positions * 2.0**-squarings) @ flat).view(-1, *generators.shape[-2:])
 
 
-def _combinations(powers: torch.Tensor, with_identity: bool) -> torch.Tensor:
-    """B₁ … B₅ of [`POLYNOMIAL`], (5, n, b, b), from x, x², x³, x⁶, (4, n, b, b)."""
-    coefficients = powers.new_tensor(POLYNOMIAL)
-    combinations = (coefficients[:, 1:] @ powers.flatten(1)).view(5, *powers.shape[1:])
-    if with_identity:
-        combinations.diagonal(dim1=-2, dim2=-1).add_(coefficients[:, 0].view(5, 1, 1))
-    return combinations
-
-
-def _exponential(exponents: torch.Tensor, squarings: int) -> torch.Tensor:
-    powers = exponents.new_empty(4, *exponents.shape)
+def _exponential(exponents: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """exp by [`POLYNOMIAL`], without squarings; (n, b, b), in the (9, n, b, b) `memory`, of which it overwrites all."""
+    powers, combinations = memory[:4], memory[4:]
     first, second, third, sixth = powers
     first.copy_(exponents)
     torch.bmm(first, first, out=second)
     torch.bmm(second, first, out=third)
     torch.bmm(third, third, out=sixth)
-    b1, b2, b3, b4, b5 = _combinations(powers, True)
+    coefficients = powers.new_tensor(POLYNOMIAL)
+    torch.mm(coefficients[:, 1:], powers.flatten(1), out=combinations.flatten(1))
+    combinations.diagonal(dim1=-2, dim2=-1).add_(coefficients[:, 0].view(5, 1, 1))
+    b1, b2, b3, b4, b5 = combinations
     product = b4.baddbmm_(b1, b5)
-    result = b2.baddbmm_(b3.add_(product), product)
-    for _ in range(squarings):
-        result = torch.bmm(result, result)
-    return result
-
-
-def _exponential_derivative(exponents: torch.Tensor, directions: torch.Tensor, squarings: int) -> torch.Tensor:
-    """
-    Fréchet derivative of exp at 2^s · `exponents` along `directions`, in the type of `directions`.
-
-    Only the exponential itself doubles its rounding error with every squaring and needs the working type.
-    """
-    dtype = directions.dtype
-    powers = exponents.new_empty(4, *exponents.shape)
-    derivatives = directions.new_empty(powers.shape)
-    powers[0].copy_(exponents)
-    torch.mul(directions, 2.0**-squarings, out=derivatives[0])
-    factors = ((0, 0), (1, 0), (2, 2))
-    for target, (left, right) in enumerate(factors, start=1):
-        torch.bmm(powers[left], powers[right], out=powers[target])
-    rounded = powers.to(dtype)
-    for target, (left, right) in enumerate(factors, start=1):
-        torch.bmm(rounded[left], derivatives[right], out=derivatives[target])
-        derivatives[target].baddbmm_(derivatives[left], rounded[right])
-    b1, b2, b3, b4, b5 = _combinations(powers, True)
-    d1, d2, d3, d4, d5 = _combinations(derivatives, False)
-    product = b4.baddbmm_(b1, b5)
-    product_derivative = d4.baddbmm_(b1.to(dtype), d5).baddbmm_(d1, b5.to(dtype))
-    factor, factor_derivative = b3.add_(product), d3.add_(product_derivative)
-    derivative = d2.baddbmm_(factor.to(dtype), product_derivative).baddbmm_(factor_derivative, product.to(dtype))
-    result = b2.baddbmm_(factor, product)
-    for squaring in range(squarings):
-        rounded = result.to(dtype)
-        derivative = torch.bmm(rounded, derivative).baddbmm_(derivative, rounded)
-        if squaring + 1 < squarings:
-            result = torch.bmm(result, result)
-    return derivative
+    return b2.baddbmm_(b3.add_(product), product)

@@ -13,7 +13,8 @@ import hf_liere
 PACKAGE = Path(hf_liere.__file__).parent
 ALLOWED = {
     "positions": {"torch"},
-    "lie_algebra": {"torch"},
+    "exponential_gradient": {"torch"},
+    "lie_algebra": {"torch", ".exponential_gradient"},
     "kernels": {"torch", "triton"},
     "rotation": {"torch", ".kernels"},
     "encodings": {"torch", "transformers", ".lie_algebra", ".positions", ".rotation"},
