@@ -7,6 +7,7 @@ over.
 
 import itertools
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -100,12 +101,23 @@ class GradientMoments:
         self.row, self.column = torch.triu_indices(size, size, offset=1, device=generators.device)
         self.moments = generators.new_zeros(groups, len(powers), blocks * len(self.row), dtype=dtype)
 
-    def add(self, index: int, group: int, turns: torch.Tensor) -> None:
-        """Adds the skew parts W of (tokens, K, b, b) matrices for the set `index` of tokens and a group of blocks."""
-        size = turns.shape[-1]
-        flat = turns.flatten(2)
-        entries = flat[..., self.row * size + self.column] - flat[..., self.column * size + self.row]
-        self.moments[group].addmm_(self.weights[index].T, entries.flatten(1), alpha=0.5)
+    def add(self, group: int, turns: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Adds the skew parts W of (tokens, K, b, b) matrices of a group, each with the index of its tokens."""
+        weights, entries = [], []
+        for index, matrices in turns:
+            flat = matrices.flatten(2)
+            above, below = self.row * matrices.shape[-1] + self.column, self.column * matrices.shape[-1] + self.row
+            entries.append((flat[..., above] - flat[..., below]).flatten(1))
+            weights.append(self.weights[index])
+            # The sum over few tokens spends its time on reading and writing the moments.
+            if not torch.compiler.is_compiling() and sum(part.numel() for part in entries) > SLICE_ELEMENTS:
+                self._sum(group, weights, entries)
+                weights, entries = [], []
+        if entries:
+            self._sum(group, weights, entries)
+
+    def _sum(self, group: int, weights: list[torch.Tensor], entries: list[torch.Tensor]) -> None:
+        self.moments[group].addmm_(torch.cat(weights).T, torch.cat(entries), alpha=0.5)
 
     def generators_gradient(self) -> torch.Tensor:
         """(A, G, K, b, b) in the type of the W."""

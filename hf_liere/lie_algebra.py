@@ -274,13 +274,12 @@ class _BlockRotations(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         positions, generators, rotations, *kept = ctx.saved_tensors
-        groups, kept = generators.shape[1], iter(kept)
+        kept = iter(kept)
         coordinates = [positions[multiples[0]] * 2.0**-squarings for squarings, multiples in ctx.pieces]
         positions_gradient = torch.zeros_like(positions)
-        with torch.autocast(device_type=positions.device.type, enabled=False):
-            moments = GradientMoments(coordinates, generators, gradient.dtype)
-            for group, piece in itertools.product(range(groups), range(len(ctx.pieces))):
-                squarings, multiples = ctx.pieces[piece]
+
+        def turns_of(group):
+            for piece, (squarings, multiples) in enumerate(ctx.pieces):
                 chosen = [rotations[group].index_select(0, tokens) for tokens in multiples]
                 turns = [
                     rotation.transpose(-1, -2) @ gradient[group].index_select(0, tokens)
@@ -289,16 +288,19 @@ class _BlockRotations(torch.autograd.Function):
                 turns = _turn_of_first(chosen[0], turns).flatten(0, 1)
                 for squaring in range(0, squarings, KEPT_SQUARES):
                     turns = _conjugated(turns, next(kept), min(KEPT_SQUARES, squarings - squaring))
-                turns = turns.view(chosen[0].shape)
-                # The halves of the squarings are the halves of the exponents.
-                moments.add(piece, group, turns)
                 if ctx.needs_input_grad[0]:
                     # Positions that are multiples of others come from a grid and learn nothing.
                     exponents = _exponents(positions[multiples[0]], generators[:, group], squarings)
-                    change = derivative(exponents.to(turns.dtype), turns.flatten(0, 1))
+                    change = derivative(exponents.to(turns.dtype), turns).view(len(chosen[0]), -1)
                     flat = generators[:, group].to(positions.dtype).flatten(1)
-                    change = change.view(len(turns), -1).to(positions.dtype) @ flat.T
-                    positions_gradient[multiples[0]] += change * 2.0**-squarings
+                    positions_gradient[multiples[0]] += change.to(positions.dtype) @ flat.T * 2.0**-squarings
+                # The halves of the squarings are the halves of the exponents.
+                yield piece, turns.view(chosen[0].shape)
+
+        with torch.autocast(device_type=positions.device.type, enabled=False):
+            moments = GradientMoments(coordinates, generators, gradient.dtype)
+            for group in range(generators.shape[1]):
+                moments.add(group, turns_of(group))
             generators_gradient = moments.generators_gradient()
         return positions_gradient, generators_gradient.to(generators.dtype), None, None
 
