@@ -1,4 +1,4 @@
-"""Where a vision transformer looks: attention maps and distances of any model whose vision tower `find_towers` finds."""
+"""Where a vision transformer looks: attention maps and distances of any model that `find_towers` knows."""
 
 from __future__ import annotations
 
@@ -233,7 +233,9 @@ def overlay(
     if pixels.ndim == 2:
         pixels = pixels[..., None]
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[-1] not in (1, 3):
-        raise ValueError(f"The image is {pixels.dtype} of shape {pixels.shape}; needed is uint8, (H, W), (H, W, 1 or 3).")
+        raise ValueError(
+            f"The image is {pixels.dtype} of shape {pixels.shape}; needed is uint8, (H, W) or (H, W, 1 or 3)."
+        )
     values = torch.as_tensor(attention).detach().float().cpu()
     if values.ndim != 2:
         raise ValueError(f"The attention map has shape {tuple(values.shape)}; needed is (rows, columns).")

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from browser import browser, chromium  # noqa: F401 (fixtures)
 
 import hf_liere
 
