@@ -1,11 +1,20 @@
-"""Where a vision transformer looks: attention maps and distances of any model that `find_towers` knows."""
+"""
+Everything that can be measured on a model without labels, as data: what it is, what its position encoding has learned,
+where it looks, what it costs.
+
+    analysis = analyse(model, [pixel_values])
+    analysis.save("outputs/analysis")          # analysis.json and analysis.npz
+    attention_maps(model, pixel_values).maps   # one thing alone
+"""
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
+import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,237 +22,343 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from .vision_towers import Tower, find_towers
+from .attention_analysis import (
+    AttentionMaps,
+    attention_distances,
+    attention_maps,
+    overlay,
+    size_options,
+    vision_tower,
+)
+from .costs import Cost, count_cost
+from .encoding_analysis import (
+    AngleStatistics,
+    Commutators,
+    Frequencies,
+    RelativityError,
+    angle_statistics,
+    commutators,
+    generators,
+    learned_frequencies,
+    patch_steps,
+    relativity_error,
+    rotary_encoding,
+    rotations,
+)
+from .encodings import FoldedComRoPE, FoldedLieRE
+from .patching import is_patched
+from .vision_towers import Tower, head_shape
 
 
-class AttentionMaps(NamedTuple):
+JSON_NAME, ARRAYS_NAME = "analysis.json", "analysis.npz"
+# Displacements of all patches at which outputs are compared, in patches.
+OUTPUT_OFFSETS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+class OutputChange(NamedTuple):
     """
     Attributes:
-        maps: (layers, images, *grid) float32, mean over heads of the attention that one query pays to every patch. Sums
-            to 1 less what goes to class and register tokens.
-        grid: Patches per axis: (rows, columns), or (frames, rows, columns) for video.
-        query: Whose attention it is: `"class token"` or `"mean of patches"`.
-        per_head: (layers, images, heads, *grid) float32, where asked for.
+        offsets: (offsets,) in patches.
+        change: (offsets, images) ‖f(x; p + c) − f(x; p)‖ / ‖f(x; p)‖.
     """
 
-    maps: torch.Tensor
-    grid: tuple[int, ...]
-    query: str
-    per_head: torch.Tensor | None = None
+    offsets: torch.Tensor
+    change: torch.Tensor
 
 
-def vision_tower(model: nn.Module, target: str | None = None) -> Tower:
+@dataclass
+class EncodingAnalysis:
     """
-    The vision tower of a model, patched or not.
+    What a rotary encoding has learned.
 
+    Attributes:
+        generators: (A, layers, heads, blocks, b, b).
+        positions: (P, A) coordinates of `rotations`, one patch apart from the origin on each axis, then on all of them.
+        rotations: (layers, heads, blocks, P, b, b).
+        commutators, relativity, angles, frequencies: See [`encoding_analysis`].
+    """
+
+    generators: torch.Tensor
+    positions: torch.Tensor
+    rotations: torch.Tensor
+    commutators: Commutators
+    relativity: RelativityError
+    angles: AngleStatistics
+    frequencies: Frequencies | None
+
+
+@dataclass
+class InputAnalysis:
+    """
+    What a model does with inputs of one size.
+
+    Attributes:
+        size: (height, width), or (frames, height, width), in pixels.
+        cost: Of one input.
+        attention, distances: See [`attention_maps`] and [`attention_distances`]; `None` where no input was given.
+        output_change: See [`output_change`]; `None` where no input was given or nothing rotates.
+    """
+
+    size: tuple[int, ...]
+    cost: Cost
+    attention: AttentionMaps | None = None
+    distances: torch.Tensor | None = None
+    output_change: OutputChange | None = None
+
+
+@dataclass
+class Analysis:
+    """
+    Attributes:
+        model: What the model is: names and numbers from its configuration.
+        encoding: `None` for a model without rotations.
+        inputs: One entry for each input size.
+        remarks: What could not be measured and why, what a figure does not say, one sentence each.
+    """
+
+    model: dict
+    encoding: EncodingAnalysis | None
+    inputs: list[InputAnalysis] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Every tensor, under the path of its attribute: `encoding.commutators.norm`, `inputs.0.attention.maps`, …"""
+        return {name: value.numpy() for name, value in _leaves(self) if isinstance(value, torch.Tensor)}
+
+    def facts(self) -> dict:
+        """Everything that is no tensor, nested, with the shape of each tensor in its place."""
+        return _facts(self)
+
+    def save(self, directory: str | Path) -> None:
+        """Write `analysis.json`, everything that is no tensor, and `analysis.npz`, the tensors under the same names."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(directory / ARRAYS_NAME, **self.arrays())
+        (directory / JSON_NAME).write_text(json.dumps(self.facts(), indent=2) + "\n", encoding="utf-8")
+
+
+def analyse(
+    model: nn.Module, inputs: Sequence[torch.Tensor] = (), batch_size: int = 8, progress: bool = False
+) -> Analysis:
+    """
     Args:
-        target: Its dotted name, needed only where there are several.
+        model: A model of this package or of transformers, folded, patched or neither; it is left as it is.
+        inputs: `pixel_values` of each size, (B, C, H, W) or (B, T, C, H, W). Without any, costs are counted on a black
+            input of the trained size, and attention is not measured.
+        batch_size: Inputs at a time.
+        progress: Whether to show progress bars.
 
     Raises:
-        ValueError: if there is none, or several and `target` names none of them.
+        ValueError: if the model has no vision tower, or refuses an input.
     """
-    towers = {tower.name: tower for tower in find_towers(model)}
-    if target is None and len(towers) == 1:
-        return next(iter(towers.values()))
-    if target not in towers:
-        raise ValueError(f"target={target!r} names no vision tower of {type(model).__name__}; accepted: {[*towers]}.")
-    return towers[target]
+    tower = vision_tower(model)
+    encoding = rotary_encoding(tower.module)
+    analysis = Analysis(describe(model), None if encoding is None else _analyse_encoding(encoding, progress))
+    analysis.remarks += _remarks(tower, encoding, bool(inputs))
+    if tower.is_flexible:
+        return analysis
+    was_training = [module for module in tower.module.modules() if module.training]
+    tower.module.eval()
+    try:
+        for pixel_values in inputs or [black_input(tower)]:
+            device = next(tower.module.parameters()).device
+            cost = count_cost(tower.module, pixel_values[:1].to(device), **size_options(tower, pixel_values))
+            measured = InputAnalysis(input_size(pixel_values), cost)
+            if inputs:
+                options = {"batch_size": batch_size, "progress": progress}
+                measured.attention = attention_maps(model, pixel_values, **options)
+                measured.distances = attention_distances(model, pixel_values, **options)
+                if encoding is not None:
+                    measured.output_change = output_change(model, pixel_values, **options)
+            analysis.inputs.append(measured)
+    finally:
+        for module in was_training:
+            module.training = True
+    return analysis
 
 
-def attention_maps(
+def describe(model: nn.Module) -> dict:
+    """What a model is, in the names of its configuration."""
+    tower = vision_tower(model)
+    heads, head_dim = head_shape(tower.attentions[0][1])
+    encoding = rotary_encoding(tower.module)
+    config = tower.module.config
+    description = {
+        "class": type(model).__name__,
+        "model_type": getattr(getattr(model, "config", config), "model_type", None),
+        "patched": is_patched(model),
+        "position_encoding": getattr(config, "position_encoding", None),
+        "layers": len(tower.attentions),
+        "heads": heads,
+        "head_dim": head_dim,
+        "hidden_size": config.hidden_size,
+        "train_grid": list(tower.train_grid),
+        "patch_size": None if tower.is_flexible else list(tower.patch_embedding.kernel_size),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "labels": len(getattr(model.config, "id2label", None) or {}) if hasattr(model, "config") else 0,
+    }
+    if encoding is not None:
+        names = ("position_encoding", "block_size", "coordinates", "share_heads", "share_layers", "rotate_prefix")
+        description |= {name: getattr(encoding.config, name) for name in names}
+        description["rotated_layers"] = encoding.num_layers
+        description["folded"] = isinstance(encoding, (FoldedLieRE, FoldedComRoPE)) or (
+            encoding.config.folded_grids is not None
+        )
+    return description
+
+
+def _analyse_encoding(encoding, progress: bool) -> EncodingAnalysis:
+    matrices = generators(encoding)
+    steps = torch.diag(patch_steps(encoding))
+    positions = torch.cat([steps, steps.sum(0, keepdim=True)])
+    return EncodingAnalysis(
+        generators=matrices.float(),
+        positions=positions,
+        rotations=rotations(matrices, positions).float(),
+        commutators=commutators(matrices),
+        relativity=relativity_error(encoding, progress=progress),
+        angles=angle_statistics(encoding),
+        frequencies=learned_frequencies(encoding),
+    )
+
+
+def _remarks(tower: Tower, encoding, has_inputs: bool) -> list[str]:
+    remarks = []
+    if encoding is None:
+        remarks.append("This model rotates nothing: there are no generators, rotations or frequencies to show.")
+    if isinstance(encoding, FoldedComRoPE):
+        remarks.append(
+            "The model is folded: its eigenbasis is in the query and key weights, so that generators are shown in that "
+            "basis, where they are plane rotations. Their elements are not those of ComRoPE's Table 8."
+        )
+    if isinstance(encoding, FoldedLieRE):
+        grids = ", ".join("×".join(map(str, grid)) for grid in encoding.config.folded_grids) or "none"
+        remarks.append(
+            f"The model is folded: rotations are constants for the grids {grids} and count as parameters; the "
+            "generators they came from are kept."
+        )
+    if tower.is_flexible:
+        remarks.append(
+            "Attention and cost are not measured: every image comes with its own grid (spatial_shapes), which this "
+            "report does not read."
+        )
+    elif not has_inputs:
+        remarks.append("Attention is not measured: no image was given.")
+    return remarks
+
+
+@torch.no_grad()
+def output_change(
     model: nn.Module,
     pixel_values: torch.Tensor,
     batch_size: int = 8,
     *,
-    per_head: bool = False,
+    offsets: Sequence[float] = OUTPUT_OFFSETS,
     progress: bool = False,
-) -> AttentionMaps:
+) -> OutputChange:
     """
-    Attention of the pooled query over the patches, layer by layer (LieRE App. G): of the class token, or the mean over
-    patches as queries where the model pools patches or has no class token.
+    How much the output changes if the coordinates of all patches move together (ComRoPE §4.3.1, Fig. 5):
+    ‖f(x; p + c) − f(x; p)‖ / ‖f(x; p)‖, f the pooled output of the vision tower.
 
-    Runs the vision tower alone, in evaluation mode and with eager attention; both are as before afterwards. One model
-    can be looked at by one thread at a time.
+    A relative encoding leaves attention between patches as it is, and therefore the output, if class and register
+    tokens move too (`rotate_prefix`) or there are none; where they are not rotated, what they see of the patches moves.
+    A learned table stays where it is.
 
     Args:
-        model: A model of this package or of transformers, folded, patched or neither.
-        pixel_values: (B, C, H, W) images or (B, T, C, H, W) clips, prepared as for `forward`, of any size it takes.
-        batch_size: Images at a time.
-        per_head: Whether to return the heads as well as their mean.
-        progress: Whether to show a progress bar.
+        offsets: The c on every axis, in patches of the trained grid.
 
     Raises:
-        ValueError: if the model has no vision tower, its tokens are not a grid of patches, or it refuses the input.
+        ValueError: if nothing in the model rotates.
     """
     tower = vision_tower(model)
-    takes_mean = getattr(tower.module.config, "pooling", "cls") in ("mean", "mean_all")
-    queries = set()
+    encoding = rotary_encoding(tower.module)
+    if encoding is None:
+        raise ValueError(f"{type(model).__name__} has no rotations whose positions could be moved.")
+    steps, offset = patch_steps(encoding), 0.0
 
-    def pooled_query(weights: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
-        prefix = weights.shape[-1] - math.prod(grid)
-        by_mean = takes_mean or prefix == 0
-        queries.add("mean of patches" if by_mean else "class token")
-        row = weights[:, :, prefix:].mean(dim=2) if by_mean else weights[:, :, 0]
-        return row[..., prefix:].unflatten(-1, grid)
+    def move(module, inputs, options):
+        positions, grid, *rest = inputs
+        moved = positions.clone()
+        first = 0 if encoding.config.rotate_prefix else positions.shape[-2] - math.prod(grid)
+        moved[..., first:, :] += offset * steps.to(positions)
+        # Rotations of a regular grid come from its corner at the origin.
+        return (moved, None, *rest), options
 
-    heads, grid = observe_attention(tower, pixel_values, pooled_query, batch_size, progress)
-    return AttentionMaps(heads.mean(dim=2), grid, queries.pop(), heads if per_head else None)
-
-
-def attention_distances(
-    model: nn.Module, pixel_values: torch.Tensor, batch_size: int = 8, *, progress: bool = False
-) -> torch.Tensor:
-    """
-    How far patches look: d = mean_q Σ_k w_qk ‖k − q‖ over patches q and k, w the attention weights among patches,
-    normalised to Σ_k w_qk = 1 (ViT, Dosovitskiy et al. 2021, Fig. 7 and Fig. 11).
-
-    Args:
-        model, pixel_values, batch_size, progress: As in [`attention_maps`].
-
-    Returns:
-        (layers, images, heads) float32, in patches; on video a patch is a tubelet, on each axis.
-    """
-    apart: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def distance(weights: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
-        if grid not in apart:
-            places = torch.cartesian_prod(*[torch.arange(size, dtype=torch.float32) for size in grid])
-            apart[grid] = torch.cdist(places, places).to(weights.device)
-        prefix = weights.shape[-1] - math.prod(grid)
-        weights = weights[:, :, prefix:, prefix:]
-        return ((weights * apart[grid]).sum(-1) / weights.sum(-1)).mean(-1)
-
-    return observe_attention(vision_tower(model), pixel_values, distance, batch_size, progress)[0]
-
-
-@torch.no_grad()
-def observe_attention(
-    tower: Tower,
-    pixel_values: torch.Tensor,
-    reduce: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor],
-    batch_size: int = 8,
-    progress: bool = False,
-) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """
-    `reduce`, of every layer's attention weights (B, H, N, N) in float32 and the grid of the patches, which are the last
-    tokens: (layers, images, …), and the grid. No more than one layer's weights are held at a time.
-
-    Raises:
-        ValueError: as [`attention_maps`].
-    """
-    if tower.is_flexible:
-        raise ValueError(
-            f"{type(tower.module).__name__} takes images with a grid of their own each (spatial_shapes); attention is "
-            "looked at on one grid, which only models with a patch convolution have."
-        )
-    if not len(pixel_values) or batch_size < 1:
-        raise ValueError(f"{len(pixel_values)} images in batches of {batch_size}: at least one of each is needed.")
     parameter = next(tower.module.parameters())
-    # Unpatched models of transformers take other sizes only on request.
-    options = {"interpolate_pos_encoding": True} if _interpolates(tower, pixel_values) else {}
-    batches = []
-    with _recording(tower, reduce) as (record, grids):
-        for start in tqdm(range(0, len(pixel_values), batch_size), desc="attention", disable=not progress):
-            record.clear()
-            tower.module(pixel_values[start : start + batch_size].to(parameter.device, parameter.dtype), **options)
-            batches.append(torch.stack([record[layer] for layer in range(len(tower.attentions))]))
-    return torch.cat(batches, dim=1), grids.pop()
-
-
-def _interpolates(tower: Tower, pixel_values: torch.Tensor) -> bool:
-    if "interpolate_pos_encoding" not in inspect.signature(tower.module.forward).parameters:
-        return False
-    size = tower.module.config.image_size
-    return tuple(pixel_values.shape[-2:]) != ((size, size) if isinstance(size, int) else tuple(size))
-
-
-@contextmanager
-def _recording(tower: Tower, reduce) -> Iterator[tuple[dict[int, torch.Tensor], set[tuple[int, ...]]]]:
-    """Hooks that reduce what eager attention returns; configuration and modes are restored at the end."""
-    record: dict[int, torch.Tensor] = {}
-    grids: set[tuple[int, ...]] = set()
-
-    def see_grid(module, inputs, output):
-        grids.clear()
-        grids.add(tuple(output.shape[2:]))
-
-    def see_weights(layer):
-        def hook(module, inputs, output):
-            weights = output[1] if isinstance(output, tuple) else None
-            (grid,) = grids
-            if weights is None or weights.ndim != 4 or weights.shape[-1] < math.prod(grid):
-                shape = None if weights is None else tuple(weights.shape)
-                raise ValueError(
-                    f"{type(module).__name__} returned attention weights of shape {shape} for {math.prod(grid)} "
-                    "patches; needed are (batch, heads, tokens, tokens) with every patch among the tokens."
-                )
-            record[layer] = reduce(weights.float(), grid).cpu()
-
-        return hook
-
-    # Attention modules may see their configuration through that of another module.
-    configs = [tower.module.config, *(getattr(a.config, "base", a.config) for _, a in tower.attentions)]
-    configs = {id(config): config for config in configs}.values()
-    implementations = [config._attn_implementation_internal for config in configs]
-    modes = [(module, module.training) for module in tower.module.modules()]
-    hooks = [tower.patch_embedding.register_forward_hook(see_grid)]
-    hooks += [attention.register_forward_hook(see_weights(i)) for i, (_, attention) in enumerate(tower.attentions)]
+    options = size_options(tower, pixel_values)
+    outputs = []
+    hook = encoding.register_forward_pre_hook(move, with_kwargs=True)
     try:
-        for config in configs:
-            config._attn_implementation_internal = "eager"
-        tower.module.eval()
-        yield record, grids
+        starts = range(0, len(pixel_values), batch_size)
+        with tqdm(total=len(starts) * (len(offsets) + 1), desc="offsets", disable=not progress) as bar:
+            for start in starts:
+                batch = pixel_values[start : start + batch_size].to(parameter.device, parameter.dtype)
+                results = []
+                for offset in (0.0, *offsets):  # noqa: B007 (read by the hook)
+                    results.append(_pooled(tower.module(batch, **options)).float().cpu())
+                    bar.update()
+                reference, *moved = results
+                changes = [(result - reference).norm(dim=1) / reference.norm(dim=1) for result in moved]
+                outputs.append(torch.stack(changes))
     finally:
-        for config, implementation in zip(configs, implementations):
-            config._attn_implementation_internal = implementation
-        for module, mode in modes:
-            module.training = mode
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
+    return OutputChange(torch.tensor(offsets), torch.cat(outputs, dim=1))
 
 
-def overlay(
-    image,
-    attention: torch.Tensor | np.ndarray,
-    *,
-    opacity: float = 0.6,
-    colormap: str = "viridis",
-    limits: tuple[float, float] | None = None,
-) -> np.ndarray:
-    """
-    An attention map laid over its input: stretched to the image, scaled to its own smallest and largest value, so that
-    grids of any size compare (LieRE App. G), coloured and blended.
+def _pooled(output) -> torch.Tensor:
+    pooled = getattr(output, "pooler_output", None)
+    return output.last_hidden_state.flatten(1) if pooled is None else pooled
 
-    Args:
-        image: A PIL image, or (H, W, 3), (H, W, 1) or (H, W) uint8.
-        attention: (rows, columns); a video's map for one frame at a time.
-        opacity: Weight of the map's colours, 0 … 1.
-        colormap: Name of a colour map of matplotlib, which is needed here.
-        limits: Values at the ends of the colour map instead, for maps that are to share one scale.
 
-    Returns:
-        (H, W, 3) uint8.
+def black_input(tower: Tower) -> torch.Tensor:
+    """One black image or clip of the trained size."""
+    extents = tower.patch_embedding.kernel_size
+    *frames, height, width = (size * extent for size, extent in zip(tower.train_grid[-len(extents) :], extents))
+    return torch.zeros(1, *frames, tower.patch_embedding.in_channels, height, width)
 
-    Raises:
-        ValueError: if the shapes or the opacity are none of these.
-    """
-    from matplotlib import colormaps
 
-    pixels = np.asarray(image.convert("RGB") if hasattr(image, "convert") else image)
-    if pixels.ndim == 2:
-        pixels = pixels[..., None]
-    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[-1] not in (1, 3):
-        raise ValueError(
-            f"The image is {pixels.dtype} of shape {pixels.shape}; needed is uint8, (H, W) or (H, W, 1 or 3)."
-        )
-    values = torch.as_tensor(attention).detach().float().cpu()
-    if values.ndim != 2:
-        raise ValueError(f"The attention map has shape {tuple(values.shape)}; needed is (rows, columns).")
-    if not 0 <= opacity <= 1:
-        raise ValueError(f"opacity={opacity} must lie in [0, 1].")
-    low, high = limits or (values.min().item(), values.max().item())
-    # A patch is one piece of information: its square is not smoothed away.
-    rows, columns = (torch.arange(n) * m // n for n, m in zip(pixels.shape[:2], values.shape))
-    scaled = ((values - low) / max(high - low, torch.finfo(values.dtype).tiny)).clamp(0, 1)
-    colours = colormaps[colormap](scaled[rows][:, columns].numpy())[..., :3] * 255
-    return ((1 - opacity) * pixels + opacity * colours).round().astype(np.uint8)
+def input_size(pixel_values: torch.Tensor) -> tuple[int, ...]:
+    """(height, width) or (frames, height, width) of (B, C, H, W) or (B, T, C, H, W)."""
+    height, width = pixel_values.shape[-2:]
+    return (pixel_values.shape[1], height, width) if pixel_values.ndim == 5 else (height, width)
+
+
+def _children(value) -> list[tuple[str, object]]:
+    if dataclasses.is_dataclass(value):
+        return [(entry.name, getattr(value, entry.name)) for entry in dataclasses.fields(value)]
+    if hasattr(value, "_asdict"):
+        return list(value._asdict().items())
+    if isinstance(value, list) and value and not isinstance(value[0], (str, int)):
+        return [(str(index), entry) for index, entry in enumerate(value)]
+    return []
+
+
+def _leaves(value, name: str = ""):
+    children = _children(value)
+    if not children:
+        yield name, value
+    for child, entry in children:
+        yield from _leaves(entry, f"{name}.{child}" if name else child)
+
+
+def _facts(value):
+    if isinstance(value, torch.Tensor):
+        return {"shape": list(value.shape)}
+    if isinstance(value, Cost):
+        shares = {"parameter_share": value.parameter_share, "operation_share": value.operation_share}
+        return dataclasses.asdict(value) | shares
+    children = _children(value)
+    if isinstance(value, list) and children:
+        return [_facts(entry) for _, entry in children]
+    return {name: _facts(entry) for name, entry in children} if children else value
+
+
+__all__ = [
+    "Analysis",
+    "AttentionMaps",
+    "analyse",
+    "attention_distances",
+    "attention_maps",
+    "output_change",
+    "overlay",
+]

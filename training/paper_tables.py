@@ -15,14 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers.utils import logging
 
 from hf_liere import LieREVideoConfig, LieREViTConfig, LieREViTForImageClassification
+from hf_liere.costs import NORM_OPERATIONS, count_cost, count_forward
 from hf_liere.encodings import build_rotary_encoding
 from hf_liere.lie_algebra import skew
-from hf_liere.rotation import EigenRotation
 
 
 # LieRE's code on CIFAR-100: 32 × 32 images in patches of 4 × 4, so 64 patches and a class token; heads are always 64
@@ -107,58 +105,28 @@ def meta_model(**fields) -> LieREViTForImageClassification:
         return LieREViTForImageClassification(LieREViTConfig(**fields)).eval()
 
 
-def count_products(run) -> int:
-    """Multiply-accumulates of the matrix products, convolutions and attentions that `run()` executes."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        run()
-    return counter.get_total_flops() // 2
-
-
-def count_forward(model: LieREViTForImageClassification) -> tuple[int, int]:
-    """Products of the forward pass of one image, and elements that its layer norms see."""
-    elements = []
-
-    def count(module, inputs, output):
-        elements.append(output.numel())
-
-    hooks = [module.register_forward_hook(count) for module in model.modules() if isinstance(module, nn.LayerNorm)]
-    pixels = torch.zeros(1, 3, *model.config.input_shape, device=model.device)
-    products = count_products(lambda: model(pixels))
-    for hook in hooks:
-        hook.remove()
-    return products, sum(elements)
+def blank_image(model: LieREViTForImageClassification) -> torch.Tensor:
+    return torch.zeros(1, 3, *model.config.input_shape, device=model.device)
 
 
 def convention(size: str, encoding: str) -> float:
     """GFLOPs of a cell of Table 8, see `NOTES_8`."""
     model = meta_model(**CIFAR, **SIZES[size], position_encoding="absolute")
-    products, elements = count_forward(model)
+    products, elements = count_forward(model, blank_image(model))
     config = LieREViTConfig(**CIFAR, **SIZES[size], **ENCODINGS[encoding])
     tokens = config.num_prefix_tokens + config.train_grid[0] * config.train_grid[1]
     channels = config.num_attention_heads * config.head_dim
     layers = 1 if encoding == "VisionLLaMA" else config.num_hidden_layers
     rotated = 2 * layers * tokens * channels * (config.block_size or 0)
-    return (products + 5 * elements + rotated) / 1e9
+    return (products + NORM_OPERATIONS * elements + rotated) / 1e9
 
 
 def measure_depth(fields: dict, depth: int) -> tuple[int, int]:
     """Operations for one image and for the rotations of one forward, of a model with `depth` layers."""
     torch.manual_seed(0)
     model = LieREViTForImageClassification(LieREViTConfig(**{**fields, "num_hidden_layers": depth})).eval()
-    config = model.config
-    products, elements = count_forward(model)
-    if model.liere.rotary_encoding is None:
-        return products + 5 * elements, 0
-    positions = model.liere.token_positions(config.train_grid, None, None, model.device)
-    layers = []
-    rotations = count_products(
-        lambda: layers.extend(model.liere.rotations(positions, config.train_grid, explicit=False))
-    )
-    planes = 0
-    if isinstance(layers[0], EigenRotation) or config.block_size == 2:
-        # Products of cosines and sines are no matrix products, which alone are counted.
-        planes = 2 * depth * len(positions) * config.num_attention_heads * config.head_dim * 2
-    return products - rotations + 5 * elements + planes, rotations
+    cost = count_cost(model, blank_image(model))
+    return cost.operations - cost.rotation_operations, cost.rotation_operations
 
 
 def measure(fields: dict) -> tuple[float, float]:
@@ -205,9 +173,9 @@ def sizes_stated() -> dict[str, float]:
         "base": model("Base"),
         "wide": model("Base", intermediate_size=3096),
     }
-    products, elements = count_forward(sizes["wide"])
+    products, elements = count_forward(sizes["wide"], blank_image(sizes["wide"]))
     millions = {name: model.num_parameters() / 1e6 for name, model in sizes.items()}
-    return millions | {"wide_flops": (products + 5 * elements) / 1e9}
+    return millions | {"wide_flops": (products + NORM_OPERATIONS * elements) / 1e9}
 
 
 def table_10() -> list[list[str]]:
