@@ -1,0 +1,366 @@
+"""What `hf_liere.analysis` measures, against numbers made by hand."""
+
+import json
+import math
+
+import numpy as np
+import patching_cases
+import pytest
+import torch
+import transformers
+
+import hf_liere
+from hf_liere.analysis import analyse, attention_distances, attention_maps, output_change, overlay, vision_tower
+from hf_liere.costs import count_cost
+from hf_liere.encoding_analysis import (
+    angle_statistics,
+    commutators,
+    generators,
+    learned_frequencies,
+    relativity_error,
+    rotary_encoding,
+    rotations,
+)
+
+
+@pytest.fixture
+def classifier(tiny):
+    """Builds a small classifier in evaluation mode."""
+    return lambda **fields: hf_liere.LieREViTForImageClassification(tiny(**fields)).eval()
+
+
+def encoding_of(model):
+    return rotary_encoding(vision_tower(model).module)
+
+
+def test_commutator_of_two_known_matrices():
+    """Rotations about x and y in three dimensions: [Lx, Ly] = Lz, all of Frobenius norm √2."""
+    x, y, z = torch.zeros(3, 3, 3, dtype=torch.float64).unbind(0)
+    x[2, 1], x[1, 2] = 1, -1
+    y[0, 2], y[2, 0] = 1, -1
+    z[1, 0], z[0, 1] = 1, -1
+    assert torch.equal(x @ y - y @ x, z)
+    # One head of two blocks: the second block's generators commute, being multiples of each other.
+    first, second = torch.stack([2 * x, x]), torch.stack([3 * y, 5 * x])
+    found = commutators(torch.stack([first, second]).view(2, 1, 1, 2, 3, 3))
+    assert found.axes == ((0, 1),)
+    assert found.norm.item() == pytest.approx(6 * math.sqrt(2), rel=1e-12)
+    norms = math.sqrt(2 * (4 + 1)) * math.sqrt(2 * (9 + 25))
+    assert found.relative.item() == pytest.approx(6 * math.sqrt(2) / norms, rel=1e-12)
+
+
+def test_commutators_of_three_axes_and_of_zero():
+    matrices = torch.randn(3, 2, 2, 1, 4, 4, dtype=torch.float64)
+    matrices = matrices - matrices.transpose(-1, -2)
+    matrices[2] = 0
+    found = commutators(matrices)
+    assert found.axes == ((0, 1), (0, 2), (1, 2))
+    a, b = matrices[0, 1, 0, 0], matrices[1, 1, 0, 0]
+    assert found.norm[0, 1, 0].item() == pytest.approx((a @ b - b @ a).norm().item(), rel=1e-12)
+    assert not found.norm[1:].any() and not found.relative[1:].any()
+
+
+def test_relativity_error_of_liere_by_hand(classifier):
+    """One head with generators 0.7 Lx and 0.4 Ly, two patches p = (0, 0) and q = (1, 1) two patches apart."""
+    model = classifier(
+        hidden_size=3, num_attention_heads=1, num_hidden_layers=1, block_size=3, image_size=8, coordinates="index"
+    )
+    entries = model.liere.rotary_encoding.generators
+    with torch.no_grad():
+        # Entries of the pairs (0, 1), (0, 2), (1, 2): A[j, i] is the entry of (i, j).
+        entries.copy_(torch.tensor([[0.0, 0.0, 0.7], [0.0, -0.4, 0.0]]).view_as(entries))
+    lx = torch.tensor([[0, 0, 0], [0, 0, -1], [0, 1, 0]], dtype=torch.float64)
+    ly = torch.tensor([[0, 0, 1], [0, 0, 0], [-1, 0, 0]], dtype=torch.float64)
+    # Parameters are float32.
+    first, second = entries[0, 0, 0, 0, 2].item() * lx, -entries[1, 0, 0, 0, 1].item() * ly
+    assert torch.equal(generators(encoding_of(model))[:, 0, 0, 0], torch.stack([first, second]))
+
+    def rotation(row, column):
+        return torch.matrix_exp(row * first + column * second)
+
+    found = relativity_error(encoding_of(model), offsets=[0.0, 2.5], pairs=1)
+    difference = rotation(2.5, 2.5).T @ rotation(3.5, 3.5) - rotation(0, 0).T @ rotation(1, 1)
+    assert found.largest[0].abs().max() == 0
+    assert found.largest[1, 0, 0].item() == pytest.approx(
+        torch.linalg.svdvals(difference).max().item(), rel=1e-9, abs=1e-12
+    )
+
+
+def test_relativity_error_of_liere_off_the_diagonal(classifier):
+    """The maximum and mean over pairs and blocks, with a loop over both that knows nothing of the package."""
+    encoding = encoding_of(classifier(num_hidden_layers=1, image_size=12))
+    found = relativity_error(encoding, offsets=[1.5], pairs=6)
+    drawn = torch.randint(9, (2, 6), generator=torch.Generator().manual_seed(0))
+    drawn[:, 0] = torch.tensor([0, 8])
+    matrices = generators(encoding)[:, 0]
+    for head in range(2):
+        errors = []
+        for p, q in drawn.T.tolist():
+            for block in range(3):
+                turns = []
+                for shift in (0.0, 1.5):
+                    # Three patches per axis: the coordinates are 0, ½ and 1.
+                    ends = [[(i // 3 + shift) / 2, (i % 3 + shift) / 2] for i in (p, q)]
+                    r, s = (torch.matrix_exp(sum(c * m[head, block] for c, m in zip(end, matrices))) for end in ends)
+                    turns.append(r.T @ s)
+                errors.append(torch.linalg.svdvals(turns[1] - turns[0]).max().item())
+        assert found.largest[0, 0, head].item() == pytest.approx(max(errors), rel=1e-9)
+        assert found.mean[0, 0, head].item() == pytest.approx(sum(errors) / len(errors), rel=1e-9)
+        assert found.mean[0, 0, head] > 0.01
+
+
+@pytest.mark.parametrize("position_encoding", ["comrope_ap", "comrope_ld", "rope_mixed", "axial_rope"])
+@pytest.mark.parametrize("fold", [False, True])
+def test_commuting_encodings_are_relative(classifier, position_encoding, fold):
+    """Far below the 1e-5 that is asked for: it is computed in float64, so that an error would be the encoding's."""
+    size = 4 if position_encoding.startswith("comrope") else None
+    model = classifier(position_encoding=position_encoding, block_size=size)
+    encoding = encoding_of(model.fold_rotations() if fold else model)
+    assert relativity_error(encoding).largest.max() < 1e-10
+    assert commutators(generators(encoding)).norm.max() < 1e-10
+
+
+def test_rotations_are_those_of_attention(classifier):
+    """Against the rotations that the model hands to its layers, for patches of its own grid."""
+    for fields in ({}, {"position_encoding": "rope_mixed"}, {"position_encoding": "comrope_ld"}):
+        model = classifier(**fields).liere
+        positions = model.token_positions((4, 4), None, None, torch.device("cpu"))[1:]
+        ours = rotations(generators(model.rotary_encoding), positions)
+        for layer, rotation in enumerate(model.rotary_encoding(positions)):
+            rotation = rotation[0].transpose(1, 2).double()
+            if rotation.ndim == 4:
+                cos, sin = rotation.unbind(-1)
+                rotation = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
+            # The model rounds to float32.
+            assert torch.allclose(ours[layer], rotation, atol=1e-6)
+
+
+def test_frequencies_of_rope(classifier):
+    """axial_rope with 16 channels and 2 axes: four planes per axis at 100^(−i/4), rows first; one patch is one unit."""
+    model = classifier(position_encoding="axial_rope", hidden_size=16, num_attention_heads=1)
+    found = learned_frequencies(encoding_of(model))
+    expected = torch.tensor([100 ** (-i / 4) for i in range(4)] + [0.0] * 4, dtype=torch.float64)
+    assert torch.allclose(found.per_coordinate[:, 0, 0], torch.stack([expected, expected.roll(4)]), rtol=1e-12)
+    assert torch.equal(found.per_patch, found.per_coordinate)
+
+
+def test_frequencies_of_comrope_are_those_of_its_rotations(classifier):
+    """Folded or not; R(p) has the eigenvalues e^(±i p·f), and the frequencies of a known S are known."""
+    model = classifier(position_encoding="comrope_ld", block_size=4, hidden_size=8, num_hidden_layers=1, image_size=12)
+    encoding = model.liere.rotary_encoding
+    with torch.no_grad():
+        # S = blockdiag(3J, 0.5J) in a basis where planes are the channels (0, 1) and (2, 3).
+        encoding.generators.copy_(torch.tensor([3.0, 0, 0, 0, 0, 0.5]))
+        encoding.multipliers.copy_(torch.tensor([2.0, -1.0]).view(2, 1, 1, 1).expand_as(encoding.multipliers))
+    found = learned_frequencies(encoding)
+    frequencies = found.per_coordinate[:, 0, 0].T.tolist()
+    assert sorted(abs(row) for row, _ in frequencies) == pytest.approx([1.0, 6.0], rel=1e-12)
+    assert all(column == pytest.approx(-row / 2, rel=1e-12) for row, column in frequencies)
+    # Coordinates go from 1/6 to 5/6 over three patches.
+    assert torch.allclose(found.per_patch, found.per_coordinate / 3, rtol=1e-12)
+    folded = learned_frequencies(encoding_of(model.fold_rotations()))
+    # A folded model stores float32.
+    assert torch.allclose(folded.per_patch, found.per_patch, rtol=1e-6)
+    assert learned_frequencies(encoding_of(classifier())) is None
+
+
+def test_angle_statistics(classifier):
+    """ComRoPE-LD's elements are θ_a S; AP's zero blocks are no elements."""
+    encoding = encoding_of(classifier(position_encoding="comrope_ld", num_hidden_layers=3))
+    elements = encoding.multipliers.detach().double().unsqueeze(-1) * encoding.generators.detach().double()
+    found = angle_statistics(encoding)
+    assert found.std == pytest.approx(np.std(elements.numpy()), rel=1e-12)
+    assert found.layer_std[1].item() == pytest.approx(np.std(elements[:, 1].numpy()), rel=1e-12)
+    assert (found.density * found.edges.diff()).sum().item() == pytest.approx(1, rel=1e-12)
+    partition = encoding_of(classifier(position_encoding="comrope_ap", block_size=4))
+    assert angle_statistics(partition).std == pytest.approx(
+        np.std(partition.generators.detach().double().numpy()), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"position_encoding": "absolute"},
+        {"num_register_tokens": 2},
+        {"use_class_token": False, "pooling": "mean"},
+        {"pooling": "mean"},
+    ],
+)
+def test_attention_maps_against_output_attentions(classifier, fields):
+    model = classifier(**fields)
+    images = torch.randn(3, 3, 16, 24)
+    found = attention_maps(model, images, batch_size=2, per_head=True)
+    model.set_attn_implementation("eager")
+    attentions = torch.stack(model(images, output_attentions=True).attentions).detach()
+    prefix = model.config.num_prefix_tokens
+    if model.config.pooling == "mean":
+        rows, query = attentions[:, :, :, prefix:].mean(3), "mean of patches"
+    else:
+        rows, query = attentions[:, :, :, 0], "class token"
+    assert found.grid == (4, 6) and found.query == query
+    # Batches of two and three sum in another order.
+    assert torch.allclose(found.per_head, rows[..., prefix:].unflatten(-1, (4, 6)), atol=1e-6)
+    assert torch.allclose(found.maps, found.per_head.mean(2), atol=1e-7)
+
+
+def test_looking_changes_nothing(classifier):
+    model = classifier().train()
+    model.liere.layers[0].eval()
+    attention_maps(model, torch.randn(1, 3, 16, 16))
+    assert model.config._attn_implementation == "sdpa" and model.training and not model.liere.layers[0].training
+    with pytest.raises(ValueError, match="not divisible"):
+        attention_maps(model, torch.randn(1, 3, 16, 18))
+    assert model.config._attn_implementation == "sdpa" and model.training and not model.liere.layers[0].training
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_attention_distance_against_a_loop(classifier):
+    model, images = classifier(), torch.randn(2, 3, 12, 16)
+    found = attention_distances(model, images)
+    model.set_attn_implementation("eager")
+    attentions = model(images, output_attentions=True).attentions
+    for layer, image, head in ((0, 0, 0), (1, 1, 1)):
+        weights = attentions[layer][image, head].detach().double()
+        total = 0.0
+        for query in range(12):
+            row = weights[1 + query, 1:] / weights[1 + query, 1:].sum()
+            for key in range(12):
+                total += row[key].item() * math.dist(divmod(query, 4), divmod(key, 4)) / 12
+        # Attention weights are float32.
+        assert found[layer, image, head].item() == pytest.approx(total, rel=1e-5)
+
+
+def test_output_change(classifier):
+    """Zero where everything moves together or nothing is rotated beside it, against positions given by hand."""
+    images = torch.randn(2, 3, 16, 16)
+    relative = classifier(position_encoding="comrope_ld", use_class_token=False, pooling="mean")
+    # Rounding of float32.
+    assert output_change(relative, images).change.max() < 1e-5
+    model = classifier()
+    found = output_change(model, images, batch_size=1, offsets=[0.0, 2.0])
+    # Four patches from 0 to 1: two patches are ⅔.
+    positions = model.liere.token_positions((4, 4), None, None, torch.device("cpu"))[1:]
+    with torch.no_grad():
+        before = model.liere(images, positions=positions).pooler_output
+        after = model.liere(images, positions=positions + 2 / 3).pooler_output
+    expected = (after - before).norm(dim=1) / before.norm(dim=1)
+    assert found.change[0].max() == 0 and found.change[1].min() > 1e-3
+    assert torch.allclose(found.change[1], expected, rtol=1e-3)
+    with pytest.raises(ValueError, match="no rotations"):
+        output_change(classifier(position_encoding="absolute"), images)
+
+
+def test_cost_by_counting(classifier):
+    """LieRE8: 2 layers, 17 tokens, 2 heads of 24; two axes of 28 entries in 3 blocks; 8 products per channel."""
+    cost = count_cost(classifier(), torch.zeros(1, 3, 16, 16))
+    assert cost.encoding_parameters == 2 * 2 * 2 * 3 * 28
+    assert cost.rotating_operations == 2 * 2 * 17 * 48 * 8
+    plain = count_cost(classifier(position_encoding="none"), torch.zeros(1, 3, 16, 16))
+    assert cost.parameters - cost.encoding_parameters == plain.parameters
+    assert cost.operations - cost.rotation_operations - cost.rotating_operations == plain.operations
+    assert plain.operation_share == plain.parameter_share == 0
+    absolute = count_cost(classifier(position_encoding="absolute"), torch.zeros(1, 3, 16, 16))
+    assert absolute.table_parameters == absolute.parameters - plain.parameters == 17 * 48
+    # Two products per channel of query and key turn a plane.
+    mixed = count_cost(classifier(position_encoding="rope_mixed"), torch.zeros(1, 3, 16, 16))
+    assert mixed.rotating_operations == 2 * 2 * 17 * 48 * 2
+
+
+PATCHED = ["clip", "vit", "siglip", "dinov2_registers", "videomae", "vivit"]
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_patched_models_and_pretrained_ones(name):
+    """The map comes from the weights that transformers returns; patching adds what it adds and no more."""
+    model, inputs = patching_cases.build(name)
+    pixels = inputs["pixel_values"]
+    before = analyse(model, [pixels])
+    assert before.encoding is None and "rotates nothing" in before.remarks[0]
+    hf_liere.patch(model, hf_liere.RotaryPatchConfig(position_encoding="liere", rotary_init=None))
+    patched = analyse(model, [pixels])
+    tower = vision_tower(model)
+    model.set_attn_implementation("eager")
+    attentions = torch.stack(tower.module(pixels, output_attentions=True).attentions).detach()
+    prefix = patching_cases.CASES[name].prefix
+    rows = attentions[:, :, :, 0] if prefix else attentions.mean(3)
+    maps = patched.inputs[0].attention.maps
+    assert torch.allclose(maps, rows[..., prefix:].mean(2).unflatten(-1, patched.inputs[0].attention.grid), atol=1e-6)
+    assert not torch.allclose(maps, before.inputs[0].attention.maps, atol=1e-3)
+    added = sum(parameter.numel() for _, parameter in hf_liere.rotary_parameters(model))
+    assert patched.inputs[0].cost.encoding_parameters == added
+    assert patched.inputs[0].cost.parameters == before.inputs[0].cost.parameters + added
+    assert patched.encoding.relativity.largest.max() > 0.1
+    hf_liere.unpatch(model)
+    assert torch.equal(attention_maps(model, pixels).maps, before.inputs[0].attention.maps)
+
+
+def test_unpatched_models_at_other_sizes():
+    model, _ = patching_cases.build("vit")
+    images = torch.randn(2, 3, 24, 16)
+    analysis = analyse(model, [images])
+    assert analysis.inputs[0].attention.maps.shape == (2, 2, 6, 4)
+    assert analysis.inputs[0].size == (24, 16) and analysis.inputs[0].cost.table_parameters == 17 * 32
+
+
+def test_what_cannot_be_measured_is_said():
+    model, _ = patching_cases.build("siglip2")
+    hf_liere.patch(model, hf_liere.RotaryPatchConfig(rotary_init="normal"))
+    analysis = analyse(model)
+    assert analysis.inputs == [] and "spatial_shapes" in analysis.remarks[0]
+    assert analysis.encoding.relativity.largest.max() < 1e-10
+    masked, inputs = patching_cases.build("vit_mae")
+    with pytest.raises(ValueError, match="every patch among the tokens"):
+        attention_maps(masked, inputs["pixel_values"])
+    with pytest.raises(ValueError, match="no patch embedding"):
+        analyse(transformers.BertModel(transformers.BertConfig(**patching_cases.SMALL, vocab_size=8)))
+
+
+@pytest.mark.parametrize("encoding", ["liere", "comrope_ap", "rope_mixed"])
+def test_folded_models(classifier, encoding):
+    model = classifier(position_encoding=encoding, block_size=2 if encoding == "rope_mixed" else 4)
+    images = torch.randn(2, 3, 16, 16)
+    whole, folded = analyse(model, [images]), analyse(model.fold_rotations(), [images])
+    assert folded.model["folded"] and not whole.model["folded"]
+    # The same logits, up to float32.
+    assert torch.allclose(folded.inputs[0].attention.maps, whole.inputs[0].attention.maps, atol=1e-5)
+    assert folded.inputs[0].cost.operations < whole.inputs[0].cost.operations or encoding == "rope_mixed"
+    # What a rotation does to products of queries and keys does not depend on the basis; float32 is stored.
+    assert torch.allclose(folded.encoding.relativity.mean, whole.encoding.relativity.mean, atol=1e-5)
+    assert any("folded" in remark for remark in folded.remarks) == (encoding != "rope_mixed")
+
+
+def test_video_and_what_is_saved(tiny_video, tmp_path):
+    model = hf_liere.LieREVideoForVideoClassification(tiny_video())
+    analysis = analyse(model, [torch.randn(2, 4, 3, 8, 8), torch.randn(2, 8, 3, 8, 12)])
+    assert [entry.attention.grid for entry in analysis.inputs] == [(2, 2, 2), (4, 2, 3)]
+    assert analysis.inputs[1].size == (8, 8, 12) and len(analysis.encoding.commutators.axes) == 3
+    analysis.save(tmp_path)
+    facts = json.loads((tmp_path / "analysis.json").read_text())
+    assert facts["model"]["position_encoding"] == "liere" and facts["inputs"][0]["cost"]["operations"] > 0
+    with np.load(tmp_path / "analysis.npz", allow_pickle=False) as arrays:
+        assert np.array_equal(arrays["inputs.1.attention.maps"], analysis.inputs[1].attention.maps.numpy())
+        assert arrays["encoding.relativity.largest"].shape == tuple(facts["encoding"]["relativity"]["largest"]["shape"])
+    alone = analyse(model)
+    assert "no image was given" in alone.remarks[0] and alone.inputs[0].attention is None
+    assert alone.inputs[0].cost == analysis.inputs[0].cost
+
+
+def test_overlay():
+    image = np.full((8, 6, 3), 100, np.uint8)
+    values = torch.tensor([[0.2, 0.2], [0.2, 0.6]])
+    laid = overlay(image, values, opacity=0.5, colormap="gray")
+    # Smallest value black, largest white, half of each.
+    assert laid.shape == image.shape and laid.dtype == np.uint8
+    assert (laid[:4] == 50).all() and (laid[4:, :3] == 50).all() and (laid[4:, 3:] == round((100 + 255) / 2)).all()
+    assert np.array_equal(overlay(image[..., 0], values), overlay(image, values))
+    assert np.array_equal(overlay(image, values * 0.1), overlay(image, values))
+    assert (overlay(image, values, opacity=1, colormap="gray", limits=(0.2, 1.0))[5, 5] == 128).all()
+    for wrong, message in (
+        ({"attention": torch.zeros(2, 2, 2)}, r"\(2, 2, 2\)"),
+        ({"image": image / 255}, "float64"),
+        ({"opacity": 2}, "opacity=2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            overlay(**{"image": image, "attention": values, **wrong})
