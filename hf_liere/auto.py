@@ -1,5 +1,8 @@
 """Registration with the Auto classes: the only file that touches them."""
 
+import os
+
+import transformers
 from transformers import (
     AutoBackbone,
     AutoConfig,
@@ -111,3 +114,37 @@ def model_class(architecture: str) -> type:
     if architecture not in classes:
         raise ValueError(f"{architecture!r} is none of our models; accepted: {', '.join(sorted(classes))}.")
     return classes[architecture]
+
+
+def load_checkpoint(
+    checkpoint: str | os.PathLike, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[transformers.PreTrainedModel, object | None]:
+    """
+    Any model that `from_pretrained` reads, of the class that its configuration names, in float32 and evaluation mode,
+    and its image or video processor (`None` if it has none that can be read).
+
+    Args:
+        checkpoint: Directory or repository on the Hub.
+        revision: Branch, tag or commit of the repository.
+        trust_remote_code: Whether code that comes with the checkpoint may run, where neither this package nor
+            transformers knows its model.
+
+    Raises:
+        ValueError, OSError: if it cannot be read, or needs code that is not trusted.
+    """
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(checkpoint, **options)
+    (architecture,) = getattr(config, "architectures", None) or [None]
+    try:
+        loader = model_class(architecture)
+    except ValueError:
+        loader = getattr(transformers, architecture or "", AutoModel)
+    model = loader.from_pretrained(checkpoint, dtype="float32", **options)
+    for auto_class in (AutoVideoProcessor, AutoImageProcessor):
+        if auto_class is AutoVideoProcessor and "video" not in getattr(model, "input_modalities", ()):
+            continue
+        try:
+            return model.eval(), auto_class.from_pretrained(checkpoint, **options)
+        except (ImportError, OSError, ValueError):
+            continue
+    return model.eval(), None

@@ -9,6 +9,8 @@ from .conversion import convert_checkpoint
 from .conversion_sources import SOURCES, ConversionError, option_names
 from .export import ExportError, export_checkpoint
 from .hub import HubError
+from .inspection import inspect_checkpoint
+from .inspection_inputs import InspectionError
 from .publishing import push, saved_weights_digest, verify
 from .pulling import pull
 from .version import __version__
@@ -28,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     subcommands = command.add_subparsers(dest="command", required=True)
     _add_convert(subcommands)
     _add_export(subcommands)
+    _add_inspect(subcommands)
     _add_push(subcommands)
     verifying = subcommands.add_parser(
         "verify",
@@ -96,6 +99,34 @@ def _add_export(subcommands) -> None:
     export.set_defaults(run=run_export)
 
 
+def _add_inspect(subcommands) -> None:
+    inspecting = subcommands.add_parser(
+        "inspect",
+        help="a report of what a model's position encoding has learned, where the model looks and what it costs",
+        description="Write report.html, one page that needs no network, and the numbers behind it, analysis.json and "
+        "analysis.npz. Without images attention is left out.",
+    )
+    inspecting.add_argument("checkpoint", help="directory or repository on the Hub")
+    inspecting.add_argument("--output", required=True, help="directory to write; it must not exist or be empty")
+    inspecting.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images, videos or .npy clips")
+    inspecting.add_argument("--dataset", help="folder of such files, parquet or json file, or data set on the Hub")
+    inspecting.add_argument("--split", help="of the data set; without one, its test, validation or first split")
+    inspecting.add_argument("--max_samples", type=int, default=16, help="images to take from the data set (16)")
+    inspecting.add_argument(
+        "--image_sizes",
+        type=int,
+        nargs="+",
+        metavar="SIZE",
+        help="height and width of inputs; without any, the trained size, one and a half times and twice as large",
+    )
+    inspecting.add_argument("--batch_size", type=int, default=8, help="images at a time (8)")
+    inspecting.add_argument("--revision", help="branch, tag or commit of the repository")
+    inspecting.add_argument(
+        "--trust_remote_code", action="store_true", help="run code of the checkpoint, if its model is not known here"
+    )
+    inspecting.set_defaults(run=run_inspect)
+
+
 def _add_push(subcommands) -> None:
     pushing = subcommands.add_parser(
         "push",
@@ -139,6 +170,11 @@ def run_export(checkpoint: str, output: str, image_size: list[int] | None, dynam
     return export_checkpoint(checkpoint, output, image_size=image_size, dynamic_size=dynamic_size, **options)
 
 
+def run_inspect(checkpoint: str, output: str, image: list[str], image_sizes: list[int] | None, **options) -> str:
+    report = inspect_checkpoint(checkpoint, output, image, image_sizes=image_sizes, progress=True, **options)
+    return f"{report}: open it in a browser"
+
+
 def run_push(folder: str, repo_id: str, card: str | None, evaluation: list[str], no_reload: bool, **options) -> str:
     facts = load_facts(card) if card else None
     rendered = push_card(folder, saved_weights_digest(folder), repo_id, facts, evaluation)
@@ -165,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
     command, run = options.pop("command"), options.pop("run")
     try:
         print(run(**options))
-    except (ConversionError, ExportError, FileExistsError, HubError, ValueError) as error:
+    except (ConversionError, ExportError, FileExistsError, HubError, InspectionError, ValueError) as error:
         print(f"hf-liere {command}: {error}", file=sys.stderr)
         return 1
     return 0

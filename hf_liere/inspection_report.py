@@ -1,0 +1,282 @@
+"""One HTML page that says what a model is, what its position encoding has learned and what it costs."""
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+import numpy as np
+
+from .analysis import Analysis
+from .inspection_plots import (
+    Plot,
+    axis_names,
+    plot_angles,
+    plot_attention,
+    plot_commutators,
+    plot_distances,
+    plot_frequencies,
+    plot_generators,
+    plot_output_change,
+    plot_relativity,
+    plot_rotations,
+    size_name,
+)
+from .version import __version__
+
+
+TEMPLATE = "report.html.jinja"
+IMAGES_SHOWN = 3
+ENCODINGS = {
+    "none": "no positions at all",
+    "absolute": "a learned table of absolute positions",
+    "axial_rope": "RoPE on each axis by itself, with fixed frequencies",
+    "rope_mixed": "RoPE-Mixed: rotations of planes by learned frequencies of all axes",
+    "liere": "LieRE: rotations R(p) = exp(Σ p_a A_a) with free skew-symmetric generators A_a",
+    "comrope_ap": "ComRoPE-AP: learned rotations whose generators commute, each block serving one axis",
+    "comrope_ld": "ComRoPE-LD: learned rotations whose generators commute, being multiples of one matrix",
+}
+COORDINATES = {
+    "index": "patch indices 0, 1, 2, …",
+    "train_grid": "0 … 1 over the trained grid",
+    "train_index": "indices scaled to the trained grid",
+    "unit": "0 … 1 over any grid",
+    "unit_width": "0 … 1 over the width of any grid",
+}
+
+
+def render(analysis: Analysis, shown: Sequence[np.ndarray], name: str, sources: Sequence[str]) -> str:
+    """
+    Args:
+        shown: For each entry of `analysis.inputs`, (images, T, H, W, C) uint8 as the model saw them; empty without
+            images.
+        name: What the report is about.
+        sources: Names of the images.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).resolve().parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["data_uri"] = data_uri
+    return environment.get_template(TEMPLATE).render(
+        name=name,
+        version=__version__,
+        summary=summary(analysis),
+        facts=facts(analysis),
+        remarks=analysis.remarks,
+        learned=learned_plots(analysis),
+        looks=attention_plots(analysis, shown, sources),
+        costs=cost_rows(analysis),
+        cost_summary=cost_summary(analysis),
+    )
+
+
+def data_uri(svg: str) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+
+
+def summary(analysis: Analysis) -> str:
+    """The model in one or two sentences."""
+    model = analysis.model
+    grid = " × ".join(map(str, model["train_grid"]))
+    text = (
+        f"{model['class']} with {model['parameters']:,} parameters: {model['layers']} layers, {model['heads']} heads, "
+        f"{model['hidden_size']} wide, trained on grids of {grid} patches. "
+    )
+    encoding = model["position_encoding"]
+    if encoding is None:
+        return text + "Its positions are those of its family; nothing in it is rotated."
+    kind = ENCODINGS[encoding]
+    if encoding in ("liere", "comrope_ap", "comrope_ld"):
+        kind += f", in blocks of {model['block_size']} channels"
+    text += f"Its position encoding is {encoding} — {kind}"
+    if model["patched"]:
+        text += ", put into a pretrained model beside its own table of positions"
+    return text + "."
+
+
+def facts(analysis: Analysis) -> list[tuple[str, str]]:
+    """Rows of the table of the configuration, named as in the configuration."""
+    model = analysis.model
+    rows = [("model_type", model["model_type"]), ("position_encoding", model["position_encoding"])]
+    if analysis.encoding is not None:
+        rows += [
+            ("block_size", model["block_size"]),
+            ("coordinates", f"{model['coordinates']} ({COORDINATES[model['coordinates']]})"),
+            ("share_heads, share_layers", f"{model['share_heads']}, {model['share_layers']}"),
+            ("rotate_prefix", model["rotate_prefix"]),
+            ("rotated layers", f"{model['rotated_layers']} of {model['layers']}"),
+            ("folded", model["folded"]),
+        ]
+    rows.append(("head_dim", model["head_dim"]))
+    if model["patch_size"] is not None:
+        rows.append(("patch_size", " × ".join(map(str, model["patch_size"]))))
+    return [(name, "—" if value is None else str(value)) for name, value in rows]
+
+
+def learned_plots(analysis: Analysis) -> list[Plot]:
+    encoding, axes = analysis.encoding, axis_names(analysis)
+    if encoding is None:
+        return []
+    blocks = "a block-diagonal matrix for every layer and head, empty where nothing is rotated"
+    plots = [
+        Plot(
+            "Generators",
+            f"The skew-symmetric A_a of every axis, {blocks}. Colours share one scale.",
+            "Heat maps of the generators of every axis by layer and head.",
+            plot_generators(encoding, axes),
+        ),
+        Plot(
+            "Rotations",
+            f"R(p) = exp(Σ p_a A_a) for a displacement of one patch, {blocks}. Close to the identity means that "
+            "neighbouring patches are hardly told apart; far from it, that the encoding resolves single patches.",
+            "Heat maps of rotation matrices by layer and head.",
+            plot_rotations(encoding, axes),
+        ),
+    ]
+    plots += _commutation_plots(analysis, axes)
+    paper = ""
+    if encoding.generators.shape[-1] == 8:
+        paper = " (ComRoPE's Table 8, ViT-B on ImageNet, b = 8, as the paper reports: LieRE 0.195, AP 0.171, LD 0.238)"
+    plots.append(
+        Plot(
+            "Elements of the angle matrices",
+            "Distribution of the upper triangles of the generators (ComRoPE App. F, Fig. 8). Their standard deviation "
+            f"is {encoding.angles.std:.3f} radians per unit of the coordinate{paper}.",
+            "Density of the generators' elements on a linear and on a logarithmic scale, and their standard deviation "
+            "by layer.",
+            plot_angles(encoding),
+        )
+    )
+    if encoding.frequencies is not None and encoding.commutators.axes:
+        largest = encoding.frequencies.per_patch.abs().max().item()
+        beyond = ""
+        if largest > np.pi:
+            beyond = " Outside of the dashed square, a plane turns by more than π from patch to patch: it aliases."
+        plots.append(
+            Plot(
+                "Frequencies in the plane",
+                "Each point is a plane of channels, which turns by f · (q − p) between patches p and q"
+                + (" (in the eigenbasis that the generators share)" if "comrope" in _name(analysis) else "")
+                + f". The largest component is {largest:.3g} radians per patch.{beyond}",
+                "Scatter plot of the learned angular frequencies, by layer.",
+                plot_frequencies(encoding, axes),
+            )
+        )
+    return plots
+
+
+def _name(analysis: Analysis) -> str:
+    return analysis.model["position_encoding"] or ""
+
+
+def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
+    encoding, plots = analysis.encoding, []
+    if encoding.commutators.axes:
+        largest = encoding.commutators.relative.max().item()
+        verdict = (
+            "The generators commute: attention between patches depends on the difference of their positions alone."
+            if largest < 1e-9
+            else "The generators do not commute: attention between patches depends on where both are."
+        )
+        plots.append(
+            Plot(
+                "Commutators",
+                f"‖A_a A_b − A_b A_a‖ relative to ‖A_a‖ ‖A_b‖, Frobenius norms over a head; at most {largest:.2g}. "
+                + verdict,
+                "Heat map of relative commutator norms by layer and head.",
+                plot_commutators(encoding, axes),
+            )
+        )
+    largest = encoding.relativity.largest.max().item()
+    price = (
+        "Zero up to rounding in float64: the encoding is exactly relative."
+        if largest < 1e-5
+        else "This is the price of generators that do not commute; 2 is the most there can be."
+    )
+    plots.append(
+        Plot(
+            "Deviation from relativity",
+            "e(c) = ‖R(p + c)ᵀR(q + c) − R(p)ᵀR(q)‖, the spectral norm, over pairs of patches (the RoPE equation, "
+            f"ComRoPE eq. 2, asks for 0): lines are means over heads, blocks and pairs. At most {largest:.2g}. {price}",
+            "Curves of the relativity error over the offset, by layer.",
+            plot_relativity(encoding),
+        )
+    )
+    measured = [entry for entry in analysis.inputs if entry.output_change is not None]
+    if measured:
+        plots.append(
+            Plot(
+                "What a common offset does to the output",
+                "Change of the pooled output if the coordinates of all patches move by the same offset (ComRoPE "
+                "Fig. 5), mean and range over the images. Class and register tokens that are not rotated stay where "
+                "they are, so that what they see of the patches changes for every encoding.",
+                "Curves of the relative change of the output over the offset, by input size.",
+                plot_output_change(measured),
+            )
+        )
+    return plots
+
+
+def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Sequence[str]) -> list[Plot]:
+    entries = [entry for entry in analysis.inputs if entry.attention is not None]
+    if not entries:
+        return []
+    query = {"class token": "of the class token", "mean of patches": "of the patches, on average as queries,"}
+    query = query[entries[0].attention.query]
+    is_video = len(entries[0].attention.grid) == 3
+    if is_video:
+        entries, shown, sizes = entries[:1], shown[:1], "by frame"
+    else:
+        sizes = "by input size"
+    plots = [
+        Plot(
+            f"Attention on {sources[image]}",
+            f"Attention {query} over the patches, mean over heads, {sizes}. Every "
+            + ("layer" if is_video else "map")
+            + " is rescaled from its least to its most (LieRE App. G).",
+            f"Attention maps of every layer laid over {sources[image]}, {sizes}.",
+            plot_attention(entries, shown, image),
+        )
+        for image in range(min(IMAGES_SHOWN, len(sources)))
+    ]
+    entries = [entry for entry in analysis.inputs if entry.attention is not None]
+    extent = " × ".join(map(str, analysis.model["patch_size"]))
+    plots.append(
+        Plot(
+            "Attention distance",
+            f"Mean distance between patches as queries and keys, weighted by attention (ViT, Fig. 11), a point per "
+            f"head, over {len(sources)} {'clips' if is_video else 'images'}; one patch is {extent} "
+            f"{'frames and pixels' if is_video else 'pixels'}. The dashed line is attention to all patches alike.",
+            "Attention distance of every head over the layers, by input size.",
+            plot_distances(entries),
+        )
+    )
+    return plots
+
+
+def cost_rows(analysis: Analysis) -> list[list[str]]:
+    """Size, operations, those of making the rotations and of applying them, share."""
+    return [
+        [
+            size_name(entry.size),
+            f"{entry.cost.operations / 1e9:.3f}",
+            f"{entry.cost.rotation_operations / 1e9:.3f}",
+            f"{entry.cost.rotating_operations / 1e9:.3f}",
+            f"{entry.cost.operation_share:.1%}",
+        ]
+        for entry in analysis.inputs
+    ]
+
+
+def cost_summary(analysis: Analysis) -> str:
+    if not analysis.inputs:
+        return ""
+    cost = analysis.inputs[0].cost
+    return (
+        f"Of the vision tower's {cost.parameters:,} parameters, {cost.encoding_parameters:,} belong to rotations and "
+        f"{cost.table_parameters:,} to a table of absolute positions: {cost.parameter_share:.2%} together."
+    )
