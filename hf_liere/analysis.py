@@ -52,7 +52,7 @@ from .vision_towers import Tower, head_shape
 
 JSON_NAME, ARRAYS_NAME = "analysis.json", "analysis.npz"
 # Displacements of all patches at which outputs are compared, in patches.
-OUTPUT_OFFSETS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
+OUTPUT_OFFSETS = (0.0, 0.5, 1.0, 2.0, 4.0)
 
 
 class OutputChange(NamedTuple):
@@ -96,7 +96,8 @@ class InputAnalysis:
         size: (height, width), or (frames, height, width), in pixels.
         cost: Of one input.
         attention, distances: See [`attention_maps`] and [`attention_distances`]; `None` where no input was given.
-        output_change: See [`output_change`]; `None` where no input was given or nothing rotates.
+        output_change: See [`output_change`]; of the first size only; `None` where no input was given
+            or nothing rotates.
     """
 
     size: tuple[int, ...]
@@ -168,7 +169,7 @@ def analyse(
                 options = {"batch_size": batch_size, "progress": progress}
                 measured.attention = attention_maps(model, pixel_values, **options)
                 measured.distances = attention_distances(model, pixel_values, **options)
-                if encoding is not None:
+                if encoding is not None and not analysis.inputs:
                     measured.output_change = output_change(model, pixel_values, **options)
             analysis.inputs.append(measured)
     finally:
@@ -286,19 +287,19 @@ def output_change(
 
     parameter = next(tower.module.parameters())
     options = size_options(tower, pixel_values)
-    outputs = []
+    outputs, moves = [], [moved for moved in offsets if moved]
     hook = encoding.register_forward_pre_hook(move, with_kwargs=True)
     try:
         starts = range(0, len(pixel_values), batch_size)
-        with tqdm(total=len(starts) * (len(offsets) + 1), desc="offsets", disable=not progress) as bar:
+        with tqdm(total=len(starts) * (len(moves) + 1), desc="offsets", disable=not progress) as bar:
             for start in starts:
                 batch = pixel_values[start : start + batch_size].to(parameter.device, parameter.dtype)
-                results = []
-                for offset in (0.0, *offsets):  # noqa: B007 (read by the hook)
-                    results.append(_pooled(tower.module(batch, **options)).float().cpu())
+                results = {}
+                for offset in (0.0, *moves):  # noqa: B007 (read by the hook)
+                    results[offset] = _pooled(tower.module(batch, **options)).float().cpu()
                     bar.update()
-                reference, *moved = results
-                changes = [(result - reference).norm(dim=1) / reference.norm(dim=1) for result in moved]
+                reference = results[0.0]
+                changes = [(results[moved] - reference).norm(dim=1) / reference.norm(dim=1) for moved in offsets]
                 outputs.append(torch.stack(changes))
     finally:
         hook.remove()

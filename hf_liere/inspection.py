@@ -73,9 +73,7 @@ def inspect_checkpoint(
         num_frames = blank.shape[1] if is_video else None
         preparation = Preparation.of(processor, blank.shape[-3], num_frames)
         if processor is None:
-            remarks.append(
-                "The checkpoint has no processor that can be read: pixels are scaled to −1 … 1, as for ViT."
-            )
+            remarks.append("The checkpoint has no processor that can be read: pixels are scaled to −1 … 1, as for ViT.")
         sizes, refused = _sizes(tower, blank, image_sizes)
         remarks += refused
         for size in sizes:

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from matplotlib import cm, colors, rc_context
+from matplotlib import cm, colormaps, colors, rc_context
 from matplotlib.figure import Figure
 
-from .analysis import Analysis, EncodingAnalysis, InputAnalysis
+from .analysis import Analysis, EncodingAnalysis, InputAnalysis, OutputChange
 from .attention_analysis import overlay
 
 
-# Readable with any colour vision: cividis for quantities, diverging maps between orange (or red) and blue for signs.
+# Told apart with any colour vision: cividis for quantities; for signs two maps whose zero is the page's own colour.
 SEQUENTIAL = "cividis"
 THEMES = {
-    "light": {"text": "#1f2328", "line": "#8c959f", "signs": "PuOr", "zero": "#ffffff"},
-    "dark": {"text": "#e6edf3", "line": "#6e7681", "signs": "managua", "zero": "#0d1117"},
+    "light": {"text": "#1f2328", "line": "#8c959f", "signs": "PuOr", "layers": (0.0, 0.75)},
+    "dark": {"text": "#e6edf3", "line": "#6e7681", "signs": "berlin", "layers": (0.35, 1.0)},
 }
 # Okabe and Ito's colours that stand out from white and from black.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -152,10 +152,10 @@ def plot_commutators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[st
                 for (layer, head), value in np.ndenumerate(values.numpy()):
                     colour = "black" if value > 0.6 * top else "white"
                     axis.text(head, layer, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8)
-        figure.colorbar(shown, ax=list(panels), label="‖[A, B]‖ / (‖A‖ ‖B‖), no unit")
+        figure.colorbar(shown, ax=list(panels), label="relative norm, no unit")
 
     layers, heads = found.relative.shape[1:]
-    return draw(paint, min(10.0, 2.2 + len(found.axes) * max(2.6, 0.45 * heads)), max(1.9, 0.3 * layers + 0.9))
+    return draw(paint, min(10.0, 2.2 + len(found.axes) * max(2.6, 0.45 * heads)), max(2.3, 0.3 * layers + 1.2))
 
 
 def label_layers_and_heads(axis, values) -> None:
@@ -167,9 +167,9 @@ def label_layers_and_heads(axis, values) -> None:
     axis.tick_params(length=0)
 
 
-def layer_colours(count: int):
-    """A colour per layer, from dark to light without the ends that vanish on a page."""
-    return [cm.ScalarMappable(cmap="viridis").cmap(value) for value in np.linspace(0.15, 0.85, count)]
+def layer_colours(count: int, theme: dict) -> np.ndarray:
+    """A colour per layer, from dark to light, without those that vanish on the page."""
+    return colormaps["viridis"](np.linspace(*theme["layers"], count))
 
 
 def plot_relativity(encoding: EncodingAnalysis) -> dict[str, str]:
@@ -178,7 +178,7 @@ def plot_relativity(encoding: EncodingAnalysis) -> dict[str, str]:
     def paint(figure: Figure, theme: dict) -> None:
         axis = figure.subplots()
         layers = found.mean.shape[1]
-        for layer, colour in enumerate(layer_colours(layers)):
+        for layer, colour in enumerate(layer_colours(layers, theme)):
             label = f"layer {layer + 1}" if layers <= 6 or layer in (0, layers - 1) else None
             axis.plot(found.offsets, found.mean[:, layer].mean(-1), "o-", markersize=3, color=colour, label=label)
         largest = found.largest.amax((1, 2))
@@ -195,17 +195,16 @@ def plot_relativity(encoding: EncodingAnalysis) -> dict[str, str]:
     return draw(paint, 6.5, 3.4)
 
 
-def plot_output_change(inputs: Sequence[InputAnalysis]) -> dict[str, str]:
+def plot_output_change(found: OutputChange) -> dict[str, str]:
     def paint(figure: Figure, theme: dict) -> None:
         axis = figure.subplots()
-        for entry, colour in zip(inputs, COLOURS):
-            offsets, change = entry.output_change
-            axis.plot(offsets, change.mean(1), "o-", color=colour, label=size_name(entry.size))
-            axis.fill_between(offsets, change.amin(1), change.amax(1), color=colour, alpha=0.15, linewidth=0)
+        axis.plot(found.offsets, found.change.mean(1), "o-", color=COLOURS[0])
+        quartiles = (found.change.quantile(quantile, dim=1) for quantile in (0.25, 0.75))
+        axis.fill_between(found.offsets, *quartiles, color=COLOURS[0], alpha=0.2, linewidth=0)
         axis.set(xlabel="common offset of all patches (patches)", ylabel="‖change‖ / ‖output‖, no unit")
-        axis.set_ylim(0, None if max(entry.output_change.change.max() for entry in inputs) > 1e-4 else 1e-2)
+        # Rounding is not a result.
+        axis.set_ylim(0, max(1.1 * found.change.max().item(), 1e-2))
         axis.grid(alpha=0.4)
-        axis.legend(fontsize=8)
 
     return draw(paint, 6.5, 3.2)
 
@@ -221,7 +220,8 @@ def plot_angles(encoding: EncodingAnalysis) -> dict[str, str]:
             axis.set_yscale(scale)
             axis.set(xlabel="element (radians per unit)", ylabel="density (per radian)", title=f"{scale} scale")
         layers.plot(range(1, len(found.layer_std) + 1), found.layer_std, "o-", color=COLOURS[5], markersize=4)
-        layers.set(xlabel="layer", ylabel="standard deviation (radians)", title="by layer", ylim=(0, None))
+        layers.set(xlabel="layer", ylabel="standard deviation (radians)", title="by layer")
+        layers.set_ylim(0, 1.15 * found.layer_std.max().item() or 1.0)
         layers.xaxis.get_major_locator().set_params(integer=True)
         for axis in (linear, logarithmic, layers):
             axis.title.set_fontsize(9)
@@ -239,7 +239,7 @@ def plot_frequencies(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[st
     def paint(figure: Figure, theme: dict) -> None:
         panels = figure.subplots(1, len(pairs), squeeze=False)[0]
         for axis, (first, second) in zip(panels, pairs):
-            for layer, colour in enumerate(layer_colours(layers)):
+            for layer, colour in enumerate(layer_colours(layers, theme)):
                 points = (frequencies[index, layer].flatten() for index in (second, first))
                 label = f"layer {layer + 1}" if layers <= 6 or layer in (0, layers - 1) else None
                 axis.scatter(*points, s=14, color=colour, alpha=0.75, linewidths=0, label=label)
@@ -309,16 +309,19 @@ def plot_attention(entries: Sequence[InputAnalysis], shown: Sequence[np.ndarray]
 
 
 def plot_distances(entries: Sequence[InputAnalysis]) -> dict[str, str]:
+    uniform = [uniform_distance(entry.attention.grid) for entry in entries]
+    highest = max(*uniform, *(entry.distances.mean(1).max().item() for entry in entries))
+
     def paint(figure: Figure, theme: dict) -> None:
         panels = figure.subplots(1, len(entries), squeeze=False, sharey=True)[0]
-        for axis, entry in zip(panels, entries):
+        for axis, entry, alike in zip(panels, entries, uniform):
             heads = entry.distances.mean(1)
             for head, values in enumerate(heads.unbind(1)):
                 layers = np.arange(1, len(values) + 1)
                 axis.plot(layers, values, "o", color=COLOURS[head % len(COLOURS)], alpha=0.8, markersize=4)
             axis.plot(layers, heads.mean(1), "-", color=theme["text"], linewidth=1, label="mean of the heads")
-            axis.axhline(uniform_distance(entry.attention.grid), color=theme["line"], linestyle="--", label="uniform")
-            axis.set(xlabel="layer", ylim=(0, None))
+            axis.axhline(alike, color=theme["line"], linestyle="--", label="uniform")
+            axis.set(xlabel="layer", ylim=(0, 1.1 * highest))
             axis.set_title(size_name(entry.size), fontsize=9)
             axis.xaxis.get_major_locator().set_params(integer=True)
             axis.grid(alpha=0.4)

@@ -32,7 +32,7 @@ ENCODINGS = {
     "absolute": "a learned table of absolute positions",
     "axial_rope": "RoPE on each axis by itself, with fixed frequencies",
     "rope_mixed": "RoPE-Mixed: rotations of planes by learned frequencies of all axes",
-    "liere": "LieRE: rotations R(p) = exp(Σ p_a A_a) with free skew-symmetric generators A_a",
+    "liere": "LieRE: rotations R(p) = exp(Σ pₐ Aₐ) with free skew-symmetric generators Aₐ",
     "comrope_ap": "ComRoPE-AP: learned rotations whose generators commute, each block serving one axis",
     "comrope_ld": "ComRoPE-LD: learned rotations whose generators commute, being multiples of one matrix",
 }
@@ -125,13 +125,13 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
     plots = [
         Plot(
             "Generators",
-            f"The skew-symmetric A_a of every axis, {blocks}. Colours share one scale.",
+            f"The skew-symmetric Aₐ of every axis, {blocks}. Colours share one scale.",
             "Heat maps of the generators of every axis by layer and head.",
             plot_generators(encoding, axes),
         ),
         Plot(
             "Rotations",
-            f"R(p) = exp(Σ p_a A_a) for a displacement of one patch, {blocks}. Close to the identity means that "
+            f"R(p) = exp(Σ pₐ Aₐ) for a displacement of one patch, {blocks}. Close to the identity means that "
             "neighbouring patches are hardly told apart; far from it, that the encoding resolves single patches.",
             "Heat maps of rotation matrices by layer and head.",
             plot_rotations(encoding, axes),
@@ -140,7 +140,7 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
     plots += _commutation_plots(analysis, axes)
     paper = ""
     if encoding.generators.shape[-1] == 8:
-        paper = " (ComRoPE's Table 8, ViT-B on ImageNet, b = 8, as the paper reports: LieRE 0.195, AP 0.171, LD 0.238)"
+        paper = " (ComRoPE's Table 8 reports, of its own models with b = 8: LieRE 0.195, AP 0.171, LD 0.238)"
     plots.append(
         Plot(
             "Elements of the angle matrices",
@@ -185,8 +185,8 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
         plots.append(
             Plot(
                 "Commutators",
-                f"‖A_a A_b − A_b A_a‖ relative to ‖A_a‖ ‖A_b‖, Frobenius norms over a head; at most {largest:.2g}. "
-                + verdict,
+                f"‖AB − BA‖ / (‖A‖ ‖B‖) of the generators A and B of two axes, Frobenius norms over a head; at most "
+                f"{largest:.2g}. " + verdict,
                 "Heat map of relative commutator norms by layer and head.",
                 plot_commutators(encoding, axes),
             )
@@ -207,15 +207,15 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
         )
     )
     measured = [entry for entry in analysis.inputs if entry.output_change is not None]
-    if measured:
+    for entry in measured:
         plots.append(
             Plot(
                 "What a common offset does to the output",
                 "Change of the pooled output if the coordinates of all patches move by the same offset (ComRoPE "
-                "Fig. 5), mean and range over the images. Class and register tokens that are not rotated stay where "
-                "they are, so that what they see of the patches changes for every encoding.",
-                "Curves of the relative change of the output over the offset, by input size.",
-                plot_output_change(measured),
+                f"Fig. 5) at {size_name(entry.size)}, mean and quartiles over images. Class and register tokens that "
+                "are not rotated stay where they are, so that what they see of the patches changes for every encoding.",
+                "Curve of the relative change of the output over the offset.",
+                plot_output_change(entry.output_change),
             )
         )
     return plots
@@ -225,7 +225,10 @@ def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Se
     entries = [entry for entry in analysis.inputs if entry.attention is not None]
     if not entries:
         return []
-    query = {"class token": "of the class token", "mean of patches": "of the patches, on average as queries,"}
+    query = {
+        "class token": "of the class token to every patch, mean over heads",
+        "mean of patches": "to every patch, mean over all patches as queries and over heads",
+    }
     query = query[entries[0].attention.query]
     is_video = len(entries[0].attention.grid) == 3
     if is_video:
@@ -235,7 +238,7 @@ def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Se
     plots = [
         Plot(
             f"Attention on {sources[image]}",
-            f"Attention {query} over the patches, mean over heads, {sizes}. Every "
+            f"Attention {query}, {sizes}. Every "
             + ("layer" if is_video else "map")
             + " is rescaled from its least to its most (LieRE App. G).",
             f"Attention maps of every layer laid over {sources[image]}, {sizes}.",
@@ -259,13 +262,13 @@ def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Se
 
 
 def cost_rows(analysis: Analysis) -> list[list[str]]:
-    """Size, operations, those of making the rotations and of applying them, share."""
+    """Size, million operations, those of making the rotations and of applying them, share of both."""
     return [
         [
             size_name(entry.size),
-            f"{entry.cost.operations / 1e9:.3f}",
-            f"{entry.cost.rotation_operations / 1e9:.3f}",
-            f"{entry.cost.rotating_operations / 1e9:.3f}",
+            f"{entry.cost.operations / 1e6:,.2f}",
+            f"{entry.cost.rotation_operations / 1e6:,.2f}",
+            f"{entry.cost.rotating_operations / 1e6:,.2f}",
             f"{entry.cost.operation_share:.1%}",
         ]
         for entry in analysis.inputs
