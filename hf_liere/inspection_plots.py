@@ -65,7 +65,7 @@ def draw(paint: Callable[[Figure, dict], None], width: float, height: float) -> 
             figure = Figure(figsize=(width, height), layout="constrained")
             paint(figure, theme)
             file = io.StringIO()
-            figure.savefig(file, format="svg", metadata={"Date": None}, dpi=144)
+            figure.savefig(file, format="svg", metadata={"Date": None}, dpi=144, bbox_inches="tight")
         pictures[name] = file.getvalue()
     return pictures
 
@@ -140,7 +140,8 @@ def plot_rotations(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str,
 
 def plot_commutators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:
     found = encoding.commutators
-    top = found.relative.max().item() or 1.0
+    # Below, it is rounding.
+    top = found.relative.max().item() if found.relative.max() > 1e-9 else 1.0
 
     def paint(figure: Figure, theme: dict) -> None:
         panels = figure.subplots(1, len(found.axes), squeeze=False)[0]
@@ -216,7 +217,8 @@ def plot_angles(encoding: EncodingAnalysis) -> dict[str, str]:
     def paint(figure: Figure, theme: dict) -> None:
         linear, logarithmic, layers = figure.subplots(1, 3)
         for axis, scale in ((linear, "linear"), (logarithmic, "log")):
-            axis.step(centres, found.density.where(found.density > 0, math.nan), where="mid", color=COLOURS[0])
+            density = found.density.where(found.density > 0, math.nan) if scale == "log" else found.density
+            axis.step(centres, density, where="mid", color=COLOURS[0])
             axis.set_yscale(scale)
             axis.set(xlabel="element (radians per unit)", ylabel="density (per radian)", title=f"{scale} scale")
         layers.plot(range(1, len(found.layer_std) + 1), found.layer_std, "o-", color=COLOURS[5], markersize=4)

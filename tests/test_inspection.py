@@ -1,0 +1,260 @@
+"""`hf-liere inspect`, as it is called, and its report, as a browser shows it."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from browser import console_errors, prefer_color_scheme
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import hf_liere
+from hf_liere.analysis import analyse, attention_maps
+from hf_liere.cli import main
+from hf_liere.inspection_inputs import Preparation, Sample, read_samples
+
+
+VOID = {"br", "img", "link", "meta", "source"}
+
+
+class Page(HTMLParser):
+    """Checks that elements are nested, and keeps what a page shows and asks for."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.open, self.images, self.addresses, self.text = [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.addresses += [attributes[name] for name in ("src", "href", "srcset", "action") if name in attributes]
+        if tag == "img":
+            self.images.append(attributes)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text += data
+
+
+def save(model, folder, processor=True):
+    model.save_pretrained(folder)
+    if processor:
+        size = {"height": 16, "width": 16}
+        transformers.ViTImageProcessor(size=size, image_mean=[0.4] * 3, image_std=[0.2] * 3).save_pretrained(folder)
+    return folder
+
+
+def picture(path, size=(20, 30), seed=0):
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def inspected(tmp_path_factory):
+    """A LieRE classifier, its image and the output of the command on it."""
+    folder = tmp_path_factory.mktemp("inspected")
+    torch.manual_seed(0)
+    config = hf_liere.LieREViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=4,
+    )
+    model = hf_liere.LieREViTForImageClassification(config).eval()
+    save(model, folder / "model")
+    arguments = ["inspect", folder / "model", "--image", picture(folder / "a.png"), "--output", folder / "report"]
+    process = subprocess.run(
+        [sys.executable, "-m", "hf_liere.cli", *map(str, arguments)], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert "attention" in process.stderr and str(folder / "report" / "report.html") in process.stdout
+    return model, folder
+
+
+def test_report_stands_alone(inspected):
+    _, folder = inspected
+    text = (folder / "report" / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert all(address.startswith("data:") for address in page.addresses)
+    assert not re.search(r"https?://|@import|<script|url\(", text)
+    assert len(page.images) == 8 and all(image["alt"] for image in page.images)
+    text = " ".join(page.text.split())
+    places = [text.index(heading) for heading in ("What it is", "What it learned", "Where it looks", "What it costs")]
+    assert places == sorted(places)
+    assert "Its position encoding is liere" in text and "block_size 8" in text and "32 × 32 px" in text
+
+
+def test_numbers_are_those_of_the_analysis(inspected):
+    """The image goes through the processor's numbers; three sizes, and what is in the text is in the file."""
+    model, folder = inspected
+    facts = json.loads((folder / "report" / "analysis.json").read_text())
+    assert [entry["size"] for entry in facts["inputs"]] == [[16, 16], [24, 24], [32, 32]]
+    with Image.open(folder / "a.png") as image:
+        pixels = np.asarray(image.convert("RGB").resize((24, 24), Image.Resampling.BILINEAR))
+    values = ((torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() / 255 - 0.4) / 0.2).unsqueeze(0)
+    with np.load(folder / "report" / "analysis.npz", allow_pickle=False) as arrays:
+        found = arrays["inputs.1.attention.maps"]
+        largest = arrays["encoding.relativity.largest"].max()
+    assert np.allclose(found, attention_maps(model, values).maps.numpy(), atol=1e-6)
+    text = (folder / "report" / "report.html").read_text(encoding="utf-8")
+    cost = analyse(model).inputs[0].cost
+    assert f"At most {largest:.2g}." in text and f"{cost.operations / 1e6:,.2f}" in text
+    assert f"{cost.encoding_parameters:,} belong to rotations" in text
+
+
+def test_report_in_a_browser(inspected, browser):
+    _, folder = inspected
+    backgrounds, pictures = {}, {}
+    for scheme in ("light", "dark"):
+        prefer_color_scheme(browser, scheme)
+        browser.get((folder / "report" / "report.html").as_uri())
+        images = browser.find_elements("tag name", "img")
+        assert len(images) == 8 and all(image.is_displayed() for image in images)
+        assert all(browser.execute_script("return arguments[0].naturalWidth > 0", image) for image in images)
+        pictures[scheme] = browser.execute_script("return arguments[0].currentSrc", images[0])
+        backgrounds[scheme] = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        wide = browser.execute_script("return document.documentElement.scrollWidth > window.innerWidth")
+        assert not wide and console_errors(browser) == []
+    assert pictures["light"] != pictures["dark"]
+    assert backgrounds == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}
+
+
+def inspect(*arguments):
+    return main(["inspect", *map(str, arguments)])
+
+
+def test_a_model_without_rotations(tiny, tmp_path):
+    """Its attention is shown all the same; without a processor the report says how pixels were scaled."""
+    model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="absolute"))
+    folder = save(model, tmp_path / "model", processor=False)
+    assert inspect(folder, "--image", picture(tmp_path / "a.png"), "--image_sizes", 16, "--output", tmp_path / "r") == 0
+    page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
+    assert "rotates nothing" in page.text and "no processor" in page.text
+    assert [image["alt"].split()[0] for image in page.images] == ["Attention", "Attention"]
+
+
+def test_without_images(tiny, tmp_path):
+    """Folded ComRoPE: the learned is shown in the eigenbasis, attention is not measured and the page says both."""
+    model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="comrope_ld")).eval().fold_rotations()
+    assert inspect(save(model, tmp_path / "model"), "--output", tmp_path / "r") == 0
+    page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
+    assert "Not measured." in page.text and "no image was given" in page.text and "eigenbasis" in page.text
+    assert "exactly relative" in page.text and any("frequencies" in image["alt"] for image in page.images)
+
+
+def test_a_patched_model(tmp_path):
+    vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    clip = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**vision, image_size=16, patch_size=4))
+    hf_liere.patch(clip, hf_liere.RotaryPatchConfig(position_encoding="liere", rotary_init=None))
+    hf_liere.complete_model(clip).save_pretrained(tmp_path / "model")
+    hf_liere.save_rotary(clip, tmp_path / "adapter")
+    arguments = ("--image", picture(tmp_path / "a.png"), "--image_sizes", 24, "--output", tmp_path / "r")
+    assert inspect(tmp_path / "model", *arguments) == 0
+    page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
+    assert "put into a pretrained model" in page.text and "24 × 24 px" in page.text
+
+
+def test_a_video_model(tiny_video, tmp_path):
+    model = hf_liere.LieREVideoForVideoClassification(tiny_video(num_channels=1))
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "clips").mkdir()
+    for name in "ab":
+        np.save(tmp_path / "clips" / f"{name}.npy", np.zeros((6, 10, 10), np.uint8))
+    arguments = ("--dataset", tmp_path / "clips", "--image_sizes", 8, "--output", tmp_path / "r")
+    assert inspect(tmp_path / "model", *arguments) == 0
+    page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
+    assert "4 frames of 8 × 8 px" in page.text and "over 2 clips" in page.text
+
+
+def test_what_is_refused(tiny, tmp_path, capsys):
+    """One line that names what is wrong, before anything is written."""
+    folder = save(hf_liere.LieREViTForImageClassification(tiny()), tmp_path / "model")
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "rotary_config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "table.json").write_text('{"a": 1}\n')
+    np.save(tmp_path / "clip.npy", np.zeros((6, 10, 10), np.uint8))
+    image = picture(tmp_path / "a.png")
+    for arguments, message in (
+        ([tmp_path / "absent"], "absent cannot be loaded"),
+        ([tmp_path / "empty"], "empty cannot be loaded"),
+        ([tmp_path / "adapter"], "load_rotary"),
+        ([folder, "--image", tmp_path / "text.png"], "text.png cannot be read"),
+        ([folder, "--image", tmp_path / "absent.png"], "absent.png is no file"),
+        ([folder, "--image", tmp_path / "clip.npy"], "clip.npy has 6 frames"),
+        ([folder, "--image", image, "--image_sizes", 18], "--image_sizes 18: it is not divisible"),
+        ([folder, "--image_sizes", 16], "--image_sizes [16]"),
+        ([folder, "--dataset", tmp_path / "empty"], "holds no images"),
+        ([folder, "--dataset", tmp_path / "table.json"], "no column of images"),
+        ([folder, "--dataset", tmp_path, "--max_samples", 0], "--max_samples 0"),
+        ([folder, "--image", image, "--batch_size", 0], "batches of 0"),
+    ):
+        assert inspect(*arguments, "--output", tmp_path / "r") == 1
+        captured = capsys.readouterr()
+        errors = [line for line in captured.err.splitlines() if line.startswith("hf-liere inspect: ")]
+        assert captured.out == "" and len(errors) == 1 and message in errors[0], captured.err
+        assert not (tmp_path / "r").exists()
+    assert inspect(folder, "--output", folder) == 1 and "not empty" in capsys.readouterr().err
+
+
+def test_samples_of_a_table(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    pictures = [Image.open(picture(tmp_path / f"{seed}.png", seed=seed)) for seed in range(4)]
+    columns = {"label": [0, 1, 2, 3], "picture": pictures}
+    features = datasets.Features({"label": datasets.Value("int64"), "picture": datasets.Image()})
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "data.parquet")
+    found = read_samples([], str(tmp_path / "data.parquet"), None, 3, is_video=False)
+    assert [sample.name for sample in found] == ["train 0", "train 1", "train 2"]
+    assert all(np.array_equal(sample.frames[0], np.asarray(image)) for sample, image in zip(found, pictures))
+    from_folder = read_samples([], str(tmp_path), None, 2, is_video=False)
+    assert [sample.name for sample in from_folder] == ["0.png", "3.png"]
+
+
+def test_frames_of_a_clip():
+    """As many as the model takes, evenly; a still image stands for a clip of itself."""
+    frames = np.arange(7, dtype=np.uint8).reshape(7, 1, 1, 1) * np.ones((1, 4, 4, 1), np.uint8)
+    preparation = Preparation(num_channels=1, num_frames=4)
+    assert preparation.resize(Sample("clip", frames), (8, 6)).shape == (4, 8, 6, 1)
+    assert preparation.resize(Sample("clip", frames), (4, 4))[:, 0, 0, 0].tolist() == [0, 2, 4, 6]
+    still = preparation.resize(Sample("image", frames[3:4]), (4, 4))
+    assert (still == 3).all() and preparation.pixel_values([still]).shape == (1, 4, 1, 4, 4)
+
+
+def test_a_converted_checkpoint(shared, tmp_path):
+    """A golden of LieRE's code, converted by the command, inspected by the command."""
+    tensors = load_file(shared / "goldens" / "liere_liere4_2d.safetensors")
+    facts = json.loads((shared / "goldens" / "liere_liere4_2d.json").read_text())
+    weights = {name.removeprefix("weights/"): value for name, value in tensors.items() if name.startswith("weights/")}
+    save_file(weights, tmp_path / "golden.safetensors")
+    options = {
+        "source": "liere",
+        "position_encoding": facts["architecture_name_in_official_code"],
+        "image_size": facts["image_size"],
+        "patch_size": facts["patch_size"],
+        "num_channels": facts["channels"],
+        "pooling": facts["pool"],
+    }
+    given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert main(["convert", str(tmp_path / "golden.safetensors"), str(tmp_path / "model"), *given]) == 0
+    assert inspect(tmp_path / "model", "--image", picture(tmp_path / "a.png"), "--output", tmp_path / "r") == 0
+    found = json.loads((tmp_path / "r" / "analysis.json").read_text())
+    assert found["model"]["position_encoding"] == "liere" and found["model"]["block_size"] == 4
+    page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
+    assert "do not commute" in page.text and any("Attention maps" in image["alt"] for image in page.images)
