@@ -146,7 +146,7 @@ def plot_commutators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[st
     def paint(figure: Figure, theme: dict) -> None:
         panels = figure.subplots(1, len(found.axes), squeeze=False)[0]
         for axis, (first, second), values in zip(panels, found.axes, found.relative):
-            shown = axis.imshow(values, cmap=SEQUENTIAL, vmin=0, vmax=top, aspect="auto")
+            shown = axis.imshow(values.numpy(), cmap=SEQUENTIAL, vmin=0, vmax=top, aspect="auto")
             axis.set_title(f"{axes[first]} and {axes[second]}", fontsize=9)
             label_layers_and_heads(axis, values)
             if values.numel() <= 48:
@@ -175,15 +175,16 @@ def layer_colours(count: int, theme: dict) -> np.ndarray:
 
 def plot_relativity(encoding: EncodingAnalysis) -> dict[str, str]:
     found = encoding.relativity
+    offsets = found.offsets.numpy()
 
     def paint(figure: Figure, theme: dict) -> None:
         axis = figure.subplots()
         layers = found.mean.shape[1]
         for layer, colour in enumerate(layer_colours(layers, theme)):
             label = f"layer {layer + 1}" if layers <= 6 or layer in (0, layers - 1) else None
-            axis.plot(found.offsets, found.mean[:, layer].mean(-1), "o-", markersize=3, color=colour, label=label)
-        largest = found.largest.amax((1, 2))
-        axis.plot(found.offsets, largest, "--", color=theme["text"], label="largest of all")
+            axis.plot(offsets, found.mean[:, layer].mean(-1).numpy(), "o-", markersize=3, color=colour, label=label)
+        largest = found.largest.amax((1, 2)).numpy()
+        axis.plot(offsets, largest, "--", color=theme["text"], label="largest of all")
         axis.set(xlabel="common offset c of both tokens (patches)", ylabel="e(c), spectral norm, no unit")
         if largest.max() < 1e-5:
             axis.set_yscale("symlog", linthresh=1e-15)
@@ -197,14 +198,15 @@ def plot_relativity(encoding: EncodingAnalysis) -> dict[str, str]:
 
 
 def plot_output_change(found: OutputChange) -> dict[str, str]:
+    offsets, change = found.offsets.numpy(), found.change.numpy()
+
     def paint(figure: Figure, theme: dict) -> None:
         axis = figure.subplots()
-        axis.plot(found.offsets, found.change.mean(1), "o-", color=COLOURS[0])
-        quartiles = (found.change.quantile(quantile, dim=1) for quantile in (0.25, 0.75))
-        axis.fill_between(found.offsets, *quartiles, color=COLOURS[0], alpha=0.2, linewidth=0)
+        axis.plot(offsets, change.mean(1), "o-", color=COLOURS[0])
+        axis.fill_between(offsets, *np.quantile(change, (0.25, 0.75), axis=1), color=COLOURS[0], alpha=0.2, linewidth=0)
         axis.set(xlabel="common offset of all patches (patches)", ylabel="‖change‖ / ‖output‖, no unit")
         # Rounding is not a result.
-        axis.set_ylim(0, max(1.1 * found.change.max().item(), 1e-2))
+        axis.set_ylim(0, max(1.1 * change.max(), 1e-2))
         axis.grid(alpha=0.4)
 
     return draw(paint, 6.5, 3.2)
@@ -212,18 +214,19 @@ def plot_output_change(found: OutputChange) -> dict[str, str]:
 
 def plot_angles(encoding: EncodingAnalysis) -> dict[str, str]:
     found = encoding.angles
-    centres = (found.edges[1:] + found.edges[:-1]) / 2
+    centres = ((found.edges[1:] + found.edges[:-1]) / 2).numpy()
+    layer_std = found.layer_std.numpy()
 
     def paint(figure: Figure, theme: dict) -> None:
         linear, logarithmic, layers = figure.subplots(1, 3)
         for axis, scale in ((linear, "linear"), (logarithmic, "log")):
             density = found.density.where(found.density > 0, math.nan) if scale == "log" else found.density
-            axis.step(centres, density, where="mid", color=COLOURS[0])
+            axis.step(centres, density.numpy(), where="mid", color=COLOURS[0])
             axis.set_yscale(scale)
             axis.set(xlabel="element (radians per unit)", ylabel="density (per radian)", title=f"{scale} scale")
-        layers.plot(range(1, len(found.layer_std) + 1), found.layer_std, "o-", color=COLOURS[5], markersize=4)
+        layers.plot(range(1, len(layer_std) + 1), layer_std, "o-", color=COLOURS[5], markersize=4)
         layers.set(xlabel="layer", ylabel="standard deviation (radians)", title="by layer")
-        layers.set_ylim(0, 1.15 * found.layer_std.max().item() or 1.0)
+        layers.set_ylim(0, 1.15 * layer_std.max() or 1.0)
         layers.xaxis.get_major_locator().set_params(integer=True)
         for axis in (linear, logarithmic, layers):
             axis.title.set_fontsize(9)
@@ -242,7 +245,7 @@ def plot_frequencies(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[st
         panels = figure.subplots(1, len(pairs), squeeze=False)[0]
         for axis, (first, second) in zip(panels, pairs):
             for layer, colour in enumerate(layer_colours(layers, theme)):
-                points = (frequencies[index, layer].flatten() for index in (second, first))
+                points = (frequencies[index, layer].flatten().numpy() for index in (second, first))
                 label = f"layer {layer + 1}" if layers <= 6 or layer in (0, layers - 1) else None
                 axis.scatter(*points, s=14, color=colour, alpha=0.75, linewidths=0, label=label)
             if bound > math.pi:
@@ -317,8 +320,8 @@ def plot_distances(entries: Sequence[InputAnalysis]) -> dict[str, str]:
     def paint(figure: Figure, theme: dict) -> None:
         panels = figure.subplots(1, len(entries), squeeze=False, sharey=True)[0]
         for axis, entry, alike in zip(panels, entries, uniform):
-            heads = entry.distances.mean(1)
-            for head, values in enumerate(heads.unbind(1)):
+            heads = entry.distances.mean(1).numpy()
+            for head, values in enumerate(heads.T):
                 layers = np.arange(1, len(values) + 1)
                 axis.plot(layers, values, "o", color=COLOURS[head % len(COLOURS)], alpha=0.8, markersize=4)
             axis.plot(layers, heads.mean(1), "-", color=theme["text"], linewidth=1, label="mean of the heads")
