@@ -108,8 +108,8 @@ def _load(checkpoint: str | os.PathLike, revision: str | None, trust_remote_code
     try:
         return load_checkpoint(checkpoint, revision, trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()
-        raise InspectionError(f"{checkpoint} cannot be loaded: {reason[0] if reason else error!r}") from error
+        # One line of what transformers spreads over several.
+        raise InspectionError(f"{checkpoint} cannot be loaded: {' '.join(str(error).split())}") from error
 
 
 def _sizes(

@@ -132,10 +132,9 @@ def plot_generators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str
 
 
 def plot_rotations(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:
-    names = [f"one patch along {name}" for name in axes] + ["one patch along all axes"]
-    shown = [0, len(names) - 1]
-    rotations = encoding.rotations.movedim(3, 0)
-    return plot_mosaics([(names[index], rotations[index]) for index in shown], "element of R", limit=1.0)
+    first, *_, last = encoding.rotations.unbind(3)
+    panels = [(f"one {axes[0]} further", first), ("one patch further on every axis", last)]
+    return plot_mosaics(panels, "element of R, no unit", limit=1.0)
 
 
 def plot_commutators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:

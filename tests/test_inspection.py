@@ -192,6 +192,7 @@ def test_what_is_refused(tiny, tmp_path, capsys):
     (tmp_path / "table.json").write_text('{"a": 1}\n')
     np.save(tmp_path / "clip.npy", np.zeros((6, 10, 10), np.uint8))
     image = picture(tmp_path / "a.png")
+    capsys.readouterr()
     for arguments, message in (
         ([tmp_path / "absent"], "absent cannot be loaded"),
         ([tmp_path / "empty"], "empty cannot be loaded"),
@@ -212,6 +213,19 @@ def test_what_is_refused(tiny, tmp_path, capsys):
         assert captured.out == "" and len(errors) == 1 and message in errors[0], captured.err
         assert not (tmp_path / "r").exists()
     assert inspect(folder, "--output", folder) == 1 and "not empty" in capsys.readouterr().err
+
+
+def test_code_of_a_checkpoint_runs_only_if_asked(tmp_path, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "own.py").write_text("raise ValueError('the code of the checkpoint ran')\n")
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert inspect(folder, "--output", tmp_path / "r") == 1
+    refused = capsys.readouterr().err
+    assert "trust_remote_code" in refused and "ran" not in refused
+    assert inspect(folder, "--trust_remote_code", "--output", tmp_path / "r") == 1
+    assert "the code of the checkpoint ran" in capsys.readouterr().err
 
 
 def test_samples_of_a_table(tmp_path):
