@@ -60,11 +60,11 @@ from training.clip_arguments import (
     resolve_config,
 )
 from training.data import Relabelled, load_images
+from training.loaded_keys import require_all_keys
 from training.models import (
     build_model,
     check_checkpoint_keys,
     order_labels,
-    require_all_keys,
     resolve_image_size,
     resolve_processor,
 )

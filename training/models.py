@@ -23,6 +23,7 @@ from hf_liere import LieREVideoConfig
 from hf_liere.video_processing_liere import LieREVideoProcessor
 from training.arguments import CheckpointArguments, InputError, SampleArguments
 from training.data import LabelledImages
+from training.loaded_keys import require_all_keys, require_loaded_keys
 
 
 logger = logging.get_logger(__name__)
@@ -217,29 +218,6 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
     for key, shape in expected.items():
         if saved[key] != shape:
             raise InputError(f"{key} has shape {saved[key]} in the checkpoint {folder.name} and {shape} in the model.")
-
-
-def require_loaded_keys(loading: dict, checkpoint: str, besides: tuple[str, ...] = ()) -> None:
-    """
-    Args:
-        loading: what `from_pretrained` says about its keys.
-        besides: prefixes of keys that may be missing or left over.
-
-    Raises:
-        InputError: naming the keys that are missing, of another shape or left over.
-    """
-    mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in loading["mismatched_keys"]}
-    missing, unexpected = set(loading["missing_keys"]) | mismatched, loading["unexpected_keys"]
-    missing, unexpected = ({key for key in keys if not key.startswith(besides)} for keys in (missing, unexpected))
-    require_all_keys(missing, unexpected, checkpoint)
-
-
-def require_all_keys(missing: set[str], unexpected: set[str], checkpoint: str) -> None:
-    if missing or unexpected:
-        raise InputError(
-            f"The checkpoint {checkpoint} does not fit the model. Missing: {', '.join(sorted(missing)) or 'none'}. "
-            f"Unexpected: {', '.join(sorted(unexpected)) or 'none'}."
-        )
 
 
 def _same_classes(config: PreTrainedConfig, images: LabelledImages) -> bool:

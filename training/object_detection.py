@@ -43,8 +43,8 @@ from training.detection_data import (
     Detections,
     load_detections,
 )
+from training.loaded_keys import require_loaded_keys
 from training.models import (
-    require_loaded_keys,
     resolve_config,
     resolve_image_size,
     resolve_processor,
