@@ -16,15 +16,13 @@ from tqdm.auto import tqdm
 
 from training.arguments import DataArguments, InputError
 from training.arrows import LABELS, Arrows
+from training.pictures import EIGHT_BIT_MODES, GREY_MODES
 
 
 EVALUATION_SPLITS = ("validation", "valid", "dev", "test")
 IMAGE_NAMES = ("image", "img", "pixel_values", "picture", "file_name")
 LABEL_NAMES = ("label", "labels", "class", "target", "category")
 FILE_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-# What PIL converts to 8-bit grey or RGB without losing range.
-EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-GREY_MODES = ("1", "L", "LA")
 
 
 class Source(Protocol):

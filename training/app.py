@@ -1,0 +1,315 @@
+"""Two checkpoints side by side in the browser: what they predict, how sure they are, and where they look.
+
+    python training/app.py                                             # the models of `make demo`
+    python training/app.py --checkpoints outputs/cifar10 me/liere8     # folders, and models on the Hub
+    python training/app.py --write_space outputs/space                 # a Space that does the same, to be pushed
+
+Everything runs on this machine's CPU. The page asks no other server for anything.
+"""
+
+import argparse
+import base64
+import html
+import io
+import logging
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import gradio as gr
+from PIL import Image
+from transformers.utils.logging import disable_progress_bar
+
+from hf_liere.hub import HubError
+from training.arguments import InputError
+from training.pictures import EXTENSIONS, MAX_MEGABYTES, MAX_MEGAPIXELS, PUZZLES, draw_puzzle, open_picture
+from training.playground import (
+    MAX_PATCHES_PER_SIDE,
+    MIN_PATCHES_PER_SIDE,
+    Answer,
+    Checkpoint,
+    Classifiers,
+    attention_pictures,
+    find_checkpoints,
+    image_sizes,
+    nearest,
+    seen,
+)
+
+
+logger = logging.getLogger(__name__)
+
+PUZZLE, UPLOAD = "Arrows puzzle", "Your image"
+NO_SECOND = "(none)"
+CLASSES_SHOWN = 5
+REQUESTS_AT_ONCE = 2
+REQUESTS_WAITING = 32
+# Seconds after which files of visitors are deleted, looked for as often.
+KEPT_FOR = 600
+INTRODUCTION = """# Where does it look?
+Vision transformers with learned position encodings, side by side. **The puzzle** (LieRE §5.2): which way does the arrow
+point that the base of the Y points at?"""
+SYSTEM_FONTS = ("ui-sans-serif", "system-ui", "sans-serif")
+MONOSPACED_FONTS = ("ui-monospace", "Consolas", "monospace")
+CSS = """
+.gradio-container { max-width: 1240px !important; margin: 0 auto !important; }
+figure { margin: 0; }
+figure img { width: 100%; image-rendering: pixelated; border: 1px solid var(--border-color-primary); }
+figcaption { margin-top: 4px; font-size: var(--text-sm); color: var(--body-text-color); }
+.layers { display: grid; grid-template-columns: repeat(auto-fill, minmax(130px, 1fr)); gap: 8px; margin-top: 8px; }
+.viridis { display: inline-block; width: 5em; height: 0.8em; margin: 0 2px;
+    background: linear-gradient(90deg, #440154, #3b528b, #21918c, #5ec962, #fde725); }
+"""
+# What models pool, in words.
+QUERIES = {"class token": "class token", "mean of patches": "patches, on average,"}
+
+
+class App:
+    """
+    The page and what its controls do.
+
+    Args:
+        checkpoints: At least one; the first two are shown first.
+    """
+
+    def __init__(self, checkpoints: Sequence[Checkpoint]):
+        self.checkpoints = {checkpoint.name: checkpoint for checkpoint in checkpoints}
+        self.classifiers = Classifiers()
+
+    def chosen(self, first: str, second: str) -> list[Checkpoint]:
+        return [self.checkpoints[name] for name in (first, second) if name != NO_SECOND]
+
+    def sizes(self, first: str, second: str, source: str, size: float) -> gr.Slider:
+        """The slider with what the chosen models take, at the size closest to the one it was at."""
+        sizes = image_sizes(self.chosen(first, second), source == PUZZLE)
+        return gr.Slider(minimum=sizes[0], maximum=sizes[-1], step=sizes.step, value=nearest(sizes, size))
+
+    def compare(
+        self, first: str, second: str, source: str, size: float, number: int, upload: str | None
+    ) -> tuple[str, str, dict | None, str, dict, str, dict | None, str]:
+        """
+        What the models see, then for each its verdict, its probabilities by class and its attention, as HTML; an update
+        that hides the second model's where there is none stands before them.
+        """
+        chosen = self.chosen(first, second)
+        try:
+            # What comes from a slider that is being dragged or typed into may lie between two sizes.
+            size = nearest(image_sizes(chosen, source == PUZZLE), size)
+            picture, text, truth = self._picture(source, size, number, upload)
+            columns = [self._column(checkpoint, picture, size, truth) for checkpoint in chosen]
+            shown = figure(seen(picture, size), text)
+        except InputError as error:
+            message = html.escape(str(error))
+            gr.Warning(message)
+            columns, shown = [], f"<p>⚠️ {message}</p>"
+        columns += [("", None, "")] * (2 - len(columns))
+        return shown, *columns[0], gr.Column(visible=len(chosen) > 1), *columns[1]
+
+    def _picture(self, source: str, size: int, number: int, upload: str | None) -> tuple[Image.Image, str, str | None]:
+        """The picture, what is to be said about it, and the answer where it is a puzzle."""
+        if source == PUZZLE:
+            picture, truth = draw_puzzle(number, size)
+            return picture, f"Puzzle {number} at {size} × {size} px; the answer is {truth}.", truth
+        if upload is None:
+            raise InputError(f"There is no picture yet: upload one ({', '.join(EXTENSIONS)}).")
+        picture, notes = open_picture(upload)
+        notes = [f"{picture.width} × {picture.height} px", f"seen at {size} × {size} px", *notes]
+        return picture, f"{', '.join(notes)}.", None
+
+    def _column(self, checkpoint: Checkpoint, picture: Image.Image, size: int, truth: str | None) -> tuple:
+        try:
+            answer = self.classifiers[checkpoint].answer(picture, size)
+        except InputError as error:
+            # The other model may well have an answer.
+            return f"⚠️ {html.escape(str(error))}", None, ""
+        probabilities = dict(list(answer.probabilities.items())[:CLASSES_SHOWN])
+        return verdict(checkpoint, answer, truth), probabilities, attention_figures(answer, picture, size)
+
+
+def verdict(checkpoint: Checkpoint, answer: Answer, truth: str | None) -> str:
+    if truth is None:
+        return checkpoint.encoding
+    if not checkpoint.solves_puzzles:
+        return f"**Knows no answers to puzzles** · {checkpoint.encoding}"
+    right = next(iter(answer.probabilities)) == truth
+    return f"**{'✓ Right' if right else '✗ Wrong'}** · {checkpoint.encoding}"
+
+
+def attention_figures(answer: Answer, picture: Image.Image, size: int) -> str:
+    """A figure for every layer, with the colours' meaning."""
+    rows, columns = answer.attention.grid
+    layers = enumerate(attention_pictures(picture, size, answer.attention), 1)
+    return (
+        f"<p>Where it looks, layer by layer: attention of the {QUERIES[answer.attention.query]} on {rows} × {columns} "
+        'patches, in each layer from its least <span class="viridis"></span> to its most.</p>'
+        f'<div class="layers">{"".join(figure(layer, f"Layer {number}") for number, layer in layers)}</div>'
+    )
+
+
+def figure(picture: Image.Image, caption: str) -> str:
+    content = io.BytesIO()
+    picture.save(content, "PNG")
+    source = f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+    caption = html.escape(caption)
+    return f'<figure><img src="{source}" alt="{caption}"><figcaption>{caption}</figcaption></figure>'
+
+
+def explained(function):
+    """The function with messages for visitors instead of exceptions; what nobody foresaw goes to the log."""
+
+    def call(*arguments):
+        try:
+            return function(*arguments)
+        except InputError as error:
+            # Gradio shows messages as HTML, and the name of a file may be anything.
+            raise gr.Error(html.escape(str(error)), print_exception=False) from error
+        except gr.Error:
+            raise
+        except Exception as error:
+            logger.exception("A request failed.")
+            raise gr.Error("Something went wrong with this request; the log of the app says what.") from error
+
+    return call
+
+
+def results(place: str) -> list[gr.components.Component]:
+    return [
+        gr.Markdown(elem_id=f"{place}-verdict"),
+        gr.Label(num_top_classes=CLASSES_SHOWN, label="Prediction", elem_id=f"{place}-prediction"),
+        gr.HTML(elem_id=f"{place}-attention", padding=False),
+    ]
+
+
+def build(app: App) -> gr.Blocks:
+    names = list(app.checkpoints)
+    first_two = [names[0], names[1] if len(names) > 1 else NO_SECOND]
+    source = PUZZLE if any(app.checkpoints[name].solves_puzzles for name in first_two if name != NO_SECOND) else UPLOAD
+    sizes = image_sizes(app.chosen(*first_two), source == PUZZLE)
+
+    with gr.Blocks(title="Where does it look?", analytics_enabled=False, delete_cache=(KEPT_FOR, KEPT_FOR)) as page:
+        gr.Markdown(INTRODUCTION)
+        with gr.Row():
+            with gr.Column(min_width=300):
+                source_input = gr.Radio([PUZZLE, UPLOAD], value=source, label="Picture", elem_id="source")
+                with gr.Row(visible=source == PUZZLE, equal_height=True) as puzzle_row:
+                    number = gr.Number(
+                        0, label="Puzzle", minimum=0, maximum=len(PUZZLES) - 1, precision=0, elem_id="puzzle"
+                    )
+                    new_puzzle = gr.Button("New puzzle", variant="primary", elem_id="new-puzzle")
+                upload = gr.File(
+                    label=f"Up to {MAX_MEGABYTES} MB and {MAX_MEGAPIXELS} megapixels",
+                    file_types=list(EXTENSIONS),
+                    height=140,
+                    visible=source == UPLOAD,
+                    elem_id="upload",
+                )
+                size = gr.Slider(
+                    sizes[0],
+                    sizes[-1],
+                    nearest(sizes, app.checkpoints[names[0]].image_size),
+                    step=sizes.step,
+                    label="Resolution (px)",
+                    info=f"Multiples of the patch, {MIN_PATCHES_PER_SIDE} … {MAX_PATCHES_PER_SIDE} patches per side. A "
+                    "larger puzzle has more cells, not larger ones; an image is scaled to a square.",
+                    buttons=[],
+                    elem_id="size",
+                )
+                picture = gr.HTML(elem_id="picture", padding=False)
+            with gr.Column(min_width=300):
+                first = gr.Dropdown(names, value=first_two[0], label="First model", elem_id="first")
+                first_results = results("first")
+            with gr.Column(min_width=300):
+                second = gr.Dropdown([*names, NO_SECOND], value=first_two[1], label="Second model", elem_id="second")
+                with gr.Column() as second_column:
+                    second_results = results("second")
+
+        inputs = [first, second, source_input, size, number, upload]
+        outputs = [picture, *first_results, second_column, *second_results]
+        private = {"api_visibility": "private", "show_progress": "hidden"}
+
+        def compare_after(event, **options):
+            # Of what a dragged slider asks for, the last counts.
+            event(
+                explained(app.compare),
+                inputs,
+                outputs,
+                concurrency_id="compare",
+                concurrency_limit=REQUESTS_AT_ONCE,
+                show_progress="minimal",
+                trigger_mode="always_last",
+                **{"api_visibility": "private", **options},
+            )
+
+        compare_after(page.load, api_name="compare", api_visibility="undocumented")
+        compare_after(size.input)
+        compare_after(number.submit)
+        compare_after(upload.change)
+        compare_after(new_puzzle.click(lambda: random.randrange(len(PUZZLES)), None, number, **private).success)
+        source_input.input(
+            lambda source: (gr.Row(visible=source == PUZZLE), gr.File(visible=source == UPLOAD)),
+            source_input,
+            [puzzle_row, upload],
+            **private,
+        )
+        for control in (first, second, source_input):
+            adjusted = control.input(explained(app.sizes), [first, second, source_input, size], size, **private)
+            compare_after(adjusted.success)
+    return page.queue(max_size=REQUESTS_WAITING, api_open=False)
+
+
+def theme() -> gr.themes.Base:
+    """Gradio's own with fonts of the system, so that none is fetched, and darker small print."""
+    return gr.themes.Default(font=SYSTEM_FONTS, font_mono=MONOSPACED_FONTS).set(
+        block_info_text_color="*neutral_600",
+        block_info_text_color_dark="*neutral_300",
+        body_text_color_subdued="*neutral_600",
+        body_text_color_subdued_dark="*neutral_300",
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--checkpoints",
+        nargs="+",
+        metavar="CHECKPOINT",
+        help="folders with image classifiers, or folders of such folders, or names on the Hub (outputs/arrows)",
+    )
+    parser.add_argument("--server_name", help="address to listen at (GRADIO_SERVER_NAME, else 127.0.0.1)")
+    parser.add_argument("--server_port", type=int, help="port (GRADIO_SERVER_PORT, else the first free one from 7860)")
+    parser.add_argument(
+        "--write_space", type=Path, metavar="DIR", help="write a Space with these checkpoints instead of serving them"
+    )
+    options = parser.parse_args(arguments)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    disable_progress_bar()
+    try:
+        checkpoints = find_checkpoints(options.checkpoints)
+        if options.write_space is not None:
+            # Not part of a Space.
+            from training.space import write_space
+
+            print(write_space(options.write_space, checkpoints))
+            return
+        page = build(App(checkpoints))
+    except (InputError, HubError, FileExistsError) as error:
+        parser.error(str(error))
+    page.launch(
+        server_name=options.server_name,
+        server_port=options.server_port,
+        max_file_size=MAX_MEGABYTES * 10**6,
+        theme=theme(),
+        css=CSS,
+        footer_links=[],
+        run_history=False,
+        ssr_mode=False,
+        share=False,
+    )
+
+
+if __name__ == "__main__":
+    main()

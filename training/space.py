@@ -1,0 +1,139 @@
+"""A Hugging Face Space of training/app.py: what it needs of this repository, checkpoints, requirements and a card."""
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from huggingface_hub import SpaceCardData
+
+from training.playground import ROOT, Checkpoint
+
+
+# What app.py imports of training/; the package hf_liere is copied as a whole.
+MODULES = ("app", "arguments", "arrows", "loaded_keys", "pictures", "playground")
+CHECKPOINT_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "model*.safetensors*")
+# gradio itself is installed as the card's sdk_version says, in a version of huggingface_hub that suits it.
+REQUIREMENTS = (
+    "jinja2",
+    "matplotlib",
+    "numpy",
+    "pillow",
+    "pyyaml",
+    "safetensors",
+    "torch",
+    "torchvision",
+    "transformers",
+)
+
+START = '''"""Starts the app with the checkpoints of this Space."""
+
+import os
+from pathlib import Path
+
+from training.app import main
+
+
+if __name__ == "__main__":
+    os.chdir(Path(__file__).parent)
+    main(["--checkpoints", {checkpoints}])
+'''
+CARD = """---
+{data}
+---
+
+# Where does it look?
+
+Vision transformers with learned position encodings (LieRE, ComRoPE, RoPE-Mixed) side by side: what they predict, how
+sure they are and where they look, on arrows puzzles (LieRE §5.2) or an image of yours, at any resolution.
+
+| model | position encoding | trained at |
+|---|---|---:|
+{models}
+
+Everything runs on the CPU. Images are not kept: they are deleted about ten minutes after their upload. Predictions are
+for looking at, not for deciding on.
+
+[LieRE](https://arxiv.org/abs/2406.10322) · [ComRoPE](https://arxiv.org/abs/2506.03737) ·
+[RoPE-ViT](https://arxiv.org/abs/2403.13298)
+"""
+
+
+def write_space(folder: Path, checkpoints: Sequence[Checkpoint]) -> str:
+    """
+    Writes a Space that runs without this repository. Checkpoints in folders are copied, those of the Hub are named and
+    downloaded by the Space when it starts.
+
+    Args:
+        folder: Where; it must not exist or be empty, and appears complete or not at all.
+
+    Returns:
+        What to do next.
+
+    Raises:
+        FileExistsError: if the folder holds something.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists already and is not an empty directory.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        sources = [checkpoint.repo_id or _copy_checkpoint(checkpoint, partial) for checkpoint in checkpoints]
+        for path in (ROOT / "hf_liere").glob("*.py"):
+            _copy(path, partial / "hf_liere" / path.name)
+        for module in MODULES:
+            _copy(ROOT / "training" / f"{module}.py", partial / "training" / f"{module}.py")
+        _copy(ROOT / "LICENSE", partial / "LICENSE")
+        (partial / "app.py").write_text(START.format(checkpoints=", ".join(map(repr, sources))), encoding="utf-8")
+        (partial / "requirements.txt").write_text(_requirements(), encoding="utf-8")
+        (partial / "README.md").write_text(_card(checkpoints), encoding="utf-8")
+        partial.chmod(0o755)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return (
+        f"{folder} is a Space: try it with `python {folder}/app.py`, push it with "
+        f"`hf upload me/name {folder} --repo-type space`."
+    )
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def _copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> str:
+    # Names of sweeps hold characters that not every file system takes.
+    place = Path("checkpoints") / re.sub(r"[^\w.-]+", "-", checkpoint.name)
+    for pattern in CHECKPOINT_FILES:
+        for path in checkpoint.folder.glob(pattern):
+            _copy(path, folder / place / path.name)
+    return place.as_posix()
+
+
+def _requirements() -> str:
+    # A local part, as of torch's builds for the CPU, is no version that an index has.
+    return "".join(f"{name}=={version(name).partition('+')[0]}\n" for name in REQUIREMENTS)
+
+
+def _card(checkpoints: Sequence[Checkpoint]) -> str:
+    data = SpaceCardData(
+        title="Where does it look?",
+        emoji="🧭",
+        colorFrom="indigo",
+        colorTo="green",
+        sdk="gradio",
+        sdk_version=version("gradio"),
+        python_version=f"{sys.version_info.major}.{sys.version_info.minor}",
+        app_file="app.py",
+        license="apache-2.0",
+        short_description="Learned position encodings, side by side",
+        models=[checkpoint.repo_id for checkpoint in checkpoints if checkpoint.repo_id] or None,
+        tags=["position-encoding", "vision-transformer", "attention"],
+    )
+    rows = [f"| {each.name} | {each.encoding} | {each.image_size} px |" for each in checkpoints]
+    return CARD.format(data=data.to_yaml(), models="\n".join(rows))
