@@ -7,7 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+import yaml
 from app_helpers import picture_of, save_classifier, save_classifiers
+from hub_client import client, online
+from hub_server import HubServer
 from PIL import Image
 from training_helpers import ROOT
 from transformers import AutoImageProcessor, AutoModelForImageClassification
@@ -15,10 +18,13 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 import hf_liere
 from hf_liere import LieREViTConfig
 from hf_liere.analysis import attention_maps
+from hf_liere.hub import HubError
+from hf_liere.publishing import publish
 from training import pictures
 from training.arguments import InputError
 from training.arrows import LABELS, Arrows
 from training.playground import Classifiers, attention_pictures, find_checkpoints, image_sizes
+from training.space import write_space
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +126,25 @@ def test_checkpoints_that_are_none_are_refused_by_name(tmp_path, folder, monkeyp
     assert "Left out: headless holds LieREViTModel" in caplog.text
     with pytest.raises(InputError, match="weights of damaged cannot be loaded"):
         Classifiers()[damaged]
+
+
+def test_checkpoints_of_the_hub_are_downloaded_and_named_in_a_space(folder, tmp_path, monkeypatch):
+    pytest.importorskip("gradio", reason="gradio is not installed")
+    with HubServer(tmp_path / "hub") as hub:
+        online(monkeypatch, hub, tmp_path / "home")
+        publish(folder / "liere8", "tester/liere8", message="liere8", api=client(hub))
+        found = find_checkpoints(["tester/liere8", str(folder / "comrope_ld")])
+        assert [checkpoint.name for checkpoint in found] == ["tester/liere8", "comrope_ld"]
+        picture, _ = pictures.draw_puzzle(0, 108)
+        (local,) = find_checkpoints([str(folder / "liere8")])
+        answers = [Classifiers()[checkpoint].answer(picture, 108).probabilities for checkpoint in (found[0], local)]
+        assert answers[0] == answers[1]
+        with pytest.raises(HubError, match="There is no folder tester/absent, and as a name on the Hub: There is no"):
+            find_checkpoints(["tester/absent"])
+    write_space(tmp_path / "space", found)
+    assert "tester/liere8" in yaml.safe_load((tmp_path / "space" / "README.md").read_text().split("---\n")[1])["models"]
+    assert "['tester/liere8', 'checkpoints/comrope_ld']" in (tmp_path / "space" / "app.py").read_text()
+    assert [path.name for path in (tmp_path / "space" / "checkpoints").iterdir()] == ["comrope_ld"]
 
 
 def test_checkpoints_of_one_name_are_told_apart(tmp_path, folder):

@@ -40,7 +40,7 @@ from training.app import main
 
 if __name__ == "__main__":
     os.chdir(Path(__file__).parent)
-    main(["--checkpoints", {checkpoints}])
+    main(["--checkpoints", *{checkpoints}])
 '''
 CARD = """---
 {data}
@@ -88,7 +88,7 @@ def write_space(folder: Path, checkpoints: Sequence[Checkpoint]) -> str:
         for module in MODULES:
             _copy(ROOT / "training" / f"{module}.py", partial / "training" / f"{module}.py")
         _copy(ROOT / "LICENSE", partial / "LICENSE")
-        (partial / "app.py").write_text(START.format(checkpoints=", ".join(map(repr, sources))), encoding="utf-8")
+        (partial / "app.py").write_text(START.format(checkpoints=sources), encoding="utf-8")
         (partial / "requirements.txt").write_text(_requirements(), encoding="utf-8")
         (partial / "README.md").write_text(_card(checkpoints), encoding="utf-8")
         partial.chmod(0o755)
