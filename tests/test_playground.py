@@ -197,7 +197,7 @@ def png(image):
         ("picture", png(picture_of()), "ends in ''"),
         ("tiff.png", b"II*\0" + bytes(200), "no .* picture or damaged"),
         ("deep.png", png(Image.new("I;16", (8, 8))), "pixels are of mode I;16; accepted are 8 bits"),
-        ("long.png", b"\x89PNG" + bytes(10**7), "it has 10.0 MB; accepted are files up to 10 MB"),
+        ("long.png", b"\x89PNG" + bytes(10 * 2**20), "it has 10.0 MB; accepted are files up to 10 MB"),
         # A few kilobytes that would take a hundred megabytes, and gigabytes that PIL itself refuses.
         ("wide.png", png(Image.new("1", (8000, 5000))), "8000 × 5000 pixels; accepted are up to 32 megapixels"),
         ("bomb.png", png(Image.new("1", (20_000, 10_000))), "far more than 32 megapixels"),

@@ -41,11 +41,11 @@ from training.playground import (
 )
 
 
-logger = logging.getLogger(__name__)
-
 PUZZLE, UPLOAD = "Arrows puzzle", "Your image"
 NO_SECOND = "(none)"
 CLASSES_SHOWN = 5
+# Verdict, probabilities and attention of no model.
+EMPTY = ("", None, "")
 REQUESTS_AT_ONCE = 2
 REQUESTS_WAITING = 32
 # Seconds after which files of visitors are deleted, looked for as often.
@@ -61,6 +61,8 @@ figure { margin: 0; }
 figure img { width: 100%; image-rendering: pixelated; border: 1px solid var(--border-color-primary); }
 figcaption { margin-top: 4px; font-size: var(--text-sm); color: var(--body-text-color); }
 .layers { display: grid; grid-template-columns: repeat(auto-fill, minmax(130px, 1fr)); gap: 8px; margin-top: 8px; }
+/* Half a number is no resolution. */
+#size input[type=number] { display: none; }
 .viridis { display: inline-block; width: 5em; height: 0.8em; margin: 0 2px;
     background: linear-gradient(90deg, #440154, #3b528b, #21918c, #5ec962, #fde725); }
 """
@@ -85,37 +87,46 @@ class App:
 
     def sizes(self, first: str, second: str, source: str, size: float) -> gr.Slider:
         """The slider with what the chosen models take, at the size closest to the one it was at."""
-        sizes = image_sizes(self.chosen(first, second), source == PUZZLE)
+        try:
+            sizes = image_sizes(self.chosen(first, second), source == PUZZLE)
+        except InputError:
+            # `compare` follows and says it.
+            return gr.skip()
         return gr.Slider(minimum=sizes[0], maximum=sizes[-1], step=sizes.step, value=nearest(sizes, size))
 
     def compare(
         self, first: str, second: str, source: str, size: float, number: int, upload: str | None
-    ) -> tuple[str, str, dict | None, str, dict, str, dict | None, str]:
+    ) -> tuple[str, str, dict | None, str, gr.Column, str, dict | None, str]:
         """
         What the models see, then for each its verdict, its probabilities by class and its attention, as HTML; an update
         that hides the second model's where there is none stands before them.
         """
         chosen = self.chosen(first, second)
         try:
-            # What comes from a slider that is being dragged or typed into may lie between two sizes.
-            size = nearest(image_sizes(chosen, source == PUZZLE), size)
-            picture, text, truth = self._picture(source, size, number, upload)
-            columns = [self._column(checkpoint, picture, size, truth) for checkpoint in chosen]
-            shown = figure(seen(picture, size), text)
+            shown, columns = self._look(chosen, source, size, number, upload)
         except InputError as error:
+            # Gradio shows messages as HTML, and the name of a file may be anything.
             message = html.escape(str(error))
-            gr.Warning(message)
-            columns, shown = [], f"<p>⚠️ {message}</p>"
-        columns += [("", None, "")] * (2 - len(columns))
+            gr.Warning(message, duration=5)
+            shown, columns = f"<p>⚠️ {message}</p>", []
+        columns = columns + [EMPTY] * (2 - len(columns))
         return shown, *columns[0], gr.Column(visible=len(chosen) > 1), *columns[1]
+
+    def _look(
+        self, chosen: list[Checkpoint], source: str, size: float, number: int, upload: str | None
+    ) -> tuple[str, list[tuple]]:
+        if source == UPLOAD and upload is None:
+            return f"<p>Upload a picture: {', '.join(EXTENSIONS)}.</p>", []
+        # A slider that is being dragged across a change of models may be between two sizes.
+        size = nearest(image_sizes(chosen, source == PUZZLE), size)
+        picture, text, truth = self._picture(source, size, number, upload)
+        return figure(seen(picture, size), text), [self._column(each, picture, size, truth) for each in chosen]
 
     def _picture(self, source: str, size: int, number: int, upload: str | None) -> tuple[Image.Image, str, str | None]:
         """The picture, what is to be said about it, and the answer where it is a puzzle."""
         if source == PUZZLE:
             picture, truth = draw_puzzle(number, size)
             return picture, f"Puzzle {number} at {size} × {size} px; the answer is {truth}.", truth
-        if upload is None:
-            raise InputError(f"There is no picture yet: upload one ({', '.join(EXTENSIONS)}).")
         picture, notes = open_picture(upload)
         notes = [f"{picture.width} × {picture.height} px", f"seen at {size} × {size} px", *notes]
         return picture, f"{', '.join(notes)}.", None
@@ -158,24 +169,6 @@ def figure(picture: Image.Image, caption: str) -> str:
     return f'<figure><img src="{source}" alt="{caption}"><figcaption>{caption}</figcaption></figure>'
 
 
-def explained(function):
-    """The function with messages for visitors instead of exceptions; what nobody foresaw goes to the log."""
-
-    def call(*arguments):
-        try:
-            return function(*arguments)
-        except InputError as error:
-            # Gradio shows messages as HTML, and the name of a file may be anything.
-            raise gr.Error(html.escape(str(error)), print_exception=False) from error
-        except gr.Error:
-            raise
-        except Exception as error:
-            logger.exception("A request failed.")
-            raise gr.Error("Something went wrong with this request; the log of the app says what.") from error
-
-    return call
-
-
 def results(place: str) -> list[gr.components.Component]:
     return [
         gr.Markdown(elem_id=f"{place}-verdict"),
@@ -184,11 +177,21 @@ def results(place: str) -> list[gr.components.Component]:
     ]
 
 
+def opening(app: App) -> tuple[tuple[str, str], str, range]:
+    """The models and the source of pictures that the page opens with, and their sizes."""
+    first, second = (*app.checkpoints, NO_SECOND)[:2]
+    solves = any(checkpoint.solves_puzzles for checkpoint in app.chosen(first, second))
+    for pair, source in (((first, second), PUZZLE if solves else UPLOAD), ((first, second), UPLOAD)):
+        try:
+            return pair, source, image_sizes(app.chosen(*pair), source == PUZZLE)
+        except InputError:
+            continue
+    return (first, NO_SECOND), UPLOAD, image_sizes(app.chosen(first, NO_SECOND), puzzle=False)
+
+
 def build(app: App) -> gr.Blocks:
     names = list(app.checkpoints)
-    first_two = [names[0], names[1] if len(names) > 1 else NO_SECOND]
-    source = PUZZLE if any(app.checkpoints[name].solves_puzzles for name in first_two if name != NO_SECOND) else UPLOAD
-    sizes = image_sizes(app.chosen(*first_two), source == PUZZLE)
+    pair, source, sizes = opening(app)
 
     with gr.Blocks(title="Where does it look?", analytics_enabled=False, delete_cache=(KEPT_FOR, KEPT_FOR)) as page:
         gr.Markdown(INTRODUCTION)
@@ -202,7 +205,6 @@ def build(app: App) -> gr.Blocks:
                     new_puzzle = gr.Button("New puzzle", variant="primary", elem_id="new-puzzle")
                 upload = gr.File(
                     label=f"Up to {MAX_MEGABYTES} MB and {MAX_MEGAPIXELS} megapixels",
-                    file_types=list(EXTENSIONS),
                     height=140,
                     visible=source == UPLOAD,
                     elem_id="upload",
@@ -220,10 +222,10 @@ def build(app: App) -> gr.Blocks:
                 )
                 picture = gr.HTML(elem_id="picture", padding=False)
             with gr.Column(min_width=300):
-                first = gr.Dropdown(names, value=first_two[0], label="First model", elem_id="first")
+                first = gr.Dropdown(names, value=pair[0], label="First model", elem_id="first")
                 first_results = results("first")
             with gr.Column(min_width=300):
-                second = gr.Dropdown([*names, NO_SECOND], value=first_two[1], label="Second model", elem_id="second")
+                second = gr.Dropdown([*names, NO_SECOND], value=pair[1], label="Second model", elem_id="second")
                 with gr.Column() as second_column:
                     second_results = results("second")
 
@@ -234,7 +236,7 @@ def build(app: App) -> gr.Blocks:
         def compare_after(event, **options):
             # Of what a dragged slider asks for, the last counts.
             event(
-                explained(app.compare),
+                app.compare,
                 inputs,
                 outputs,
                 concurrency_id="compare",
@@ -248,7 +250,7 @@ def build(app: App) -> gr.Blocks:
         compare_after(size.input)
         compare_after(number.submit)
         compare_after(upload.change)
-        compare_after(new_puzzle.click(lambda: random.randrange(len(PUZZLES)), None, number, **private).success)
+        compare_after(new_puzzle.click(lambda: random.randrange(len(PUZZLES)), None, number, **private).then)
         source_input.input(
             lambda source: (gr.Row(visible=source == PUZZLE), gr.File(visible=source == UPLOAD)),
             source_input,
@@ -256,8 +258,8 @@ def build(app: App) -> gr.Blocks:
             **private,
         )
         for control in (first, second, source_input):
-            adjusted = control.input(explained(app.sizes), [first, second, source_input, size], size, **private)
-            compare_after(adjusted.success)
+            adjusted = control.input(app.sizes, [first, second, source_input, size], size, **private)
+            compare_after(adjusted.then)
     return page.queue(max_size=REQUESTS_WAITING, api_open=False)
 
 
@@ -301,7 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
     page.launch(
         server_name=options.server_name,
         server_port=options.server_port,
-        max_file_size=MAX_MEGABYTES * 10**6,
+        max_file_size=MAX_MEGABYTES * 2**20,
         theme=theme(),
         css=CSS,
         footer_links=[],

@@ -41,8 +41,8 @@ def _read(path: Path) -> tuple[Image.Image, list[str]]:
     size = path.stat().st_size
     if size == 0:
         raise InputError("the file is empty.")
-    if size > MAX_MEGABYTES * 10**6:
-        raise InputError(f"it has {size / 10**6:.1f} MB; accepted are files up to {MAX_MEGABYTES} MB.")
+    if size > MAX_MEGABYTES * 2**20:
+        raise InputError(f"it has {size / 2**20:.1f} MB; accepted are files up to {MAX_MEGABYTES} MB.")
     try:
         with Image.open(path, formats=formats) as image:
             return _decode(image)

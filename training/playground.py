@@ -93,7 +93,7 @@ def find_checkpoints(sources: Sequence[str] | None = None) -> list[Checkpoint]:
         sources = [str(DEMO_CHECKPOINTS)]
     folders = [found for source in sources for found in _folders(source)]
     names = _distinct([repo_id or folder.resolve().as_posix() for folder, repo_id in folders])
-    return [_describe(name, folder, repo_id) for name, (folder, repo_id) in zip(names, folders)]
+    return [_describe(repo_id or name, folder, repo_id) for name, (folder, repo_id) in zip(names, folders)]
 
 
 def _folders(source: str) -> list[tuple[Path, str | None]]:
