@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 import yaml
-from app_helpers import picture_of, save_classifiers
+from app_helpers import picture_of, save_classifier, save_classifiers
 from browser import console_errors
 from PIL import Image
 from training_helpers import ROOT
@@ -32,7 +32,11 @@ from training.app import App, main  # noqa: E402 (needs gradio)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_classifiers(tmp_path_factory.mktemp("arrows"))
+    """Two classifiers of puzzles, and one with smaller patches that knows other classes."""
+    folder = save_classifiers(tmp_path_factory.mktemp("arrows"))
+    small = {"image_size": 40, "patch_size": 10, "id2label": dict(enumerate(["cat", "dog"]))}
+    save_classifier(folder / "small", position_encoding="rope_mixed", **small)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -205,11 +209,25 @@ def test_new_puzzles_and_resolutions_change_pictures(page, browser):
     assert console_errors(browser) == []
 
 
-def test_one_model_alone_and_another_pair(page):
+def test_other_models_have_other_sizes(page, browser):
+    slider = page.find("#size input[type=range]")
+
+    def sizes():
+        return [slider.get_attribute(name) for name in ("min", "max", "step", "value")]
+
+    page.until(lambda: sizes() == ["60", "384", "12", "108"])
     page.choose("#second", "(none)")
-    page.until(lambda: page.pictures("#second-attention") == [] or not page.find("#second-attention").is_displayed())
-    attention = page.changes("#first-attention", lambda: page.choose("#first", "liere8"))
-    assert len(attention) == 2 and "liere, block_size 8" in page.text("#first-verdict")
+    page.until(lambda: not page.find("#second-attention").is_displayed())
+    page.changes("#first-attention", lambda: page.choose("#first", "small"))
+    page.until(lambda: sizes() == ["60", "300", "60", "60"])
+    assert "rope_mixed" in page.text("#first-verdict") and "Knows no answers" in page.text("#first-verdict")
+    browser.find_elements("css selector", "#source input")[1].click()
+    page.until(lambda: sizes() == ["20", "320", "10", "60"])
+    browser.find_elements("css selector", "#source input")[0].click()
+    page.choose("#first", "liere8")
+    page.until(lambda: sizes() == ["60", "384", "12", "60"])
+    page.until(lambda: "5 × 5 patches" in page.text("#first-attention"))
+    assert console_errors(browser) == []
 
 
 def test_uploads_of_all_kinds_and_the_page_goes_on(page, browser, tmp_path, checkpoints):

@@ -62,10 +62,13 @@ figure img { width: 100%; image-rendering: pixelated; border: 1px solid var(--bo
 figcaption { margin-top: 4px; font-size: var(--text-sm); color: var(--body-text-color); }
 .layers { display: grid; grid-template-columns: repeat(auto-fill, minmax(130px, 1fr)); gap: 8px; margin-top: 8px; }
 /* Half a number is no resolution. */
-#size input[type=number] { display: none; }
+#size .tab-like-container { display: none; }
+.html-container { padding: 0 !important; }
 .viridis { display: inline-block; width: 5em; height: 0.8em; margin: 0 2px;
     background: linear-gradient(90deg, #440154, #3b528b, #21918c, #5ec962, #fde725); }
 """
+# When the smallest size changes, browsers round the slider to the step it had.
+SHOW_SIZE = "(...inputs) => { document.querySelector('#size input[type=range]').value = inputs[3]; return inputs; }"
 # What models pool, in words.
 QUERIES = {"class token": "class token", "mean of patches": "patches, on average,"}
 
@@ -86,13 +89,15 @@ class App:
         return [self.checkpoints[name] for name in (first, second) if name != NO_SECOND]
 
     def sizes(self, first: str, second: str, source: str, size: float) -> gr.Slider:
-        """The slider with what the chosen models take, at the size closest to the one it was at."""
+        """The slider with what the chosen models take; where it is at no such size, at what the first was trained at."""
         try:
-            sizes = image_sizes(self.chosen(first, second), source == PUZZLE)
+            chosen = self.chosen(first, second)
+            sizes = image_sizes(chosen, source == PUZZLE)
         except InputError:
             # `compare` follows and says it.
             return gr.skip()
-        return gr.Slider(minimum=sizes[0], maximum=sizes[-1], step=sizes.step, value=nearest(sizes, size))
+        value = size if size in sizes else nearest(sizes, chosen[0].image_size)
+        return gr.Slider(minimum=sizes[0], maximum=sizes[-1], step=sizes.step, value=value)
 
     def compare(
         self, first: str, second: str, source: str, size: float, number: int, upload: str | None
@@ -173,7 +178,7 @@ def results(place: str) -> list[gr.components.Component]:
     return [
         gr.Markdown(elem_id=f"{place}-verdict"),
         gr.Label(num_top_classes=CLASSES_SHOWN, label="Prediction", elem_id=f"{place}-prediction"),
-        gr.HTML(elem_id=f"{place}-attention", padding=False),
+        gr.HTML(elem_id=f"{place}-attention"),
     ]
 
 
@@ -220,7 +225,7 @@ def build(app: App) -> gr.Blocks:
                     buttons=[],
                     elem_id="size",
                 )
-                picture = gr.HTML(elem_id="picture", padding=False)
+                picture = gr.HTML(elem_id="picture")
             with gr.Column(min_width=300):
                 first = gr.Dropdown(names, value=pair[0], label="First model", elem_id="first")
                 first_results = results("first")
@@ -259,7 +264,7 @@ def build(app: App) -> gr.Blocks:
         )
         for control in (first, second, source_input):
             adjusted = control.input(app.sizes, [first, second, source_input, size], size, **private)
-            compare_after(adjusted.then)
+            compare_after(adjusted.then, js=SHOW_SIZE)
     return page.queue(max_size=REQUESTS_WAITING, api_open=False)
 
 
@@ -297,20 +302,20 @@ def main(arguments: list[str] | None = None) -> None:
 
             print(write_space(options.write_space, checkpoints))
             return
-        page = build(App(checkpoints))
-    except (InputError, HubError, FileExistsError) as error:
+        build(App(checkpoints)).launch(
+            server_name=options.server_name,
+            server_port=options.server_port,
+            max_file_size=MAX_MEGABYTES * 2**20,
+            theme=theme(),
+            css=CSS,
+            footer_links=[],
+            run_history=False,
+            ssr_mode=False,
+            share=False,
+        )
+    # gradio raises OSError where a port is taken.
+    except (InputError, HubError, OSError) as error:
         parser.error(str(error))
-    page.launch(
-        server_name=options.server_name,
-        server_port=options.server_port,
-        max_file_size=MAX_MEGABYTES * 2**20,
-        theme=theme(),
-        css=CSS,
-        footer_links=[],
-        run_history=False,
-        ssr_mode=False,
-        share=False,
-    )
 
 
 if __name__ == "__main__":
