@@ -217,7 +217,7 @@ def test_other_models_have_other_sizes(page, browser):
 
     page.until(lambda: sizes() == ["60", "384", "12", "108"])
     page.choose("#second", "(none)")
-    page.until(lambda: not page.find("#second-attention").is_displayed())
+    page.until(lambda: not browser.find_elements("css selector", "#second-attention"))
     page.changes("#first-attention", lambda: page.choose("#first", "small"))
     page.until(lambda: sizes() == ["60", "300", "60", "60"])
     assert "rope_mixed" in page.text("#first-verdict") and "Knows no answers" in page.text("#first-verdict")

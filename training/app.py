@@ -20,7 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import gradio as gr
+try:
+    import gradio as gr
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("This script needs gradio: pip install -e '.[app]'") from error
 from PIL import Image
 from transformers.utils.logging import disable_progress_bar
 
@@ -89,7 +92,7 @@ class App:
         return [self.checkpoints[name] for name in (first, second) if name != NO_SECOND]
 
     def sizes(self, first: str, second: str, source: str, size: float) -> gr.Slider:
-        """The slider with what the chosen models take; where it is at no such size, at what the first was trained at."""
+        """The slider with what the chosen models take; from a size that is none of these, it goes to a trained one."""
         try:
             chosen = self.chosen(first, second)
             sizes = image_sizes(chosen, source == PUZZLE)
