@@ -13,10 +13,10 @@ from hub_client import client, online
 from hub_server import HubServer
 from PIL import Image
 from training_helpers import ROOT
-from transformers import AutoImageProcessor, AutoModelForImageClassification
+from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
 import hf_liere
-from hf_liere import LieREViTConfig
+from hf_liere import LieREViTConfig, RotaryPatchConfig, complete_model, patch
 from hf_liere.analysis import attention_maps
 from hf_liere.hub import HubError
 from hf_liere.publishing import publish
@@ -85,6 +85,29 @@ def test_grey_models_and_models_without_a_processor_answer(tmp_path, caplog):
     expected = torch.from_numpy(np.asarray(picture.convert("L")).copy()).float() / 127.5 - 1
     # Scaling and normalising in one step instead of two.
     torch.testing.assert_close(classifier.pixel_values(picture, 108)[0, 0], expected, atol=1e-6, rtol=0)
+
+
+def test_folded_and_patched_models_answer_at_any_resolution(tmp_path, folder):
+    shutil.copytree(folder / "liere8", tmp_path / "folded")
+    AutoModelForImageClassification.from_pretrained(folder / "liere8").fold_rotations().save_pretrained(
+        tmp_path / "folded"
+    )
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    vit = ViTForImageClassification(ViTConfig(**shape, image_size=24, patch_size=12)).eval()
+    patch(vit, RotaryPatchConfig(position_encoding="rope_mixed"))
+    complete_model(vit).save_pretrained(tmp_path / "patched")
+    folded, patched = map(Classifiers().__getitem__, find_checkpoints([str(tmp_path)]))
+    plain = Classifiers()[find_checkpoints([str(folder / "liere8")])[0]]
+    for size in (48, 108):
+        answer, expected = folded.answer(picture_of(), size), plain.answer(picture_of(), size)
+        # Folding rounds the rotations to float32.
+        assert answer.probabilities == pytest.approx(expected.probabilities, abs=1e-5)
+        answer = patched.answer(picture_of(), size)
+        with torch.no_grad():
+            expected = vit(patched.pixel_values(picture_of(), size)).logits[0].softmax(-1)
+        assert sorted(answer.probabilities.values()) == pytest.approx(sorted(expected.tolist()), abs=1e-6)
+        assert answer.attention.grid == (size // 12, size // 12)
+    assert patched.checkpoint.encoding == "rope_mixed"
 
 
 def test_models_are_loaded_once_and_make_room(checkpoints, tmp_path):

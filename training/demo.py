@@ -64,6 +64,7 @@ def main() -> int:
     print(f"An image and the answer: {arguments.output_dir / 'example.png'}\n", flush=True)
     # A process that has seen nothing of the training, as a user of the checkpoint.
     subprocess.run([sys.executable, __file__, "--classify", str(arguments.output_dir / "liere8")], check=True)
+    print("Side by side in the browser: python training/app.py")
     print(f"\nFinished after {time.perf_counter() - start:.0f} s.")
     if results["liere8"]["eval_accuracy"] <= BAG_OF_ARROWS_ACCURACY:
         print(

@@ -55,8 +55,8 @@ sure they are and where they look, on arrows puzzles (LieRE §5.2) or an image o
 |---|---|---:|
 {models}
 
-Everything runs on the CPU. Images are not kept: they are deleted about ten minutes after their upload. Predictions are
-for looking at, not for deciding on.
+Everything runs on the CPU. Images are deleted within twenty minutes of their upload. Predictions are for looking at,
+not for deciding on.
 
 [LieRE](https://arxiv.org/abs/2406.10322) · [ComRoPE](https://arxiv.org/abs/2506.03737) ·
 [RoPE-ViT](https://arxiv.org/abs/2403.13298)
