@@ -18,17 +18,7 @@ from training.playground import ROOT, Checkpoint
 MODULES = ("app", "arguments", "arrows", "loaded_keys", "pictures", "playground")
 CHECKPOINT_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "model*.safetensors*")
 # gradio itself is installed as the card's sdk_version says, in a version of huggingface_hub that suits it.
-REQUIREMENTS = (
-    "jinja2",
-    "matplotlib",
-    "numpy",
-    "pillow",
-    "pyyaml",
-    "safetensors",
-    "torch",
-    "torchvision",
-    "transformers",
-)
+REQUIREMENTS = ("matplotlib", "numpy", "pillow", "pyyaml", "torch", "torchvision", "transformers")
 
 START = '''"""Starts the app with the checkpoints of this Space."""
 
