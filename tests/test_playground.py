@@ -173,7 +173,8 @@ def test_checkpoints_of_the_hub_are_downloaded_and_named_in_a_space(folder, tmp_
 def test_checkpoints_of_one_name_are_told_apart(tmp_path, folder):
     for run in ("a", "b"):
         shutil.copytree(folder / "liere8", tmp_path / run / "liere8")
-    found = find_checkpoints([str(tmp_path / "a"), str(tmp_path / "b" / "liere8"), str(folder / "comrope_ld")])
+    sources = [tmp_path / "a", tmp_path / "b" / "liere8", folder / "comrope_ld", tmp_path / "a" / "liere8"]
+    found = find_checkpoints(list(map(str, sources)))
     assert [checkpoint.name for checkpoint in found] == ["a/liere8", "b/liere8", "comrope_ld"]
 
 

@@ -48,7 +48,7 @@ class Checkpoint:
     Args:
         name: Distinct among the checkpoints of an app.
         repo_id: Where on the Hub it comes from, if it does.
-        image_size: Side of the square closest to what it was trained at.
+        image_size: The longer side of what it was trained at.
     """
 
     name: str
@@ -91,17 +91,17 @@ def find_checkpoints(sources: Sequence[str] | None = None) -> list[Checkpoint]:
                 "five minutes; or name others with --checkpoints."
             )
         sources = [str(DEMO_CHECKPOINTS)]
-    folders = [found for source in sources for found in _folders(source)]
-    names = _distinct([repo_id or folder.resolve().as_posix() for folder, repo_id in folders])
+    folders = list(dict.fromkeys(found for source in sources for found in _folders(source)))
+    names = _distinct([repo_id or folder.as_posix() for folder, repo_id in folders])
     return [_describe(repo_id or name, folder, repo_id) for name, (folder, repo_id) in zip(names, folders)]
 
 
 def _folders(source: str) -> list[tuple[Path, str | None]]:
     folder = Path(source)
     if (folder / "config.json").is_file():
-        return [(folder, None)]
+        return [(folder.resolve(), None)]
     if folder.is_dir():
-        inner = sorted(path.parent for path in folder.glob("*/config.json"))
+        inner = sorted(path.parent for path in folder.resolve().glob("*/config.json"))
         usable = []
         for path in inner:
             try:
@@ -124,7 +124,6 @@ def _folders(source: str) -> list[tuple[Path, str | None]]:
 
 def _distinct(paths: list[str]) -> list[str]:
     """The ends of paths, as short as possible but different."""
-    paths = list(dict.fromkeys(paths))
     parts = [path.split("/") for path in paths]
     names = []
     for own in parts:
