@@ -28,7 +28,7 @@ from hf_liere.publishing import saved_weights_digest
 from hf_liere.pulling import pull
 from training.arguments import InputError
 from training.hub import warn_of_other_settings
-from training.trainer import ImageClassificationTrainer
+from training.trainer import ClassificationTrainer
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_every_commit_holds_the_step_it_names(hub, files, tmp_path):
 def test_another_machine_goes_on_to_the_same_result(hub, files, tmp_path, caplog):
     flags = [*files, *STOCHASTIC, *SAVES]
     train(tmp_path / "whole", *flags, "--do_eval")
-    genuine = ImageClassificationTrainer.training_step
+    genuine = ClassificationTrainer.training_step
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
 
         def interrupted(trainer, *args, **kwargs):
@@ -106,7 +106,7 @@ def test_another_machine_goes_on_to_the_same_result(hub, files, tmp_path, caplog
                 raise KeyboardInterrupt
             return genuine(trainer, *args, **kwargs)
 
-        patch.setattr(ImageClassificationTrainer, "training_step", interrupted)
+        patch.setattr(ClassificationTrainer, "training_step", interrupted)
         train(tmp_path / "first", *flags, *PUSH, "--hub_strategy", "checkpoint")
     _, tree = commits(hub)["Training in progress, step 6"]
     assert {"last-checkpoint/optimizer.pt", "last-checkpoint/trainer_state.json", "model.safetensors"} <= set(tree)

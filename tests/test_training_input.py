@@ -13,15 +13,15 @@ from training.arguments import (
     ARCHITECTURE_FIELDS,
     AugmentationArguments,
     DataArguments,
-    ImageTrainingArguments,
     InputError,
     ModelArguments,
+    RunArguments,
     parse_arguments,
 )
 from training.data import infer_image_column, infer_label_column, load_images
 
 
-CLASSES = (ModelArguments, DataArguments, AugmentationArguments, ImageTrainingArguments)
+CLASSES = (ModelArguments, DataArguments, AugmentationArguments, RunArguments)
 
 
 def parse(*arguments):
@@ -159,6 +159,7 @@ def run(*flags):
         (["--block_size", 5, "--position_encoding", "comrope_ld"], "block_size=5 must divide head_dim=8"),
         (["--leraning_rate", 1], "There is no flag '--leraning_rate'; close matches: learning_rate"),
         (["--flip_probability", 1.5], "--flip_probability 1.5 is no probability; accepted: 0 … 1"),
+        (["--repeated_augmentation", 0], "--repeated_augmentation 0; accepted: 1 and above"),
         (["--image_mean", 0.5], "--image_mean .* has 1 values; accepted: one per channel, 3"),
         (["--image_folder", "nowhere"], "data come from image_folder and train_files; accepted: one of"),
         (["--resume_from_checkpoint", "last"], "holds no checkpoint"),

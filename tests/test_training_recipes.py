@@ -14,7 +14,7 @@ import hf_liere
 from training import evaluate_sweep, image_classification, object_detection, video_classification
 from training.arguments import InputError, architecture_fields, parse_arguments
 from training.augmentation import IGNORED_LABEL
-from training.trainer import ImageClassificationTrainer
+from training.trainer import ClassificationTrainer
 
 
 # Those of clip_finetuning.py, which has arguments of its own, are tested with it.
@@ -115,7 +115,7 @@ def test_schedules_are_those_of_the_papers(name, batch, epochs, rate, warmup, ti
     training.output_dir = str(tmp_path)
     size = SIZES.get(name, IMAGENET)
     model = hf_liere.LieREViTForImageClassification(tiny())
-    trainer = ImageClassificationTrainer(model, training, None, Counted(size), Counted(size))
+    trainer = ClassificationTrainer(model, training, None, Counted(size), Counted(size))
     steps_per_epoch = len(trainer.get_train_dataloader()) // training.gradient_accumulation_steps
     assert steps_per_epoch == math.ceil(size / batch)
     assert training.num_train_epochs == epochs

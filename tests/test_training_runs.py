@@ -164,9 +164,9 @@ def test_workers_do_not_change_a_run(whole_runs):
 
 def test_resuming_the_last_checkpoint_finishes_a_killed_run(whole_runs, train_file, tmp_path):
     """A run that dies in its second epoch leaves checkpoints; `last` goes on from the newest."""
-    from training.trainer import ImageClassificationTrainer
+    from training.trainer import ClassificationTrainer
 
-    genuine = ImageClassificationTrainer.training_step
+    genuine = ClassificationTrainer.training_step
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
 
         def interrupted(trainer, *args, **kwargs):
@@ -174,7 +174,7 @@ def test_resuming_the_last_checkpoint_finishes_a_killed_run(whole_runs, train_fi
                 raise KeyboardInterrupt
             return genuine(trainer, *args, **kwargs)
 
-        patch.setattr(ImageClassificationTrainer, "training_step", interrupted)
+        patch.setattr(ClassificationTrainer, "training_step", interrupted)
         train(tmp_path, *flags_of(0, train_file), "--save_steps", 2)
     assert not (tmp_path / "model.safetensors").exists()
     with pytest.raises(ValueError, match="holds another run"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from training_helpers import assert_same_weights, main, train, train_with_torchrun, write_parquet
 
-from training.arguments import AugmentationArguments, DataArguments, ImageTrainingArguments, InputError
+from training.arguments import AugmentationArguments, DataArguments, InputError, RunArguments
 from training.streaming import StreamedImages, open_stream
 
 
@@ -43,14 +43,14 @@ class PlaceOfProcess:
         return getattr(self.args, name)
 
 
-def images_of(shards, epoch=0, batch=4, workers=0, rank=0, world=1):
+def images_of(shards, epoch=0, batch=4, workers=0, rank=0, world=1, **augmentation):
     arguments = DataArguments(streaming=True, train_files=shards, max_train_samples=52)
     _, stream = open_stream(arguments, 3, True, False)
-    args = ImageTrainingArguments(output_dir="unused", use_cpu=True, do_train=True, seed=0)
+    args = RunArguments(output_dir="unused", use_cpu=True, do_train=True, seed=0)
     args.per_device_train_batch_size, args.dataloader_num_workers = batch, workers
     # What torchrun would tell.
     place = PlaceOfProcess(args, rank, world)
-    images = StreamedImages(stream, [0, 1, 2], (16, 16), 3, 3, AugmentationArguments(), place)
+    images = StreamedImages(stream, [0, 1, 2], (16, 16), 3, 3, AugmentationArguments(**augmentation), place)
     state = State()
     state.epoch = epoch
     images.trainer_state = lambda: state
@@ -72,6 +72,14 @@ def test_an_epoch_holds_every_image_once_in_an_order_of_its_own(shards):
     assert [e["image"].tobytes() for e in first] == [e["image"].tobytes() for e in again]
     assert [e["image"].tobytes() for e in first] != [e["image"].tobytes() for e in second]
     assert len({example["key"] for example in first}) == 52 and first[0]["key"][0] == 0 and second[0]["key"][0] == 1
+
+
+def test_views_of_an_image_follow_each_other(shards):
+    once, views = (list(images_of(shards, repeated_augmentation=repeats)) for repeats in (1, 3))
+    assert len(views) == len({example["key"] for example in views}) == 52
+    assert [view["image"].tobytes() for view in views] == [
+        image.tobytes() for example in once for image in [example["image"]] * 3
+    ][:52]
 
 
 def test_processes_read_different_images_in_as_many_steps(shards):

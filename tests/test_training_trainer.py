@@ -9,8 +9,8 @@ import torch
 from training_helpers import ROOT, assert_same_weights, main, train, weights, write_parquet
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
-from training.arguments import ImageTrainingArguments
-from training.trainer import ImageClassificationTrainer, ranks_and_losses
+from training.arguments import RunArguments
+from training.trainer import ClassificationTrainer, ranks_and_losses
 
 
 METRIC = str(ROOT / "training" / "metrics" / "classification.py")
@@ -81,10 +81,10 @@ def tiny_trainer(tmp_path, factor=1.0, **fields):
         | {"patch_size": 4, "num_register_tokens": 1, "layerscale_value": 0.1, "use_absolute_position_embeddings": True}
         | fields
     )
-    arguments = ImageTrainingArguments(
+    arguments = RunArguments(
         output_dir=str(tmp_path), use_cpu=True, do_train=True, weight_decay=0.1, rotary_learning_rate_factor=factor
     )
-    return ImageClassificationTrainer(LieREViTForImageClassification(config), arguments)
+    return ClassificationTrainer(LieREViTForImageClassification(config), arguments)
 
 
 @pytest.mark.parametrize("encoding", ["liere", "rope_mixed", "comrope_ap", "comrope_ld"])
@@ -138,7 +138,7 @@ class Breaks(torch.autograd.Function):
 @pytest.mark.parametrize("what", ["loss", "gradient norm"])
 def test_the_first_nan_stops_before_the_step(what, parquet, tmp_path, monkeypatch):
     steps = []
-    genuine = ImageClassificationTrainer.compute_loss
+    genuine = ClassificationTrainer.compute_loss
 
     def broken(trainer, model, *args, **kwargs):
         loss = genuine(trainer, model, *args, **kwargs)
@@ -148,7 +148,7 @@ def test_the_first_nan_stops_before_the_step(what, parquet, tmp_path, monkeypatc
         broken.trainer = trainer
         return loss * float("nan") if what == "loss" else Breaks.apply(loss)
 
-    monkeypatch.setattr(ImageClassificationTrainer, "compute_loss", broken)
+    monkeypatch.setattr(ClassificationTrainer, "compute_loss", broken)
     with pytest.raises(FloatingPointError, match=f"The {what} is nan in step 3 .*The step was not taken"):
         train(tmp_path, "--train_files", parquet)
     assert len(steps) == 3

@@ -139,6 +139,18 @@ class AugmentationArguments:
     flip_probability: float = field(default=0.0, metadata={"help": "Probability of a horizontal flip."})
     rand_augment_ops: int = field(default=0, metadata={"help": "Operations of RandAugment per image; 0 for none."})
     rand_augment_magnitude: int = field(default=9, metadata={"help": "Magnitude of RandAugment, 0 … 30."})
+    random_erasing_probability: float = field(
+        default=0.0,
+        metadata={
+            "help": "Probability that a rectangle of 2 … 33% of the image is replaced by noise, after normalising."
+        },
+    )
+    repeated_augmentation: int = field(
+        default=1,
+        metadata={
+            "help": "Views of an image in a batch; an epoch has as many examples, of so many times fewer images."
+        },
+    )
     mixup_alpha: float = field(default=0.0, metadata={"help": "α of Mixup's Beta(α, α); 0 for no Mixup."})
     cutmix_alpha: float = field(default=0.0, metadata={"help": "α of CutMix's Beta(α, α); 0 for no CutMix."})
     mixing_probability: float = field(
@@ -146,12 +158,14 @@ class AugmentationArguments:
     )
 
     def __post_init__(self):
-        for name in ("flip_probability", "mixing_probability"):
+        for name in ("flip_probability", "random_erasing_probability", "mixing_probability"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"--{name} {getattr(self, name)} is no probability; accepted: 0 … 1.")
         for name in ("crop_padding", "rand_augment_ops", "mixup_alpha", "cutmix_alpha"):
             if getattr(self, name) < 0:
                 raise InputError(f"--{name} {getattr(self, name)} is negative; accepted: 0 and above.")
+        if self.repeated_augmentation < 1:
+            raise InputError(f"--repeated_augmentation {self.repeated_augmentation}; accepted: 1 and above.")
         if not 0 <= self.rand_augment_magnitude <= 30:
             raise InputError(f"--rand_augment_magnitude {self.rand_augment_magnitude}; accepted: 0 … 30.")
         scale = self.random_resized_crop_scale
@@ -160,7 +174,7 @@ class AugmentationArguments:
 
 
 @dataclass
-class ImageTrainingArguments(TrainingArguments):
+class RunArguments(TrainingArguments):
     """Trainer's own arguments, and what this project adds or needs otherwise."""
 
     recipe: str | None = field(default=None, metadata={"help": "yaml file of flags, which the command line overrides."})
@@ -181,9 +195,9 @@ class ImageTrainingArguments(TrainingArguments):
     rotary_learning_rate_factor: float = field(
         default=1.0, metadata={"help": "Learning rate of the rotations' parameters over that of the others."}
     )
-    per_device_eval_batch_size: int = field(default=64, metadata={"help": "Images per process in an evaluation."})
+    per_device_eval_batch_size: int = field(default=64, metadata={"help": "Examples per process in an evaluation."})
     remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Must stay off: the data loader yields images, not columns of the model."}
+        default=False, metadata={"help": "Must stay off: the data loader yields examples, not columns of the model."}
     )
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Must stay off: a loss that is not finite stops the training."}

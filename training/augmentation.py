@@ -5,6 +5,7 @@ global generator: a run that is resumed in the middle of an epoch, or loads data
 pixels. The epoch travels with the index, `(epoch, index)`, because persistent workers hear of nothing else.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
-from torchvision.transforms import RandAugment
+from torchvision.transforms import RandAugment, RandomErasing
 
 from training.arguments import AugmentationArguments
 from training.data import Source
@@ -20,22 +21,29 @@ from training.data import Source
 
 PADDING = -1
 IGNORED_LABEL = -100
+# Keeps random erasing apart from the rest of the augmentation, which has the same (seed, epoch, index).
+ERASING_STREAM = 2
 
 
 class EpochSampler(torch.utils.data.Sampler):
     """
     Keys `(epoch, index)` of a training set in a random order that depends on (seed, epoch) alone.
 
+    With repeated augmentation (Hoffer et al., 2020, as in DeiT) the views of an image follow each other, so that they
+    are in the same step of the optimizer however many processes share it, and an epoch sees `size / repeats` of the
+    images. Index `image + size · v` is view v of an image.
+
     Args:
-        size: number of images.
+        size: number of images, and of keys in an epoch but for `PADDING`.
         multiple: the epoch is filled up to a multiple of this with `PADDING`, which the loss ignores. Without, the
             processes would share out a last incomplete batch by repeating images.
         trainer_state: a function returning the object whose `epoch` tells the epoch that an iteration belongs to.
     """
 
-    def __init__(self, size: int, seed: int, multiple: int, trainer_state):
+    def __init__(self, size: int, seed: int, multiple: int, trainer_state, repeats: int = 1):
         self.size = size
         self.seed = seed
+        self.repeats = repeats
         self.length = -(-size // multiple) * multiple
         self.trainer_state = trainer_state
 
@@ -44,7 +52,9 @@ class EpochSampler(torch.utils.data.Sampler):
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         epoch = int(self.trainer_state().epoch or 0)
-        for index in np.random.default_rng((self.seed, epoch)).permutation(self.size).tolist():
+        images = np.random.default_rng((self.seed, epoch)).permutation(self.size)
+        views = images[:, None] + self.size * np.arange(self.repeats)
+        for index in views.ravel()[: self.size].tolist():
             yield epoch, index
         for _ in range(self.size, self.length):
             yield epoch, PADDING
@@ -57,6 +67,7 @@ class TrainingImages(Dataset):
         self, source: Source, image_size: tuple[int, int], resample: int, arguments: AugmentationArguments, seed: int
     ):
         self.source = source
+        self.repeats = arguments.repeated_augmentation
         self.augment = Augmentation(image_size, resample, arguments, seed)
 
     def __len__(self) -> int:
@@ -66,7 +77,7 @@ class TrainingImages(Dataset):
         epoch, index = key
         if index == PADDING:
             return {"label": IGNORED_LABEL, "key": key}
-        image, label = self.source[index]
+        image, label = self.source[index % len(self)]
         return {"image": self.augment(image, epoch, index), "label": label, "key": key}
 
 
@@ -124,16 +135,22 @@ class Augmentation:
         if rng.random() < self.arguments.flip_probability:
             image = image[:, ::-1]
         if self.rand_augment is not None:
-            # torchvision draws from the global generator; it is lent a seed and put back.
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(int(rng.integers(2**63)))
+            with _lent_seed(rng):
                 image = _from_pil(self.rand_augment(_to_pil(image)))
         return image
 
 
+@contextlib.contextmanager
+def _lent_seed(rng: np.random.Generator) -> Iterator[None]:
+    """torchvision draws from the global generator; it is lent a seed and put back."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(rng.integers(2**63)))
+        yield
+
+
 class Collator:
     """
-    Stacks and normalises images or clips, and mixes training batches.
+    Stacks and normalises images or clips, and erases parts of training images and mixes them, as DeiT does.
 
     Args:
         image_size: (height, width), or (T, height, width) for clips.
@@ -161,6 +178,7 @@ class Collator:
         self.shift = (-torch.tensor(image_mean) / torch.tensor(image_std)).view(-1, 1, 1)
         self.arguments = arguments
         self.seed = seed
+        self.erase = RandomErasing(arguments.random_erasing_probability, value="random", inplace=True)
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         # What holds no image comes last, so that the images are the first rows.
@@ -178,6 +196,10 @@ class Collator:
             pixels = pixels.flatten(0, 1)
         batch = {"labels": labels, "pixel_values": pixels}
         is_training = "key" in examples[0]
+        if is_training and self.erase.p > 0:
+            for image, example in zip(pixels[: len(images)], examples):
+                with _lent_seed(np.random.default_rng((self.seed, *example["key"], ERASING_STREAM))):
+                    self.erase(image)
         if is_training and (self.arguments.mixup_alpha or self.arguments.cutmix_alpha):
             batch.update(self._mix(pixels, labels, len(images), examples))
         return batch

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig, CLIPConfig, PreTrainedConfig
 
 from hf_liere import RotaryPatchConfig
-from training.arguments import CheckpointArguments, ImageTrainingArguments, InputError
+from training.arguments import CheckpointArguments, InputError, RunArguments
 from training.classifiers import TRAINABLE
 
 
@@ -71,7 +71,7 @@ PatchArguments = dataclasses.make_dataclass("PatchArguments", _patch_fields())
 
 
 @dataclass
-class FineTuningTrainingArguments(ImageTrainingArguments):
+class FineTuningTrainingArguments(RunArguments):
     head_learning_rate_factor: float = field(
         default=1.0, metadata={"help": "Learning rate of the classifier over that of the others."}
     )

@@ -69,14 +69,14 @@ from training.models import (
     resolve_processor,
 )
 from training.records import CONFIG_FILE, ENVIRONMENT_FILE, claim_output_dir, environment, portable, write_record
-from training.trainer import ClassificationMetrics, ImageClassificationTrainer, ranks_and_losses
+from training.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 
 
 RESULTS_FILE = "resolutions.json"
 MEASURES = [f"{name}{bound}" for name in ("accuracy", "loss") for bound in ("", "_low", "_high")]
 
 
-class FineTuningTrainer(ImageClassificationTrainer):
+class FineTuningTrainer(ClassificationTrainer):
     """The classifier may learn at a rate of its own; of the unpatched model no rotations are expected."""
 
     def learning_rate_groups(self, model):

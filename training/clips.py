@@ -124,7 +124,7 @@ class TrainingClips(TrainingImages):
         epoch, index = key
         if index == PADDING:
             return super().__getitem__(key)
-        clip, label = self.source[index]
+        clip, label = self.source[index % len(self)]
         rng = np.random.default_rng((self.seed, epoch, index, CLIP_STREAM))
         start = rng.random(self.reader.num_frames if self.reader.stride is None else None)
         frames = self.reader.read(clip, self.reader.indices(clip, start))

@@ -31,7 +31,7 @@ from hf_liere.publishing import (
     weight_files,
 )
 from hf_liere.pulling import pull
-from training.arguments import ImageTrainingArguments, InputError
+from training.arguments import InputError, RunArguments
 from training.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
 
 
@@ -43,7 +43,7 @@ STATE_FILE = "trainer_state.json"
 SNAPSHOTS = ".hub"
 
 
-def hub_client(args: ImageTrainingArguments) -> HfApi:
+def hub_client(args: RunArguments) -> HfApi:
     return HfApi(endpoint=constants.ENDPOINT, token=args.hub_token)
 
 
@@ -191,7 +191,7 @@ def warn_of_other_settings(checkpoint: str | Path, resolved: dict) -> None:
         logger.warning(f"The run goes on with other settings than it was started with: {'; '.join(different)}.")
 
 
-def fetch_checkpoint(args: ImageTrainingArguments) -> None:
+def fetch_checkpoint(args: RunArguments) -> None:
     """
     Put the last checkpoint that a run has pushed into the output folder.
 

@@ -34,9 +34,9 @@ from hf_liere.hub import HubError
 from training.arguments import (
     AugmentationArguments,
     DataArguments,
-    ImageTrainingArguments,
     InputError,
     ModelArguments,
+    RunArguments,
     parse_arguments,
 )
 from training.augmentation import Collator, EvaluationImages, TrainingImages
@@ -52,10 +52,10 @@ from training.models import (
 )
 from training.runs import claim, run
 from training.streaming import StreamedImages, open_stream
-from training.trainer import ClassificationMetrics, ImageClassificationTrainer, ranks_and_losses
+from training.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 
 
-ARGUMENT_CLASSES = (ModelArguments, DataArguments, AugmentationArguments, ConditionArguments, ImageTrainingArguments)
+ARGUMENT_CLASSES = (ModelArguments, DataArguments, AugmentationArguments, ConditionArguments, RunArguments)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         train = StreamedImages(stream, numbers, image_size, channels, resample, augmentation_args, args)
     elif train is not None:
         train = TrainingImages(train, image_size, resample, augmentation_args, seed)
-    trainer = ImageClassificationTrainer(
+    trainer = ClassificationTrainer(
         model=model,
         args=args,
         train_dataset=train,

@@ -34,7 +34,7 @@ from transformers import (
 
 from hf_liere import LieREViTBackbone
 from hf_liere.hub import HubError
-from training.arguments import ImageTrainingArguments, InputError, ModelArguments, parse_arguments
+from training.arguments import InputError, ModelArguments, RunArguments, parse_arguments
 from training.data import fraction_of
 from training.detection_data import (
     DetectionCollator,
@@ -50,7 +50,7 @@ from training.models import (
     resolve_processor,
 )
 from training.runs import claim, run
-from training.trainer import ImageClassificationTrainer
+from training.trainer import RotaryTrainer
 
 
 # In COCOeval's order.
@@ -83,10 +83,10 @@ class DetectorArguments:
             )
 
 
-ARGUMENT_CLASSES = (ModelArguments, DetectorArguments, DetectionDataArguments, ImageTrainingArguments)
+ARGUMENT_CLASSES = (ModelArguments, DetectorArguments, DetectionDataArguments, RunArguments)
 
 
-class DetectionTrainer(ImageClassificationTrainer):
+class DetectionTrainer(RotaryTrainer):
     """The detector's own loss, and evaluations that gather the detections of every image instead of logits."""
 
     top_k = 100

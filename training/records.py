@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from training.arguments import ImageTrainingArguments, InputError
+from training.arguments import InputError, RunArguments
 
 
 CONFIG_FILE = "run_config.json"
@@ -57,7 +57,7 @@ LIBRARIES = (
 PRIVATE_ARGUMENTS = re.compile(r"(^|_)(dir|token|hub|run_name|local_rank|n_gpu|resume_from_checkpoint|trackio)(_|$)")
 
 
-def claim_output_dir(arguments: ImageTrainingArguments) -> None:
+def claim_output_dir(arguments: RunArguments) -> None:
     """
     Makes sure that the run overwrites no other one; with `overwrite_output_dir` the other one is deleted.
 

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 from transformers import Trainer
 
 from hf_liere.publishing import saved_weights_digest, weights_digest
-from training.arguments import ImageTrainingArguments, InputError
+from training.arguments import InputError, RunArguments
 from training.checkpoints import last_complete_checkpoint, require_writable
 from training.hub import fetch_checkpoint, warn_of_other_settings
 from training.records import (
@@ -25,7 +25,7 @@ from training.records import (
 EXAMPLES_FILE = "eval_examples.safetensors"
 
 
-def claim(args: ImageTrainingArguments) -> str | None:
+def claim(args: RunArguments) -> str | None:
     """
     Makes sure that the run can be made and overwrites no other; the checkpoint that it goes on from, if any.
 
@@ -109,7 +109,7 @@ def run(
     return metrics
 
 
-def _resumed_checkpoint(args: ImageTrainingArguments) -> str | None:
+def _resumed_checkpoint(args: RunArguments) -> str | None:
     """The checkpoint to go on from; `last` and `true` mean the newest in the output directory."""
     given = args.resume_from_checkpoint
     if given is None or given in ("False", "false"):

@@ -16,7 +16,7 @@ from datasets.distributed import split_dataset_by_node
 from pyarrow.parquet import ParquetFile
 from torch.utils.data import IterableDataset
 
-from training.arguments import AugmentationArguments, DataArguments, ImageTrainingArguments, InputError
+from training.arguments import AugmentationArguments, DataArguments, InputError, RunArguments
 from training.augmentation import Augmentation
 from training.data import (
     DecodedImages,
@@ -69,7 +69,7 @@ class StreamedImages(IterableDataset):
         num_channels: int,
         resample: int,
         augmentation: AugmentationArguments,
-        args: ImageTrainingArguments,
+        args: RunArguments,
     ):
         seed = args.seed if args.data_seed is None else args.data_seed
         shuffled = stream.table.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
@@ -83,6 +83,7 @@ class StreamedImages(IterableDataset):
         self.numbers = numbers
         self.decoder = DecodedImages(None, stream.image_column, None, num_channels, 0)
         self.augment = Augmentation(image_size, resample, augmentation, seed)
+        self.repeats = augmentation.repeated_augmentation
         self.batch_size = args.per_device_train_batch_size
         self.steps = math.ceil(stream.size / (args.world_size * self.batch_size))
         self.rank, self.world_size = args.process_index, args.world_size
@@ -104,12 +105,13 @@ class StreamedImages(IterableDataset):
         while left:
             before = left
             for row in self.table:
-                # A number that no other image of the epoch has, whoever reads it.
-                index = number * self.world_size * parts + share
-                image = self.decoder.decode(row[self.stream.image_column], index)
+                image = self.decoder.decode(row[self.stream.image_column], number)
                 label = self.numbers[row[self.stream.label_column]]
-                yield {"image": self.augment(image, epoch, index), "label": label, "key": (epoch, index)}
-                number, left = number + 1, left - 1
+                for _ in range(min(self.repeats, left)):
+                    # A number that no other view of the epoch has, whoever reads it.
+                    index = number * self.world_size * parts + share
+                    yield {"image": self.augment(image, epoch, index), "label": label, "key": (epoch, index)}
+                    number, left = number + 1, left - 1
                 if not left:
                     break
             if left == before:

@@ -1,4 +1,4 @@
-"""Trainer with an exact classification loss, parameter groups for rotations, and a stop at the first NaN."""
+"""Trainer with parameter groups for rotations and a stop at the first NaN, and its exact classification loss."""
 
 import math
 import time
@@ -24,42 +24,20 @@ logger = logging.get_logger(__name__)
 METRIC = Path(__file__).parent / "metrics" / "classification.py"
 
 
-class ImageClassificationTrainer(HubPushes, WholeCheckpoints, Trainer):
+class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
     """
-    Differences from `Trainer`:
+    Differences from `Trainer`, whatever the task:
 
-    - The loss is the sum over all examples of a step, in all processes and accumulated batches, over their number;
-      targets may be mixed (see `Collator`) and smoothed.
     - Only weights of linear and convolution layers decay. The rotations' parameters may have their own learning rate.
     - A loss or gradient that is not finite raises before the step is taken.
-    - Images come in an order and with an augmentation that do not depend on global generators.
+    - Examples come in an order and with an augmentation that do not depend on global generators.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # compute_loss divides by num_items_in_batch; Trainer must neither omit it nor divide once more.
-        self.model_accepts_loss_kwargs = True
         self.evaluation_seconds = 0.0
         # When, and at which step, losses were logged last.
         self._last_log: tuple[float, int] | None = None
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        inputs = dict(inputs)
-        labels = inputs.pop("labels")
-        mixed_labels, mixing_weights = inputs.pop("mixed_labels", None), inputs.pop("mixing_weights", None)
-        outputs = model(**inputs)
-        if outputs["logits"].shape[0] != labels.shape[0]:
-            outputs["logits"] = mean_of_views(outputs["logits"], labels.shape[0])
-        smoothing = self.args.label_smoothing_factor if model.training else 0.0
-        total = summed_cross_entropy(outputs["logits"], labels, mixed_labels, mixing_weights, smoothing)
-        if num_items_in_batch is None:
-            num_items_in_batch = (labels != IGNORED_LABEL).sum()
-        else:
-            # The count is over all processes, and their gradients are averaged, not added up.
-            total = total * self.accelerator.num_processes
-        # A step in which no example can be read has nothing to learn from.
-        loss = total / max(num_items_in_batch, 1)
-        return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -116,7 +94,7 @@ class ImageClassificationTrainer(HubPushes, WholeCheckpoints, Trainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         multiple = self._train_batch_size * self.args.world_size if self.args.world_size > 1 else 1
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return EpochSampler(len(dataset), seed, multiple, lambda: self.state)
+        return EpochSampler(len(dataset), seed, multiple, lambda: self.state, getattr(dataset, "repeats", 1))
 
     def get_train_dataloader(self) -> DataLoader:
         if isinstance(self.train_dataset, IterableDataset):
@@ -152,6 +130,37 @@ class ImageClassificationTrainer(HubPushes, WholeCheckpoints, Trainer):
         metrics = super().evaluate(*args, **kwargs)
         self.evaluation_seconds += time.perf_counter() - start
         return metrics
+
+
+class ClassificationTrainer(RotaryTrainer):
+    """
+    The loss is the sum over all examples of a step, in all processes and accumulated batches, over their number.
+
+    Targets may be mixed (see `Collator`) and smoothed; logits of several views of an example are averaged.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # compute_loss divides by num_items_in_batch; Trainer must neither omit it nor divide once more.
+        self.model_accepts_loss_kwargs = True
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        mixed_labels, mixing_weights = inputs.pop("mixed_labels", None), inputs.pop("mixing_weights", None)
+        outputs = model(**inputs)
+        if outputs["logits"].shape[0] != labels.shape[0]:
+            outputs["logits"] = mean_of_views(outputs["logits"], labels.shape[0])
+        smoothing = self.args.label_smoothing_factor if model.training else 0.0
+        total = summed_cross_entropy(outputs["logits"], labels, mixed_labels, mixing_weights, smoothing)
+        if num_items_in_batch is None:
+            num_items_in_batch = (labels != IGNORED_LABEL).sum()
+        else:
+            # The count is over all processes, and their gradients are averaged, not added up.
+            total = total * self.accelerator.num_processes
+        # A step in which no example can be read has nothing to learn from.
+        loss = total / max(num_items_in_batch, 1)
+        return (loss, outputs) if return_outputs else loss
 
 
 def _regroup(optimizer: torch.optim.Optimizer, chosen: set[int], learning_rate: float) -> None:
@@ -240,7 +249,7 @@ class ClassificationMetrics:
         ranks, losses, *scores = values.T
         if not np.isfinite(losses).all():
             wrong = int((~np.isfinite(losses)).sum())
-            raise FloatingPointError(f"The evaluation loss of {wrong} of {len(losses)} images is not finite.")
+            raise FloatingPointError(f"The evaluation loss of {wrong} of {len(losses)} examples is not finite.")
         self.examples = {"ranks": ranks.astype(np.int32), "losses": losses.astype(np.float32)}
         metrics = self.metric.compute(ranks=ranks.astype(np.int64), losses=losses)
         if scores and 0 < labels[read].sum() < read.sum():

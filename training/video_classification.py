@@ -28,8 +28,8 @@ from transformers import set_seed
 from hf_liere.hub import HubError
 from training.arguments import (
     AugmentationArguments,
-    ImageTrainingArguments,
     InputError,
+    RunArguments,
     VideoModelArguments,
     parse_arguments,
 )
@@ -47,7 +47,7 @@ from training.models import (
     resolve_processor,
 )
 from training.runs import claim, run
-from training.trainer import ClassificationMetrics, ImageClassificationTrainer, ranks_and_losses
+from training.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 from training.video_data import VideoDataArguments, load_clips
 
 
@@ -56,7 +56,7 @@ ARGUMENT_CLASSES = (
     VideoDataArguments,
     AugmentationArguments,
     ConditionArguments,
-    ImageTrainingArguments,
+    RunArguments,
 )
 
 
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     collator = Collator((num_frames, *image_size), config.num_channels, mean, std, augmentation_args, seed)
     train = train and fraction_of(train, data_args.train_fraction, seed)
     reader = ClipReader(num_frames, data_args.frame_stride)
-    trainer = ImageClassificationTrainer(
+    trainer = ClassificationTrainer(
         model=model,
         args=args,
         train_dataset=train and TrainingClips(train, reader, image_size, resample, augmentation_args, seed),
