@@ -207,6 +207,6 @@ def test_sweeps_name_models_that_exist(path, mini):
     for settings in evaluate_sweep.combinations(sweep["train"]):
         flags = evaluate_sweep._flags(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
         for condition in evaluate_sweep.combinations(sweep.get("evaluate", [])):
-            model_args = parse_arguments([*flags, *evaluate_sweep._as_flags(condition)], classes)[0]
+            model_args = parse_arguments([*flags, *evaluate_sweep.as_flags(condition)], classes)[0]
             config = model_args.config_class(**model_args.architecture())
             assert config.position_encoding == settings.get("position_encoding", config.position_encoding)

@@ -8,7 +8,7 @@ import yaml
 from training_helpers import TINY_MODEL, TINY_RUN, main, train, weights, write_parquet
 
 import hf_liere
-from training import evaluate_sweep
+from training import evaluate_sweep, result_lines
 from training.arguments import InputError
 from training.conditions import Condition, ConditionArguments, shifted_positions, shuffled
 
@@ -153,8 +153,8 @@ def test_a_sweep_leaves_a_line_for_every_model_and_condition(swept):
     assert swept.name == "tiny_sweep.jsonl" and len(results) == 2 * 2 * 3
     assert len({json.dumps([result["settings"], result["condition"]], sort_keys=True) for result in results}) == 12
     for result in results:
-        assert set(result) == set(evaluate_sweep.RESULT_KEYS)
-        correct = evaluate_sweep.correct_examples(result)
+        assert set(result) == set(result_lines.RESULT_KEYS)
+        correct = result_lines.correct_examples(result)
         assert correct.shape == (13,) and correct.mean() == result["metrics"]["eval_accuracy"]
         assert [epoch for epoch, _ in result["history"]] == [1.0, 2.0]
         assert result["run"]["model"]["position_encoding"] == result["settings"]["position_encoding"]

@@ -7,20 +7,19 @@ A sweep is a yaml file in training/sweeps, one per figure or table of the papers
     python training/evaluate_sweep.py training/sweeps/shuffling.yaml --mini --output_dir outputs/cifar10 …
     torchrun --nproc_per_node 8 training/evaluate_sweep.py …
 
-All other flags go to every run; `--recipe` replaces the sweep's. Results are json lines in output_dir/<sweep>.jsonl,
-see `RESULT_KEYS`, to be put beside the papers' figures by training/report.py. A sweep that was interrupted goes on
-where it stopped, and sweeps that share models in one output directory train them once. `--dry_run` only lists the runs.
+All other flags go to every run; `--recipe` replaces the sweep's. Results are json lines in output_dir/<sweep>.jsonl
+(training/result_lines.py), to be put beside the papers' figures by training/report.py. A sweep that was interrupted
+goes on where it stopped, and sweeps that share models in one output directory train them once. `--dry_run` only lists
+the runs.
 
 A sweep names its `script`, its `recipe`, what to `train`: lists of settings, of which all combinations are trained, and
 where the models are `evaluate`d: lists of flags likewise. `mini` replaces any of these for a small computer.
 """
 
 import argparse
-import base64
 import importlib
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import yaml
 from accelerate import PartialState
 from safetensors.numpy import load_file
@@ -36,6 +34,7 @@ from safetensors.numpy import load_file
 from training.arguments import InputError
 from training.checkpoints import last_complete_checkpoint
 from training.records import CONFIG_FILE, ENVIRONMENT_FILE, portable, write_record
+from training.result_lines import encoded_examples, write_results
 from training.runs import EXAMPLES_FILE
 
 
@@ -43,23 +42,6 @@ HERE = Path(__file__).resolve().parent
 SCRIPTS = ("image_classification", "video_classification", "object_detection")
 SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "mini")
 FLAGS_FILE = "flags.json"
-# What a line holds: which sweep, settings and condition; the flags of the training and what they were resolved to; the
-# metrics of the training and of this evaluation; accuracies by epoch; which examples were classified correctly, as
-# bits in base64; versions and hardware.
-RESULT_KEYS = (
-    "sweep",
-    "script",
-    "settings",
-    "condition",
-    "flags",
-    "run",
-    "train_metrics",
-    "metrics",
-    "history",
-    "examples",
-    "correct",
-    "environment",
-)
 
 
 def main(arguments: list[str] | None = None) -> Path:
@@ -89,7 +71,7 @@ def main(arguments: list[str] | None = None) -> Path:
             print(f"[{number}/{len(runs)}] {slug(settings) or 'the recipe as it is'}", flush=True)
         results += train_and_evaluate(sweep, given.sweep.stem, settings, conditions, passed, given.output_dir)
         if PartialState().is_main_process:
-            _write_lines(results_file, results)
+            write_results(results_file, results)
     return results_file
 
 
@@ -161,7 +143,7 @@ def train_and_evaluate(
         place = folder
         if condition:
             place = folder / "conditions" / slug(condition)
-            evaluation = [*flags, *_as_flags(condition), "--do_train", "false", "--output_dir", str(place)]
+            evaluation = [*flags, *as_flags(condition), "--do_train", "false", "--output_dir", str(place)]
             if _is_new(place, evaluation):
                 script([*evaluation, "--model_name_or_path", str(folder)])
         results.append({**shared, "condition": condition, **_evaluated(place)})
@@ -171,10 +153,10 @@ def train_and_evaluate(
 def _flags(sweep: dict[str, Any], settings: dict[str, Any], passed: list[str]) -> list[str]:
     recipe = Path(sweep["recipe"])
     recipe = recipe if recipe.suffix else HERE / "recipes" / f"{recipe}.yaml"
-    return [str(recipe), *passed, *_as_flags(settings), "--do_eval", "true"]
+    return [str(recipe), *passed, *as_flags({**settings, "do_eval": True})]
 
 
-def _as_flags(settings: dict[str, Any]) -> list[str]:
+def as_flags(settings: dict[str, Any]) -> list[str]:
     return [
         word
         for name, value in settings.items()
@@ -213,27 +195,12 @@ def _evaluated(folder: Path) -> dict[str, Any]:
     evaluated = {"metrics": _read(folder / "eval_results.json"), "examples": None, "correct": None}
     if (folder / EXAMPLES_FILE).is_file():
         ranks = load_file(folder / EXAMPLES_FILE)["ranks"]
-        bits = base64.b64encode(np.packbits(ranks == 0).tobytes()).decode()
-        evaluated |= {"examples": len(ranks), "correct": bits}
+        evaluated |= {"examples": len(ranks), "correct": encoded_examples(ranks == 0)}
     return evaluated
-
-
-def correct_examples(result: dict[str, Any]) -> np.ndarray:
-    """Whether each example was classified correctly, (examples,), from a line of results."""
-    bits = np.frombuffer(base64.b64decode(result["correct"]), np.uint8)
-    return np.unpackbits(bits, count=result["examples"]).astype(bool)
 
 
 def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def _write_lines(path: Path, results: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps({key: result[key] for key in RESULT_KEYS}, default=str) + "\n" for result in results)
-    written = path.with_suffix(".part")
-    written.write_text(text, encoding="utf-8")
-    os.replace(written, path)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,17 @@
 
     python training/report.py outputs/cifar100/*.jsonl --output_dir outputs/report
 
-Writes report.md, and for every sweep a picture. Accuracies are means over seeds with bootstrapped 95% intervals over
-examples; models are compared by paired tests over the same examples, each against the first of its sweep and against
-RoPE-Mixed. A figure of a paper stands in the row of the same settings; what it was measured on is said above the table.
+Writes report.md, and for every sweep a picture. Models are compared by paired tests over the same examples, against
+Absolute (or the first of the sweep) and against RoPE-Mixed. A figure of a paper stands in the row of the same settings;
+what it was measured on is said above the table. `--keep_results` stores the results beside the report, compactly:
+training/results was made so, and is made again from itself by
+
+    python training/report.py training/results/*/*.jsonl --output_dir training/results
 """
 
 import argparse
-import json
+import shlex
 import sys
-from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +23,22 @@ import numpy as np
 import yaml
 
 from training.arguments import InputError
-from training.evaluate_sweep import correct_examples
-from training.significance import Interval, bootstrap_mean, paired_test
+from training.evaluate_sweep import as_flags
+from training.plots import plot
+from training.result_lines import read_results, write_results
+from training.result_table import AS_TRAINED, Table, arrange
+from training.significance import paired_test
 
 
 PAPER_RESULTS = Path(__file__).with_name("paper_results.yaml")
-METRICS = {"eval_accuracy": "accuracy", "eval_auc": "AUC", "eval_map": "mAP"}
-# Not what is compared, but what is averaged over.
-SEEDS = ("seed", "evaluation_seed")
-# How an encoding is set up as its paper has it, which its name says already.
-AS_IN_PAPER = ("coordinates", "rotary_init", "rotate_prefix", "model_name_or_path")
-# Okabe and Ito's colours, told apart with any colour vision; markers help in black and white.
-COLORS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
-MARKERS = "os^Dv<>"
-
-
-@dataclass
-class Cell:
-    """All results of one row under one condition."""
-
-    results: list[dict[str, Any]] = field(default_factory=list)
-
-    def metric(self) -> str:
-        return max((name for name in METRICS if name in self.results[0]["metrics"]), key=list(METRICS).index)
-
-    def correct(self) -> np.ndarray | None:
-        """(runs, examples) of 0 and 1, where every run has kept them."""
-        if any(result["correct"] is None for result in self.results):
-            return None
-        runs = [correct_examples(result) for result in self.results]
-        return np.stack(runs) if len({len(run) for run in runs}) == 1 else None
-
-    def interval(self) -> Interval:
-        """Bootstrapped from examples for accuracies; else the mean, with its own interval where there is one run."""
-        name, correct = self.metric(), self.correct()
-        if name == "eval_accuracy" and correct is not None:
-            return bootstrap_mean(correct)
-        values = [result["metrics"][name] for result in self.results]
-        metrics = self.results[0]["metrics"]
-        if len(values) == 1 and f"{name}_low" in metrics:
-            return Interval(values[0], metrics[f"{name}_low"], metrics[f"{name}_high"])
-        return Interval(float(np.mean(values)), min(values), max(values))
+REPORT = "report.md"
+HOW_TO_READ = """
+Accuracies are means over seeds, in percent; the single seeds stand beside them. Intervals are 95%, bootstrapped from
+the evaluated examples: they say how far another test set could move a figure, and nothing of how far other seeds would.
+An AUC has the mean of the intervals of its seeds. A mAP has no interval but [lowest, highest seed]. p is that of a
+paired z-test over the examples, two-sided, not corrected for the number of comparisons. Pictures show single seeds as
+small marks.
+""".strip()
 
 
 def main(arguments: list[str] | None = None) -> Path:
@@ -70,112 +46,81 @@ def main(arguments: list[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", help="json lines of evaluate_sweep.py")
     parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--keep_results", action="store_true", help="store the results beside the report")
     given = parser.parse_args(arguments)
+    # All are read before anything is written.
+    files = [(path.absolute().parent.name, read_results(path)) for path in given.results]
     paper = yaml.safe_load(PAPER_RESULTS.read_text(encoding="utf-8"))
     given.output_dir.mkdir(parents=True, exist_ok=True)
-    parts = ["# Report"]
-    for path in given.results:
-        results = read_results(path)
+    parts = ["# Report", HOW_TO_READ]
+    for folder, results in files:
         name = results[0]["sweep"]
+        if given.keep_results:
+            write_results(given.output_dir / folder / f"{name}.jsonl", results, as_changes=True)
         table = arrange(results)
-        parts.append(section(name, results, table, paper.get(name, {})))
-        picture = given.output_dir / f"{name}.png"
-        plot(name, table, picture)
-        parts.append(f"![{name}]({picture.name})")
-    report = given.output_dir / "report.md"
+        parts.append(section(folder, results, table, paper.get(name, {})))
+        picture = given.output_dir / folder / f"{name}.png"
+        picture.parent.mkdir(exist_ok=True)
+        plot(table, title_of(folder, results), picture)
+        parts.append(f"![{folder}: {name}]({folder}/{picture.name})")
+    report = given.output_dir / REPORT
     report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return report
 
 
-def read_results(path: Path) -> list[dict[str, Any]]:
-    """
-    The lines of a file of results.
-
-    Raises:
-        InputError: naming the file and line that is none.
-    """
-    if not path.is_file():
-        raise InputError(f"There are no results {str(path)!r}.")
-    results = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            result = json.loads(line)
-            results.append({key: result[key] for key in result})
-            result["metrics"]["eval_samples"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise InputError(f"{path.name}, line {number} is no result of evaluate_sweep.py.") from error
-    if not results:
-        raise InputError(f"{path.name} holds no results.")
-    return results
+def title_of(folder: str, results: list[dict[str, Any]]) -> str:
+    seeds = {result["settings"].get("seed") for result in results}
+    epochs, examples = _epochs(results[0]), results[0]["metrics"]["eval_samples"]
+    budget = f"{_count(epochs, 'epoch')}, {_count(len(seeds), 'seed')}, {examples:,} examples"
+    return f"{folder}: {results[0]['sweep']} ({budget})"
 
 
-def arrange(results: list[dict[str, Any]]) -> dict[str, dict[str, Cell]]:
-    """Cells by the names of settings and of conditions, in the order of the results; seeds go into the same cell."""
-    table: dict[str, dict[str, Cell]] = defaultdict(lambda: defaultdict(Cell))
-    for result in results:
-        table[method(result["settings"])][condition(result["condition"])].results.append(result)
-    return {row: dict(cells) for row, cells in table.items()}
-
-
-def method(settings: dict[str, Any]) -> str:
-    """The name that a model has in the papers, and what else was set."""
-    ignored = (*SEEDS, *AS_IN_PAPER)
-    rest = {name: value for name, value in settings.items() if name not in ignored and value is not None}
-    encoding, block = rest.pop("position_encoding", None), rest.pop("block_size", None)
-    if encoding is None:
-        rest |= {} if block is None else {"block_size": block}
-        return ", ".join(f"{name} {_short(value)}" for name, value in rest.items()) or "the recipe"
-    name = {
-        "none": "no positions",
-        "absolute": "Absolute",
-        "axial_rope": "Axial RoPE",
-        "rope_mixed": "RoPE-Mixed",
-        "liere": f"LieRE{block or 8}",
-        "comrope_ap": "ComRoPE-AP",
-        "comrope_ld": "ComRoPE-LD",
-    }[encoding]
-    if encoding.startswith("comrope") and block not in (None, 8):
-        name += f", block_size {block}"
-    return ", ".join([name, *(f"{key} {_short(value)}" for key, value in rest.items())])
-
-
-def condition(given: dict[str, Any]) -> str:
-    rest = {name: value for name, value in given.items() if name not in SEEDS}
-    return ", ".join(f"{name} {_short(value)}" for name, value in rest.items()) or "as trained"
-
-
-def section(name: str, results: list[dict[str, Any]], table: dict[str, dict[str, Cell]], paper: dict[str, Any]) -> str:
+def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dict[str, Any]) -> str:
     """Everything about one sweep, as markdown."""
-    lines = [f"## {name}", _about(results), *([f"The paper: {paper['about']}"] if paper else [])]
-    figures = paper.get("rows", {})
+    lines = [f"## {folder}: {results[0]['sweep']}", _about(results), _command(folder, results[0])]
     conditions = list(dict.fromkeys(column for cells in table.values() for column in cells))
-    header = ["", "parameters", "seeds"]
-    for column in conditions:
-        header += [column, *(["paper"] if any(column in row for row in figures.values()) else [])]
-    rows = []
-    for row, cells in table.items():
-        some = next(iter(cells.values())).results
-        parameters = some[0]["train_metrics"].get("parameters")
-        seeds = len({result["settings"].get("seed") for result in some})
-        line = [row, f"{parameters:,}" if parameters else "", str(seeds)]
-        for column in conditions:
-            line.append(_format(cells[column]) if column in cells else "not measured")
-            if any(column in other for other in figures.values()):
-                line.append(str(figures.get(row, {}).get(column, "–")))
-        rows.append(line)
-    lines.append(markdown(header, rows))
-    drops = _drops(table, conditions)
-    if drops:
+    figures = {row: cells for row, cells in paper.get("rows", {}).items() if row in table}
+    shown = [column for column in conditions if any(column in row for row in figures.values())]
+    if shown:
+        lines.append(f"The paper: {' '.join(paper['about'].split())}")
+    if shown and _is_mini(results[0]):
+        lines[-1] += " Other data, models and budgets than ours: compare the order of the rows, not the figures."
+    lines.append(_results_table(table, conditions, figures, shown))
+    first = next(iter(table.values()))
+    is_accuracy = next(iter(first.values())).metric() == "eval_accuracy"
+    if drops := _drops(table, conditions, figures):
         lines += ["Relative loss of accuracy under the condition:", drops]
-    for against in dict.fromkeys([next(iter(table)), "RoPE-Mixed"]):
-        column = "as trained" if "as trained" in conditions else conditions[0]
-        tests = _tests(table, against, column)
-        if tests:
-            lines += [f"Paired tests against {against}, {column}:", tests]
-    reached = _epochs_to_baseline(table)
-    if reached:
+    references = ["Absolute" if "Absolute" in table else next(iter(table)), "RoPE-Mixed"]
+    for against in dict.fromkeys(references if is_accuracy else []):
+        if tests := _tests(table, against, conditions):
+            lines += [f"Against {against}, in points:", tests]
+    if is_accuracy and conditions == [AS_TRAINED] and (reached := _epochs_to_baseline(table)):
         lines += ["Epochs until the accuracy that Absolute has at the end:", reached]
     return "\n\n".join(lines)
+
+
+def _results_table(table: Table, conditions: list[str], figures: dict[str, dict], shown: list[str]) -> str:
+    header = ["", "parameters", "seeds", *(["single seeds"] if _seeds_differ(table) else [])]
+    for column in conditions:
+        header += [column, *(["paper"] if column in shown else [])]
+    rows = []
+    for row, cells in table.items():
+        some = next(iter(cells.values()))
+        parameters, by_seed = some.results[0]["train_metrics"].get("parameters"), some.by_seed()
+        line = [row, f"{parameters:,}" if parameters else "", str(len(by_seed))]
+        if _seeds_differ(table):
+            form = "{:.1%}" if some.metric() == "eval_accuracy" else "{:.3f}"
+            line.append(", ".join(form.format(value).rstrip("%") for value in by_seed.values()))
+        for column in conditions:
+            line.append(str(cells[column]) if column in cells else "not measured")
+            if column in shown:
+                line.append(str(figures.get(row, {}).get(column, "–")))
+        rows.append(line)
+    return markdown(header, rows)
+
+
+def _seeds_differ(table: Table) -> bool:
+    return any(len(cell.by_seed()) > 1 for cells in table.values() for cell in cells.values())
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -186,64 +131,86 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 def _about(results: list[dict[str, Any]]) -> str:
     """What was measured on what, from the records of the first run."""
     first = results[0]
-    model, training, data = (first["run"].get(key, {}) for key in ("model", "training", "data"))
+    model, training = (first["run"].get(key, {}) for key in ("model", "training"))
     model = model.get("backbone_config") or model
-    source = next(
-        (
-            data[key]
-            for key in ("dataset_name", "train_files", "video_folder", "volume_file", "image_folder")
-            if data.get(key)
-        ),
-        "generated data",
-    )
-    source = source if isinstance(source, str) else ", ".join(Path(name).name for name in source)
-    layers, channels = model.get("num_hidden_layers", 12), model.get("hidden_size", 768)
-    epochs = training.get("num_train_epochs", 0)
-    device = first["environment"].get("accelerator") or first["environment"].get("device", "")
+    epochs, trained = _epochs(first), first["train_metrics"]
+    examples = trained.get("train_samples_per_second", 0) * trained.get("train_runtime", 0) / (epochs or 1)
+    processes = first["environment"].get("world_size", 1)
+    batch = training.get("per_device_train_batch_size", 0) * training.get("gradient_accumulation_steps", 1) * processes
+    seeds = sorted({result["settings"].get("seed", training.get("seed", 0)) for result in results})
+    libraries = first["environment"].get("libraries", {})
     return (
-        f"Ours: {source}; {layers} layers of {channels} channels; {epochs:g} epochs; evaluated on "
-        f"{first['metrics']['eval_samples']:,} examples; {device}."
+        f"Ours: {model.get('num_hidden_layers', 12)} layers of {model.get('hidden_size', 768)} channels; "
+        f"{_count(epochs, 'epoch')} of {round(examples):,} examples in batches of {batch}; seed"
+        f"{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}; evaluated on "
+        f"{first['metrics']['eval_samples']:,} examples; "
+        f"{first['environment'].get('accelerator') or first['environment'].get('device', '')}, "
+        f"torch {libraries.get('torch')}, transformers {libraries.get('transformers')}."
     )
 
 
-def _format(cell: Cell) -> str:
-    interval, name = cell.interval(), cell.metric()
-    if name == "eval_accuracy":
-        return f"{100 * interval.mean:.1f} ({100 * interval.low:.1f} – {100 * interval.high:.1f})"
-    return f"{METRICS[name]} {interval.mean:.3f} ({interval.low:.3f} – {interval.high:.3f})"
+def _epochs(result: dict[str, Any]) -> float:
+    return result["run"].get("training", {}).get("num_train_epochs", 0)
 
 
-def _drops(table: dict[str, dict[str, Cell]], conditions: list[str]) -> str | None:
+def _count(number: float, noun: str) -> str:
+    return f"{number:g} {noun}{'' if number == 1 else 's'}"
+
+
+def _is_mini(result: dict[str, Any]) -> bool:
+    return any(flag.endswith("_mini.yaml") for flag in result["flags"][:1])
+
+
+def _command(folder: str, result: dict[str, Any]) -> str:
+    """What makes the sweep again; names of files are without their folders."""
+    # Between the recipe and what the sweep sets.
+    passed = result["flags"][1 : -len(as_flags({**result["settings"], "do_eval": True}))]
+    mini = ["--mini"] if _is_mini(result) else []
+    words = ["python", "training/evaluate_sweep.py", f"training/sweeps/{result['sweep']}.yaml", *mini]
+    return f"    {shlex.join([*words, '--output_dir', f'outputs/{folder}', *passed])}"
+
+
+def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> str | None:
     """As LieRE's Table 5: (before − after) / before, for evaluations with shuffled patches or frames."""
     shuffles = [column for column in conditions if "evaluation_shuffle" in column]
-    if not shuffles or "as trained" not in conditions:
+    if not shuffles or AS_TRAINED not in conditions:
         return None
+
+    def drop(row: dict[str, Any], column: str, value) -> str:
+        if AS_TRAINED not in row or column not in row or not (before := value(row[AS_TRAINED])):
+            return "–"
+        return f"{100 * (before - value(row[column])) / before:.1f}%"
+
+    header, rows = [""], [[row] for row in table]
+    for column in shuffles:
+        header += [column, "paper"]
+        for line, (row, cells) in zip(rows, table.items()):
+            of_paper = {name: float(str(value).split()[0]) for name, value in figures.get(row, {}).items()}
+            line += [drop(cells, column, lambda cell: cell.interval().mean), drop(of_paper, column, float)]
+    return markdown(header, rows)
+
+
+def _tests(table: Table, against: str, conditions: list[str]) -> str | None:
+    """Differences to one row under every condition."""
+    bases = {column: cell.correct() for column, cell in table.get(against, {}).items()}
     rows = []
     for row, cells in table.items():
-        if "as trained" in cells:
-            before = cells["as trained"].interval().mean
-            after = [cells[column].interval().mean if column in cells else np.nan for column in shuffles]
-            rows.append([row, *(f"{100 * (before - value) / before:.1f}%" if before else "–" for value in after)])
-    return markdown(["", *shuffles], rows)
+        line = []
+        for column in conditions:
+            base, other = bases.get(column), cells[column].correct() if column in cells else None
+            if row == against or base is None or other is None or other.shape[1] != base.shape[1]:
+                line.append("–")
+                continue
+            test = paired_test(base, other)
+            bounds = (100 * value for value in (test.difference.mean, test.difference.low, test.difference.high))
+            mean, low, high = (f"{value:+.1f}".replace("-", "−") for value in bounds)
+            line.append(f"{mean} ({low} – {high}), p = {test.p_value:.2g}")
+        if set(line) != {"–"}:
+            rows.append([row, *line])
+    return markdown(["", *conditions], rows) if rows else None
 
 
-def _tests(table: dict[str, dict[str, Cell]], against: str, column: str) -> str | None:
-    base = table.get(against, {}).get(column)
-    base = base and base.correct()
-    if base is None:
-        return None
-    rows = []
-    for row, cells in table.items():
-        other = cells[column].correct() if column in cells and row != against else None
-        if other is None or other.shape[1] != base.shape[1]:
-            continue
-        test = paired_test(base, other)
-        mean, low, high = (100 * value for value in (test.difference.mean, test.difference.low, test.difference.high))
-        rows.append([row, f"{mean:+.2f} ({low:+.2f} – {high:+.2f})", f"{test.z:.2f}", f"{test.p_value:.2g}"])
-    return markdown(["", "difference in points", "z", "p"], rows) if rows else None
-
-
-def _epochs_to_baseline(table: dict[str, dict[str, Cell]]) -> str | None:
+def _epochs_to_baseline(table: Table) -> str | None:
     """As LieRE's Figure 9: by how much fewer epochs than Absolute's all of them."""
     histories = {}
     for row, cells in table.items():
@@ -259,87 +226,6 @@ def _epochs_to_baseline(table: dict[str, dict[str, Cell]]) -> str | None:
         reached = next((epoch for epoch, accuracy in history if accuracy >= goal), None)
         rows.append([row, "never" if reached is None else f"{reached:g}", f"{last / reached:.1f}×" if reached else "–"])
     return markdown(["", "epochs", "fewer than Absolute's"], rows)
-
-
-def plot(name: str, table: dict[str, dict[str, Cell]], path: Path) -> None:
-    """A picture of a sweep: lines where a condition or a setting is a number, else a point for each row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    label = METRICS[next(iter(next(iter(table.values())).values())).metric()]
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    lines, title = _lines(table)
-    if lines:
-        places = [place for points in lines.values() for place, _ in points]
-        # Side by side, so that no interval hides another.
-        aside = (max(places) - min(places)) / 150
-        for number, (row, points) in enumerate(lines.items()):
-            places, intervals = zip(*sorted(points, key=lambda point: point[0]))
-            places = [place + (number - (len(lines) - 1) / 2) * aside for place in places]
-            _draw(axes, places, intervals, number, label, row, line=True)
-        axes.set_xlabel(title)
-        figure.legend(frameon=False, loc="outside lower center", ncols=3)
-    else:
-        cells = [(row, next(iter(cells.values()))) for row, cells in table.items()]
-        for number, (_, cell) in enumerate(cells):
-            _draw(axes, [number], [cell.interval()], number, label, None, line=False)
-        axes.set_xticks(range(len(cells)), [row for row, _ in cells], rotation=30, ha="right")
-    axes.set_ylabel(f"{label} (%)" if label == "accuracy" else label)
-    axes.set_title(name)
-    axes.grid(axis="y", color="#DDDDDD")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def _lines(table: dict[str, dict[str, Cell]]) -> tuple[dict[str, list[tuple[float, Interval]]], str]:
-    """Points by line, and what the horizontal axis is: the one condition or setting that is a number and varies."""
-    lines: dict[str, list[tuple[float, Interval]]] = defaultdict(list)
-    for row, cells in table.items():
-        for cell in cells.values():
-            result = cell.results[0]
-            varied = {name: value for name, value in result["condition"].items() if _is_number(name, value)}
-            if not varied and len(cells) > 1 and not result["condition"]:
-                # Under the condition that it was trained at.
-                names = {name for other in cells.values() for name in other.results[0]["condition"]}
-                size = result["run"].get("image_size")
-                varied = {"image_size": size[-1]} if "image_size" in names and size else {}
-            for name, value in varied.items():
-                lines[row].append((value, cell.interval()))
-                title = name
-    if lines and all(len(points) > 1 for points in lines.values()):
-        return lines, title
-    lines.clear()
-    settings = [next(iter(cells.values())).results[0]["settings"] for cells in table.values()]
-    numbers = {
-        name for given in settings for name, value in given.items() if _is_number(name, value) and name not in SEEDS
-    }
-    varying = [name for name in sorted(numbers) if len({given.get(name) for given in settings}) > 2]
-    if len(varying) != 1:
-        return {}, ""
-    for given, cells in zip(settings, table.values()):
-        if varying[0] in given:
-            row = method({name: value for name, value in given.items() if name != varying[0]})
-            row = row.replace("LieRE8", "LieRE") if varying[0] == "block_size" else row
-            lines[row].append((given[varying[0]], next(iter(cells.values())).interval()))
-    return lines, varying[0]
-
-
-def _draw(axes, places, intervals: list[Interval], number: int, label: str, row: str | None, line: bool) -> None:
-    scale = 100 if label == "accuracy" else 1
-    means = np.array([interval.mean for interval in intervals]) * scale
-    bars = np.array([[i.mean - i.low for i in intervals], [i.high - i.mean for i in intervals]]).clip(0) * scale
-    style = {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)], "capsize": 3}
-    axes.errorbar(places, means, yerr=bars, linestyle="-" if line else "", label=row, **style)
-
-
-def _is_number(name: str, value: Any) -> bool:
-    return name not in SEEDS and isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":
