@@ -42,6 +42,15 @@ def shapes(tmp_path_factory):
     return folder
 
 
+def test_pictures_are_found_where_coco_has_them(shapes, tmp_path):
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "train2017").symlink_to(shapes, target_is_directory=True)
+    annotations = tmp_path / "annotations" / "instances_train2017.json"
+    (written,) = shapes.glob("train_*.json")
+    annotations.write_text(written.read_text())
+    assert read_coco(annotations, None)[1] == tmp_path / "train2017"
+
+
 def load(folder):
     arguments = DetectionDataArguments(shapes_folder=str(folder), max_train_samples=16, max_eval_samples=13)
     return load_detections(arguments, (32, 32), True, True)

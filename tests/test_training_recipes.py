@@ -1,7 +1,10 @@
 """Recipes: the full ones make the paper's model and schedule, the small ones run from command to results."""
 
+import importlib
 import json
 import math
+import re
+import shlex
 
 import numpy as np
 import pytest
@@ -11,42 +14,49 @@ from training_helpers import ROOT, TINY_RUN, write_parquet
 from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
 
 import hf_liere
-from training import evaluate_sweep, image_classification, object_detection, video_classification
+from training import evaluate_sweep
 from training.arguments import InputError, architecture_fields, parse_arguments
 from training.augmentation import IGNORED_LABEL
 from training.trainer import ClassificationTrainer
 
 
-# Those of clip_finetuning.py, which has arguments of its own, are tested with it.
-RECIPES = {
-    path.stem: path for path in (ROOT / "training" / "recipes").glob("*.yaml") if not path.stem.startswith("clip_")
+RECIPES = {path.stem: path for path in (ROOT / "training" / "recipes").glob("*.yaml")}
+README = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
+# The script and the flags of every recipe's line.
+LINES = {
+    name: (script, shlex.split(flags))
+    for script, name, flags in re.findall(
+        r"^python training/(\w+)\.py training/recipes/(\w+)\.yaml (.+)$", README.replace("\\\n", ""), re.MULTILINE
+    )
 }
 SWEEPS = sorted((ROOT / "training" / "sweeps").glob("*.yaml"))
 FULL = sorted(name for name in RECIPES if not name.endswith("_mini"))
-DETECTION = ("coco",)
-VIDEO = ("ucf101", "ucf101_comrope", "rsna")
+# What starts from another model's weights, and the detector, are no classifiers of their own.
+CLASSIFIERS = sorted(set(FULL) - {"clip_finetuning", "coco", "imagenet_256"})
 CLASSES = {"cifar100": 100, "arrows": 4, "rsna": 2, "ucf101": 101, "ucf101_comrope": 101}
 # Training images or videos: CIFAR-100, the paper's arrows, UCF101's first split, COCO 2017, ImageNet-1k.
 SIZES = {"cifar100": 50_000, "arrows": 800_000, "ucf101": 9_537, "ucf101_comrope": 9_537, "coco": 118_287}
+# Training examinations of the RSNA's challenge.
+SIZES["rsna"] = 21_784
 IMAGENET = 1_281_167
 
 
 def script_of(name):
-    if name.removesuffix("_mini") in DETECTION:
-        return object_detection
-    return video_classification if name.removesuffix("_mini") in VIDEO else image_classification
+    return importlib.import_module(f"training.{LINES[name][0]}")
 
 
 def parse(name, *flags):
-    classes = script_of(name).ARGUMENT_CLASSES
-    return parse_arguments([str(RECIPES[name]), "--output_dir", "unused", "--use_cpu", "true", *flags], classes)
+    """A recipe's line with more flags; the recipes' bfloat16 is for GPUs."""
+    command = [str(RECIPES[name]), *LINES[name][1], "--use_cpu", "true", "--bf16", "false", *flags]
+    return parse_arguments(command, script_of(name).ARGUMENT_CLASSES)
 
 
 def parameters(name, *flags):
     """Parameters of a recipe's model, of which only the shapes exist."""
     model_args = parse(name, *flags)[0]
     config = model_args.config_class(num_labels=CLASSES.get(name, 1000), **model_args.architecture())
-    auto_class = AutoModelForVideoClassification if name in VIDEO else AutoModelForImageClassification
+    is_video = LINES[name][0] == "video_classification"
+    auto_class = AutoModelForVideoClassification if is_video else AutoModelForImageClassification
     with torch.device("meta"):
         return auto_class.from_config(config).num_parameters()
 
@@ -55,16 +65,22 @@ def parameters(name, *flags):
 def test_recipes_hold_existing_keys_and_fitting_values(name):
     parsed = parse(name)
     model_args, training = parsed[0], parsed[-1]
+    assert isinstance(training.learning_rate, float) and training.do_train and training.do_eval
+    if LINES[name][0] == "clip_finetuning":
+        return
     config = model_args.config_class(**model_args.architecture())
     for key, value in yaml.safe_load(RECIPES[name].read_text()).items():
         if key in architecture_fields(model_args.config_class):
             assert getattr(config, key) == value
-    assert isinstance(training.learning_rate, float) and training.do_train and training.do_eval
 
 
-@pytest.mark.parametrize("name", FULL)
-def test_every_recipe_has_a_small_twin(name):
-    assert f"{name}_mini" in RECIPES
+def test_every_recipe_and_sweep_has_its_line():
+    assert set(LINES) == set(RECIPES)
+    for name, (_, flags) in LINES.items():
+        assert f"{name.removesuffix('_mini')}_mini" in RECIPES
+        assert flags[flags.index("--output_dir") + 1] == f"outputs/{name}"
+    for path in SWEEPS:
+        assert f"`{path.stem}`" in README
 
 
 @pytest.mark.parametrize(
@@ -79,6 +95,14 @@ def test_every_recipe_has_a_small_twin(name):
 )
 def test_models_have_the_parameters_of_the_papers(name, flags, expected):
     assert parameters(name, *flags) == expected
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_full_recipes_make_their_models(name):
+    """The layers alone are 85 million in ViT-Base, 14 million in ComRoPE's model for videos."""
+    layers = 8 * 1_774_464 if name == "ucf101_comrope" else 12 * 7_085_568
+    # Patches, classes, generators and norms come on top.
+    assert layers < parameters(name) < 1.05 * layers
 
 
 def test_the_imagenet_model_has_the_parameters_of_the_paper():
@@ -106,6 +130,8 @@ def test_generators_of_video_models_have_three_axes(name):
         ("imagenet_deit", 1024, 300, 1e-3, 5 / 300),
         ("ucf101", 64, 200, 1e-4, 0),
         ("ucf101_comrope", 768, 80, 1.2e-4, 0.02),
+        ("rsna", 64, 200, 1e-4, 0),
+        ("clip_finetuning", 3456, 4, 3e-4, 0.02),
         ("coco", 16, 36, 2e-4, 500),
     ],
 )
@@ -116,7 +142,7 @@ def test_schedules_are_those_of_the_papers(name, batch, epochs, rate, warmup, ti
     size = SIZES.get(name, IMAGENET)
     model = hf_liere.LieREViTForImageClassification(tiny())
     trainer = ClassificationTrainer(model, training, None, Counted(size), Counted(size))
-    steps_per_epoch = len(trainer.get_train_dataloader()) // training.gradient_accumulation_steps
+    steps_per_epoch = math.ceil(len(trainer.get_train_dataloader()) / training.gradient_accumulation_steps)
     assert steps_per_epoch == math.ceil(size / batch)
     assert training.num_train_epochs == epochs
     steps = epochs * steps_per_epoch
@@ -154,38 +180,39 @@ def test_the_batch_does_not_depend_on_how_it_is_shared():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
+    """What stands for the data of the lines."""
     folder = tmp_path_factory.mktemp("data")
     volumes = np.random.default_rng(0).integers(256, size=(8, 8, 32, 32), dtype=np.uint8)
     labels = np.arange(8)[:, None] % 2
     np.savez(folder / "volumes.npz", train_images=volumes, train_labels=labels, val_images=volumes, val_labels=labels)
-    images = ["--train_files", write_parquet(folder / "train.parquet", 12), "--validation_files"]
-    images += [write_parquet(folder / "test.parquet", 6, seed=1)]
-    shapes = ["--moving_shapes_folder", str(folder / "shapes")]
     return {
-        "arrows_mini": [],
-        "ucf101_mini": shapes,
-        "ucf101_comrope_mini": shapes,
-        "rsna_mini": ["--volume_file", str(folder / "volumes.npz")],
-        "coco_mini": ["--shapes_folder", str(folder / "pictures")],
-    }, images
+        "TRAIN.parquet": write_parquet(folder / "train.parquet", 12),
+        "TEST.parquet": write_parquet(folder / "test.parquet", 6, seed=1),
+        "VOLUMES.npz": str(folder / "volumes.npz"),
+    }
 
 
 @pytest.fixture(scope="module")
 def run_mini(data, tmp_path_factory):
-    """Runs a small recipe on very few examples, once; its folder."""
+    """Starts a small recipe by its line, on very few examples, once; its folder."""
     folder = tmp_path_factory.mktemp("minis")
 
     def run(name):
-        if not (folder / name).exists():
-            special, images = data
-            flags = [*special.get(name, images), "--max_train_samples", "8", "--max_eval_samples", "6"]
-            flags += ["--num_train_epochs", "1", "--output_dir", str(folder / name)]
-            flags += [flag for flag in TINY_RUN if flag not in ("--per_device_train_batch_size", "8")]
-            if name == "imagenet_256_mini":
-                flags += ["--model_name_or_path", str(run("imagenet_mini"))]
-            if name == "arrows_mini":
-                flags += ["--lr_scheduler_kwargs", '{"num_decay_steps": 1}', "--warmup_steps", "0"]
-            script_of(name).main([str(RECIPES[name]), *flags])
+        if (folder / name).exists():
+            return folder / name
+        script, flags = LINES[name]
+        for needed in {flag.split("/")[1] for flag in flags if flag.startswith("outputs/")} - {name}:
+            run(needed)
+        flags = [data.get(flag, re.sub("^outputs/", f"{folder}/", flag)) for flag in flags]
+        flags += ["--max_train_samples", "8", "--max_eval_samples", "6", "--num_train_epochs", "1"]
+        flags += [flag for flag in TINY_RUN if flag not in ("--per_device_train_batch_size", "8")]
+        if script == "video_classification" and "VOLUMES.npz" not in LINES[name][1]:
+            flags += ["--moving_shapes_folder", str(folder / "shapes")]
+        if script == "object_detection":
+            flags += ["--shapes_folder", str(folder / "pictures")]
+        if name == "arrows_mini":
+            flags += ["--lr_scheduler_kwargs", '{"num_decay_steps": 1}', "--warmup_steps", "0"]
+        script_of(name).main([str(RECIPES[name]), *flags])
         return folder / name
 
     return run
@@ -193,9 +220,16 @@ def run_mini(data, tmp_path_factory):
 
 @pytest.mark.parametrize("name", sorted(name for name in RECIPES if name.endswith("_mini")))
 def test_small_recipes_run_to_their_results(name, run_mini):
-    results = json.loads((run_mini(name) / "all_results.json").read_text())
-    assert results["eval_samples"] == 6 and results["parameters"] > 1000
-    assert math.isfinite(results["eval_map" if name == "coco_mini" else "eval_loss"])
+    folder = run_mini(name)
+    if LINES[name][0] == "clip_finetuning":
+        (model,) = folder.glob("patched") if name == "clip_finetuning_mini" else folder.glob("*")
+        results = json.loads((model / "resolutions.json").read_text())["resolutions"]
+        assert [result["samples"] for result in results] == [6, 6, 6]
+        assert all(math.isfinite(result["loss"]) for result in results)
+    else:
+        results = json.loads((folder / "all_results.json").read_text())
+        assert results["eval_samples"] == 6 and results["parameters"] > 1000
+        assert math.isfinite(results["eval_map" if name == "coco_mini" else "eval_loss"])
 
 
 @pytest.mark.parametrize("mini", [False, True], ids=["full", "mini"])

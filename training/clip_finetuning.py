@@ -73,6 +73,13 @@ from training.trainer import ClassificationMetrics, ClassificationTrainer, ranks
 
 
 RESULTS_FILE = "resolutions.json"
+ARGUMENT_CLASSES = (
+    FineTuningArguments,
+    PatchArguments,
+    DataArguments,
+    AugmentationArguments,
+    FineTuningTrainingArguments,
+)
 MEASURES = [f"{name}{bound}" for name in ("accuracy", "loss") for bound in ("", "_low", "_high")]
 
 
@@ -90,14 +97,7 @@ class Run:
 
     def __init__(self, arguments: list[str]):
         self.model_args, self.patch_args, self.data_args, self.augmentation_args, self.args = parse_arguments(
-            arguments,
-            (
-                FineTuningArguments,
-                PatchArguments,
-                DataArguments,
-                AugmentationArguments,
-                FineTuningTrainingArguments,
-            ),
+            arguments, ARGUMENT_CLASSES
         )
         self.config = resolve_config(self.model_args)
         self.patches = self._resolve_patches()

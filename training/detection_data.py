@@ -37,7 +37,7 @@ class DetectionDataArguments(SampleArguments):
     image_folder: str | None = field(
         default=None,
         metadata={
-            "help": "Folder of the pictures; by default that of the json, or the one beside it of the same name."
+            "help": "Folder of the pictures; by default the json's, the one of its name beside it, or COCO's own."
         },
     )
     shapes_folder: str = field(default="outputs/shapes", metadata={"help": "Where the shapes are written."})
@@ -216,7 +216,9 @@ def read_coco(file: Path, image_folder: str | None) -> tuple[COCO, Path]:
     if empty:
         logger.warning(f"{file.name}: {empty} boxes without an area are left out.")
     name = content["images"][0]["file_name"]
-    folders = [Path(image_folder)] if image_folder else [file.parent, file.with_suffix("")]
+    # COCO's own are in annotations/instances_train2017.json and train2017.
+    of_coco = file.absolute().parent.parent / file.stem.removeprefix("instances_")
+    folders = [Path(image_folder)] if image_folder else [file.parent, file.with_suffix(""), of_coco]
     for folder in folders:
         if (folder / name).is_file():
             return coco, folder
