@@ -118,8 +118,10 @@ class Facts:
 
     @property
     def status(self) -> str:
-        """`"measured"`, `"in training"` or `"not trained"`."""
-        return "in training" if self.progress else "measured" if self.results else "not trained"
+        """`"measured"`, `"in training"`, `"not evaluated"` (converted weights that are there) or `"not trained"`."""
+        if self.progress or self.results:
+            return "in training" if self.progress else "measured"
+        return "not evaluated" if self.converted_from and self.weights else "not trained"
 
 
 def common_facts() -> dict[str, dict]:
@@ -305,6 +307,7 @@ def _recipe(run: Mapping[str, Any]) -> dict[str, Any]:
         ("random_resized_crop_scale", crops),
         ("rand_augment_magnitude", augmentation.get("rand_augment_ops")),
         ("mixing_probability", augmentation.get("mixup_alpha") or augmentation.get("cutmix_alpha")),
+        ("repeated_augmentation", augmentation.get("repeated_augmentation", 1) > 1),
     ):
         if not switch:
             used.pop(name, None)
@@ -386,9 +389,9 @@ def push_card(
     if facts is None and not evaluations and not (folder / "eval_results.json").is_file():
         return Card.read(folder)
     known = facts_of_run(folder, weights, facts, evaluations, title=repo_id.rpartition("/")[2])
-    if known.status == "not trained":
+    if known.status in ("not trained", "not evaluated"):
         raise FactsError(
-            f"{known.title} is not trained: there is no figure measured with these weights. Evaluate them with "
+            f"{known.title} is {known.status}: there is no figure measured with these weights. Evaluate them with "
             "training/image_classification.py --do_eval and pass its output folder (--evaluation)."
         )
     return render(known, repo_id)

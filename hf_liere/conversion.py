@@ -56,6 +56,7 @@ from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from .cards import MODEL_FIELDS, Facts, render
 from .configuration_liere import LieREConfig, LieREVideoConfig, LieREViTConfig
 from .conversion_sources import (
     CONVERTERS,
@@ -69,7 +70,7 @@ from .conversion_sources import (
 )
 from .modeling_liere import LieREPreTrainedModel, LieREViTForImageClassification, LieREViTModel
 from .modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
-from .version import __version__
+from .publishing import saved_weights_digest
 
 
 @dataclass
@@ -290,7 +291,7 @@ def convert_checkpoint(
         model.save_pretrained(partial)
         statistics = {"image_mean": image_mean, "image_std": image_std}
         _save_processor(partial, conversion.config, local, source_config, statistics)
-        (partial / "README.md").write_text(_card(checkpoint, revision, conversion, options))
+        render(_facts(checkpoint, revision, conversion, options, partial)).write(partial)
         # Temporary directories are private, a checkpoint is not.
         partial.chmod(0o755)
         os.replace(partial, output)
@@ -345,49 +346,40 @@ those of the first layer in every layer: its logits, and the accuracy measured w
 }
 
 
-def _card(checkpoint: str | os.PathLike, revision: str | None, conversion: Conversion, options: Mapping) -> str:
-    """README.md of a converted checkpoint."""
+def _facts(
+    checkpoint: str | os.PathLike, revision: str | None, conversion: Conversion, options: Mapping, folder: Path
+) -> Facts:
+    """What the card of a converted checkpoint says."""
     path, config = Path(checkpoint), conversion.config
     if path.is_file():
         digest = hashlib.sha256()
         with path.open("rb") as file:
             for chunk in iter(lambda: file.read(1 << 20), b""):
                 digest.update(chunk)
-        origin = f"the file `{path.name}` (SHA-256 `{digest.hexdigest()}`)"
+        name, origin = path.name, f"the file `{path.name}` (SHA-256 `{digest.hexdigest()}`)"
     elif path.is_dir():
-        origin = f"the directory `{path.resolve().name}`"
+        name, origin = path.resolve().name, f"the directory `{path.resolve().name}`"
     else:
+        name = str(checkpoint)
         origin = f"[{checkpoint}](https://huggingface.co/{checkpoint})" + (f" at `{revision}`" if revision else "")
-    task = "image-classification" if config.num_axes == 2 else "video-classification"
-    lines = [
-        "---",
-        "library_name: transformers",
-        *([f"pipeline_tag: {task}"] if conversion.model_class.__name__.endswith("Classification") else []),
-        "tags:",
-        "- liere",
-        *([f"- {config.position_encoding}"] if config.position_encoding != "liere" else []),
-        "---",
-        "",
-        f"# {conversion.model_class.__name__}",
-        "",
-        f"Converted by hf_liere {__version__} from {origin}, a checkpoint of kind `{conversion.source}`. Its licence "
-        "and its terms are those of that source.",
-        "",
-        f"- position encoding: `{config.position_encoding}`"
-        + (f", blocks of {config.block_size}" if config.block_size else ""),
-        f"- {config.num_hidden_layers} layers, {config.num_attention_heads} heads, width {config.hidden_size}; input "
-        f"{' × '.join(map(str, config.input_shape))} in patches of {' × '.join(map(str, config.patch_shape))}",
-    ]
+    notes = [f"Licence and terms are those of the source, a checkpoint of kind `{conversion.source}`."]
     if options:
-        lines.append(f"- options: {', '.join(f'`{name}={value!r}`' for name, value in sorted(options.items()))}")
+        notes.append(f"Options: {', '.join(f'`{name}={value!r}`' for name, value in sorted(options.items()))}.")
     if conversion.ignored:
         shown = ", ".join(f"`{key}`" for key in conversion.ignored[:5])
-        lines.append(f"- {len(conversion.ignored)} tensors without effect on these outputs left out: {shown}")
+        notes.append(f"{len(conversion.ignored)} tensors without effect on these outputs were left out: {shown}.")
     if conversion.source == "liere" and config.position_encoding in ("liere", "rope_mixed"):
-        lines.append(LAYER_NOTE[options.get("layer_generators") or "official"].rstrip())
-    lines += [
-        "",
-        "Check `image_mean` and `image_std` in the processor file against the training of the source.",
-        "",
-    ]
-    return "\n".join(lines)
+        notes.append(LAYER_NOTE[options.get("layer_generators") or "official"].strip())
+    notes.append("Check `image_mean` and `image_std` in the processor file against the training of the source.")
+    return Facts(
+        title=f"{conversion.model_class.__name__} from {name}",
+        encoding=config.position_encoding,
+        dataset={"name": "that of the source"},
+        model={name: getattr(config, name) for name in MODEL_FIELDS if getattr(config, name, None) is not None},
+        cost={"parameters": sum(tensor.numel() for tensor in conversion.state_dict.values())},
+        architecture=conversion.model_class.__name__,
+        notes="\n\n".join(notes),
+        license="other",
+        converted_from=origin,
+        weights=saved_weights_digest(folder),
+    )

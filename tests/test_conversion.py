@@ -18,6 +18,7 @@ from hf_liere.conversion import (
     convert_state_dict,
     load_checkpoint,
 )
+from hf_liere.publishing import saved_weights_digest
 
 
 # Two layers in float32, on logits of the order of one.
@@ -337,6 +338,9 @@ def test_directory_is_complete(converted):
     card = (image / "README.md").read_text()
     assert "library_name: transformers" in card and "image.safetensors" in card and "SHA-256" in card
     assert "first layer in every layer" in card and str(directory) not in card
+    # That of the template: nothing is claimed of weights that nobody has evaluated, and nothing of where they lie.
+    assert "**Not evaluated.**" in card and "Not measured." in card and "pipeline_tag: image-classification" in card
+    assert "license: other" in card and saved_weights_digest(image) in card and "ViTForImageClassification" in card
     assert [path for path in directory.iterdir() if path.name.startswith(".")] == []
 
 
