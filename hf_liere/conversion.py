@@ -367,7 +367,7 @@ def _facts(
         notes.append(f"Options: {', '.join(f'`{name}={value!r}`' for name, value in sorted(options.items()))}.")
     if conversion.ignored:
         shown = ", ".join(f"`{key}`" for key in conversion.ignored[:5])
-        notes.append(f"{len(conversion.ignored)} tensors without effect on these outputs were left out: {shown}.")
+        notes.append(f"Left out, without effect on these outputs: {len(conversion.ignored)} tensors, {shown}.")
     if conversion.source == "liere" and config.position_encoding in ("liere", "rope_mixed"):
         notes.append(LAYER_NOTE[options.get("layer_generators") or "official"].strip())
     notes.append("Check `image_mean` and `image_std` in the processor file against the training of the source.")

@@ -14,6 +14,7 @@ from training_helpers import ROOT, TINY_RUN, write_parquet
 from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
 
 import hf_liere
+from hf_liere import RotaryPatchConfig
 from training import evaluate_sweep
 from training.arguments import InputError, architecture_fields, parse_arguments
 from training.augmentation import IGNORED_LABEL
@@ -240,6 +241,12 @@ def test_sweeps_name_models_that_exist(path, mini):
     classes = script_of(sweep["recipe"]).ARGUMENT_CLASSES
     for settings in evaluate_sweep.combinations(sweep["train"]):
         flags = evaluate_sweep._flags(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
+        if sweep["script"] == "clip_finetuning":
+            patch_args = vars(parse_arguments(flags, classes)[1])
+            if patch_args["position_encoding"] != "none":
+                given = {key: None if value == "None" else value for key, value in patch_args.items()}
+                assert RotaryPatchConfig(**given).position_encoding == settings["position_encoding"]
+            continue
         for condition in evaluate_sweep.combinations(sweep.get("evaluate", [])):
             model_args = parse_arguments([*flags, *evaluate_sweep.as_flags(condition)], classes)[0]
             config = model_args.config_class(**model_args.architecture())

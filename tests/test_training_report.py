@@ -77,7 +77,8 @@ def test_every_figure_of_the_papers_has_its_row():
     paper = yaml.safe_load((ROOT / "training" / "paper_results.yaml").read_text())
     for name, content in paper.items():
         sweep = evaluate_sweep.read_sweep(ROOT / "training" / "sweeps" / f"{name}.yaml", mini=False)
-        rows = {result_table.method(settings) for settings in evaluate_sweep.combinations(sweep["train"])}
+        settings = evaluate_sweep.combinations(sweep["train"])
+        rows = {result_table.method(given, sweep["script"]) for given in settings}
         columns = {result_table.condition(given) for given in evaluate_sweep.combinations(sweep.get("evaluate", []))}
         for row, cells in content.get("rows", {}).items():
             assert row in rows, (name, row, rows)

@@ -1,6 +1,7 @@
 """Sweeps and the conditions they evaluate under: what shuffles and offsets do to a model, and what a sweep leaves."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import yaml
 from training_helpers import TINY_MODEL, TINY_RUN, main, train, weights, write_parquet
 
 import hf_liere
-from training import evaluate_sweep, result_lines
+from training import evaluate_sweep, result_lines, result_table
 from training.arguments import InputError
 from training.conditions import Condition, ConditionArguments, shifted_positions, shuffled
 
@@ -182,10 +183,18 @@ def test_a_sweep_goes_on_where_it_stopped(swept, sweep_file, files, monkeypatch)
     before = swept.read_text()
     folder = swept.parent / "position_encoding=liere,block_size=4,seed=1"
     (folder / "eval_results.json").unlink()
+    # Died before the first checkpoint, one in training and one in an evaluation.
+    dead = swept.parent / "position_encoding=absolute,seed=0"
+    for place in (dead, folder / "conditions" / "image_size=24"):
+        for path in place.iterdir():
+            if path.is_dir() and path.name != "conditions":
+                shutil.rmtree(path)
+            elif path.name not in ("conditions", "flags.json", "run_config.json"):
+                path.unlink()
     trained = {path: path.stat().st_mtime_ns for path in swept.parent.glob("*/model.safetensors")}
     evaluate_sweep.main(command)
     again = {path for path, time in trained.items() if path.stat().st_mtime_ns != time}
-    assert again == {folder / "model.safetensors"}
+    assert again == {folder / "model.safetensors"} and (dead / "model.safetensors").is_file()
     results = [
         [json.loads(line)["metrics"]["eval_loss"] for line in text.splitlines()] for text in (before, swept.read_text())
     ]
@@ -209,3 +218,40 @@ def test_sweeps_are_listed_and_checked(sweep_file, tmp_path, capsys):
             evaluate_sweep.read_sweep(tmp_path / "bad.yaml", False)
     with pytest.raises(InputError, match="has no small twin"):
         evaluate_sweep.read_sweep(tmp_path / "bad.yaml", True)
+
+
+def test_fine_tuned_towers_are_swept_too(files, tmp_path):
+    """The scripts' own evaluations at several sizes become conditions; no rotations leave CLIP its table."""
+    tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    recipe = {
+        "vision_config": tower | {"image_size": 16, "patch_size": 4},
+        "eval_image_sizes": [16, 24],
+        "do_train": True,
+    }
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump(recipe | {"image_size": 16, "baseline": False, "max_steps": 2})
+    )
+    sweep = {
+        "script": "clip_finetuning",
+        "recipe": str(tmp_path / "recipe.yaml"),
+        "train": [[{"position_encoding": "none"}, {"position_encoding": "comrope_ld", "block_size": 4}]],
+    }
+    (tmp_path / "towers.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
+    command = [str(tmp_path / "towers.yaml"), "--output_dir", str(tmp_path / "swept"), *files, *TINY_RUN]
+    path = evaluate_sweep.main(command)
+    results = result_lines.read_results(path)
+    table = result_table.arrange(results)
+    assert list(table) == ["Absolute", "ComRoPE-LD, block_size 4"]
+    for (row, cells), model in zip(table.items(), ("unpatched", "patched")):
+        assert list(cells) == ["as trained", "image_size 24"]
+        folder = next((tmp_path / "swept").glob(f"*/{model}"))
+        written = json.loads((folder / "resolutions.json").read_text())["resolutions"]
+        for cell, entry in zip(cells.values(), written, strict=True):
+            interval = cell.interval()
+            assert (interval.mean, interval.low, interval.high) == tuple(
+                entry[name] for name in ("accuracy", "accuracy_low", "accuracy_high")
+            ), row
+    times = {file: file.stat().st_mtime_ns for file in (tmp_path / "swept").rglob("resolutions.json")}
+    evaluate_sweep.main(command)
+    assert result_lines.read_results(path) == results
+    assert times == {file: file.stat().st_mtime_ns for file in times}

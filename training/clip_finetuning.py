@@ -68,11 +68,18 @@ from training.models import (
     resolve_image_size,
     resolve_processor,
 )
-from training.records import CONFIG_FILE, ENVIRONMENT_FILE, claim_output_dir, environment, portable, write_record
+from training.records import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    RESOLUTIONS_FILE,
+    claim_output_dir,
+    environment,
+    portable,
+    write_record,
+)
 from training.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 
 
-RESULTS_FILE = "resolutions.json"
 ARGUMENT_CLASSES = (
     FineTuningArguments,
     PatchArguments,
@@ -203,8 +210,8 @@ class Run:
     def run(self, name: str) -> list[dict[str, Any]]:
         """Trains and evaluates one model; its results, one entry per image size."""
         folder, patch_config = self.folders[name], self.patches[name]
-        if self.is_resumed and (folder / RESULTS_FILE).is_file():
-            return json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))["resolutions"]
+        if self.is_resumed and (folder / RESOLUTIONS_FILE).is_file():
+            return json.loads((folder / RESOLUTIONS_FILE).read_text(encoding="utf-8"))["resolutions"]
         checkpoint = get_last_checkpoint(folder) if self.is_resumed and folder.is_dir() else None
         classifier = self.build_classifier(patch_config)
         learning = self._freeze(classifier, name) if self.args.do_train else 0
@@ -256,7 +263,7 @@ class Run:
             for size in self.eval_sizes
         ]
         if trainer.is_world_process_zero():
-            write_record(self.folders[name], RESULTS_FILE, {"resolutions": results})
+            write_record(self.folders[name], RESOLUTIONS_FILE, {"resolutions": results})
         return results
 
     def _resolved(self, patch_config: RotaryPatchConfig | None) -> dict[str, Any]:

@@ -33,13 +33,13 @@ from safetensors.numpy import load_file
 
 from training.arguments import InputError
 from training.checkpoints import last_complete_checkpoint
-from training.records import CONFIG_FILE, ENVIRONMENT_FILE, portable, write_record
+from training.records import CONFIG_FILE, ENVIRONMENT_FILE, RESOLUTIONS_FILE, portable, write_record
 from training.result_lines import encoded_examples, write_results
 from training.runs import EXAMPLES_FILE
 
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ("image_classification", "video_classification", "object_detection")
+SCRIPTS = ("image_classification", "video_classification", "object_detection", "clip_finetuning")
 SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "mini")
 FLAGS_FILE = "flags.json"
 
@@ -125,27 +125,31 @@ def train_and_evaluate(
     script = importlib.import_module(f"training.{sweep['script']}").main
     folder = output_dir / (slug(settings) or "recipe")
     flags = _flags(sweep, settings, passed)
-    if _is_new(folder, flags):
-        interrupted = last_complete_checkpoint(folder) is not None
-        script([*flags, "--output_dir", str(folder), *(["--resume_from_checkpoint", "last"] if interrupted else [])])
+    go_on = _still_to_do(folder, flags)
+    if go_on is not None:
+        script([*flags, "--output_dir", str(folder), *go_on])
+    model = _model_folder(folder)
     shared = {
         "sweep": name,
         "script": sweep["script"],
         "settings": settings,
         "flags": portable(flags),
-        "run": _read(folder / CONFIG_FILE),
-        "train_metrics": _read(folder / "train_results.json"),
-        "history": _history(folder),
-        "environment": _read(folder / ENVIRONMENT_FILE),
+        "run": _read(model / CONFIG_FILE),
+        "train_metrics": _read(model / "train_results.json"),
+        "history": _history(model),
+        "environment": _read(model / ENVIRONMENT_FILE),
     }
+    if (model / RESOLUTIONS_FILE).is_file():
+        return [{**shared, **evaluated} for evaluated in _evaluated_sizes(model, shared["run"])]
     results = []
     for condition in conditions:
         place = folder
         if condition:
             place = folder / "conditions" / slug(condition)
             evaluation = [*flags, *as_flags(condition), "--do_train", "false", "--output_dir", str(place)]
-            if _is_new(place, evaluation):
-                script([*evaluation, "--model_name_or_path", str(folder)])
+            go_on = _still_to_do(place, evaluation)
+            if go_on is not None:
+                script([*evaluation, "--model_name_or_path", str(folder), *go_on])
         results.append({**shared, "condition": condition, **_evaluated(place)})
     return results
 
@@ -164,20 +168,49 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
     ]
 
 
-def _is_new(folder: Path, flags: list[str]) -> bool:
-    """Whether a run is still to be made or finished; its flags are noted for the next time."""
+def _still_to_do(folder: Path, flags: list[str]) -> list[str] | None:
+    """With which flags a run is to be made or finished, `None` where it is; its own are noted for the next time."""
     described = portable(flags)
     file = folder / FLAGS_FILE
-    if file.is_file() and _read(file)["flags"] != described:
+    is_ours = file.is_file()
+    if is_ours and _read(file)["flags"] != described:
         raise InputError(
             f"{folder.name} holds the run of other flags, {' '.join(_read(file)['flags'])}; accepted: the same, or "
             "another --output_dir."
         )
-    finished = (folder / "eval_results.json").is_file()
+    model = _model_folder(folder)
+    finished = any((model / name).is_file() for name in ("eval_results.json", RESOLUTIONS_FILE))
+    interrupted = last_complete_checkpoint(model) is not None
     PartialState().wait_for_everyone()
-    if PartialState().is_main_process and not finished:
+    if finished:
+        return None
+    if PartialState().is_main_process:
         write_record(folder, FLAGS_FILE, {"flags": described})
-    return not finished
+    if interrupted:
+        return ["--resume_from_checkpoint", "last"]
+    # A run that died before its first checkpoint left records of nothing.
+    return ["--overwrite_output_dir"] if is_ours else []
+
+
+def _model_folder(folder: Path) -> Path:
+    """Where a run leaves its model: clip_finetuning.py has a folder for each, of which a sweep asks for one."""
+    return next(folder.glob("*patched"), folder)
+
+
+def _evaluated_sizes(folder: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Conditions and metrics of a run that evaluates at several sizes by itself."""
+    return [
+        {
+            "condition": {}
+            if entry["image_size"] == run["model"].get("image_size")
+            else {"image_size": entry["image_size"]},
+            "metrics": {"eval_samples": entry["samples"]}
+            | {f"eval_{name}": entry[name] for name in ("accuracy", "accuracy_low", "accuracy_high", "loss")},
+            "examples": None,
+            "correct": None,
+        }
+        for entry in _read(folder / RESOLUTIONS_FILE)["resolutions"]
+    ]
 
 
 def _history(folder: Path) -> list[list[float]]:

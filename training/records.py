@@ -21,6 +21,7 @@ from training.arguments import InputError, RunArguments
 CONFIG_FILE = "run_config.json"
 ENVIRONMENT_FILE = "environment.json"
 WEIGHTS_FILE = "weights.json"
+RESOLUTIONS_FILE = "resolutions.json"
 RUN_FILES = (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -33,7 +34,7 @@ RUN_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "preprocessor_config.json",
-    "resolutions.json",
+    RESOLUTIONS_FILE,
     "rotary",
     "tokenizer.json",
     "tokenizer_config.json",

@@ -15,7 +15,7 @@ AS_TRAINED = "as trained"
 # Not what is compared, but what is averaged over.
 SEEDS = ("seed", "evaluation_seed")
 # How an encoding is set up as its paper has it, which its name says already.
-AS_IN_PAPER = ("coordinates", "rotary_init", "rotate_prefix", "model_name_or_path")
+AS_IN_PAPER = ("coordinates", "rotary_init", "rotate_prefix", "model_name_or_path", "baseline")
 
 
 @dataclass
@@ -74,12 +74,12 @@ def arrange(results: list[dict[str, Any]]) -> Table:
     """Cells by the names of settings and of conditions, in the order of the results; seeds go into the same cell."""
     table: dict[str, dict[str, Cell]] = defaultdict(lambda: defaultdict(Cell))
     for result in results:
-        table[method(result["settings"])][condition(result["condition"])].results.append(result)
+        table[method(result["settings"], result["script"])][condition(result["condition"])].results.append(result)
     return {row: dict(cells) for row, cells in table.items()}
 
 
-def method(settings: dict[str, Any]) -> str:
-    """The name that a model has in the papers, and what else was set."""
+def method(settings: dict[str, Any], script: str = "image_classification") -> str:
+    """The name that a model has in the papers, and what else was set; without rotations CLIP keeps its table."""
     ignored = (*SEEDS, *AS_IN_PAPER)
     rest = {name: value for name, value in settings.items() if name not in ignored and value is not None}
     encoding, block = rest.pop("position_encoding", None), rest.pop("block_size", None)
@@ -87,7 +87,7 @@ def method(settings: dict[str, Any]) -> str:
         rest |= {} if block is None else {"block_size": block}
         return ", ".join(_named(rest)) or "the recipe"
     name = {
-        "none": "no positions",
+        "none": "Absolute" if script == "clip_finetuning" else "no positions",
         "absolute": "Absolute",
         "axial_rope": "Axial RoPE",
         "rope_mixed": "RoPE-Mixed",
