@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -134,6 +135,7 @@ def test_a_report_tells_ours_beside_the_paper(results, tmp_path):
     assert "The paper: CIFAR-100, ViT-B (LieRE, Table 5). Other data, models and budgets than ours" in text
     command = f"--mini --output_dir outputs/{path.parent.name} --train_files cifar.parquet\n"
     assert f"    python training/evaluate_sweep.py training/sweeps/shuffling.yaml {command}" in text
+    assert "Not measured yet: no positions; Axial RoPE; RoPE-Mixed; LieRE32; ComRoPE-AP; ComRoPE-LD." in text
     shuffled = 100 * np.mean([entry["metrics"]["eval_accuracy"] for entry in lines[5::2]])
     # The paper's 12.3 of 70.3, its Table 5.
     assert f"| LieRE8 | {100 * (accuracy - shuffled) / accuracy:.1f}% | 82.5% |" in text
@@ -207,6 +209,19 @@ def test_numbers_on_the_horizontal_axis_make_lines(results):
     ]
     drawn, title = plots.lines_of(result_table.arrange(fractions))
     assert title == "train_fraction" and set(drawn) == {"Absolute", "LieRE8"}
+
+
+def test_the_stored_report_is_made_from_the_stored_results(tmp_path):
+    folder = ROOT / "training" / "results"
+    files = sorted(folder.glob("*/*.jsonl"))
+    assert len(files) >= 8
+    text = report.main([*map(str, files), "--output_dir", str(tmp_path)]).read_text()
+    assert text == (folder / "report.md").read_text()
+    for file in files:
+        assert file.with_suffix(".png").is_file()
+        # Folders, hosts and users are nobody's business.
+        told = json.dumps([{**result, "correct": None} for result in result_lines.read_results(file)])
+        assert not re.search(r"[\s\"'=](/|~|\.\.)\w|localhost|root", told)
 
 
 def test_what_are_no_results_is_said(tmp_path):

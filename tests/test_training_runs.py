@@ -44,7 +44,7 @@ def run_once(folder, train_file, uneven_file, batch_size, runner):
     flags = ["--train_files", train_file, "--validation_files", uneven_file, "--do_eval", "--num_train_epochs", 2]
     flags += ["--per_device_eval_batch_size", 4, "--logging_steps", 1, "--label_smoothing_factor", 0.1]
     flags += ["--learning_rate", 1e-4, "--crop_padding", 2, "--flip_probability", 0.5, "--rand_augment_ops", 1]
-    flags += ["--hub_token", SECRET]
+    flags += ["--repeated_augmentation", 2, "--random_erasing_probability", 0.5, "--hub_token", SECRET]
     runner(folder, *flags, "--per_device_train_batch_size", batch_size)
     return folder
 

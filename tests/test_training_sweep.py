@@ -247,7 +247,7 @@ def test_fine_tuned_towers_are_swept_too(files, tmp_path):
         folder = next((tmp_path / "swept").glob(f"*/{model}"))
         written = json.loads((folder / "resolutions.json").read_text())["resolutions"]
         for cell, entry in zip(cells.values(), written, strict=True):
-            interval = cell.interval()
+            interval = cell.interval
             assert (interval.mean, interval.low, interval.high) == tuple(
                 entry[name] for name in ("accuracy", "accuracy_low", "accuracy_high")
             ), row

@@ -132,7 +132,7 @@ def _draw(
 ) -> None:
     """Means with intervals, and the single seeds of each; `across` for places on the vertical axis."""
     scale = 100 if label == "accuracy" else 1
-    intervals = [cell.interval() for cell in cells]
+    intervals = [cell.interval for cell in cells]
     means = [interval.mean * scale for interval in intervals]
     below = [max(interval.mean - interval.low, 0) * scale for interval in intervals]
     above = [max(interval.high - interval.mean, 0) * scale for interval in intervals]

@@ -23,14 +23,15 @@ import numpy as np
 import yaml
 
 from training.arguments import InputError
-from training.evaluate_sweep import as_flags
+from training.evaluate_sweep import as_flags, combinations, read_sweep
 from training.plots import plot
 from training.result_lines import read_results, write_results
-from training.result_table import AS_TRAINED, Table, arrange
+from training.result_table import AS_TRAINED, Table, arrange, method
 from training.significance import paired_test
 
 
 PAPER_RESULTS = Path(__file__).with_name("paper_results.yaml")
+SWEEPS = Path(__file__).with_name("sweeps")
 REPORT = "report.md"
 HOW_TO_READ = """
 Accuracies are means over seeds, in percent; the single seeds stand beside them. Intervals are 95%, bootstrapped from
@@ -86,6 +87,8 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     if shown and _is_mini(results[0]):
         lines[-1] += " Other data, models and budgets than ours: compare the order of the rows, not the figures."
     lines.append(_results_table(table, conditions, figures, shown))
+    if missing := _not_measured(results, table):
+        lines.append(f"Not measured yet: {'; '.join(missing)}.")
     first = next(iter(table.values()))
     is_accuracy = next(iter(first.values())).metric() == "eval_accuracy"
     if drops := _drops(table, conditions, figures):
@@ -97,6 +100,24 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     if is_accuracy and conditions == [AS_TRAINED] and (reached := _epochs_to_baseline(table)):
         lines += ["Epochs until the accuracy that Absolute has at the end:", reached]
     return "\n\n".join(lines)
+
+
+def _not_measured(results: list[dict[str, Any]], table: Table) -> list[str]:
+    """Models of the sweep's file that are not among the results, and seeds of those that are."""
+    file = SWEEPS / f"{results[0]['sweep']}.yaml"
+    if not file.is_file():
+        return []
+    sweep = read_sweep(file, _is_mini(results[0]))
+    wanted: dict[str, set] = {}
+    for settings in combinations(sweep["train"]):
+        wanted.setdefault(method(settings, sweep["script"]), set()).add(settings.get("seed"))
+    missing = []
+    for row, seeds in wanted.items():
+        left = seeds - set(next(iter(table[row].values())).by_seed()) if row in table else seeds
+        names = ", ".join(str(seed) for seed in sorted(left - {None}))
+        if left:
+            missing.append(f"{row} (seed {names})" if row in table and names else row)
+    return missing
 
 
 def _results_table(table: Table, conditions: list[str], figures: dict[str, dict], shown: list[str]) -> str:
@@ -186,7 +207,7 @@ def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> str
         header += [column, "paper"]
         for line, (row, cells) in zip(rows, table.items()):
             of_paper = {name: float(str(value).split()[0]) for name, value in figures.get(row, {}).items()}
-            line += [drop(cells, column, lambda cell: cell.interval().mean), drop(of_paper, column, float)]
+            line += [drop(cells, column, lambda cell: cell.interval.mean), drop(of_paper, column, float)]
     return markdown(header, rows)
 
 

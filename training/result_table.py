@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class Cell:
     def has_interval(self) -> bool:
         return f"{self.metric()}_low" in self.results[0]["metrics"]
 
+    @cached_property
     def interval(self) -> Interval:
         """Bootstrapped from examples for accuracies; else the mean of the intervals of the runs, or their range."""
         name, correct = self.metric(), self.correct()
@@ -57,7 +59,7 @@ class Cell:
         return {seed: float(np.mean(some)) for seed, some in values.items()}
 
     def __str__(self) -> str:
-        interval, name = self.interval(), self.metric()
+        interval, name = self.interval, self.metric()
         if name == "eval_accuracy":
             return f"{100 * interval.mean:.1f} ({100 * interval.low:.1f} – {100 * interval.high:.1f})"
         bounds = f"({interval.low:.3f} – {interval.high:.3f})"
