@@ -26,7 +26,7 @@ from training.arguments import InputError
 from training.evaluate_sweep import as_flags, combinations, read_sweep
 from training.plots import plot
 from training.result_lines import read_results, write_results
-from training.result_table import AS_TRAINED, Table, arrange, method
+from training.result_table import AS_TRAINED, Table, arrange, common_settings, method, without
 from training.significance import paired_test
 
 
@@ -36,9 +36,10 @@ REPORT = "report.md"
 HOW_TO_READ = """
 Accuracies are means over seeds, in percent; the single seeds stand beside them. Intervals are 95%, bootstrapped from
 the evaluated examples: they say how far another test set could move a figure, and nothing of how far other seeds would.
-An AUC has the mean of the intervals of its seeds. A mAP has no interval but [lowest, highest seed]. p is that of a
-paired z-test over the examples, two-sided, not corrected for the number of comparisons. Pictures show single seeds as
-small marks.
+An AUC has the mean of the intervals of its seeds. A mAP has no interval but [lowest, highest seed]. Where all of n
+examples are right the bootstrap has no width: by the rule of three, 3/n of others could be wrong. p is that of a paired
+z-test over the examples, two-sided, not corrected for the number of comparisons. Pictures show single seeds as small
+circles.
 """.strip()
 
 
@@ -59,41 +60,52 @@ def main(arguments: list[str] | None = None) -> Path:
         if given.keep_results:
             write_results(given.output_dir / folder / f"{name}.jsonl", results, as_changes=True)
         table = arrange(results)
-        parts.append(section(folder, results, table, paper.get(name, {})))
+        common = common_settings(table)
+        table = {without(row, common): cells for row, cells in table.items()}
+        parts.append(section(folder, results, table, paper.get(name, {}), common))
         picture = given.output_dir / folder / f"{name}.png"
         picture.parent.mkdir(exist_ok=True)
-        plot(table, title_of(folder, results), picture)
+        plot(table, title_of(folder, results, common), picture)
         parts.append(f"![{folder}: {name}]({folder}/{picture.name})")
     report = given.output_dir / REPORT
     report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return report
 
 
-def title_of(folder: str, results: list[dict[str, Any]]) -> str:
+def title_of(folder: str, results: list[dict[str, Any]], common: list[str]) -> str:
     seeds = {result["settings"].get("seed") for result in results}
     epochs, examples = _epochs(results[0]), results[0]["metrics"]["eval_samples"]
-    budget = f"{_count(epochs, 'epoch')}, {_count(len(seeds), 'seed')}, {examples:,} examples"
+    budget = (
+        "".join(f"{part}, " for part in common)
+        + f"{_count(epochs, 'epoch')}, {_count(len(seeds), 'seed')}, {examples:,} examples"
+    )
     return f"{folder}: {results[0]['sweep']} ({budget})"
 
 
-def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dict[str, Any]) -> str:
-    """Everything about one sweep, as markdown."""
-    lines = [f"## {folder}: {results[0]['sweep']}", _about(results), _command(folder, results[0])]
+def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dict[str, Any], common: list[str]) -> str:
+    """Everything about one sweep, as markdown; what all its models have in `common` stands above the table."""
+    lines = [f"## {folder}: {results[0]['sweep']}", _about(results, common), _command(folder, results[0])]
     conditions = list(dict.fromkeys(column for cells in table.values() for column in cells))
-    figures = {row: cells for row, cells in paper.get("rows", {}).items() if row in table}
+    papers = {
+        without(row, common): cells
+        for row, cells in paper.get("rows", {}).items()
+        if set(common) <= set(row.split(", "))
+    }
+    figures = {row: cells for row, cells in papers.items() if row in table}
     shown = [column for column in conditions if any(column in row for row in figures.values())]
     if shown:
         lines.append(f"The paper: {' '.join(paper['about'].split())}")
     if shown and _is_mini(results[0]):
         lines[-1] += " Other data, models and budgets than ours: compare the order of the rows, not the figures."
     lines.append(_results_table(table, conditions, figures, shown))
-    if missing := _not_measured(results, table):
+    if missing := _not_measured(results, table, common):
         lines.append(f"Not measured yet: {'; '.join(missing)}.")
     first = next(iter(table.values()))
     is_accuracy = next(iter(first.values())).metric() == "eval_accuracy"
     if drops := _drops(table, conditions, figures):
         lines += ["Relative loss of accuracy under the condition:", drops]
-    references = ["Absolute" if "Absolute" in table else next(iter(table)), "RoPE-Mixed"]
+    references = [next((row for row in table if row.startswith("Absolute")), next(iter(table)))]
+    references += [row for row in table if row.startswith("RoPE-Mixed")][:1]
     for against in dict.fromkeys(references if is_accuracy else []):
         if tests := _tests(table, against, conditions):
             lines += [f"Against {against}, in points:", tests]
@@ -102,7 +114,7 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     return "\n\n".join(lines)
 
 
-def _not_measured(results: list[dict[str, Any]], table: Table) -> list[str]:
+def _not_measured(results: list[dict[str, Any]], table: Table, common: list[str]) -> list[str]:
     """Models of the sweep's file that are not among the results, and seeds of those that are."""
     file = SWEEPS / f"{results[0]['sweep']}.yaml"
     if not file.is_file():
@@ -110,7 +122,7 @@ def _not_measured(results: list[dict[str, Any]], table: Table) -> list[str]:
     sweep = read_sweep(file, _is_mini(results[0]))
     wanted: dict[str, set] = {}
     for settings in combinations(sweep["train"]):
-        wanted.setdefault(method(settings, sweep["script"]), set()).add(settings.get("seed"))
+        wanted.setdefault(without(method(settings, sweep["script"]), common), set()).add(settings.get("seed"))
     missing = []
     for row, seeds in wanted.items():
         left = seeds - set(next(iter(table[row].values())).by_seed()) if row in table else seeds
@@ -149,7 +161,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *rows])
 
 
-def _about(results: list[dict[str, Any]]) -> str:
+def _about(results: list[dict[str, Any]], common: list[str]) -> str:
     """What was measured on what, from the records of the first run."""
     first = results[0]
     model, training = (first["run"].get(key, {}) for key in ("model", "training"))
@@ -160,14 +172,16 @@ def _about(results: list[dict[str, Any]]) -> str:
     batch = training.get("per_device_train_batch_size", 0) * training.get("gradient_accumulation_steps", 1) * processes
     seeds = sorted({result["settings"].get("seed", training.get("seed", 0)) for result in results})
     libraries = first["environment"].get("libraries", {})
-    return (
-        f"Ours: {model.get('num_hidden_layers', 12)} layers of {model.get('hidden_size', 768)} channels; "
-        f"{_count(epochs, 'epoch')} of {round(examples):,} examples in batches of {batch}; seed"
-        f"{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}; evaluated on "
-        f"{first['metrics']['eval_samples']:,} examples; "
+    parts = [
+        f"{model.get('num_hidden_layers', 12)} layers of {model.get('hidden_size', 768)} channels",
+        *common,
+        f"{_count(epochs, 'epoch')} of {round(examples):,} examples in batches of {batch}",
+        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
+        f"evaluated on {first['metrics']['eval_samples']:,} examples",
         f"{first['environment'].get('accelerator') or first['environment'].get('device', '')}, "
-        f"torch {libraries.get('torch')}, transformers {libraries.get('transformers')}."
-    )
+        f"torch {libraries.get('torch')}, transformers {libraries.get('transformers')}",
+    ]
+    return f"Ours: {'; '.join(parts)}."
 
 
 def _epochs(result: dict[str, Any]) -> float:
@@ -225,10 +239,14 @@ def _tests(table: Table, against: str, conditions: list[str]) -> str | None:
             test = paired_test(base, other)
             bounds = (100 * value for value in (test.difference.mean, test.difference.low, test.difference.high))
             mean, low, high = (f"{value:+.1f}".replace("-", "−") for value in bounds)
-            line.append(f"{mean} ({low} – {high}), p = {test.p_value:.2g}")
+            line.append(f"{mean} ({low} – {high}), p {_p_value(test.p_value)}")
         if set(line) != {"–"}:
             rows.append([row, *line])
     return markdown(["", *conditions], rows) if rows else None
+
+
+def _p_value(value: float) -> str:
+    return f"= {value:.2g}" if value >= 1e-99 else "< 1e-99"
 
 
 def _epochs_to_baseline(table: Table) -> str | None:

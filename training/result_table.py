@@ -1,6 +1,7 @@
 """Results of a sweep as rows of models and columns of conditions, with the papers' names."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -78,6 +79,16 @@ def arrange(results: list[dict[str, Any]]) -> Table:
     for result in results:
         table[method(result["settings"], result["script"])][condition(result["condition"])].results.append(result)
     return {row: dict(cells) for row, cells in table.items()}
+
+
+def common_settings(rows: Iterable[str]) -> list[str]:
+    """What all rows of several have beside their names."""
+    parts = [row.split(", ")[1:] for row in rows]
+    return [part for part in parts[0] if all(part in other for other in parts)] if len(parts) > 1 else []
+
+
+def without(row: str, common: list[str]) -> str:
+    return ", ".join(part for part in row.split(", ") if part not in common)
 
 
 def method(settings: dict[str, Any], script: str = "image_classification") -> str:
