@@ -250,12 +250,13 @@ class _BlockRotations(torch.autograd.Function):
             # Tokens at the origin belong to no ray.
             identity = torch.eye(size, dtype=dtype, device=positions.device)
             rotations = identity.expand(groups, positions.shape[0], blocks, size, size).contiguous()
-            most = max((len(multiples[0]) for _, multiples in pieces), default=0)
-            memory = positions.new_empty(9, most * blocks, size, size)
+            memory = positions.new_empty(9, 0, size, size)
             for group, (squarings, multiples) in itertools.product(range(groups), pieces):
-                used = memory[:, : len(multiples[0]) * blocks]
-                square = _exponential(_exponents(positions[multiples[0]], generators[:, group], squarings), used)
-                spare = used[0]
+                exponents = _exponents(positions[multiples[0]], generators[:, group], squarings)
+                # Fresh memory is what small products wait for.
+                if memory.shape[1] != exponents.shape[0]:
+                    memory = exponents.new_empty(9, *exponents.shape)
+                square, spare = _exponential(exponents, memory), memory[0]
                 for squaring in range(squarings):
                     if squaring % KEPT_SQUARES == 0 and any(ctx.needs_input_grad):
                         kept.append(square.to(dtype, copy=True))
