@@ -22,9 +22,10 @@ THEMES = {
 }
 # Okabe and Ito's colours that stand out from white and from black.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-# A mosaic of matrices has a pixel per number; beyond this many of them nobody sees any.
-MOSAIC_PIXELS = 1600
+# Of a mosaic of matrices that shares a row with others.
+NUMBERS_ACROSS = 150
 FRAMES_SHOWN = 4
+LAYERS_ACROSS = 6
 
 
 @dataclass
@@ -70,21 +71,21 @@ def draw(paint: Callable[[Figure, dict], None], width: float, height: float) -> 
     return pictures
 
 
-def mosaic(matrices: torch.Tensor) -> np.ndarray:
+def mosaic(matrices: torch.Tensor) -> tuple[np.ndarray, tuple[int, int]]:
     """
-    (layers, heads, blocks, b, b) → one picture with a block-diagonal matrix per layer (down) and head (across), NaN
-    between them and outside of the blocks; fewer layers and heads where there are too many numbers to be seen.
+    (layers, heads, blocks, b, b) → one picture with a tile per layer (down) and head (across), in which the blocks of
+    the head's block-diagonal matrix stand side by side, NaN between them; and the (height, width) of a tile.
     """
     layers, heads, blocks, size, _ = matrices.shape
-    side = blocks * size + 1
-    rows, columns = (min(count, max(1, MOSAIC_PIXELS // side)) for count in (layers, heads))
-    picture = np.full((rows * side + 1, columns * side + 1), np.nan, dtype=np.float32)
-    for row, layer in enumerate(chosen(layers, rows)):
-        for column, head in enumerate(chosen(heads, columns)):
-            for block in range(blocks):
-                top, left = (place * side + 1 + block * size for place in (row, column))
-                picture[top : top + size, left : left + size] = matrices[layer, head, block]
-    return picture
+    columns = math.ceil(math.sqrt(blocks))
+    rows = math.ceil(blocks / columns)
+    tile = (rows * (size + 1) + 1, columns * (size + 1) + 1)
+    picture = np.full((layers * tile[0], heads * tile[1]), np.nan, dtype=np.float32)
+    for (layer, head, block), _ in np.ndenumerate(np.empty((layers, heads, blocks), dtype=bool)):
+        row, column = divmod(block, columns)
+        top, left = layer * tile[0] + row * (size + 1) + 1, head * tile[1] + column * (size + 1) + 1
+        picture[top : top + size, left : left + size] = matrices[layer, head, block]
+    return picture, tile
 
 
 def chosen(count: int, most: int) -> list[int]:
@@ -93,37 +94,45 @@ def chosen(count: int, most: int) -> list[int]:
 
 
 def plot_mosaics(panels: Sequence[tuple[str, torch.Tensor]], label: str, limit: float | None = None) -> dict[str, str]:
-    """Mosaics side by side on one scale that is symmetric around zero."""
-    pictures = [mosaic(matrices) for _, matrices in panels]
-    limit = limit or max(float(np.nanmax(np.abs(picture), initial=0.0)) for picture in pictures) or 1.0
-    layers, heads, blocks, size, _ = panels[0][1].shape
-    side = blocks * size + 1
-    aspect = pictures[0].shape[0] / pictures[0].shape[1]
+    """Mosaics on one scale that is symmetric around zero, below each other if they are too wide for one row."""
+    layers, heads = panels[0][1].shape[:2]
+    mosaics = [mosaic(matrices) for _, matrices in panels]
+    height, width = mosaics[0][0].shape
+    extend = "neither"
+    if limit is None:
+        # A few elements far from zero would leave no colour for the others.
+        sizes = np.abs(np.concatenate([matrices.numpy().ravel() for _, matrices in panels]))
+        # Generators that are all zero have no scale.
+        limit, extend = float(np.quantile(sizes, 0.995)) or float(sizes.max()) or 1.0, "both"
+    stacked = width > NUMBERS_ACROSS
+    rows, columns = (len(panels), 1) if stacked else (1, len(panels))
 
     def paint(figure: Figure, theme: dict) -> None:
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axis, picture, (title, _) in zip(axes, pictures, panels):
+        axes = figure.subplots(rows, columns, squeeze=False).ravel()
+        for axis, (picture, tile), (title, _) in zip(axes, mosaics, panels):
             norm = colors.Normalize(-limit, limit)
             shown = axis.imshow(picture, cmap=theme["signs"], norm=norm, interpolation="nearest")
             axis.set_title(title, fontsize=9)
-            for set_ticks, count, places in (
-                (axis.set_xticks, heads, picture.shape[1] // side),
-                (axis.set_yticks, layers, picture.shape[0] // side),
-            ):
-                names = chosen(count, places)
-                set_ticks([place * side + side / 2 for place in range(places)], [str(name + 1) for name in names])
-            for border in range(0, picture.shape[0], side):
-                axis.axhline(border, color=theme["line"], linewidth=0.5)
-            for border in range(0, picture.shape[1], side):
-                axis.axvline(border, color=theme["line"], linewidth=0.5)
-            axis.tick_params(length=0)
-            axis.spines[:].set_visible(False)
-            axis.set(xlabel="head", ylabel="layer" if axis is axes[0] else "")
-        figure.colorbar(shown, ax=list(axes), label=label, shrink=0.8, aspect=30)
+            label_layers_and_heads(axis, layers, heads, tile)
+            for border in range(layers + 1):
+                axis.axhline(border * tile[0] - 0.5, color=theme["line"], linewidth=0.5)
+            for border in range(heads + 1):
+                axis.axvline(border * tile[1] - 0.5, color=theme["line"], linewidth=0.5)
+        bar = {"location": "bottom", "fraction": 0.05, "shrink": 0.5, "aspect": 40, "extend": extend}
+        figure.colorbar(shown, ax=list(axes), label=label, **bar)
 
-    width = 10.0
-    panel = (width - 1) / len(panels)
-    return draw(paint, width, min(panel * aspect, 9.0) + 0.9)
+    across = 9.0 if stacked else min(9.0 / columns, 4.5)
+    return draw(paint, across * columns + 0.6, (across * height / width + 0.6) * rows + 0.6)
+
+
+def label_layers_and_heads(axis, layers: int, heads: int, tile: tuple[int, int] = (1, 1)) -> None:
+    """Ticks for tiles of so many numbers, from 1."""
+    ticks = [[place * extent + (extent - 1) / 2 for place in range(n)] for n, extent in zip((layers, heads), tile)]
+    axis.set_yticks(ticks[0], [str(layer + 1) for layer in range(layers)])
+    axis.set_xticks(ticks[1], [str(head + 1) for head in range(heads)])
+    axis.set(xlabel="head", ylabel="layer")
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0)
 
 
 def plot_generators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:
@@ -133,7 +142,7 @@ def plot_generators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str
 
 def plot_rotations(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:
     first, *_, last = encoding.rotations.unbind(3)
-    panels = [(f"one {axes[0]} further", first), ("one patch further on every axis", last)]
+    panels = [(f"one patch further on the {axes[0]} axis", first), ("one patch further on every axis", last)]
     return plot_mosaics(panels, "element of R, no unit", limit=1.0)
 
 
@@ -147,7 +156,7 @@ def plot_commutators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[st
         for axis, (first, second), values in zip(panels, found.axes, found.relative):
             shown = axis.imshow(values.numpy(), cmap=SEQUENTIAL, vmin=0, vmax=top, aspect="auto")
             axis.set_title(f"{axes[first]} and {axes[second]}", fontsize=9)
-            label_layers_and_heads(axis, values)
+            label_layers_and_heads(axis, *values.shape)
             if values.numel() <= 48:
                 for (layer, head), value in np.ndenumerate(values.numpy()):
                     colour = "black" if value > 0.6 * top else "white"
@@ -155,16 +164,7 @@ def plot_commutators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[st
         figure.colorbar(shown, ax=list(panels), label="relative norm, no unit")
 
     layers, heads = found.relative.shape[1:]
-    return draw(paint, min(10.0, 2.2 + len(found.axes) * max(2.6, 0.45 * heads)), max(2.3, 0.3 * layers + 1.2))
-
-
-def label_layers_and_heads(axis, values) -> None:
-    layers, heads = values.shape
-    axis.set_xticks(range(heads), [str(head + 1) for head in range(heads)])
-    axis.set_yticks(range(layers), [str(layer + 1) for layer in range(layers)])
-    axis.set(xlabel="head", ylabel="layer")
-    axis.spines[:].set_visible(False)
-    axis.tick_params(length=0)
+    return draw(paint, min(10.0, 2.2 + len(found.axes) * max(2.6, 0.45 * heads)), max(2.3, 0.22 * layers + 1.2))
 
 
 def layer_colours(count: int, theme: dict) -> np.ndarray:
@@ -239,6 +239,7 @@ def plot_frequencies(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[st
     layers = frequencies.shape[1]
     pairs = encoding.commutators.axes
     bound = max(frequencies.abs().max().item() * 1.08, 0.1)
+    size = 14 if frequencies[0].numel() < 500 else 5
 
     def paint(figure: Figure, theme: dict) -> None:
         panels = figure.subplots(1, len(pairs), squeeze=False)[0]
@@ -246,7 +247,7 @@ def plot_frequencies(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[st
             for layer, colour in enumerate(layer_colours(layers, theme)):
                 points = (frequencies[index, layer].flatten().numpy() for index in (second, first))
                 label = f"layer {layer + 1}" if layers <= 6 or layer in (0, layers - 1) else None
-                axis.scatter(*points, s=14, color=colour, alpha=0.75, linewidths=0, label=label)
+                axis.scatter(*points, s=size, color=colour, alpha=0.7, linewidths=0, label=label)
             if bound > math.pi:
                 corner = (-math.pi, -math.pi)
                 axis.add_patch(_square(corner, 2 * math.pi, theme["line"]))
@@ -278,38 +279,37 @@ def plot_attention(entries: Sequence[InputAnalysis], shown: Sequence[np.ndarray]
     for entry, inputs in zip(entries, shown):
         maps = entry.attention.maps[:, image]
         if maps.ndim == 3:
-            rows.append((size_name(entry.size), inputs[image, 0], maps, None))
+            rows.append((size_name(entry.size), inputs[image, 0], list(maps), [None] * len(maps)))
             continue
         per_tubelet = inputs.shape[1] // maps.shape[1]
+        limits = [(layer.min().item(), layer.max().item()) for layer in maps]
         for frame in chosen(maps.shape[1], FRAMES_SHOWN):
-            limits = [(layer.min().item(), layer.max().item()) for layer in maps]
-            rows.append(
-                (f"frame {frame * per_tubelet + 1}", inputs[image, frame * per_tubelet], maps[:, frame], limits)
-            )
-    layers = entries[0].attention.maps.shape[0]
-    columns = chosen(layers, 12)
+            first = frame * per_tubelet
+            rows.append((f"frame {first + 1}", inputs[image, first], list(maps[:, frame]), limits))
+    layers = len(rows[0][2])
+    columns = min(layers, LAYERS_ACROSS)
+    lines = math.ceil(layers / columns)
+    cell = min(2.0, 9.5 / (columns + 1))
 
     def paint(figure: Figure, theme: dict) -> None:
-        panels = figure.subplots(len(rows), len(columns) + 1, squeeze=False)
-        for panel_row, (name, picture, maps, limits) in zip(panels, rows):
-            panel_row[0].imshow(picture.squeeze(), cmap="gray", vmin=0, vmax=255)
-            panel_row[0].set_ylabel(name, fontsize=8)
-            for axis, layer in zip(panel_row[1:], columns):
-                axis.imshow(overlay(picture, maps[layer], limits=None if limits is None else limits[layer]))
-            for axis in panel_row:
-                axis.set(xticks=[], yticks=[])
-                axis.spines[:].set_visible(False)
+        panels = figure.subplots(len(rows) * lines, columns + 1, squeeze=False)
+        for axis in panels.ravel():
+            axis.set(xticks=[], yticks=[])
+            axis.spines[:].set_visible(False)
+        for row, (name, picture, maps, limits) in enumerate(rows):
+            panels[row * lines, 0].imshow(picture.squeeze(), cmap="gray", vmin=0, vmax=255)
+            panels[row * lines, 0].set_ylabel(name, fontsize=8)
+            for layer, values in enumerate(maps):
+                axis = panels[row * lines + layer // columns, 1 + layer % columns]
+                axis.imshow(overlay(picture, values, limits=limits[layer]))
+                if row == 0 or lines > 1:
+                    axis.set_title(f"layer {layer + 1}", fontsize=8)
         panels[0, 0].set_title("input", fontsize=8)
-        for axis, layer in zip(panels[0, 1:], columns):
-            axis.set_title(f"layer {layer + 1}", fontsize=8)
         shades = cm.ScalarMappable(colors.Normalize(0, 1), "viridis")
         bar = figure.colorbar(shades, ax=panels.ravel().tolist(), shrink=0.8, aspect=25, ticks=[0, 1])
-        bar.set_label(
-            "attention, least to most of a map" if rows[0][3] is None else "attention, least to most of a layer"
-        )
+        bar.set_label(f"attention, least to most of a {'map' if rows[0][3][0] is None else 'layer'}")
 
-    cell = min(2.0, 9.5 / (len(columns) + 1))
-    return draw(paint, cell * (len(columns) + 1) + 1, cell * len(rows) + 0.4)
+    return draw(paint, cell * (columns + 1) + 1, cell * len(rows) * lines + 0.4)
 
 
 def plot_distances(entries: Sequence[InputAnalysis]) -> dict[str, str]:

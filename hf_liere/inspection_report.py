@@ -121,11 +121,12 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
     encoding, axes = analysis.encoding, axis_names(analysis)
     if encoding is None:
         return []
-    blocks = "a block-diagonal matrix for every layer and head, empty where nothing is rotated"
+    blocks = "for every layer and head the blocks of its block-diagonal matrix side by side"
     plots = [
         Plot(
             "Generators",
-            f"The skew-symmetric Aₐ of every axis, {blocks}. Colours share one scale.",
+            f"The skew-symmetric Aₐ of every axis, {blocks}. Colours share one scale, whose ends "
+            "leave out half a percent of the elements.",
             "Heat maps of the generators of every axis by layer and head.",
             plot_generators(encoding, axes),
         ),
@@ -252,7 +253,7 @@ def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Se
         Plot(
             "Attention distance",
             f"Mean distance between patches as queries and keys, weighted by attention (ViT, Fig. 11), a point per "
-            f"head, over {len(sources)} {'clips' if is_video else 'images'}; one patch is {extent} "
+            f"head, {'clips' if is_video else 'images'} looked at: {len(sources)}; one patch is {extent} "
             f"{'frames and pixels' if is_video else 'pixels'}. The dashed line is attention to all patches alike.",
             "Attention distance of every head over the layers, by input size.",
             plot_distances(entries),

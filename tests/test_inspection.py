@@ -179,7 +179,7 @@ def test_a_video_model(tiny_video, tmp_path):
     arguments = ("--dataset", tmp_path / "clips", "--image_sizes", 8, "--output", tmp_path / "r")
     assert inspect(tmp_path / "model", *arguments) == 0
     page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
-    assert "4 frames of 8 × 8 px" in page.text and "over 2 clips" in page.text
+    assert "4 frames of 8 × 8 px" in page.text and "clips looked at: 2" in page.text
 
 
 def test_what_is_refused(tiny, tmp_path, capsys):
@@ -239,6 +239,17 @@ def test_samples_of_a_table(tmp_path):
     assert all(np.array_equal(sample.frames[0], np.asarray(image)) for sample, image in zip(found, pictures))
     from_folder = read_samples([], str(tmp_path), None, 2, is_video=False)
     assert [sample.name for sample in from_folder] == ["0.png", "3.png"]
+
+
+def test_mosaic():
+    """Three blocks of 2 in a tile of 2 × 2 places, layers down, heads across, nothing between blocks."""
+    inspection_plots = pytest.importorskip("hf_liere.inspection_plots")
+    matrices = torch.arange(1, 2 * 2 * 3 * 4 + 1, dtype=torch.float32).view(2, 2, 3, 2, 2)
+    picture, tile = inspection_plots.mosaic(matrices)
+    assert tile == (7, 7) and picture.shape == (14, 14)
+    assert np.array_equal(picture[8:10, 4:6], matrices[1, 0, 1].numpy())
+    assert np.array_equal(picture[4:6, 8:10], matrices[0, 1, 2].numpy())
+    assert np.isfinite(picture).sum() == matrices.numel()
 
 
 def test_frames_of_a_clip():
