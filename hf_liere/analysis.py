@@ -226,7 +226,9 @@ def _analyse_encoding(encoding, progress: bool) -> EncodingAnalysis:
 def _remarks(tower: Tower, encoding, has_inputs: bool) -> list[str]:
     remarks = []
     if encoding is None:
-        remarks.append("This model rotates nothing: there are no generators, rotations or frequencies to show.")
+        remarks.append(
+            "There are no rotations of this package in the model: no generators, rotations or frequencies to show."
+        )
     if isinstance(encoding, FoldedComRoPE):
         remarks.append(
             "The model is folded: its eigenbasis is in the query and key weights, so that generators are shown in that "

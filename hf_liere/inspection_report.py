@@ -88,7 +88,7 @@ def summary(analysis: Analysis) -> str:
     )
     encoding = model["position_encoding"]
     if encoding is None:
-        return text + "Its positions are those of its family; nothing in it is rotated."
+        return text + "Its positions are those of its family."
     kind = ENCODINGS[encoding]
     if encoding in ("liere", "comrope_ap", "comrope_ld"):
         kind += f", in blocks of {model['block_size']} channels"

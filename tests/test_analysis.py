@@ -277,7 +277,7 @@ def test_patched_models_and_pretrained_ones(name):
     model, inputs = patching_cases.build(name)
     pixels = inputs["pixel_values"]
     before = analyse(model, [pixels])
-    assert before.encoding is None and "rotates nothing" in before.remarks[0]
+    assert before.encoding is None and "no rotations" in before.remarks[0]
     hf_liere.patch(model, hf_liere.RotaryPatchConfig(position_encoding="liere", rotary_init=None))
     patched = analyse(model, [pixels])
     tower = vision_tower(model)

@@ -143,9 +143,11 @@ def test_a_model_without_rotations(tiny, tmp_path):
     """Its attention is shown all the same; without a processor the report says how pixels were scaled."""
     model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="absolute"))
     folder = save(model, tmp_path / "model", processor=False)
-    assert inspect(folder, "--image", picture(tmp_path / "a.png"), "--image_sizes", 16, "--output", tmp_path / "r") == 0
+    # A name that is no element.
+    image = picture(tmp_path / "a<b>.png")
+    assert inspect(folder, "--image", image, "--image_sizes", 16, "--output", tmp_path / "r") == 0
     page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
-    assert "rotates nothing" in page.text and "no processor" in page.text
+    assert "no rotations of this package" in page.text and "no processor" in page.text
     assert [image["alt"].split()[0] for image in page.images] == ["Attention", "Attention"]
 
 
