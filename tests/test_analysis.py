@@ -208,12 +208,17 @@ def test_attention_maps_against_output_attentions(classifier, fields):
 def test_looking_changes_nothing(classifier):
     model = classifier().train()
     model.liere.layers[0].eval()
-    attention_maps(model, torch.randn(1, 3, 16, 16))
-    assert model.config._attn_implementation == "sdpa" and model.training and not model.liere.layers[0].training
-    with pytest.raises(ValueError, match="not divisible"):
-        attention_maps(model, torch.randn(1, 3, 16, 18))
-    assert model.config._attn_implementation == "sdpa" and model.training and not model.liere.layers[0].training
-    assert not any(module._forward_hooks for module in model.modules())
+    modes = [module.training for module in model.modules()]
+    for size, refused in ((16, False), (18, True)):
+        if refused:
+            with pytest.raises(ValueError, match="not divisible"):
+                attention_maps(model, torch.randn(1, 3, 16, size))
+        else:
+            attention_maps(model, torch.randn(1, 3, 16, size))
+            analyse(model, [torch.randn(1, 3, 16, size)])
+        assert [module.training for module in model.modules()] == modes
+        assert model.config._attn_implementation == "sdpa"
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_attention_distance_against_a_loop(classifier):
