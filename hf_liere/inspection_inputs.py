@@ -189,8 +189,10 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
         raise InspectionError(
             f"{name} has no column of {'images or videos' if is_video else 'images'}: {dict(features) or 'unknown'}."
         )
+    # A table alone is called "train" whatever is in it.
+    origin = Path(name).name if suffix in TABLE_SUFFIXES else chosen
     for index, row in enumerate(rows):
-        yield _checked(Sample(f"{chosen} {index}", _frames(row[column])), is_video)
+        yield _checked(Sample(f"{origin} {index}", _frames(row[column])), is_video)
 
 
 def _frames(value) -> np.ndarray:

@@ -237,7 +237,7 @@ def test_samples_of_a_table(tmp_path):
     features = datasets.Features({"label": datasets.Value("int64"), "picture": datasets.Image()})
     datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "data.parquet")
     found = read_samples([], str(tmp_path / "data.parquet"), None, 3, is_video=False)
-    assert [sample.name for sample in found] == ["train 0", "train 1", "train 2"]
+    assert [sample.name for sample in found] == ["data.parquet 0", "data.parquet 1", "data.parquet 2"]
     assert all(np.array_equal(sample.frames[0], np.asarray(image)) for sample, image in zip(found, pictures))
     from_folder = read_samples([], str(tmp_path), None, 2, is_video=False)
     assert [sample.name for sample in from_folder] == ["0.png", "3.png"]
