@@ -226,7 +226,7 @@ def test_numbers_on_the_horizontal_axis_make_lines(results):
 def test_the_stored_report_is_made_from_the_stored_results(tmp_path):
     folder = ROOT / "training" / "results"
     files = sorted(folder.glob("*/*.jsonl"))
-    assert len(files) >= 8
+    assert files
     text = report.main([*map(str, files), "--output_dir", str(tmp_path)]).read_text()
     assert text == (folder / "report.md").read_text()
     for file in files:
