@@ -28,6 +28,8 @@ AXES = {
     "position_perturbation": "perturbation σ in training (patches)",
     "hidden_size": "channels",
 }
+# The least that the axis of accuracies, in percent, or of areas and precisions spans, so that small differences look small.
+LEAST_SPAN = {"accuracy": 5.0, "AUC": 0.05, "mAP": 0.05}
 # Beyond this ratio of the largest to the smallest number the axis counts doublings.
 LOGARITHMIC = 8
 
@@ -51,6 +53,9 @@ def plot(table: Table, title: str, path: Path) -> None:
         axes.grid(axis="x", color="#DDDDDD")
         if columns > 1:
             figure.legend(frameon=False, loc="outside lower center", ncols=3)
+    low, high = axes.get_ylim() if lines else axes.get_xlim()
+    missing = max(LEAST_SPAN[label] - (high - low), 0) / 2
+    (axes.set_ylim if lines else axes.set_xlim)(low - missing, high + missing)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -65,20 +65,18 @@ def main(arguments: list[str] | None = None) -> Path:
         parts.append(section(folder, results, table, paper.get(name, {}), common))
         picture = given.output_dir / folder / f"{name}.png"
         picture.parent.mkdir(exist_ok=True)
-        plot(table, title_of(folder, results, common), picture)
+        plot(table, title_of(folder, results, table, common), picture)
         parts.append(f"![{folder}: {name}]({folder}/{picture.name})")
     report = given.output_dir / REPORT
     report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return report
 
 
-def title_of(folder: str, results: list[dict[str, Any]], common: list[str]) -> str:
-    seeds = {result["settings"].get("seed") for result in results}
+def title_of(folder: str, results: list[dict[str, Any]], table: Table, common: list[str]) -> str:
+    numbers = sorted({len(next(iter(cells.values())).by_seed()) for cells in table.values()})
+    seeds = "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
     epochs, examples = _epochs(results[0]), results[0]["metrics"]["eval_samples"]
-    budget = (
-        "".join(f"{part}, " for part in common)
-        + f"{_count(epochs, 'epoch')}, {_count(len(seeds), 'seed')}, {examples:,} examples"
-    )
+    budget = "".join(f"{part}, " for part in common) + f"{_count(epochs, 'epoch')}, {seeds}, {examples:,} examples"
     return f"{folder}: {results[0]['sweep']} ({budget})"
 
 
@@ -214,7 +212,7 @@ def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> str
     def drop(row: dict[str, Any], column: str, value) -> str:
         if AS_TRAINED not in row or column not in row or not (before := value(row[AS_TRAINED])):
             return "–"
-        return f"{100 * (before - value(row[column])) / before:.1f}%"
+        return f"{100 * (before - value(row[column])) / before:.1f}%".replace("-", "−")
 
     header, rows = [""], [[row] for row in table]
     for column in shuffles:
