@@ -28,7 +28,7 @@ AXES = {
     "position_perturbation": "perturbation σ in training (patches)",
     "hidden_size": "channels",
 }
-# The least that the axis of accuracies, in percent, or of areas and precisions spans, so that small differences look small.
+# The least that an axis spans, accuracies in percent, so that small differences look small.
 LEAST_SPAN = {"accuracy": 5.0, "AUC": 0.05, "mAP": 0.05}
 # Beyond this ratio of the largest to the smallest number the axis counts doublings.
 LOGARITHMIC = 8
