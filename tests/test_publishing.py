@@ -195,7 +195,8 @@ def test_a_converted_checkpoint_is_published_with_its_own_card(hub, tmp_path):
     convert_checkpoint(source, tmp_path / "converted", "liere")
     assert main(["push", str(tmp_path / "converted"), "tester/model", "--no_reload"]) == 0
     card = hub.repo("tester/model").read(hub.files("tester/model")["README.md"]).decode()
-    assert "Converted by hf_liere" in card and "preprocessor_config.json" in hub.files("tester/model")
+    assert "they are converted from the file `last.safetensors`" in card
+    assert "preprocessor_config.json" in hub.files("tester/model")
 
 
 def test_an_existing_public_repository_is_not_taken_for_private(saved, hub):
