@@ -99,6 +99,8 @@ class GradientMoments:
         self.scales = torch.where(largest > 0, largest, 1.0)
         self.weights = [(points / self.scales).unsqueeze(1).pow(powers).prod(-1).to(dtype) for points in coordinates]
         self.row, self.column = torch.triu_indices(size, size, offset=1, device=generators.device)
+        # The same places in flattened matrices.
+        self.above, self.below = self.row * size + self.column, self.column * size + self.row
         self.moments = generators.new_zeros(groups, len(powers), blocks * len(self.row), dtype=dtype)
 
     def add(self, group: int, turns: Iterable[tuple[int, torch.Tensor]]) -> None:
@@ -106,8 +108,7 @@ class GradientMoments:
         weights, entries = [], []
         for index, matrices in turns:
             flat = matrices.flatten(2)
-            above, below = self.row * matrices.shape[-1] + self.column, self.column * matrices.shape[-1] + self.row
-            entries.append((flat[..., above] - flat[..., below]).flatten(1))
+            entries.append((flat[..., self.above] - flat[..., self.below]).flatten(1))
             weights.append(self.weights[index])
             # The sum over few tokens spends its time on reading and writing the moments.
             if not torch.compiler.is_compiling() and sum(part.numel() for part in entries) > SLICE_ELEMENTS:
