@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .lie_algebra import Rays, block_rotations, cos_sin, eigenbasis, plane_rotations, skew, working_dtype
+from .lie_algebra import Rays, cos_sin, eigenbasis, layer_block_rotations, plane_rotations, skew, working_dtype
 from .positions import grid_rays
 from .rotation import EigenRotation, Rotation
 
@@ -86,7 +86,7 @@ class RotaryEncoding(nn.Module):
             ]
         else:
             generators = skew(entries.flatten(2, 3), self.block_size)
-            rotations = block_rotations(flat_positions, generators, self.rotation_dtype, rays).unbind(0)
+            rotations = layer_block_rotations(flat_positions, generators, self.rotation_dtype, rays)
         # Tokens before heads in memory, as in the queries and keys that will be rotated.
         rotations = [
             layer.transpose(0, 1).contiguous().unflatten(1, (heads, blocks)).unflatten(0, (*(batch or (1,)), tokens))

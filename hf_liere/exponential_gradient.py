@@ -103,13 +103,17 @@ class GradientMoments:
         self.above, self.below = self.row * size + self.column, self.column * size + self.row
         self.moments = generators.new_zeros(groups, len(powers), blocks * len(self.row), dtype=dtype)
 
+    def entries(self, matrices: torch.Tensor) -> torch.Tensor:
+        """What is above the diagonals of M − Mᵀ, row by row: (tokens, K·b(b−1)/2) for M of (tokens, K, b, b)."""
+        flat = matrices.flatten(2)
+        return (flat[..., self.above] - flat[..., self.below]).flatten(1)
+
     def add(self, group: int, turns: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Adds the skew parts W of (tokens, K, b, b) matrices of a group, each with the index of its tokens."""
+        """Adds the skew parts W = ½(M − Mᵀ) of a group, each by its `entries` and the index of its tokens."""
         weights, entries = [], []
-        for index, matrices in turns:
-            flat = matrices.flatten(2)
-            entries.append((flat[..., self.above] - flat[..., self.below]).flatten(1))
+        for index, part in turns:
             weights.append(self.weights[index])
+            entries.append(part)
             # The sum over few tokens spends its time on reading and writing the moments.
             if not torch.compiler.is_compiling() and sum(part.numel() for part in entries) > SLICE_ELEMENTS:
                 self._sum(group, weights, entries)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from .cpu_kernels import CPU_KERNELS
 from .exponential_gradient import POLYNOMIAL_NORM, GradientMoments, derivative
 
 
@@ -194,29 +195,46 @@ def block_rotations(
         (…, K, P, b, b) rotations in `dtype`; in memory, tokens come before the K blocks.
     """
     leading = generators.shape[1:-3]
-    generators = generators.reshape(generators.shape[0], -1, *generators.shape[-3:])
-    pieces = _pieces(positions.detach(), generators.detach(), rays)
-    rotations = _BlockRotations.apply(positions, generators, pieces, dtype)
-    return rotations.transpose(1, 2).unflatten(0, leading) if leading else rotations[0].transpose(0, 1)
+    layers = generators.reshape(generators.shape[0], -1, *generators.shape[-3:])
+    rotations = layer_block_rotations(positions, layers, dtype, rays)
+    return torch.stack(rotations).unflatten(0, leading) if leading else rotations[0]
 
 
-def _pieces(positions: torch.Tensor, generators: torch.Tensor, rays: Rays | None) -> list[_Piece]:
+def layer_block_rotations(
+    positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype = torch.float32, rays: Rays | None = None
+) -> tuple[torch.Tensor, ...]:
+    """[`block_rotations`] of (A, G, K, b, b) generators, as a (K, P, b, b) tensor for each of the G."""
     if torch.compiler.is_compiling():
         # A traced graph has no use for pieces and its sizes may be symbolic.
-        return [_Piece(TRACED_SQUARINGS, (torch.arange(positions.shape[0], device=positions.device),))]
-    if rays is None:
-        tokens = torch.arange(len(positions)).unsqueeze(-1)
-    else:
-        tokens = rays.tokens
-    if not len(tokens):
-        return []
+        pieces = [_Piece(TRACED_SQUARINGS, (torch.arange(positions.shape[0], device=positions.device),))]
+        return _transposed(_BlockRotations.apply(positions, generators, pieces, dtype))
+    tokens = torch.arange(len(positions)).unsqueeze(-1) if rays is None else rays.tokens
+    squarings = _squarings(positions.detach(), generators.detach(), tokens[:, 0])
+    # The kernels know no gradient of positions and make float32 from float64.
+    compiled = positions.dtype == torch.float64 and dtype == torch.float32 and not positions.requires_grad
+    if compiled and CPU_KERNELS.is_available(generators, torch.float32, generators.shape[-1]):
+        return _transposed(_CompiledBlockRotations.apply(positions, generators, tokens, squarings))
+    pieces = _pieces(tokens, squarings, generators[0, 0].numel(), positions.device)
+    return _transposed(_BlockRotations.apply(positions, generators, pieces, dtype))
+
+
+def _transposed(layers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(layer.transpose(0, 1) for layer in layers)
+
+
+def _squarings(positions: torch.Tensor, generators: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """How often the exponential of a part of the exponent, of at most `POLYNOMIAL_NORM`, is squared; one per token."""
     # The spectral norm of a skew-symmetric A is at most (‖A⁴‖ / √2)^¼ in the Frobenius norm, and hardly less.
     squares = generators.to(positions.dtype).flatten(1, -3) @ generators.to(positions.dtype).flatten(1, -3)
     norms = ((squares @ squares).flatten(2).norm(dim=-1).amax(1) / math.sqrt(2)) ** 0.25
-    norms = (positions.abs() @ norms)[tokens[:, 0].to(positions.device)].cpu().nan_to_num(0.0, 0.0, 0.0)
-    squarings = (norms / POLYNOMIAL_NORM).clamp(min=1.0).log2().ceil().long()
+    norms = (positions.abs() @ norms)[tokens.to(positions.device)].cpu().nan_to_num(0.0, 0.0, 0.0)
+    return (norms / POLYNOMIAL_NORM).clamp(min=1.0).log2().ceil().long()
+
+
+def _pieces(tokens: torch.Tensor, squarings: torch.Tensor, numbers: int, device: torch.device) -> list[_Piece]:
+    """Pieces of rays whose first rotations have `numbers` elements."""
     lengths = (tokens >= 0).sum(1)
-    most = max(1, _chunk_elements(positions.device) // generators[0, 0].numel())
+    most = max(1, _chunk_elements(device) // numbers)
     pieces = []
     done = -1
     for count in squarings.unique().tolist():
@@ -228,8 +246,7 @@ def _pieces(positions: torch.Tensor, generators: torch.Tensor, rays: Rays | None
         chosen = chosen[lengths[chosen].argsort(descending=True, stable=True)]
         for part in chosen.split(most):
             multiples = tuple(
-                tokens[part[: int((lengths[part] > k).sum())], k].to(positions.device)
-                for k in range(int(lengths[part].max()))
+                tokens[part[: int((lengths[part] > k).sum())], k].to(device) for k in range(int(lengths[part].max()))
             )
             pieces.append(_Piece(count, multiples))
     return pieces
@@ -239,8 +256,33 @@ def _chunk_elements(device: torch.device) -> int:
     return CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
 
 
+class _CompiledBlockRotations(torch.autograd.Function):
+    """[`_BlockRotations`] by `cpu_kernels`, where every ray has its own number of squarings."""
+
+    @staticmethod
+    def forward(ctx, positions, generators, tokens, squarings):
+        kept_squares = KEPT_SQUARES if any(ctx.needs_input_grad) else None
+        rotations, kept, slots = CPU_KERNELS.block_rotations(
+            positions, generators, tokens, squarings, POLYNOMIAL, kept_squares
+        )
+        ctx.save_for_backward(positions, generators, tokens, squarings, kept, slots, *rotations)
+        return rotations
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        positions, generators, tokens, squarings, kept, slots, *rotations = ctx.saved_tensors
+        coordinates = torch.ldexp(positions[tokens[:, 0]], -squarings.unsqueeze(-1))
+        with torch.autocast(device_type="cpu", enabled=False):
+            moments = GradientMoments([coordinates], generators, torch.float32)
+            entries = CPU_KERNELS.block_turns(rotations, gradients, tokens, squarings, kept, slots, KEPT_SQUARES)
+            for group, turns in enumerate(entries):
+                moments.add(group, [(0, turns)])
+            return None, moments.generators_gradient().to(generators.dtype), None, None
+
+
 class _BlockRotations(torch.autograd.Function):
-    """(P, A) positions and (A, G, K, b, b) generators → (G, P, K, b, b)."""
+    """(P, A) positions and (A, G, K, b, b) generators → G times (P, K, b, b)."""
 
     @staticmethod
     def forward(ctx, positions, generators, pieces, dtype):
@@ -249,7 +291,8 @@ class _BlockRotations(torch.autograd.Function):
         with torch.autocast(device_type=positions.device.type, enabled=False):
             # Tokens at the origin belong to no ray.
             identity = torch.eye(size, dtype=dtype, device=positions.device)
-            rotations = identity.expand(groups, positions.shape[0], blocks, size, size).contiguous()
+            shape = (positions.shape[0], blocks, size, size)
+            rotations = tuple(identity.expand(shape).contiguous() for _ in range(groups))
             memory = positions.new_empty(9, 0, size, size)
             for group, (squarings, multiples) in itertools.product(range(groups), pieces):
                 exponents = _exponents(positions[multiples[0]], generators[:, group], squarings)
@@ -268,14 +311,14 @@ class _BlockRotations(torch.autograd.Function):
                     rotation = rotation[: len(tokens)] @ first[: len(tokens)]
                     rotations[group].index_copy_(0, tokens, rotation.to(dtype))
         ctx.pieces = pieces
-        ctx.save_for_backward(positions, generators, rotations, *kept)
+        ctx.save_for_backward(positions, generators, *rotations, *kept)
         return rotations
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
-        positions, generators, rotations, *kept = ctx.saved_tensors
-        kept = iter(kept)
+    def backward(ctx, *gradients):
+        positions, generators, *saved = ctx.saved_tensors
+        rotations, kept = saved[: len(gradients)], iter(saved[len(gradients) :])
         coordinates = [positions[multiples[0]] * 2.0**-squarings for squarings, multiples in ctx.pieces]
         positions_gradient = torch.zeros_like(positions)
 
@@ -283,7 +326,7 @@ class _BlockRotations(torch.autograd.Function):
             for piece, (squarings, multiples) in enumerate(ctx.pieces):
                 chosen = [rotations[group].index_select(0, tokens) for tokens in multiples]
                 turns = [
-                    rotation.transpose(-1, -2) @ gradient[group].index_select(0, tokens)
+                    rotation.transpose(-1, -2) @ gradients[group].index_select(0, tokens)
                     for rotation, tokens in zip(chosen, multiples)
                 ]
                 turns = _turn_of_first(chosen[0], turns).flatten(0, 1)
@@ -296,10 +339,10 @@ class _BlockRotations(torch.autograd.Function):
                     flat = generators[:, group].to(positions.dtype).flatten(1)
                     positions_gradient[multiples[0]] += change.to(positions.dtype) @ flat.T * 2.0**-squarings
                 # The halves of the squarings are the halves of the exponents.
-                yield piece, turns.view(chosen[0].shape)
+                yield piece, moments.entries(turns.view(chosen[0].shape))
 
         with torch.autocast(device_type=positions.device.type, enabled=False):
-            moments = GradientMoments(coordinates, generators, gradient.dtype)
+            moments = GradientMoments(coordinates, generators, gradients[0].dtype)
             for group in range(generators.shape[1]):
                 moments.add(group, turns_of(group))
             generators_gradient = moments.generators_gradient()

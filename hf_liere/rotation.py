@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from .kernels import angle_gradients, apply_rotation, is_available, outer_products
+from .cpu_kernels import CPU_KERNELS
+from .triton_kernels import TRITON_KERNELS
 
 
 # Of query and key each; measured on CPU for blocks of 8.
@@ -68,7 +69,7 @@ def rotate_query_key(query: torch.Tensor, key: torch.Tensor, rotation: Rotation)
     """
     eigen = rotation if isinstance(rotation, EigenRotation) else EigenRotation(rotation, None)
     width = eigen.planes.shape[3] * eigen.planes.shape[-1]
-    fused = not torch.compiler.is_compiling() and is_available(query)
+    fused = _kernels(query, eigen.planes.shape[-1]) is not None
     whole = fused or width == query.shape[-1]
     states = (query, key) if whole else (query[..., :width], key[..., :width])
     differentiable = eigen.generators is None and torch.compiler.is_compiling()
@@ -139,9 +140,9 @@ class _Rotate(torch.autograd.Function):
         if not ctx.needs_input_grad[2]:
             return *turned_back, None, None, None
         if rotation.ndim == 6:
-            outer = _outer_products(gradients, states, rotation.shape[:4], rotation.shape[-1])
             # g qᵀ with q = Rᵀ r, r being the rotated state.
-            return *turned_back, (outer @ rotation.to(outer.dtype)).to(rotation.dtype), None, None
+            outer = _outer_products(gradients, states, rotation.shape[:4], rotation.shape[-1], rotation)
+            return *turned_back, outer.to(rotation.dtype), None, None
         (cos, sin), generators_gradient = rotation.unbind(-1), None
         if generators is None:
             slopes = _angle_gradients(gradients, states, rotation)
@@ -154,9 +155,18 @@ class _Rotate(torch.autograd.Function):
         return *turned_back, rotation_gradient, generators_gradient, None
 
 
+def _kernels(states: torch.Tensor, block_size: int):
+    """The kernels that rotate queries and keys like these by blocks of this size, if there is one."""
+    if torch.compiler.is_compiling():
+        return None
+    if TRITON_KERNELS.is_available(states):
+        return TRITON_KERNELS
+    return CPU_KERNELS if CPU_KERNELS.is_available(states, states.dtype, block_size) else None
+
+
 def _apply(states, rotation: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    if not torch.compiler.is_compiling() and is_available(states[0]):
-        return apply_rotation(*states, rotation, inverse)
+    if kernels := _kernels(states[0], rotation.shape[-1]):
+        return kernels.apply_rotation(*states, rotation, inverse)
     if rotation.ndim == 6:
         return _multiply(states, rotation, inverse)
     if inverse:
@@ -215,8 +225,8 @@ def _rows(states: torch.Tensor, size: int) -> torch.Tensor:
 
 def _angle_gradients(gradients, rotated, planes: torch.Tensor) -> torch.Tensor:
     """Derivative along the angles, summed over query, key and what shares an angle: (1 or B, 1 or H, N, planes)."""
-    if not torch.compiler.is_compiling() and is_available(rotated[0]):
-        return angle_gradients(gradients, rotated, planes.shape[:4]).to(planes.dtype)
+    if kernels := _kernels(rotated[0], 2):
+        return kernels.angle_gradients(gradients, rotated, planes.shape[:4]).to(planes.dtype)
     slopes = 0
     for gradient, states in zip(gradients, rotated):
         first, second = gradient.to(planes.dtype).unflatten(-1, (-1, 2)).unbind(-1)
@@ -226,10 +236,15 @@ def _angle_gradients(gradients, rotated, planes: torch.Tensor) -> torch.Tensor:
     return slopes
 
 
-def _outer_products(gradients, rotated, shape: torch.Size, size: int) -> torch.Tensor:
-    """Σ g rᵀ over query, key, and the samples and heads that share a rotation: (1 or B, 1 or H, N, blocks, b, b)."""
-    if not torch.compiler.is_compiling() and is_available(rotated[0]):
-        return outer_products(gradients, rotated, shape, size)
+def _outer_products(
+    gradients, rotated, shape: torch.Size, size: int, rotation: torch.Tensor | None = None
+) -> torch.Tensor:
+    """
+    Σ g rᵀ over query, key, and the samples and heads that share a rotation, times that `rotation` if given:
+    (1 or B, 1 or H, N, blocks, b, b).
+    """
+    if kernels := _kernels(rotated[0], size):
+        return kernels.outer_products(gradients, rotated, shape, size, rotation)
     batch, heads, tokens, blocks = shape
     outer = None
     with torch.autocast(device_type=rotated[0].device.type, enabled=False):
@@ -245,7 +260,8 @@ def _outer_products(gradients, rotated, shape: torch.Size, size: int) -> torch.T
                 # Fresh memory is what small products wait for.
                 outer = torch.bmm(*factors) if outer is None else outer.baddbmm_(*factors)
     outer = outer.view(batch, tokens, -1, blocks, size, size)
-    return (outer.sum(2, keepdim=True) if heads == 1 else outer).transpose(1, 2)
+    outer = (outer.sum(2, keepdim=True) if heads == 1 else outer).transpose(1, 2)
+    return outer if rotation is None else outer @ rotation.to(outer.dtype)
 
 
 def _eigen_gradients(

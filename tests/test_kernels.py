@@ -27,11 +27,11 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 def kernels():
     """The module, loaded under the interpreter where there is no GPU: Triton decides when it sees a kernel's source."""
     if DEVICE == "cuda":
-        from hf_liere import kernels
+        from hf_liere import triton_kernels as kernels
 
         yield kernels
         return
-    path = os.path.join(os.path.dirname(hf_liere.__file__), "kernels.py")
+    path = os.path.join(os.path.dirname(hf_liere.__file__), "triton_kernels.py")
     specification = importlib.util.spec_from_file_location("interpreted_kernels", path)
     module = importlib.util.module_from_spec(specification)
     with pytest.MonkeyPatch.context() as patch:
@@ -161,7 +161,7 @@ def test_gradients_are_summed_over_many_samples(kernels, monkeypatch):
 
 
 def test_types_and_devices_that_the_kernels_leave_to_plain_operations(kernels):
-    from hf_liere import kernels as compiled
+    from hf_liere import triton_kernels as compiled
 
     assert not kernels.is_available(torch.zeros(1, 1, 1, 8, dtype=torch.float64, device=DEVICE))
     assert not kernels.is_available(torch.zeros(1, 1, 1, 512, device=DEVICE))
@@ -170,14 +170,14 @@ def test_types_and_devices_that_the_kernels_leave_to_plain_operations(kernels):
 
 def test_remote_code_does_not_ask_for_triton():
     """A checkpoint's code is refused where a library is missing that it imports outside of `try`."""
-    from hf_liere import kernels
+    from hf_liere import triton_kernels as kernels
 
     assert get_imports(kernels.__file__) == ["torch"]
 
 
 def test_module_loads_without_triton():
     code = (
-        "import sys, torch; sys.modules['triton'] = None; sys.path.insert(0, sys.argv[1]); import kernels; "
+        "import sys, torch; sys.modules['triton'] = None; sys.path.insert(0, sys.argv[1]); import triton_kernels as kernels; "
         "print(kernels.is_available(torch.zeros(1, 1, 1, 8)))"
     )
     folder = os.path.dirname(hf_liere.__file__)
@@ -197,7 +197,7 @@ def test_kernels_compile_for_cuda(capability, pointer):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hf_liere import kernels
+    from hf_liere import triton_kernels as kernels
 
     tiles = {"BLOCK_DIM": 64, "INVERSE": True, "BLOCK_TOKENS": 16, "BLOCK_SIZE": 8}
     tiles["BLOCK_BATCH"] = kernels._block_batch(256, torch.bfloat16 if pointer == "*bf16" else torch.float32)
@@ -220,7 +220,7 @@ def test_kernels_compile_for_cuda(capability, pointer):
 
 STEP = """
 import sys, torch, hf_liere
-from hf_liere.kernels import is_available
+from hf_liere.triton_kernels import is_available
 torch.manual_seed(0)
 results = []
 for encoding, size in (("rope_mixed", 2), ("comrope_ld", 4), ("liere", 8), ("liere", 5)):

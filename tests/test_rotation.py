@@ -178,7 +178,7 @@ def test_states_of_any_layout_and_type(encoding_size, dtype, contiguous):
         torch.testing.assert_close(rotate(state, rotation), rotated, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("encoding, computes", [("liere", "block_rotations"), ("comrope_ld", "eigenbasis")])
+@pytest.mark.parametrize("encoding, computes", [("liere", "layer_block_rotations"), ("comrope_ld", "eigenbasis")])
 def test_gradient_checkpointing_recomputes_no_rotation(tiny, encoding, computes, monkeypatch):
     calls, original = [], getattr(hf_liere.encodings, computes)
     monkeypatch.setattr(hf_liere.encodings, computes, lambda *args: calls.append(1) or original(*args))

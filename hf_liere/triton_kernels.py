@@ -7,6 +7,8 @@ Planes (cos and sin) are turned elementwise. Blocks of any size b are laid out a
 and head, for the tensor cores.
 """
 
+from types import SimpleNamespace
+
 import torch
 
 
@@ -118,15 +120,19 @@ def angle_gradients(gradients, rotated, shape: torch.Size) -> torch.Tensor:
     return partial.sum_to_size(shape)
 
 
-def outer_products(gradients, rotated, shape: torch.Size, block_size: int) -> torch.Tensor:
+def outer_products(
+    gradients, rotated, shape: torch.Size, block_size: int, rotation: torch.Tensor | None = None
+) -> torch.Tensor:
     """
-    Σ g rᵀ of every block over query and key, and over the samples and heads that share a rotation.
+    Σ g rᵀ of every block over query and key, and over the samples and heads that share a rotation, times that rotation
+    if given.
 
     Args:
         gradients: Of the rotated query and key, (B, H, N, D) each.
         rotated: Query and key, likewise.
         shape: (1 or B, 1 or H, N, blocks).
         block_size: b.
+        rotation: (*shape, b, b).
 
     Returns:
         (*shape, b, b) in float32.
@@ -152,7 +158,8 @@ def outer_products(gradients, rotated, shape: torch.Size, block_size: int) -> to
         BLOCK_DIM=block_dim,
         num_warps=4 if block_dim <= 64 else 8,
     )
-    return partial.sum_to_size(*shape, block_size, block_size)
+    outer = partial.sum_to_size(*shape, block_size, block_size)
+    return outer if rotation is None else outer @ rotation.to(outer.dtype)
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
@@ -181,6 +188,15 @@ def _block_tokens(block_dim: int) -> int:
 def _block_batch(samples: int, dtype: torch.dtype) -> int:
     # A product on the tensor cores has at least 16 rows; float32 tiles of more do not fit every GPU's shared memory.
     return 16 if dtype == torch.float32 else min(64, max(16, triton.next_power_of_2(samples)))
+
+
+# See cpu_kernels.
+TRITON_KERNELS = SimpleNamespace(
+    is_available=is_available,
+    apply_rotation=apply_rotation,
+    angle_gradients=angle_gradients,
+    outer_products=outer_products,
+)
 
 
 if triton is not None:

@@ -1,0 +1,573 @@
+// Loops of cpu_kernels.py, compiled for one block size b (BLOCK_SIZE) and the machine it runs on.
+//
+// Small matrices are kept row by row, each row padded to whole vectors, and multiplied in tiles that stay in registers.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int VECTOR_BYTES = 64;
+#elif defined(__AVX__)
+constexpr int VECTOR_BYTES = 32;
+#else
+constexpr int VECTOR_BYTES = 16;
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int SIZE = BLOCK_SIZE;
+constexpr int ENTRIES = SIZE * (SIZE - 1) / 2;
+// Vectors with which half of two channels each are worked on.
+constexpr int PLANE_LANES = VECTOR_BYTES / static_cast<int>(sizeof(float));
+
+constexpr int power_of_two_from(int number) { return number <= 1 ? 1 : 2 * power_of_two_from((number + 1) / 2); }
+
+template <typename T>
+struct Layout {
+    static constexpr int LANES = std::min(VECTOR_BYTES / static_cast<int>(sizeof(T)), power_of_two_from(SIZE));
+    static constexpr int VECTORS = (SIZE + LANES - 1) / LANES;
+    static constexpr int STEP = VECTORS * LANES;
+    typedef T Vector __attribute__((vector_size(LANES * sizeof(T))));
+    // Tiles of at most 16 sums leave registers for their factors.
+    static constexpr int TILE_COLUMNS = std::min(VECTORS, 4);
+    static constexpr int TILE_ROWS = std::min(SIZE, TILE_COLUMNS <= 2 ? 8 : 4);
+};
+
+template <typename Vector, typename T>
+INLINE Vector load(const T* source) {
+    Vector vector;
+    std::memcpy(&vector, source, sizeof(Vector));
+    return vector;
+}
+
+template <typename Vector, typename T>
+INLINE void store(T* target, Vector vector) {
+    std::memcpy(target, &vector, sizeof(Vector));
+}
+
+template <typename T>
+struct alignas(VECTOR_BYTES) Matrix {
+    static constexpr int STEP = Layout<T>::STEP;
+    T numbers[SIZE * STEP];
+
+    T* row(int index) { return numbers + index * STEP; }
+    const T* row(int index) const { return numbers + index * STEP; }
+
+    template <typename Source>
+    INLINE void read(const Source* source) {
+        for (int i = 0; i < SIZE; ++i) {
+            for (int j = 0; j < SIZE; ++j) row(i)[j] = static_cast<T>(source[i * SIZE + j]);
+            for (int j = SIZE; j < STEP; ++j) row(i)[j] = 0;
+        }
+    }
+
+    template <typename Target>
+    INLINE void write(Target* target) const {
+        for (int i = 0; i < SIZE; ++i)
+            for (int j = 0; j < SIZE; ++j) target[i * SIZE + j] = static_cast<Target>(row(i)[j]);
+    }
+
+    INLINE void set_transposed(const Matrix& other) {
+        transpose(other.numbers, STEP);
+        for (int i = 0; i < SIZE; ++i)
+            for (int j = SIZE; j < STEP; ++j) row(i)[j] = 0;
+    }
+
+    INLINE void read_transposed(const T* source) {
+        transpose(source, SIZE);
+        for (int i = 0; i < SIZE; ++i)
+            for (int j = SIZE; j < STEP; ++j) row(i)[j] = 0;
+    }
+
+   private:
+    INLINE void transpose(const T* source, int step) {
+        // Squares of 8×8 in registers, by swapping halves, quarters and pairs.
+        if constexpr (SIZE % 8 == 0 && sizeof(T) == 4) {
+            typedef T Eight __attribute__((vector_size(32)));
+            for (int i = 0; i < SIZE; i += 8)
+                for (int j = 0; j < SIZE; j += 8) {
+                    Eight a[8], b[8];
+                    for (int k = 0; k < 8; ++k) a[k] = load<Eight>(source + (i + k) * step + j);
+                    for (int k = 0; k < 4; ++k) {
+                        b[k] = __builtin_shufflevector(a[k], a[k + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+                        b[k + 4] = __builtin_shufflevector(a[k], a[k + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+                    }
+                    for (int k : {0, 1, 4, 5}) {
+                        a[k] = __builtin_shufflevector(b[k], b[k + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+                        a[k + 2] = __builtin_shufflevector(b[k], b[k + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+                    }
+                    for (int k : {0, 2, 4, 6}) {
+                        b[k] = __builtin_shufflevector(a[k], a[k + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+                        b[k + 1] = __builtin_shufflevector(a[k], a[k + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+                    }
+                    for (int k = 0; k < 8; ++k) store(row(j + k) + i, b[k]);
+                }
+        } else {
+            for (int i = 0; i < SIZE; ++i)
+                for (int j = 0; j < SIZE; ++j) row(j)[i] = source[i * step + j];
+        }
+    }
+};
+
+// ROWS × COLUMNS vectors of left · right, or of leftᵀ · right, or of what is there plus that.
+template <typename T, bool TRANSPOSED, bool ADD, int ROWS, int COLUMNS>
+INLINE void tile(T* out, const T* left, const T* right) {
+    using L = Layout<T>;
+    using Vector = typename L::Vector;
+    Vector sums[ROWS][COLUMNS];
+    for (int r = 0; r < ROWS; ++r)
+        for (int c = 0; c < COLUMNS; ++c)
+            sums[r][c] = ADD ? load<Vector>(out + r * L::STEP + c * L::LANES) : Vector{};
+#pragma GCC unroll 4
+    for (int k = 0; k < SIZE; ++k) {
+        Vector factors[COLUMNS];
+        for (int c = 0; c < COLUMNS; ++c) factors[c] = load<Vector>(right + k * L::STEP + c * L::LANES);
+        for (int r = 0; r < ROWS; ++r)
+            for (int c = 0; c < COLUMNS; ++c)
+                sums[r][c] += (TRANSPOSED ? left[k * L::STEP + r] : left[r * L::STEP + k]) * factors[c];
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int c = 0; c < COLUMNS; ++c) store(out + r * L::STEP + c * L::LANES, sums[r][c]);
+}
+
+template <typename T, bool TRANSPOSED, bool ADD, int COLUMN = 0>
+INLINE void multiply_columns(T* out, const T* left, const T* right) {
+    using L = Layout<T>;
+    if constexpr (COLUMN < L::VECTORS) {
+        constexpr int COLUMNS = std::min(L::TILE_COLUMNS, L::VECTORS - COLUMN), REST = SIZE % L::TILE_ROWS;
+        constexpr int OFFSET = COLUMN * L::LANES;
+        const int down = TRANSPOSED ? 1 : L::STEP;
+        for (int row = 0; row + L::TILE_ROWS <= SIZE; row += L::TILE_ROWS)
+            tile<T, TRANSPOSED, ADD, L::TILE_ROWS, COLUMNS>(
+                out + row * L::STEP + OFFSET, left + row * down, right + OFFSET);
+        if constexpr (REST > 0)
+            tile<T, TRANSPOSED, ADD, REST, COLUMNS>(
+                out + (SIZE - REST) * L::STEP + OFFSET, left + (SIZE - REST) * down, right + OFFSET);
+        multiply_columns<T, TRANSPOSED, ADD, COLUMN + COLUMNS>(out, left, right);
+    }
+}
+
+template <bool TRANSPOSED = false, bool ADD = false, typename T>
+void multiply(Matrix<T>& out, const Matrix<T>& left, const Matrix<T>& right) {
+    multiply_columns<T, TRANSPOSED, ADD>(out.numbers, left.numbers, right.numbers);
+}
+
+// Fresh memory costs more to get, page by page, than to fill.
+void prefer_huge_pages(void* memory, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    constexpr uintptr_t HUGE_PAGE = 1 << 21;
+    const uintptr_t start = (reinterpret_cast<uintptr_t>(memory) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / HUGE_PAGE * HUGE_PAGE;
+    if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+#endif
+}
+
+// left · right, or what is there plus that, where the result is symmetric (SIGN 1) or skew-symmetric (SIGN −1): the
+// tiles that touch the lower triangle, and their mirror images.
+template <int SIGN, bool ADD = false, typename T>
+void multiply_half(Matrix<T>& out, const Matrix<T>& left, const Matrix<T>& right) {
+    using L = Layout<T>;
+    constexpr int ROWS = 8, COLUMNS = 1, WIDTH = COLUMNS * L::LANES;
+    if constexpr (SIZE % 16 || SIZE < 2 * WIDTH) {
+        multiply<false, ADD>(out, left, right);
+    } else {
+        for (int column = 0; column < SIZE; column += WIDTH)
+            for (int row = column; row < SIZE; row += ROWS)
+                tile<T, false, ADD, ROWS, COLUMNS>(
+                    out.row(row) + column, left.row(row), right.numbers + column);
+        for (int row = 0; row < SIZE; ++row)
+            for (int column = row + 1; column < SIZE; ++column) out.row(row)[column] = SIGN * out.row(column)[row];
+    }
+}
+
+struct Scratch {
+    Matrix<double> exponent, second, third, sixth, combinations[5];
+};
+
+// exp of scratch.exponent by the polynomial of lie_algebra.py; in scratch.combinations[1].
+void exponential(Scratch& scratch, const double* polynomial) {
+    multiply_half<1>(scratch.second, scratch.exponent, scratch.exponent);
+    multiply_half<-1>(scratch.third, scratch.second, scratch.exponent);
+    multiply_half<1>(scratch.sixth, scratch.third, scratch.third);
+    for (int i = 0; i < SIZE * Matrix<double>::STEP; ++i)
+        for (int c = 0; c < 5; ++c) {
+            const double* coefficients = polynomial + 5 * c;
+            scratch.combinations[c].numbers[i] =
+                coefficients[1] * scratch.exponent.numbers[i] + coefficients[2] * scratch.second.numbers[i] +
+                coefficients[3] * scratch.third.numbers[i] + coefficients[4] * scratch.sixth.numbers[i];
+        }
+    for (int c = 0; c < 5; ++c)
+        for (int i = 0; i < SIZE; ++i) scratch.combinations[c].row(i)[i] += polynomial[5 * c];
+    auto& [b1, b2, b3, b4, b5] = scratch.combinations;
+    multiply<false, true>(b4, b1, b5);
+    for (int i = 0; i < SIZE * Matrix<double>::STEP; ++i) b3.numbers[i] += b4.numbers[i];
+    multiply<false, true>(b2, b3, b4);
+}
+
+// turn += square · turn · squareᵀ, given squareᵀ.
+INLINE void add_conjugated(Matrix<float>& turn, const Matrix<float>& transposed, Matrix<float>& spare) {
+    multiply<true>(spare, transposed, turn);
+    multiply<false, true>(turn, spare, transposed);
+}
+
+// Steps over samples, heads and tokens.
+struct Steps {
+    int64_t sample, head, token;
+    int64_t at(int64_t b, int64_t h, int64_t n) const { return b * sample + h * head + n * token; }
+};
+
+// Query and key, or their gradients.
+struct Pair {
+    float* states[2];
+    Steps steps[2];
+    float* at(int which, int64_t b, int64_t h, int64_t n) const { return states[which] + steps[which].at(b, h, n); }
+};
+
+struct Shape {
+    int64_t batch, heads, tokens, head_dim, blocks;
+    // 1 where all samples share a rotation.
+    int64_t rotation_batch;
+};
+
+// ROWS states times one right factor.
+template <int ROWS, int COLUMNS>
+INLINE void states_tile(float* const* out, const float* const* states, const float* right, int offset) {
+    using L = Layout<float>;
+    using Vector = L::Vector;
+    Vector sums[ROWS][COLUMNS];
+    for (int r = 0; r < ROWS; ++r)
+        for (int c = 0; c < COLUMNS; ++c) sums[r][c] = Vector{};
+#pragma GCC unroll 4
+    for (int k = 0; k < SIZE; ++k) {
+        Vector factors[COLUMNS];
+        for (int c = 0; c < COLUMNS; ++c) factors[c] = load<Vector>(right + k * L::STEP + offset + c * L::LANES);
+        for (int r = 0; r < ROWS; ++r)
+            for (int c = 0; c < COLUMNS; ++c) sums[r][c] += states[r][k] * factors[c];
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int c = 0; c < COLUMNS; ++c) {
+            const int first = offset + c * L::LANES;
+            std::memcpy(out[r] + first, &sums[r][c], std::min(L::LANES, SIZE - first) * sizeof(float));
+        }
+}
+
+template <int ROWS, int COLUMN = 0>
+INLINE void multiply_states(float* const* out, const float* const* states, const float* right) {
+    using L = Layout<float>;
+    if constexpr (COLUMN < L::VECTORS) {
+        constexpr int COLUMNS = std::min(L::TILE_COLUMNS, L::VECTORS - COLUMN);
+        states_tile<ROWS, COLUMNS>(out, states, right, COLUMN * L::LANES);
+        multiply_states<ROWS, COLUMN + COLUMNS>(out, states, right);
+    }
+}
+
+// Rows of Σ g rᵀ.
+template <int ROWS, int COLUMNS>
+INLINE void outer_tile(float* out, const std::vector<const float*>& gradients, const std::vector<const float*>& states,
+                       int row, int offset) {
+    using L = Layout<float>;
+    using Vector = L::Vector;
+    Vector sums[ROWS][COLUMNS];
+    for (int r = 0; r < ROWS; ++r)
+        for (int c = 0; c < COLUMNS; ++c) sums[r][c] = Vector{};
+    for (size_t sample = 0; sample < states.size(); ++sample) {
+        Vector factors[COLUMNS];
+        for (int c = 0; c < COLUMNS; ++c) {
+            const int first = offset + c * L::LANES;
+            factors[c] = Vector{};
+            std::memcpy(&factors[c], states[sample] + first, std::min(L::LANES, SIZE - first) * sizeof(float));
+        }
+        for (int r = 0; r < ROWS; ++r)
+            for (int c = 0; c < COLUMNS; ++c) sums[r][c] += gradients[sample][row + r] * factors[c];
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int c = 0; c < COLUMNS; ++c) store(out + (row + r) * L::STEP + offset + c * L::LANES, sums[r][c]);
+}
+
+template <int COLUMN = 0>
+INLINE void outer_columns(float* out, const std::vector<const float*>& gradients,
+                          const std::vector<const float*>& states) {
+    using L = Layout<float>;
+    if constexpr (COLUMN < L::VECTORS) {
+        constexpr int COLUMNS = std::min(L::TILE_COLUMNS, L::VECTORS - COLUMN), REST = SIZE % L::TILE_ROWS;
+        for (int row = 0; row + L::TILE_ROWS <= SIZE; row += L::TILE_ROWS)
+            outer_tile<L::TILE_ROWS, COLUMNS>(out, gradients, states, row, COLUMN * L::LANES);
+        if constexpr (REST > 0) outer_tile<REST, COLUMNS>(out, gradients, states, SIZE - REST, COLUMN * L::LANES);
+        outer_columns<COLUMN + COLUMNS>(out, gradients, states);
+    }
+}
+
+typedef float Lanes __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t Places __attribute__((vector_size(VECTOR_BYTES)));
+
+template <int EVEN, int ODD>
+INLINE Lanes pairwise(Lanes vector) {
+    Places places;
+    for (int i = 0; i < PLANE_LANES; i += 2) {
+        places[i] = i + EVEN;
+        places[i + 1] = i + ODD;
+    }
+    return __builtin_shuffle(vector, places);
+}
+
+}  // namespace
+
+extern "C" {
+
+void hf_liere_rotations(const double* positions, const double* generators, int64_t axes, int64_t groups, int64_t blocks,
+                        int64_t tokens, const int64_t* rays, int64_t ray_count, int64_t longest,
+                        const int64_t* squarings, const int64_t* slots, float* kept, int64_t kept_count,
+                        int64_t kept_squares, const double* polynomial, float* const* out, int threads) {
+    const int64_t block_numbers = SIZE * SIZE, group_numbers = blocks * block_numbers;
+    std::vector<char> reached(tokens, 0);
+    for (int64_t i = 0; i < ray_count * longest; ++i)
+        if (rays[i] >= 0) reached[rays[i]] = 1;
+    for (int64_t group = 0; group < groups; ++group)
+        prefer_huge_pages(out[group], tokens * group_numbers * sizeof(float));
+    if (kept) prefer_huge_pages(kept, groups * kept_count * group_numbers * sizeof(float));
+#pragma omp parallel num_threads(threads)
+    {
+        Scratch* scratch = new Scratch();
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t work = 0; work < groups * (ray_count + 1); ++work) {
+            const int64_t group = work / (ray_count + 1), ray = work % (ray_count + 1);
+            if (ray == ray_count) {
+                for (int64_t token = 0; token < tokens; ++token)
+                    if (!reached[token])
+                        for (int64_t i = 0; i < group_numbers; ++i)
+                            out[group][token * group_numbers + i] = i % block_numbers % (SIZE + 1) == 0;
+                continue;
+            }
+            const int64_t* multiples = rays + ray * longest;
+            double scale = 1;
+            for (int64_t s = 0; s < squarings[ray]; ++s) scale /= 2;
+            for (int64_t block = 0; block < blocks; ++block) {
+                auto& exponent = scratch->exponent;
+                for (int64_t axis = 0; axis < axes; ++axis) {
+                    const double coordinate = positions[multiples[0] * axes + axis] * scale;
+                    const double* generator =
+                        generators + ((axis * groups + group) * blocks + block) * block_numbers;
+                    for (int i = 0; i < SIZE; ++i)
+                        for (int j = 0; j < SIZE; ++j)
+                            exponent.row(i)[j] =
+                                (axis ? exponent.row(i)[j] : 0.0) + coordinate * generator[i * SIZE + j];
+                }
+                exponential(*scratch, polynomial);
+                Matrix<double>*square = &scratch->combinations[1], *spare = &scratch->combinations[0];
+                for (int64_t s = 0; s < squarings[ray]; ++s) {
+                    if (kept && s % kept_squares == 0)
+                        square->write(kept + (group * kept_count + slots[ray] + s / kept_squares) * group_numbers +
+                                      block * block_numbers);
+                    multiply(*spare, *square, *square);
+                    std::swap(square, spare);
+                }
+                const Matrix<double>& first = *square;
+                Matrix<double>*rotation = spare, *next = &scratch->combinations[2];
+                first.write(out[group] + multiples[0] * group_numbers + block * block_numbers);
+                for (int64_t k = 1; k < longest && multiples[k] >= 0; ++k) {
+                    multiply(*next, k == 1 ? first : *rotation, first);
+                    std::swap(rotation, next);
+                    rotation->write(out[group] + multiples[k] * group_numbers + block * block_numbers);
+                }
+            }
+        }
+        delete scratch;
+    }
+}
+
+void hf_liere_turns(int64_t groups, int64_t blocks, const int64_t* rays, int64_t ray_count, int64_t longest,
+                    const int64_t* squarings, const int64_t* slots, const float* kept, int64_t kept_count,
+                    int64_t kept_squares, const float* const* rotations, const float* const* gradients, float* entries,
+                    int threads) {
+    const int64_t block_numbers = SIZE * SIZE, group_numbers = blocks * block_numbers;
+#pragma omp parallel num_threads(threads)
+    {
+        auto* scratch = new Matrix<float>[8];
+        Matrix<float>&rotation = scratch[0], &gradient = scratch[1], &turn = scratch[2], &total = scratch[3];
+        Matrix<float>&first = scratch[4], &spare = scratch[5];
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t work = 0; work < groups * ray_count; ++work) {
+            const int64_t group = work / ray_count, ray = work % ray_count;
+            const int64_t* multiples = rays + ray * longest;
+            int64_t length = 0;
+            while (length < longest && multiples[length] >= 0) ++length;
+            for (int64_t block = 0; block < blocks; ++block) {
+                // lie_algebra._turn_of_first, for one ray.
+                first.read_transposed(rotations[group] + multiples[0] * group_numbers + block * block_numbers);
+                for (int64_t k = length - 1; k >= 0; --k) {
+                    const int64_t offset = multiples[k] * group_numbers + block * block_numbers;
+                    rotation.read(rotations[group] + offset);
+                    gradient.read(gradients[group] + offset);
+                    if (k == length - 1) {
+                        multiply<true>(turn, rotation, gradient);
+                        total = turn;
+                        continue;
+                    }
+                    multiply<true, true>(turn, rotation, gradient);
+                    multiply<true>(spare, first, total);
+                    total = turn;
+                    multiply<false, true>(total, spare, first);
+                }
+                // lie_algebra._conjugated, for one ray.
+                Matrix<float>*square = &scratch[6], *next = &scratch[7];
+                for (int64_t s = 0; s < squarings[ray]; ++s) {
+                    if (s % kept_squares == 0)
+                        square->read_transposed(
+                            kept + (group * kept_count + slots[ray] + s / kept_squares) * group_numbers +
+                            block * block_numbers);
+                    add_conjugated(total, *square, spare);
+                    if (s + 1 < squarings[ray] && (s + 1) % kept_squares) {
+                        multiply(*next, *square, *square);
+                        std::swap(square, next);
+                    }
+                }
+                float* target = entries + ((group * ray_count + ray) * blocks + block) * ENTRIES;
+                for (int i = 0; i < SIZE; ++i)
+                    for (int j = i + 1; j < SIZE; ++j) *target++ = total.row(i)[j] - total.row(j)[i];
+            }
+        }
+        delete[] scratch;
+    }
+}
+
+void hf_liere_multiply(const Shape* shape, const Pair* states, const Pair* out, const float* rotation,
+                       const Steps* rotation_steps, int inverse, int threads) {
+    const int64_t samples = shape->rotation_batch > 1 ? 1 : shape->batch;
+    const int64_t width = shape->blocks * SIZE;
+#pragma omp parallel num_threads(threads)
+    {
+        auto* right = new Matrix<float>();
+        std::vector<const float*> from(2 * samples);
+        std::vector<float*> to(2 * samples);
+#pragma omp for schedule(static)
+        for (int64_t work = 0; work < shape->rotation_batch * shape->tokens * shape->heads; ++work) {
+            const int64_t head = work % shape->heads, token = work / shape->heads % shape->tokens;
+            const int64_t first = work / shape->heads / shape->tokens;
+            for (int64_t sample = 0; sample < samples; ++sample)
+                for (int which = 0; which < 2; ++which) {
+                    from[2 * sample + which] = states->at(which, first + sample, head, token);
+                    to[2 * sample + which] = out->at(which, first + sample, head, token);
+                    std::copy(from[2 * sample + which] + width, from[2 * sample + which] + shape->head_dim,
+                              to[2 * sample + which] + width);
+                }
+            const float* source = rotation + rotation_steps->at(first, head, token);
+            for (int64_t block = 0; block < shape->blocks; ++block, source += SIZE * SIZE) {
+                if (inverse)
+                    right->read(source);
+                else
+                    right->read_transposed(source);
+                constexpr int ROWS = Layout<float>::TILE_COLUMNS <= 2 ? 8 : 4;
+                int64_t row = 0;
+                for (; row + ROWS <= 2 * samples; row += ROWS)
+                    multiply_states<ROWS>(&to[row], &from[row], right->numbers);
+                for (; row < 2 * samples; row += 2) multiply_states<2>(&to[row], &from[row], right->numbers);
+                for (auto& each : from) each += SIZE;
+                for (auto& each : to) each += SIZE;
+            }
+        }
+        delete right;
+    }
+}
+
+void hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pair* states, float* out,
+                             const Steps* out_steps, const float* rotation, const Steps* rotation_steps, int threads) {
+    const int64_t samples = shape->rotation_batch > 1 ? 1 : shape->batch;
+#pragma omp parallel num_threads(threads)
+    {
+        auto* scratch = new Matrix<float>[3];
+        std::vector<const float*> left(2 * samples), right(2 * samples);
+#pragma omp for schedule(static)
+        for (int64_t work = 0; work < shape->rotation_batch * shape->tokens * shape->heads; ++work) {
+            const int64_t head = work % shape->heads, token = work / shape->heads % shape->tokens;
+            const int64_t first = work / shape->heads / shape->tokens;
+            for (int64_t sample = 0; sample < samples; ++sample)
+                for (int which = 0; which < 2; ++which) {
+                    left[2 * sample + which] = gradients->at(which, first + sample, head, token);
+                    right[2 * sample + which] = states->at(which, first + sample, head, token);
+                }
+            float* target = out + out_steps->at(first, head, token);
+            for (int64_t block = 0; block < shape->blocks; ++block, target += SIZE * SIZE) {
+                outer_columns(scratch[0].numbers, left, right);
+                if (rotation) {
+                    scratch[1].read(rotation + rotation_steps->at(first, head, token) + block * SIZE * SIZE);
+                    multiply(scratch[2], scratch[0], scratch[1]);
+                }
+                scratch[rotation ? 2 : 0].write(target);
+                for (auto& each : left) each += SIZE;
+                for (auto& each : right) each += SIZE;
+            }
+        }
+        delete[] scratch;
+    }
+}
+
+void hf_liere_turn_planes(const Shape* shape, const Pair* states, const Pair* out, const float* planes,
+                          const Steps* plane_steps, int inverse, int threads) {
+    const int64_t width = 2 * shape->blocks;
+    Lanes signs;
+    for (int i = 0; i < PLANE_LANES; ++i) signs[i] = (i % 2 == 0) == (inverse == 0) ? -1.0f : 1.0f;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t work = 0; work < shape->batch * shape->tokens; ++work) {
+        const int64_t sample = work / shape->tokens, token = work % shape->tokens;
+        for (int which = 0; which < 2; ++which)
+            for (int64_t head = 0; head < shape->heads; ++head) {
+                const float* from = states->at(which, sample, head, token);
+                float* to = out->at(which, sample, head, token);
+                const float* turn = planes + plane_steps->at(shape->rotation_batch > 1 ? sample : 0, head, token);
+                int64_t i = 0;
+                for (; i + PLANE_LANES <= width; i += PLANE_LANES) {
+                    const Lanes numbers = load<Lanes>(from + i), angle = load<Lanes>(turn + i);
+                    store(to + i, numbers * pairwise<0, 0>(angle) +
+                                      pairwise<1, 0>(numbers) * (signs * pairwise<1, 1>(angle)));
+                }
+                for (; i < width; i += 2) {
+                    const float cos = turn[i], sin = inverse ? -turn[i + 1] : turn[i + 1];
+                    const float x = from[i], y = from[i + 1];
+                    to[i] = x * cos - y * sin;
+                    to[i + 1] = x * sin + y * cos;
+                }
+                std::copy(from + width, from + shape->head_dim, to + width);
+            }
+    }
+}
+
+void hf_liere_angle_gradients(const Shape* shape, const Pair* gradients, const Pair* states, float* out,
+                              const Steps* out_steps, int threads) {
+    const int64_t samples = shape->rotation_batch > 1 ? 1 : shape->batch, width = 2 * shape->blocks;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t work = 0; work < shape->rotation_batch * shape->tokens * shape->heads; ++work) {
+        const int64_t head = work % shape->heads, token = work / shape->heads % shape->tokens;
+        const int64_t first = work / shape->heads / shape->tokens;
+        float* target = out + out_steps->at(first, head, token);
+        int64_t i = 0;
+        for (; i + PLANE_LANES <= width; i += PLANE_LANES) {
+            Lanes products = {};
+            for (int64_t sample = first; sample < first + samples; ++sample)
+                for (int which = 0; which < 2; ++which)
+                    products += pairwise<1, 0>(load<Lanes>(gradients->at(which, sample, head, token) + i)) *
+                                load<Lanes>(states->at(which, sample, head, token) + i);
+            for (int plane = 0; plane < PLANE_LANES / 2; ++plane)
+                target[i / 2 + plane] = products[2 * plane] - products[2 * plane + 1];
+        }
+        for (; i < width; i += 2) {
+            float slope = 0;
+            for (int64_t sample = first; sample < first + samples; ++sample)
+                for (int which = 0; which < 2; ++which) {
+                    const float* gradient = gradients->at(which, sample, head, token) + i;
+                    const float* state = states->at(which, sample, head, token) + i;
+                    slope += gradient[1] * state[0] - gradient[0] * state[1];
+                }
+            target[i / 2] = slope;
+        }
+    }
+}
+
+}  // extern "C"
