@@ -53,6 +53,27 @@ INLINE void store(T* target, Vector vector) {
     std::memcpy(target, &vector, sizeof(Vector));
 }
 
+// 8×8 numbers, in registers, by swapping halves, quarters and pairs.
+template <typename T>
+INLINE void transpose_square(T* target, int target_step, const T* source, int step, T sign = 1) {
+    typedef T Eight __attribute__((vector_size(8 * sizeof(T))));
+    Eight a[8], b[8];
+    for (int k = 0; k < 8; ++k) a[k] = load<Eight>(source + k * step);
+    for (int k = 0; k < 4; ++k) {
+        b[k] = __builtin_shufflevector(a[k], a[k + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        b[k + 4] = __builtin_shufflevector(a[k], a[k + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+    for (int k : {0, 1, 4, 5}) {
+        a[k] = __builtin_shufflevector(b[k], b[k + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+        a[k + 2] = __builtin_shufflevector(b[k], b[k + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+    for (int k : {0, 2, 4, 6}) {
+        b[k] = __builtin_shufflevector(a[k], a[k + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+        b[k + 1] = __builtin_shufflevector(a[k], a[k + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    for (int k = 0; k < 8; ++k) store(target + k * target_step, sign * b[k]);
+}
+
 template <typename T>
 struct alignas(VECTOR_BYTES) Matrix {
     static constexpr int STEP = Layout<T>::STEP;
@@ -89,27 +110,9 @@ struct alignas(VECTOR_BYTES) Matrix {
 
    private:
     INLINE void transpose(const T* source, int step) {
-        // Squares of 8×8 in registers, by swapping halves, quarters and pairs.
-        if constexpr (SIZE % 8 == 0 && sizeof(T) == 4) {
-            typedef T Eight __attribute__((vector_size(32)));
+        if constexpr (SIZE % 8 == 0) {
             for (int i = 0; i < SIZE; i += 8)
-                for (int j = 0; j < SIZE; j += 8) {
-                    Eight a[8], b[8];
-                    for (int k = 0; k < 8; ++k) a[k] = load<Eight>(source + (i + k) * step + j);
-                    for (int k = 0; k < 4; ++k) {
-                        b[k] = __builtin_shufflevector(a[k], a[k + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-                        b[k + 4] = __builtin_shufflevector(a[k], a[k + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-                    }
-                    for (int k : {0, 1, 4, 5}) {
-                        a[k] = __builtin_shufflevector(b[k], b[k + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-                        a[k + 2] = __builtin_shufflevector(b[k], b[k + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-                    }
-                    for (int k : {0, 2, 4, 6}) {
-                        b[k] = __builtin_shufflevector(a[k], a[k + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-                        b[k + 1] = __builtin_shufflevector(a[k], a[k + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-                    }
-                    for (int k = 0; k < 8; ++k) store(row(j + k) + i, b[k]);
-                }
+                for (int j = 0; j < SIZE; j += 8) transpose_square(row(j) + i, STEP, source + i * step + j, step);
         } else {
             for (int i = 0; i < SIZE; ++i)
                 for (int j = 0; j < SIZE; ++j) row(j)[i] = source[i * step + j];
@@ -175,16 +178,18 @@ void prefer_huge_pages(void* memory, int64_t bytes) {
 template <int SIGN, bool ADD = false, typename T>
 void multiply_half(Matrix<T>& out, const Matrix<T>& left, const Matrix<T>& right) {
     using L = Layout<T>;
-    constexpr int ROWS = 8, COLUMNS = 1, WIDTH = COLUMNS * L::LANES;
-    if constexpr (SIZE % 16 || SIZE < 2 * WIDTH) {
+    constexpr int ROWS = 8, COLUMNS = std::max(1, 16 / L::LANES), WIDTH = COLUMNS * L::LANES;
+    if constexpr (SIZE % WIDTH || SIZE < 2 * WIDTH) {
         multiply<false, ADD>(out, left, right);
     } else {
         for (int column = 0; column < SIZE; column += WIDTH)
             for (int row = column; row < SIZE; row += ROWS)
                 tile<T, false, ADD, ROWS, COLUMNS>(
                     out.row(row) + column, left.row(row), right.numbers + column);
-        for (int row = 0; row < SIZE; ++row)
-            for (int column = row + 1; column < SIZE; ++column) out.row(row)[column] = SIGN * out.row(column)[row];
+        // The squares on the diagonal are there as a whole.
+        for (int row = 0; row < SIZE; row += 8)
+            for (int column = row + 8; column < SIZE; column += 8)
+                transpose_square(out.row(row) + column, L::STEP, out.row(column) + row, L::STEP, T(SIGN));
     }
 }
 
@@ -212,10 +217,17 @@ void exponential(Scratch& scratch, const double* polynomial) {
     multiply<false, true>(b2, b3, b4);
 }
 
-// turn += square · turn · squareᵀ, given squareᵀ.
-INLINE void add_conjugated(Matrix<float>& turn, const Matrix<float>& transposed, Matrix<float>& spare) {
+// sum += square · turn · squareᵀ for a skew-symmetric turn, given squareᵀ.
+INLINE void add_conjugated(Matrix<float>& sum, const Matrix<float>& turn, const Matrix<float>& transposed,
+                           Matrix<float>& spare) {
     multiply<true>(spare, transposed, turn);
-    multiply<false, true>(turn, spare, transposed);
+    multiply_half<-1, true>(sum, spare, transposed);
+}
+
+// M − Mᵀ of what is there.
+INLINE void skew(Matrix<float>& matrix, Matrix<float>& spare) {
+    spare.set_transposed(matrix);
+    for (int i = 0; i < SIZE * Matrix<float>::STEP; ++i) matrix.numbers[i] -= spare.numbers[i];
 }
 
 // Steps over samples, heads and tokens.
@@ -390,9 +402,9 @@ void hf_liere_turns(int64_t groups, int64_t blocks, const int64_t* rays, int64_t
     const int64_t block_numbers = SIZE * SIZE, group_numbers = blocks * block_numbers;
 #pragma omp parallel num_threads(threads)
     {
-        auto* scratch = new Matrix<float>[8];
+        auto* scratch = new Matrix<float>[9];
         Matrix<float>&rotation = scratch[0], &gradient = scratch[1], &turn = scratch[2], &total = scratch[3];
-        Matrix<float>&first = scratch[4], &spare = scratch[5];
+        Matrix<float>&first = scratch[4], &tail = scratch[5], &spare = scratch[6];
 #pragma omp for schedule(dynamic, 1)
         for (int64_t work = 0; work < groups * ray_count; ++work) {
             const int64_t group = work / ray_count, ray = work % ray_count;
@@ -406,24 +418,25 @@ void hf_liere_turns(int64_t groups, int64_t blocks, const int64_t* rays, int64_t
                     const int64_t offset = multiples[k] * group_numbers + block * block_numbers;
                     rotation.read(rotations[group] + offset);
                     gradient.read(gradients[group] + offset);
+                    multiply<true>(turn, rotation, gradient);
+                    skew(turn, spare);
                     if (k == length - 1) {
-                        multiply<true>(turn, rotation, gradient);
-                        total = turn;
+                        total = tail = turn;
                         continue;
                     }
-                    multiply<true, true>(turn, rotation, gradient);
-                    multiply<true>(spare, first, total);
+                    for (int i = 0; i < SIZE * Matrix<float>::STEP; ++i) tail.numbers[i] += turn.numbers[i];
+                    turn = tail;
+                    add_conjugated(turn, total, first, spare);
                     total = turn;
-                    multiply<false, true>(total, spare, first);
                 }
                 // lie_algebra._conjugated, for one ray.
-                Matrix<float>*square = &scratch[6], *next = &scratch[7];
+                Matrix<float>*square = &scratch[7], *next = &scratch[8];
                 for (int64_t s = 0; s < squarings[ray]; ++s) {
                     if (s % kept_squares == 0)
                         square->read_transposed(
                             kept + (group * kept_count + slots[ray] + s / kept_squares) * group_numbers +
                             block * block_numbers);
-                    add_conjugated(total, *square, spare);
+                    add_conjugated(total, total, *square, spare);
                     if (s + 1 < squarings[ray] && (s + 1) % kept_squares) {
                         multiply(*next, *square, *square);
                         std::swap(square, next);
@@ -431,10 +444,55 @@ void hf_liere_turns(int64_t groups, int64_t blocks, const int64_t* rays, int64_t
                 }
                 float* target = entries + ((group * ray_count + ray) * blocks + block) * ENTRIES;
                 for (int i = 0; i < SIZE; ++i)
-                    for (int j = i + 1; j < SIZE; ++j) *target++ = total.row(i)[j] - total.row(j)[i];
+                    for (int j = i + 1; j < SIZE; ++j) *target++ = total.row(i)[j];
             }
         }
         delete[] scratch;
+    }
+}
+
+void hf_liere_moments_gradient(const float* generators, int64_t axes, int64_t groups, int64_t blocks,
+                               const float* moments, int64_t monomials, const double* coefficients, int64_t degrees,
+                               const int64_t* level_sizes, const int64_t* raised, float* out, int threads) {
+    const int64_t numbers = SIZE * SIZE, widest = *std::max_element(level_sizes, level_sizes + degrees);
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<Matrix<float>> factors(axes), level(widest), higher(widest), spare(1);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t work = 0; work < groups * blocks; ++work) {
+            const int64_t group = work / blocks, block = work % blocks;
+            for (int64_t axis = 0; axis < axes; ++axis)
+                factors[axis].read(generators + (axis * groups * blocks + work) * numbers);
+            int64_t monomial = monomials;
+            const int64_t* places = raised;
+            for (int64_t d = 0; d + 1 < degrees; ++d) places += axes * level_sizes[d];
+            for (int64_t degree = degrees - 1; degree >= 0; --degree) {
+                const int64_t size = level_sizes[degree];
+                monomial -= size;
+                if (degree + 1 < degrees) places -= axes * size;
+                for (int64_t place = 0; place < size; ++place) {
+                    Matrix<float>& sum = level[place];
+                    if (degree + 1 == degrees)
+                        std::fill_n(sum.numbers, SIZE * Matrix<float>::STEP, 0.0f);
+                    else
+                        for (int64_t axis = 0; axis < axes; ++axis) {
+                            const Matrix<float>& next = higher[places[axis * size + place]];
+                            if (axis == 0)
+                                multiply(sum, factors[axis], next);
+                            else
+                                multiply<false, true>(sum, factors[axis], next);
+                        }
+                    const float* moment = moments + ((group * monomials + monomial + place) * blocks + block) * ENTRIES;
+                    const float coefficient = static_cast<float>(coefficients[degree]);
+                    for (int i = 0; i < SIZE; ++i)
+                        for (int j = i + 1; j < SIZE; ++j) sum.row(i)[j] += coefficient * *moment++;
+                    skew(sum, spare[0]);
+                }
+                std::swap(level, higher);
+            }
+            for (int64_t axis = 0; axis < axes; ++axis)
+                higher[axis].write(out + (axis * groups * blocks + work) * numbers);
+        }
     }
 }
 

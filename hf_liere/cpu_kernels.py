@@ -226,6 +226,41 @@ def block_turns(
     return entries
 
 
+def moments_gradient(
+    generators: torch.Tensor, moments: torch.Tensor, coefficients: tuple[float, ...], raised: list[list[list[int]]]
+) -> torch.Tensor:
+    """
+    [`exponential_gradient.GradientMoments.generators_gradient`].
+
+    Args:
+        generators: (A, G, K, b, b) in float32.
+        moments: (G, monomials, K·b(b−1)/2).
+        coefficients: One for each degree of the monomials, from 1 on.
+        raised: For each degree but the last and each axis, the places of the monomials that are x_a times as high.
+
+    Returns:
+        (A, G, K, b, b).
+    """
+    axes, groups, blocks, size, _ = generators.shape
+    generators, moments, out = generators.contiguous(), moments.contiguous(), torch.empty(generators.shape)
+    sizes = [len(level[0]) for level in raised]
+    sizes.append(moments.shape[1] - sum(sizes))
+    _call(
+        size,
+        "hf_liere_moments_gradient",
+        generators,
+        *_sizes(axes, groups, blocks),
+        moments,
+        *_sizes(moments.shape[1]),
+        torch.tensor(coefficients, dtype=torch.float64),
+        *_sizes(len(sizes)),
+        torch.tensor(sizes),
+        torch.tensor([place for level in raised for places in level for place in places]),
+        out,
+    )
+    return out
+
+
 def _call(block_size: int, name: str, *arguments) -> None:
     """Tensors, sequences of them and structures are passed by their addresses, bools as int, and `None` as null."""
     passed = []
@@ -287,4 +322,5 @@ CPU_KERNELS = SimpleNamespace(
     outer_products=outer_products,
     block_rotations=block_rotations,
     block_turns=block_turns,
+    moments_gradient=moments_gradient,
 )

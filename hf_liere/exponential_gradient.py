@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
+from .cpu_kernels import CPU_KERNELS
+
 
 # Largest spectral norm of Y; the frequencies of ad Y, differences of those of Y, reach twice as far.
 POLYNOMIAL_NORM = 3.2
@@ -127,15 +129,20 @@ class GradientMoments:
     def generators_gradient(self) -> torch.Tensor:
         """(A, G, K, b, b) in the type of the W."""
         axes, groups, blocks, size, _ = self.generators.shape
-        scales = self.scales.view(-1, 1, 1, 1)
-        generators = (self.generators.flatten(1, 2) * scales).to(self.dtype)
+        scales = self.scales.view(-1, 1, 1, 1, 1)
+        generators = (self.generators * scales).to(self.dtype)
+        scales = scales.to(self.dtype)
+        if not torch.compiler.is_compiling() and CPU_KERNELS.is_available(generators, self.dtype, size):
+            raised = RAISED[axes][: len(self.levels) - 1]
+            return CPU_KERNELS.moments_gradient(generators, self.moments, self.coefficients, raised) * scales
+        generators = generators.flatten(1, 2)
         moments = self.moments.unflatten(2, (blocks, -1)).transpose(1, 2).flatten(0, 1)
         step = max(1, SLICE_ELEMENTS // (moments.shape[1] * size**2))
         parts = [
             self._gradient(generators[:, block : block + step], moments[block : block + step])
             for block in range(0, groups * blocks, step)
         ]
-        return (torch.cat(parts, dim=1) * scales.to(self.dtype)).view(self.generators.shape)
+        return torch.cat(parts, dim=1).view(self.generators.shape) * scales
 
     def _gradient(self, generators: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
         """
