@@ -39,9 +39,7 @@ class _Pair(ctypes.Structure):
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "head_dim", "blocks", "rotation_batch")
-    ]
+    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "head_dim", "blocks", "rotation_batch")]
 
 
 def is_available(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> bool:
@@ -92,7 +90,9 @@ def _digest(command: list[str]) -> str:
     cpu = [platform.machine()]
     if Path("/proc/cpuinfo").is_file():
         kinds = ("flags", "Features", "model name", "CPU implementer", "CPU part")
-        cpu += [line for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines() if line.startswith(kinds)]
+        cpu += [
+            line for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines() if line.startswith(kinds)
+        ]
     return hashlib.sha256("\n".join([SOURCE.read_text(), *command, version, *cpu]).encode()).hexdigest()[:16]
 
 

@@ -6,6 +6,7 @@ import torch
 from browser import browser, chromium  # noqa: F401 (fixtures)
 
 import hf_liere
+from hf_liere.cpu_kernels import CPU_KERNELS
 
 
 # Nothing in the tests may reach a hub; the local server of the hub tests sets its own endpoint.
@@ -17,6 +18,16 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", params=["compiled", "plain"])
+def both_paths(request):
+    """On CPUs, by the compiled kernels and by plain operations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_LIERE_CPU_KERNELS", str(int(request.param == "compiled")))
+        if request.param == "compiled" and not CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 2):
+            pytest.skip("the kernels for CPUs need g++")
+        yield
 
 
 @pytest.fixture

@@ -7,6 +7,9 @@ from hf_liere.exponential_gradient import COEFFICIENTS, POLYNOMIAL_NORM
 from hf_liere.lie_algebra import block_rotations, skew
 
 
+pytestmark = pytest.mark.usefixtures("both_paths")
+
+
 def relative_error(positions, entries, block_size):
     """Of the float32 gradient, against autograd through `torch.matrix_exp` in float64."""
     weight = torch.randn(entries.shape[1], len(positions), block_size, block_size)

@@ -1,20 +1,25 @@
-"""The Triton kernels against the plain rotation in float64: on a GPU where there is one, else under the interpreter."""
+"""
+The kernels against the plain rotation in float64: those for CPUs, and Triton's on a GPU where there is one, else under
+the interpreter.
+"""
 
 import importlib.util
 import inspect
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers.dynamic_module_utils import get_imports
 
 import hf_liere
+from hf_liere import triton_kernels
+from hf_liere.cpu_kernels import CPU_KERNELS
 from hf_liere.rotation import EigenRotation, rotate, rotate_query_key
+from hf_liere.rotation import _kernels as rotation_kernels
 
-
-pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
 
 PLANES = [(1, 2, 6, 12, 2), (1, 1, 6, 12, 2), (5, 2, 6, 10, 2)]
 BLOCKS = [(1, 2, 6, 3, 8, 8), (1, 1, 6, 4, 5, 5), (5, 1, 6, 2, 12, 12), (1, 2, 6, 1, 24, 24)]
@@ -23,23 +28,24 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    """The module, loaded under the interpreter where there is no GPU: Triton decides when it sees a kernel's source."""
-    if DEVICE == "cuda":
-        from hf_liere import triton_kernels as kernels
-
-        yield kernels
+@pytest.fixture(scope="module", params=["triton", "cpu"])
+def kernels(request):
+    """The kernels that rotations go through, with the device they are for."""
+    if request.param == "cpu":
+        if not CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 2):
+            pytest.skip("the kernels for CPUs need g++")
+        yield SimpleNamespace(device="cpu", types=(torch.float32,), module=None, **vars(CPU_KERNELS))
         return
+    pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
     path = os.path.join(os.path.dirname(hf_liere.__file__), "triton_kernels.py")
-    specification = importlib.util.spec_from_file_location("interpreted_kernels", path)
+    specification = importlib.util.spec_from_file_location("triton_kernels_again", path)
     module = importlib.util.module_from_spec(specification)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
+        # Triton decides between compiling and interpreting a kernel when it sees its source.
+        patch.setenv("TRITON_INTERPRET", str(int(DEVICE == "cpu")))
         specification.loader.exec_module(module)
-        for name in ("is_available", "apply_rotation", "angle_gradients", "outer_products"):
-            patch.setattr(f"hf_liere.rotation.{name}", getattr(module, name))
-        yield module
+        patch.setattr("hf_liere.rotation.TRITON_KERNELS", module.TRITON_KERNELS)
+        yield SimpleNamespace(device=DEVICE, types=module.TYPES, module=module, **vars(module.TRITON_KERNELS))
 
 
 def random_rotation(shape):
@@ -50,11 +56,11 @@ def random_rotation(shape):
     return torch.linalg.matrix_exp(matrices - matrices.mT)
 
 
-def inputs(shape, dtype):
+def inputs(kernels, shape, dtype):
     """Query, key and rotation as attention has them: tokens before heads in memory, rotations in float32."""
     states = [torch.randn(5, 6, 2, 24).transpose(1, 2) for _ in "qk"]
     tensors = [*(state.to(dtype) for state in states), random_rotation(shape).float()]
-    return [tensor.to(DEVICE).requires_grad_() for tensor in tensors]
+    return [tensor.to(kernels.device).requires_grad_() for tensor in tensors]
 
 
 def gradients(outputs, weights, leaves):
@@ -74,11 +80,13 @@ def along_angles(gradient, rotation):
     + [(shape, dtype) for shape in (PLANES[0], BLOCKS[1]) for dtype in (torch.bfloat16, torch.float16)],
 )
 def test_kernels_are_the_plain_rotation(kernels, shape, dtype):
-    if DEVICE == "cpu" and dtype == torch.bfloat16 and len(shape) == 6:
+    if dtype not in kernels.types:
+        pytest.skip("the kernels for CPUs leave half precision to plain operations")
+    if kernels.device == "cpu" and dtype == torch.bfloat16 and len(shape) == 6:
         pytest.skip("Triton's interpreter multiplies the bit patterns of bfloat16 matrices; needs a GPU")
-    query, key, rotation = inputs(shape, dtype)
-    assert kernels.is_available(query)
-    weights = [torch.randn(5, 2, 6, 24, device=DEVICE).to(dtype) for _ in "qk"]
+    query, key, rotation = inputs(kernels, shape, dtype)
+    assert rotation_kernels(query, shape[-1]).apply_rotation is kernels.apply_rotation
+    weights = [torch.randn(5, 2, 6, 24, device=kernels.device).to(dtype) for _ in "qk"]
     found = rotate_query_key(query, key, rotation)
     assert all(states.dtype == dtype and states.stride() == query.stride() for states in found)
     exact = [tensor.detach().double().requires_grad_() for tensor in (query, key, rotation)]
@@ -104,21 +112,21 @@ def test_kernels_are_the_plain_rotation(kernels, shape, dtype):
 
 def test_gradients_of_commuting_generators(kernels, monkeypatch):
     """The outer products of the kernels and of the plain path make the same gradient."""
-    query, key, planes = inputs(PLANES[0], torch.float32)
-    matrices = torch.randn(2, 3, 8, 8, device=DEVICE)
+    query, key, planes = inputs(kernels, PLANES[0], torch.float32)
+    matrices = torch.randn(2, 3, 8, 8, device=kernels.device)
     generators = (matrices - matrices.mT).requires_grad_()
-    scalars = torch.rand(1, 2, 6, 3, device=DEVICE)
+    scalars = torch.rand(1, 2, 6, 3, device=kernels.device)
     rotation = EigenRotation(planes, None, generators, scalars)
-    weights = [torch.randn(5, 2, 6, 24, device=DEVICE) for _ in "qk"]
+    weights = [torch.randn(5, 2, 6, 24, device=kernels.device) for _ in "qk"]
     found = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, planes])
-    monkeypatch.setattr("hf_liere.rotation.is_available", lambda states: False)
+    monkeypatch.setattr("hf_liere.rotation._kernels", lambda states, block_size: None)
     expected = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, planes])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("shape", [PLANES[0], BLOCKS[0]])
 def test_channels_without_a_rotation_keep_their_bits(kernels, shape):
-    query, key, rotation = inputs((*shape[:3], shape[3] - 1, *shape[4:]), torch.float16)
+    query, key, rotation = inputs(kernels, (*shape[:3], shape[3] - 1, *shape[4:]), kernels.types[-1])
     width = rotation.shape[3] * rotation.shape[-1]
     for states, rotated in zip((query, key), rotate_query_key(query, key, rotation)):
         assert torch.equal(rotated[..., width:], states[..., width:])
@@ -128,8 +136,12 @@ def test_channels_without_a_rotation_keep_their_bits(kernels, shape):
 @pytest.mark.parametrize("shape", [PLANES[0], BLOCKS[0]])
 def test_identity_keeps_every_bit(kernels, shape):
     """So that a model that starts without rotations computes what one that has none does."""
-    query, key, rotation = inputs(shape, torch.float32)
-    identity = torch.eye(rotation.shape[-1], device=DEVICE) if len(shape) == 6 else torch.tensor([1.0, 0.0]).to(DEVICE)
+    query, key, rotation = inputs(kernels, shape, torch.float32)
+    identity = (
+        torch.eye(rotation.shape[-1], device=kernels.device)
+        if len(shape) == 6
+        else torch.tensor([1.0, 0.0]).to(kernels.device)
+    )
     rotated = rotate_query_key(query, key, identity.expand(shape))
     assert torch.equal(rotated[0], query) and torch.equal(rotated[1], key)
 
@@ -137,7 +149,7 @@ def test_identity_keeps_every_bit(kernels, shape):
 @pytest.mark.parametrize("shape", [PLANES[0], BLOCKS[0]])
 def test_inverse_and_strides(kernels, shape):
     """Back and forth is nothing, whatever the layout of the states in memory."""
-    query, key, rotation = (tensor.detach() for tensor in inputs(shape, torch.float32))
+    query, key, rotation = (tensor.detach() for tensor in inputs(kernels, shape, torch.float32))
     layouts = [query.contiguous(), key.transpose(2, 3).contiguous().transpose(2, 3)]
     turned = kernels.apply_rotation(*layouts, rotation)
     back = kernels.apply_rotation(*turned, rotation, inverse=True)
@@ -146,11 +158,12 @@ def test_inverse_and_strides(kernels, shape):
 
 
 def test_gradients_are_summed_over_many_samples(kernels, monkeypatch):
-    """Samples divided among several programs, the last of them with fewer."""
-    monkeypatch.setattr(kernels, "PROGRAMS", 40)
+    """With Triton, divided among several programs, the last of them with fewer."""
+    if kernels.module:
+        monkeypatch.setattr(kernels.module, "PROGRAMS", 40)
     for shape in (PLANES[1], BLOCKS[1]):
-        query, key, rotation = inputs(shape, torch.float32)
-        weights = [torch.randn(5, 2, 6, 24, device=DEVICE) for _ in "qk"]
+        query, key, rotation = inputs(kernels, shape, torch.float32)
+        weights = [torch.randn(5, 2, 6, 24, device=kernels.device) for _ in "qk"]
         found = gradients(rotate_query_key(query, key, rotation), weights, [rotation])[0]
         exact = rotation.detach().double().requires_grad_()
         outputs = [rotate(states.detach().double(), exact) for states in (query, key)]
@@ -161,24 +174,23 @@ def test_gradients_are_summed_over_many_samples(kernels, monkeypatch):
 
 
 def test_types_and_devices_that_the_kernels_leave_to_plain_operations(kernels):
-    from hf_liere import triton_kernels as compiled
-
-    assert not kernels.is_available(torch.zeros(1, 1, 1, 8, dtype=torch.float64, device=DEVICE))
-    assert not kernels.is_available(torch.zeros(1, 1, 1, 512, device=DEVICE))
-    assert not compiled.is_available(torch.zeros(1, 1, 1, 8))
+    others = {torch.float64, torch.bfloat16, torch.float16} - set(kernels.types)
+    for states in (torch.zeros(1, 1, 1, 8, dtype=dtype, device=kernels.device) for dtype in others):
+        assert rotation_kernels(states, 8) is None
+    assert rotation_kernels(torch.zeros(1, 1, 1, 8, dtype=torch.float64, device="meta"), 8) is None
+    assert not triton_kernels.is_available(torch.zeros(1, 1, 1, 512, device=kernels.device))
+    assert not triton_kernels.is_available(torch.zeros(1, 1, 1, 8))
 
 
 def test_remote_code_does_not_ask_for_triton():
     """A checkpoint's code is refused where a library is missing that it imports outside of `try`."""
-    from hf_liere import triton_kernels as kernels
-
-    assert get_imports(kernels.__file__) == ["torch"]
+    assert "triton" not in get_imports(triton_kernels.__file__)
 
 
 def test_module_loads_without_triton():
     code = (
-        "import sys, torch; sys.modules['triton'] = None; sys.path.insert(0, sys.argv[1]); import triton_kernels as kernels; "
-        "print(kernels.is_available(torch.zeros(1, 1, 1, 8)))"
+        "import sys, torch; sys.modules['triton'] = None; sys.path.insert(0, sys.argv[1]); import triton_kernels; "
+        "print(triton_kernels.is_available(torch.zeros(1, 1, 1, 8)))"
     )
     folder = os.path.dirname(hf_liere.__file__)
     output = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
@@ -193,16 +205,14 @@ POINTERS = ("query", "key", "query_out", "key_out", "query_gradient", "key_gradi
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
 def test_kernels_compile_for_cuda(capability, pointer):
     """Down to machine code, which needs no GPU, and within the shared memory that a block has there."""
-    import triton
+    triton = pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hf_liere import triton_kernels as kernels
-
     tiles = {"BLOCK_DIM": 64, "INVERSE": True, "BLOCK_TOKENS": 16, "BLOCK_SIZE": 8}
-    tiles["BLOCK_BATCH"] = kernels._block_batch(256, torch.bfloat16 if pointer == "*bf16" else torch.float32)
+    tiles["BLOCK_BATCH"] = triton_kernels._block_batch(256, torch.bfloat16 if pointer == "*bf16" else torch.float32)
     for name in ("_turn_kernel", "_angle_gradient_kernel", "_multiply_kernel", "_outer_kernel"):
-        kernel = getattr(kernels, name)
+        kernel = getattr(triton_kernels, name)
         signature, constants = {}, {}
         for argument in inspect.signature(kernel.fn).parameters:
             if argument.isupper():
@@ -220,7 +230,7 @@ def test_kernels_compile_for_cuda(capability, pointer):
 
 STEP = """
 import sys, torch, hf_liere
-from hf_liere.triton_kernels import is_available
+from hf_liere.rotation import _kernels
 torch.manual_seed(0)
 results = []
 for encoding, size in (("rope_mixed", 2), ("comrope_ld", 4), ("liere", 8), ("liere", 5)):
@@ -230,22 +240,33 @@ for encoding, size in (("rope_mixed", 2), ("comrope_ld", 4), ("liere", 8), ("lie
     logits = model(torch.randn(3, 3, 8, 8, device=sys.argv[2])).logits
     logits.square().sum().backward()
     results += [logits.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())]
-torch.save((is_available(logits), results), sys.argv[1])
+kernels = _kernels(logits, 8)
+torch.save((kernels and kernels.apply_rotation.__module__, results), sys.argv[1])
 """
 
 
 def test_training_step_is_that_of_plain_operations(tmp_path):
-    """Whole models, each in a process of its own, with kernels and (in float32, on the CPU) without."""
+    """Whole models in float32, each in a process of its own, with kernels and (on the CPU) without."""
+    modules = {None: "cpu"}
+    if CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 2):
+        modules["hf_liere.cpu_kernels"] = "cpu"
+    if triton_kernels.triton is not None:
+        modules["hf_liere.triton_kernels"] = DEVICE
     found = {}
-    for kernel, device in ((False, "cpu"), (True, DEVICE)):
-        environment = {**os.environ, "TRITON_INTERPRET": str(int(kernel and device == "cpu"))}
+    for module, device in modules.items():
+        environment = {
+            **os.environ,
+            "HF_LIERE_CPU_KERNELS": str(int(module == "hf_liere.cpu_kernels")),
+            "TRITON_INTERPRET": str(int(module == "hf_liere.triton_kernels" and device == "cpu")),
+        }
         path = str(tmp_path / "step.pt")
         process = subprocess.run(
             [sys.executable, "-c", STEP, path, device], env=environment, capture_output=True, text=True
         )
         assert process.returncode == 0, process.stderr
-        available, found[kernel] = torch.load(path)
-        assert available == kernel
-    for plain, fast in zip(found[False], found[True]):
-        # Float32 sums in another order, relative to the largest entry of each tensor.
-        torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5 * max(plain.abs().max().item(), 1e-3))
+        used, found[module] = torch.load(path)
+        assert used == module
+    for module in modules:
+        for fast, plain in zip(found[module], found[None]):
+            # Float32 sums in another order, relative to the largest entry of each tensor.
+            torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5 * max(plain.abs().max().item(), 1e-3))

@@ -13,10 +13,11 @@ import hf_liere
 PACKAGE = Path(hf_liere.__file__).parent
 ALLOWED = {
     "positions": {"torch"},
-    "exponential_gradient": {"torch"},
-    "lie_algebra": {"torch", ".exponential_gradient"},
-    "kernels": {"torch", "triton"},
-    "rotation": {"torch", ".kernels"},
+    "cpu_kernels": {"torch", "transformers"},
+    "triton_kernels": {"torch", "triton"},
+    "exponential_gradient": {"torch", ".cpu_kernels"},
+    "lie_algebra": {"torch", ".cpu_kernels", ".exponential_gradient"},
+    "rotation": {"torch", ".cpu_kernels", ".triton_kernels"},
     "encodings": {"torch", "transformers", ".lie_algebra", ".positions", ".rotation"},
     "attention": {"torch", "transformers", ".encodings", ".rotation"},
     "configuration_liere": {"transformers", "huggingface_hub"},

@@ -6,6 +6,9 @@ import torch
 from hf_liere.lie_algebra import block_rotations, plane_rotations, skew, working_dtype
 
 
+pytestmark = pytest.mark.usefixtures("both_paths")
+
+
 def exponents(positions, generators):
     return torch.einsum("pa,akij->kpij", positions, generators.double()).contiguous()
 

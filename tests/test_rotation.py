@@ -14,6 +14,9 @@ from hf_liere.positions import grid_positions, grid_rays, with_prefix
 from hf_liere.rotation import EigenRotation, fold, rotate, rotate_query_key
 
 
+pytestmark = pytest.mark.usefixtures("both_paths")
+
+
 def generators_of(seed, count, size, kind, scale):
     """Skew matrices with the spectra that break naive eigensolvers."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,0 +1,117 @@
+"""The kernels for CPUs as programs that are compiled on the user's machine: when they are used, and when not."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_liere.cpu_kernels import CPU_KERNELS, _library
+from hf_liere.lie_algebra import KEPT_SQUARES, POLYNOMIAL, block_rotations, skew
+from hf_liere.rotation import rotate_query_key
+
+
+AVAILABLE = CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 8)
+needs_compiler = pytest.mark.skipif(not AVAILABLE, reason="the kernels for CPUs need g++")
+
+ROTATE = """
+import torch
+from hf_liere.cpu_kernels import CPU_KERNELS
+from hf_liere.lie_algebra import block_rotations, skew
+rotations = block_rotations(torch.rand(6, 2, dtype=torch.float64), skew(torch.rand(2, 3, 28), 8))
+orthogonal = torch.allclose(rotations.mT @ rotations, torch.eye(8), atol=1e-6)
+print(CPU_KERNELS.is_available(rotations, torch.float32, 8) and orthogonal)
+"""
+
+
+@pytest.fixture
+def nothing_loaded():
+    """As in a new process."""
+    _library.cache_clear()
+    yield
+    _library.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        # A compiler that fails, as `false` does, and one that does not exist.
+        ({"CXX": "false"}, "plain operations"),
+        ({"CXX": "no-such-compiler"}, None),
+        ({"HF_LIERE_CPU_KERNELS": "0"}, None),
+        ({"XDG_CACHE_HOME": "/dev/null/cache"}, "/dev/null/cache"),
+    ],
+)
+def test_without_kernels_the_plain_operations_do_the_same(
+    tmp_path, monkeypatch, nothing_loaded, caplog, environment, message
+):
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
+        monkeypatch.setenv(name, value)
+    positions, generators = torch.rand(6, 2, dtype=torch.float64), skew(torch.rand(2, 3, 28) * 6, 8)
+    rotations = block_rotations(positions, generators)
+    assert not CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 8)
+    exact = torch.matrix_exp(torch.einsum("pa,akij->kpij", positions, generators.double()).contiguous())
+    # float32 rounding of numbers up to one.
+    torch.testing.assert_close(rotations.double(), exact, rtol=0, atol=2e-7)
+    assert message in caplog.text if message and AVAILABLE else not caplog.text
+
+
+@needs_compiler
+def test_processes_that_start_at_once_share_one_library(tmp_path, monkeypatch, nothing_loaded):
+    """As those of a distributed run do on a new machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = [sys.executable, "-c", ROTATE]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate(timeout=300)[0].strip() for process in processes] == ["True"] * 3
+    (library,) = (tmp_path / "hf_liere").iterdir()
+    assert library.name.startswith("cpu_kernels-8-") and library.suffix == ".so"
+    written = library.stat().st_mtime_ns
+    assert _library(8) is not None and library.stat().st_mtime_ns == written
+
+
+@needs_compiler
+def test_the_number_of_threads_changes_no_bit():
+    positions, results, threads = torch.rand(40, 2, dtype=torch.float64), [], torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            generators = skew(torch.linspace(-9, 9, 2 * 4 * 28).view(2, 4, 28), 8).requires_grad_()
+            rotations = block_rotations(positions, generators)
+            turns = CPU_KERNELS.block_turns(*saved(positions, generators.detach()))
+            states = torch.linspace(-1, 1, 2 * 3 * 5 * 16).view(2, 5, 3, 16).transpose(1, 2)
+            planes = torch.linspace(-1, 1, 3 * 5 * 16).view(1, 3, 5, 8, 2)
+            turned = CPU_KERNELS.apply_rotation(states, states, planes)
+            slopes = CPU_KERNELS.angle_gradients(turned, turned, planes.shape[:4])
+            results.append((rotations, turns, *turned, slopes))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, several) for one, several in zip(*results))
+
+
+def saved(positions, generators):
+    """What the backward pass gets."""
+    rays, squarings = torch.arange(len(positions)).unsqueeze(-1), torch.full((len(positions),), 6)
+    rotations, kept, slots = CPU_KERNELS.block_rotations(
+        positions, generators.unsqueeze(1), rays, squarings, POLYNOMIAL, KEPT_SQUARES
+    )
+    gradients = tuple(rotation.flip(0) for rotation in rotations)
+    return rotations, gradients, rays, squarings, kept, slots, KEPT_SQUARES
+
+
+@needs_compiler
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_the_loss(value):
+    states = torch.zeros(1, 1, 2, 8)
+    states[0, 0, 1, 3] = value
+    for rotation in (torch.eye(8).expand(1, 1, 2, 1, 8, 8), torch.tensor([1.0, 0.0]).expand(1, 1, 2, 4, 2)):
+        query, key = CPU_KERNELS.apply_rotation(states, states, rotation)
+        assert query[0, 0, 0].isfinite().all() and not query[0, 0, 1].isfinite().all()
+
+
+def test_tensors_without_numbers_are_left_to_plain_operations():
+    """Those of tools that estimate memory or count operations."""
+    with FakeTensorMode():
+        query, rotation = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 1, 8, 8)
+        assert not CPU_KERNELS.is_available(query, query.dtype, 8)
+        assert rotate_query_key(query, query, rotation)[0].shape == query.shape
