@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -44,7 +45,7 @@ class _Shape(ctypes.Structure):
 
 def is_available(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> bool:
     """
-    Whether the kernels take tensors like this one on the CPU for results in `dtype`, which may mean to compile them now.
+    Whether the kernels take tensors like this one on the CPU for results in `dtype`; they may be compiled for that now.
 
     Subclasses, such as those that only pretend to hold numbers or hold a part of them, are left to plain operations.
     """
@@ -55,17 +56,19 @@ def is_available(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> b
 
 @functools.cache
 def _library(block_size: int) -> ctypes.CDLL | None:
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None or not SOURCE.is_file() or os.name != "posix":
-        logger.info("Rotations on the CPU are computed by plain operations: there is no g++, or no %s.", SOURCE.name)
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    if shutil.which(compiler[0]) is None or not SOURCE.is_file() or os.name != "posix":
+        logger.info(
+            "Rotations on the CPU are computed by plain operations: there is no %s, or no %s.", compiler[0], SOURCE.name
+        )
         return None
-    command = [compiler, *FLAGS, f"-DBLOCK_SIZE={block_size}"]
+    command = [*compiler, *FLAGS, f"-DBLOCK_SIZE={block_size}"]
     try:
         path = _directory() / f"cpu_kernels-{block_size}-{_digest(command)}.so"
         if not path.is_file():
             _compile(command, path)
         return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip()
         logger.warning(
             "Rotations on the CPU are computed by plain operations, which are slower, because %s did not compile or "
@@ -84,15 +87,11 @@ def _directory() -> Path:
 
 def _digest(command: list[str]) -> str:
     """What a library depends on: a home directory may be shared by machines of several kinds."""
-    version = subprocess.run(
-        [command[0], "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT
-    ).stdout
-    cpu = [platform.machine()]
-    if Path("/proc/cpuinfo").is_file():
-        kinds = ("flags", "Features", "model name", "CPU implementer", "CPU part")
-        cpu += [
-            line for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines() if line.startswith(kinds)
-        ]
+    version = _run([*command, "--version"])
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().split("\n\n")[0].splitlines() if information.is_file() else []
+    kinds = ("flags", "Features", "model name", "CPU implementer", "CPU part")
+    cpu = [platform.machine(), *(line for line in lines if line.startswith(kinds))]
     return hashlib.sha256("\n".join([SOURCE.read_text(), *command, version, *cpu]).encode()).hexdigest()[:16]
 
 
@@ -101,17 +100,15 @@ def _compile(command: list[str], path: Path) -> None:
     descriptor, unfinished = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(descriptor)
     try:
-        subprocess.run(
-            [*command, "-o", unfinished, str(SOURCE)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=COMPILE_TIMEOUT,
-        )
+        _run([*command, "-o", unfinished, str(SOURCE)])
         os.replace(unfinished, path)
     except BaseException:
         os.unlink(unfinished)
         raise
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT).stdout
 
 
 def apply_rotation(

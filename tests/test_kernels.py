@@ -80,15 +80,14 @@ def along_angles(gradient, rotation):
     + [(shape, dtype) for shape in (PLANES[0], BLOCKS[1]) for dtype in (torch.bfloat16, torch.float16)],
 )
 def test_kernels_are_the_plain_rotation(kernels, shape, dtype):
-    if dtype not in kernels.types:
-        pytest.skip("the kernels for CPUs leave half precision to plain operations")
-    if kernels.device == "cpu" and dtype == torch.bfloat16 and len(shape) == 6:
+    if kernels.device == "cpu" and dtype == torch.bfloat16 and len(shape) == 6 and dtype in kernels.types:
         pytest.skip("Triton's interpreter multiplies the bit patterns of bfloat16 matrices; needs a GPU")
     query, key, rotation = inputs(kernels, shape, dtype)
-    assert rotation_kernels(query, shape[-1]).apply_rotation is kernels.apply_rotation
+    used = rotation_kernels(query, shape[-1])
+    assert used is None if dtype not in kernels.types else used.apply_rotation is kernels.apply_rotation
     weights = [torch.randn(5, 2, 6, 24, device=kernels.device).to(dtype) for _ in "qk"]
     found = rotate_query_key(query, key, rotation)
-    assert all(states.dtype == dtype and states.stride() == query.stride() for states in found)
+    assert all(states.dtype == dtype and (not used or states.stride() == query.stride()) for states in found)
     exact = [tensor.detach().double().requires_grad_() for tensor in (query, key, rotation)]
     expected = [rotate(states, exact[2]) for states in exact[:2]]
     close = {"rtol": TOLERANCES[dtype], "atol": TOLERANCES[dtype]}
