@@ -37,6 +37,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 import hf_liere
+from hf_liere.cpu_kernels import CPU_KERNELS
 from training.benchmark_models import (
     SIZES,
     BenchmarkError,
@@ -384,6 +385,8 @@ def machine(device: str) -> dict:
     found = {"cpu": name, "cores": os.cpu_count(), "threads": torch.get_num_threads(), **versions}
     if device.startswith("cuda"):
         found["gpu"] = torch.cuda.get_device_name(device)
+    elif device == "cpu":
+        found["kernels"] = "C++" if CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 2) else "none"
     return found
 
 
