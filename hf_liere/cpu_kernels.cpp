@@ -24,12 +24,13 @@ constexpr int VECTOR_BYTES = 16;
 namespace {
 
 constexpr int SIZE = BLOCK_SIZE;
+// Above the diagonal.
 constexpr int ENTRIES = SIZE * (SIZE - 1) / 2;
-// Vectors with which half of two channels each are worked on.
 constexpr int PLANE_LANES = VECTOR_BYTES / static_cast<int>(sizeof(float));
 
 constexpr int power_of_two_from(int number) { return number <= 1 ? 1 : 2 * power_of_two_from((number + 1) / 2); }
 
+// How matrices of T are stored and multiplied.
 template <typename T>
 struct Layout {
     static constexpr int LANES = std::min(VECTOR_BYTES / static_cast<int>(sizeof(T)), power_of_two_from(SIZE));
@@ -320,6 +321,7 @@ INLINE void outer_columns(float* out, const std::vector<const float*>& gradients
 typedef float Lanes __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t Places __attribute__((vector_size(VECTOR_BYTES)));
 
+// Each pair (x₀, x₁) replaced by (x_EVEN, x_ODD).
 template <int EVEN, int ODD>
 INLINE Lanes pairwise(Lanes vector) {
     Places places;
@@ -334,6 +336,7 @@ INLINE Lanes pairwise(Lanes vector) {
 
 extern "C" {
 
+// cpu_kernels.block_rotations: a ray of a group at a time.
 void hf_liere_rotations(const double* positions, const double* generators, int64_t axes, int64_t groups, int64_t blocks,
                         int64_t tokens, const int64_t* rays, int64_t ray_count, int64_t longest,
                         const int64_t* squarings, const int64_t* slots, float* kept, int64_t kept_count,
@@ -347,7 +350,8 @@ void hf_liere_rotations(const double* positions, const double* generators, int64
     if (kept) prefer_huge_pages(kept, groups * kept_count * group_numbers * sizeof(float));
 #pragma omp parallel num_threads(threads)
     {
-        Scratch* scratch = new Scratch();
+        std::vector<Scratch> own(1);
+        Scratch& scratch = own[0];
 #pragma omp for schedule(dynamic, 1)
         for (int64_t work = 0; work < groups * (ray_count + 1); ++work) {
             const int64_t group = work / (ray_count + 1), ray = work % (ray_count + 1);
@@ -362,7 +366,7 @@ void hf_liere_rotations(const double* positions, const double* generators, int64
             double scale = 1;
             for (int64_t s = 0; s < squarings[ray]; ++s) scale /= 2;
             for (int64_t block = 0; block < blocks; ++block) {
-                auto& exponent = scratch->exponent;
+                auto& exponent = scratch.exponent;
                 for (int64_t axis = 0; axis < axes; ++axis) {
                     const double coordinate = positions[multiples[0] * axes + axis] * scale;
                     const double* generator =
@@ -372,8 +376,8 @@ void hf_liere_rotations(const double* positions, const double* generators, int64
                             exponent.row(i)[j] =
                                 (axis ? exponent.row(i)[j] : 0.0) + coordinate * generator[i * SIZE + j];
                 }
-                exponential(*scratch, polynomial);
-                Matrix<double>*square = &scratch->combinations[1], *spare = &scratch->combinations[0];
+                exponential(scratch, polynomial);
+                Matrix<double>*square = &scratch.combinations[1], *spare = &scratch.combinations[0];
                 for (int64_t s = 0; s < squarings[ray]; ++s) {
                     if (kept && s % kept_squares == 0)
                         square->write(kept + (group * kept_count + slots[ray] + s / kept_squares) * group_numbers +
@@ -382,7 +386,7 @@ void hf_liere_rotations(const double* positions, const double* generators, int64
                     std::swap(square, spare);
                 }
                 const Matrix<double>& first = *square;
-                Matrix<double>*rotation = spare, *next = &scratch->combinations[2];
+                Matrix<double>*rotation = spare, *next = &scratch.combinations[2];
                 first.write(out[group] + multiples[0] * group_numbers + block * block_numbers);
                 for (int64_t k = 1; k < longest && multiples[k] >= 0; ++k) {
                     multiply(*next, k == 1 ? first : *rotation, first);
@@ -391,10 +395,10 @@ void hf_liere_rotations(const double* positions, const double* generators, int64
                 }
             }
         }
-        delete scratch;
     }
 }
 
+// cpu_kernels.block_turns: a ray of a group at a time.
 void hf_liere_turns(int64_t groups, int64_t blocks, const int64_t* rays, int64_t ray_count, int64_t longest,
                     const int64_t* squarings, const int64_t* slots, const float* kept, int64_t kept_count,
                     int64_t kept_squares, const float* const* rotations, const float* const* gradients, float* entries,
@@ -402,7 +406,7 @@ void hf_liere_turns(int64_t groups, int64_t blocks, const int64_t* rays, int64_t
     const int64_t block_numbers = SIZE * SIZE, group_numbers = blocks * block_numbers;
 #pragma omp parallel num_threads(threads)
     {
-        auto* scratch = new Matrix<float>[9];
+        std::vector<Matrix<float>> scratch(9);
         Matrix<float>&rotation = scratch[0], &gradient = scratch[1], &turn = scratch[2], &total = scratch[3];
         Matrix<float>&first = scratch[4], &tail = scratch[5], &spare = scratch[6];
 #pragma omp for schedule(dynamic, 1)
@@ -447,10 +451,10 @@ void hf_liere_turns(int64_t groups, int64_t blocks, const int64_t* rays, int64_t
                     for (int j = i + 1; j < SIZE; ++j) *target++ = total.row(i)[j];
             }
         }
-        delete[] scratch;
     }
 }
 
+// cpu_kernels.moments_gradient, as exponential_gradient.GradientMoments._gradient: a block of a group at a time.
 void hf_liere_moments_gradient(const float* generators, int64_t axes, int64_t groups, int64_t blocks,
                                const float* moments, int64_t monomials, const double* coefficients, int64_t degrees,
                                const int64_t* level_sizes, const int64_t* raised, float* out, int threads) {
@@ -496,13 +500,15 @@ void hf_liere_moments_gradient(const float* generators, int64_t axes, int64_t gr
     }
 }
 
+// cpu_kernels.apply_rotation for blocks: those of a token and head at a time, for all samples that share them.
 void hf_liere_multiply(const Shape* shape, const Pair* states, const Pair* out, const float* rotation,
                        const Steps* rotation_steps, int inverse, int threads) {
     const int64_t samples = shape->rotation_batch > 1 ? 1 : shape->batch;
     const int64_t width = shape->blocks * SIZE;
 #pragma omp parallel num_threads(threads)
     {
-        auto* right = new Matrix<float>();
+        std::vector<Matrix<float>> own(1);
+        Matrix<float>& right = own[0];
         std::vector<const float*> from(2 * samples);
         std::vector<float*> to(2 * samples);
 #pragma omp for schedule(static)
@@ -519,28 +525,28 @@ void hf_liere_multiply(const Shape* shape, const Pair* states, const Pair* out, 
             const float* source = rotation + rotation_steps->at(first, head, token);
             for (int64_t block = 0; block < shape->blocks; ++block, source += SIZE * SIZE) {
                 if (inverse)
-                    right->read(source);
+                    right.read(source);
                 else
-                    right->read_transposed(source);
+                    right.read_transposed(source);
                 constexpr int ROWS = Layout<float>::TILE_COLUMNS <= 2 ? 8 : 4;
                 int64_t row = 0;
                 for (; row + ROWS <= 2 * samples; row += ROWS)
-                    multiply_states<ROWS>(&to[row], &from[row], right->numbers);
-                for (; row < 2 * samples; row += 2) multiply_states<2>(&to[row], &from[row], right->numbers);
+                    multiply_states<ROWS>(&to[row], &from[row], right.numbers);
+                for (; row < 2 * samples; row += 2) multiply_states<2>(&to[row], &from[row], right.numbers);
                 for (auto& each : from) each += SIZE;
                 for (auto& each : to) each += SIZE;
             }
         }
-        delete right;
     }
 }
 
+// cpu_kernels.outer_products, likewise.
 void hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pair* states, float* out,
                              const Steps* out_steps, const float* rotation, const Steps* rotation_steps, int threads) {
     const int64_t samples = shape->rotation_batch > 1 ? 1 : shape->batch;
 #pragma omp parallel num_threads(threads)
     {
-        auto* scratch = new Matrix<float>[3];
+        std::vector<Matrix<float>> scratch(3);
         std::vector<const float*> left(2 * samples), right(2 * samples);
 #pragma omp for schedule(static)
         for (int64_t work = 0; work < shape->rotation_batch * shape->tokens * shape->heads; ++work) {
@@ -563,10 +569,10 @@ void hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pa
                 for (auto& each : right) each += SIZE;
             }
         }
-        delete[] scratch;
     }
 }
 
+// cpu_kernels.apply_rotation for planes: a token of a sample at a time.
 void hf_liere_turn_planes(const Shape* shape, const Pair* states, const Pair* out, const float* planes,
                           const Steps* plane_steps, int inverse, int threads) {
     const int64_t width = 2 * shape->blocks;
@@ -597,6 +603,7 @@ void hf_liere_turn_planes(const Shape* shape, const Pair* states, const Pair* ou
     }
 }
 
+// cpu_kernels.angle_gradients: a token and head at a time.
 void hf_liere_angle_gradients(const Shape* shape, const Pair* gradients, const Pair* states, float* out,
                               const Steps* out_steps, int threads) {
     const int64_t samples = shape->rotation_batch > 1 ? 1 : shape->batch, width = 2 * shape->blocks;
