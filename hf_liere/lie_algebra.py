@@ -162,8 +162,9 @@ class Rays(NamedTuple):
 
     @classmethod
     def from_lists(cls, rays: list[list[int]]) -> "Rays":
-        longest = max(map(len, rays), default=0)
-        return cls(torch.tensor([ray + [-1] * (longest - len(ray)) for ray in rays]).view(len(rays), longest))
+        longest = max(map(len, rays), default=1)
+        tokens = torch.tensor([ray + [-1] * (longest - len(ray)) for ray in rays], dtype=torch.long)
+        return cls(tokens.view(len(rays), longest))
 
 
 class _Piece(NamedTuple):
