@@ -164,16 +164,6 @@ void multiply(Matrix<T>& out, const Matrix<T>& left, const Matrix<T>& right) {
     multiply_columns<T, TRANSPOSED, ADD>(out.numbers, left.numbers, right.numbers);
 }
 
-// Fresh memory costs more to get, page by page, than to fill.
-void prefer_huge_pages(void* memory, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-    constexpr uintptr_t HUGE_PAGE = 1 << 21;
-    const uintptr_t start = (reinterpret_cast<uintptr_t>(memory) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / HUGE_PAGE * HUGE_PAGE;
-    if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-#endif
-}
-
 // left · right, or what is there plus that, where the result is symmetric (SIGN 1) or skew-symmetric (SIGN −1): the
 // tiles that touch the lower triangle, and their mirror images.
 template <int SIGN, bool ADD = false, typename T>
@@ -254,7 +244,7 @@ struct Shape {
 template <int ROWS, int COLUMNS>
 INLINE void states_tile(float* const* out, const float* const* states, const float* right, int offset) {
     using L = Layout<float>;
-    using Vector = L::Vector;
+    using Vector = typename L::Vector;
     Vector sums[ROWS][COLUMNS];
     for (int r = 0; r < ROWS; ++r)
         for (int c = 0; c < COLUMNS; ++c) sums[r][c] = Vector{};
@@ -282,12 +272,21 @@ INLINE void multiply_states(float* const* out, const float* const* states, const
     }
 }
 
+// An even number of states, as rows, times `right`.
+INLINE void multiply_all_states(const std::vector<float*>& out, const std::vector<const float*>& states,
+                                const Matrix<float>& right) {
+    constexpr size_t ROWS = Layout<float>::TILE_COLUMNS <= 2 ? 8 : 4;
+    size_t row = 0;
+    for (; row + ROWS <= states.size(); row += ROWS) multiply_states<ROWS>(&out[row], &states[row], right.numbers);
+    for (; row < states.size(); row += 2) multiply_states<2>(&out[row], &states[row], right.numbers);
+}
+
 // Rows of Σ g rᵀ.
 template <int ROWS, int COLUMNS>
 INLINE void outer_tile(float* out, const std::vector<const float*>& gradients, const std::vector<const float*>& states,
                        int row, int offset) {
     using L = Layout<float>;
-    using Vector = L::Vector;
+    using Vector = typename L::Vector;
     Vector sums[ROWS][COLUMNS];
     for (int r = 0; r < ROWS; ++r)
         for (int c = 0; c < COLUMNS; ++c) sums[r][c] = Vector{};
@@ -336,6 +335,16 @@ INLINE Lanes pairwise(Lanes vector) {
 
 extern "C" {
 
+// Fresh memory costs more to get, page by page, than to fill.
+void hf_liere_prefer_huge_pages(void* memory, int64_t bytes, int) {
+#ifdef MADV_HUGEPAGE
+    constexpr uintptr_t HUGE_PAGE = 1 << 21;
+    const uintptr_t start = (reinterpret_cast<uintptr_t>(memory) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / HUGE_PAGE * HUGE_PAGE;
+    if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+#endif
+}
+
 // cpu_kernels.block_rotations: a ray of a group at a time.
 void hf_liere_rotations(const double* positions, const double* generators, int64_t axes, int64_t groups, int64_t blocks,
                         int64_t tokens, const int64_t* rays, int64_t ray_count, int64_t longest,
@@ -345,9 +354,6 @@ void hf_liere_rotations(const double* positions, const double* generators, int64
     std::vector<char> reached(tokens, 0);
     for (int64_t i = 0; i < ray_count * longest; ++i)
         if (rays[i] >= 0) reached[rays[i]] = 1;
-    for (int64_t group = 0; group < groups; ++group)
-        prefer_huge_pages(out[group], tokens * group_numbers * sizeof(float));
-    if (kept) prefer_huge_pages(kept, groups * kept_count * group_numbers * sizeof(float));
 #pragma omp parallel num_threads(threads)
     {
         std::vector<Scratch> own(1);
@@ -528,11 +534,7 @@ void hf_liere_multiply(const Shape* shape, const Pair* states, const Pair* out, 
                     right.read(source);
                 else
                     right.read_transposed(source);
-                constexpr int ROWS = Layout<float>::TILE_COLUMNS <= 2 ? 8 : 4;
-                int64_t row = 0;
-                for (; row + ROWS <= 2 * samples; row += ROWS)
-                    multiply_states<ROWS>(&to[row], &from[row], right.numbers);
-                for (; row < 2 * samples; row += 2) multiply_states<2>(&to[row], &from[row], right.numbers);
+                multiply_all_states(to, from, right);
                 for (auto& each : from) each += SIZE;
                 for (auto& each : to) each += SIZE;
             }
@@ -547,7 +549,10 @@ void hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pa
 #pragma omp parallel num_threads(threads)
     {
         std::vector<Matrix<float>> scratch(3);
-        std::vector<const float*> left(2 * samples), right(2 * samples);
+        std::vector<const float*> left(2 * samples), right(2 * samples), turned_back(2 * samples);
+        std::vector<float> numbers(2 * samples * SIZE);
+        std::vector<float*> rows(2 * samples);
+        for (int64_t i = 0; i < 2 * samples; ++i) turned_back[i] = rows[i] = &numbers[i * SIZE];
 #pragma omp for schedule(static)
         for (int64_t work = 0; work < shape->rotation_batch * shape->tokens * shape->heads; ++work) {
             const int64_t head = work % shape->heads, token = work / shape->heads % shape->tokens;
@@ -559,12 +564,13 @@ void hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pa
                 }
             float* target = out + out_steps->at(first, head, token);
             for (int64_t block = 0; block < shape->blocks; ++block, target += SIZE * SIZE) {
-                outer_columns(scratch[0].numbers, left, right);
-                if (rotation) {
-                    scratch[1].read(rotation + rotation_steps->at(first, head, token) + block * SIZE * SIZE);
-                    multiply(scratch[2], scratch[0], scratch[1]);
-                }
-                scratch[rotation ? 2 : 0].write(target);
+                if (rotation) scratch[1].read(rotation + rotation_steps->at(first, head, token) + block * SIZE * SIZE);
+                // Few states are sooner turned back one by one: (Σ g rᵀ) R = Σ g (Rᵀ r)ᵀ.
+                const bool by_states = rotation && 2 * samples < SIZE;
+                if (by_states) multiply_all_states(rows, right, scratch[1]);
+                outer_columns(scratch[0].numbers, left, by_states ? turned_back : right);
+                if (rotation && !by_states) multiply(scratch[2], scratch[0], scratch[1]);
+                scratch[rotation && !by_states ? 2 : 0].write(target);
                 for (auto& each : left) each += SIZE;
                 for (auto& each : right) each += SIZE;
             }

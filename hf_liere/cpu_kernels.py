@@ -29,6 +29,8 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 # In seconds; a few are usual.
 COMPILE_TIMEOUT = 120
+# Two huge pages of the usual 2 MiB, of which at least one is whole.
+HUGE_BYTES = 1 << 22
 
 
 class _Steps(ctypes.Structure):
@@ -116,7 +118,7 @@ def apply_rotation(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As [`triton_kernels.apply_rotation`], on CPUs."""
     query, key, rotation = _rows(query), _rows(key), _blocks(rotation)
-    out = torch.empty_like(query), torch.empty_like(key)
+    out = _fresh(torch.empty_like(query)), _fresh(torch.empty_like(key))
     size = 2 if rotation.ndim == 5 else rotation.shape[-1]
     name = "hf_liere_turn_planes" if rotation.ndim == 5 else "hf_liere_multiply"
     _call(size, name, _shape(query, rotation.shape), _pair((query, key)), _pair(out), *_shared(rotation), inverse)
@@ -137,8 +139,8 @@ def outer_products(
 ) -> torch.Tensor:
     """As [`triton_kernels.outer_products`], on CPUs."""
     gradients, rotated = [_rows(each) for each in gradients], [_rows(each) for each in rotated]
-    out = rotated[0].new_empty(shape[0], shape[2], rotated[0].shape[1], shape[3], block_size, block_size)
-    out = out.transpose(1, 2)
+    out = torch.empty(shape[0], shape[2], rotated[0].shape[1], shape[3], block_size, block_size)
+    out = _fresh(out).transpose(1, 2)
     factor = (None, None) if rotation is None else _shared(_blocks(rotation))
     states = _pair(gradients), _pair(rotated)
     _call(block_size, "hf_liere_outer_products", _shape(rotated[0], shape), *states, *_shared(out), *factor)
@@ -171,10 +173,10 @@ def block_rotations(
     positions, generators = positions.contiguous(), generators.to(torch.float64).contiguous()
     rays, squarings = rays.contiguous(), squarings.contiguous()
     coefficients = torch.tensor(polynomial, dtype=torch.float64)
-    rotations = tuple(torch.empty(len(positions), blocks, size, size) for _ in range(groups))
+    rotations = tuple(_fresh(torch.empty(len(positions), blocks, size, size)) for _ in range(groups))
     counts = (squarings + (kept_squares or 1) - 1) // (kept_squares or 1)
     slots = counts.cumsum(0) - counts
-    kept = None if kept_squares is None else torch.empty(groups, int(counts.sum()), blocks, size, size)
+    kept = None if kept_squares is None else _fresh(torch.empty(groups, int(counts.sum()), blocks, size, size))
     _call(
         size,
         "hf_liere_rotations",
@@ -210,7 +212,7 @@ def block_turns(
     _, blocks, size, _ = rotations[0].shape
     gradients = tuple(gradient.contiguous() for gradient in gradients)
     rays, squarings = rays.contiguous(), squarings.contiguous()
-    entries = torch.empty(len(rotations), len(rays), blocks * (size * (size - 1) // 2))
+    entries = _fresh(torch.empty(len(rotations), len(rays), blocks * (size * (size - 1) // 2)))
     _call(
         size,
         "hf_liere_turns",
@@ -272,6 +274,13 @@ def _call(block_size: int, name: str, *arguments) -> None:
             argument = ctypes.c_int(argument)
         passed.append(argument)
     getattr(_library(block_size), name)(*passed, ctypes.c_int(torch.get_num_threads()))
+
+
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor in memory that is filled soon."""
+    if tensor.nbytes >= HUGE_BYTES:
+        _call(2, "hf_liere_prefer_huge_pages", tensor, *_sizes(tensor.nbytes))
+    return tensor
 
 
 def _sizes(*sizes: int) -> list[ctypes.c_int64]:
