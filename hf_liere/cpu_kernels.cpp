@@ -184,6 +184,13 @@ void multiply_half(Matrix<T>& out, const Matrix<T>& left, const Matrix<T>& right
     }
 }
 
+// A matrix that is needed next, where it is too large for the hardware to have seen it coming.
+INLINE void prefetch(const float* matrix) {
+    constexpr int LINE = 64 / sizeof(float);
+    if constexpr (SIZE >= 32)
+        for (int i = 0; i < SIZE * SIZE; i += LINE) __builtin_prefetch(matrix + i);
+}
+
 struct Scratch {
     Matrix<double> exponent, second, third, sixth, combinations[5];
 };
@@ -534,6 +541,7 @@ void hf_liere_multiply(const Shape* shape, const Pair* states, const Pair* out, 
                     right.read(source);
                 else
                     right.read_transposed(source);
+                prefetch(source + SIZE * SIZE);
                 multiply_all_states(to, from, right);
                 for (auto& each : from) each += SIZE;
                 for (auto& each : to) each += SIZE;
@@ -565,6 +573,7 @@ void hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pa
             float* target = out + out_steps->at(first, head, token);
             for (int64_t block = 0; block < shape->blocks; ++block, target += SIZE * SIZE) {
                 if (rotation) scratch[1].read(rotation + rotation_steps->at(first, head, token) + block * SIZE * SIZE);
+                if (rotation) prefetch(rotation + rotation_steps->at(first, head, token) + (block + 1) * SIZE * SIZE);
                 // Few states are sooner turned back one by one: (Σ g rᵀ) R = Σ g (Rᵀ r)ᵀ.
                 const bool by_states = rotation && 2 * samples < SIZE;
                 if (by_states) multiply_all_states(rows, right, scratch[1]);
