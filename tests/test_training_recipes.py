@@ -15,9 +15,10 @@ from transformers import AutoModelForImageClassification, AutoModelForVideoClass
 
 import hf_liere
 from hf_liere import RotaryPatchConfig
-from training import evaluate_sweep
+from training import evaluate_sweep, object_detection
 from training.arguments import InputError, architecture_fields, parse_arguments
 from training.augmentation import IGNORED_LABEL
+from training.models import resolve_config, resolve_image_size
 from training.trainer import ClassificationTrainer
 
 
@@ -32,7 +33,7 @@ LINES = {
 }
 SWEEPS = sorted((ROOT / "training" / "sweeps").glob("*.yaml"))
 FULL = sorted(name for name in RECIPES if not name.endswith("_mini"))
-# What starts from another model's weights, and the detector, are no classifiers of their own.
+# What starts from another model's weights, and the detector, have tests of their own.
 CLASSIFIERS = sorted(set(FULL) - {"clip_finetuning", "coco", "imagenet_256"})
 CLASSES = {"cifar100": 100, "arrows": 4, "rsna": 2, "ucf101": 101, "ucf101_comrope": 101}
 # Training images or videos: CIFAR-100, the paper's arrows, UCF101's first split, COCO 2017, ImageNet-1k.
@@ -40,6 +41,15 @@ SIZES = {"cifar100": 50_000, "arrows": 800_000, "ucf101": 9_537, "ucf101_comrope
 # Training examinations of the RSNA's challenge.
 SIZES["rsna"] = 21_784
 IMAGENET = 1_281_167
+
+
+def linear(inputs, outputs):
+    """Parameters of a linear layer, or of a convolution with so many inputs in its window."""
+    return inputs * outputs + outputs
+
+
+# Patches, class token, last norm and ImageNet's classes of ViT-B/16.
+VIT_BASE_ENDS = linear(16 * 16 * 3, 768) + 768 + 2 * 768 + linear(768, 1000)
 
 
 def script_of(name):
@@ -60,6 +70,12 @@ def parameters(name, *flags):
     auto_class = AutoModelForVideoClassification if is_video else AutoModelForImageClassification
     with torch.device("meta"):
         return auto_class.from_config(config).num_parameters()
+
+
+def replaced(flags, name, other, value):
+    """A line with another flag and value in the place of one that it has."""
+    place = flags.index(name)
+    return [*flags[:place], other, value, *flags[place + 2 :]]
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
@@ -108,6 +124,63 @@ def test_full_recipes_make_their_models(name):
 
 def test_the_imagenet_model_has_the_parameters_of_the_paper():
     assert parameters("imagenet", "--position_encoding", "absolute") / 1e6 == pytest.approx(86.54, abs=0.005)
+
+
+@pytest.mark.parametrize("encoding, positions", [("absolute", 197 * 768), ("liere", 12 * 12 * 8 * 28 * 2)])
+def test_the_model_of_imagenet_is_the_same_at_256_pixels(encoding, positions, tmp_path):
+    """A table keeps its 14 × 14 positions and is interpolated, LieRE8 has blocks of 28 free entries on two axes."""
+    trained = parse("imagenet", "--position_encoding", encoding)[0]
+    trained.config_class(num_labels=1000, **trained.architecture()).save_pretrained(tmp_path)
+    model_args = parse("imagenet_256", "--model_name_or_path", str(tmp_path))[0]
+    config = resolve_config(model_args)
+    assert config.position_encoding == encoding and resolve_image_size(model_args, config) == (256, 256)
+    with torch.device("meta"):
+        model = AutoModelForImageClassification.from_config(config)
+    assert model.num_parameters() == 12 * 7_085_568 + VIT_BASE_ENDS + positions
+
+
+def test_the_detector_is_deformable_detr_on_a_small_vit():
+    """Layers, heads and queries as Zhu et al. (2021) have them, each layer refining the boxes of the one before."""
+    model_args, detector_args, _, _ = parse("coco")
+    config = object_detection.build_config(model_args, detector_args)
+    with torch.device("meta"):
+        detector = object_detection.build_detector(
+            model_args, detector_args, config, [str(number) for number in range(80)]
+        )
+    # timm's vit_small_patch16_224 without its table of 197 positions; ComRoPE-LD's blocks have 28 entries, 2 factors.
+    backbone = 12 * 1_774_464 + linear(16 * 16 * 3, 384) + 384 + 2 * 384 + 12 * 6 * 8 * (28 + 2)
+    norm, levels, points = 2 * 256, 4, 4
+    projections = linear(384, 256) + linear(9 * 384, 256) + 2 * linear(9 * 256, 256) + 4 * norm
+    deformable = linear(256, 8 * levels * points * 2) + linear(256, 8 * levels * points) + 2 * linear(256, 256)
+    feed_forward = linear(256, 1024) + linear(1024, 256) + norm
+    encoder = deformable + norm + feed_forward
+    decoder = 4 * linear(256, 256) + norm + encoder
+    boxes = 2 * linear(256, 256) + linear(256, 4)
+    queries = 300 * 2 * 256 + linear(256, 2)
+    # The authors' code has a classifier per layer, transformers one for all.
+    expected = backbone + projections + levels * 256 + 6 * (encoder + decoder + boxes) + linear(256, 80) + queries
+    assert detector.num_parameters() == expected
+
+
+def test_clip_is_fine_tuned_whole_with_and_without_rotations(tmp_path):
+    """OpenAI's CLIP ViT-B/16 by its size, with ImageNet's thousand classes."""
+    script, line = script_of("clip_finetuning"), LINES["clip_finetuning"][1]
+    size = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+    size |= {"image_size": 224, "patch_size": 16}
+    images = write_parquet(tmp_path / "images.parquet", 1000, num_labels=1000)
+    flags = replaced(line, "--model_name_or_path", "--vision_config", json.dumps(size))
+    flags = replaced(flags, "--dataset_name", "--train_files", images)
+    flags = replaced(flags, "--output_dir", "--output_dir", str(tmp_path / "run"))
+    flags += ["--validation_files", images, "--use_cpu", "true", "--bf16", "false"]
+    run = script.Run([str(RECIPES["clip_finetuning"]), *flags])
+    assert list(run.patches) == ["patched", "unpatched"]
+    with torch.device("meta"):
+        classifiers = [run.build_classifier(config) for config in run.patches.values()]
+    patched, unpatched = (sum(parameter.numel() for parameter in model.parameters()) for model in classifiers)
+    # Biases of query, key and value; patches without a bias; a norm more, in front.
+    tower = 12 * (7_085_568 + 3 * 768) + 16 * 16 * 3 * 768 + 768 + 197 * 768 + 2 * 2 * 768
+    assert unpatched == tower + linear(768, 1000)
+    assert patched == tower + linear(768, 1000) + 12 * 12 * 8 * (28 + 2)
 
 
 @pytest.mark.parametrize("name", ["ucf101", "rsna", "ucf101_comrope"])
