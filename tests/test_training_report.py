@@ -201,7 +201,7 @@ def test_no_two_encodings_of_a_picture_look_alike():
     styles = plots._styles(names)
     for name in ("color", "marker"):
         assert len({style[name] for style in styles.values()}) == 8
-    some = plots._styles(["ComRoPE-LD", "LieRE8"])
+    some = plots._styles(["ComRoPE-LD", "LieRE8", "LieRE32"])
     assert all(styles[name] == style for name, style in some.items())
 
 

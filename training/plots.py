@@ -158,7 +158,9 @@ def _styles(rows: list[str]) -> dict[str, dict[str, Any]]:
         owners.setdefault(_encoding(row), row)
     owners.pop(None, None)
     places = {row: place for place, row in owners.items()}
-    left = [place for place in range(len(STYLES)) if place not in owners] or [0]
+    # First what no encoding owns, so that it does not depend on which others there are.
+    free = [place for place in range(len(STYLES)) if place not in owners]
+    left = sorted(free, key=lambda place: ENCODINGS[place] != "") or [0]
     others = [row for row in rows if row not in places]
     places |= {row: left[number % len(left)] for number, row in enumerate(others)}
     return {row: STYLES[place] for row, place in places.items()}
