@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.utils import logging
 
 
@@ -49,8 +50,11 @@ def is_available(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> b
     """
     Whether the kernels take tensors like this one on the CPU for results in `dtype`; they may be compiled for that now.
 
-    Subclasses, such as those that only pretend to hold numbers or hold a part of them, are left to plain operations.
+    Subclasses, such as those that only pretend to hold numbers or hold a part of them, are left to plain operations,
+    and so is everything where operations are watched, to be traced or counted.
     """
+    if torch.jit.is_tracing() or is_in_torch_dispatch_mode():
+        return False
     if tensor.device.type != "cpu" or dtype != torch.float32 or type(tensor) is not torch.Tensor:
         return False
     return os.environ.get("HF_LIERE_CPU_KERNELS", "1") != "0" and _library(block_size) is not None

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_liere.cpu_kernels import CPU_KERNELS, _library
 from hf_liere.lie_algebra import KEPT_SQUARES, POLYNOMIAL, block_rotations, skew
@@ -115,3 +116,16 @@ def test_tensors_without_numbers_are_left_to_plain_operations():
         query, rotation = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 1, 8, 8)
         assert not CPU_KERNELS.is_available(query, query.dtype, 8)
         assert rotate_query_key(query, query, rotation)[0].shape == query.shape
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [(1, 1, 2, 4, 2), (1, 1, 2, 1, 8, 8)])
+def test_where_operations_are_watched_they_are_plain(shape):
+    """A traced graph would hold what kernels return as constants."""
+    rotation, (first, second) = torch.randn(shape), torch.randn(2, 1, 1, 2, 8)
+    traced = torch.jit.trace(lambda states: rotate_query_key(states, states, rotation), first)
+    # float32 sums in another order.
+    torch.testing.assert_close(traced(second), rotate_query_key(second, second, rotation), rtol=1e-4, atol=1e-5)
+    with FlopCounterMode(display=False):
+        assert not CPU_KERNELS.is_available(first, torch.float32, 8)
+    assert CPU_KERNELS.is_available(first, torch.float32, 8)
