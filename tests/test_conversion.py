@@ -325,8 +325,11 @@ def test_logits_survive_a_fresh_process(converted, tmp_path, package):
         [sys.executable, "-c", source], cwd=directory, env=environment, capture_output=True, text=True, timeout=300
     )
     assert process.returncode == 0, process.stderr
+    # Code that comes with a checkpoint has no kernels for CPUs: float32 sums in another order.
+    tolerance = 0 if package else 1e-5
     for name in names:
-        assert torch.equal(torch.load(directory / f"{name}.logits.pt"), torch.load(directory / f"{name}.expected.pt"))
+        logits, expected = (torch.load(directory / f"{name}.{kind}.pt") for kind in ("logits", "expected"))
+        torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_directory_is_complete(converted):
