@@ -122,8 +122,8 @@ def apply_rotation(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As [`triton_kernels.apply_rotation`], on CPUs."""
     query, key, rotation = _rows(query), _rows(key), _blocks(rotation)
-    out = _fresh(torch.empty_like(query)), _fresh(torch.empty_like(key))
     size = 2 if rotation.ndim == 5 else rotation.shape[-1]
+    out = _prefer_huge_pages(torch.empty_like(query), size), _prefer_huge_pages(torch.empty_like(key), size)
     name = "hf_liere_turn_planes" if rotation.ndim == 5 else "hf_liere_multiply"
     _call(size, name, _shape(query, rotation.shape), _pair((query, key)), _pair(out), *_shared(rotation), inverse)
     return out
@@ -133,7 +133,7 @@ def angle_gradients(gradients, rotated, shape: torch.Size) -> torch.Tensor:
     """As [`triton_kernels.angle_gradients`], on CPUs."""
     gradients, rotated = [_rows(each) for each in gradients], [_rows(each) for each in rotated]
     shapes = _shape(rotated[0], shape)
-    out = rotated[0].new_empty(shape[0], shape[2], rotated[0].shape[1], shape[3]).transpose(1, 2)
+    out = _empty(2, shape[0], shape[2], rotated[0].shape[1], shape[3]).transpose(1, 2)
     _call(2, "hf_liere_angle_gradients", shapes, _pair(gradients), _pair(rotated), *_shared(out))
     return out.sum_to_size(shape)
 
@@ -143,8 +143,8 @@ def outer_products(
 ) -> torch.Tensor:
     """As [`triton_kernels.outer_products`], on CPUs."""
     gradients, rotated = [_rows(each) for each in gradients], [_rows(each) for each in rotated]
-    out = torch.empty(shape[0], shape[2], rotated[0].shape[1], shape[3], block_size, block_size)
-    out = _fresh(out).transpose(1, 2)
+    out = _empty(block_size, shape[0], shape[2], rotated[0].shape[1], shape[3], block_size, block_size)
+    out = out.transpose(1, 2)
     factor = (None, None) if rotation is None else _shared(_blocks(rotation))
     states = _pair(gradients), _pair(rotated)
     _call(block_size, "hf_liere_outer_products", _shape(rotated[0], shape), *states, *_shared(out), *factor)
@@ -176,11 +176,11 @@ def block_rotations(
     groups, blocks, size = generators.shape[1:4]
     positions, generators = positions.contiguous(), generators.to(torch.float64).contiguous()
     rays, squarings = rays.contiguous(), squarings.contiguous()
-    coefficients = torch.tensor(polynomial, dtype=torch.float64)
-    rotations = tuple(_fresh(torch.empty(len(positions), blocks, size, size)) for _ in range(groups))
+    coefficients = torch.tensor(polynomial, dtype=torch.float64, device="cpu")
+    rotations = tuple(_empty(size, len(positions), blocks, size, size) for _ in range(groups))
     counts = (squarings + (kept_squares or 1) - 1) // (kept_squares or 1)
     slots = counts.cumsum(0) - counts
-    kept = None if kept_squares is None else _fresh(torch.empty(groups, int(counts.sum()), blocks, size, size))
+    kept = None if kept_squares is None else _empty(size, groups, int(counts.sum()), blocks, size, size)
     _call(
         size,
         "hf_liere_rotations",
@@ -216,7 +216,7 @@ def block_turns(
     _, blocks, size, _ = rotations[0].shape
     gradients = tuple(gradient.contiguous() for gradient in gradients)
     rays, squarings = rays.contiguous(), squarings.contiguous()
-    entries = _fresh(torch.empty(len(rotations), len(rays), blocks * (size * (size - 1) // 2)))
+    entries = _empty(size, len(rotations), len(rays), blocks * (size * (size - 1) // 2))
     _call(
         size,
         "hf_liere_turns",
@@ -245,7 +245,7 @@ def moments_gradient(
         (A, G, K, b, b).
     """
     axes, groups, blocks, size, _ = generators.shape
-    generators, moments, out = generators.contiguous(), moments.contiguous(), torch.empty(generators.shape)
+    generators, moments, out = generators.contiguous(), moments.contiguous(), _empty(size, *generators.shape)
     sizes = [len(level[0]) for level in raised]
     sizes.append(moments.shape[1] - sum(sizes))
     _call(
@@ -255,10 +255,12 @@ def moments_gradient(
         *_sizes(axes, groups, blocks),
         moments,
         *_sizes(moments.shape[1]),
-        torch.tensor(coefficients, dtype=torch.float64),
+        torch.tensor(coefficients, dtype=torch.float64, device="cpu"),
         *_sizes(len(sizes)),
-        torch.tensor(sizes),
-        torch.tensor([place for level in raised for places in level for place in places]),
+        torch.tensor(sizes, device="cpu"),
+        torch.tensor(
+            [place for level in raised for places in level for place in places], dtype=torch.long, device="cpu"
+        ),
         out,
     )
     return out
@@ -280,10 +282,14 @@ def _call(block_size: int, name: str, *arguments) -> None:
     getattr(_library(block_size), name)(*passed, ctypes.c_int(torch.get_num_threads()))
 
 
-def _fresh(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor in memory that is filled soon."""
+def _empty(block_size: int, *shape: int) -> torch.Tensor:
+    """float32 on the CPU, whatever the process has as its default type and device."""
+    return _prefer_huge_pages(torch.empty(shape, dtype=torch.float32, device="cpu"), block_size)
+
+
+def _prefer_huge_pages(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
     if tensor.nbytes >= HUGE_BYTES:
-        _call(2, "hf_liere_prefer_huge_pages", tensor, *_sizes(tensor.nbytes))
+        _call(block_size, "hf_liere_prefer_huge_pages", tensor, *_sizes(tensor.nbytes))
     return tensor
 
 
@@ -302,16 +308,27 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
 
 def _blocks(rotation: torch.Tensor) -> torch.Tensor:
     """float32, with the blocks of a token and head, or its planes, one after the other in memory."""
-    rotation = rotation.to(torch.float32)
+    rotation = rotation.to("cpu", torch.float32)
     return rotation if rotation[0, 0, 0].is_contiguous() else rotation.contiguous()
 
 
 def _shape(states: torch.Tensor, rotations: torch.Size) -> _Shape:
+    batch, heads, tokens, _ = states.shape
+    if rotations[0] not in (1, batch) or rotations[1] not in (1, heads) or rotations[2] != tokens:
+        raise ValueError(
+            f"Rotations of shape {tuple(rotations)} do not fit queries and keys of shape {tuple(states.shape)}: they "
+            f"must be for 1 or {batch} samples, 1 or {heads} heads and {tokens} tokens."
+        )
     return _Shape(*states.shape, rotations[3], rotations[0])
 
 
 def _pair(tensors) -> _Pair:
-    pair = _Pair()
+    pair, (first, second) = _Pair(), tensors
+    if first.shape != second.shape or first.dtype != second.dtype:
+        raise ValueError(
+            f"Query and key must be alike; they are {tuple(first.shape)} in {first.dtype} and {tuple(second.shape)} in "
+            f"{second.dtype}."
+        )
     for which, tensor in enumerate(tensors):
         pair.states[which] = tensor.data_ptr()
         pair.steps[which] = _Steps(*tensor.stride()[:3])

@@ -163,7 +163,7 @@ class Rays(NamedTuple):
     @classmethod
     def from_lists(cls, rays: list[list[int]]) -> "Rays":
         longest = max(map(len, rays), default=1)
-        tokens = torch.tensor([ray + [-1] * (longest - len(ray)) for ray in rays], dtype=torch.long)
+        tokens = torch.tensor([ray + [-1] * (longest - len(ray)) for ray in rays], dtype=torch.long, device="cpu")
         return cls(tokens.view(len(rays), longest))
 
 
@@ -209,7 +209,7 @@ def layer_block_rotations(
         # A traced graph has no use for pieces and its sizes may be symbolic.
         pieces = [_Piece(TRACED_SQUARINGS, (torch.arange(positions.shape[0], device=positions.device),))]
         return _transposed(_BlockRotations.apply(positions, generators, pieces, dtype))
-    tokens = torch.arange(len(positions)).unsqueeze(-1) if rays is None else rays.tokens
+    tokens = torch.arange(len(positions), device="cpu").unsqueeze(-1) if rays is None else rays.tokens
     squarings = _squarings(positions.detach(), generators.detach(), tokens[:, 0])
     # The kernels know no gradient of positions and make float32 from float64.
     compiled = positions.dtype == torch.float64 and dtype == torch.float32 and not positions.requires_grad

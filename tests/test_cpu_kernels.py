@@ -129,3 +129,35 @@ def test_where_operations_are_watched_they_are_plain(shape):
     with FlopCounterMode(display=False):
         assert not CPU_KERNELS.is_available(first, torch.float32, 8)
     assert CPU_KERNELS.is_available(first, torch.float32, 8)
+
+
+@needs_compiler
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_defaults_of_the_process_do_not_matter(default):
+    """Memory that is shorter than the kernels take it to be would be overwritten beyond its end."""
+    positions, generators = torch.rand(9, 2, dtype=torch.float64), skew(torch.rand(2, 3, 28), 8).requires_grad_()
+    query, key, weight = torch.randn(3, 2, 3, 9, 8).unbind(0)
+
+    def step():
+        rotations = block_rotations(positions, generators)[:, :, None].unsqueeze(0)
+        outputs = rotate_query_key(query, key, rotations)
+        return *outputs, *torch.autograd.grad(((outputs[0] + outputs[1]) * weight).sum(), generators)
+
+    expected = step()
+    try:
+        torch.set_default_dtype(default)
+        with torch.device("meta"):
+            found = step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(one.dtype == torch.float32 and torch.equal(one, other) for one, other in zip(found, expected))
+
+
+@needs_compiler
+def test_what_does_not_fit_is_refused():
+    """Where plain operations would not broadcast, kernels would read what is beside the numbers."""
+    states, planes = torch.randn(2, 3, 5, 8), torch.randn(1, 3, 4, 4, 2)
+    with pytest.raises(ValueError, match=r"\(1, 3, 4, 4, 2\) do not fit .* \(2, 3, 5, 8\)"):
+        CPU_KERNELS.apply_rotation(states, states, planes)
+    with pytest.raises(ValueError, match=r"\(2, 3, 5, 8\) .* \(2, 3, 4, 8\)"):
+        CPU_KERNELS.apply_rotation(states, states[:, :, :4], torch.randn(1, 3, 5, 4, 2))
