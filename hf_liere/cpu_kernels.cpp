@@ -245,6 +245,19 @@ struct Shape {
     int64_t batch, heads, tokens, head_dim, blocks;
     // 1 where all samples share a rotation.
     int64_t rotation_batch;
+
+    // Samples that share a rotation, and how many rotations there are.
+    int64_t samples() const { return rotation_batch > 1 ? 1 : batch; }
+    int64_t rotations() const { return rotation_batch * tokens * heads; }
+};
+
+// The token and head of one of the shape's rotations, and the first sample it is for.
+struct Place {
+    int64_t first, head, token;
+    Place(int64_t rotation, const Shape& shape)
+        : first(rotation / shape.heads / shape.tokens),
+          head(rotation % shape.heads),
+          token(rotation / shape.heads % shape.tokens) {}
 };
 
 // ROWS states times one right factor.
@@ -516,7 +529,7 @@ void hf_liere_moments_gradient(const float* generators, int64_t axes, int64_t gr
 // cpu_kernels.apply_rotation for blocks: those of a token and head at a time, for all samples that share them.
 void hf_liere_multiply(const Shape* shape, const Pair* states, const Pair* out, const float* rotation,
                        const Steps* rotation_steps, int inverse, int threads) {
-    const int64_t samples = shape->rotation_batch > 1 ? 1 : shape->batch;
+    const int64_t samples = shape->samples();
     const int64_t width = shape->blocks * SIZE;
 #pragma omp parallel num_threads(threads)
     {
@@ -525,9 +538,8 @@ void hf_liere_multiply(const Shape* shape, const Pair* states, const Pair* out, 
         std::vector<const float*> from(2 * samples);
         std::vector<float*> to(2 * samples);
 #pragma omp for schedule(static)
-        for (int64_t work = 0; work < shape->rotation_batch * shape->tokens * shape->heads; ++work) {
-            const int64_t head = work % shape->heads, token = work / shape->heads % shape->tokens;
-            const int64_t first = work / shape->heads / shape->tokens;
+        for (int64_t work = 0; work < shape->rotations(); ++work) {
+            const auto [first, head, token] = Place(work, *shape);
             for (int64_t sample = 0; sample < samples; ++sample)
                 for (int which = 0; which < 2; ++which) {
                     from[2 * sample + which] = states->at(which, first + sample, head, token);
@@ -553,7 +565,9 @@ void hf_liere_multiply(const Shape* shape, const Pair* states, const Pair* out, 
 // cpu_kernels.outer_products, likewise.
 void hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pair* states, float* out,
                              const Steps* out_steps, const float* rotation, const Steps* rotation_steps, int threads) {
-    const int64_t samples = shape->rotation_batch > 1 ? 1 : shape->batch;
+    const int64_t samples = shape->samples();
+    // Few states are sooner turned back one by one: (Σ g rᵀ) R = Σ g (Rᵀ r)ᵀ.
+    const bool by_states = rotation && 2 * samples < SIZE;
 #pragma omp parallel num_threads(threads)
     {
         std::vector<Matrix<float>> scratch(3);
@@ -562,9 +576,8 @@ void hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pa
         std::vector<float*> rows(2 * samples);
         for (int64_t i = 0; i < 2 * samples; ++i) turned_back[i] = rows[i] = &numbers[i * SIZE];
 #pragma omp for schedule(static)
-        for (int64_t work = 0; work < shape->rotation_batch * shape->tokens * shape->heads; ++work) {
-            const int64_t head = work % shape->heads, token = work / shape->heads % shape->tokens;
-            const int64_t first = work / shape->heads / shape->tokens;
+        for (int64_t work = 0; work < shape->rotations(); ++work) {
+            const auto [first, head, token] = Place(work, *shape);
             for (int64_t sample = 0; sample < samples; ++sample)
                 for (int which = 0; which < 2; ++which) {
                     left[2 * sample + which] = gradients->at(which, first + sample, head, token);
@@ -572,10 +585,11 @@ void hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pa
                 }
             float* target = out + out_steps->at(first, head, token);
             for (int64_t block = 0; block < shape->blocks; ++block, target += SIZE * SIZE) {
-                if (rotation) scratch[1].read(rotation + rotation_steps->at(first, head, token) + block * SIZE * SIZE);
-                if (rotation) prefetch(rotation + rotation_steps->at(first, head, token) + (block + 1) * SIZE * SIZE);
-                // Few states are sooner turned back one by one: (Σ g rᵀ) R = Σ g (Rᵀ r)ᵀ.
-                const bool by_states = rotation && 2 * samples < SIZE;
+                if (rotation) {
+                    const float* source = rotation + rotation_steps->at(first, head, token) + block * SIZE * SIZE;
+                    scratch[1].read(source);
+                    prefetch(source + SIZE * SIZE);
+                }
                 if (by_states) multiply_all_states(rows, right, scratch[1]);
                 outer_columns(scratch[0].numbers, left, by_states ? turned_back : right);
                 if (rotation && !by_states) multiply(scratch[2], scratch[0], scratch[1]);
@@ -621,11 +635,10 @@ void hf_liere_turn_planes(const Shape* shape, const Pair* states, const Pair* ou
 // cpu_kernels.angle_gradients: a token and head at a time.
 void hf_liere_angle_gradients(const Shape* shape, const Pair* gradients, const Pair* states, float* out,
                               const Steps* out_steps, int threads) {
-    const int64_t samples = shape->rotation_batch > 1 ? 1 : shape->batch, width = 2 * shape->blocks;
+    const int64_t samples = shape->samples(), width = 2 * shape->blocks;
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t work = 0; work < shape->rotation_batch * shape->tokens * shape->heads; ++work) {
-        const int64_t head = work % shape->heads, token = work / shape->heads % shape->tokens;
-        const int64_t first = work / shape->heads / shape->tokens;
+    for (int64_t work = 0; work < shape->rotations(); ++work) {
+        const auto [first, head, token] = Place(work, *shape);
         float* target = out + out_steps->at(first, head, token);
         int64_t i = 0;
         for (; i + PLANE_LANES <= width; i += PLANE_LANES) {
