@@ -5,10 +5,13 @@ from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneConfigMixin
 
 
 FORMAT_VERSION = 1
+# Of float32.
+LARGEST = 3.4028234e38
 
 PLANAR_ENCODINGS = ("axial_rope", "rope_mixed")
 COMMUTING_ENCODINGS = ("comrope_ap", "comrope_ld")
@@ -235,8 +238,7 @@ class LieREConfig(PreTrainedConfig):
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1).")
-        if not 0 <= self.position_perturbation < float("inf"):
-            raise ValueError(f"position_perturbation={self.position_perturbation} must be finite and at least 0.")
+        self._validate_scales()
         self._validate_table()
         if self.position_encoding == "absolute" and not self.use_absolute_position_embeddings:
             raise ValueError(
@@ -257,6 +259,20 @@ class LieREConfig(PreTrainedConfig):
         else:
             self._refuse_rotary_fields()
 
+    def _validate_scales(self):
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act={self.hidden_act!r} must be one of {', '.join(sorted(ACT2FN))}.")
+        if not 0 < self.initializer_range <= LARGEST:
+            raise ValueError(f"initializer_range={self.initializer_range} must be positive and finite in float32.")
+        for name in ("position_perturbation", "layer_norm_eps", "rotary_init_scale"):
+            number = getattr(self, name)
+            if number is not None and not 0 <= number <= LARGEST:
+                raise ValueError(f"{name}={number} must be at least 0 and finite in float32.")
+        for name in ("layerscale_value", "prefix_coordinate"):
+            number = getattr(self, name)
+            if number is not None and not abs(number) <= LARGEST:
+                raise ValueError(f"{name}={number} must be finite in float32.")
+
     def _validate_table(self):
         size, resize = self.position_table_size, self.position_table_resize
         if (size is not None or resize != "interpolate") and not self.use_absolute_position_embeddings:
@@ -275,8 +291,6 @@ class LieREConfig(PreTrainedConfig):
             raise ValueError(
                 "position_table_resize='antialias' exists for images only; accepted here: 'interpolate', 'truncate'."
             )
-        if not abs(self.prefix_coordinate) < float("inf"):
-            raise ValueError(f"prefix_coordinate={self.prefix_coordinate} must be finite.")
         if self.prefix_coordinate != 0.5 and not self.rotate_prefix and size is None:
             raise ValueError(
                 f"prefix_coordinate={self.prefix_coordinate} would do nothing without rotate_prefix=True or "
@@ -334,8 +348,8 @@ class LieREConfig(PreTrainedConfig):
                 f"rotary_init='frequencies' is a spectrum of plane rotations: it is available for rope_mixed and for "
                 f"liere with an even block_size, not for {encoding} with block_size={block_size}."
             )
-        if self.rope_theta is not None and not self.rope_theta > 0:
-            raise ValueError(f"rope_theta={self.rope_theta} must be positive.")
+        if self.rope_theta is not None and not 0 < self.rope_theta <= LARGEST:
+            raise ValueError(f"rope_theta={self.rope_theta} must be positive and finite in float32.")
         if self.folded_grids is not None:
             self._validate_folding()
 

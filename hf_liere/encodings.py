@@ -1,16 +1,21 @@
 """The rotary encodings: what each one learns, and the rotations it gives to every layer."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.utils import logging
+from transformers.utils.generic import maybe_autocast
 
+from .exponential_gradient import POWERS
 from .lie_algebra import Rays, cos_sin, eigenbasis, layer_block_rotations, plane_rotations, skew, working_dtype
 from .positions import grid_rays
 from .rotation import EigenRotation, Rotation
 
+
+logger = logging.get_logger(__name__)
 
 # Dense rotations of all layers at once are fewer calls, but LieRE64 of a ViT-B at 3,136 tokens would need 7.4 GB.
 ALL_LAYERS_BYTES = 1 << 30
@@ -38,6 +43,23 @@ class RotaryEncoding(nn.Module):
         self.num_entries = config.block_size * (config.block_size - 1) // 2
         self.layers = 1 if config.share_layers else config.num_hidden_layers
         self.heads = 1 if config.share_heads else config.num_attention_heads
+
+    @staticmethod
+    def new_parameter(*shape: int) -> nn.Parameter:
+        """A parameter in the default type, but no half type: rounded generators turn distant patches wrongly."""
+        return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "RotaryEncoding":
+        before = {parameter.dtype for parameter in self.parameters()}
+        result = super()._apply(fn, recurse)
+        rounded = ({parameter.dtype for parameter in self.parameters()} - before) & {torch.float16, torch.bfloat16}
+        if rounded:
+            logger.warning_once(
+                f"The generators of {self.config.position_encoding} were rounded to {rounded.pop()}, which turns distant "
+                "patches by visibly wrong angles (errors of rotations up to 0.1 on a 64 × 64 grid). Keep them in float32: "
+                "load the model with from_pretrained(…, dtype=…), which does so, or train it with autocast."
+            )
+        return result
 
     def entries(self, device: torch.device) -> torch.Tensor:
         """
@@ -123,7 +145,9 @@ class RotaryEncoding(nn.Module):
         group_size = math.ceil(planes / self.num_axes)
         plane = torch.arange(planes)
         magnitudes = self.config.rope_theta ** -((plane % group_size) / group_size)
-        frames, _ = torch.linalg.qr(torch.randn(self.layers, self.heads, self.num_axes, self.num_axes))
+        # Half types have no QR decomposition.
+        shape = (self.layers, self.heads, self.num_axes, self.num_axes)
+        frames, _ = torch.linalg.qr(torch.randn(shape, dtype=torch.float32))
         # (layers, heads, axes, planes) -> axes first
         frequencies = (frames[..., plane // group_size] * magnitudes).permute(2, 0, 1, 3)
         entries = frequencies.new_zeros(*frequencies.shape[:3], self.num_blocks, self.num_entries)
@@ -163,8 +187,13 @@ class LieRE(RotaryEncoding):
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
+        if self.block_size > 2 and num_axes not in POWERS:
+            raise ValueError(
+                f"num_axes={num_axes}: the gradient of liere with block_size={self.block_size} is known for "
+                f"{', '.join(map(str, POWERS))} axes; block_size=2 takes any number."
+            )
         shape = (num_axes, self.layers, self.heads, self.num_blocks, self.num_entries)
-        self.generators = nn.Parameter(torch.empty(shape))
+        self.generators = self.new_parameter(*shape)
 
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
@@ -202,7 +231,7 @@ class ComRoPEAxialPartition(RotaryEncoding):
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
-        self.generators = nn.Parameter(torch.empty(self.layers, self.heads, self.num_blocks, self.num_entries))
+        self.generators = self.new_parameter(self.layers, self.heads, self.num_blocks, self.num_entries)
 
     def slopes(self, device: torch.device) -> torch.Tensor:
         """(A, layers or 1, heads or 1, blocks) factors of a block's one matrix in the generators of the axes."""
@@ -227,7 +256,7 @@ class ComRoPEAxialPartition(RotaryEncoding):
             return super().layer_rotations(positions, grid)
         dtype, device = working_dtype(positions.device), positions.device
         batch, tokens = positions.shape[:-2] or (1,), positions.shape[-2]
-        with torch.autocast(device_type=device.type, enabled=False):
+        with maybe_autocast(device.type, enabled=False):
             basis, generators, frequencies = self.spectrum(dtype)
             slopes = self.slopes(device).to(dtype).expand(-1, self.layers, self.heads, -1)
             flat_positions = positions.to(dtype).reshape(-1, self.num_axes)
@@ -284,7 +313,7 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
-        self.multipliers = nn.Parameter(torch.empty(num_axes, self.layers, self.heads, self.num_blocks))
+        self.multipliers = self.new_parameter(num_axes, self.layers, self.heads, self.num_blocks)
 
     def slopes(self, device: torch.device) -> torch.Tensor:
         return self.multipliers
@@ -310,7 +339,7 @@ class FoldedLieRE(LieRE):
         for grid in config.folded_grids:
             tokens = config.num_prefix_tokens + math.prod(grid)
             shape = (self.layers, tokens, self.heads, self.num_blocks, self.block_size, self.block_size)
-            self.grids[grid_name(grid)] = nn.Parameter(torch.empty(shape), requires_grad=False)
+            self.grids[grid_name(grid)] = self.new_parameter(*shape).requires_grad_(False)
 
     def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None) -> Iterable[Rotation]:
         if grid is None or grid_name(grid) not in self.grids:
@@ -346,7 +375,7 @@ class FoldedComRoPE(RotaryEncoding):
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
         planes = self.num_blocks * (self.block_size // 2)
-        self.frequencies = nn.Parameter(torch.empty(num_axes, self.layers, self.heads, planes), requires_grad=False)
+        self.frequencies = self.new_parameter(num_axes, self.layers, self.heads, planes).requires_grad_(False)
         self.block_size = 2
 
     def entries(self, device: torch.device) -> torch.Tensor:
@@ -375,8 +404,18 @@ FOLDED_ENCODINGS = {"liere": FoldedLieRE, "comrope_ap": FoldedComRoPE, "comrope_
 
 
 def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
-    """The module for `config.position_encoding`, or `None` for `none` and `absolute`, which rotate nothing."""
+    """
+    The module for `config.position_encoding`, initialised as `rotary_init` says, or `None` for `none` and `absolute`,
+    which rotate nothing.
+
+    Raises:
+        ValueError: if the encoding does not exist on that many axes.
+    """
     encoding = ROTARY_ENCODINGS.get(config.position_encoding)
     if config.folded_grids is not None:
         encoding = FOLDED_ENCODINGS.get(config.position_encoding, encoding)
-    return None if encoding is None else encoding(config, num_axes)
+    if encoding is None:
+        return None
+    encoding = encoding(config, num_axes)
+    encoding.reset_parameters()
+    return encoding

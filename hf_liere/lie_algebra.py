@@ -5,10 +5,11 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
+from transformers.utils.generic import maybe_autocast
 
 from .cpu_kernels import CPU_KERNELS
 from .exponential_gradient import POLYNOMIAL_NORM, GradientMoments, derivative
+from .tracing import first_derivative_only, values_are_unknown
 
 
 # P(x) of degree 18 in five products (scheme of Bader, Blanes and Casas 2019, eq. 23): with the combinations B₁ … B₅ of
@@ -28,8 +29,9 @@ POLYNOMIAL = (
     (1.9489950753324255, -0.6227656338610917167, 0.06987186799980863, 0.026504164510235873, -0.000012858941845688914),
     (0.10615836313296318, 0.3127635065704058389, -0.09672525453016817, -0.014771321279952634, -0.000012114218070775968),
 )
-# Used where the norm cannot be looked at (a traced graph): enough for norms up to 3276.
-TRACED_SQUARINGS = 10
+# Used where values cannot be looked at, as in a compiled graph: enough for norms up to 209,715 in float64. Every
+# squaring doubles the rounding error, so float32 has fewer and reaches 3,276. Beyond, the rotations are NaN.
+TRACED_SQUARINGS = {torch.float64: 16, torch.float32: 10}
 # After as many squarings the backward pass, which squares in float32, goes on from a square that was kept: each one
 # doubles the error of the one before.
 KEPT_SQUARES = 4
@@ -93,7 +95,7 @@ def plane_rotations(
     Returns:
         (K, P, 2) holding cos and sin, in `dtype`.
     """
-    with torch.autocast(device_type=positions.device.type, enabled=False):
+    with maybe_autocast(positions.device.type, enabled=False):
         return cos_sin(positions @ frequencies.to(positions.dtype), dtype).transpose(0, 1)
 
 
@@ -205,10 +207,11 @@ def layer_block_rotations(
     positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype = torch.float32, rays: Rays | None = None
 ) -> tuple[torch.Tensor, ...]:
     """[`block_rotations`] of (A, G, K, b, b) generators, as a (K, P, b, b) tensor for each of the G."""
-    if torch.compiler.is_compiling():
-        # A traced graph has no use for pieces and its sizes may be symbolic.
-        pieces = [_Piece(TRACED_SQUARINGS, (torch.arange(positions.shape[0], device=positions.device),))]
-        return _transposed(_BlockRotations.apply(positions, generators, pieces, dtype))
+    if values_are_unknown(positions, generators):
+        squarings = TRACED_SQUARINGS[positions.dtype]
+        bounds = positions.detach().abs() @ _norm_bounds(positions, generators.detach())
+        fitting = torch.where(bounds <= POLYNOMIAL_NORM * 2.0**squarings, 1.0, torch.nan).to(positions.dtype)
+        return _transposed(_TracedBlockRotations.apply(positions * fitting.unsqueeze(-1), generators, squarings, dtype))
     tokens = torch.arange(len(positions), device="cpu").unsqueeze(-1) if rays is None else rays.tokens
     squarings = _squarings(positions.detach(), generators.detach(), tokens[:, 0])
     # The kernels know no gradient of positions and make float32 from float64.
@@ -223,12 +226,17 @@ def _transposed(layers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(layer.transpose(0, 1) for layer in layers)
 
 
-def _squarings(positions: torch.Tensor, generators: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """How often the exponential of a part of the exponent, of at most `POLYNOMIAL_NORM`, is squared; one per token."""
+def _norm_bounds(positions: torch.Tensor, generators: torch.Tensor) -> torch.Tensor:
+    """(A,) bounds of the spectral norms of each axis' generators, in the type of `positions`."""
     # The spectral norm of a skew-symmetric A is at most (‖A⁴‖ / √2)^¼ in the Frobenius norm, and hardly less.
     squares = generators.to(positions.dtype).flatten(1, -3) @ generators.to(positions.dtype).flatten(1, -3)
-    norms = ((squares @ squares).flatten(2).norm(dim=-1).amax(1) / math.sqrt(2)) ** 0.25
-    norms = (positions.abs() @ norms)[tokens.to(positions.device)].cpu().nan_to_num(0.0, 0.0, 0.0)
+    return ((squares @ squares).flatten(2).norm(dim=-1).amax(1) / math.sqrt(2)) ** 0.25
+
+
+def _squarings(positions: torch.Tensor, generators: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """How often the exponential of a part of the exponent, of at most `POLYNOMIAL_NORM`, is squared; one per token."""
+    norms = positions.abs() @ _norm_bounds(positions, generators)
+    norms = norms[tokens.to(positions.device)].cpu().nan_to_num(0.0, 0.0, 0.0)
     return (norms / POLYNOMIAL_NORM).clamp(min=1.0).log2().ceil().long()
 
 
@@ -270,11 +278,11 @@ class _CompiledBlockRotations(torch.autograd.Function):
         return rotations
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, *gradients):
         positions, generators, tokens, squarings, kept, slots, *rotations = ctx.saved_tensors
         coordinates = torch.ldexp(positions[tokens[:, 0]], -squarings.unsqueeze(-1))
-        with torch.autocast(device_type="cpu", enabled=False):
+        with maybe_autocast("cpu", enabled=False):
             moments = GradientMoments([coordinates], generators, torch.float32)
             entries = CPU_KERNELS.block_turns(rotations, gradients, tokens, squarings, kept, slots, KEPT_SQUARES)
             for group, turns in enumerate(entries):
@@ -289,7 +297,7 @@ class _BlockRotations(torch.autograd.Function):
     def forward(ctx, positions, generators, pieces, dtype):
         _, groups, blocks, size, _ = generators.shape
         kept = []
-        with torch.autocast(device_type=positions.device.type, enabled=False):
+        with maybe_autocast(positions.device.type, enabled=False):
             # Tokens at the origin belong to no ray.
             identity = torch.eye(size, dtype=dtype, device=positions.device)
             shape = (positions.shape[0], blocks, size, size)
@@ -316,7 +324,7 @@ class _BlockRotations(torch.autograd.Function):
         return rotations
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, *gradients):
         positions, generators, *saved = ctx.saved_tensors
         rotations, kept = saved[: len(gradients)], iter(saved[len(gradients) :])
@@ -342,12 +350,32 @@ class _BlockRotations(torch.autograd.Function):
                 # The halves of the squarings are the halves of the exponents.
                 yield piece, moments.entries(turns.view(chosen[0].shape))
 
-        with torch.autocast(device_type=positions.device.type, enabled=False):
+        with maybe_autocast(positions.device.type, enabled=False):
             moments = GradientMoments(coordinates, generators, gradients[0].dtype)
             for group in range(generators.shape[1]):
                 moments.add(group, turns_of(group))
             generators_gradient = moments.generators_gradient()
         return positions_gradient, generators_gradient.to(generators.dtype), None, None
+
+
+class _TracedBlockRotations(_BlockRotations):
+    """[`_BlockRotations`] for graphs: all tokens are squared equally often, and nothing is written in place."""
+
+    @staticmethod
+    def forward(ctx, positions, generators, squarings, dtype):
+        _, groups, blocks, size, _ = generators.shape
+        rotations, kept = [], []
+        with maybe_autocast(positions.device.type, enabled=False):
+            for group in range(groups):
+                square = _exponential(_exponents(positions, generators[:, group], squarings))
+                for squaring in range(squarings):
+                    if squaring % KEPT_SQUARES == 0 and any(ctx.needs_input_grad):
+                        kept.append(square.to(dtype))
+                    square = torch.bmm(square, square)
+                rotations.append(square.view(-1, blocks, size, size).to(dtype))
+        ctx.pieces = [_Piece(squarings, (torch.arange(positions.shape[0], device=positions.device),))]
+        ctx.save_for_backward(positions, generators, *rotations, *kept)
+        return tuple(rotations)
 
 
 def _turn_of_first(first: torch.Tensor, turns: list[torch.Tensor]) -> torch.Tensor:
@@ -389,8 +417,21 @@ def _exponents(positions: torch.Tensor, generators: torch.Tensor, squarings: int
     return ((positions * 2.0**-squarings) @ flat).view(-1, *generators.shape[-2:])
 
 
-def _exponential(exponents: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """exp by [`POLYNOMIAL`], without squarings; (n, b, b), in the (9, n, b, b) `memory`, of which it overwrites all."""
+def _exponential(exponents: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+    """
+    exp by [`POLYNOMIAL`], without squarings; (n, b, b), in the (9, n, b, b) `memory` if given, of which it overwrites
+    all.
+    """
+    if memory is None:
+        second = torch.bmm(exponents, exponents)
+        third = torch.bmm(second, exponents)
+        powers = torch.stack([exponents, second, third, torch.bmm(third, third)])
+        coefficients = powers.new_tensor(POLYNOMIAL)
+        identity = torch.eye(exponents.shape[-1], dtype=exponents.dtype, device=exponents.device)
+        combinations = (coefficients[:, 1:] @ powers.flatten(1)).view(5, *exponents.shape)
+        b1, b2, b3, b4, b5 = combinations + coefficients[:, 0].view(5, 1, 1, 1) * identity
+        product = torch.baddbmm(b4, b1, b5)
+        return torch.baddbmm(b2, b3 + product, product)
     powers, combinations = memory[:4], memory[4:]
     first, second, third, sixth = powers
     first.copy_(exponents)

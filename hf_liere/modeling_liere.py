@@ -33,6 +33,7 @@ from .encodings import ComRoPEAxialPartition, RotaryEncoding, build_rotary_encod
 from .lie_algebra import working_dtype
 from .positions import check_positions, grid_positions, patch_indices, perturbation, with_prefix
 from .rotation import Rotation
+from .tracing import values_are_unknown
 
 
 class LieREPatchEmbeddings(nn.Module):
@@ -259,7 +260,7 @@ class LieREPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": LieRELayer, "attentions": LieREAttention}
     _input_embed_layer = "patch_embeddings"
-    # A generator rounded to bfloat16 turns far patches by several degrees too much.
+    # A generator rounded to bfloat16 rotates distant patches by several degrees too much.
     _keep_in_fp32_modules_strict = ["rotary_encoding"]
 
     @torch.no_grad()
@@ -414,7 +415,10 @@ class LieREEncoderModel(LieREPreTrainedModel):
                 neither rescaled nor perturbed. Where class and register tokens have coordinates (`rotate_prefix`,
                 `position_table_size`), theirs may come first: (prefix + N, A) or (B, prefix + N, A).
             bool_masked_pos: (B, N), true where the mask token replaces a patch; needs `use_mask_token`.
-            attention_mask: (B, prefix + N) or (B, 1, Q, K), true or 0.0 where a key may be attended to.
+            attention_mask: (B, prefix + N), true for tokens that are attended to and pooled; or one for every pair of
+                tokens, (1 or B, 1 or H, 1 or prefix + N, prefix + N), Boolean or added to the logits, of which tokens
+                that no query attends to are not pooled; or what the attention implementation takes instead, such as a
+                `BlockMask` (not with `pooling="mean"` and `"mean_all"`).
 
         Returns:
             `last_hidden_state` (B, prefix + N, hidden_size), normalised if `config.final_norm` is `"tokens"`, and
@@ -422,7 +426,8 @@ class LieREEncoderModel(LieREPreTrainedModel):
             unless `config.final_norm` is `"none"`.
 
         Raises:
-            ValueError: if the input does not fit the configuration, or positions are of the wrong shape or not finite.
+            ValueError: if the input does not fit the configuration, positions are of the wrong shape or not finite, or
+                a mask is of the wrong shape or hides all tokens that would be pooled.
         """
         pixels = self.pixels(pixel_values)
         grid = self.embeddings.patch_embeddings.grid(pixels)
@@ -437,6 +442,9 @@ class LieREEncoderModel(LieREPreTrainedModel):
             check_positions(positions, pixels.shape[0], num_patches, len(grid), prefix_length)
         if bool_masked_pos is not None:
             self._check_mask(bool_masked_pos, pixels.shape[0], num_patches)
+        visible = None
+        if attention_mask is not None:
+            visible = self._visible_tokens(attention_mask, pixels.shape[0], self.config.num_prefix_tokens + num_patches)
 
         offsets = None
         if self.training and self.config.position_perturbation:
@@ -451,20 +459,64 @@ class LieREEncoderModel(LieREPreTrainedModel):
         for layer, rotation in zip(self.layers, self.rotations(positions, regular, explicit=False)):
             hidden_states = layer(hidden_states, rotation, attention_mask, **kwargs)
         if self.config.final_norm == "pooled":
-            pooled = self.layernorm(self._pool(hidden_states))
+            pooled = self.layernorm(self._pool(hidden_states, visible))
         else:
             hidden_states = self.layernorm(hidden_states)
-            pooled = self._pool(hidden_states)
+            pooled = self._pool(hidden_states, visible)
         # A single pooled token, or class and register tokens side by side.
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled.flatten(1))
 
-    def _pool(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _pool(self, hidden_states: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+        """(B, tokens, hidden_size) states, of which a mean takes those that are `visible`, (1 or B, tokens)."""
         if self.config.pooling == "cls":
             return hidden_states[:, 0]
         if self.config.pooling == "prefix":
             return hidden_states[:, : self.config.num_prefix_tokens]
-        first = self.config.num_prefix_tokens if self.config.pooling == "mean" else 0
-        return hidden_states[:, first:].mean(dim=1)
+        first = self._first_pooled
+        if visible is None:
+            return hidden_states[:, first:].mean(dim=1)
+        visible = visible[:, first:, None].to(hidden_states.device)
+        return hidden_states[:, first:].masked_fill(~visible, 0.0).sum(dim=1) / visible.sum(dim=1)
+
+    @property
+    def _first_pooled(self) -> int:
+        """Index of the first token that `pooling` averages."""
+        return self.config.num_prefix_tokens if self.config.pooling == "mean" else 0
+
+    def _visible_tokens(self, mask: torch.Tensor, batch_size: int, num_tokens: int) -> torch.Tensor | None:
+        """(1 or B, tokens), true for tokens that a query attends to; `None` where a mask that is no tensor hides it."""
+        averaged = self.config.pooling in ("mean", "mean_all")
+        if not isinstance(mask, torch.Tensor):
+            if averaged:
+                raise ValueError(
+                    f"pooling={self.config.pooling!r} cannot tell which tokens a {type(mask).__name__} hides; pass an "
+                    f"attention_mask of shape {(batch_size, num_tokens)}."
+                )
+            return None
+        pairs = ((1, batch_size), (1, self.config.num_attention_heads), (1, num_tokens), (num_tokens,))
+        exact = mask.dtype == torch.bool or mask.is_floating_point()
+        if mask.ndim == 4 and exact and all(size in accepted for size, accepted in zip(mask.shape, pairs)):
+            # Masks that are added to the logits hide a token by the smallest number of their type, or minus infinity.
+            attended = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+            visible = attended.flatten(1, 2).any(dim=1)
+        elif tuple(mask.shape) == (batch_size, num_tokens):
+            if not values_are_unknown(mask) and (mask < 0).any():
+                raise ValueError(
+                    f"attention_mask of shape {tuple(mask.shape)} holds {mask.min().item()}: one for tokens is true or 1 "
+                    "for those that are attended to, 0 for others; only one for pairs of tokens is added to the logits."
+                )
+            visible = mask.bool()
+        else:
+            raise ValueError(
+                f"attention_mask of shape {tuple(mask.shape)} in {mask.dtype} must be {(batch_size, num_tokens)} (batch, "
+                "class and register tokens and patches), or one for pairs of tokens, Boolean or floating point, (1 or "
+                f"{batch_size}, 1 or {self.config.num_attention_heads}, 1 or {num_tokens}, {num_tokens})."
+            )
+        pooled = visible[:, self._first_pooled :] if averaged else visible
+        if not values_are_unknown(visible) and not pooled.any(dim=1).all():
+            samples = (~pooled.any(dim=1)).nonzero().flatten().tolist()
+            raise ValueError(f"attention_mask hides all {pooled.shape[1]} tokens to be pooled of samples {samples}.")
+        return visible
 
     def _check_mask(self, bool_masked_pos: torch.Tensor, batch_size: int, num_patches: int) -> None:
         if self.embeddings.mask_token is None:

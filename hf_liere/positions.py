@@ -5,6 +5,8 @@ import math
 
 import torch
 
+from .tracing import values_are_unknown
+
 
 def grid_positions(
     grid: tuple[int, ...],
@@ -132,6 +134,5 @@ def check_positions(
         )
     if not positions.is_floating_point():
         raise ValueError(f"positions are {positions.dtype}; a floating point type is needed.")
-    # A look at the values would break a compiled graph.
-    if not torch.compiler.is_compiling() and not torch.isfinite(positions).all():
+    if not values_are_unknown(positions) and not torch.isfinite(positions).all():
         raise ValueError(f"positions hold {(~torch.isfinite(positions)).sum().item()} values that are not finite.")

@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
+from transformers.utils.generic import maybe_autocast
 
 from .cpu_kernels import CPU_KERNELS
+from .tracing import first_derivative_only
 from .triton_kernels import TRITON_KERNELS
 
 
@@ -95,7 +96,7 @@ def fold(projected: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
         The same shape and type.
     """
     _, blocks, size, _ = basis.shape
-    with torch.autocast(device_type=projected.device.type, enabled=False):
+    with maybe_autocast(projected.device.type, enabled=False):
         dtype = torch.promote_types(projected.dtype, torch.float32)
         states = projected.to(dtype).reshape(-1, blocks, size, projected[0].numel())
         folded = torch.matmul(basis.to(dtype).transpose(-1, -2), states)
@@ -110,7 +111,7 @@ def fold_states(states: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """
     batch, heads, tokens, width = states.shape
     _, blocks, size, _ = basis.shape
-    with torch.autocast(device_type=states.device.type, enabled=False):
+    with maybe_autocast(states.device.type, enabled=False):
         # One product per head and block, with all tokens of all samples as rows.
         rows = states.unflatten(-1, (blocks, size)).permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
         turn = basis.to(states.dtype).expand(heads, blocks, size, size).flatten(0, 1)
@@ -133,7 +134,7 @@ class _Rotate(torch.autograd.Function):
         return rotated
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, *gradients):
         *states, rotation, generators, scalars = ctx.saved_tensors
         turned_back = _apply(gradients, rotation, inverse=True)
@@ -247,7 +248,7 @@ def _outer_products(
         return kernels.outer_products(gradients, rotated, shape, size, rotation)
     batch, heads, tokens, blocks = shape
     outer = None
-    with torch.autocast(device_type=rotated[0].device.type, enabled=False):
+    with maybe_autocast(rotated[0].device.type, enabled=False):
         for gradient, states in zip(gradients, rotated):
             dtype = torch.promote_types(states.dtype, torch.float32)
             gradient, states = gradient.to(dtype), states.to(dtype)

@@ -83,6 +83,18 @@ BAD = [
     ({"position_encoding": "absolute", "position_table_resize": "nearest"}, "antialias.*got nearest"),
     ({"prefix_coordinate": 0.25}, "prefix_coordinate=0.25 would do nothing without rotate_prefix=True"),
     ({"prefix_coordinate": float("inf"), "rotate_prefix": True}, "prefix_coordinate=inf must be finite"),
+    ({"prefix_coordinate": 1e308, "rotate_prefix": True}, "prefix_coordinate=1e.308 must be finite in float32"),
+    ({"hidden_act": "geluu"}, "hidden_act='geluu' must be one of .*gelu,"),
+    ({"initializer_range": 0.0}, "initializer_range=0.0 must be positive"),
+    ({"initializer_range": float("nan")}, "initializer_range=nan must be positive"),
+    ({"layer_norm_eps": -1.0}, "layer_norm_eps=-1.0 must be at least 0"),
+    ({"layerscale_value": float("inf")}, "layerscale_value=inf must be finite"),
+    ({"position_perturbation": float("inf")}, "position_perturbation=inf must be at least 0 and finite"),
+    *(
+        ({"rotary_init_scale": scale}, f"rotary_init_scale={scale} must be at least 0 and finite".replace("+", "."))
+        for scale in (-1.0, float("nan"), float("inf"), 1e300)
+    ),
+    ({"rope_theta": float("inf"), "position_encoding": "axial_rope"}, "rope_theta=inf must be positive and finite"),
 ]
 
 

@@ -3,6 +3,8 @@ import math
 import pytest
 import reference
 import torch
+from transformers import AutoModelForImageClassification
+from transformers.utils import logging
 
 import hf_liere
 from hf_liere.encodings import ROTARY_ENCODINGS, build_rotary_encoding
@@ -178,3 +180,40 @@ def test_zero_generators_are_the_identity_and_get_a_gradient(tiny, encoding):
     assert torch.equal(rotations[0], torch.eye(4).expand_as(rotations[0]))
     sum((rotation * torch.randn_like(rotation)).sum() for rotation in rotations).backward()
     assert (module.generators.grad != 0).all()
+
+
+@pytest.mark.parametrize("encoding", ["rope_mixed", "liere", "comrope_ap", "comrope_ld"])
+def test_a_module_by_itself_is_initialised(tiny, encoding):
+    """As `rotary_init` says, without a model around it; unset memory would not survive a large fill of the heap."""
+    poison = [torch.full((4096,), torch.nan) for _ in range(64)]
+    del poison
+    size = 2 if encoding == "rope_mixed" else 4
+    for axes in (1, 2, 3):
+        module = build_rotary_encoding(tiny(position_encoding=encoding, block_size=size), axes)
+        for parameter in module.parameters():
+            assert torch.isfinite(parameter).all() and 0.1 < parameter.std() < 3
+
+
+def test_axes_that_liere_cannot_differentiate_are_refused(tiny):
+    with pytest.raises(ValueError, match="num_axes=4: .* block_size=8 is known for 1, 2, 3 axes"):
+        build_rotary_encoding(tiny(position_encoding="liere"), 4)
+    assert build_rotary_encoding(tiny(position_encoding="liere", block_size=2), 4).generators.shape[0] == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("encoding", ["rope_mixed", "liere", "comrope_ld"])
+def test_generators_stay_in_float32(tiny, tmp_path, encoding, dtype, caplog):
+    """In models built or loaded in a half type; a later cast is carried out, and warned of."""
+    config = tiny(position_encoding=encoding, block_size=2 if encoding == "rope_mixed" else 8)
+    model = AutoModelForImageClassification.from_config(config, dtype=dtype)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path, dtype=dtype)
+    for each in (model, loaded):
+        assert {parameter.dtype for _, parameter in each.rotary_parameters()} == {torch.float32}
+        assert each.classifier.weight.dtype == dtype and each(torch.randn(1, 3, 16, 16)).logits.dtype == dtype
+    logger = logging.get_logger("hf_liere.encodings")
+    logger.warning_once.cache_clear()
+    logger.addHandler(caplog.handler)
+    loaded.to(dtype)
+    logger.removeHandler(caplog.handler)
+    assert f"generators of {encoding} were rounded to {dtype}" in caplog.text

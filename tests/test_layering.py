@@ -12,14 +12,15 @@ import hf_liere
 
 PACKAGE = Path(hf_liere.__file__).parent
 ALLOWED = {
-    "positions": {"torch"},
+    "tracing": {"torch"},
+    "positions": {"torch", ".tracing"},
     "cpu_kernels": {"torch", "transformers"},
     "triton_kernels": {"torch", "triton"},
     "exponential_gradient": {"torch", ".cpu_kernels"},
-    "lie_algebra": {"torch", ".cpu_kernels", ".exponential_gradient"},
-    "rotation": {"torch", ".cpu_kernels", ".triton_kernels"},
-    "encodings": {"torch", "transformers", ".lie_algebra", ".positions", ".rotation"},
-    "attention": {"torch", "transformers", ".encodings", ".rotation"},
+    "lie_algebra": {"torch", "transformers", ".tracing", ".cpu_kernels", ".exponential_gradient"},
+    "rotation": {"torch", "transformers", ".tracing", ".cpu_kernels", ".triton_kernels"},
+    "encodings": {"torch", "transformers", ".exponential_gradient", ".lie_algebra", ".positions", ".rotation"},
+    "attention": {"torch", "transformers", ".tracing", ".encodings", ".rotation"},
     "configuration_liere": {"transformers", "huggingface_hub"},
     "modeling_liere": {
         "torch",
@@ -30,6 +31,7 @@ ALLOWED = {
         ".lie_algebra",
         ".positions",
         ".rotation",
+        ".tracing",
     },
     "video_processing_liere": {"transformers"},
     "vision_towers": {"torch"},

@@ -1,0 +1,96 @@
+"""Tools that look at shapes only, compile, trace or differentiate twice: they get right numbers, or are told why not."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import hf_liere
+from hf_liere.export import export_model
+from hf_liere.lie_algebra import block_rotations, skew
+
+
+ENCODINGS = [("liere", 8), ("liere", 3), ("rope_mixed", 2), ("axial_rope", 2), ("comrope_ap", 4), ("comrope_ld", 8)]
+
+
+class Logits(torch.nn.Module):
+    """A tensor instead of an output object, as `torch.jit.trace` asks for."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixels):
+        return self.model(pixels).logits
+
+
+def classifier(tiny, encoding, block_size, **fields):
+    config = tiny(position_encoding=encoding, block_size=block_size, initializer_range=0.2, **fields)
+    return hf_liere.LieREViTForImageClassification(config).eval()
+
+
+@pytest.mark.parametrize("encoding, block_size", ENCODINGS)
+def test_shapes_alone(tiny, encoding, block_size):
+    with torch.device("meta"):
+        model = classifier(tiny, encoding, block_size)
+        assert model(torch.empty(2, 3, 16, 16)).logits.shape == (2, 3)
+    model = classifier(tiny, encoding, block_size)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert model(mode.from_tensor(torch.randn(2, 3, 8, 16))).logits.shape == (2, 3)
+
+
+@pytest.mark.parametrize("encoding, block_size", ENCODINGS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_traced_model_gives_the_same_logits(tiny, encoding, block_size):
+    model = classifier(tiny, encoding, block_size)
+    first, second = torch.randn(2, 2, 3, 16, 16)
+    with torch.no_grad():
+        traced = torch.jit.trace(Logits(model), first, check_trace=False)
+        torch.testing.assert_close(traced(second), model(second).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("encoding, block_size", [("liere", 8), ("comrope_ap", 4), ("rope_mixed", 2)])
+def test_an_exported_program_runs_where_gradients_are_recorded(tiny, tmp_path, encoding, block_size):
+    model = classifier(tiny, encoding, block_size)
+    export_model(model, tmp_path / "model.pt2", dynamic_size=True)
+    pixels = torch.randn(2, 3, 24, 16)
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    torch.testing.assert_close(program(pixels)["logits"], model(pixels).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [3e3, 2e5])
+def test_a_compiled_graph_is_exact_for_large_exponents(norm):
+    compiled = torch.compile(lambda p, g: block_rotations(p, g), backend="eager", fullgraph=True)
+    positions = torch.rand(7, 2, dtype=torch.float64)
+    generators = skew(torch.randn(2, 2, 28), 8)
+    generators *= norm / torch.linalg.matrix_norm(generators, 2).max() / 2
+    # Sixteen squarings double the rounding of float64 as often, 7e-12; float32 rounds the results.
+    torch.testing.assert_close(
+        compiled(positions, generators), block_rotations(positions, generators), rtol=0, atol=3e-7
+    )
+
+
+def test_a_compiled_graph_says_nan_rather_than_a_wrong_rotation():
+    compiled = torch.compile(lambda p, g: block_rotations(p, g), backend="eager", fullgraph=True)
+    positions = torch.tensor([[1.0, 0.0], [1e6, 0.0]], dtype=torch.float64)
+    rotations = compiled(positions, skew(torch.randn(2, 2, 28), 8))
+    assert torch.isfinite(rotations[:, 0]).all() and rotations[:, 1].isnan().all()
+
+
+def test_second_derivatives_are_refused(tiny):
+    positions, weight = torch.rand(4, 2, dtype=torch.float64), torch.randn(1, 4, 4, 4)
+
+    def loss(entries):
+        return (block_rotations(positions, skew(entries, 4)).float() * weight).sum()
+
+    entries = torch.randn(2, 1, 6)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(loss, entries).shape, entries.shape)
+    with pytest.raises(RuntimeError, match="cannot be differentiated a second time"):
+        torch.autograd.functional.hessian(loss, entries)
+    for encoding in ("liere", "comrope_ld"):
+        model = classifier(tiny, encoding, 8)
+        model.set_attn_implementation("eager")
+        generators = next(parameter for _, parameter in model.rotary_parameters())
+        loss_of_model = model(torch.randn(2, 3, 16, 16)).logits.square().sum()
+        (gradient,) = torch.autograd.grad(loss_of_model, generators, create_graph=True)
+        with pytest.raises(RuntimeError, match="cannot be differentiated a second time"):
+            gradient.square().sum().backward()
