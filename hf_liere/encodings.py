@@ -55,8 +55,8 @@ class RotaryEncoding(nn.Module):
         rounded = ({parameter.dtype for parameter in self.parameters()} - before) & {torch.float16, torch.bfloat16}
         if rounded:
             logger.warning_once(
-                f"The generators of {self.config.position_encoding} were rounded to {rounded.pop()}: rotations of distant "
-                "patches are off by up to 0.1 on a 64 × 64 grid. Keep them in float32: load the model with "
+                f"The generators of {self.config.position_encoding} were rounded to {rounded.pop()}: rotations of "
+                "distant patches are off by up to 0.1 on a 64 × 64 grid. Keep them in float32: load the model with "
                 "from_pretrained(…, dtype=…), which does so, or train it with autocast."
             )
         return result

@@ -502,15 +502,15 @@ class LieREEncoderModel(LieREPreTrainedModel):
         elif tuple(mask.shape) == (batch_size, num_tokens):
             if not values_are_unknown(mask) and (mask < 0).any():
                 raise ValueError(
-                    f"attention_mask of shape {tuple(mask.shape)} holds {mask.min().item()}: a mask of tokens is true or "
-                    "1 for those that are attended to, 0 for others; only a mask of pairs is added to the logits."
+                    f"attention_mask of shape {tuple(mask.shape)} holds {mask.min().item()}: a mask of tokens is true "
+                    "or 1 for those that are attended to, 0 for others; only a mask of pairs is added to the logits."
                 )
             visible = mask.bool()
         else:
             raise ValueError(
                 f"attention_mask of shape {tuple(mask.shape)} in {mask.dtype} must be {(batch_size, num_tokens)} "
-                "(batch, class and register tokens and patches), or one for pairs of tokens, Boolean or floating point, "
-                f"(1 or {batch_size}, 1 or {self.config.num_attention_heads}, 1 or {num_tokens}, {num_tokens})."
+                "(batch, class and register tokens and patches), or one for pairs of tokens, Boolean or floating "
+                f"point, (1 or {batch_size}, 1 or {self.config.num_attention_heads}, 1 or {num_tokens}, {num_tokens})."
             )
         pooled = visible[:, self._first_pooled :] if averaged else visible
         if not values_are_unknown(visible) and not pooled.any(dim=1).all():

@@ -1,4 +1,4 @@
-"""Tools that look at shapes only, compile, trace or differentiate twice: they get right numbers, or are told why not."""
+"""Tools that see shapes only, compile, trace or differentiate twice get right numbers, or are told why not."""
 
 import pytest
 import torch
