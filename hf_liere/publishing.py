@@ -509,7 +509,7 @@ def verify(folder: str | Path, repo_id: str, *, revision: str = "main", api: HfA
     api, folder = api or HfApi(), Path(folder)
     ours = saved_weights_digest(folder)
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
-    model = None if is_adapter else load_complete(folder)
+    model = check_adapter(folder) if is_adapter else load_complete(folder)
     with tempfile.TemporaryDirectory(prefix="hf_liere-") as temporary:
         pulled = pull(
             repo_id, Path(temporary) / "pulled", revision=revision, api=api, cache_dir=Path(temporary) / "hub"
