@@ -119,6 +119,7 @@ def render(facts: Facts, repo_id: str | None = None) -> Card:
         encoding=encoding,
         paper=common["papers"][encoding["paper"]],
         rotary=facts.encoding in ROTARY_ENCODINGS,
+        keeps_table=_keeps_table(facts),
         described=list({one["name"]: one for one in data if one.get("description") or one.get("terms")}.values()),
         evaluated=facts.evaluation_data or facts.dataset,
         picture=PICTURE if pictures else None,
@@ -269,6 +270,12 @@ def _plot(facts: Facts) -> bytes:
     figure.savefig(content, dpi=150, metadata={"Software": None})
     pyplot.close(figure)
     return content.getvalue()
+
+
+def _keeps_table(facts: Facts) -> bool:
+    """Whether positions are told by a table as well, which makes attention depend on more than the rotations."""
+    own = facts.encoding != "absolute" and facts.model.get("use_absolute_position_embeddings", False)
+    return bool(own) or facts.model.get("keep_absolute", "drop") != "drop"
 
 
 def _evaluated(facts: Facts) -> dict[str, Any]:

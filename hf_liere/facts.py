@@ -16,6 +16,8 @@ MODEL_FIELDS = (
     "position_encoding",
     "block_size",
     "coordinates",
+    "use_absolute_position_embeddings",
+    "keep_absolute",
     "share_heads",
     "share_layers",
     "position_perturbation",

@@ -325,6 +325,14 @@ def test_a_licence_is_chosen_or_said_not_to_be(run, tmp_path):
             card.with_license("gpl-3.0")
 
 
+def test_a_table_beside_the_rotations_is_told(tiny, tmp_path):
+    for table in (False, True):
+        config = tiny(position_encoding="rope_mixed", use_absolute_position_embeddings=table)
+        hf_liere.LieREViTForImageClassification(config).save_pretrained(tmp_path / str(table))
+        facts = facts_of_run(tmp_path / str(table), saved_weights_digest(tmp_path / str(table)))
+        assert ("adds a table of absolute positions" in render(facts).text) == table
+
+
 def test_a_card_of_other_weights_is_not_pushed_with_these(run):
     folder, digest = run
     push_card(folder, digest, "me/x").write(folder)
