@@ -5,33 +5,28 @@ A figure stands in a card only as the result of an evaluation whose record names
 (`weights_digest`), or as a figure of a paper, marked as such. What nobody measured is written as *not measured*.
 """
 
-import copy
 import io
-import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .auto import MODELS, model_class
+from .checked_facts import facts_of_run
 from .configuration_liere import ROTARY_ENCODINGS
+from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, load_facts, pair, size_text
+from .run_records import RESULTS_FILE, result_of_run
 from .version import __version__
 
 
 CARD = "README.md"
 PICTURE = "accuracy_by_image_size.png"
-METRICS = {"accuracy": "top-1 accuracy", "top5_accuracy": "top-5 accuracy", "loss": "cross entropy"}
-# In a checkout beside the package, in a wheel inside it.
-_HERE = Path(__file__).resolve().parent
-FOLDER = next((path for path in (_HERE / "model_cards", _HERE.parent / "model_cards") if path.is_dir()), None)
-
-
-class FactsError(ValueError):
-    """Facts that cannot become the card of this checkpoint; the message names the file and what is wrong."""
+NO_LICENSE = "No licence was chosen for these weights."
+# Class names that a card lists.
+SHOWN_CLASSES = 20
 
 
 @dataclass(frozen=True)
@@ -46,283 +41,45 @@ class Card:
         for name, content in self.pictures.items():
             (folder / name).write_bytes(content)
 
+    @property
+    def license(self) -> str | None:
+        """As the metadata call it."""
+        return ModelCard(self.text, ignore_metadata_errors=True).data.get("license")
+
+    def with_license(self, license: str) -> "Card":
+        """The card under a licence. Raises [`FactsError`] if it names another one."""
+        if self.license not in (None, license):
+            raise FactsError(f"The card names the licence {self.license!r}, not {license!r}; change one of them.")
+        card = ModelCard(self.text, ignore_metadata_errors=True)
+        card.data["license"] = license
+        return replace(self, text=str(card).replace(NO_LICENSE, _license_sentence(license)))
+
     @classmethod
-    def read(cls, folder: Path) -> "Card":
-        """The card in a folder. Raises [`FactsError`] if there is none."""
+    def read(cls, folder: Path, weights: str | None = None) -> "Card":
+        """
+        The card in a folder.
+
+        Raises:
+            FactsError: if there is none, it cannot be read, or it was rendered for other weights than those with the
+                digest `weights`.
+        """
         if not (folder / CARD).is_file():
             raise FactsError(f"{folder} holds no {CARD}; accepted: a card there, or facts to render one from (--card).")
-        text = (folder / CARD).read_text(encoding="utf-8")
-        names = re.findall(r"!\[[^\]]*\]\(([A-Za-z0-9_.-]+)\)", text)
-        return cls(text, {name: (folder / name).read_bytes() for name in names})
-
-
-@dataclass
-class Facts:
-    """
-    What a card says.
-
-    Args:
-        title: Heading.
-        encoding: Key of `encodings` in common.yaml: description, paper and citation.
-        dataset: Key of `datasets` in common.yaml, or a mapping of the same form.
-        model: Fields of the configuration that tell the architecture.
-        recipe: How it is trained, by name; `recipe_source` says whose recipe that is.
-        results: Evaluations, see [`result_of_run`].
-        paper_figures: `image_size`, `accuracy` (a share of 1), optionally `low` and `high`, and `where` in which paper.
-        cost: What training took, by name.
-        environment: Versions and hardware of training.
-        architecture: Name of the model class.
-        seeds: Of the training runs behind the results.
-        intended_use, limits, notes: Paragraphs.
-        license: As the Hub calls it.
-        base_model: Repository of the model that an adapter or a fine-tuned model starts from.
-        converted_from: Where the weights come from, if they were not trained with this library.
-        progress: `step`, `max_steps` and `metrics` (of this step, or `None`) of a run that has not finished.
-        weights: Digest of the weights.
-    """
-
-    title: str
-    encoding: str
-    dataset: str | dict
-    model: dict = field(default_factory=dict)
-    recipe: dict = field(default_factory=dict)
-    recipe_source: str | None = None
-    results: list[dict] = field(default_factory=list)
-    paper_figures: list[dict] = field(default_factory=list)
-    cost: dict = field(default_factory=dict)
-    environment: dict = field(default_factory=dict)
-    architecture: str = "LieREViTForImageClassification"
-    seeds: list[int] = field(default_factory=list)
-    intended_use: str | None = None
-    limits: str | None = None
-    notes: str | None = None
-    license: str = "apache-2.0"
-    base_model: str | None = None
-    converted_from: str | None = None
-    progress: dict | None = None
-    weights: str | None = None
-
-    def __post_init__(self):
-        common = common_facts()
-        if self.encoding not in common["encodings"]:
-            raise FactsError(f"encoding {self.encoding!r}: accepted are {', '.join(common['encodings'])}.")
-        if isinstance(self.dataset, str):
-            if self.dataset not in common["datasets"]:
-                raise FactsError(f"dataset {self.dataset!r}: accepted are {', '.join(common['datasets'])}.")
-            self.dataset = common["datasets"][self.dataset]
-        for figure in (*self.results, *self.paper_figures):
-            if not 0 <= figure["accuracy"] <= 1:
-                raise FactsError(f"accuracy {figure['accuracy']}: accepted are shares of 1, so 69.6% is 0.696.")
-            figure["image_size"] = _pair(figure["image_size"])
-        self.results.sort(key=lambda result: result["image_size"])
-
-    @property
-    def status(self) -> str:
-        """`"measured"`, `"in training"`, `"not evaluated"` (converted weights that are there) or `"not trained"`."""
-        if self.progress or self.results:
-            return "in training" if self.progress else "measured"
-        return "not evaluated" if self.converted_from and self.weights else "not trained"
-
-
-def common_facts() -> dict[str, dict]:
-    """What the facts files share: encodings, papers and data sets."""
-    if FOLDER is None:
-        raise FactsError(f"There is no folder model_cards in or beside {_HERE}; it belongs to the package.")
-    return yaml.safe_load((FOLDER / "common.yaml").read_text(encoding="utf-8"))
-
-
-def load_facts(path: str | Path) -> Facts:
-    """
-    Facts of a yaml file, or of one in model_cards/ by its name alone.
-
-    Raises:
-        FactsError: for a file that does not exist, a key that means nothing and a value out of range.
-    """
-    path = Path(path)
-    if not path.is_file() and FOLDER is not None and (FOLDER / f"{path.name}.yaml").is_file():
-        path = FOLDER / f"{path.name}.yaml"
-    if not path.is_file():
-        known = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "common") if FOLDER else []
-        raise FactsError(f"There are no facts {str(path)!r}; accepted: a yaml file or one of {', '.join(known)}.")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    known = {item.name: item for item in fields(Facts)}
-    if not isinstance(content, dict) or set(content) - set(known):
-        unknown = sorted(set(content) - set(known)) if isinstance(content, dict) else type(content).__name__
-        raise FactsError(f"{path.name}: {unknown} means nothing; accepted: {', '.join(known)}.")
-    required = [name for name, item in known.items() if item.default is item.default_factory is MISSING]
-    if missing := [name for name in required if name not in content]:
-        raise FactsError(f"{path.name}: {', '.join(missing)} missing.")
-    try:
-        return Facts(**content)
-    except FactsError as error:
-        raise FactsError(f"{path.name}: {error}") from None
-
-
-def _record(folder: Path, name: str) -> dict:
-    path = folder / name
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def result_of_run(folder: str | Path) -> dict | None:
-    """
-    The evaluation that a training script left in its output folder; `None` if there is none.
-
-    Returns:
-        `image_size`, `samples`, `weights` (digest of the evaluated weights), and for every metric its value and, as
-        `<metric>_low` and `<metric>_high`, the bounds of its 95% interval.
-    """
-    folder = Path(folder)
-    return _result(_record(folder, "eval_results.json"), folder)
-
-
-def _result(metrics: Mapping[str, Any], folder: Path) -> dict | None:
-    if not metrics:
-        return None
-    result = {
-        "image_size": _record(folder, "run_config.json").get("image_size"),
-        "samples": metrics.get("eval_samples"),
-        "weights": _record(folder, "weights.json").get("sha256"),
-    }
-    for metric in METRICS:
-        for name in (metric, f"{metric}_low", f"{metric}_high"):
-            if f"eval_{name}" in metrics:
-                result[name] = metrics[f"eval_{name}"]
-    return result
-
-
-def facts_of_run(
-    folder: str | Path,
-    weights: str,
-    facts: Facts | None = None,
-    evaluations: Iterable[str | Path] = (),
-    title: str | None = None,
-    progress: dict | None = None,
-) -> Facts:
-    """
-    Facts of a finished run, or with `progress` of a running one, from its records.
-
-    Args:
-        folder: Output folder of the training script.
-        weights: Digest of the weights that the card is for.
-        facts: What the records do not tell; their figures replace its figures.
-        evaluations: Output folders of evaluations of the same weights, at other sizes.
-        title: Heading, where `facts` has none.
-
-    Raises:
-        FactsError: if a figure was measured with other weights, or it is unknown with which.
-    """
-    folder = Path(folder)
-    run, metrics = _record(folder, "run_config.json"), _record(folder, "all_results.json")
-    config = _record(folder, "config.json")
-    adapter = _record(folder, "rotary_config.json")
-    if adapter:
-        config = {"architectures": ["adapter"], **adapter["rotary_patch"]}
-    known = copy.deepcopy(facts)
-    if known is None:
-        known = Facts(
-            title=title or folder.resolve().name,
-            encoding=config.get("position_encoding", (config.get("rotary_patch") or {}).get("position_encoding")),
-            dataset=_dataset(run.get("data", {})),
-        )
-    own = _result(progress["metrics"], folder) if progress else result_of_run(folder)
-    results = [(folder, own)] + [(place, result_of_run(place)) for place in evaluations]
-    for place, result in results:
-        if result is None and place is not folder:
-            raise FactsError(f"{place} holds no eval_results.json: it is no output of an evaluation.")
-    known.results = [result for _, result in results if result is not None] or known.results
-    for result in known.results:
-        if result.get("weights") != weights:
-            measured = f"weights {result['weights'][:12]}…" if result.get("weights") else "unknown weights"
+        try:
+            text = (folder / CARD).read_text(encoding="utf-8")
+            names = re.findall(r"!\[[^\]]*\]\(([A-Za-z0-9_.-]+)\)", text)
+            pictures = {name: (folder / name).read_bytes() for name in names}
+        except UnicodeDecodeError:
+            raise FactsError(f"{folder / CARD} is no text in UTF-8.") from None
+        except OSError as error:
+            raise FactsError(f"{error.filename} of the card cannot be read: {error.strerror}.") from None
+        rendered_for = re.search(r"Weights: SHA-256 `([0-9a-f]{64})`", text)
+        if weights and rendered_for and rendered_for[1] != weights:
             raise FactsError(
-                f"The accuracy at {_size(result['image_size'])} px was measured with {measured}, the card is for "
-                f"{weights[:12]}…; evaluate this checkpoint, or push the one that was evaluated."
+                f"{folder / CARD} was rendered for weights {rendered_for[1][:12]}…, those in the folder are "
+                f"{weights[:12]}…; delete or replace it."
             )
-    if len(config.get("id2label") or range(6)) <= 5:
-        for result in known.results:
-            for name in ("top5_accuracy", "top5_accuracy_low", "top5_accuracy_high"):
-                result.pop(name, None)
-    architectures = config.get("architectures") or [known.architecture]
-    known.architecture, known.weights, known.progress = architectures[0], weights, progress
-    if run:
-        known.model = {name: config[name] for name in MODEL_FIELDS if config.get(name) is not None}
-        known.recipe, known.recipe_source = _recipe(run), None
-        known.seeds = [run["training"]["seed"]]
-        known.environment = _record(folder, "environment.json")
-        known.cost = {name: metrics[name] for name in COST_FIELDS if name in metrics}
-    known.__post_init__()
-    return known
-
-
-MODEL_FIELDS = (
-    "position_encoding",
-    "block_size",
-    "coordinates",
-    "share_heads",
-    "share_layers",
-    "position_perturbation",
-    "image_size",
-    "num_frames",
-    "patch_size",
-    "tubelet_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "pooling",
-)
-COST_FIELDS = ("parameters", "train_images_per_second", "train_runtime")
-RECIPE_FIELDS = (
-    "num_train_epochs",
-    "max_steps",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "rotary_learning_rate_factor",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "max_grad_norm",
-    "label_smoothing_factor",
-    "bf16",
-    "fp16",
-)
-UNUSED = (None, False, 0, 0.0, -1)
-
-
-def _recipe(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What was set of the training and the augmentation, by the names of the flags."""
-    training, augmentation = run["training"], run.get("augmentation", {})
-    chosen = {name: training[name] for name in RECIPE_FIELDS if training.get(name) not in UNUSED}
-    if chosen.get("gradient_accumulation_steps") == 1:
-        chosen.pop("gradient_accumulation_steps")
-    if run.get("data", {}).get("max_train_samples"):
-        chosen["max_train_samples"] = run["data"]["max_train_samples"]
-    if run.get("model_name_or_path"):
-        chosen["model_name_or_path"] = run["model_name_or_path"]
-    crops = augmentation.get("random_resized_crop")
-    used = {name: value for name, value in augmentation.items() if value not in UNUSED}
-    for name, switch in (
-        ("random_resized_crop_scale", crops),
-        ("rand_augment_magnitude", augmentation.get("rand_augment_ops")),
-        ("mixing_probability", augmentation.get("mixup_alpha") or augmentation.get("cutmix_alpha")),
-        ("repeated_augmentation", augmentation.get("repeated_augmentation", 1) > 1),
-    ):
-        if not switch:
-            used.pop(name, None)
-    return chosen | used
-
-
-def _dataset(data: Mapping[str, Any]) -> dict[str, Any]:
-    name = data.get("dataset_name")
-    for known in common_facts()["datasets"].values():
-        if name is not None and name in (known.get("hub_id"), known["type"]):
-            return known
-    if name is not None:
-        return {"name": name, "type": name, "hub_id": name if "/" in name else None, "split": data.get("eval_split")}
-    files = data.get("validation_files") or [data.get("image_folder") or "not recorded"]
-    return {"name": ", ".join(map(str, files)), "type": "custom", "split": data.get("eval_split")}
+        return cls(text, pictures)
 
 
 def render(facts: Facts, repo_id: str | None = None) -> Card:
@@ -334,42 +91,72 @@ def render(facts: Facts, repo_id: str | None = None) -> Card:
     """
     common = common_facts()
     encoding = common["encodings"][facts.encoding]
+    if facts.architecture is None:
+        kind = "LieREVideoForVideoClassification" if "num_frames" in facts.model else "LieREViTForImageClassification"
+        facts = replace(facts, architecture=kind)
     video = "num_frames" in facts.model or "Video" in facts.architecture
+    data = [one for one in (facts.training_data, facts.evaluation_data) if one] or [facts.dataset or {}]
+    hub_ids = list(dict.fromkeys(one["hub_id"] for one in data if one.get("hub_id")))
     task = _task(facts.architecture)
-    name = (repo_id or facts.title).rpartition("/")[2]
-    data = ModelCardData(
+    metadata = ModelCardData(
         license=facts.license,
         library_name="transformers",
         pipeline_tag=task,
         base_model=facts.base_model,
-        datasets=[facts.dataset["hub_id"]] if facts.dataset.get("hub_id") else None,
+        datasets=hub_ids or None,
         metrics=["accuracy"] if facts.results else None,
         tags=["liere", *([] if facts.encoding == "liere" else [facts.encoding]), *(["video"] if video else [])],
-        model_name=name if facts.results else None,
+        model_name=(repo_id or facts.title).rpartition("/")[2] if facts.results else None,
         eval_results=[result for one in facts.results for result in _eval_results(facts, one, task)] or None,
     )
     pictures = {}
-    if len({tuple(result["image_size"]) for result in facts.results}) > 1:
+    if len({_height(result) for result in facts.results}) > 1:
         pictures[PICTURE] = _plot(facts)
     card = ModelCard.from_template(
-        data,
+        metadata,
         template_path=str(FOLDER / "template.md.jinja"),
         facts=facts,
         encoding=encoding,
         paper=common["papers"][encoding["paper"]],
-        repo_id=repo_id or "OWNER/NAME",
-        auto_class=_auto_class(facts.architecture),
-        module=None if facts.architecture == "adapter" else model_class(facts.architecture).__module__,
-        processor=_processor(facts.architecture),
         rotary=facts.encoding in ROTARY_ENCODINGS,
+        keeps_table=_keeps_table(facts),
+        described=list({one["name"]: one for one in data if one.get("description") or one.get("terms")}.values()),
+        evaluated=facts.evaluation_data or facts.dataset,
         picture=PICTURE if pictures else None,
         metrics={key: label for key, label in METRICS.items() if any(key in result for result in facts.results)},
+        license=_license_sentence(facts.license),
         version=__version__,
-        size=_size,
+        as_trained=_as_trained,
+        code=_code,
+        size=size_text,
         percent=_percent,
         value=_value,
+        shown_classes=SHOWN_CLASSES,
+        examples="clips" if video else "images",
+        **_snippet(facts, repo_id),
     )
     return Card(re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n", pictures)
+
+
+def _snippet(facts: Facts, repo_id: str | None) -> dict[str, Any]:
+    """What the code of the card depends on."""
+    architecture, channels = facts.architecture, facts.model.get("num_channels", 3)
+    auto_class = _auto_class(architecture)
+    processor = "AutoVideoProcessor" if "Video" in architecture else "AutoImageProcessor"
+    height, width = pair(facts.model.get("image_size", 224))
+    frames = [facts.model["num_frames"]] if "num_frames" in facts.model else []
+    return {
+        "repo_id": repo_id or "OWNER/NAME",
+        "auto_class": auto_class,
+        "module": None if architecture == "adapter" else model_class(architecture).__module__.rpartition(".")[2],
+        "processor": processor if facts.has_processor else None,
+        "classifies": architecture.endswith("Classification"),
+        "embeds_images": architecture == "RotaryCLIPModel",
+        "mode": "L" if channels == 1 else "RGB",
+        "input_shape": [1, *frames, channels, height, width],
+        "shown_answers": min(len(facts.class_names) or 3, 3),
+        "imported": ", ".join(sorted(filter(None, (facts.has_processor and processor, auto_class)))),
+    }
 
 
 def push_card(
@@ -378,23 +165,38 @@ def push_card(
     repo_id: str,
     facts: Facts | None = None,
     evaluations: Iterable[str | Path] = (),
+    license: str | None = None,
 ) -> Card:
     """
     The card to publish a folder with: rendered from facts and records, or, without either, the one that lies there.
 
+    Args:
+        license: As the Hub calls it; `None` leaves the choice to the facts, or to nobody.
+
     Raises:
-        FactsError: if the facts hold no figure measured with these weights.
+        FactsError: if the facts hold no figure measured with these weights, or contradict the checkpoint, its records
+            or `license`.
     """
     folder = Path(folder)
-    if facts is None and not evaluations and not (folder / "eval_results.json").is_file():
-        return Card.read(folder)
+    if facts is None and not evaluations and not (folder / RESULTS_FILE).is_file():
+        card = Card.read(folder, weights)
+        return card.with_license(license) if license else card
     known = facts_of_run(folder, weights, facts, evaluations, title=repo_id.rpartition("/")[2])
     if known.status in ("not trained", "not evaluated"):
         raise FactsError(
             f"{known.title} is {known.status}: there is no figure measured with these weights. Evaluate them with "
             "training/image_classification.py --do_eval and pass its output folder (--evaluation)."
         )
+    if license and known.license not in (None, license):
+        raise FactsError(
+            f"license is {known.license!r} in the facts and {license!r} was asked for; change one of them."
+        )
+    known.license = known.license or license
     return render(known, repo_id)
+
+
+def _license_sentence(license: str | None) -> str:
+    return f"The licence of these weights is `{license}`." if license else NO_LICENSE
 
 
 def _auto_class(architecture: str) -> str | None:
@@ -404,12 +206,6 @@ def _auto_class(architecture: str) -> str | None:
             if cls.__name__ == architecture and "Backbone" not in architecture:
                 return auto_class.__name__
     return None
-
-
-def _processor(architecture: str) -> str:
-    if "Video" in architecture:
-        return "AutoVideoProcessor"
-    return "AutoProcessor" if architecture == "RotaryCLIPModel" else "AutoImageProcessor"
 
 
 def _task(architecture: str) -> str | None:
@@ -423,6 +219,7 @@ def _task(architecture: str) -> str | None:
 
 def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> list[EvalResult]:
     entries = []
+    data = result.get("data") or _evaluated(facts)
     for metric, label in METRICS.items():
         if metric not in result:
             continue
@@ -432,11 +229,12 @@ def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> 
         entries.append(
             EvalResult(
                 task_type=task or "other",
-                dataset_type=facts.dataset.get("hub_id") or facts.dataset["type"],
-                dataset_name=facts.dataset["name"],
-                dataset_split=facts.dataset.get("split"),
+                dataset_type=data.get("hub_id") or data.get("type") or "custom",
+                dataset_name=data["name"],
+                dataset_config=data.get("config"),
+                dataset_split=data.get("split"),
                 metric_type="accuracy" if metric.endswith("accuracy") else metric,
-                metric_name=f"{label} at {_size(result['image_size'])} px",
+                metric_name=f"{label} at {size_text(result['image_size'])} px",
                 metric_value=result[metric],
                 metric_args={key: value for key, value in details.items() if value is not None},
             )
@@ -454,7 +252,7 @@ def _plot(facts: Facts) -> bytes:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.8), layout="constrained")
-    heights = [result["image_size"][0] for result in facts.results]
+    heights = [_height(result) for result in facts.results]
     values = [100 * result["accuracy"] for result in facts.results]
     bounds = [
         [100 * abs(result.get(f"accuracy_{end}", result["accuracy"]) - result["accuracy"]) for result in facts.results]
@@ -463,10 +261,10 @@ def _plot(facts: Facts) -> bytes:
     axes.errorbar(heights, values, yerr=bounds, fmt="o-", color="#0072B2", capsize=3, label="this checkpoint, measured")
     paper = sorted(facts.paper_figures, key=lambda one: one["image_size"])
     if paper:
-        heights = [one["image_size"][0] for one in paper]
+        heights = [_height(one) for one in paper]
         label = f"the paper's model ({paper[0]['where']})"
         axes.plot(heights, [100 * one["accuracy"] for one in paper], "o", mfc="none", color="#777777", label=label)
-    axes.set(xlabel="image size (px)", ylabel=f"top-1 accuracy on {facts.dataset['name']} (%)")
+    axes.set(xlabel="image size (px)", ylabel=f"top-1 accuracy on {_evaluated(facts)['name']} (%)")
     axes.legend(frameon=False)
     content = io.BytesIO()
     figure.savefig(content, dpi=150, metadata={"Software": None})
@@ -474,12 +272,31 @@ def _plot(facts: Facts) -> bytes:
     return content.getvalue()
 
 
-def _pair(size: int | Iterable[int]) -> list[int]:
-    return [size, size] if isinstance(size, int) else list(size)
+def _keeps_table(facts: Facts) -> bool:
+    """Whether positions are told by a table as well, which makes attention depend on more than the rotations."""
+    own = facts.encoding != "absolute" and facts.model.get("use_absolute_position_embeddings", False)
+    return bool(own) or facts.model.get("keep_absolute", "drop") != "drop"
 
 
-def _size(size: int | Iterable[int]) -> str:
-    return " × ".join(map(str, _pair(size)))
+def _evaluated(facts: Facts) -> dict[str, Any]:
+    return facts.evaluation_data or facts.dataset or {"name": "data that are not recorded"}
+
+
+def _height(figure: Mapping[str, Any]) -> int:
+    """Of the images, also where the size starts with a number of frames."""
+    return figure["image_size"][-2]
+
+
+def _as_trained(facts: Facts, result: Mapping[str, Any]) -> bool:
+    trained = facts.model.get("image_size")
+    frames = facts.model.get("num_frames")
+    size = result["image_size"]
+    return trained is not None and size[-2:] == pair(trained) and (len(size) == 2 or size[0] == frames)
+
+
+def _code(text: str) -> str:
+    """A name from outside as code in Markdown, in one line and without an end of its own."""
+    return f"`{' '.join(str(text).replace('`', chr(39)).split())}`"
 
 
 def _percent(result: Mapping[str, Any], metric: str) -> str:

@@ -145,6 +145,7 @@ def _add_push(subcommands) -> None:
         metavar="FOLDER",
         help="outputs of evaluations of this model at other image sizes, for the card",
     )
+    pushing.add_argument("--license", help="licence of the weights as the Hub calls it, such as apache-2.0; else none")
     pushing.add_argument("--revision", default="main", help="branch; made if it does not exist")
     pushing.add_argument("--message", help="title of the commit")
     pushing.add_argument("--private", action="store_true", default=None, help="make a new repository private")
@@ -175,9 +176,11 @@ def run_inspect(checkpoint: str, output: str, image: list[str], image_sizes: lis
     return f"{report}: open it in a browser"
 
 
-def run_push(folder: str, repo_id: str, card: str | None, evaluation: list[str], no_reload: bool, **options) -> str:
+def run_push(
+    folder: str, repo_id: str, card: str | None, evaluation: list[str], license: str | None, no_reload: bool, **options
+) -> str:
     facts = load_facts(card) if card else None
-    rendered = push_card(folder, saved_weights_digest(folder), repo_id, facts, evaluation)
+    rendered = push_card(folder, saved_weights_digest(folder), repo_id, facts, evaluation, license)
     return str(push(folder, repo_id, card=rendered, reload=not no_reload, **options))
 
 

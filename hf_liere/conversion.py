@@ -56,7 +56,8 @@ from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from .cards import MODEL_FIELDS, Facts, render
+from .cards import render
+from .checked_facts import CONVERSION_FILE
 from .configuration_liere import LieREConfig, LieREVideoConfig, LieREViTConfig
 from .conversion_sources import (
     CONVERTERS,
@@ -68,9 +69,10 @@ from .conversion_sources import (
     options_from_config,
     require_one_of,
 )
+from .facts import MODEL_FIELDS, Facts
 from .modeling_liere import LieREPreTrainedModel, LieREViTForImageClassification, LieREViTModel
 from .modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
-from .publishing import saved_weights_digest
+from .saved_weights import saved_weights_digest
 
 
 @dataclass
@@ -291,7 +293,10 @@ def convert_checkpoint(
         model.save_pretrained(partial)
         statistics = {"image_mean": image_mean, "image_std": image_std}
         _save_processor(partial, conversion.config, local, source_config, statistics)
-        render(_facts(checkpoint, revision, conversion, options, partial)).write(partial)
+        facts = _facts(checkpoint, revision, conversion, options, partial)
+        render(facts).write(partial)
+        record = {name: getattr(facts, name) for name in ("weights", "converted_from", "notes")}
+        (partial / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         # Temporary directories are private, a checkpoint is not.
         partial.chmod(0o755)
         os.replace(partial, output)
@@ -374,12 +379,10 @@ def _facts(
     return Facts(
         title=f"{conversion.model_class.__name__} from {name}",
         encoding=config.position_encoding,
-        dataset={"name": "that of the source"},
         model={name: getattr(config, name) for name in MODEL_FIELDS if getattr(config, name, None) is not None},
         cost={"parameters": sum(tensor.numel() for tensor in conversion.state_dict.values())},
         architecture=conversion.model_class.__name__,
         notes="\n\n".join(notes),
-        license="other",
         converted_from=origin,
         weights=saved_weights_digest(folder),
     )

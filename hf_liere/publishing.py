@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -32,6 +31,7 @@ from transformers.utils import logging
 from . import reload_check
 from .auto import model_class
 from .cards import PICTURE, Card
+from .checked_facts import CONVERSION_FILE
 from .hub import (
     HubError,
     explained,
@@ -43,8 +43,20 @@ from .hub import (
     wait_to_retry,
     without_tokens,
 )
-from .patching import CONFIG_NAME as ADAPTER_CONFIG
-from .patching import WEIGHTS_NAME as ADAPTER_WEIGHTS
+from .pulling import Pulled, pull
+from .rotary_patch import RotaryPatchConfig
+from .saved_weights import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    first_line,
+    read_json,
+    require_finite,
+    require_folder,
+    saved_names,
+    saved_weights_digest,
+    weight_files,
+    weights_digest,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -66,6 +78,7 @@ RECORD_FILES = (
     "all_results.json",
     "eval_results.json",
     "train_results.json",
+    CONVERSION_FILE,
 )
 VIDEO_PROCESSOR = "video_processing_liere.LieREVideoProcessor"
 # What earlier pushes of ours or of Trainer may have left in a repository and must not stay beside new weights, as do
@@ -107,51 +120,6 @@ class ConcurrentCommitError(HubError):
     """Someone else has committed since the commit that a push was based on; nothing was written."""
 
 
-def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over name, dtype, shape and bytes of every tensor in order of name: independent of shards and files."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        _add_tensor(digest, name, tensors[name])
-    return digest.hexdigest()
-
-
-def saved_weights_digest(folder: str | Path) -> str:
-    """
-    [`weights_digest`] of the weights in a folder, one tensor in memory at a time.
-
-    Raises:
-        ValueError: if the folder holds no safetensors.
-    """
-    places = {}
-    for path in weight_files(Path(folder)):
-        with safe_open(path, "pt") as file:
-            places.update({name: path for name in file.keys()})
-    digest = hashlib.sha256()
-    for name in sorted(places):
-        with safe_open(places[name], "pt") as file:
-            _add_tensor(digest, name, file.get_tensor(name))
-    return digest.hexdigest()
-
-
-def _add_tensor(digest, name: str, tensor: torch.Tensor) -> None:
-    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a saved model or adapter, without those of another model beside it."""
-    index = folder / "model.safetensors.index.json"
-    # The order in which transformers looks for them.
-    if index.is_file() and not (folder / "model.safetensors").is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = [name for name in ("model.safetensors", ADAPTER_WEIGHTS) if (folder / name).is_file()]
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing or not names:
-        raise ValueError(f"{folder} holds no {', '.join(missing) or 'model.safetensors'}: it is no saved model.")
-    return [folder / name for name in names]
-
-
 def stage(folder: str | Path, target: str | Path, max_shard_size: str | int = "5GB") -> PreTrainedModel | None:
     """
     Write what is to be published of a saved model, complete or adapter alone, into another folder.
@@ -165,14 +133,16 @@ def stage(folder: str | Path, target: str | Path, max_shard_size: str | int = "5
         The model as it was loaded; `None` for an adapter.
 
     Raises:
-        ValueError: if the folder holds none of our models, or its weights are not exactly those of its configuration.
+        ValueError: if the folder holds none of our models, its weights are not exactly those of its configuration, or
+            a value of them or a file beside them means nothing.
     """
     folder, target = Path(folder), Path(target)
+    require_finite(folder)
     target.mkdir(parents=True, exist_ok=True)
     if (folder / ADAPTER_CONFIG).is_file():
         model = None
         names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
-        weight_files(folder)
+        check_adapter(folder)
     else:
         model, names = load_complete(folder), []
         model.save_pretrained(target, max_shard_size=max_shard_size)
@@ -182,10 +152,39 @@ def stage(folder: str | Path, target: str | Path, max_shard_size: str | int = "5
                 "those of what is published. Save the loaded model with save_pretrained and evaluate that."
             )
     for name in (*names, *PROCESSOR_FILES, *RECORD_FILES):
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, target / name)
+        if (folder / name).exists():
+            if name.endswith(".json"):
+                read_json(folder / name)
+            try:
+                shutil.copyfile(folder / name, target / name)
+            except OSError as error:
+                raise ValueError(f"{folder / name} cannot be read: {error.strerror}.") from None
     complete_video_processor(target)
     return model
+
+
+def check_adapter(folder: Path) -> None:
+    """
+    Make sure that an adapter holds the generators that its configuration speaks of.
+
+    Raises:
+        ValueError: if its configuration means nothing, or tensors belong to no vision tower of it.
+    """
+    content, place = read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_CONFIG
+    base, patch = content.get("base"), content.get("rotary_patch")
+    if not isinstance(base, list) or not base or not isinstance(patch, dict):
+        raise ValueError(f"{place} was not written by save_rotary: it names no rotary_patch or no base.")
+    try:
+        RotaryPatchConfig.from_dict(patch)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place} holds no rotations of ours: {error}") from None
+    names = saved_names(folder)
+    found = {name.partition(".")[0] for name in names}
+    if found != {str(index) for index in range(len(base))}:
+        raise ValueError(
+            f"{folder / ADAPTER_WEIGHTS} holds {', '.join(sorted(names)) or 'no tensors'}; {ADAPTER_CONFIG} speaks of "
+            f"{len(base)} vision towers."
+        )
 
 
 def load_complete(folder: Path) -> PreTrainedModel:
@@ -193,13 +192,20 @@ def load_complete(folder: Path) -> PreTrainedModel:
     The model in a folder, each of its weights accounted for.
 
     Raises:
-        ValueError: if it is none of ours, or tensors are missing, left over or of another shape.
+        ValueError: if it is none of ours or cannot be loaded, or tensors are missing, left over or of another shape.
     """
+    require_folder(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds neither config.json nor {ADAPTER_CONFIG}: it is no saved model.")
     weight_files(folder)
-    architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [None]
-    model, info = model_class(architectures[0]).from_pretrained(folder, output_loading_info=True)
+    architectures = read_json(folder / "config.json").get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else architectures
+    loader = model_class(str(named))
+    try:
+        model, info = loader.from_pretrained(folder, output_loading_info=True)
+    except Exception as error:
+        # A strict configuration, a shape that no module has, a file cut off: each raises errors of its own.
+        raise ValueError(f"{folder} does not load as {named}: {first_line(error)}") from None
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if wrong:
         raise ValueError(f"The weights in {folder} are not those of its configuration: {wrong}.")
@@ -211,7 +217,7 @@ def complete_video_processor(folder: Path) -> None:
     path = folder / "video_preprocessor_config.json"
     if not path.is_file():
         return
-    content = json.loads(path.read_text())
+    content = read_json(path)
     if content.get("video_processor_type") == VIDEO_PROCESSOR.rpartition(".")[2]:
         path.write_text(json.dumps(content | {"auto_map": {"AutoVideoProcessor": VIDEO_PROCESSOR}}, indent=2) + "\n")
         code = VIDEO_PROCESSOR.partition(".")[0] + ".py"
@@ -230,7 +236,10 @@ def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> Non
     for path in sorted(folder.rglob("*")):
         if not path.is_file() or path.suffix not in (".json", ".md", ".txt", ".py", ".yaml"):
             continue
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path.relative_to(folder)} is no text in UTF-8, so nothing was published.") from None
         found = [what for what, texts in secrets.items() if any(secret in text for secret in texts)]
         if PRIVATE.search(text):
             found.append("a token")
@@ -278,7 +287,8 @@ def push(
     with tempfile.TemporaryDirectory(prefix="hf_liere-") as temporary:
         staged = Path(temporary) / "checkpoint"
         model = stage(folder, staged, max_shard_size)
-        (card or Card.read(folder)).write(staged)
+        card = card or Card.read(folder, saved_weights_digest(folder))
+        card.write(staged)
         refuse_private(staged, api, [folder.resolve(), Path(temporary)])
         kind = "rotations" if model is None else type(model).__name__
         published = publish(
@@ -293,6 +303,11 @@ def push(
         if reload and model is not None:
             check_reload(model, published, api)
             published = replace(published, reloaded=True)
+    if card.license is None:
+        logger.warning(
+            "No licence was chosen for these weights, and the card says so; `hf-liere push --license NAME`, "
+            "--hub_license in training or `license` in the facts chooses one."
+        )
     return published
 
 
@@ -487,26 +502,56 @@ def verify(folder: str | Path, repo_id: str, *, revision: str = "main", api: HfA
     Compare a published model or adapter with the local one: every tensor, then the outputs of a clean reload.
 
     Raises:
-        HubError: if the weights differ, or the repository does not load or gives other outputs.
-        ValueError: if the folder holds none of our models.
+        HubError: if weights, processor or the configuration of an adapter differ, or the repository does not load or
+            gives other outputs.
+        ValueError: before anything is asked of the Hub, if the folder holds none of our models.
     """
-    from .pulling import pull
-
     api, folder = api or HfApi(), Path(folder)
+    ours = saved_weights_digest(folder)
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    model = check_adapter(folder) if is_adapter else load_complete(folder)
     with tempfile.TemporaryDirectory(prefix="hf_liere-") as temporary:
         pulled = pull(
             repo_id, Path(temporary) / "pulled", revision=revision, api=api, cache_dir=Path(temporary) / "hub"
         )
         commit = pulled.commit
-        ours, theirs = saved_weights_digest(folder), saved_weights_digest(pulled.folder)
+        try:
+            theirs = saved_weights_digest(pulled.folder)
+        except ValueError:
+            raise HubError(f"{repo_id} at {commit} holds no weights that can be read.") from None
         if ours != theirs:
             raise HubError(f"{repo_id} at {commit} holds other weights ({theirs[:12]}…) than {folder} ({ours[:12]}…).")
+        # Outputs say nothing of how images become pixels, and those of an adapter nothing of its configuration.
+        names = (ADAPTER_CONFIG, *PROCESSOR_FILES) if is_adapter else PROCESSOR_FILES
+        if other := [name for name in names if (folder / name).is_file() and not _same_settings(folder, pulled, name)]:
+            raise HubError(f"{repo_id} at {commit} holds no or another {', '.join(other)} than {folder}.")
         files = tuple(sorted(path.name for path in pulled.folder.iterdir()))
         published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", files)
-        if not (folder / ADAPTER_CONFIG).is_file():
-            check_reload(load_complete(folder), published, api)
+        if model is not None:
+            check_reload(model, published, api)
             published = replace(published, reloaded=True)
     return published
 
 
-__all__ = ["ConcurrentCommitError", "Published", "publish", "push", "stage", "verify", "weights_digest"]
+def _same_settings(folder: Path, pulled: Pulled, name: str) -> bool:
+    """Whether a file is the same in both folders, but for the code that a push adds to the file of a processor."""
+    both = [place / name for place in (folder, pulled.folder)]
+    if not both[1].is_file():
+        return False
+    if not name.endswith(".json"):
+        return both[0].read_bytes() == both[1].read_bytes()
+    ours, theirs = ({key: value for key, value in read_json(path).items() if key != "auto_map"} for path in both)
+    return ours == theirs
+
+
+__all__ = [
+    "ConcurrentCommitError",
+    "Published",
+    "publish",
+    "push",
+    "saved_weights_digest",
+    "stage",
+    "verify",
+    "weight_files",
+    "weights_digest",
+]

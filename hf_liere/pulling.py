@@ -66,7 +66,7 @@ def pull(
 
     Raises:
         FileExistsError: if the folder holds something.
-        HubError: if the Hub refuses, or delivers a file twice with a wrong hash.
+        HubError: if the Hub refuses or delivers a file twice with a wrong hash, or the folder cannot be written.
         UnreachableError: if it cannot be reached and the cache does not hold everything.
     """
     api = api or HfApi()
@@ -80,7 +80,10 @@ def pull(
         raise HubError(f"{repo_id} at {commit} on {api.endpoint} has no folder {path!r}.")
     if folder is None:
         return Pulled(source, commit)
-    _copy(source, Path(folder))
+    try:
+        _copy(source, Path(folder))
+    except OSError as error:
+        raise HubError(f"{folder} cannot be written: {error.strerror or error}.") from None
     return Pulled(Path(folder), commit)
 
 

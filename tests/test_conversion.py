@@ -343,7 +343,8 @@ def test_directory_is_complete(converted):
     assert "first layer in every layer" in card and str(directory) not in card
     # That of the template: nothing is claimed of weights that nobody has evaluated, and nothing of where they lie.
     assert "**Not evaluated.**" in card and "Not measured." in card and "pipeline_tag: image-classification" in card
-    assert "license: other" in card and saved_weights_digest(image) in card and "ViTForImageClassification" in card
+    assert "license:" not in card and "Licence and terms are those of the source" in card
+    assert saved_weights_digest(image) in card and "ViTForImageClassification" in card
     assert [path for path in directory.iterdir() if path.name.startswith(".")] == []
 
 

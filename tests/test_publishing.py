@@ -1,6 +1,7 @@
 """Publishing over the real clients and a local Hub: what is pushed, what survives faults, what is refused."""
 
 import json
+import re
 import shutil
 import textwrap
 import threading
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hub_client import OTHER, READ, WRITE, client, finish, online, start
 from hub_server import HubServer
+from PIL import Image
 from published_models import CARD, save_models
 from pulling_user import outputs
 from safetensors.torch import load_file, save_file
@@ -17,6 +19,8 @@ from test_conversion import liere_weights
 from transformers import AutoModel, AutoModelForImageClassification, AutoModelForVideoClassification, CLIPModel
 
 import hf_liere
+from hf_liere.cards import push_card, render
+from hf_liere.checked_facts import facts_of_run
 from hf_liere.cli import main
 from hf_liere.conversion import convert_checkpoint
 from hf_liere.hub import HubError
@@ -375,6 +379,98 @@ def test_a_folder_without_a_whole_model_is_refused_before_anything_is_sent(saved
     assert not hub.requests
 
 
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def poison(path):
+    tensors = load_file(path)
+    next(value for value in tensors.values() if value.is_floating_point()).view(-1)[0] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+BROKEN = {
+    "cut off": ("image", "model.safetensors", cut, "is no readable safetensors file"),
+    "empty": ("image", "model.safetensors", lambda path: path.write_bytes(b""), "is no readable safetensors file"),
+    "no number": ("image", "model.safetensors", poison, "hold values that are infinite or no number (NaN): "),
+    "a folder": (
+        "image",
+        "model.safetensors",
+        lambda path: (path.unlink(), path.mkdir()),
+        "holds no model.safetensors",
+    ),
+    "no configuration": ("image", "config.json", lambda path: path.unlink(), "holds neither config.json nor"),
+    "half a configuration": ("image", "config.json", cut, "config.json is no json file"),
+    "a list": ("image", "config.json", lambda path: path.write_text("[]"), "config.json holds a list"),
+    "of nothing": ("image", "config.json", lambda path: path.write_text("{}"), "none of our models"),
+    "other shapes": ("image", "config.json", lambda path: widen(path), "does not load as LieREViTForImageCl"),
+    "no processor": ("image", "preprocessor_config.json", lambda path: path.write_text("?"), "is no json file"),
+    "no text": ("image", "README.md", lambda path: path.write_bytes(b"\xff\xfe\x00"), "README.md is no text in UTF-8"),
+    "no picture": (
+        "image",
+        "README.md",
+        lambda path: path.write_text("![a](b.png)"),
+        "b.png of the card cannot be read",
+    ),
+    "index": ("shards", "model.safetensors.index.json", lambda path: path.write_text("{}"), "names no files of"),
+    "outside": ("shards", "model.safetensors.index.json", lambda path: escape(path), "names no files of"),
+    "a shard less": ("shards", "model-00001-of-00002.safetensors", lambda path: path.unlink(), "holds no model-00001"),
+    "adapter cut off": ("adapter", "rotary.safetensors", cut, "is no readable safetensors file"),
+    "adapter, no number": ("adapter", "rotary.safetensors", poison, "infinite or no number (NaN): 0.generators"),
+    "adapter of nothing": (
+        "adapter",
+        "rotary_config.json",
+        lambda path: path.write_text("{}"),
+        "written by save_rotary",
+    ),
+    "adapter of two": ("adapter", "rotary_config.json", lambda path: double(path), "speaks of 2 vision towers"),
+}
+
+
+def widen(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": 96}))
+
+
+def escape(path):
+    path.write_text(json.dumps({"weight_map": {"classifier.bias": "../image/model.safetensors"}}))
+
+
+def double(path):
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"base": content["base"] * 2}))
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_folder_is_one_sentence_and_nothing_is_sent(saved, hub, tmp_path, capsys, case):
+    kind, name, change, message = BROKEN[case]
+    folder = tmp_path / "broken"
+    if kind == "shards":
+        load_complete(saved["image"]).save_pretrained(folder, max_shard_size="80KB")
+        (folder / "README.md").write_text(CARD)
+    else:
+        shutil.copytree(saved[kind], folder)
+    change(folder / name)
+    commands = [["push", str(folder), "tester/model"]]
+    # A card or a processor is nothing that `verify` reads here.
+    if name not in ("README.md", "preprocessor_config.json") and case not in ("no number", "adapter, no number"):
+        commands.append(["verify", str(folder), "tester/model"])
+    for command in commands:
+        capsys.readouterr()
+        assert main(command) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"hf-liere {command[0]}: ") and message in error
+    assert not hub.requests
+
+
+def test_what_is_no_folder(saved, hub, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    for folder, what in ((tmp_path / "absent", "does not exist"), (tmp_path / "file", "is a file")):
+        for command in ("push", "verify"):
+            assert main([command, str(folder), "tester/model"]) == 1
+            assert f"{folder} {what}; accepted: the folder of a saved model." in capsys.readouterr().err
+    assert not hub.requests
+
+
 def test_tokens_and_folders_are_not_published(saved, hub, tmp_path):
     folder = tmp_path / "private"
     shutil.copytree(saved["image"], folder)
@@ -428,3 +524,54 @@ def test_verify_finds_a_repository_with_other_files(saved, hub):
     push(saved["backbone"], "tester/model", api=client(hub), reload=False)
     with pytest.raises(HubError, match="holds other weights"):
         verify(saved["image"], "tester/model", api=client(hub))
+
+
+def test_verify_compares_what_outputs_do_not_show(saved, hub, tmp_path):
+    for kind, name, change in (
+        ("image", "preprocessor_config.json", {"image_mean": [0.1, 0.2, 0.3]}),
+        ("adapter", "rotary_config.json", {"rotary_patch": {"position_encoding": "liere", "rotate_prefix": True}}),
+    ):
+        push(saved[kind], f"tester/{kind}", api=client(hub), reload=False)
+        other = tmp_path / kind
+        shutil.copytree(saved[kind], other)
+        verify(other, f"tester/{kind}", api=client(hub))
+        (other / name).write_text(json.dumps(json.loads((other / name).read_text()) | change))
+        with pytest.raises(HubError, match=f"holds no or another {name} than"):
+            verify(other, f"tester/{kind}", api=client(hub))
+
+
+def test_the_code_of_every_card_runs(saved, hub, tmp_path):
+    """In one process that does not import hf_liere, on pictures and frames that lie there."""
+    home, blocks = tmp_path / "visitor", []
+    home.mkdir()
+    for name in ("picture", *(f"frame{number}" for number in range(4))):
+        Image.new("RGB", (20, 20)).save(home / f"{name}.png")
+    for kind in ("image", "video", "backbone", "clip"):
+        card = render(facts_of_run(saved[kind], saved_weights_digest(saved[kind])), f"tester/{kind}")
+        push(saved[kind], f"tester/{kind}", card=card, api=client(hub), reload=False)
+        blocks.append(re.search(r"```python\n(.*?)```", card.text, re.S)[1])
+    code = "\n".join([*blocks, "import sys", "assert 'hf_liere' not in sys.modules"])
+    output, _ = finish(start(["-c", code], hub, home))
+    assert len(re.findall(r"^LABEL_\d: \d+\.\d%$", output, re.M)) == 6
+    assert "feature_maps" in output and "torch.Size([1, 24])" in output
+
+
+def test_a_converted_checkpoint_that_was_evaluated_is_still_called_converted(tmp_path):
+    source = tmp_path / "last.safetensors"
+    save_file(liere_weights(), source)
+    convert_checkpoint(source, tmp_path / "converted", "liere")
+    digest = saved_weights_digest(tmp_path / "converted")
+    evaluation = tmp_path / "evaluation"
+    evaluation.mkdir()
+    size = json.loads((tmp_path / "converted" / "preprocessor_config.json").read_text())["size"]["height"]
+    used = {"name": "uoft-cs/cifar10", "split": "test", "samples": 10}
+    run = {"examples": {"train": None, "evaluation": used}, "image_size": [size, size]}
+    for name, content in (
+        ("run_config.json", run),
+        ("weights.json", {"sha256": digest}),
+        ("eval_results.json", {"eval_accuracy": 0.5, "eval_samples": 10}),
+    ):
+        (evaluation / name).write_text(json.dumps(content))
+    text = push_card(tmp_path / "converted", digest, "me/x", evaluations=[evaluation]).text
+    assert "they are converted from the file `last.safetensors`" in text and "split `test`" in text
+    assert "Licence and terms are those of the source" in text

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from hub_client import READ, WRITE, client, online
+from hub_client import READ, WRITE, client, finish, online, start
 from hub_server import HubServer
 from training_helpers import (
     ROOT,
@@ -18,6 +19,7 @@ from training_helpers import (
     TINY_RUN,
     assert_same_weights,
     main,
+    pictures,
     train,
     train_with_torchrun,
     write_parquet,
@@ -92,6 +94,37 @@ def test_every_commit_holds_the_step_it_names(hub, files, tmp_path):
         for name, entry in tree.items():
             text = hub.repo("tester/run").read(entry)
             assert WRITE.encode() not in text and str(tmp_path).encode() not in text, name
+
+
+def test_the_card_of_a_run_names_its_data_and_its_code_runs(hub, files, tmp_path, caplog):
+    """As a visitor of the Hub reads it; the code is run by a process that does not import hf_liere."""
+    with caplog.at_level("WARNING"):
+        train(tmp_path / "run", *files, *PUSH, "--hub_strategy", "end", "--max_steps", 2, "--train_fraction", 0.5)
+    assert caplog.text.count("No licence was chosen") == 1
+    card = hub.repo("tester/run").read(hub.files("tester/run")["README.md"]).decode()
+    for line in (
+        "| training | `train.parquet` |  | 20 |",
+        "| evaluation | `test.parquet` |  | 12 |",
+        "3 classes: `class0`, `class1`, `class2`.",
+        "No licence was chosen for these weights.",
+        "| `max_steps` | 2 |",
+    ):
+        assert line in card, line
+    # Two steps are not the three epochs that Trainer has by default, and of three classes all are among the top five.
+    assert "license:" not in card and "num_train_epochs" not in card and "top-5" not in card
+    home = tmp_path / "visitor"
+    home.mkdir()
+    pictures(1)[0].save(home / "picture.png")
+    code = re.search(r"```python\n(.*?)```", card, re.S)[1] + "\nimport sys\nassert 'hf_liere' not in sys.modules\n"
+    output, _ = finish(start(["-c", code], hub, home))
+    assert len(re.findall(r"^class\d: \d+\.\d%$", output, re.M)) == 3
+
+
+def test_the_licence_of_a_run(hub, files, tmp_path):
+    train(tmp_path / "run", *files, *PUSH, *SAVES, "--max_steps", 2, "--hub_license", "mit")
+    for _, tree in list(commits(hub).values())[:2]:
+        card = hub.repo("tester/run").read(tree["README.md"]).decode()
+        assert "license: mit" in card and "The licence of these weights is `mit`." in card
 
 
 def test_another_machine_goes_on_to_the_same_result(hub, files, tmp_path, caplog):

@@ -64,6 +64,9 @@ def test_revisions(hub, published, storage, tmp_path):
         pull("tester/model", path="absent", api=client(hub))
     with pytest.raises(FileExistsError, match="not an empty directory"):
         pull("tester/model", tmp_path / "states", api=client(hub))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(HubError, match="file/inside cannot be written: "):
+        pull("tester/model", tmp_path / "file" / "inside", api=client(hub))
 
 
 @pytest.mark.parametrize(

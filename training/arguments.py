@@ -185,6 +185,9 @@ class RunArguments(TrainingArguments):
         default=False,
         metadata={"help": "Go on from the last checkpoint in hub_model_id, pushed with hub_strategy checkpoint."},
     )
+    hub_license: str | None = field(
+        default=None, metadata={"help": "Licence of the weights as the Hub calls it, such as apache-2.0; else none."}
+    )
     total_train_batch_size: int | None = field(
         default=None,
         metadata={

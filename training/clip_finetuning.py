@@ -203,7 +203,7 @@ class Run:
                 self.image_size, 3, self.processor.image_mean, self.processor.image_std, self.augmentation_args, seed
             ),
             processing_class=self.processor,
-            compute_metrics=ClassificationMetrics(),
+            compute_metrics=ClassificationMetrics(len(self.images.label_names)),
             preprocess_logits_for_metrics=ranks_and_losses,
         )
 

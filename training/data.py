@@ -5,7 +5,7 @@ the number of the class. What is wrong with a data set is said before training s
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -33,13 +33,17 @@ class Source(Protocol):
 
 @dataclass
 class LabelledImages:
-    """The sources of a run and the names of their classes, in the order of the labels."""
+    """
+    The sources of a run and the names of their classes, in the order of the labels; `splits` names the splits that the
+    parts `train` and `evaluation` come from, where the data have any.
+    """
 
     train: Source | None
     evaluation: Source | None
     label_names: list[str]
     # False where the data set only numbers its classes.
     named: bool = True
+    splits: dict[str, str] = field(default_factory=dict)
 
 
 class Relabelled:
@@ -170,7 +174,7 @@ def _load_decoded(
     arguments: DataArguments, num_channels: int, train: bool, evaluate: bool, seed: int
 ) -> LabelledImages:
     tables = _load_tables(arguments)
-    train_table, eval_table = _pick_splits(tables, arguments, train, evaluate, seed)
+    train_table, eval_table, splits = _pick_splits(tables, arguments, train, evaluate, seed)
     some_table = train_table if train_table is not None else eval_table
     image_column = infer_image_column(some_table.features, arguments.image_column_name)
     label_column = infer_label_column(some_table.features, arguments.label_column_name)
@@ -202,6 +206,8 @@ def _load_decoded(
         ),
         label_names,
         named,
+        # Those of files are made up here.
+        {} if arguments.train_files or arguments.validation_files else splits,
     )
 
 
@@ -269,7 +275,7 @@ def _load_arrows(
         }
     except ValueError as error:
         raise InputError(str(error)) from None
-    return LabelledImages(sources["train"], sources["evaluation"], list(LABELS))
+    return LabelledImages(sources["train"], sources["evaluation"], list(LABELS), splits=splits)
 
 
 def _load_tables(arguments: DataArguments) -> datasets.DatasetDict:
@@ -319,21 +325,26 @@ def pick_evaluation_split(splits: list[str], arguments: DataArguments) -> str:
 
 def _pick_splits(
     tables: datasets.DatasetDict, arguments: DataArguments, train: bool, evaluate: bool, seed: int
-) -> tuple[datasets.Dataset | None, datasets.Dataset | None]:
+) -> tuple[datasets.Dataset | None, datasets.Dataset | None, dict[str, str]]:
+    """The tables to train on and to evaluate, and the names of their splits."""
+
     def split(name: str, flag: str) -> datasets.Dataset:
         if name not in tables:
             raise InputError(f"{flag} {name!r}: there is no such split; accepted: {', '.join(tables)}.")
         return tables[name]
 
     train_table = split(arguments.train_split, "--train_split") if train else None
+    splits = {"train": arguments.train_split}
     if not evaluate:
-        return train_table, None
+        return train_table, None, splits
     if arguments.validation_fraction is None or arguments.eval_split or set(EVALUATION_SPLITS) & set(tables):
-        return train_table, tables[pick_evaluation_split(list(tables), arguments)]
+        name = pick_evaluation_split(list(tables), arguments)
+        return train_table, tables[name], splits | {"evaluation": name}
     if not 0 < arguments.validation_fraction < 1:
         raise InputError(f"--validation_fraction {arguments.validation_fraction}; accepted: between 0 and 1.")
     parts = split(arguments.train_split, "--train_split").train_test_split(arguments.validation_fraction, seed=seed)
-    return (parts["train"] if train else None), parts["test"]
+    held_out = f"{arguments.train_split}, a share of {arguments.validation_fraction:g} held out"
+    return (parts["train"] if train else None), parts["test"], splits | {"evaluation": held_out}
 
 
 def _require_columns(features: datasets.Features, image_column: str, label_column: str, description: str) -> None:

@@ -98,6 +98,7 @@ class HubPushes:
         logged = [entry for entry in self.state.log_history if entry["step"] == step and "eval_accuracy" in entry]
         progress = {"step": step, "max_steps": self.state.max_steps, "metrics": logged[-1] if logged else None}
         facts = facts_of_run(snapshot, digest, title=self.hub_model_id.rpartition("/")[2], progress=progress)
+        facts.license = self.args.hub_license
         render(facts, self.hub_model_id).write(snapshot)
         if self.args.hub_strategy == HubStrategy.CHECKPOINT:
             states = snapshot / LAST_CHECKPOINT
@@ -146,7 +147,9 @@ class HubPushes:
             published = push(
                 output_dir,
                 self.hub_model_id,
-                card=push_card(output_dir, saved_weights_digest(output_dir), self.hub_model_id),
+                card=push_card(
+                    output_dir, saved_weights_digest(output_dir), self.hub_model_id, license=self.args.hub_license
+                ),
                 revision=self.args.hub_revision or "main",
                 message=f"Trained model, step {self.state.global_step}",
                 api=api,

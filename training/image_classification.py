@@ -50,6 +50,7 @@ from training.models import (
     resolve_image_size,
     resolve_processor,
 )
+from training.records import describe_examples
 from training.runs import claim, run
 from training.streaming import StreamedImages, open_stream
 from training.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
@@ -96,10 +97,13 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         eval_dataset=evaluation and EvaluationImages(evaluation, image_size, resample),
         data_collator=Condition(collator, model, condition_args),
         processing_class=processor,
-        compute_metrics=ClassificationMetrics(),
+        compute_metrics=ClassificationMetrics(model.config.num_labels),
         preprocess_logits_for_metrics=ranks_and_losses,
     )
+    sizes = (stream.size if stream else images.train and len(images.train), evaluation and len(evaluation))
+    examples = describe_examples(data_args, images.splits, *sizes)
     described = {"data": data_args, "augmentation": augmentation_args, "condition": condition_args}
+    described["examples"] = examples
     return run(trainer, checkpoint, model_args.model_name_or_path, image_size, described)
 
 

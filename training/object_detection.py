@@ -173,6 +173,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     model_args, detector_args, data_args, args = parse_arguments(
         sys.argv[1:] if arguments is None else arguments, ARGUMENT_CLASSES
     )
+    if args.push_to_hub:
+        raise InputError("--push_to_hub: detectors are not published by this script; accepted: without it.")
     checkpoint = claim(args)
     detector = build_config(model_args, detector_args)
     image_size = resolve_image_size(model_args, detector.backbone_config)

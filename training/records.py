@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,42 @@ def portable(value: Any) -> Any:
     if isinstance(value, str) and (os.path.isabs(value) or value.startswith(("~", ".."))):
         return Path(value).name
     return value
+
+
+@dataclass
+class Examples:
+    """What a run trains on and evaluates, resolved: `name` or `files` or `folder`, `config`, `split`, `samples`."""
+
+    train: dict[str, Any] | None = None
+    evaluation: dict[str, Any] | None = None
+
+
+def describe_examples(arguments: Any, splits: dict[str, str], train: int | None, evaluation: int | None) -> Examples:
+    """
+    Args:
+        arguments: those of the data, of any script.
+        splits: of a data set that has them, by `train` and `evaluation`.
+        train, evaluation: numbers of examples, `None` for what the run does not do.
+    """
+
+    def side(name: str, files: str, samples: int | None) -> dict[str, Any] | None:
+        if samples is None:
+            return None
+        dataset = getattr(arguments, "dataset_name", None)
+        folders = ("image_folder", "video_folder", "volume_file")
+        folder = next((value for place in folders if (value := getattr(arguments, place, None))), None)
+        if dataset and Path(dataset).exists():
+            dataset, folder = None, dataset
+        return {
+            "name": dataset,
+            "config": getattr(arguments, "dataset_config_name", None),
+            "files": [Path(file).name for file in getattr(arguments, files) or []],
+            "folder": folder and Path(folder).resolve().name,
+            "split": splits.get(name),
+            "samples": samples,
+        }
+
+    return Examples(side("train", "train_files", train), side("evaluation", "validation_files", evaluation))
 
 
 def environment() -> dict[str, Any]:

@@ -71,6 +71,9 @@ def run(
     args = trainer.args
     if trainer.is_world_process_zero():
         resolved = {name: vars(arguments) for name, arguments in described.items()}
+        if model_name_or_path and Path(model_name_or_path).is_dir():
+            # By its last part, so that a name with a slash is one of the Hub.
+            model_name_or_path = Path(model_name_or_path).resolve().name
         resolved |= {"training": args.to_dict(), "model": trainer.model.config.to_diff_dict()}
         resolved = portable({**resolved, "model_name_or_path": model_name_or_path, "image_size": input_size})
         write_record(args.output_dir, CONFIG_FILE, resolved)

@@ -156,16 +156,18 @@ def open_stream(
             )
         table = table.take(size) if arguments.max_train_samples else table
         stream = Stream(table.cast_column(image_column, datasets.Image(decode=False)), image_column, label_column, size)
-    source = None
+    source, splits = None, {"train": arguments.train_split}
     if evaluate:
-        split = pick_evaluation_split(list(tables), arguments)
+        splits["evaluation"] = split = pick_evaluation_split(list(tables), arguments)
         rows = tables[split].cast_column(image_column, datasets.Image(decode=False))
         rows = rows.take(arguments.max_eval_samples) if arguments.max_eval_samples else rows
         # An evaluation is exact only where every process knows all indices; kept on disk, not in memory.
         table = datasets.Dataset.from_generator(_Rows(rows), features=rows.features)
         labels = table.with_format("numpy")[label_column][:]
         source = DecodedImages(table, image_column, labels, num_channels, arguments.image_cache_gigabytes * 2**30)
-    return LabelledImages(None, source, list(label.names)), stream
+    # Those of files are made up here.
+    splits = splits if arguments.dataset_name else {}
+    return LabelledImages(None, source, list(label.names), splits=splits), stream
 
 
 def _size(arguments: DataArguments, table: datasets.IterableDataset) -> int | None:

@@ -234,9 +234,13 @@ class ClassificationMetrics:
 
     `loss` replaces Trainer's own, which weighs batches of different sizes alike. Examples that could not be read are
     left out and counted. `examples` holds what was computed last, by example: ranks and losses.
+
+    Args:
+        num_classes: Among five or fewer every answer is one of the top five, so that accuracy is left out.
     """
 
-    def __init__(self):
+    def __init__(self, num_classes: int):
+        self.num_classes = num_classes
         self.metric = evaluate.load(str(METRIC), keep_in_memory=True)
         self.examples: dict[str, np.ndarray] = {}
 
@@ -251,7 +255,7 @@ class ClassificationMetrics:
             wrong = int((~np.isfinite(losses)).sum())
             raise FloatingPointError(f"The evaluation loss of {wrong} of {len(losses)} examples is not finite.")
         self.examples = {"ranks": ranks.astype(np.int32), "losses": losses.astype(np.float32)}
-        metrics = self.metric.compute(ranks=ranks.astype(np.int64), losses=losses)
+        metrics = self.metric.compute(ranks=ranks.astype(np.int64), losses=losses, num_classes=self.num_classes)
         if scores and 0 < labels[read].sum() < read.sum():
             metrics |= area_under_curve(scores[0], labels[read] == 1)
         return metrics if read.all() else metrics | {"unreadable": int((~read).sum())}

@@ -46,6 +46,7 @@ from training.models import (
     resolve_num_frames,
     resolve_processor,
 )
+from training.records import describe_examples
 from training.runs import claim, run
 from training.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 from training.video_data import VideoDataArguments, load_clips
@@ -99,10 +100,12 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         eval_dataset=evaluation and EvaluationClips(evaluation, reader, image_size, resample, data_args.eval_clips),
         data_collator=Condition(collator, model, condition_args),
         processing_class=processor,
-        compute_metrics=ClassificationMetrics(),
+        compute_metrics=ClassificationMetrics(model.config.num_labels),
         preprocess_logits_for_metrics=ranks_and_losses,
     )
+    examples = describe_examples(data_args, clips.splits, train and len(train), evaluation and len(evaluation))
     described = {"data": data_args, "augmentation": augmentation_args, "condition": condition_args}
+    described["examples"] = examples
     return run(trainer, checkpoint, model_args.model_name_or_path, (num_frames, *image_size), described)
 
 

@@ -128,6 +128,8 @@ def load_clips(
         elif arguments.video_folder is not None:
             files, names = _class_folders(Path(arguments.video_folder), arguments.eval_split, train, evaluate)
         else:
+            # For the record of the run.
+            arguments.dataset_name = "moving_shapes"
             files, names = _moving_shapes(arguments, image_size, train, evaluate, writes)
         reader = FrameReader(num_channels, arguments.intensity_range)
         found = {part: _opened(entries[: _limit(arguments, part)], reader, part) for part, entries in files.items()}

@@ -18,11 +18,13 @@ _KWARGS_DESCRIPTION = """
 Args:
     ranks: for every example the number of classes that score higher than its label, 0 for a correct answer.
     losses: the cross entropy of every example.
+    num_classes: how many classes there are.
     num_resamples: B of the bootstrap; the LieRE paper uses 1000.
     confidence: coverage of the intervals.
     seed: of the resampling.
 Returns:
-    accuracy, top5_accuracy and loss, each with bounds under the same name with _low and _high.
+    accuracy, top5_accuracy (of more than five classes; of fewer it is always 1) and loss, each with bounds under the
+    same name with _low and _high.
 """
 
 
@@ -36,7 +38,7 @@ class BootstrappedClassification(evaluate.Metric):
             features=datasets.Features({"ranks": datasets.Value("int64"), "losses": datasets.Value("float64")}),
         )
 
-    def _compute(self, ranks, losses, num_resamples=1000, confidence=0.95, seed=0):
+    def _compute(self, ranks, losses, num_classes, num_resamples=1000, confidence=0.95, seed=0):
         ranks = np.asarray(ranks)
         values = np.stack([ranks < 1, ranks < 5, np.asarray(losses)], axis=1, dtype=np.float64, casting="unsafe")
         generator = np.random.default_rng(seed)
@@ -50,5 +52,6 @@ class BootstrappedClassification(evaluate.Metric):
         for name, mean, lower, upper in zip(
             ("accuracy", "top5_accuracy", "loss"), values.mean(axis=0), low, high, strict=True
         ):
-            metrics.update({name: float(mean), f"{name}_low": float(lower), f"{name}_high": float(upper)})
+            if name != "top5_accuracy" or num_classes > 5:
+                metrics.update({name: float(mean), f"{name}_low": float(lower), f"{name}_high": float(upper)})
         return metrics
