@@ -31,7 +31,7 @@ import yaml
 from accelerate import PartialState
 from safetensors.numpy import load_file
 
-from training.arguments import InputError
+from training.arguments import InputError, launched_on_cpus
 from training.checkpoints import last_complete_checkpoint
 from training.records import CONFIG_FILE, ENVIRONMENT_FILE, RESOLUTIONS_FILE, portable, write_record
 from training.result_lines import encoded_examples, write_results
@@ -64,6 +64,8 @@ def main(arguments: list[str] | None = None) -> Path:
         for settings, conditions in runs:
             print(" ".join(_flags(sweep, settings, passed)), f"  # evaluated under {len(conditions)} conditions")
         return given.output_dir
+    # Before a script says it, so that the processes know of each other from the start.
+    PartialState(cpu=launched_on_cpus())
     results_file = given.output_dir / f"{given.sweep.stem}.jsonl"
     results = []
     for number, (settings, conditions) in enumerate(runs, 1):
