@@ -9,8 +9,6 @@ import difflib
 import json
 import math
 import os
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -271,8 +269,8 @@ class RunArguments(TrainingArguments):
         share = self.total_train_batch_size // parts
         if self.per_device_train_batch_size not in (share, RunArguments.per_device_train_batch_size):
             raise InputError(
-                f"--per_device_train_batch_size {self.per_device_train_batch_size} contradicts --total_train_batch_size "
-                f"{self.total_train_batch_size}, by which every process has {share}; accepted: "
+                f"--per_device_train_batch_size {self.per_device_train_batch_size} contradicts "
+                f"--total_train_batch_size {self.total_train_batch_size}, by which every process has {share}; accepted: "
                 "--total_train_batch_size alone, which also overrides a recipe's."
             )
         return share

@@ -32,16 +32,15 @@ from accelerate import PartialState
 from safetensors.numpy import load_file
 
 from training.arguments import InputError, launched_on_cpus
-from training.checkpoints import last_complete_checkpoint
+from training.checkpoints import FLAGS_FILE, last_complete_checkpoint
 from training.records import CONFIG_FILE, ENVIRONMENT_FILE, RESOLUTIONS_FILE, portable, write_record
 from training.result_lines import encoded_examples, write_results
-from training.runs import EXAMPLES_FILE
+from training.runs import EXAMPLES_FILE, start
 
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = ("image_classification", "video_classification", "object_detection", "clip_finetuning")
 SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "mini")
-FLAGS_FILE = "flags.json"
 
 
 def main(arguments: list[str] | None = None) -> Path:
@@ -239,7 +238,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    try:
-        print(f"Results: {main()}")
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    start(lambda: print(f"Results: {main()}"))

@@ -33,7 +33,6 @@ from transformers import (
 )
 
 from hf_liere import LieREViTBackbone
-from hf_liere.hub import HubError
 from training.arguments import InputError, ModelArguments, RunArguments, parse_arguments
 from training.data import fraction_of
 from training.detection_data import (
@@ -49,7 +48,7 @@ from training.models import (
     resolve_image_size,
     resolve_processor,
 )
-from training.runs import claim, run
+from training.runs import claim, run, start
 from training.trainer import RotaryTrainer
 
 
@@ -277,7 +276,4 @@ def _normalisation(arguments, data_arguments, image_size, config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (InputError, HubError) as error:
-        sys.exit(f"error: {error}")
+    start(main)

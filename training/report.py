@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import yaml
 
-from training.arguments import InputError
 from training.evaluate_sweep import as_flags, combinations, read_sweep
 from training.plots import plot
 from training.result_lines import read_results, write_results
 from training.result_table import AS_TRAINED, Table, arrange, common_settings, method, without
+from training.runs import start
 from training.significance import paired_test
 
 
@@ -266,7 +266,4 @@ def _epochs_to_baseline(table: Table) -> str | None:
 
 
 if __name__ == "__main__":
-    try:
-        print(f"Report: {main()}")
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    start(lambda: print(f"Report: {main()}"))
