@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -270,7 +271,7 @@ class RunArguments(TrainingArguments):
         if self.per_device_train_batch_size not in (share, RunArguments.per_device_train_batch_size):
             raise InputError(
                 f"--per_device_train_batch_size {self.per_device_train_batch_size} contradicts "
-                f"--total_train_batch_size {self.total_train_batch_size}, by which every process has {share}; accepted: "
+                f"--total_train_batch_size {self.total_train_batch_size}, that is {share} per process; accepted: "
                 "--total_train_batch_size alone, which also overrides a recipe's."
             )
         return share
@@ -334,9 +335,7 @@ def _recipe_flags(recipe: Path, known: set[str], whole: set[str]) -> list[str]:
         raise InputError(
             f"There is no recipe {str(recipe)!r}; accepted: a yaml file such as training/recipes/arrows_mini.yaml."
         )
-    content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise InputError(f"The recipe {recipe.name} holds {type(content).__name__}; accepted: `name: value` lines.")
+    content = read_yaml(recipe)
     flags = []
     for key, value in content.items():
         if key not in known:
@@ -346,6 +345,22 @@ def _recipe_flags(recipe: Path, known: set[str], whole: set[str]) -> list[str]:
         values = value if isinstance(value, list) and key not in whole else [value]
         flags += [f"--{key}", *(item if isinstance(item, str) else json.dumps(item) for item in values)]
     return flags
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """
+    Raises:
+        InputError: naming the file and the place that is no yaml of `name: value` lines.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise InputError(f"{file.name}{place}: this is no yaml ({getattr(error, 'problem', error)}).") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{file.name} holds {type(content).__name__}; accepted: `name: value` lines.")
+    return content
 
 
 def _unknown_message(kind: str, name: str, known: set[str]) -> str:
@@ -358,6 +373,9 @@ def _unknown_message(kind: str, name: str, known: set[str]) -> str:
 def _parse_value(text: str) -> Any:
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
+    if re.fullmatch(r"\d+(,\d+)+", text):
+        # 96,128 is as good as [96,128].
+        text = f"[{text}]"
     try:
         return json.loads(text)
     except json.JSONDecodeError:

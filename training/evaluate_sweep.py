@@ -27,11 +27,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import yaml
 from accelerate import PartialState
 from safetensors.numpy import load_file
 
-from training.arguments import InputError, launched_on_cpus
+from training.arguments import InputError, launched_on_cpus, read_yaml
 from training.checkpoints import FLAGS_FILE, last_complete_checkpoint
 from training.records import CONFIG_FILE, ENVIRONMENT_FILE, RESOLUTIONS_FILE, portable, write_record
 from training.result_lines import encoded_examples, write_results
@@ -86,7 +85,7 @@ def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
     if not path.is_file():
         names = ", ".join(sorted(file.stem for file in (HERE / "sweeps").glob("*.yaml")))
         raise InputError(f"There is no sweep {str(path)!r}; accepted: a yaml file, such as {names} in training/sweeps.")
-    sweep = yaml.safe_load(path.read_text(encoding="utf-8"))
+    sweep = read_yaml(path)
     if mini:
         if "mini" not in sweep:
             raise InputError(f"{path.name} has no small twin; accepted: without --mini.")

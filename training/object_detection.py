@@ -44,6 +44,8 @@ from training.detection_data import (
 )
 from training.loaded_keys import require_loaded_keys
 from training.models import (
+    checkpoint_config,
+    loadable,
     resolve_config,
     resolve_image_size,
     resolve_processor,
@@ -221,6 +223,8 @@ def build_config(arguments: ModelArguments, detector: DetectorArguments) -> Defo
             f"--model_name_or_path {arguments.model_name_or_path!r} is a {config.model_type}, no Deformable DETR; "
             "accepted: a detector, or --backbone_name_or_path."
         )
+    if detector.backbone_name_or_path is not None:
+        checkpoint_config("--backbone_name_or_path", detector.backbone_name_or_path)
     # The last layer's map, before the norm of the backbone.
     config.set_output_features_output_indices(out_features=[config.stage_names[-1]], out_indices=None)
     return DeformableDetrConfig(
@@ -251,20 +255,22 @@ def build_detector(
     if arguments.model_name_or_path is not None:
         if list(config.id2label.values()) != names:
             raise InputError(f"The checkpoint finds {list(config.id2label.values())}, the data hold {names}.")
-        model, loading = AutoModelForObjectDetection.from_pretrained(
-            arguments.model_name_or_path,
-            revision=arguments.model_revision,
-            config=config,
-            output_loading_info=True,
-        )
+        with loadable("--model_name_or_path", arguments.model_name_or_path):
+            model, loading = AutoModelForObjectDetection.from_pretrained(
+                arguments.model_name_or_path,
+                revision=arguments.model_revision,
+                config=config,
+                output_loading_info=True,
+            )
         require_loaded_keys(loading, arguments.model_name_or_path)
         return model
     config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
     model = AutoModelForObjectDetection.from_config(config)
     if detector.backbone_name_or_path is not None:
-        backbone, loading = LieREViTBackbone.from_pretrained(
-            detector.backbone_name_or_path, config=config.backbone_config, output_loading_info=True
-        )
+        with loadable("--backbone_name_or_path", detector.backbone_name_or_path):
+            backbone, loading = LieREViTBackbone.from_pretrained(
+                detector.backbone_name_or_path, config=config.backbone_config, output_loading_info=True
+            )
         require_loaded_keys(loading, detector.backbone_name_or_path, besides=("classifier.",))
         model.model.backbone.model.load_state_dict(backbone.state_dict())
     return model
