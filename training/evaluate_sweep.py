@@ -52,6 +52,7 @@ def main(arguments: list[str] | None = None) -> Path:
     parser.add_argument("--mini", action="store_true", help="the sweep's small twin")
     parser.add_argument("--recipe", help="instead of the sweep's")
     parser.add_argument("--dry_run", action="store_true", help="list the runs only")
+    arguments = sys.argv[1:] if arguments is None else arguments
     given, passed = parser.parse_known_args(arguments)
     sweep = read_sweep(given.sweep, given.mini)
     if given.recipe:
@@ -69,7 +70,8 @@ def main(arguments: list[str] | None = None) -> Path:
     for number, (settings, conditions) in enumerate(runs, 1):
         if PartialState().is_main_process:
             print(f"[{number}/{len(runs)}] {slug(settings) or 'the recipe as it is'}", flush=True)
-        results += train_and_evaluate(sweep, given.sweep.stem, settings, conditions, passed, given.output_dir)
+        made = train_and_evaluate(sweep, given.sweep.stem, settings, conditions, passed, given.output_dir)
+        results += [{**result, "command": portable(arguments)} for result in made]
         if PartialState().is_main_process:
             write_results(results_file, results)
     return results_file

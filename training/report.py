@@ -191,12 +191,14 @@ def _count(number: float, noun: str) -> str:
 
 
 def _is_mini(result: dict[str, Any]) -> bool:
-    return any(flag.endswith("_mini.yaml") for flag in result["flags"][:1])
+    return "--mini" in result.get("command", ()) or any(flag.endswith("_mini.yaml") for flag in result["flags"][:1])
 
 
 def _command(folder: str, result: dict[str, Any]) -> str:
-    """What makes the sweep again; names of files are without their folders."""
-    # Between the recipe and what the sweep sets.
+    """What made the sweep; names of files elsewhere are without their folders."""
+    if "command" in result:
+        return f"    {shlex.join(['python', 'training/evaluate_sweep.py', *result['command']])}"
+    # Older results are those of the repository's own sweeps. Between the recipe and what the sweep sets.
     passed = result["flags"][1 : -len(as_flags({**result["settings"], "do_eval": True}))]
     mini = ["--mini"] if _is_mini(result) else []
     words = ["python", "training/evaluate_sweep.py", f"training/sweeps/{result['sweep']}.yaml", *mini]
