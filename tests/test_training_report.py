@@ -155,9 +155,7 @@ def test_the_command_that_ran_is_the_one_that_is_told(results, tmp_path):
     result_lines.write_results(path, [{**entry, "command": command} for entry in lines[::2]], as_changes=True)
     assert [entry["command"] for entry in result_lines.read_results(path)] == [command] * 4
     text = report.main([str(path), "--output_dir", str(tmp_path / "report")]).read_text()
-    told = (
-        "python training/evaluate_sweep.py 'my sweep.yaml' --mini --output_dir outputs/mine --train_files c.parquet"
-    )
+    told = "python training/evaluate_sweep.py 'my sweep.yaml' --mini --output_dir outputs/mine --train_files c.parquet"
     assert f"    {told}\n" in text and text.count("evaluate_sweep.py") == 1
 
 
