@@ -1,5 +1,7 @@
 """Configurations of the LieRE image and video transformers."""
 
+import dataclasses
+import difflib
 import math
 from typing import Literal
 
@@ -7,7 +9,10 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneConfigMixin
+from transformers.utils import logging
 
+
+logger = logging.get_logger(__name__)
 
 FORMAT_VERSION = 1
 # Of float32.
@@ -155,6 +160,13 @@ class LieREConfig(PreTrainedConfig):
     _auto_map = {}
 
     def __post_init__(self, **kwargs):
+        # Other configurations keep whatever they are given, and so do these, but a slip of the pen would go unseen.
+        fields = [field.name for field in dataclasses.fields(self)]
+        for name in kwargs:
+            if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.85):
+                logger.warning(
+                    f"{type(self).__name__} has no field {name!r} and ignores it; the closest is {close[0]!r}."
+                )
         encoding = self.position_encoding
         # A shape that does not divide is left for validation, which says so.
         if self.head_dim is None and 0 < self.num_attention_heads <= self.hidden_size:

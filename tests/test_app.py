@@ -206,6 +206,10 @@ def test_new_puzzles_and_resolutions_change_pictures(page, browser):
     page.changes("#first-attention", lambda: slider.send_keys(Keys.ARROW_RIGHT))
     page.until(lambda: decoded(page.pictures("#picture")[0]).size == (120, 120))
     page.until(lambda: "10 × 10 patches" in page.text("#second-attention"))
+    (shown,) = browser.find_elements("css selector", "#size input[type=number]")
+    page.until(lambda: shown.is_displayed() and shown.get_attribute("value") == "120")
+    shown.send_keys("7")
+    assert shown.get_attribute("value") == "120"
     assert console_errors(browser) == []
 
 

@@ -21,7 +21,7 @@ from training.clip_finetuning import main
 
 
 SCRIPT = ROOT / "training" / "clip_finetuning.py"
-TINY_RUN = "--use_cpu true --disable_tqdm true --learning_rate 1e-2 --per_device_train_batch_size 8 --seed 3".split()
+TINY_RUN = "--use_cpu true --disable_tqdm true --learning_rate 1e-2 --total_train_batch_size 8 --seed 3".split()
 TINY_RUN += "--do_train --do_eval --position_encoding comrope_ld --block_size 4 --max_steps 2".split()
 CLASSES = ["class0", "class1", "class2"]
 
@@ -260,9 +260,10 @@ def test_families_without_a_complete_class_leave_adapter_and_base(data, tmp_path
 def test_two_processes_train_and_save_both_models(whole, clip_folder, data, tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT]
     flags = ["--output_dir", tmp_path, "--model_name_or_path", clip_folder, *data, *TINY_RUN, *WHOLE]
-    flags += ["--per_device_train_batch_size", 4, "--per_device_eval_batch_size", 4]
+    flags += ["--per_device_eval_batch_size", 4]
     run_process(list(map(str, [*launch, *flags])))
     for name in ("patched", "unpatched"):
+        assert json.loads((tmp_path / name / "environment.json").read_text())["world_size"] == 2
         # Means of two halves in float32 instead of one mean.
         assert_same_weights(whole[0] / name, tmp_path / name, 1e-6)
 
@@ -331,6 +332,7 @@ def test_full_recipe_is_the_papers():
     classes = (FineTuningArguments, PatchArguments, DataArguments, AugmentationArguments, FineTuningTrainingArguments)
     model, patch_flags, _, _, args = parse_arguments(flags, classes)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 3456
+    assert args.per_device_train_batch_size == 144
     assert (args.num_train_epochs, args.learning_rate, args.weight_decay) == (4, 3e-4, 0.01)
     assert (patch_flags.position_encoding, patch_flags.block_size, patch_flags.rotary_init) == (
         "comrope_ld",

@@ -1,10 +1,23 @@
 import json
+import logging
 import math
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 
 import hf_liere
+
+
+def test_a_slip_in_the_name_of_a_field_is_told(tmp_path, caplog, monkeypatch):
+    """As a flag and in config.json; what transformers itself and other models write there is kept in silence."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    hf_liere.LieREViTConfig(block_size=4, torch_dtype="float32", mlp_ratio=4.0, num_beams=2).save_pretrained(tmp_path)
+    config = hf_liere.LieREViTConfig.from_pretrained(tmp_path)
+    assert config.mlp_ratio == 4.0 and "has no field" not in caplog.text
+    for made in (lambda: hf_liere.LieREViTConfig(blok_size=4), lambda: hf_liere.LieREVideoConfig(blok_size=4)):
+        caplog.clear()
+        assert made().block_size == 8
+        assert "has no field 'blok_size' and ignores it; the closest is 'block_size'" in caplog.text
 
 
 @pytest.mark.parametrize(

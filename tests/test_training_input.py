@@ -1,9 +1,11 @@
 """Recipes, flags and data sets of training/: what is inferred, what overrides what, and how mistakes are told."""
 
 import json
+import re
 from pathlib import Path
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pytest
 from PIL import Image
@@ -64,6 +66,11 @@ def test_the_command_line_overrides_the_recipe(tmp_path):
         assert training.learning_rate == 1e-4 and data.image_mean == [0.5, 0.5, 0.5]
 
 
+def test_sizes_of_two_sides_are_lists():
+    for text in ("96,128", "[96,128]", "[96, 128]"):
+        assert parse("--do_train", "--image_size", text)[0].architecture() == {"image_size": [96, 128]}
+
+
 def test_every_field_of_the_configuration_is_a_flag():
     assert {"position_encoding", "block_size", "pooling", "drop_path_rate", "patch_size"} <= set(ARCHITECTURE_FIELDS)
     assert not {"id2label", "format_version", "architectures"} & set(ARCHITECTURE_FIELDS)
@@ -101,6 +108,60 @@ def test_a_folder_of_images(tmp_path):
     assert images.label_names == ["cat", "dog"] and (len(images.train), len(images.evaluation)) == (6, 4)
     pixels, label = images.train[0]
     assert pixels.shape == (16, 16, 3) and pixels.dtype == np.uint8 and label in (0, 1)
+
+
+def test_image_folders_that_hold_no_classes_or_untrained_ones(tmp_path):
+    (tmp_path / "empty").mkdir()
+    write_images_folder(tmp_path / "one", {"train": 3}, classes=("cat",))
+    write_images_folder(tmp_path / "more", {"train": 6})
+    write_images_folder(tmp_path / "more", {"validation": 6}, classes=("cat", "dog", "zebra"))
+    for name, message in (
+        ("empty", "empty' cannot be read .EmptyDatasetError: The directory .* doesn't contain any data files"),
+        ("one", "one' has no class folders: its images are in cat; accepted: a folder for each of at least two"),
+        ("more", "more' has no images of zebra in the split 'train'; accepted: classes that are trained"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load(image_folder=str(tmp_path / name), evaluate=name == "more")
+
+
+def test_a_corrupt_image_of_a_folder_is_named_by_its_file(tmp_path):
+    folder = write_images_folder(tmp_path, {"train": 6})
+    broken = tmp_path / "train" / "dog" / "3.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    with pytest.raises(InputError, match=f"The image {re.escape(str(broken))} cannot be decoded"):
+        load(image_folder=folder, evaluate=False)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_files_that_hold_no_table(streaming, tmp_path):
+    (tmp_path / "text.parquet").write_text("no parquet at all")
+    with pytest.raises(InputError, match="text.parquet cannot be read .ArrowInvalid: Parquet magic bytes not found"):
+        run(
+            "--output_dir",
+            tmp_path / "run",
+            "--train_files",
+            tmp_path / "text.parquet",
+            "--streaming",
+            "true" if streaming else "false",
+        )
+
+
+def test_a_table_without_rows_and_a_json_file_that_ends_early(tmp_path):
+    empty = write_rows(tmp_path / "empty.parquet", [], [], datasets.ClassLabel(2))
+    with pytest.raises(InputError, match="empty.parquet cannot be read .it has no rows"):
+        load(train_files=[str(empty)], evaluate=False)
+    (tmp_path / "bad.json").write_text('{"image": ')
+    with pytest.raises(InputError, match="bad.json cannot be read .*JSON"):
+        load(train_files=[str(tmp_path / "bad.json")], evaluate=False)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_that_cannot_be_reached(streaming, tmp_path, monkeypatch):
+    for settings in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", True)
+    flags = ["--dataset_name", "nobody/nothing", "--output_dir", tmp_path / "run"]
+    with pytest.raises(InputError, match="--dataset_name 'nobody/nothing' cannot be read .*Offline"):
+        run(*flags, "--streaming", "true" if streaming else "false")
 
 
 def test_a_json_file_names_images_beside_itself(tmp_path):
@@ -159,6 +220,13 @@ def run(*flags):
         (["--block_size", 5, "--position_encoding", "comrope_ld"], "block_size=5 must divide head_dim=8"),
         (["--leraning_rate", 1], "There is no flag '--leraning_rate'; close matches: learning_rate"),
         (["--flip_probability", 1.5], "--flip_probability 1.5 is no probability; accepted: 0 … 1"),
+        (["--learning_rate", "nan"], "--learning_rate nan; accepted: 0 and above"),
+        (["--learning_rate", -1], "--learning_rate -1.0; accepted: 0 and above"),
+        (["--weight_decay", "inf"], "--weight_decay inf; accepted: 0 and above"),
+        (["--per_device_train_batch_size", 0], "--per_device_train_batch_size 0; accepted: 1 and above"),
+        (["--total_train_batch_size", 0], "--total_train_batch_size 0 cannot be shared by 1 processes"),
+        (["--num_train_epochs", 0], "--num_train_epochs 0.0; accepted: numbers above 0"),
+        (["--warmup_steps", -1], "warmup_steps"),
         (["--repeated_augmentation", 0], "--repeated_augmentation 0; accepted: 1 and above"),
         (["--image_mean", 0.5], "--image_mean .* has 1 values; accepted: one per channel, 3"),
         (["--image_folder", "nowhere"], "data come from image_folder and train_files; accepted: one of"),
@@ -173,10 +241,35 @@ def test_mistakes_are_told_before_training(flags, message, parquet, tmp_path):
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
+def test_checkpoints_that_are_not_there(parquet, tmp_path, monkeypatch):
+    """Neither is the Hub asked for a folder, nor does its answer come as a traceback."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "empty").mkdir(parents=True)
+    for name, message in (
+        ("outputs/typo", "--model_name_or_path 'outputs/typo': there is no such folder; accepted: a folder, or a"),
+        (str(tmp_path / "typo"), "typo': there is no such folder"),
+        ("./typo", "'./typo': there is no such folder"),
+        ("outputs/empty", "--model_name_or_path 'outputs/empty' cannot be read: "),
+        ("nobody/nothing", "--model_name_or_path 'nobody/nothing' cannot be read: "),
+    ):
+        with pytest.raises(InputError, match=message):
+            main(["--model_name_or_path", name, "--train_files", parquet, "--do_train", "--output_dir", "run"])
+
+
+def test_a_checkpoint_without_weights(parquet, tmp_path):
+    ModelArguments.config_class(hidden_size=16, num_attention_heads=2).save_pretrained(tmp_path / "bare")
+    flags = ["--train_files", parquet, "--do_train", "--output_dir", str(tmp_path / "run")]
+    with pytest.raises(InputError, match="bare' cannot be read: .*model.safetensors"):
+        main(["--model_name_or_path", str(tmp_path / "bare"), *flags])
+
+
 def test_a_missing_recipe_and_an_unknown_key_in_one(tmp_path):
     with pytest.raises(InputError, match="There is no recipe 'nothing.yaml'"):
         main(["nothing.yaml", "--output_dir", str(tmp_path)])
     recipe = tmp_path / "mine.yaml"
+    recipe.write_text("do_train: true\nlearning_rate: 1e-3: 2\n")
+    with pytest.raises(InputError, match="mine.yaml, line 2, column 20: this is no yaml .mapping values"):
+        main([str(recipe), "--output_dir", str(tmp_path)])
     recipe.write_text("weight_decya: 0.1\n")
     with pytest.raises(InputError, match="no key in mine.yaml 'weight_decya'; close matches: weight_decay"):
         main([str(recipe), "--output_dir", str(tmp_path)])

@@ -242,6 +242,17 @@ class Counted(torch.utils.data.Dataset):
         return {"label": IGNORED_LABEL, "key": key}
 
 
+@pytest.mark.parametrize("path", [*RECIPES.values(), *SWEEPS], ids=lambda path: path.stem)
+def test_recipes_and_sweeps_say_the_batch_of_all_processes(path):
+    assert "per_device_train_batch_size" not in path.read_text()
+    assert path in SWEEPS or "total_train_batch_size" in yaml.safe_load(path.read_text())
+
+
+def test_the_batch_of_a_process_does_not_contradict_that_of_all():
+    with pytest.raises(InputError, match="--per_device_train_batch_size 32 contradicts --total_train_batch_size 512"):
+        parse("cifar100", "--per_device_train_batch_size", "32")
+
+
 def test_the_batch_does_not_depend_on_how_it_is_shared():
     for accumulated, share in ((1, 512), (4, 128)):
         training = parse("cifar100", "--gradient_accumulation_steps", str(accumulated))[-1]

@@ -147,6 +147,18 @@ def test_a_report_tells_ours_beside_the_paper(results, tmp_path):
         assert picture.size[0] > 700 and len(set(picture.convert("L").resize((64, 64)).tobytes())) > 10
 
 
+def test_the_command_that_ran_is_the_one_that_is_told(results, tmp_path):
+    """A sweep of one's own, in another folder and with a recipe of another name."""
+    _, lines = results
+    command = ["my sweep.yaml", "--mini", "--output_dir", "outputs/mine", "--train_files", "c.parquet"]
+    path = tmp_path / "mine.jsonl"
+    result_lines.write_results(path, [{**entry, "command": command} for entry in lines[::2]], as_changes=True)
+    assert [entry["command"] for entry in result_lines.read_results(path)] == [command] * 4
+    text = report.main([str(path), "--output_dir", str(tmp_path / "report")]).read_text()
+    told = "python training/evaluate_sweep.py 'my sweep.yaml' --mini --output_dir outputs/mine --train_files c.parquet"
+    assert f"    {told}\n" in text and text.count("evaluate_sweep.py") == 1
+
+
 def test_epochs_to_the_baseline_are_those_of_figure_9(results, tmp_path):
     _, lines = results
     path = tmp_path / "encodings.jsonl"
@@ -227,9 +239,10 @@ def test_the_stored_report_is_made_from_the_stored_results(tmp_path):
     folder = ROOT / "training" / "results"
     files = sorted(folder.glob("*/*.jsonl"))
     assert files
-    text = report.main([*map(str, files), "--output_dir", str(tmp_path)]).read_text()
+    text = report.main([*map(str, files), "--output_dir", str(tmp_path), "--keep_results"]).read_text()
     assert text == (folder / "report.md").read_text()
     for file in files:
+        assert (tmp_path / file.relative_to(folder)).read_bytes() == file.read_bytes()
         assert file.with_suffix(".png").is_file()
         # Folders, hosts and users are nobody's business.
         told = json.dumps([{**result, "correct": None} for result in result_lines.read_results(file)])

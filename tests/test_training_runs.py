@@ -37,22 +37,24 @@ def uneven_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process(train_file, uneven_file, tmp_path_factory):
-    return run_once(tmp_path_factory.mktemp("one"), train_file, uneven_file, batch_size=16, runner=train)
+    return run_once(tmp_path_factory.mktemp("one"), train_file, uneven_file, runner=train)
 
 
-def run_once(folder, train_file, uneven_file, batch_size, runner):
+def run_once(folder, train_file, uneven_file, runner):
     flags = ["--train_files", train_file, "--validation_files", uneven_file, "--do_eval", "--num_train_epochs", 2]
     flags += ["--per_device_eval_batch_size", 4, "--logging_steps", 1, "--label_smoothing_factor", 0.1]
     flags += ["--learning_rate", 1e-4, "--crop_padding", 2, "--flip_probability", 0.5, "--rand_augment_ops", 1]
     flags += ["--repeated_augmentation", 2, "--random_erasing_probability", 0.5, "--hub_token", SECRET]
-    runner(folder, *flags, "--per_device_train_batch_size", batch_size)
+    runner(folder, *flags, "--total_train_batch_size", 16)
     return folder
 
 
 def test_two_processes_equal_one(one_process, train_file, uneven_file, tmp_path):
     """The last batch of an epoch, 8 of 40 images, is one process's alone: only exact weighting gives equal weights."""
-    run_once(tmp_path, train_file, uneven_file, batch_size=8, runner=train_with_torchrun)
-    assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 2
+    run_once(tmp_path, train_file, uneven_file, runner=train_with_torchrun)
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert (environment["world_size"], environment["distributed_type"]) == (2, "MULTI_CPU")
+    assert steps_of(tmp_path) == steps_of(one_process) == 6
     assert_same_weights(one_process, tmp_path, 1e-6)
     logs = [
         [
@@ -70,6 +72,10 @@ def test_two_processes_equal_one(one_process, train_file, uneven_file, tmp_path)
         assert results[0][name] == pytest.approx(results[1][name], abs=1e-6)
 
 
+def steps_of(folder):
+    return json.loads((folder / "trainer_state.json").read_text())["global_step"]
+
+
 @pytest.mark.slow
 def test_deepspeed_in_two_processes_equals_one(one_process, train_file, uneven_file, tmp_path, monkeypatch):
     pytest.importorskip("deepspeed")
@@ -80,7 +86,7 @@ def test_deepspeed_in_two_processes_equals_one(one_process, train_file, uneven_f
     def runner(folder, *flags):
         train_with_torchrun(folder, *flags, "--deepspeed", tmp_path / "zero2.json", "--save_strategy", "no")
 
-    run_once(tmp_path / "run", train_file, uneven_file, batch_size=8, runner=runner)
+    run_once(tmp_path / "run", train_file, uneven_file, runner=runner)
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["world_size"] == 2 and environment["distributed_type"] == "DEEPSPEED"
     assert_same_weights(one_process, tmp_path / "run", 1e-5)
@@ -99,7 +105,7 @@ def test_deepspeed_in_two_processes_equals_one(one_process, train_file, uneven_f
 )
 def test_switches_that_save_memory_or_time(flags, one_process, train_file, uneven_file, tmp_path):
     """Recomputing and compiling give the weights of a plain run; bfloat16 gives about them."""
-    run_once(tmp_path, train_file, uneven_file, 16, lambda folder, *given: train(folder, *given, *flags))
+    run_once(tmp_path, train_file, uneven_file, lambda folder, *given: train(folder, *given, *flags))
     assert_same_weights(one_process, tmp_path, 5e-3 if "--bf16" in flags else 1e-6)
 
 
@@ -222,8 +228,9 @@ def test_the_arrows_recipe_trains(tmp_path):
         "--max_train_samples",
         "64",
     ]
-    command += "--max_eval_samples 20 --warmup_steps 1 --per_device_train_batch_size 32 --use_cpu true".split()
+    command += "--max_eval_samples 20 --warmup_steps 1 --total_train_batch_size 32 --use_cpu true".split()
     run_process([*command, "--lr_scheduler_kwargs", '{"num_decay_steps": 1}'], cwd=tmp_path)
+    assert steps_of(tmp_path / "run") == 2
     results = json.loads((tmp_path / "run" / "all_results.json").read_text())
     assert results["eval_samples"] == 20 and results["parameters"] > 10_000 and results["train_images_per_second"] > 0
     config = json.loads((tmp_path / "run" / "config.json").read_text())

@@ -12,7 +12,7 @@ import pytest
 import torch
 from training_helpers import ROOT, SCRIPT, TINY_MODEL, TINY_RUN, assert_same_weights, main, train, write_parquet
 
-from training.checkpoints import ASIDE, STOPPED_EXIT_CODE, last_complete_checkpoint
+from training.checkpoints import ASIDE, last_complete_checkpoint
 
 
 LAST = "checkpoint-150"
@@ -45,7 +45,19 @@ def start(folder, flags, *launcher, **kwargs) -> subprocess.Popen:
     command = [sys.executable, *launcher, str(SCRIPT), "--output_dir", str(folder), "--do_train"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    # A test that runs in the background may have to ignore SIGINT, which its processes would inherit.
+    kwargs.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     return subprocess.Popen([*command, *TINY_MODEL, *TINY_RUN, *map(str, flags)], env=environment, **pipes, **kwargs)
+
+
+def read_until_it_learns(process: subprocess.Popen) -> str:
+    """What a process says until it logs a loss of its third epoch."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "'loss'" in line and "'epoch': '2" in line:
+            break
+    return "".join(lines)
 
 
 def wait_for(condition, process: subprocess.Popen) -> None:
@@ -86,25 +98,33 @@ def test_a_half_written_checkpoint_is_never_picked_up(whole, flags, tmp_path):
     assert last_complete_checkpoint(whole) == str(whole / LAST)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_that_is_told_to_stop_saves_and_goes_on(processes, flags, whole, tmp_path):
+@pytest.mark.parametrize(
+    "number, processes, workers",
+    [
+        (signal.SIGTERM, 1, 0),
+        (signal.SIGINT, 1, 2),
+        pytest.param(signal.SIGTERM, 2, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 2, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_told_to_stop_saves_and_goes_on(number, processes, workers, flags, whole, tmp_path):
     """Two processes get the signal at different moments and must stop at the same step."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if processes == 2 else []
-    batch = ["--per_device_train_batch_size", 8 // processes, "--save_steps", 1000]
+    batch = ["--total_train_batch_size", 8, "--save_steps", 1000, "--dataloader_num_workers", workers]
     process = start(tmp_path, [*flags, *batch, "--logging_steps", 1], *launcher, start_new_session=True)
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "'loss'" in line and "'epoch': '2" in line:
-            break
-    process.send_signal(signal.SIGTERM)
-    output = "".join(lines) + process.communicate()[0]
+    output = read_until_it_learns(process)
+    if number == signal.SIGINT and processes == 1:
+        # A terminal sends it to the workers of the data loader as well.
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    output += process.communicate()[0]
     stopped = last_complete_checkpoint(tmp_path)
     assert stopped is not None, output
-    assert f"Stopped by SIGTERM; {Path(stopped).name} is saved, --resume_from_checkpoint last goes on" in output
+    assert f"Stopped by {number.name}; {Path(stopped).name} is saved, --resume_from_checkpoint last goes on" in output
     assert not (tmp_path / "model.safetensors").exists()
     if processes == 1:
-        assert process.returncode == STOPPED_EXIT_CODE and "Traceback" not in output
+        assert process.returncode == 128 + number and "Traceback" not in output
         train(tmp_path, *flags, "--resume_from_checkpoint", "last")
         assert_same_weights(whole, tmp_path)
     else:
@@ -116,6 +136,23 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(processes, flags, whole, t
             output = rest.communicate()[0]
             assert rest.returncode == 0, output
         assert_same_weights(uninterrupted, tmp_path)
+
+
+def test_a_second_interrupt_ends_a_run_at_once():
+    code = (
+        "import os, signal; from training.checkpoints import StopRequest; request = StopRequest(None); "
+        "request.on_train_begin(None, None, None); os.kill(os.getpid(), signal.SIGINT); "
+        "print('goes on', flush=True); os.kill(os.getpid(), signal.SIGINT); print('still there', flush=True)"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (process.returncode, process.stdout) == (-signal.SIGINT, "goes on\n"), process.stderr
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.slow
@@ -136,6 +173,35 @@ def test_a_full_disk_ends_with_a_message_and_a_whole_checkpoint(flags, tmp_path)
     assert "checkpoint-20 is intact, --resume_from_checkpoint last goes on from there." in output
     assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-20").iterdir()} == before
     assert not (tmp_path / ASIDE).exists() and not (tmp_path / "checkpoint-30").exists()
+
+
+def test_a_model_that_does_not_fit_the_disk_leaves_nothing_of_itself(flags, whole, tmp_path):
+    """The weights exceed the size that files may have; configuration and code, which come before them, do not."""
+    limit = (whole / "model.safetensors").stat().st_size - 1000
+    process = start(
+        tmp_path,
+        [*flags, "--save_strategy", "no", "--max_steps", 2],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    output = process.communicate()[0]
+    assert process.returncode == 1 and "Traceback" not in output, output
+    assert "error: The model could not be saved (" in output
+    assert "there is no checkpoint to go on from." in output
+    assert {path.name for path in tmp_path.iterdir()} == {"run_config.json", "environment.json"}
+
+
+@pytest.mark.parametrize("flag", ["resume", "overwrite", None])
+def test_a_run_does_not_write_among_files_of_others(flag, flags, tmp_path):
+    (tmp_path / "holiday.txt").write_text("mine")
+    if flag is None:
+        with pytest.raises(ValueError, match=r"holds other files \(holiday.txt\); accepted: a new or empty folder, or"):
+            train(tmp_path, *flags)
+        assert [path.name for path in tmp_path.iterdir()] == ["holiday.txt"]
+        return
+    train(tmp_path, *flags, "--max_steps", 10, "--overwrite_output_dir")
+    again = ["--resume_from_checkpoint", "last"] if flag == "resume" else ["--overwrite_output_dir"]
+    train(tmp_path, *flags, "--max_steps", 20, *again)
+    assert (tmp_path / "holiday.txt").read_text() == "mine" and (tmp_path / "checkpoint-20").is_dir()
 
 
 def test_a_folder_that_takes_no_files_is_found_before_training(flags, tmp_path):

@@ -161,6 +161,7 @@ def test_a_sweep_leaves_a_line_for_every_model_and_condition(swept):
         assert result["run"]["model"]["position_encoding"] == result["settings"]["position_encoding"]
         assert result["run"]["training"]["seed"] == result["settings"]["seed"]
         assert result["environment"]["libraries"]["torch"] and result["train_metrics"]["parameters"] > 0
+        assert result["command"][:2] == ["tiny_sweep.yaml", "--mini"] and "train.parquet" in result["command"]
     losses = [result["metrics"]["eval_loss"] for result in results]
     assert len(set(losses)) == 12
     assert not any(str(swept.parent) in json.dumps(result) for result in results)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import sys
 
 import av
@@ -225,6 +226,13 @@ def test_split_files_as_ucf101_ships_them(tmp_path):
 def test_wrong_data_are_told_before_training(arguments, message):
     with pytest.raises(InputError, match=message):
         load(**arguments)
+
+
+def test_clips_of_a_class_that_is_not_trained_are_refused(shapes, tmp_path):
+    shutil.copytree(shapes, tmp_path / "videos")
+    (tmp_path / "videos" / "validation" / "up").rename(tmp_path / "videos" / "validation" / "zebra")
+    with pytest.raises(InputError, match="No clips to train on are of zebra, which the evaluation has"):
+        load(video_folder=str(tmp_path / "videos"))
 
 
 def test_a_folder_without_splits_says_what_is_there(shapes, broken):

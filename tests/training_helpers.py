@@ -57,6 +57,7 @@ def train(output_dir: Path, *flags: str) -> dict[str, float]:
 def train_with_torchrun(
     output_dir: Path, *flags: str, processes: int = 2, script: Path = SCRIPT
 ) -> subprocess.CompletedProcess:
+    """On a machine without an accelerator, of which nobody tells the script: it finds out by itself."""
     command = [
         sys.executable,
         "-m",
@@ -65,13 +66,13 @@ def train_with_torchrun(
         f"--nproc_per_node={processes}",
         str(script),
     ]
-    command += ["--output_dir", str(output_dir), "--do_train", *TINY_MODEL, *TINY_RUN, *map(str, flags)]
-    return run_process(command)
+    command += ["--output_dir", str(output_dir), "--do_train", *TINY_MODEL, *TINY_RUN, "--use_cpu", "false"]
+    return run_process([*command, *map(str, flags)])
 
 
 def run_process(command: list[str], **kwargs) -> subprocess.CompletedProcess:
-    """A process that finds an hf_liere which is not installed; a failure shows what it wrote."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    """A process that finds an hf_liere which is not installed, and no GPU; a failure shows what it wrote."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, **kwargs)
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout[-4000:]}\n{result.stderr[-6000:]}"
     return result

@@ -64,12 +64,12 @@ figure { margin: 0; }
 figure img { width: 100%; image-rendering: pixelated; border: 1px solid var(--border-color-primary); }
 figcaption { margin-top: 4px; font-size: var(--text-sm); color: var(--body-text-color); }
 .layers { display: grid; grid-template-columns: repeat(auto-fill, minmax(130px, 1fr)); gap: 8px; margin-top: 8px; }
-/* Half a number is no resolution. */
-#size .tab-like-container { display: none; }
 .html-container { padding: 0 !important; }
 .viridis { display: inline-block; width: 5em; height: 0.8em; margin: 0 2px;
     background: linear-gradient(90deg, #440154, #3b528b, #21918c, #5ec962, #fde725); }
 """
+# Half a number is no resolution: it is shown, and the slider changes it.
+READ_ONLY = "() => { document.querySelector('#size input[type=number]').readOnly = true; }"
 # When the smallest size changes, browsers round the slider to the step it had.
 SHOW_SIZE = "(...inputs) => { document.querySelector('#size input[type=range]').value = inputs[3]; return inputs; }"
 # What models pool, in words.
@@ -254,6 +254,7 @@ def build(app: App) -> gr.Blocks:
                 **{"api_visibility": "private", **options},
             )
 
+        page.load(js=READ_ONLY)
         compare_after(page.load, api_name="compare", api_visibility="undocumented")
         compare_after(size.input)
         compare_after(number.submit)

@@ -7,10 +7,14 @@ so that both are converted and checked alike and the command line, coming last, 
 import dataclasses
 import difflib
 import json
+import math
+import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import yaml
 from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
 from transformers.trainer_utils import HubStrategy
@@ -207,7 +211,18 @@ class RunArguments(TrainingArguments):
     )
 
     def __post_init__(self):
-        super().__post_init__()
+        self._check_numbers()
+        # Otherwise every process would train the whole model by itself.
+        self.use_cpu = self.use_cpu or launched_on_cpus()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        if launched_processes() > 1 and self.world_size == 1:
+            raise InputError(
+                f"{launched_processes()} processes were launched, which cannot share a model on {self.device.type}; "
+                "accepted: one process, or --use_cpu true."
+            )
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False
         if self.remove_unused_columns or self.logging_nan_inf_filter:
@@ -221,13 +236,18 @@ class RunArguments(TrainingArguments):
             raise InputError("--average_tokens_across_devices must stay on: the loss is a mean over all processes.")
         if self.total_train_batch_size is not None:
             self.per_device_train_batch_size = self._share_of_batch()
-        if self.rotary_learning_rate_factor < 0:
-            raise InputError(
-                f"--rotary_learning_rate_factor {self.rotary_learning_rate_factor}; accepted: 0 and above."
-            )
         self._check_hub()
         if not self.do_train and not self.do_eval:
             raise InputError("Nothing to do: give --do_train, --do_eval or both.")
+
+    def _check_numbers(self):
+        require_numbers(self, "learning_rate", "weight_decay", "max_grad_norm", "rotary_learning_rate_factor")
+        require_numbers(self, "label_smoothing_factor", highest=1)
+        require_numbers(self, "per_device_train_batch_size", "per_device_eval_batch_size", lowest=1)
+        require_numbers(self, "gradient_accumulation_steps", lowest=1)
+        # Trainer counts -1 steps as not given.
+        if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
+            raise InputError(f"--num_train_epochs {self.num_train_epochs}; accepted: numbers above 0.")
 
     def _check_hub(self):
         if self.push_to_hub and not (self.do_train and self.do_eval):
@@ -250,7 +270,36 @@ class RunArguments(TrainingArguments):
                 f"--total_train_batch_size {self.total_train_batch_size} cannot be shared by {self.world_size} "
                 f"processes × {self.gradient_accumulation_steps} accumulated batches; accepted: multiples of {parts}."
             )
-        return self.total_train_batch_size // parts
+        share = self.total_train_batch_size // parts
+        if self.per_device_train_batch_size not in (share, RunArguments.per_device_train_batch_size):
+            raise InputError(
+                f"--per_device_train_batch_size {self.per_device_train_batch_size} contradicts "
+                f"--total_train_batch_size {self.total_train_batch_size}, that is {share} per process; accepted: "
+                "--total_train_batch_size alone, which also overrides a recipe's."
+            )
+        return share
+
+
+def launched_processes() -> int:
+    """How many processes torchrun or accelerate started."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def launched_on_cpus() -> bool:
+    """Whether several processes were started on a machine without an accelerator."""
+    return launched_processes() > 1 and not torch.accelerator.is_available()
+
+
+def require_numbers(arguments: Any, *names: str, lowest: float = 0, highest: float = math.inf) -> None:
+    """
+    Raises:
+        InputError: if one of these fields is not a finite number between the two.
+    """
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and not (lowest <= value <= highest and math.isfinite(value)):
+            accepted = f"{lowest} and above" if highest == math.inf else f"{lowest} … {highest}"
+            raise InputError(f"--{name} {value}; accepted: {accepted}.")
 
 
 def parse_arguments(arguments: list[str], argument_classes: tuple[type, ...]) -> tuple:
@@ -289,9 +338,7 @@ def _recipe_flags(recipe: Path, known: set[str], whole: set[str]) -> list[str]:
         raise InputError(
             f"There is no recipe {str(recipe)!r}; accepted: a yaml file such as training/recipes/arrows_mini.yaml."
         )
-    content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise InputError(f"The recipe {recipe.name} holds {type(content).__name__}; accepted: `name: value` lines.")
+    content = read_yaml(recipe)
     flags = []
     for key, value in content.items():
         if key not in known:
@@ -301,6 +348,22 @@ def _recipe_flags(recipe: Path, known: set[str], whole: set[str]) -> list[str]:
         values = value if isinstance(value, list) and key not in whole else [value]
         flags += [f"--{key}", *(item if isinstance(item, str) else json.dumps(item) for item in values)]
     return flags
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """
+    Raises:
+        InputError: naming the file and the place that is no yaml of `name: value` lines.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise InputError(f"{file.name}{place}: this is no yaml ({getattr(error, 'problem', error)}).") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{file.name} holds {type(content).__name__}; accepted: `name: value` lines.")
+    return content
 
 
 def _unknown_message(kind: str, name: str, known: set[str]) -> str:
@@ -313,6 +376,9 @@ def _unknown_message(kind: str, name: str, known: set[str]) -> str:
 def _parse_value(text: str) -> Any:
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
+    if re.fullmatch(r"\d+(,\d+)+", text):
+        # 96,128 is as good as [96,128].
+        text = f"[{text}]"
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -1,15 +1,17 @@
-"""Checkpoints that are whole or not there, and runs that stop with one when they are told to stop (SIGTERM).
+"""Models and checkpoints that are whole or not there, and runs that stop with one when told to (SIGTERM, SIGINT).
 
 Trainer's own just-in-time checkpoint (`enable_jit_checkpoint`) does not serve: it saves in the middle of a step, whose
 random numbers are then used up, so that a resumed run differs; every process decides for itself, so that several wait
 for each other for ever; and the script goes on as if the training were complete.
 """
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,12 +24,17 @@ from training.arguments import InputError
 
 # In the output directory, so that a rename is one on the same file system; the dot hides it from those who list.
 ASIDE = ".incomplete"
-# What a shell reports for a process that ended by SIGTERM.
-STOPPED_EXIT_CODE = 128 + signal.SIGTERM
+# A batch system sends the one, Ctrl-C the other.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Where a sweep notes the flags of a run, before it is started.
+FLAGS_FILE = "flags.json"
 
 
 class StoppedError(SystemExit):
-    """The run was told to stop, and can be resumed."""
+    """The run was told to stop, and can be resumed. The exit code is what a shell reports for the signal."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
 
 
 def last_complete_checkpoint(folder: str | Path) -> str | None:
@@ -54,9 +61,32 @@ def require_writable(folder: str | Path) -> None:
         raise InputError(f"Nothing can be written to --output_dir {str(folder)!r}: {error.strerror}.") from error
 
 
+def require_free(folder: str | Path, besides: tuple[str, ...] = ()) -> None:
+    """
+    Makes sure that a new run does not write among files of other origin.
+
+    Args:
+        besides: names that may be there. Hidden files may always be.
+
+    Raises:
+        InputError: naming what is in the folder.
+    """
+    allowed = {FLAGS_FILE, *besides}
+    if not Path(folder).is_dir():
+        return
+    others = sorted(path.name for path in Path(folder).iterdir() if path.name not in allowed)
+    others = [name for name in others if not name.startswith(".")]
+    if others:
+        raise InputError(
+            f"--output_dir {str(folder)!r} holds other files ({', '.join(others[:5])}{' …' if others[5:] else ''}); "
+            "accepted: a new or empty folder, or --overwrite_output_dir to write among them."
+        )
+
+
 class WholeCheckpoints:
     """
-    A mixin before `Trainer`: a checkpoint is written aside, flushed to the disk, and renamed when it is complete.
+    A mixin before `Trainer`: a checkpoint is written aside, flushed to the disk, and renamed when it is complete; so is
+    the finished model.
 
     Raises:
         InputError: from a save that fails, say for a full disk. What was written is removed again, and the last
@@ -73,15 +103,64 @@ class WholeCheckpoints:
     def train(self, *args, **kwargs):
         """
         Raises:
-            StoppedError: if SIGTERM came while training; the step under way was finished and saved.
+            StoppedError: if SIGTERM or SIGINT came while training; the step under way was finished and saved.
         """
         result = super().train(*args, **kwargs)
         if self.stop_request.stopped:
+            # Another process may have received it.
+            number = next(iter(self.stop_request.received), signal.SIGTERM)
             step = self.state.global_step
             if self.is_world_process_zero():
-                print(f"Stopped by SIGTERM; checkpoint-{step} is saved, --resume_from_checkpoint last goes on.")
-            raise StoppedError(STOPPED_EXIT_CODE)
+                print(f"Stopped by {number.name}; checkpoint-{step} is saved, --resume_from_checkpoint last goes on.")
+            raise StoppedError(number)
         return result
+
+    def save_whole(self, save: Callable[[str], None]) -> None:
+        """
+        Puts the files of a finished model into the output directory, all of them or none. Every process calls it.
+
+        Args:
+            save: writes them into the folder that it is given.
+
+        Raises:
+            InputError: if that fails, say for a full disk.
+        """
+        folder = Path(self.args.output_dir)
+        aside = folder / ASIDE / "model"
+        with self._written_aside(folder, "The model"):
+            save(str(aside))
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save and aside.is_dir():
+                for path in [*aside.rglob("*"), aside]:
+                    _flush(path)
+                # Where the weights are, the rest is.
+                for path in sorted(aside.iterdir(), key=lambda path: path.suffix == ".safetensors"):
+                    if (folder / path.name).is_dir():
+                        shutil.rmtree(folder / path.name)
+                    path.replace(folder / path.name)
+                _flush(folder)
+                shutil.rmtree(aside.parent)
+        self.accelerator.wait_for_everyone()
+
+    @contextlib.contextmanager
+    def _written_aside(self, folder: Path, what: str) -> Iterator[None]:
+        """Inside, files are written into `ASIDE`; of what fails nothing is left, and it is said what there is."""
+        aside = folder / ASIDE
+        if self.args.should_save:
+            # Of a run that was killed while it was saving.
+            shutil.rmtree(aside, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        try:
+            yield
+        except Exception as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            last = last_complete_checkpoint(folder)
+            remains = (
+                f"{Path(last).name} is intact, --resume_from_checkpoint last goes on from there"
+                if last
+                else "there is no checkpoint to go on from"
+            )
+            raise InputError(f"{what} could not be saved ({_reason(error)}); {remains}.") from error
 
     def _get_output_dir(self, trial) -> str:
         folder = super()._get_output_dir(trial)
@@ -90,28 +169,15 @@ class WholeCheckpoints:
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(super()._get_output_dir(trial))
         aside, target = folder / ASIDE, folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.args.should_save:
-            # Of a run that was killed while it was saving.
-            shutil.rmtree(aside, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        self._is_saving = True
-        try:
-            super()._save_checkpoint(model, trial)
-            self._is_saving = False
+        with self._written_aside(folder, target.name):
+            self._is_saving = True
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._is_saving = False
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 self._complete(aside / target.name, target)
-        except Exception as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            last = last_complete_checkpoint(folder)
-            remains = (
-                f"{Path(last).name} is intact, --resume_from_checkpoint last goes on from there"
-                if last
-                else ("there is no earlier one")
-            )
-            raise InputError(f"{target.name} could not be saved ({_reason(error)}); {remains}.") from error
-        finally:
-            self._is_saving = False
         self.accelerator.wait_for_everyone()
 
     def _complete(self, written: Path, target: Path) -> None:
@@ -135,24 +201,31 @@ class WholeCheckpoints:
 
 
 class StopRequest(TrainerCallback):
-    """Ends the training after the step in which any process has received SIGTERM, with a checkpoint."""
+    """
+    Ends the training after the step in which any process has received SIGTERM or SIGINT, with a checkpoint. A second
+    SIGINT ends the process at once.
+    """
 
     def __init__(self, trainer):
         self.trainer = trainer
-        self.received = False
+        self.received: list[signal.Signals] = []
         self.stopped = False
-        self._previous = None
+        self._previous = {}
         self._process = os.getpid()
 
     def on_train_begin(self, args, state, control, **kwargs):
         # Only the main thread may set handlers; elsewhere the default one ends the process.
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._receive)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in STOP_SIGNALS:
+            # Shells let what they start in the background ignore Ctrl-C.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._receive)
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-            self._previous = None
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
 
     def on_step_end(self, args, state, control, **kwargs):
         # The end of the training is a better place to stop.
@@ -160,17 +233,20 @@ class StopRequest(TrainerCallback):
             control.should_save = control.should_training_stop = self.stopped = True
 
     def _receive(self, number, frame):
-        if os.getpid() != self._process:
-            # A worker of a data loader, which has inherited this: it is to end.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-        self.received = True
+        # Workers of a data loader have inherited this. Ctrl-C reaches them too, but the step under way needs them.
+        is_worker = os.getpid() != self._process
+        if is_worker and number == signal.SIGINT:
+            return
+        if is_worker or (number == signal.SIGINT and number in self.received):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.received.append(signal.Signals(number))
 
     def _received_anywhere(self) -> bool:
         accelerator = self.trainer.accelerator
         if accelerator.num_processes == 1:
-            return self.received
-        flag = torch.tensor(int(self.received), device=accelerator.device)
+            return bool(self.received)
+        flag = torch.tensor(int(bool(self.received)), device=accelerator.device)
         return bool(accelerator.reduce(flag, reduction="sum").item())
 
 

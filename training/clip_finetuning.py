@@ -43,6 +43,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_liere import RotaryPatchConfig, is_patched, patch
 from training.arguments import AugmentationArguments, DataArguments, InputError, parse_arguments
 from training.augmentation import Collator, EvaluationImages, TrainingImages
+from training.checkpoints import require_free
 from training.classifiers import (
     HEAD,
     TRAINABLE,
@@ -72,11 +73,11 @@ from training.records import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     RESOLUTIONS_FILE,
-    claim_output_dir,
     environment,
     portable,
     write_record,
 )
+from training.runs import claim_folder, start
 from training.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 
 
@@ -87,6 +88,7 @@ ARGUMENT_CLASSES = (
     AugmentationArguments,
     FineTuningTrainingArguments,
 )
+MODEL_FOLDERS = ("patched", "unpatched")
 MEASURES = [f"{name}{bound}" for name in ("accuracy", "loss") for bound in ("", "_low", "_high")]
 
 
@@ -116,13 +118,18 @@ class Run:
         self.folders = {name: Path(self.args.output_dir, name) for name in self.patches}
         self.is_resumed = _is_resumed(self.args, self.folders)
         if self.args.process_index == 0:
-            for name in self.patches:
-                claim_output_dir(self.arguments_of(name))
+            self._claim_folders()
         self.processor = resolve_processor(self.model_args, self.data_args, self.image_size, self.config)
         self.images = load_images(
             self.data_args, self.image_size, 3, self.args.do_train, self.args.do_eval, self.args.seed
         )
         self.tokenizer = self._load_tokenizer() if self.model_args.head == "zero_shot" else None
+
+    def _claim_folders(self) -> None:
+        if not self.is_resumed and not self.args.overwrite_output_dir and "" not in self.patches:
+            require_free(self.args.output_dir, besides=MODEL_FOLDERS)
+        for name in self.patches:
+            claim_folder(self.arguments_of(name))
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase:
         if not self.images.named:
@@ -229,12 +236,15 @@ class Run:
             trainer.log_metrics("train", metrics)
             trainer.save_metrics("train", metrics)
             trainer.save_state()
-            if trainer.is_world_process_zero():
-                self.processor.save_pretrained(folder)
-                if self.tokenizer is not None:
-                    self.tokenizer.save_pretrained(folder)
-                save_classifier(classifier, folder, self.model_args.trainable != "rotary")
+            trainer.save_whole(lambda aside: self._save(classifier, Path(aside)))
         return self._evaluate(trainer, name) if self.args.do_eval else []
+
+    def _save(self, classifier: Classifier, folder: Path) -> None:
+        if self.args.process_index == 0:
+            self.processor.save_pretrained(folder)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder)
+            save_classifier(classifier, folder, self.model_args.trainable != "rotary")
 
     def _freeze(self, classifier: Classifier, name: str) -> int:
         """The number of parameters that learn; none of a model without rotations where only these would."""
@@ -320,7 +330,4 @@ def _load_zero_shot(arguments: FineTuningArguments, config: PreTrainedConfig) ->
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    start(main)

@@ -4,13 +4,16 @@ A source has a length and returns `(image, label)` for an index: a uint8 array o
 the number of the class. What is wrong with a data set is said before training starts wherever that is possible.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import datasets
 import numpy as np
+import pyarrow
+from datasets.exceptions import DatasetsError
 from torch.utils.data import Subset
 from tqdm.auto import tqdm
 
@@ -80,7 +83,8 @@ class DecodedImages:
         cache_bytes: what the decoded images may take together.
 
     Raises:
-        InputError: on access, naming the row, if an image cannot be decoded or has the wrong number of channels.
+        InputError: on access, naming the file or else the row, if an image cannot be decoded or has the wrong number
+            of channels.
     """
 
     def __init__(
@@ -127,14 +131,16 @@ class DecodedImages:
                 )
             array = np.asarray(image.convert("RGB" if self.num_channels == 3 else "L"))
         except InputError as error:
-            raise InputError(f"The image in row {row}, column {self.image_column!r}, has {error}.") from None
+            raise InputError(f"{self._place(encoded, row)} has {error}.") from None
         except Exception as error:
-            # Whatever a decoder throws at a broken file, the reader needs to know which row to look at.
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-            raise InputError(
-                f"The image in row {row}, column {self.image_column!r}, cannot be decoded ({reason})."
-            ) from error
+            # Whatever a decoder throws at a broken file, the reader needs to know where to look.
+            raise InputError(f"{self._place(encoded, row)} cannot be decoded ({_reason(error)}).") from error
         return array.reshape(*array.shape[:2], self.num_channels)
+
+    def _place(self, encoded: dict | None, row: int) -> str:
+        if encoded and encoded.get("path") and encoded.get("bytes") is None:
+            return f"The image {encoded['path']}"
+        return f"The image in row {row}, column {self.image_column!r},"
 
 
 def load_images(
@@ -177,6 +183,8 @@ def _load_decoded(
     train_table, eval_table, splits = _pick_splits(tables, arguments, train, evaluate, seed)
     some_table = train_table if train_table is not None else eval_table
     image_column = infer_image_column(some_table.features, arguments.image_column_name)
+    if arguments.image_folder:
+        _require_class_folders(tables, image_column, arguments)
     label_column = infer_label_column(some_table.features, arguments.label_column_name)
     label_names, named = _label_names(some_table, label_column)
 
@@ -280,16 +288,17 @@ def _load_arrows(
 
 def _load_tables(arguments: DataArguments) -> datasets.DatasetDict:
     if arguments.dataset_name:
-        return datasets.load_dataset(arguments.dataset_name, arguments.dataset_config_name)
+        with readable(f"--dataset_name {arguments.dataset_name!r}"):
+            return datasets.load_dataset(arguments.dataset_name, arguments.dataset_config_name)
     if arguments.image_folder:
         if not Path(arguments.image_folder).is_dir():
             raise InputError(f"--image_folder {arguments.image_folder!r} is no folder.")
-        return datasets.load_dataset("imagefolder", data_dir=arguments.image_folder)
+        with readable(f"--image_folder {arguments.image_folder!r}"):
+            return datasets.load_dataset("imagefolder", data_dir=arguments.image_folder)
     files = {"train": arguments.train_files or [], "validation": arguments.validation_files or []}
     builders = set()
+    require_files(files["train"] + files["validation"])
     for name in files["train"] + files["validation"]:
-        if not Path(name).is_file():
-            raise InputError(f"There is no file {name!r}.")
         builder = FILE_BUILDERS.get(Path(name).suffix)
         if builder is None:
             raise InputError(f"Files of type {Path(name).suffix!r} are not read; accepted: {', '.join(FILE_BUILDERS)}.")
@@ -297,13 +306,44 @@ def _load_tables(arguments: DataArguments) -> datasets.DatasetDict:
     if len(builders) != 1:
         raise InputError(f"The files are of several types ({', '.join(sorted(builders))}); accepted: one.")
     # Every split by itself: features such as the number of classes may differ, and are compared below.
-    return datasets.DatasetDict(
-        {
-            split: datasets.load_dataset(builders.copy().pop(), data_files=names, split="train")
-            for split, names in files.items()
-            if names
-        }
-    )
+    tables = datasets.DatasetDict()
+    for split, names in files.items():
+        if names:
+            with readable(_shown(names)):
+                tables[split] = datasets.load_dataset(*builders, data_files=names, split="train")
+    return tables
+
+
+def require_files(names: Sequence[str]) -> None:
+    """
+    Raises:
+        InputError: naming the first of these files that is not there.
+    """
+    for name in names:
+        if not Path(name).is_file():
+            raise InputError(f"There is no file {name!r}.")
+
+
+@contextlib.contextmanager
+def readable(what: str) -> Iterator[None]:
+    """
+    Around the opening of a data set.
+
+    Raises:
+        InputError: with the reason, if it cannot be read or reached.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError, DatasetsError, pyarrow.ArrowException) as error:
+        # `datasets` says of empty files that a split has no data, and wraps what went wrong in reading.
+        reason = "it has no rows" if "corresponds to no data" in str(error) else _reason(error.__cause__ or error)
+        raise InputError(f"{what} cannot be read ({reason}).") from error
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
 def pick_evaluation_split(splits: list[str], arguments: DataArguments) -> str:
@@ -368,6 +408,28 @@ def _undecoded(table: datasets.Dataset, image_column: str, folder: Path | None) 
             f"Column {image_column!r} holds {_type_name(table.features[image_column])}; accepted: images, as files, "
             "paths or bytes."
         ) from error
+
+
+def _require_class_folders(tables: datasets.DatasetDict, image_column: str, arguments: DataArguments) -> None:
+    """`datasets` makes classes of folders only where there are several, and of the folders of all splits together."""
+    some, folder = next(iter(tables.values())), arguments.image_folder
+    if list(some.features) == [image_column]:
+        rows = some.cast_column(image_column, datasets.Image(decode=False))[image_column]
+        found = sorted({Path(row["path"]).parent.name for row in rows})
+        raise InputError(
+            f"--image_folder {folder!r} has no class folders: its images are in {_shown(found)}; accepted: a folder "
+            "for each of at least two classes, all of them equally deep."
+        )
+    feature = some.features.get("label")
+    if arguments.train_split not in tables or not isinstance(feature, datasets.ClassLabel):
+        return
+    trained = set(tables[arguments.train_split]["label"])
+    missing = [name for number, name in enumerate(feature.names) if number not in trained]
+    if missing:
+        raise InputError(
+            f"--image_folder {folder!r} has no images of {_shown(missing)} in the split {arguments.train_split!r}; "
+            "accepted: classes that are trained."
+        )
 
 
 def _label_names(table: datasets.Dataset, label_column: str) -> tuple[list[str], bool]:

@@ -10,6 +10,7 @@ on where it stopped. The exit code is not zero if a run failed or LieRE did no b
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -105,6 +106,9 @@ def train_all(folder: Path, images: int) -> list[str]:
     finally:
         for process in running.values():
             process.terminate()
+        for process in running.values():
+            # It saves a checkpoint first.
+            process.wait()
     return failed
 
 
@@ -248,4 +252,8 @@ def classify_new_images(checkpoint: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("\nInterrupted; the same command goes on.", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

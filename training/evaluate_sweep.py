@@ -27,21 +27,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import yaml
 from accelerate import PartialState
 from safetensors.numpy import load_file
 
-from training.arguments import InputError
-from training.checkpoints import last_complete_checkpoint
+from training.arguments import InputError, launched_on_cpus, read_yaml
+from training.checkpoints import FLAGS_FILE, last_complete_checkpoint
 from training.records import CONFIG_FILE, ENVIRONMENT_FILE, RESOLUTIONS_FILE, portable, write_record
 from training.result_lines import encoded_examples, write_results
-from training.runs import EXAMPLES_FILE
+from training.runs import EXAMPLES_FILE, start
 
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = ("image_classification", "video_classification", "object_detection", "clip_finetuning")
 SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "mini")
-FLAGS_FILE = "flags.json"
 
 
 def main(arguments: list[str] | None = None) -> Path:
@@ -54,6 +52,7 @@ def main(arguments: list[str] | None = None) -> Path:
     parser.add_argument("--mini", action="store_true", help="the sweep's small twin")
     parser.add_argument("--recipe", help="instead of the sweep's")
     parser.add_argument("--dry_run", action="store_true", help="list the runs only")
+    arguments = sys.argv[1:] if arguments is None else arguments
     given, passed = parser.parse_known_args(arguments)
     sweep = read_sweep(given.sweep, given.mini)
     if given.recipe:
@@ -64,12 +63,15 @@ def main(arguments: list[str] | None = None) -> Path:
         for settings, conditions in runs:
             print(" ".join(_flags(sweep, settings, passed)), f"  # evaluated under {len(conditions)} conditions")
         return given.output_dir
+    # Before a script says it, so that the processes know of each other from the start.
+    PartialState(cpu=launched_on_cpus())
     results_file = given.output_dir / f"{given.sweep.stem}.jsonl"
     results = []
     for number, (settings, conditions) in enumerate(runs, 1):
         if PartialState().is_main_process:
             print(f"[{number}/{len(runs)}] {slug(settings) or 'the recipe as it is'}", flush=True)
-        results += train_and_evaluate(sweep, given.sweep.stem, settings, conditions, passed, given.output_dir)
+        made = train_and_evaluate(sweep, given.sweep.stem, settings, conditions, passed, given.output_dir)
+        results += [{**result, "command": portable(arguments)} for result in made]
         if PartialState().is_main_process:
             write_results(results_file, results)
     return results_file
@@ -85,7 +87,7 @@ def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
     if not path.is_file():
         names = ", ".join(sorted(file.stem for file in (HERE / "sweeps").glob("*.yaml")))
         raise InputError(f"There is no sweep {str(path)!r}; accepted: a yaml file, such as {names} in training/sweeps.")
-    sweep = yaml.safe_load(path.read_text(encoding="utf-8"))
+    sweep = read_yaml(path)
     if mini:
         if "mini" not in sweep:
             raise InputError(f"{path.name} has no small twin; accepted: without --mini.")
@@ -237,7 +239,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    try:
-        print(f"Results: {main()}")
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    start(lambda: print(f"Results: {main()}"))

@@ -30,11 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from transformers import set_seed
 
-from hf_liere.hub import HubError
 from training.arguments import (
     AugmentationArguments,
     DataArguments,
-    InputError,
     ModelArguments,
     RunArguments,
     parse_arguments,
@@ -51,7 +49,7 @@ from training.models import (
     resolve_processor,
 )
 from training.records import describe_examples
-from training.runs import claim, run
+from training.runs import claim, run, start
 from training.streaming import StreamedImages, open_stream
 from training.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 
@@ -108,7 +106,4 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (InputError, HubError) as error:
-        sys.exit(f"error: {error}")
+    start(main)

@@ -1,11 +1,13 @@
 """Model and processor of a run, new from flags or from a checkpoint whose every weight is accounted for."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -33,6 +35,7 @@ logger = logging.get_logger(__name__)
 CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "position_perturbation")
 SIZE_FIELDS = ("image_size", "num_frames")
 BICUBIC = 3
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 # How the names of classifiers end.
 HEADS = ("ForImageClassification", "ForVideoClassification")
 # What a classifier leaves of a model of images and text.
@@ -53,7 +56,7 @@ def resolve_config(arguments: CheckpointArguments) -> PreTrainedConfig:
         except Exception as error:
             # The strict configuration raises errors of its own, which name the field and what it accepts.
             raise InputError(str(error)) from error
-    config = AutoConfig.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
+    config = checkpoint_config("--model_name_or_path", arguments.model_name_or_path, arguments.model_revision)
     for name in SIZE_FIELDS:
         given.pop(name, None)
     # Beside a checkpoint, None means whatever the checkpoint has.
@@ -65,6 +68,41 @@ def resolve_config(arguments: CheckpointArguments) -> PreTrainedConfig:
             )
         setattr(config, name, value)
     return config
+
+
+def checkpoint_config(flag: str, name: str, revision: str = "main") -> PreTrainedConfig:
+    """
+    The configuration of a checkpoint, before anything else of it is looked for.
+
+    Raises:
+        InputError: if `name` is neither a folder with a configuration nor can be a model on the Hub, or is not there.
+    """
+    # Else a folder that is not there would be asked of the Hub, again and again where that cannot be reached.
+    is_beside_others = "/" in name and Path(name).parent.is_dir()
+    if not Path(name).is_dir() and (is_beside_others or not HUB_NAME.fullmatch(name)):
+        raise InputError(
+            f"{flag} {name!r}: there is no such folder; accepted: a folder, or a model on the Hub as owner/name, where "
+            "owner is no folder here."
+        )
+    with loadable(flag, name):
+        return AutoConfig.from_pretrained(name, revision=revision)
+
+
+@contextlib.contextmanager
+def loadable(flag: str, name: str) -> Iterator[None]:
+    """
+    Around the loading of a checkpoint.
+
+    Raises:
+        InputError: with the reason, if its files are missing, damaged or of no known model.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"{flag} {name!r} cannot be read: {reason}") from error
 
 
 def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig) -> tuple[int, int]:
@@ -165,15 +203,16 @@ def build_model(
     if not keeps_head:
         old = config.num_labels
         config.id2label, config.label2id = labels["id2label"], labels["label2id"]
-    model, loading = auto_class.from_pretrained(
-        arguments.model_name_or_path,
-        revision=arguments.model_revision,
-        config=config,
-        # Small steps are lost in a checkpoint's half precision; --bf16 computes in it nevertheless.
-        dtype=torch.float32,
-        ignore_mismatched_sizes=not keeps_head,
-        output_loading_info=True,
-    )
+    with loadable("--model_name_or_path", arguments.model_name_or_path):
+        model, loading = auto_class.from_pretrained(
+            arguments.model_name_or_path,
+            revision=arguments.model_revision,
+            config=config,
+            # Small steps are lost in a checkpoint's half precision; --bf16 computes in it nevertheless.
+            dtype=torch.float32,
+            ignore_mismatched_sizes=not keeps_head,
+            output_loading_info=True,
+        )
     besides = NOT_FOR_CLASSIFIERS if keeps_head else (*NOT_FOR_CLASSIFIERS, "classifier.")
     require_loaded_keys(loading, arguments.model_name_or_path, besides)
     if not keeps_head:

@@ -33,7 +33,6 @@ from transformers import (
 )
 
 from hf_liere import LieREViTBackbone
-from hf_liere.hub import HubError
 from training.arguments import InputError, ModelArguments, RunArguments, parse_arguments
 from training.data import fraction_of
 from training.detection_data import (
@@ -45,11 +44,13 @@ from training.detection_data import (
 )
 from training.loaded_keys import require_loaded_keys
 from training.models import (
+    checkpoint_config,
+    loadable,
     resolve_config,
     resolve_image_size,
     resolve_processor,
 )
-from training.runs import claim, run
+from training.runs import claim, run, start
 from training.trainer import RotaryTrainer
 
 
@@ -224,6 +225,8 @@ def build_config(arguments: ModelArguments, detector: DetectorArguments) -> Defo
             f"--model_name_or_path {arguments.model_name_or_path!r} is a {config.model_type}, no Deformable DETR; "
             "accepted: a detector, or --backbone_name_or_path."
         )
+    if detector.backbone_name_or_path is not None:
+        checkpoint_config("--backbone_name_or_path", detector.backbone_name_or_path)
     # The last layer's map, before the norm of the backbone.
     config.set_output_features_output_indices(out_features=[config.stage_names[-1]], out_indices=None)
     return DeformableDetrConfig(
@@ -254,20 +257,22 @@ def build_detector(
     if arguments.model_name_or_path is not None:
         if list(config.id2label.values()) != names:
             raise InputError(f"The checkpoint finds {list(config.id2label.values())}, the data hold {names}.")
-        model, loading = AutoModelForObjectDetection.from_pretrained(
-            arguments.model_name_or_path,
-            revision=arguments.model_revision,
-            config=config,
-            output_loading_info=True,
-        )
+        with loadable("--model_name_or_path", arguments.model_name_or_path):
+            model, loading = AutoModelForObjectDetection.from_pretrained(
+                arguments.model_name_or_path,
+                revision=arguments.model_revision,
+                config=config,
+                output_loading_info=True,
+            )
         require_loaded_keys(loading, arguments.model_name_or_path)
         return model
     config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
     model = AutoModelForObjectDetection.from_config(config)
     if detector.backbone_name_or_path is not None:
-        backbone, loading = LieREViTBackbone.from_pretrained(
-            detector.backbone_name_or_path, config=config.backbone_config, output_loading_info=True
-        )
+        with loadable("--backbone_name_or_path", detector.backbone_name_or_path):
+            backbone, loading = LieREViTBackbone.from_pretrained(
+                detector.backbone_name_or_path, config=config.backbone_config, output_loading_info=True
+            )
         require_loaded_keys(loading, detector.backbone_name_or_path, besides=("classifier.",))
         model.model.backbone.model.load_state_dict(backbone.state_dict())
     return model
@@ -279,7 +284,4 @@ def _normalisation(arguments, data_arguments, image_size, config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (InputError, HubError) as error:
-        sys.exit(f"error: {error}")
+    start(main)

@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import yaml
 
-from training.arguments import InputError
 from training.evaluate_sweep import as_flags, combinations, read_sweep
 from training.plots import plot
 from training.result_lines import read_results, write_results
 from training.result_table import AS_TRAINED, Table, arrange, common_settings, method, without
+from training.runs import start
 from training.significance import paired_test
 
 
@@ -191,12 +191,14 @@ def _count(number: float, noun: str) -> str:
 
 
 def _is_mini(result: dict[str, Any]) -> bool:
-    return any(flag.endswith("_mini.yaml") for flag in result["flags"][:1])
+    return "--mini" in result.get("command", ()) or any(flag.endswith("_mini.yaml") for flag in result["flags"][:1])
 
 
 def _command(folder: str, result: dict[str, Any]) -> str:
-    """What makes the sweep again; names of files are without their folders."""
-    # Between the recipe and what the sweep sets.
+    """What made the sweep; names of files elsewhere are without their folders."""
+    if "command" in result:
+        return f"    {shlex.join(['python', 'training/evaluate_sweep.py', *result['command']])}"
+    # Older results are those of the repository's own sweeps. Between the recipe and what the sweep sets.
     passed = result["flags"][1 : -len(as_flags({**result["settings"], "do_eval": True}))]
     mini = ["--mini"] if _is_mini(result) else []
     words = ["python", "training/evaluate_sweep.py", f"training/sweeps/{result['sweep']}.yaml", *mini]
@@ -266,7 +268,4 @@ def _epochs_to_baseline(table: Table) -> str | None:
 
 
 if __name__ == "__main__":
-    try:
-        print(f"Report: {main()}")
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    start(lambda: print(f"Report: {main()}"))

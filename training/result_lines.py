@@ -18,7 +18,7 @@ from training.arguments import InputError
 
 # Which sweep, settings and condition; the flags of the training and what they were resolved to; the metrics of the
 # training and of this evaluation; accuracies by epoch; which examples were classified correctly, as bits in base64;
-# versions and hardware.
+# versions and hardware; the arguments of evaluate_sweep.py, which older lines do not have.
 RESULT_KEYS = (
     "sweep",
     "script",
@@ -32,7 +32,9 @@ RESULT_KEYS = (
     "examples",
     "correct",
     "environment",
+    "command",
 )
+OPTIONAL_KEYS = ("command",)
 # Told whole where they change: another line has entries of other names.
 NOT_ENTRY_BY_ENTRY = ("settings", "condition", "metrics")
 
@@ -44,7 +46,7 @@ def write_results(path: Path, results: list[dict[str, Any]], as_changes: bool = 
     Args:
         as_changes: lines hold what differs from the line before, and numbers have six digits.
     """
-    lines = [{key: result[key] for key in RESULT_KEYS} for result in results]
+    lines = [_known(result) for result in results]
     if as_changes:
         lines = list(_as_changes(_rounded(line) for line in lines))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +71,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
             if "sweep" not in result:
                 result = _changed(results[-1], result)
             result["metrics"]["eval_samples"]
-            results.append({key: result[key] for key in RESULT_KEYS})
+            results.append(_known(result))
         except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
             raise InputError(f"{path.name}, line {number} is no result of evaluate_sweep.py.") from error
     if not results:
@@ -86,6 +88,10 @@ def correct_examples(result: dict[str, Any]) -> np.ndarray:
 def encoded_examples(correct: np.ndarray) -> str:
     """What `correct_examples` reads."""
     return base64.b64encode(np.packbits(correct).tobytes()).decode()
+
+
+def _known(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: result[key] for key in RESULT_KEYS if key in result or key not in OPTIONAL_KEYS}
 
 
 def _as_changes(lines: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:

@@ -1,15 +1,19 @@
 """What every script does once its data and model are known: train, evaluate, and leave records of both."""
 
-from collections.abc import Sequence
+import errno
+import signal
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors.numpy import save_file
 from transformers import Trainer
 
+from hf_liere.hub import HubError
 from hf_liere.publishing import saved_weights_digest, weights_digest
 from training.arguments import InputError, RunArguments
-from training.checkpoints import last_complete_checkpoint, require_writable
+from training.checkpoints import last_complete_checkpoint, require_free, require_writable
 from training.hub import fetch_checkpoint, warn_of_other_settings
 from training.records import (
     CONFIG_FILE,
@@ -23,6 +27,23 @@ from training.records import (
 
 
 EXAMPLES_FILE = "eval_examples.safetensors"
+# What a system says when a file cannot grow any more.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def start(main: Callable[[], Any]) -> None:
+    """Runs a script from the command line: what its user can mend is told in a sentence, without a traceback."""
+    try:
+        main()
+    except (InputError, HubError, FloatingPointError) as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        sys.exit(f"error: {error.strerror}: {error.filename or 'a file'} could not be written.")
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def claim(args: RunArguments) -> str | None:
@@ -36,8 +57,7 @@ def claim(args: RunArguments) -> str | None:
         raise InputError(f"{args.n_gpu} GPUs in one process; accepted: torchrun, accelerate launch or one visible GPU.")
     checkpoint = _resumed_checkpoint(args)
     if args.process_index == 0:
-        claim_output_dir(args)
-        require_writable(args.output_dir)
+        claim_folder(args)
     if args.resume_from_hub:
         with args.main_process_first(local=False, desc="fetching the checkpoint"):
             if args.process_index == 0:
@@ -46,6 +66,22 @@ def claim(args: RunArguments) -> str | None:
         if checkpoint is None:
             raise InputError("--resume_from_hub: the first process fetched no checkpoint, and says why.")
     return checkpoint
+
+
+def claim_folder(args: RunArguments, besides: tuple[str, ...] = ()) -> None:
+    """
+    Makes sure that a run can write into its folder and that it is nobody else's.
+
+    Args:
+        besides: names that may be there already.
+
+    Raises:
+        InputError: naming the folder, what it holds and what is accepted.
+    """
+    claim_output_dir(args)
+    if not args.overwrite_output_dir and not args.resume_from_checkpoint:
+        require_free(args.output_dir, besides)
+    require_writable(args.output_dir)
 
 
 def run(
@@ -90,7 +126,7 @@ def run(
         trained_images = metrics["train_samples_per_second"] * metrics["train_runtime"]
         metrics["train_images_per_second"] = round(trained_images / training_seconds, 1)
         metrics["parameters"] = sum(parameter.numel() for parameter in trainer.model.parameters())
-        trainer.save_model()
+        trainer.save_whole(trainer.save_model)
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
         trainer.save_state()

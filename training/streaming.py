@@ -24,6 +24,8 @@ from training.data import (
     infer_image_column,
     infer_label_column,
     pick_evaluation_split,
+    readable,
+    require_files,
 )
 
 
@@ -191,9 +193,16 @@ class _Rows:
 
 def _streams(arguments: DataArguments) -> dict[str, datasets.IterableDataset]:
     if arguments.dataset_name:
-        return datasets.load_dataset(arguments.dataset_name, arguments.dataset_config_name, streaming=True)
+        with readable(f"--dataset_name {arguments.dataset_name!r}"):
+            return datasets.load_dataset(arguments.dataset_name, arguments.dataset_config_name, streaming=True)
     files = {"train": arguments.train_files, "validation": arguments.validation_files}
     files = {split: names for split, names in files.items() if names}
     if not files or any(not name.endswith(".parquet") for names in files.values() for name in names):
         raise InputError("--streaming reads --dataset_name or parquet files by --train_files and --validation_files.")
-    return datasets.load_dataset("parquet", data_files=files, streaming=True)
+    names = [name for some in files.values() for name in some]
+    require_files(names)
+    with readable(", ".join(names)):
+        # What is no parquet would else be found in the middle of the training.
+        for name in names:
+            ParquetFile(name).close()
+        return datasets.load_dataset("parquet", data_files=files, streaming=True)

@@ -25,10 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from transformers import set_seed
 
-from hf_liere.hub import HubError
 from training.arguments import (
     AugmentationArguments,
-    InputError,
     RunArguments,
     VideoModelArguments,
     parse_arguments,
@@ -47,7 +45,7 @@ from training.models import (
     resolve_processor,
 )
 from training.records import describe_examples
-from training.runs import claim, run
+from training.runs import claim, run, start
 from training.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 from training.video_data import VideoDataArguments, load_clips
 
@@ -110,7 +108,4 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (InputError, HubError) as error:
-        sys.exit(f"error: {error}")
+    start(main)

@@ -131,11 +131,20 @@ def load_clips(
             # For the record of the run.
             arguments.dataset_name = "moving_shapes"
             files, names = _moving_shapes(arguments, image_size, train, evaluate, writes)
+        if train and evaluate and arguments.video_folder is not None:
+            _require_trained(files, names)
         reader = FrameReader(num_channels, arguments.intensity_range)
         found = {part: _opened(entries[: _limit(arguments, part)], reader, part) for part, entries in files.items()}
     needed = frames_needed(num_frames, arguments.frame_stride)
     parts = {part: _long_enough(clips, needed, part) for part, clips in found.items()}
     return LabelledImages(parts.get("training"), parts.get("evaluation"), names)
+
+
+def _require_trained(files: dict[str, list[tuple[Path, int]]], names: list[str]) -> None:
+    trained, evaluated = ({label for _, label in files[part]} for part in ("training", "evaluation"))
+    missing = ", ".join(names[label] for label in sorted(evaluated - trained))
+    if missing:
+        raise InputError(f"No clips to train on are of {missing}, which the evaluation has; accepted: trained classes.")
 
 
 def _limit(arguments: SampleArguments, part: str) -> int | None:
