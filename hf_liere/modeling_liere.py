@@ -236,14 +236,16 @@ class LieRELayer(GradientCheckpointingLayer):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        *rotation: torch.Tensor | None,
+        rotation: torch.Tensor | None = None,
+        *eigen: torch.Tensor | None,
         **kwargs,
     ) -> torch.Tensor:
         """
-        `rotation` is this layer's [`Rotation`], an [`EigenRotation`] as its tensors one by one: reentrant checkpointing
-        differentiates with respect to arguments that are tensors and nothing else.
+        `rotation` is this layer's [`Rotation`]; an [`EigenRotation`] comes as its tensors one by one, because reentrant
+        checkpointing differentiates with respect to arguments that are tensors and nothing else.
         """
-        rotation = EigenRotation(*rotation) if len(rotation) > 1 else next(iter(rotation), None)
+        if eigen:
+            rotation = EigenRotation(rotation, *eigen)
         attended, _ = self.attention(self.layernorm_before(hidden_states), rotation, attention_mask, **kwargs)
         hidden_states = hidden_states + self.drop_path(self.layer_scale1(self.dropout(attended)))
         transformed = self.mlp(self.layernorm_after(hidden_states))

@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.common, pytest.mark.slow]
 
 ENCODINGS = {
     "none": {"position_encoding": "none"},

@@ -306,7 +306,7 @@ def test_rotations_do_not_depend_on_the_batch(tiny):
     model = classifier(tiny(**fields_of("liere")))
     shapes = []
     for layer in model.liere.layers:
-        layer.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[1].shape)))
+        layer.attention.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[1].shape)))
     model(images(5, 3, 16, 16))
     assert shapes == [(1, 2, 17, 6, 4, 4)] * 2
 
