@@ -3,13 +3,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 OLDEST := .venv-oldest
-OLDEST_TRANSFORMERS := 5.17.0
+NEWEST := .venv-newest
+# The least that pyproject.toml admits. Triton's interpreter of that time takes arrays of one element for integers, which
+# numpy 2.4 refuses.
+OLDEST_RELEASES := "torch==2.9.*" "transformers==5.17.*" "numpy<2.4"
 
 # One thread per process: tests and demo run two processes side by side, and small matrices gain nothing from more.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-all format clean
+.PHONY: demo test test-all test-oldest test-newest format clean
 
 demo: $(READY)
 	$(BIN)/python training/demo.py
@@ -19,31 +22,50 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-test-all: $(READY) $(OLDEST)/ready
+test-all: $(READY)
 	$(BIN)/pip install --quiet --editable ".[test,deepspeed]"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -n 2 --dist loadfile
-	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(MAKE) test-oldest test-newest
+
+test-oldest: $(OLDEST)/ready
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile -m "not slow or common"
+
+test-newest:
+	$(if $(NEWER_PYTHON),$(MAKE) $(NEWEST)/ready,@echo "Skipped: no Python newer than $(PYTHON) to test the newest releases on, looked for: $(NEWER).")
+	$(if $(NEWER_PYTHON),$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile -m "not slow or common")
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) outputs build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) outputs build dist *.egg-info
+
+# Pythons of the versions $(1), the first that runs: of the path, where pyenv puts names that run nothing, or of pyenv.
+define python_of
+$(shell for version in $(1); do for python in python$$version $$HOME/.pyenv/versions/$$version.*/bin/python; do \
+	if $$python -c "import ssl, venv" > /dev/null 2>&1; then echo $$python; exit; fi; done; done)
+endef
+OLD_PYTHON = $(call python_of,3.10)
+NEWER = $(shell $(PYTHON) -c "import sys; print(*(f'3.{minor}' for minor in range(14, sys.version_info.minor, -1)))")
+NEWER_PYTHON = $(call python_of,$(NEWER))
+
+# The environment in folder $(1), of the Python $(2), with the releases $(3) or the newest ones.
+define environment
+	$(2) -m venv $(1)
+	$(1)/bin/pip install --quiet --upgrade pip
+	$(1)/bin/pip install --quiet --editable ".[test]" $(3)
+	touch $@
+endef
 
 $(READY): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable ".[test]"
-	touch $@
+	$(call environment,$(VENV),$(PYTHON))
 
-# The oldest supported transformers on top of everything else in the first environment.
-$(OLDEST)/ready: $(READY)
-	$(PYTHON) -m venv $(OLDEST)
-	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
-		"$$($(OLDEST)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
-	$(OLDEST)/bin/pip install --quiet "transformers==$(OLDEST_TRANSFORMERS)"
-	$(OLDEST)/bin/pip install --quiet --no-deps --editable .
-	touch $@
+$(OLDEST)/ready: pyproject.toml
+	$(if $(OLD_PYTHON),,@echo "No Python 3.10 was found: the oldest releases are tested on $(PYTHON).")
+	$(call environment,$(OLDEST),$(or $(OLD_PYTHON),$(PYTHON)),$(OLDEST_RELEASES))
+
+$(NEWEST)/ready: pyproject.toml
+	$(call environment,$(NEWEST),$(NEWER_PYTHON))

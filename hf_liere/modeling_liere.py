@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.backbone_utils import BackboneMixin
+from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -24,6 +24,8 @@ from transformers.modeling_outputs import (
     MaskedImageModelingOutput,
 )
 from transformers.modeling_utils import PreTrainedModel
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
@@ -32,7 +34,7 @@ from .configuration_liere import ROTARY_ENCODINGS, LieREConfig, LieREViTConfig
 from .encodings import ComRoPEAxialPartition, RotaryEncoding, build_rotary_encoding, grid_name
 from .lie_algebra import working_dtype
 from .positions import check_positions, grid_positions, patch_indices, perturbation, with_prefix
-from .rotation import Rotation
+from .rotation import EigenRotation, Rotation
 from .tracing import values_are_unknown
 
 
@@ -234,10 +236,17 @@ class LieRELayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        rotation: Rotation | None = None,
         attention_mask: torch.Tensor | None = None,
+        rotation: torch.Tensor | None = None,
+        *eigen: torch.Tensor | None,
         **kwargs,
     ) -> torch.Tensor:
+        """
+        `rotation` is this layer's [`Rotation`]; an [`EigenRotation`] comes as its tensors one by one, because reentrant
+        checkpointing differentiates with respect to arguments that are tensors and nothing else.
+        """
+        if eigen:
+            rotation = EigenRotation(rotation, *eigen)
         attended, _ = self.attention(self.layernorm_before(hidden_states), rotation, attention_mask, **kwargs)
         hidden_states = hidden_states + self.drop_path(self.layer_scale1(self.dropout(attended)))
         transformed = self.mlp(self.layernorm_after(hidden_states))
@@ -279,6 +288,9 @@ class LieREPreTrainedModel(PreTrainedModel):
 
     def post_init(self) -> None:
         super().post_init()
+        # Not every encoding has parameters.
+        if next(self.rotary_parameters(), None) is None:
+            self._keep_in_fp32_modules_strict -= {"rotary_encoding"}
         if self.config.folded_grids is not None:
             self.eval()
 
@@ -406,7 +418,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
         positions: torch.Tensor | None = None,
         bool_masked_pos: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
         """
         Args:
@@ -457,7 +469,8 @@ class LieREEncoderModel(LieREPreTrainedModel):
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
         )
         for layer, rotation in zip(self.layers, self.rotations(positions, regular, explicit=False)):
-            hidden_states = layer(hidden_states, rotation, attention_mask, **kwargs)
+            tensors = rotation if isinstance(rotation, EigenRotation) else (rotation,)
+            hidden_states = layer(hidden_states, attention_mask, *tensors, **kwargs)
         if self.config.final_norm == "pooled":
             pooled = self.layernorm(self._pool(hidden_states, visible))
         else:
@@ -567,7 +580,7 @@ class LieREForClassification(LieREPreTrainedModel):
         pixel_values: torch.Tensor,
         positions: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutput:
         """
         As [`LieREEncoderModel.forward`], with (B,) `labels` in [0, num_labels) for a cross-entropy loss, or
@@ -606,7 +619,7 @@ class LieREViTForMaskedImageModeling(LieREPreTrainedModel):
         pixel_values: torch.Tensor,
         bool_masked_pos: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedImageModelingOutput:
         """
         As [`LieREViTModel.forward`]; with `bool_masked_pos` (B, N) the loss is the mean absolute error over the pixels
@@ -643,19 +656,19 @@ class LieREViTBackbone(BackboneMixin, LieREViTModel):
         self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
 
     @can_return_tuple
+    @filter_output_hidden_states
     def forward(
         self,
         pixel_values: torch.Tensor,
         positions: torch.Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BackboneOutput:
         """
         As [`LieREViTModel.forward`]; returns `feature_maps`, one (B, hidden_size, H/patch, W/patch) per entry of
         `config.out_features` (token sequences without the prefix's reshaping if `reshape_hidden_states` is false).
         """
         # BackboneMixin has a forward of its own, which comes first.
-        outputs = LieREViTModel.forward(self, pixel_values, positions=positions, output_hidden_states=True, **kwargs)
+        outputs = LieREViTModel.forward(self, pixel_values, positions=positions, **kwargs)
         grid = self.embeddings.patch_embeddings.grid(pixel_values)
         feature_maps = ()
         for stage, hidden_states in zip(self.stage_names, outputs.hidden_states):
@@ -667,12 +680,8 @@ class LieREViTBackbone(BackboneMixin, LieREViTModel):
                 patches = hidden_states[:, self.config.num_prefix_tokens :]
                 hidden_states = patches.transpose(1, 2).unflatten(-1, grid).contiguous()
             feature_maps += (hidden_states,)
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
         return BackboneOutput(
-            feature_maps=feature_maps,
-            hidden_states=outputs.hidden_states if output_hidden_states else None,
-            attentions=outputs.attentions,
+            feature_maps=feature_maps, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
 
 

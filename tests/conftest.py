@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from browser import browser, chromium  # noqa: F401 (fixtures)
 
 import hf_liere
@@ -13,6 +14,10 @@ from hf_liere.cpu_kernels import CPU_KERNELS
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_report_header():
+    return f"torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,92 @@
+"""transformers' own common tests, in the release that is installed, on every encoding."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import pytest
+import transformers
+
+
+pytestmark = [pytest.mark.common, pytest.mark.slow]
+
+ENCODINGS = {
+    "none": {"position_encoding": "none"},
+    "absolute": {"position_encoding": "absolute"},
+    "axial_rope": {"position_encoding": "axial_rope"},
+    "rope_mixed": {"position_encoding": "rope_mixed"},
+    "liere_8": {"position_encoding": "liere", "block_size": 8},
+    "liere_dense": {"position_encoding": "liere", "block_size": 24},
+    "comrope_ap": {"position_encoding": "comrope_ap", "block_size": 4},
+    "comrope_ld": {"position_encoding": "comrope_ld", "block_size": 8},
+}
+KINDS = ("image", "video", "backbone")
+
+
+def download(folder: Path) -> None:
+    """
+    Put the files of `tests` in the sources of the installed transformers into `folder`, whole or not at all.
+
+    Raises:
+        subprocess.CalledProcessError: if pip cannot get the sources.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "transformers"]
+        command += ["--dest", temporary, f"transformers=={transformers.__version__}"]
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        (archive,) = Path(temporary).glob("*.tar.gz")
+        unpacked = Path(temporary, "tests")
+        unpacked.mkdir()
+        # One of the files imports its package as transformers does.
+        unpacked.joinpath("__init__.py").touch()
+        with tarfile.open(archive) as sources:
+            for member in sources:
+                if re.fullmatch(r"[^/]+/tests/\w+\.py", member.name):
+                    unpacked.joinpath(Path(member.name).name).write_bytes(sources.extractfile(member).read())
+        try:
+            unpacked.rename(folder)
+        except OSError:
+            # Another process was faster.
+            if not folder.is_dir():
+                raise
+
+
+@pytest.fixture(scope="session")
+def common_tests():
+    """The `tests` folder of the installed transformers, downloaded once."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_liere"
+    folder = cache / f"transformers-{transformers.__version__}-tests"
+    if not folder.is_dir():
+        try:
+            download(folder)
+        except subprocess.CalledProcessError as error:
+            message = f"pip cannot download the sources of transformers {transformers.__version__}:\n{error.stdout}"
+            if "common" in os.environ.get("HF_LIERE_REQUIRE", "").split(","):
+                pytest.fail(message)
+            pytest.skip(message)
+    return folder
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_common(common_tests, encoding):
+    models = Path(__file__).with_name("common_models.py")
+    # Their markers are not ours.
+    options = ["--override-ini=addopts=", "-W", "ignore::pytest.PytestUnknownMarkWarning", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "--quiet", "--tb=short", *options]
+    command += [f"{models}::{encoding}_{kind}" for kind in KINDS]
+    result = subprocess.run(
+        command,
+        env={**os.environ, "HF_LIERE_COMMON_TESTS": str(common_tests)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout
+    passed, skipped = (int(re.search(rf"(\d+) {outcome}", result.stdout)[1]) for outcome in ("passed", "skipped"))
+    # Skipped are tests of generation, token embeddings and devices.
+    assert passed > skipped, result.stdout
