@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize, prune
+from transformers import TorchAoConfig
 
 import hf_liere
 from hf_liere.costs import count_cost
@@ -140,22 +141,31 @@ def test_models_without_rotations_yet_compute_the_same_bits(tiny, batch):
     assert torch.equal(logits(model, batch), expected)
 
 
-def test_compiled_checkpointed_and_mixed_precision(model, batch):
+def test_checkpointed_and_mixed_precision(model, batch):
     expected = step(model, batch)
     with torch.autocast("cpu", torch.bfloat16):
         half = logits(model, batch)
-    seen = []
     for projection in projections(model):
-        projection.register_forward_hook(lambda module, args, output: seen.append(module))
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_close(step(compiled, batch), {f"_orig_mod.{n}" if n != "logits" else n: v for n, v in expected.items()})
-    assert seen == projections(model)
+        projection.register_forward_hook(lambda *args: None)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_close(step(model.train(), batch), expected)
     model.gradient_checkpointing_disable()
     with torch.autocast("cpu", torch.bfloat16):
         # Weights are rounded to bfloat16 before the change of basis in one case, after it in the other.
         torch.testing.assert_close(logits(model.eval(), batch), half, rtol=0.05, atol=0.05)
+
+
+def test_hooks_in_compiled_models(tiny, batch):
+    model, seen = build(tiny, "comrope_ld", num_hidden_layers=1), []
+    expected = step(model, batch)
+    for projection in projections(model):
+        projection.register_forward_hook(lambda module, args, output: seen.append(module))
+    outputs = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch)
+    model.zero_grad()
+    outputs.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_close({"logits": outputs.logits.detach(), **gradients}, expected)
+    assert seen == projections(model)
 
 
 def test_pruned_weights_follow_the_original(model, batch):
@@ -250,7 +260,7 @@ def test_lora_trains_merges_and_reloads(model, batch, tmp_path):
 
 
 def test_torchao_int8_weights(model, batch, tmp_path):
-    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    quantization = pytest.importorskip("torchao.quantization", reason="install hf-liere[quantization]")
     expected = logits(model, batch)
     reference = copy.deepcopy(model)
     model.save_pretrained(tmp_path)
@@ -262,16 +272,16 @@ def test_torchao_int8_weights(model, batch, tmp_path):
                 plain.weight.copy_(module.weight.dequantize())
     assert_close(logits(model, batch), logits(reference, batch))
     assert (logits(model, batch) - expected).abs().max() < 0.1
-    transformers = pytest.importorskip("transformers")
-    loaded = type(model).from_pretrained(
-        tmp_path, quantization_config=transformers.TorchAoConfig(config), device_map="cpu"
-    )
+    loaded = type(model).from_pretrained(tmp_path, quantization_config=TorchAoConfig(config), device_map="cpu")
     assert type(projections(loaded)[0].weight) is not nn.Parameter
     assert_close(logits(loaded, batch), logits(model, batch))
+    if model.config.position_encoding != "liere":
+        with pytest.raises(ValueError, match="not into a Linear with a .* for its weight or bias: merge"):
+            model.fold_rotations()
 
 
 def test_bitsandbytes_8_bits(model, batch):
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="install hf-liere[quantization]")
     expected = logits(model, batch)
     for layer in model.liere.layers:
         for name in ("q_proj", "k_proj"):
@@ -284,18 +294,35 @@ def test_bitsandbytes_8_bits(model, batch):
 
 
 def test_folding_refuses_what_would_be_lost(tiny, batch):
+    accelerate = pytest.importorskip("accelerate")
     model = build(tiny, "comrope_ld")
     expected = logits(model, batch)
 
-    def refused(match, prepare):
-        other = copy.deepcopy(model)
-        prepared = prepare(projections(other)[-1]) or other
-        with pytest.raises(ValueError, match=f"not into {match}.*merge adapters, make pruning"):
-            prepared.fold_rotations()
+    def hooked(projection):
+        projection.register_forward_hook(lambda *args: None)
 
-    refused("a Linear with hooks", lambda p: p.register_forward_hook(lambda *args: None) and None)
-    refused("a Linear with hooks", lambda p: p.register_full_backward_hook(lambda *args: None) and None)
-    refused("ParametrizedLinear", lambda p: parametrizations.weight_norm(p) and None)
+    def pruned(projection):
+        prune.l1_unstructured(projection, "weight", amount=0.5)
+        # The gradient of the weight that is made from the original cannot be copied.
+        projection.weight = projection.weight.detach()
+
+    def moved(projection):
+        weight = projection.weight.detach()
+        del projection.weight
+        projection.weight = weight
+
+    refusals = {
+        "a Linear with hooks": (hooked, pruned),
+        "ParametrizedLinear": (parametrizations.weight_norm,),
+        r"a Linear with the parameters \['bias'\]": (moved,),
+        "a Linear whose forward was replaced": (lambda p: accelerate.cpu_offload(p, torch.device("cpu")),),
+    }
+    for name, changes in refusals.items():
+        for change in changes:
+            other = copy.deepcopy(model)
+            change(projections(other)[-1])
+            with pytest.raises(ValueError, match=f"not into {name}: merge adapters, make pruning"):
+                other.fold_rotations()
     projection = projections(model)[0]
     handle = projection.register_forward_hook(lambda *args: None)
     handle.remove()
