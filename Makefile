@@ -23,7 +23,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: $(READY)
-	$(BIN)/pip install --quiet --editable ".[test,deepspeed]"
+	$(BIN)/pip install --quiet --editable ".[test,deepspeed,quantization]"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -n 2 --dist loadfile

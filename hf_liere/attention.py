@@ -4,10 +4,14 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .rotation import EigenRotation, Rotation, fold, fold_states, rotate, rotate_query_key
+from .tracing import first_derivative_only
+
+
+# Hooks of all modules have no public name; a release without this one is taken to have none.
+_has_global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 
 
 def eager_attention_forward(
@@ -34,6 +38,11 @@ def eager_attention_forward(
 class LieREAttention(nn.Module):
     """
     Multi-head self-attention that rotates query and key before the attention function of the configuration.
+
+    Commuting rotations are applied in the eigenbasis of their generators. It goes into the weights of `q_proj` and
+    `k_proj` where these are linear layers and nothing else; with hooks, adapters, parametrizations, or weights that are
+    quantized, offloaded or sharded, the modules are called as they are and what they return is changed to the
+    eigenbasis, which gives the same numbers up to rounding.
 
     Args:
         config: A [`LieREConfig`].
@@ -90,18 +99,19 @@ class LieREAttention(nn.Module):
         leave without a plane go to the end of a head.
 
         Raises:
-            ValueError: if a projection is not a plain linear layer.
+            ValueError: if a projection computes anything but its weight and bias, see [`LieREAttention`].
         """
+        for projection in (self.q_proj, self.k_proj):
+            if obstacle := _obstacle(projection):
+                raise ValueError(
+                    f"Rotations fold into plain linear layers, not into {obstacle}: merge adapters, make pruning and "
+                    "parametrizations permanent and remove hooks first; quantize, offload and shard afterwards."
+                )
         blocks, size = basis.shape[1], basis.shape[-1]
         channels = torch.arange(blocks * size, device=basis.device).view(blocks, size)
         in_planes = size - size % 2
         order = torch.cat([channels[:, :in_planes].flatten(), channels[:, in_planes:].flatten()])
         for projection in (self.q_proj, self.k_proj):
-            if type(projection) is not nn.Linear:
-                raise ValueError(
-                    f"Rotations fold into linear layers, not into {type(projection).__name__}: merge adapters first, "
-                    "and quantize afterwards."
-                )
             for parameter in (projection.weight, projection.bias):
                 if parameter is not None:
                     turned = fold(parameter, basis)
@@ -112,13 +122,40 @@ def _project(projection: nn.Module, hidden_states: torch.Tensor, basis: torch.Te
     """Query or key projection, into the eigenbasis of commuting generators where there is one."""
     if basis is None:
         return projection(hidden_states)
-    if type(projection) is nn.Linear:
-        # The weight has fewer rows than there are tokens.
-        return _FoldedLinear.apply(hidden_states, projection.weight, projection.bias, basis)
-    # Adapters and quantized layers have no weight to turn.
+    if _obstacle(projection) is None and not _has_global_hooks():
+        weight = projection.weight
+        if weight.device == hidden_states.device:
+            # The weight has fewer rows than there are tokens.
+            return _FoldedLinear.apply(hidden_states, weight, projection.bias, basis)
     projected = projection(hidden_states)
     states = projected.unflatten(-1, (-1, basis.shape[1] * basis.shape[-1])).transpose(1, 2)
     return fold_states(states, basis).transpose(1, 2).reshape(projected.shape)
+
+
+def _obstacle(projection: nn.Module) -> str | None:
+    """What makes a projection more than the weight and bias of a linear layer, or `None`: then these can be read."""
+    if type(projection) is not nn.Linear:
+        # Adapters, quantized layers, parametrizations and FSDP2 have classes of their own.
+        return type(projection).__name__
+    if (
+        projection._forward_hooks
+        or projection._forward_pre_hooks
+        or projection._backward_hooks
+        or projection._backward_pre_hooks
+    ):
+        # Pruning and DeepSpeed make or gather the weight in them.
+        return "a Linear with hooks"
+    if "forward" in projection.__dict__:
+        # So accelerate brings back what it has offloaded.
+        return "a Linear whose forward was replaced"
+    parameters = projection._parameters
+    if len(parameters) != 2 or "weight" not in parameters or "bias" not in parameters:
+        return f"a Linear with the parameters {sorted(parameters)}"
+    for parameter in parameters.values():
+        if parameter is not None and type(parameter) is not nn.Parameter:
+            # Quantized or sharded.
+            return f"a Linear with a {type(parameter).__name__} for its weight or bias"
+    return None
 
 
 class _FoldedLinear(torch.autograd.Function):
@@ -131,7 +168,7 @@ class _FoldedLinear(torch.autograd.Function):
         return nn.functional.linear(hidden_states, fold(weight, basis), bias)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, gradient):
         hidden_states, weight, basis = ctx.saved_tensors
         back = basis.transpose(-1, -2)

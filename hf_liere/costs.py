@@ -53,6 +53,8 @@ class Cost:
 def count_products(run: Callable[[], object]) -> int:
     """Multiply-accumulates of the matrix products, convolutions and attentions that `run()` executes."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        # Its hooks on all modules, which tell where products are made, would be a reason not to read weights.
+        counter.mod_tracker.__exit__()
         run()
     return counter.get_total_flops() // 2
 

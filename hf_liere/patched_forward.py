@@ -211,10 +211,19 @@ def interpolated_table(embeddings: nn.Module, tokens: torch.Tensor, height: int,
     if not passes:
         return own()
     patch, grid = passes[-1].tower.rotary_patch, passes[-1].grid
-    table, num_trained = position_table(embeddings), math.prod(patch.train_grid)
+    table, num_trained = _called_table(embeddings, tokens.device), math.prod(patch.train_grid)
     prefix, trained = table.split([len(table) - num_trained, num_trained])
     patches = _patch_table(patch, trained, grid, lambda: own()[0, -math.prod(grid) :])
     return torch.cat([prefix, patches]).unsqueeze(0)
+
+
+def _called_table(embeddings: nn.Module, device: torch.device) -> torch.Tensor:
+    """[`position_table`], through the module that holds it if there is one: it brings back what is offloaded."""
+    table = position_table(embeddings)
+    for module in embeddings.children():
+        if isinstance(module, nn.Embedding) and module.weight is table:
+            return module(torch.arange(module.num_embeddings, device=device))
+    return table
 
 
 def resized_tables(

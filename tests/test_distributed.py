@@ -1,4 +1,4 @@
-"""DDP and FSDP2 in two processes give the step of one process."""
+"""DDP, FSDP2 and ZeRO-3 in two processes give the logits and the step of one process."""
 
 import os
 import subprocess
@@ -11,9 +11,15 @@ import torch
 import hf_liere
 
 
-@pytest.mark.parametrize("encoding", ["rope_mixed", "liere", "comrope_ld"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+CASES = [(kind, encoding) for kind in ("ddp", "fsdp") for encoding in ("rope_mixed", "liere", "comrope_ld")]
+CASES += [("fsdp_small", "comrope_ld")]
+CASES += [pytest.param("zero3", encoding, marks=pytest.mark.slow) for encoding in ("liere", "comrope_ld")]
+
+
+@pytest.mark.parametrize("kind, encoding", CASES)
 def test_two_processes_take_the_step_of_one(tiny, tmp_path, kind, encoding):
+    if kind == "zero3":
+        pytest.importorskip("deepspeed", reason="deepspeed is an extra of its own")
     # Wide weights, so that generators move by more than the tolerance.
     config = tiny(position_encoding=encoding, block_size=2 if encoding == "rope_mixed" else 4, initializer_range=0.2)
     config.save_pretrained(tmp_path)
@@ -22,7 +28,8 @@ def test_two_processes_take_the_step_of_one(tiny, tmp_path, kind, encoding):
     torch.manual_seed(0)
     model = hf_liere.LieREViTForImageClassification(config)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    model(**batch).loss.backward()
+    outputs = model(**batch)
+    outputs.loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     worker = Path(__file__).with_name("distributed_worker.py")
@@ -36,11 +43,14 @@ def test_two_processes_take_the_step_of_one(tiny, tmp_path, kind, encoding):
         str(worker),
         kind,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(worker.parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(worker.parents[1]), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     arguments = [str(tmp_path), str(tmp_path / "batch.pt"), str(tmp_path / "weights.pt")]
     process = subprocess.run(command + arguments, env=environment, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
-    weights = torch.load(tmp_path / "weights.pt")
+    saved = torch.load(tmp_path / "weights.pt")
+    weights = saved["weights"]
+    # float32, some of it in another basis.
+    torch.testing.assert_close(saved["logits"], outputs.logits.detach()[::2], rtol=0, atol=1e-5)
     for name, expected in model.state_dict().items():
         # Means of two halves in float32 instead of one mean.
         torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-6, msg=name)

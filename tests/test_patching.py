@@ -529,6 +529,17 @@ def test_offloaded_and_dispatched_models():
     assert same_bits(run(dispatched, inputs), expected)
 
 
+@pytest.mark.parametrize("keep_absolute, size", [("train_size", (24, 16)), ("drop", (24, 16)), ("fade", (16, 16))])
+def test_offloaded_tables_are_read(keep_absolute, size):
+    accelerate = pytest.importorskip("accelerate")
+    model, _ = build("clip_vision")
+    patch(model, replace(SHARED_CONFIG, keep_absolute=keep_absolute))
+    inputs = CASES["clip_vision"].inputs(size)
+    expected = run(model, inputs)
+    offloaded = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert same_bits(run(offloaded, inputs), expected)
+
+
 def test_two_processes_take_the_step_of_one(tmp_path):
     model, _ = build("clip_classifier")
     patch(model, SHARED_CONFIG)
