@@ -39,7 +39,8 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
 
     Raises:
         ValueError: before anything is changed, if the model is patched already, has no vision tower whose attention
-            goes through transformers' attention interface, or the configuration does not fit it.
+            goes through transformers' attention interface, rotates queries and keys by itself (DINOv3, Qwen-VL …),
+            has tokens whose patches cannot be told, or the configuration does not fit it.
     """
     attach(plan(model, config))
     return model

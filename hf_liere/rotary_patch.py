@@ -26,7 +26,15 @@ from .patched_forward import (
     rotations_of_tokens,
     see_grid,
 )
-from .vision_towers import Tower, find_towers, head_shape, position_table, table_method
+from .vision_towers import (
+    Tower,
+    find_towers,
+    head_shape,
+    position_table,
+    refuse_other_tokens,
+    refuse_rotating,
+    table_method,
+)
 
 
 FORMAT_VERSION = 1
@@ -160,6 +168,7 @@ def plan(model: nn.Module, config: RotaryPatchConfig) -> list[Plan]:
 
 
 def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> Plan:
+    refuse_rotating(tower.module, tower.attentions)
     available = list(range(len(tower.attentions)))
     layers = available if config.layers is None else config.layers
     if not layers or set(layers) - set(available):
@@ -168,6 +177,7 @@ def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> Plan:
             f"{[f'{index}: {name}' for index, (name, _) in enumerate(tower.attentions)]}."
         )
     attentions = [tower.attentions[layer] for layer in layers]
+    refuse_other_tokens(tower, attentions)
     shapes = {head_shape(attention) for _, attention in attentions}
     if len(shapes) != 1:
         raise ValueError(f"The layers have different (heads, head_dim): {sorted(shapes)}; name equal ones in layers.")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from patching_cases import CASES, IMAGE, REAL_SIZES, build, clip_config, randomize, run
+from patching_cases import CASES, IMAGE, REAL_SIZES, ROTATING, UNFIT, build, clip_config, randomize, run
 from reference import head_rotation
 
 from hf_liere import (
@@ -421,6 +421,22 @@ class TestRefusals:
         self.refuse(own, "not routed through.*MultiheadAttention", patch, SHARED_CONFIG)
         swin = transformers.ConvNextModel(transformers.ConvNextConfig(hidden_sizes=[8] * 4, depths=[1] * 4))
         self.refuse(swin, "not routed through", patch, SHARED_CONFIG)
+
+    @pytest.mark.parametrize("name", ROTATING)
+    def test_models_that_rotate_already(self, name):
+        self.refuse(ROTATING[name](), "rotates query and key by itself .*Accepted: models", patch, SHARED_CONFIG)
+
+    @pytest.mark.parametrize(
+        "name, message",
+        [
+            ("eomt", "EomtForUniversalSegmentation learns query .5 vectors. outside the embeddings"),
+            ("x_clip", r"several stacks, encoder.layers.\*.message_attn, encoder.layers.\*.self_attn"),
+            ("segformer", "SegformerLayer has no image_size"),
+            ("hunyuan", "HunYuanVLVisionTransformer has no image_size"),
+        ],
+    )
+    def test_models_whose_tokens_cannot_be_placed(self, name, message):
+        self.refuse(UNFIT[name](), message, patch, SHARED_CONFIG)
 
     def test_patched_twice_and_not_at_all(self):
         model, _ = build("clip")
