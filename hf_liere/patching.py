@@ -22,6 +22,8 @@ WEIGHTS_NAME = "rotary.safetensors"
 SKETCH_SIZE = 32
 # Twice the rounding to bfloat16, and less than what training usually changes.
 WEIGHTS_TOLERANCE = 0.005
+# What a configuration says of the class that it belongs to.
+CLASS_FIELDS = ("model_type", "architectures", "auto_map", "rotary_patch")
 
 
 def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
@@ -48,12 +50,27 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
 
 def unpatch(model: nn.Module) -> nn.Module:
     """
-    Take the rotations out again, in place: the model that `patch` was given, with the weights it has now.
+    Take the rotations out again: the model that `patch` was given, with the weights it has now.
+
+    In place, except for a complete model: its class and configuration say that it is patched, so that a new model of
+    the plain class is made, with copies of the weights, and the complete one stays as it is. Use what is returned:
+    `model = unpatch(model)`.
 
     Raises:
-        ValueError: if the model is not patched.
+        ValueError: if the model is not patched, or contains a complete model or is a part of one.
     """
-    for _, tower in _patched(model):
+    towers = _patched(model)
+    plain = next((plain for plain, complete in COMPLETE_MODELS.items() if complete is type(model)), None)
+    if plain is not None:
+        return _as_class(plain, model)
+    # In place, what is left would save as a patched model and reload with new generators.
+    for name, part in model.named_modules():
+        if getattr(getattr(part, "config", None), "rotary_patch", None) is not None:
+            raise ValueError(
+                f"{name or 'This'} ({type(part).__name__}) is a complete model or a part of one, whose configuration "
+                "says that it is patched; call unpatch on the complete model itself and use what it returns."
+            )
+    for _, tower in towers:
         detach(tower)
     return model
 
@@ -157,7 +174,8 @@ def complete_model(model: PreTrainedModel) -> PreTrainedModel:
     Auto classes) restore with its rotations. The weights are copied.
 
     Raises:
-        ValueError: if the model is not patched, or its class has no such counterpart.
+        ValueError: if the model is not patched, its class has no such counterpart (only CLIP's and ViT's have), or it
+            holds parameters of adapters.
     """
     towers = _patched(model)
     counterpart = COMPLETE_MODELS.get(type(model))
@@ -166,17 +184,29 @@ def complete_model(model: PreTrainedModel) -> PreTrainedModel:
             f"{type(model).__name__} has no class that reloads with rotations; accepted: "
             f"{', '.join(source.__name__ for source in COMPLETE_MODELS)}. save_rotary works for every model."
         )
-    values = model.config.to_dict()
-    values.pop("model_type", None)
-    config = counterpart.config_class.from_dict({**values, "rotary_patch": towers[0][1].rotary_patch.config.to_dict()})
+    return _as_class(counterpart, model, rotary_patch=towers[0][1].rotary_patch.config.to_dict())
+
+
+def _as_class(kind: type[PreTrainedModel], model: PreTrainedModel, **fields) -> PreTrainedModel:
+    """A patched model as one of another class, with copies of the weights that this class has."""
+    values = {name: value for name, value in model.config.to_dict().items() if name not in CLASS_FIELDS}
+    config = kind.config_class.from_dict({**values, **fields})
     config._attn_implementation = model.config._attn_implementation
     reference = next(model.parameters())
-    complete = counterpart(config).to(device=reference.device, dtype=reference.dtype)
-    for (_, tower), (_, source) in zip(patched_towers(complete), towers):
+    built = kind(config).to(device=reference.device, dtype=reference.dtype)
+    for (_, tower), (_, source) in zip(patched_towers(built), patched_towers(model)):
         # Generators keep their precision in a model of another one.
         tower.rotary_encoding.to(dtype=source.rotary_encoding.rotation_dtype)
-    complete.load_state_dict(model.state_dict())
-    return complete.train(model.training)
+    weights = model.state_dict()
+    if not is_patched(built):
+        weights = {name: weight for name, weight in weights.items() if "rotary_encoding" not in name.split(".")}
+    if differing := set(weights) ^ set(built.state_dict()):
+        raise ValueError(
+            f"{type(model).__name__} has not the parameters of {kind.__name__}: {', '.join(sorted(differing)[:4])} … "
+            "Merge or unload adapters and undo quantization first."
+        )
+    built.load_state_dict(weights)
+    return built.train(model.training)
 
 
 def _patched(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 
-# As in `apply_rotary_pos_emb`, `q_rope`, `rotate_half`, but not in `properties`; of classes, as in `Sam3ViTRoPEAttention`.
+# As in `apply_rotary_pos_emb`, `q_rope` and `rotate_half`, not in `properties`; classes as `Sam3ViTRoPEAttention`.
 ROTATING_NAME = re.compile(r"(?:^|_)(?:rope|rotary|rotat)|Ro[Pp][Ee]|Rotary")
 
 
@@ -44,8 +44,8 @@ class Tower:
         missing = [name for name in needed if getattr(config, name, None) is None]
         if missing:
             raise ValueError(
-                f"{type(self.module).__name__} has no {' and no '.join(missing)} in its configuration, so the size that "
-                "positions refer to is unknown; accepted: models of images (or clips) of one configured size."
+                f"{type(self.module).__name__} has no {' and no '.join(missing)} in its configuration, so the size "
+                "that positions refer to is unknown; accepted: models of images (or clips) of one configured size."
             )
         if self.is_flexible:
             return (math.isqrt(config.num_patches),) * 2
@@ -102,7 +102,7 @@ def find_towers(model: nn.Module) -> list[Tower]:
 def refuse_rotating(tower: nn.Module, attentions: list[tuple[str, nn.Module]]) -> None:
     """
     Raises:
-        ValueError: if a tower rotates queries and keys by itself: attention whose forward names a rotation, or a module
+        ValueError: if a tower rotates queries and keys by itself: attention whose forward names a rotation, or a module inside
             that is named as one or holds frequencies (`inv_freq`). Of two rotations with different axes the product
             R₂(p)R₁(p) does not depend on the difference of positions alone.
     """
@@ -115,14 +115,17 @@ def refuse_rotating(tower: nn.Module, attentions: list[tuple[str, nn.Module]]) -
     found += [
         f"{name} ({type(module).__name__})"
         for name, module in tower.named_modules()
-        if ROTATING_NAME.search(name.rpartition(".")[2])
-        or ROTATING_NAME.search(type(module).__name__)
-        or "inv_freq" in dict(module.named_buffers(recurse=False))
+        if module is not tower
+        and (
+            ROTATING_NAME.search(name.rpartition(".")[2])
+            or ROTATING_NAME.search(type(module).__name__)
+            or "inv_freq" in dict(module.named_buffers(recurse=False))
+        )
     ]
     if found:
         raise ValueError(
-            f"{type(tower).__name__} rotates query and key by itself ({found[0]}), and would rotate them twice. Accepted: "
-            "models whose attention does not rotate, such as CLIP, SigLIP, DINOv2 or ViT."
+            f"{type(tower).__name__} rotates query and key by itself ({found[0]}), and would rotate them twice. "
+            "Accepted: models whose attention does not rotate, such as CLIP, SigLIP, DINOv2 or ViT."
         )
 
 
@@ -144,8 +147,8 @@ def refuse_other_tokens(tower: Tower, attentions: list[tuple[str, nn.Module]]) -
         if isinstance(module, nn.Embedding) and module not in embeddings:
             raise ValueError(
                 f"{kind} learns {name} ({module.num_embeddings} vectors) outside the embeddings of its patches, for "
-                "queries that join between the layers or images packed into one sequence: which token is which patch is "
-                "unknown; accepted: models whose embeddings make all tokens."
+                "queries that join between the layers or images packed into one sequence: which token is which patch "
+                "is unknown; accepted: models whose embeddings make all tokens."
             )
 
 
