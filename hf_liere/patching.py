@@ -1,6 +1,7 @@
 """Learned rotations inside pretrained vision transformers: patch, unpatch, save and load as an adapter."""
 
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -22,6 +24,7 @@ WEIGHTS_NAME = "rotary.safetensors"
 SKETCH_SIZE = 32
 # Twice the rounding to bfloat16, and less than what training usually changes.
 WEIGHTS_TOLERANCE = 0.005
+FINGERPRINT = ("model_type", "layers", "heads", "head_dim", "train_grid", "weights")
 # What a configuration says of the class that it belongs to.
 CLASS_FIELDS = ("model_type", "architectures", "auto_map", "rotary_patch")
 
@@ -151,15 +154,14 @@ def load_rotary(
         The same model.
 
     Raises:
-        ValueError: before anything is changed, if the rotations do not fit the model, tensors are missing or left
-            over, or the weights are others.
+        ValueError: before anything is changed, if the files cannot be read, the rotations do not fit the model, tensors
+            are missing, left over or not finite, or the weights are others.
     """
-    content = json.loads(_file(source, CONFIG_NAME, revision).read_text())
-    tensors = load_file(_file(source, WEIGHTS_NAME, revision))
-    plans = plan(model, RotaryPatchConfig.from_dict(content["rotary_patch"]))
-    if len(plans) != len(content["base"]):
-        raise ValueError(f"{source} holds rotations for {len(content['base'])} vision towers; there are {len(plans)}.")
-    for planned, saved in zip(plans, content["base"]):
+    config, bases, tensors = _read_adapter(source, revision)
+    plans = plan(model, config)
+    if len(plans) != len(bases):
+        raise ValueError(f"{source} holds rotations for {len(bases)} vision towers; there are {len(plans)}.")
+    for planned, saved in zip(plans, bases):
         _check_base(planned, saved, source, check_weights)
     encodings = [_load_encoding(index, planned, tensors, source) for index, planned in enumerate(plans)]
     if tensors:
@@ -225,6 +227,31 @@ def _file(source: str | Path, name: str, revision: str | None) -> Path:
     return Path(hf_hub_download(str(source), name, revision=revision))
 
 
+def _read_adapter(source: str | Path, revision: str | None) -> tuple[RotaryPatchConfig, list[dict], dict]:
+    """What `save_rotary` wrote, with one sentence about what is wrong with it."""
+    path = _file(source, CONFIG_NAME, revision)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no json ({error}); save_rotary writes it.") from error
+    for name, kind in (("rotary_patch", dict), ("base", list)):
+        if not isinstance(content, dict) or not isinstance(content.get(name), kind):
+            raise ValueError(f"{path} has no {kind.__name__} {name!r}: it was not written by save_rotary.")
+    for saved in content["base"]:
+        missing = [name for name in FINGERPRINT if not isinstance(saved, dict) or name not in saved]
+        if missing:
+            raise ValueError(f"{path} does not say which model it belongs to: base has no {', '.join(missing)}.")
+    try:
+        config = RotaryPatchConfig.from_dict(content["rotary_patch"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    path = _file(source, WEIGHTS_NAME, revision)
+    try:
+        return config, content["base"], load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read ({error}): it is damaged or was not copied to its end.") from error
+
+
 def _fingerprint(tower: nn.Module) -> dict:
     patch = tower.rotary_patch
     attentions = [tower.get_submodule(name) for name in patch.attention_names]
@@ -232,15 +259,9 @@ def _fingerprint(tower: nn.Module) -> dict:
 
 
 def _describe(attentions: list[nn.Module], train_grid: tuple[int, ...]) -> dict:
-    heads, head_dim = head_shape(attentions[0])
-    return {
-        "model_type": attentions[0].config.model_type.removeprefix("rotary_"),
-        "layers": len(attentions),
-        "heads": heads,
-        "head_dim": head_dim,
-        "train_grid": list(train_grid),
-        "weights": _sketch(attentions),
-    }
+    model_type = attentions[0].config.model_type.removeprefix("rotary_")
+    values = (model_type, len(attentions), *head_shape(attentions[0]), list(train_grid), _sketch(attentions))
+    return dict(zip(FINGERPRINT, values, strict=True))
 
 
 def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
@@ -268,8 +289,14 @@ def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
 
 
 def _distance(found: list[list[float]], saved: list[list[float]]) -> float:
-    """Largest relative distance of two sketches of the same projection."""
-    found, saved = torch.tensor(found), torch.tensor(saved)
+    """Largest relative distance of two sketches of the same projection, infinite if they are none of the same."""
+    found = torch.tensor(found)
+    try:
+        saved = torch.tensor(saved)
+    except (TypeError, ValueError):
+        return math.inf
+    if saved.shape != found.shape or not saved.isfinite().all():
+        return math.inf
     return ((found - saved).norm(dim=1) / saved.norm(dim=1).clamp_min(1e-12)).max().item()
 
 
@@ -300,6 +327,8 @@ def _load_encoding(index: int, planned: Plan, tensors: dict, source: str | Path)
     encoding = planned.build_encoding()
     for name, parameter in encoding.named_parameters():
         saved = tensors.pop(f"{index}.{name}", None)
+        if saved is not None and not (saved.is_floating_point() and saved.isfinite().all()):
+            raise ValueError(f"{source} holds {name} with values that are not finite numbers: nothing was loaded.")
         if saved is None or saved.shape != parameter.shape:
             raise ValueError(
                 f"{source} holds {name} of shape {None if saved is None else tuple(saved.shape)}; this model needs "

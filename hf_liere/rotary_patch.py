@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from typing import get_args, get_type_hints
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -84,6 +85,7 @@ class RotaryPatchConfig:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self):
+        self._check_types()
         if self.format_version > FORMAT_VERSION:
             raise ValueError(
                 f"format_version={self.format_version} was written by a newer hf_liere; this one reads up to "
@@ -107,15 +109,28 @@ class RotaryPatchConfig:
                 f"rotary_init={self.rotary_init!r}: axial_rope learns nothing and never starts neutral; pass "
                 "rotary_init=None to accept that, or another position_encoding."
             )
-        if self.layers is not None:
+
+    def _check_types(self) -> None:
+        if isinstance(self.layers, (list, tuple, range, set)) and all(type(layer) is int for layer in self.layers):
             self.layers = sorted(set(self.layers))
+        elif self.layers is not None:
+            raise ValueError(f"layers={self.layers!r} must be a list of indices from 0, or None.")
+        for name, hint in get_type_hints(type(self)).items():
+            value, kinds = getattr(self, name), get_args(hint) or (hint,)
+            # An int is a float here, and a bool is no number.
+            kind = float if type(value) is int and float in kinds else type(value)
+            if name != "layers" and kind not in kinds:
+                accepted = ("None" if accepted is type(None) else accepted.__name__ for accepted in kinds)
+                raise ValueError(f"{name}={value!r} must be {' or '.join(accepted)}.")
 
     def to_dict(self) -> dict:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict) -> "RotaryPatchConfig":
-        """Raises `ValueError` for names that are no fields."""
+        """Raises `ValueError` for names that are no fields and values that these do not take."""
+        if not isinstance(values, dict):
+            raise ValueError(f"rotary_patch={values!r} must be a dictionary of fields of RotaryPatchConfig.")
         known = {field.name for field in fields(cls)}
         if unknown := set(values) - known:
             raise ValueError(f"{sorted(unknown)} are no fields of RotaryPatchConfig; accepted: {sorted(known)}.")

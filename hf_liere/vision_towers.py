@@ -102,9 +102,9 @@ def find_towers(model: nn.Module) -> list[Tower]:
 def refuse_rotating(tower: nn.Module, attentions: list[tuple[str, nn.Module]]) -> None:
     """
     Raises:
-        ValueError: if a tower rotates queries and keys by itself: attention whose forward names a rotation, or a module inside
-            that is named as one or holds frequencies (`inv_freq`). Of two rotations with different axes the product
-            R₂(p)R₁(p) does not depend on the difference of positions alone.
+        ValueError: if a tower rotates queries and keys by itself: attention whose forward names a rotation, or a
+            module inside that is named as one or holds frequencies (`inv_freq`). Of two rotations with different axes
+            the product R₂(p)R₁(p) does not depend on the difference of positions alone.
     """
     found = [
         f"{type(attention).__name__}.forward uses {name}"

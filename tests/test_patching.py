@@ -17,6 +17,7 @@ import torch
 import transformers
 from patching_cases import CASES, IMAGE, REAL_SIZES, ROTATING, UNFIT, build, clip_config, randomize, run
 from reference import head_rotation
+from safetensors.torch import load_file, save_file
 
 from hf_liere import (
     RotaryPatchConfig,
@@ -407,6 +408,11 @@ class TestRefusals:
             ({"absolute_weight": 0.5}, "belongs to keep_absolute='fade'"),
             ({"position_encoding": "axial_rope"}, "never starts neutral"),
             ({"format_version": 99}, "newer hf_liere"),
+            ({"block_size": "8"}, "block_size='8' must be int or None"),
+            ({"rotate_prefix": 1}, "rotate_prefix=1 must be bool"),
+            ({"block_size": True}, "block_size=True must be int or None"),
+            ({"absolute_weight": "1"}, "absolute_weight='1' must be float"),
+            ({"layers": 3}, "layers=3 must be a list of indices"),
         ],
     )
     def test_configuration_for_no_model(self, fields, message):
@@ -463,6 +469,51 @@ class TestRefusals:
         self.refuse(build("clip_vision")[0], "multipliers", load_rotary, tmp_path)
         (tmp_path / "rotary_config.json").unlink()
         self.refuse(build("clip_vision")[0], "holds no rotary_config.json", load_rotary, tmp_path)
+
+    @pytest.mark.parametrize(
+        "damage, message",
+        [
+            (lambda path: edit(path, lambda content: content.pop("base")), "has no list 'base'"),
+            (lambda path: edit(path, lambda content: content["base"][0].pop("heads")), "base has no heads"),
+            (lambda path: edit(path, lambda content: content["base"][0].update(weights=[["a"]])), "other weights"),
+            (
+                lambda path: edit(path, lambda content: content["rotary_patch"].update(format_version="1")),
+                "='1' must be",
+            ),
+            (
+                lambda path: edit(path, lambda content: content["rotary_patch"].update(layers="01")),
+                "layers='01' must be",
+            ),
+            (lambda path: (path / "rotary_config.json").write_text("{"), "rotary_config.json is no json"),
+            (lambda path: (path / "rotary_config.json").write_text("[]"), "has no dict 'rotary_patch'"),
+            (lambda path: (path / "rotary_config.json").write_bytes(b"\xff\xfe{"), "rotary_config.json is no json"),
+            (lambda path: os.truncate(path / "rotary.safetensors", 500), "rotary.safetensors cannot be read"),
+            (lambda path: os.truncate(path / "rotary.safetensors", 0), "rotary.safetensors cannot be read"),
+            (lambda path: edit_weights(path, float("nan")), "generators with values that are not finite"),
+            (lambda path: edit_weights(path, float("inf")), "generators with values that are not finite"),
+        ],
+    )
+    def test_damaged_adapter(self, damage, message, tmp_path):
+        model, _ = build("clip_vision")
+        save_rotary(patch(model, SHARED_CONFIG), tmp_path)
+        damage(tmp_path)
+        self.refuse(unpatch(model), message, load_rotary, tmp_path)
+
+
+def edit(path, change):
+    content = json.loads((path / "rotary_config.json").read_text())
+    change(content)
+    (path / "rotary_config.json").write_text(json.dumps(content))
+
+
+def edit_patch(path, **fields):
+    edit(path, lambda content: content["rotary_patch"].update(fields))
+
+
+def edit_weights(path, value):
+    tensors = load_file(path / "rotary.safetensors")
+    tensors["0.generators"][0, 0, 0, 0] = value
+    save_file(tensors, path / "rotary.safetensors")
 
 
 def test_adapter_knows_its_base_in_another_precision_and_not_one_that_was_trained(tmp_path):
