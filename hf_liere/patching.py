@@ -39,6 +39,31 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
     `complete_model` keep the rotations; the model's own `save_pretrained` writes generators that its class reports as
     unexpected and does not load.
 
+    With peft, generators are trained and saved beside its adapters as `modules_to_save`:
+
+    ```python
+    import torch
+    from hf_liere import RotaryPatchConfig, patch, rotary_parameters
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    base = CLIPVisionModel(CLIPVisionConfig(image_size=64, num_hidden_layers=2))  # or from_pretrained(…)
+    base.save_pretrained("base")
+    config = RotaryPatchConfig(position_encoding="comrope_ld", block_size=8)
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["rotary_encoding"])
+    model = get_peft_model(patch(base, config), lora)
+    rotations = dict(rotary_parameters(model))
+    others = [value for name, value in model.named_parameters() if value.requires_grad and name not in rotations]
+    groups = [{"params": others}, {"params": list(rotations.values()), "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    model(torch.randn(2, 3, 64, 64)).pooler_output.square().mean().backward()
+    optimizer.step()
+    model.save_pretrained("adapter")
+
+    base = patch(CLIPVisionModel.from_pretrained("base"), config)  # before peft loads the generators into it
+    restored = PeftModel.from_pretrained(base, "adapter")
+    ```
+
     Returns:
         The same model.
 
@@ -87,7 +112,8 @@ def rotary_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """
     (name, parameter) of generators and multipliers: train them without weight decay.
 
-    Where peft keeps a trainable copy of them (`modules_to_save`), the copy.
+    peft freezes them unless it is told `LoraConfig(…, modules_to_save=["rotary_encoding"])`; then these are its
+    trainable copies, and its `save_pretrained` writes them ([`patch`] shows it).
     """
     for tower_name, tower in patched_towers(model):
         for name, parameter in tower.rotary_encoding.named_parameters():
@@ -172,8 +198,9 @@ def load_rotary(
 
 def complete_model(model: PreTrainedModel) -> PreTrainedModel:
     """
-    A patched model as a class with its own `model_type`, which `save_pretrained` and `from_pretrained` (also of the
-    Auto classes) restore with its rotations. The weights are copied.
+    A patched CLIP or ViT as a class with its own `model_type`, which `save_pretrained` and `from_pretrained` (also of
+    the Auto classes) restore with its rotations. The weights are copied. Models of other families keep their rotations
+    by [`save_rotary`].
 
     Raises:
         ValueError: if the model is not patched, its class has no such counterpart (only CLIP's and ViT's have), or it

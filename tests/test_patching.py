@@ -1,6 +1,7 @@
 """Rotations inside pretrained models: the unpatched model and explicit float64 attention are the references."""
 
 import copy
+import inspect
 import itertools
 import json
 import math
@@ -369,6 +370,21 @@ def test_readme_example_runs_as_written(tmp_path):
     run_process([sys.executable, "-c", example], cwd=tmp_path)
     assert sum(path.stat().st_size for path in (tmp_path / "clip-comrope").iterdir()) < 200_000
     assert (tmp_path / "clip-comrope-complete" / "modeling_patched.py").exists()
+
+
+def test_docstring_example_with_peft_runs_as_written(tmp_path):
+    pytest.importorskip("peft")
+    (example,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(patch), re.DOTALL)
+    check = """
+trained, loaded = (dict(rotary_parameters(tuned)) for tuned in (model, restored))
+assert len(loaded) == 2 and trained.keys() == loaded.keys()
+assert all(torch.equal(loaded[name], trained[name]) for name in trained)
+assert all(parameter.abs().max() > 0 for parameter in loaded.values())
+assert sum(len(group["params"]) for group in groups) == 2 * 2 * 2 + 2
+pixels = torch.randn(1, 3, 64, 64)
+assert torch.equal(restored.eval()(pixels).pooler_output, model.eval()(pixels).pooler_output)
+"""
+    run_process([sys.executable, "-c", example + check], cwd=tmp_path)
 
 
 class TestRefusals:
