@@ -181,25 +181,34 @@ def _recording(tower: Tower, reduce) -> Iterator[tuple[dict[int, torch.Tensor], 
 
         return hook
 
-    # Attention modules may see their configuration through that of another module.
-    configs = [tower.module.config, *(getattr(a.config, "base", a.config) for _, a in tower.attentions)]
-    configs = {id(config): config for config in configs}.values()
-    implementations = [config._attn_implementation_internal for config in configs]
     modes = [(module, module.training) for module in tower.module.modules()]
     hooks = [tower.patch_embedding.register_forward_hook(see_grid)]
     hooks += [attention.register_forward_hook(see_weights(i)) for i, (_, attention) in enumerate(tower.attentions)]
     try:
-        for config in configs:
-            config._attn_implementation_internal = "eager"
         tower.module.eval()
-        yield record, grids
+        with eager_attention(tower):
+            yield record, grids
     finally:
-        for config, implementation in zip(configs, implementations):
-            config._attn_implementation_internal = implementation
         for module, mode in modes:
             module.training = mode
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def eager_attention(tower: Tower) -> Iterator[None]:
+    """Attention in matrix products that can be seen, whatever implementation is configured."""
+    # Attention modules may see their configuration through that of another module.
+    configs = [tower.module.config, *(getattr(a.config, "base", a.config) for _, a in tower.attentions)]
+    configs = {id(config): config for config in configs}.values()
+    implementations = [config._attn_implementation_internal for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for config, implementation in zip(configs, implementations):
+            config._attn_implementation_internal = implementation
 
 
 def overlay(

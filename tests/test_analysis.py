@@ -273,6 +273,34 @@ def test_cost_by_counting(classifier):
     assert mixed.rotating_operations == 2 * 2 * 17 * 48 * 2
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
+def test_attention_is_counted_however_it_is_computed(classifier, implementation):
+    """24 patches and a class token in 2 layers of 2 heads of 24, written out, and a patched model."""
+    model = classifier(position_encoding="absolute")
+    model.set_attn_implementation(implementation)
+    width, tokens, inner = 48, 25, model.config.intermediate_size
+    layer = 4 * tokens * width * width + 2 * tokens * tokens * width + 2 * tokens * width * inner
+    norms = 5 * (2 * 2 + 1) * tokens * width
+    patches = 24 * 3 * 4 * 4 * width
+    head = width * model.config.num_labels
+    cost = count_cost(model, torch.zeros(1, 3, 16, 24))
+    assert cost.operations == patches + 2 * layer + norms + head
+    assert model.config._attn_implementation == implementation
+    # Attention of its pooling head is a fused kernel that no configuration chooses.
+    fields = {**patching_cases.SMALL, "image_size": 16, "patch_size": 4, "use_head": True, "qkv_bias": False}
+    other = transformers.Aimv2VisionModel(transformers.Aimv2VisionConfig(**fields)).eval()
+    hf_liere.patch(other, hf_liere.RotaryPatchConfig(position_encoding="liere", rotary_init="normal"))
+    other.set_attn_implementation(implementation)
+    counted = count_cost(other, torch.zeros(1, 3, 16, 16))
+    width, tokens, inner = 32, 16, 48
+    layer = 4 * tokens * width * width + 2 * tokens * tokens * width + 3 * tokens * width * inner
+    head = 2 * tokens * width * width + 2 * tokens * width + width * width
+    patches = tokens * 48 * width
+    rotating = 2 * 2 * tokens * width * 8
+    assert counted.rotating_operations == rotating
+    assert counted.operations - counted.rotation_operations == patches + 2 * layer + head + rotating
+
+
 PATCHED = ["clip", "vit", "siglip", "dinov2_registers", "videomae", "vivit"]
 
 
