@@ -53,11 +53,19 @@ class Cost:
         return (self.rotation_operations + self.rotating_operations) / self.operations
 
 
-def count_products(run: Callable[[], object]) -> int:
-    """Multiply-accumulates of the matrix products, convolutions and attentions that `run()` executes."""
-    # Releases of torch differ in the fused kernels that they count; products of matrices all of them do.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        run()
+def count_products(module: nn.Module, run: Callable[[], object]) -> int:
+    """Multiply-accumulates of the matrix products, convolutions and attentions that `run()` executes with `module`."""
+    # The counter fails where a module returns a view of a trainable parameter that was made without gradients.
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trainable:
+            parameter.requires_grad = False
+        # Releases of torch differ in the fused kernels that they count; products of matrices all of them do.
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            run()
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad = True
     return counter.get_total_flops() // 2
 
 
@@ -76,7 +84,7 @@ def count_forward(model: nn.Module, pixels: torch.Tensor, **options) -> tuple[in
         with ExitStack() as stack:
             for tower in find_towers(model):
                 stack.enter_context(eager_attention(tower))
-            products = count_products(lambda: model(pixels, **options))
+            products = count_products(model, lambda: model(pixels, **options))
     finally:
         for hook in hooks:
             hook.remove()
@@ -109,7 +117,7 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options) -> Cost:
     if calls:
         hook.remove()
         args, kwargs = calls[0]
-        making = count_products(lambda: rotations.extend(encoding(*args, **kwargs)))
+        making = count_products(encoding, lambda: rotations.extend(encoding(*args, **kwargs)))
         turning = sum(_plane_products(rotation, encoding.config.num_attention_heads) for rotation in rotations)
         plain_products, _ = count_forward(plain, pixels, **options)
     return Cost(

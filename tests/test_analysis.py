@@ -351,11 +351,18 @@ def test_what_cannot_be_measured_is_said():
         analyse(transformers.BertModel(transformers.BertConfig(**patching_cases.SMALL, vocab_size=8)))
 
 
+@pytest.mark.parametrize("reload", [False, True])
 @pytest.mark.parametrize("encoding", ["liere", "comrope_ap", "rope_mixed"])
-def test_folded_models(classifier, encoding):
+def test_folded_models(classifier, encoding, reload, tmp_path):
     model = classifier(position_encoding=encoding, block_size=2 if encoding == "rope_mixed" else 4)
     images = torch.randn(2, 3, 16, 16)
-    whole, folded = analyse(model, [images]), analyse(model.fold_rotations(), [images])
+    whole, folded = analyse(model, [images]), model.fold_rotations()
+    if reload:
+        folded.save_pretrained(tmp_path)
+        folded = type(folded).from_pretrained(tmp_path)
+    trainable = [parameter.requires_grad for parameter in folded.parameters()]
+    folded, model = analyse(folded, [images]), folded
+    assert [parameter.requires_grad for parameter in model.parameters()] == trainable
     assert folded.model["folded"] and not whole.model["folded"]
     # The same logits, up to float32.
     assert torch.allclose(folded.inputs[0].attention.maps, whole.inputs[0].attention.maps, atol=1e-5)
