@@ -200,7 +200,9 @@ def _check_finite(tower: nn.Module) -> None:
     wrong = [name for name, parameter in tower.named_parameters() if not parameter.isfinite().all()]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise ValueError(f"{wrong[0]}{more} of {type(tower).__name__} holds NaN or infinity; needed are finite weights.")
+        raise ValueError(
+            f"{wrong[0]}{more} of {type(tower).__name__} holds NaN or infinity; needed are finite weights."
+        )
 
 
 def describe(model: nn.Module) -> dict:
@@ -303,8 +305,8 @@ def output_change(
 
     A relative encoding leaves attention between patches as it is, and therefore the output, if class and register
     tokens move too (`rotate_prefix`) or there are none; where they are not rotated, what they see of the patches moves.
-    A table of absolute positions, and whatever else in a model tells positions, stays where it is, so that a change of 0
-    speaks of these rotations alone; see [`attention_relativity`] for the whole model.
+    A table of absolute positions, and whatever else tells positions, stays where it is, so that a change of 0 speaks of
+    these rotations alone; see [`attention_relativity`] for the whole model.
 
     Args:
         offsets: The c on every axis, in patches of the trained grid.

@@ -79,8 +79,8 @@ class AngleStatistics(NamedTuple):
 
 class Initialization(NamedTuple):
     """
-    Elements of generators as `rotary_init` and `rotary_init_scale` draw them, beside those of [`AngleStatistics`]. Which
-    of them a checkpoint started from is not saved with it, so that distributions are all that can be compared.
+    Elements of generators as `rotary_init` and `rotary_init_scale` draw them, beside those of [`AngleStatistics`]; the
+    ones that training started from are not in a checkpoint, so that distributions are all that can be compared.
 
     Attributes:
         name, scale: `rotary_init` and `rotary_init_scale`.

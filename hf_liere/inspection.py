@@ -68,7 +68,9 @@ def inspect_checkpoint(
         tower = vision_tower(model)
         samples = read_samples(images, dataset, split, max_samples, len(tower.train_grid) == 3)
         if not samples and image_sizes is not None:
-            raise InspectionError(f"--image_sizes {image_sizes} are sizes of images; give some with --image or --dataset.")
+            raise InspectionError(
+                f"--image_sizes {image_sizes} are sizes of images; give some with --image or --dataset."
+            )
         if tower.is_flexible:
             samples = []
         shown, inputs, remarks = _prepare(tower, processor, samples, image_sizes)
