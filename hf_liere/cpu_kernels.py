@@ -23,6 +23,8 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.utils import logging
 
+from .triton_kernels import empty_like, rows
+
 
 logger = logging.get_logger(__name__)
 
@@ -121,9 +123,9 @@ def apply_rotation(
     query: torch.Tensor, key: torch.Tensor, rotation: torch.Tensor, inverse: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As [`triton_kernels.apply_rotation`], on CPUs."""
-    query, key, rotation = _rows(query), _rows(key), _blocks(rotation)
+    query, key, rotation = rows(query), rows(key), _blocks(rotation)
     size = 2 if rotation.ndim == 5 else rotation.shape[-1]
-    out = _prefer_huge_pages(torch.empty_like(query), size), _prefer_huge_pages(torch.empty_like(key), size)
+    out = _prefer_huge_pages(empty_like(query), size), _prefer_huge_pages(empty_like(key), size)
     name = "hf_liere_turn_planes" if rotation.ndim == 5 else "hf_liere_multiply"
     _call(size, name, _shape(query, rotation.shape), _pair((query, key)), _pair(out), *_shared(rotation), inverse)
     return out
@@ -131,7 +133,7 @@ def apply_rotation(
 
 def angle_gradients(gradients, rotated, shape: torch.Size) -> torch.Tensor:
     """As [`triton_kernels.angle_gradients`], on CPUs."""
-    gradients, rotated = [_rows(each) for each in gradients], [_rows(each) for each in rotated]
+    gradients, rotated = [rows(each) for each in gradients], [rows(each) for each in rotated]
     shapes = _shape(rotated[0], shape)
     out = _empty(2, shape[0], shape[2], rotated[0].shape[1], shape[3]).transpose(1, 2)
     _call(2, "hf_liere_angle_gradients", shapes, _pair(gradients), _pair(rotated), *_shared(out))
@@ -142,7 +144,7 @@ def outer_products(
     gradients, rotated, shape: torch.Size, block_size: int, rotation: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As [`triton_kernels.outer_products`], on CPUs."""
-    gradients, rotated = [_rows(each) for each in gradients], [_rows(each) for each in rotated]
+    gradients, rotated = [rows(each) for each in gradients], [rows(each) for each in rotated]
     out = _empty(block_size, shape[0], shape[2], rotated[0].shape[1], shape[3], block_size, block_size)
     out = out.transpose(1, 2)
     factor = (None, None) if rotation is None else _shared(_blocks(rotation))
@@ -300,10 +302,6 @@ def _sizes(*sizes: int) -> list[ctypes.c_int64]:
 def _rays(rays, squarings, slots, kept, kept_squares) -> list:
     kept_count = 0 if kept is None else kept.shape[1]
     return [rays, *_sizes(*rays.shape), squarings, slots, kept, *_sizes(kept_count, kept_squares or 1)]
-
-
-def _rows(states: torch.Tensor) -> torch.Tensor:
-    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _blocks(rotation: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import hf_liere
 PACKAGE = Path(hf_liere.__file__).parent
 ALLOWED = {
     "positions": {"torch"},
-    "cpu_kernels": {"torch", "transformers"},
+    "cpu_kernels": {"torch", "transformers", ".triton_kernels"},
     "triton_kernels": {"torch", "triton"},
     "exponential_gradient": {"torch", ".cpu_kernels"},
     "lie_algebra": {"torch", ".cpu_kernels", ".exponential_gradient"},
