@@ -13,7 +13,8 @@ import hf_liere
 PACKAGE = Path(hf_liere.__file__).parent
 ALLOWED = {
     "positions": {"torch"},
-    "cpu_kernels": {"torch", "transformers", ".triton_kernels"},
+    "cpu_library": {"transformers"},
+    "cpu_kernels": {"torch", ".cpu_library", ".triton_kernels"},
     "triton_kernels": {"torch", "triton"},
     "exponential_gradient": {"torch", ".cpu_kernels"},
     "lie_algebra": {"torch", ".cpu_kernels", ".exponential_gradient"},
