@@ -19,6 +19,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .auto import MODELS, model_class
 from .configuration_liere import ROTARY_ENCODINGS
+from .errors import InputError, require_libraries
 from .version import __version__
 
 
@@ -30,7 +31,7 @@ _HERE = Path(__file__).resolve().parent
 FOLDER = next((path for path in (_HERE / "model_cards", _HERE.parent / "model_cards") if path.is_dir()), None)
 
 
-class FactsError(ValueError):
+class FactsError(InputError):
     """Facts that cannot become the card of this checkpoint; the message names the file and what is wrong."""
 
 
@@ -144,7 +145,10 @@ def load_facts(path: str | Path) -> Facts:
     if not path.is_file():
         known = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "common") if FOLDER else []
         raise FactsError(f"There are no facts {str(path)!r}; accepted: a yaml file or one of {', '.join(known)}.")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise FactsError(f"{path.name} is no yaml file: {' '.join(str(error).split())}") from None
     known = {item.name: item for item in fields(Facts)}
     if not isinstance(content, dict) or set(content) - set(known):
         unknown = sorted(set(content) - set(known)) if isinstance(content, dict) else type(content).__name__
@@ -446,10 +450,9 @@ def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> 
 
 def _plot(facts: Facts) -> bytes:
     """Accuracy against image height with intervals, and the paper's figures as open circles."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise FactsError("The plot of the card needs matplotlib: pip install 'hf-liere[train]'.") from None
+    require_libraries("The plot of the card", "train", "matplotlib")
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -1,6 +1,5 @@
 """A checkpoint explained: numbers, plots and one page, for `hf-liere inspect`."""
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +9,10 @@ import torch
 from .analysis import Analysis, analyse, black_input, vision_tower
 from .attention_analysis import size_options
 from .auto import load_checkpoint
+from .errors import require_libraries
 from .inspection_inputs import InspectionError, Preparation, read_samples
 from .patching import CONFIG_NAME
+from .targets import require_new_directory
 from .vision_towers import Tower
 
 
@@ -52,15 +53,12 @@ def inspect_checkpoint(
         The path of the report.
 
     Raises:
-        InspectionError: if the checkpoint is none of these, images cannot be read or the model refuses a size.
+        InputError: if the checkpoint is none of these, images cannot be read or the model refuses a size.
         FileExistsError: if there is something in `output`.
     """
     output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"{output} exists already and is not empty.")
-    missing = [name for name in ("matplotlib", "PIL") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InspectionError(f"A report needs {' and '.join(missing)}: pip install 'hf-liere[inspect]'.")
+    require_new_directory(output)
+    require_libraries("A report", "inspect", "matplotlib", "PIL")
     model, processor = _load(checkpoint, revision, trust_remote_code)
     tower = vision_tower(model)
     is_video = len(tower.train_grid) == 3
@@ -105,11 +103,7 @@ def _load(checkpoint: str | os.PathLike, revision: str | None, trust_remote_code
             f"{checkpoint} holds rotations without a model (save_rotary): load_rotary them into their model and save "
             "complete_model(model), which can be inspected."
         )
-    try:
-        return load_checkpoint(checkpoint, revision, trust_remote_code)
-    except (OSError, ValueError) as error:
-        # One line of what transformers spreads over several.
-        raise InspectionError(f"{checkpoint} cannot be loaded: {' '.join(str(error).split())}") from error
+    return load_checkpoint(checkpoint, revision, trust_remote_code)
 
 
 def _sizes(

@@ -196,7 +196,7 @@ def test_what_is_refused(tiny, tmp_path, capsys):
     image = picture(tmp_path / "a.png")
     capsys.readouterr()
     for arguments, message in (
-        ([tmp_path / "absent"], "absent cannot be loaded"),
+        ([tmp_path / "absent"], "absent: no such directory"),
         ([tmp_path / "empty"], "empty cannot be loaded"),
         ([tmp_path / "adapter"], "load_rotary"),
         ([folder, "--image", tmp_path / "text.png"], "text.png cannot be read"),
@@ -214,7 +214,7 @@ def test_what_is_refused(tiny, tmp_path, capsys):
         errors = [line for line in captured.err.splitlines() if line.startswith("hf-liere inspect: ")]
         assert captured.out == "" and len(errors) == 1 and message in errors[0], captured.err
         assert not (tmp_path / "r").exists()
-    assert inspect(folder, "--output", folder) == 1 and "not empty" in capsys.readouterr().err
+    assert inspect(folder, "--output", folder) == 1 and "not an empty" in capsys.readouterr().err
 
 
 def test_code_of_a_checkpoint_runs_only_if_asked(tmp_path, capsys):

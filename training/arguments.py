@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
-from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
+from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from hf_liere import LieREVideoConfig, LieREViTConfig
-
-
-class InputError(ValueError):
-    """What the user asked for cannot be done; the message names the value and what is accepted."""
+from hf_liere.errors import InputError
+from hf_liere.loading import explaining, loading_options
 
 
 @dataclass
@@ -34,6 +32,18 @@ class CheckpointArguments:
     num_labels: int | None = field(
         default=None, metadata={"help": "Number of classes, for a check: it must be the data set's."}
     )
+
+    def load_config(self) -> PreTrainedConfig:
+        """
+        The configuration of the checkpoint.
+
+        Raises:
+            CheckpointError: if there is none, or it cannot be read.
+            HubError: if it is on the Hub, which does not answer or refuses.
+        """
+        name = self.model_name_or_path
+        with explaining(name):
+            return AutoConfig.from_pretrained(name, **loading_options(name, self.model_revision))
 
     def architecture(self) -> dict[str, Any]:
         """The fields of the model's configuration that were given, converted from text."""

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoConfig, CLIPConfig, PreTrainedConfig
+from transformers import CLIPConfig, PreTrainedConfig
 
 from hf_liere import RotaryPatchConfig
 from training.arguments import CheckpointArguments, InputError, RunArguments
@@ -102,7 +102,7 @@ def resolve_config(arguments: FineTuningArguments) -> PreTrainedConfig:
         if not arguments.prompts or any("{}" not in prompt for prompt in arguments.prompts):
             raise InputError(f"--prompts {arguments.prompts}; accepted: texts with {{}} for the name of a class.")
     if arguments.vision_config is None:
-        return AutoConfig.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
+        return arguments.load_config()
     try:
         return CLIPConfig(vision_config=json.loads(arguments.vision_config))
     except Exception as error:

@@ -41,6 +41,8 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_liere import RotaryPatchConfig, is_patched, patch
+from hf_liere.hub import HubError
+from hf_liere.loading import require_all_keys
 from training.arguments import AugmentationArguments, DataArguments, InputError, parse_arguments
 from training.augmentation import Collator, EvaluationImages, TrainingImages
 from training.classifiers import (
@@ -60,7 +62,6 @@ from training.clip_arguments import (
     resolve_config,
 )
 from training.data import Relabelled, load_images
-from training.loaded_keys import require_all_keys
 from training.models import (
     build_model,
     check_checkpoint_keys,
@@ -322,5 +323,5 @@ def _load_zero_shot(arguments: FineTuningArguments, config: PreTrainedConfig) ->
 if __name__ == "__main__":
     try:
         main()
-    except InputError as error:
+    except (InputError, HubError) as error:
         sys.exit(f"error: {error}")

@@ -8,7 +8,6 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoImageProcessor,
     AutoModelForImageClassification,
     AutoModelForVideoClassification,
@@ -20,10 +19,10 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_liere import LieREVideoConfig
+from hf_liere.loading import require_all_keys, require_loaded_keys
 from hf_liere.video_processing_liere import LieREVideoProcessor
 from training.arguments import CheckpointArguments, InputError, SampleArguments
 from training.data import LabelledImages
-from training.loaded_keys import require_all_keys, require_loaded_keys
 
 
 logger = logging.get_logger(__name__)
@@ -53,7 +52,7 @@ def resolve_config(arguments: CheckpointArguments) -> PreTrainedConfig:
         except Exception as error:
             # The strict configuration raises errors of its own, which name the field and what it accepts.
             raise InputError(str(error)) from error
-    config = AutoConfig.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
+    config = arguments.load_config()
     for name in SIZE_FIELDS:
         given.pop(name, None)
     # Beside a checkpoint, None means whatever the checkpoint has.

@@ -34,6 +34,7 @@ from transformers import (
 
 from hf_liere import LieREViTBackbone
 from hf_liere.hub import HubError
+from hf_liere.loading import require_loaded_keys
 from training.arguments import InputError, ModelArguments, RunArguments, parse_arguments
 from training.data import fraction_of
 from training.detection_data import (
@@ -43,7 +44,6 @@ from training.detection_data import (
     Detections,
     load_detections,
 )
-from training.loaded_keys import require_loaded_keys
 from training.models import (
     resolve_config,
     resolve_image_size,
