@@ -250,7 +250,10 @@ def _read(file: Path) -> Mapping:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     # Whatever a reader makes of bytes that are none of its own.
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, LookupError, ValueError) as error:
-        raise ConversionError(f"{file.name} cannot be read: {reason(error)}") from error
+        # Bytes of another kind make torch's reader stumble in as many ways.
+        known = isinstance(error, (SafetensorError, pickle.UnpicklingError, OSError))
+        text = reason(error) if known else f"it is truncated or no checkpoint at all ({type(error).__name__})."
+        raise ConversionError(f"{file.name} cannot be read: {text}") from error
     if not isinstance(checkpoint, Mapping):
         raise ConversionError(f"{file.name} holds a {type(checkpoint).__name__}, not a mapping of names to tensors.")
     return checkpoint

@@ -40,7 +40,7 @@ def local_path(checkpoint: str | os.PathLike) -> Path | None:
     except HFValidationError:
         is_repository = False
     if isinstance(checkpoint, os.PathLike) or not is_repository or path.parent.is_dir():
-        raise CheckpointError(f"{checkpoint}: no such directory; a repository on the Hub would be owner/name.")
+        raise CheckpointError(f"{checkpoint}: no such file or directory; a repository on the Hub would be owner/name.")
     return None
 
 
@@ -90,8 +90,9 @@ def reason(error: Exception) -> str:
                 "executed here; load it where you trust it and save its state_dict alone."
             )
         return "it is truncated or no checkpoint at all."
-    if isinstance(error, (SafetensorError, EOFError)):
-        return f"it is truncated or no checkpoint at all ({text or type(error).__name__})."
+    # torch's reader of archives has no error class of its own.
+    if isinstance(error, (SafetensorError, EOFError)) or "PytorchStreamReader" in text:
+        return f"it is truncated or no checkpoint at all ({type(error).__name__})."
     return text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__}: {text}"
 
 
