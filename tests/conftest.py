@@ -1,6 +1,11 @@
 import os
 from pathlib import Path
 
+
+# Nothing in the tests may reach a hub; the local server of the hub tests sets its own endpoint. The libraries read it
+# when they are imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 import pytest
 import torch
 from browser import browser, chromium  # noqa: F401 (fixtures)
@@ -8,9 +13,6 @@ from browser import browser, chromium  # noqa: F401 (fixtures)
 import hf_liere
 from hf_liere.cpu_kernels import CPU_KERNELS
 
-
-# Nothing in the tests may reach a hub; the local server of the hub tests sets its own endpoint.
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
