@@ -1,15 +1,16 @@
 """Learned Lie-group position encodings (LieRE, ComRoPE) for Hugging Face vision transformers."""
 
+from . import kernels  # noqa: F401 (registers itself)
 from .auto import register
-from .configuration_liere import LieREVideoConfig, LieREViTConfig
-from .modeling_liere import (
+from .models.configuration_liere import LieREVideoConfig, LieREViTConfig
+from .models.modeling_liere import (
     LieREViTBackbone,
     LieREViTForImageClassification,
     LieREViTForMaskedImageModeling,
     LieREViTModel,
 )
-from .modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
-from .patching import (
+from .models.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
+from .patching.apply import (
     RotaryPatchConfig,
     complete_model,
     is_patched,

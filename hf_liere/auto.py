@@ -16,16 +16,15 @@ from transformers import (
 )
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from .configuration_liere import LieREVideoConfig, LieREViTConfig
-from .loading import explaining, loading_options, require_finite, require_loaded_keys
-from .modeling_liere import (
+from .models.configuration_liere import LieREVideoConfig, LieREViTConfig
+from .models.modeling_liere import (
     LieREViTBackbone,
     LieREViTForImageClassification,
     LieREViTForMaskedImageModeling,
     LieREViTModel,
 )
-from .modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
-from .modeling_patched import (
+from .models.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
+from .models.modeling_patched import (
     RotaryCLIPConfig,
     RotaryCLIPForImageClassification,
     RotaryCLIPModel,
@@ -37,6 +36,7 @@ from .modeling_patched import (
     RotaryViTForMaskedImageModeling,
     RotaryViTModel,
 )
+from .storage.loading import explaining, loading_options, require_finite, require_loaded_keys
 
 
 MODELS = {
@@ -83,7 +83,7 @@ def register() -> None:
     if processors:
         AutoImageProcessor.register(LieREViTConfig, image_processor_classes=processors, exist_ok=True)
     if is_torchvision_available():
-        from .video_processing_liere import LieREVideoProcessor
+        from .models.video_processing_liere import LieREVideoProcessor
 
         AutoVideoProcessor.register(LieREVideoConfig, LieREVideoProcessor, exist_ok=True)
         LieREVideoProcessor.register_for_auto_class()

@@ -91,7 +91,7 @@ def _add_convert(subcommands) -> None:
         "convert",
         help="an official or pretrained checkpoint to a directory that from_pretrained reads",
         description="Convert a checkpoint of LieRE, ComRoPE, rope-vit, timm, ViT, DeiT or CLIP. The options say what "
-        "its shapes do not tell; their defaults are in the documentation of hf_liere.conversion.",
+        "its shapes do not tell; their defaults are in the documentation of hf_liere.conversion.checkpoints.",
     )
     convert.add_argument("checkpoint", help="file, directory or repository on the Hub")
     convert.add_argument("output", help="directory to write; it must not exist or be empty")
@@ -179,7 +179,7 @@ def _add_push(subcommands) -> None:
 
 
 def run_convert(checkpoint: str, output: str, **options) -> str:
-    from .conversion import convert_checkpoint
+    from .conversion.checkpoints import convert_checkpoint
 
     options = {name: given for name, given in options.items() if given is not None}
     conversion = convert_checkpoint(checkpoint, output, **options)
@@ -199,7 +199,7 @@ def run_export(checkpoint: str, output: str, image_size: list[int] | None, dynam
 
 
 def run_inspect(checkpoint: str, output: str, image: list[str], image_sizes: list[int] | None, **options) -> str:
-    from .inspection import inspect_checkpoint
+    from .inspection.command import inspect_checkpoint
 
     report = inspect_checkpoint(checkpoint, output, image, image_sizes=image_sizes, progress=True, **options)
     return f"{report}: open it in a browser"
@@ -208,10 +208,10 @@ def run_inspect(checkpoint: str, output: str, image: list[str], image_sizes: lis
 def run_push(
     folder: str, repo_id: str, card: str | None, evaluation: list[str], license: str | None, no_reload: bool, **options
 ) -> str:
-    from .cards import push_card
-    from .facts import load_facts
-    from .publishing import push
-    from .saved_weights import saved_weights_digest
+    from .hub.cards import push_card
+    from .hub.facts import load_facts
+    from .hub.publishing import push
+    from .storage.saved_weights import saved_weights_digest
 
     facts = load_facts(card) if card else None
     rendered = push_card(folder, saved_weights_digest(folder), repo_id, facts, evaluation, license)
@@ -219,22 +219,22 @@ def run_push(
 
 
 def run_verify(folder: str, repo_id: str, revision: str) -> str:
-    from .publishing import verify
+    from .hub.publishing import verify
 
     published = verify(folder, repo_id, revision=revision)
     return f"{published.url}: the same weights {'and outputs ' if published.reloaded else ''}as {folder}"
 
 
 def run_pull(repo_id: str, folder: str | None, revision: str) -> str:
-    from .pulling import pull
+    from .hub.pulling import pull
 
     pulled = pull(repo_id, folder, revision=revision)
     return f"{pulled.folder}: commit {pulled.commit}, hashes compared"
 
 
 def run_card(facts: str) -> str:
-    from .cards import render
-    from .facts import load_facts
+    from .hub.cards import render
+    from .hub.facts import load_facts
 
     return render(load_facts(facts)).text.rstrip()
 
@@ -264,7 +264,7 @@ def _run(arguments: list[str] | None) -> int:
         print(f"hf-liere {command}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
-        from .hub import HubError
+        from .storage.client import HubError
 
         if not isinstance(error, (HubError, OSError, ValueError)):
             raise

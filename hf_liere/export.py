@@ -24,10 +24,10 @@ import torch
 from torch import nn
 
 from .auto import load_checkpoint
-from .configuration_liere import ROTARY_ENCODINGS, LieREConfig
 from .errors import InputError, quiet, require_libraries
-from .modeling_liere import LieREPreTrainedModel
-from .targets import new_file
+from .models.configuration_liere import ROTARY_ENCODINGS, LieREConfig
+from .models.modeling_liere import LieREPreTrainedModel
+from .storage.targets import new_file
 
 
 ONNX, TORCH_EXPORT = ".onnx", ".pt2"

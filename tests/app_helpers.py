@@ -7,7 +7,7 @@ from PIL import Image
 from transformers import ViTImageProcessor
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
-from training.arrows import LABELS
+from training.data.arrows import LABELS
 
 
 ARROWS = {"image_size": 108, "patch_size": 12, "id2label": dict(enumerate(LABELS))}

@@ -12,8 +12,8 @@ import transformers
 from browser import browser, chromium  # noqa: F401 (fixtures)
 
 import hf_liere
-from hf_liere import cpu_library
-from hf_liere.cpu_kernels import CPU_KERNELS
+from hf_liere.kernels import cpu as cpu_kernels
+from hf_liere.kernels import cpu_library
 
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -33,7 +33,7 @@ def both_paths(request):
     """On CPUs, by the compiled kernels and by plain operations."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_LIERE_CPU_KERNELS", str(int(request.param == "compiled")))
-        if request.param == "compiled" and not CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 2):
+        if request.param == "compiled" and not cpu_kernels.is_available(torch.zeros(1), torch.float32, 2):
             pytest.skip("the kernels for CPUs need a C++ compiler")
         yield
         failed = [size for size, library in cpu_library._libraries.items() if library is None]

@@ -253,7 +253,7 @@ def tensors(value):
 
 def randomize(built, std=0.3):
     """Generators and multipliers away from zero."""
-    from hf_liere.patching import rotary_parameters
+    from hf_liere.patching.apply import rotary_parameters
 
     with torch.no_grad():
         for _, parameter in rotary_parameters(built):

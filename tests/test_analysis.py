@@ -1,4 +1,4 @@
-"""What `hf_liere.analysis` measures, against numbers made by hand."""
+"""What `hf_liere.inspection.analysis` measures, against numbers made by hand."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import hf_liere
-from hf_liere.analysis import (
+from hf_liere.inspection.analysis import (
     analyse,
     attention_distances,
     attention_maps,
@@ -21,9 +21,9 @@ from hf_liere.analysis import (
     overlay,
     vision_tower,
 )
-from hf_liere.attention_analysis import patches_alike
-from hf_liere.costs import count_cost
-from hf_liere.encoding_analysis import (
+from hf_liere.inspection.attention import patches_alike
+from hf_liere.inspection.costs import count_cost
+from hf_liere.inspection.encodings import (
     angle_statistics,
     commutators,
     generators,

@@ -22,7 +22,7 @@ from PIL import Image
 from training_helpers import ROOT
 
 from training import pictures
-from training.playground import Classifiers, attention_pictures, find_checkpoints
+from training.playground.checkpoints import Classifiers, attention_pictures, find_checkpoints
 
 
 pytest.importorskip("gradio", reason="gradio is not installed")

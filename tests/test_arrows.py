@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import training_helpers  # noqa: F401 (makes training importable)
 
-from training.arrows import BAG_OF_ARROWS_ACCURACY, CELL, LABELS, NUM_ARROWS, STEPS, Arrows
+from training.data.arrows import BAG_OF_ARROWS_ACCURACY, CELL, LABELS, NUM_ARROWS, STEPS, Arrows
 
 
 FIRST_Y, FIRST_LETTER = 4, 8

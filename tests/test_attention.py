@@ -2,8 +2,8 @@ import pytest
 import reference
 import torch
 
-from hf_liere.attention import LieREAttention, rotate
-from hf_liere.encodings import build_rotary_encoding
+from hf_liere.models.attention import LieREAttention, rotate
+from hf_liere.models.encodings import build_rotary_encoding
 
 
 def layer_inputs(tiny, encoding, batch=None, **overrides):

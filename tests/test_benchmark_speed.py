@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from training import benchmark_models, benchmark_speed  # noqa: E402 (found only now)
-from training.benchmark_models import NaiveRotation, Row  # noqa: E402
+from training.speed.models import NaiveRotation, Row  # noqa: E402
 
 
 SCRIPT = str(ROOT / "training" / "benchmark_speed.py")

@@ -14,12 +14,12 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 import hf_liere
-from hf_liere.cards import NO_LICENSE, PICTURE, Card, push_card, render
-from hf_liere.checked_facts import facts_of_run
 from hf_liere.cli import main
-from hf_liere.facts import FOLDER, FactsError, common_facts, load_facts
-from hf_liere.hub import HubError
-from hf_liere.publishing import publish, push, saved_weights_digest
+from hf_liere.hub.cards import NO_LICENSE, PICTURE, Card, push_card, render
+from hf_liere.hub.checked_facts import facts_of_run
+from hf_liere.hub.facts import FOLDER, FactsError, common_facts, load_facts
+from hf_liere.hub.publishing import publish, push, saved_weights_digest
+from hf_liere.storage.client import HubError
 
 
 FACTS = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "common")

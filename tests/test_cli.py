@@ -18,10 +18,10 @@ from transformers import AutoModelForImageClassification
 import hf_liere
 from hf_liere import conversion_sources
 from hf_liere.cli import CONVERT_OPTIONS, SOURCES, main
-from hf_liere.conversion import convert_state_dict
+from hf_liere.conversion.checkpoints import convert_state_dict
 from hf_liere.errors import InputError
-from training.arguments import ModelArguments
-from training.models import resolve_config
+from training.engine.arguments import ModelArguments
+from training.engine.models import resolve_config
 
 
 def test_convert_writes_what_from_pretrained_reads(tmp_path, capsys):

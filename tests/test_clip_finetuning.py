@@ -18,9 +18,9 @@ from training_helpers import ROOT, assert_same_weights, run_process, write_parqu
 
 import hf_liere
 from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, rotary_parameters
-from training.arguments import AugmentationArguments, DataArguments, parse_arguments
-from training.clip_arguments import FineTuningArguments, FineTuningTrainingArguments, PatchArguments
+from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments, PatchArguments
 from training.clip_finetuning import main
+from training.engine.arguments import AugmentationArguments, DataArguments, parse_arguments
 
 
 SCRIPT = ROOT / "training" / "clip_finetuning.py"

@@ -12,15 +12,15 @@ import transformers
 from safetensors.torch import save_file
 
 import hf_liere
-from hf_liere.conversion import (
+from hf_liere.conversion.checkpoints import (
     ConversionError,
     convert_checkpoint,
     convert_state_dict,
     load_checkpoint,
 )
 from hf_liere.errors import InputError
-from hf_liere.hub import HubError
-from hf_liere.publishing import saved_weights_digest
+from hf_liere.hub.publishing import saved_weights_digest
+from hf_liere.storage.client import HubError
 
 
 # Two layers in float32, on logits of the order of one.

@@ -8,12 +8,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_liere.cpu_kernels import CPU_KERNELS
-from hf_liere.lie_algebra import KEPT_SQUARES, POLYNOMIAL, block_rotations, skew
-from hf_liere.rotation import rotate_query_key
+from hf_liere.kernels import cpu as cpu_kernels
+from hf_liere.models.lie_algebra import KEPT_SQUARES, POLYNOMIAL, block_rotations, skew
+from hf_liere.models.rotation import rotate_query_key
 
 
-AVAILABLE = CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 8)
+AVAILABLE = cpu_kernels.is_available(torch.zeros(1), torch.float32, 8)
 needs_compiler = pytest.mark.skipif(not AVAILABLE, reason="the kernels for CPUs need g++")
 
 
@@ -25,11 +25,11 @@ def test_the_number_of_threads_changes_no_bit():
             torch.set_num_threads(count)
             generators = skew(torch.linspace(-9, 9, 2 * 4 * 28).view(2, 4, 28), 8).requires_grad_()
             rotations = block_rotations(positions, generators)
-            turns = CPU_KERNELS.block_turns(*saved(positions, generators.detach()))
+            turns = cpu_kernels.block_turns(*saved(positions, generators.detach()))
             states = torch.linspace(-1, 1, 2 * 3 * 5 * 16).view(2, 5, 3, 16).transpose(1, 2)
             planes = torch.linspace(-1, 1, 3 * 5 * 16).view(1, 3, 5, 8, 2)
-            turned = CPU_KERNELS.apply_rotation(states, states, planes)
-            slopes = CPU_KERNELS.angle_gradients(turned, turned, planes.shape[:4])
+            turned = cpu_kernels.apply_rotation(states, states, planes)
+            slopes = cpu_kernels.angle_gradients(turned, turned, planes.shape[:4])
             results.append((rotations, turns, *turned, slopes))
     finally:
         torch.set_num_threads(threads)
@@ -39,7 +39,7 @@ def test_the_number_of_threads_changes_no_bit():
 def saved(positions, generators):
     """What the backward pass gets."""
     rays, squarings = torch.arange(len(positions)).unsqueeze(-1), torch.full((len(positions),), 6)
-    rotations, kept, slots = CPU_KERNELS.block_rotations(
+    rotations, kept, slots = cpu_kernels.block_rotations(
         positions, generators.unsqueeze(1), rays, squarings, POLYNOMIAL, KEPT_SQUARES
     )
     gradients = tuple(rotation.flip(0) for rotation in rotations)
@@ -52,7 +52,7 @@ def test_what_is_not_finite_reaches_the_loss(value):
     states = torch.zeros(1, 1, 2, 8)
     states[0, 0, 1, 3] = value
     for rotation in (torch.eye(8).expand(1, 1, 2, 1, 8, 8), torch.tensor([1.0, 0.0]).expand(1, 1, 2, 4, 2)):
-        query, key = CPU_KERNELS.apply_rotation(states, states, rotation)
+        query, key = cpu_kernels.apply_rotation(states, states, rotation)
         assert query[0, 0, 0].isfinite().all() and not query[0, 0, 1].isfinite().all()
 
 
@@ -60,7 +60,7 @@ def test_tensors_without_numbers_are_left_to_plain_operations():
     """Those of tools that estimate memory or count operations."""
     with FakeTensorMode():
         query, rotation = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 1, 8, 8)
-        assert not CPU_KERNELS.is_available(query, query.dtype, 8)
+        assert not cpu_kernels.is_available(query, query.dtype, 8)
         assert rotate_query_key(query, query, rotation)[0].shape == query.shape
 
 
@@ -73,8 +73,8 @@ def test_where_operations_are_watched_they_are_plain(shape):
     # float32 sums in another order.
     torch.testing.assert_close(traced(second), rotate_query_key(second, second, rotation), rtol=1e-4, atol=1e-5)
     with FlopCounterMode(display=False):
-        assert not CPU_KERNELS.is_available(first, torch.float32, 8)
-    assert CPU_KERNELS.is_available(first, torch.float32, 8)
+        assert not cpu_kernels.is_available(first, torch.float32, 8)
+    assert cpu_kernels.is_available(first, torch.float32, 8)
 
 
 @needs_compiler
@@ -104,9 +104,9 @@ def test_what_does_not_fit_is_refused():
     """Where plain operations would not broadcast, kernels would read what is beside the numbers."""
     states, planes = torch.randn(2, 3, 5, 8), torch.randn(1, 3, 4, 4, 2)
     with pytest.raises(ValueError, match=r"\(1, 3, 4, 4, 2\) do not fit .* \(2, 3, 5, 8\)"):
-        CPU_KERNELS.apply_rotation(states, states, planes)
+        cpu_kernels.apply_rotation(states, states, planes)
     with pytest.raises(ValueError, match=r"\(2, 3, 5, 8\) .* \(2, 3, 4, 8\)"):
-        CPU_KERNELS.apply_rotation(states, states[:, :, :4], torch.randn(1, 3, 5, 4, 2))
+        cpu_kernels.apply_rotation(states, states[:, :, :4], torch.randn(1, 3, 5, 4, 2))
 
 
 @needs_compiler
@@ -127,24 +127,24 @@ def test_rays_that_lead_elsewhere_are_refused(rays, squarings, message):
     generators = skew(torch.randn(2, 1, 3, 28), 8)
     rays, squarings = torch.tensor(rays, dtype=torch.long), torch.tensor(squarings)
     with pytest.raises(ValueError, match=message):
-        CPU_KERNELS.block_rotations(torch.rand(4, 2).double(), generators, rays, squarings, POLYNOMIAL, KEPT_SQUARES)
+        cpu_kernels.block_rotations(torch.rand(4, 2).double(), generators, rays, squarings, POLYNOMIAL, KEPT_SQUARES)
     rotations, gradients, _, _, *kept = saved(torch.rand(4, 2).double(), generators[:, 0])
     with pytest.raises(ValueError, match=message):
-        CPU_KERNELS.block_turns(rotations, gradients, rays, squarings, *kept)
+        cpu_kernels.block_turns(rotations, gradients, rays, squarings, *kept)
 
 
 TOO_LITTLE_MEMORY = """
 import resource, torch
-from hf_liere.cpu_kernels import CPU_KERNELS
+from hf_liere.kernels import cpu as cpu_kernels
 states = torch.ones(1, 1, 1, 8).expand(1 << 27, -1, -1, -1)
-CPU_KERNELS.is_available(states, torch.float32, 8)
+cpu_kernels.is_available(states, torch.float32, 8)
 with open("/proc/self/statm") as file:
     used = int(file.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), -1))
 for threads in (1, 2):
     torch.set_num_threads(threads)
     try:
-        CPU_KERNELS.outer_products((states, states), (states, states), torch.Size((1, 1, 1, 1)), 8)
+        cpu_kernels.outer_products((states, states), (states, states), torch.Size((1, 1, 1, 1)), 8)
     except MemoryError as error:
         print(error)
 """

@@ -13,22 +13,22 @@ import reference
 import torch
 from transformers.utils import logging
 
-from hf_liere import cpu_library
-from hf_liere.cpu_kernels import CPU_KERNELS
-from hf_liere.lie_algebra import block_rotations, skew
+from hf_liere.kernels import cpu as cpu_kernels
+from hf_liere.kernels import cpu_library
+from hf_liere.models.lie_algebra import block_rotations, skew
 
 
-AVAILABLE = CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 2)
+AVAILABLE = cpu_kernels.is_available(torch.zeros(1), torch.float32, 2)
 needs_compiler = pytest.mark.skipif(not AVAILABLE, reason="the kernels for CPUs need a C++ compiler")
 
 ROTATE = """
 import reference
 import torch
-from hf_liere.cpu_kernels import CPU_KERNELS
-from hf_liere.lie_algebra import block_rotations, skew
+from hf_liere.kernels import cpu as cpu_kernels
+from hf_liere.models.lie_algebra import block_rotations, skew
 rotations = block_rotations(torch.rand(6, 2, dtype=torch.float64), skew(torch.rand(2, 3, 28), 8))
 orthogonal = torch.allclose(rotations.mT @ rotations, torch.eye(8), atol=1e-6)
-print(CPU_KERNELS.is_available(rotations, torch.float32, 8) and orthogonal)
+print(cpu_kernels.is_available(rotations, torch.float32, 8) and orthogonal)
 """
 
 
@@ -88,7 +88,7 @@ def test_without_kernels_the_plain_operations_do_the_same(monkeypatch, caplog, e
         monkeypatch.setenv(name, value)
     positions, generators = torch.rand(6, 2, dtype=torch.float64), skew(torch.rand(2, 3, 28) * 6, 8)
     rotations = block_rotations(positions, generators)
-    assert not CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 8)
+    assert not cpu_kernels.is_available(torch.zeros(1), torch.float32, 8)
     exact = reference.exponential(torch.einsum("pa,akij->kpij", positions, generators.double()))
     # float32 rounding of numbers up to one.
     torch.testing.assert_close(rotations.double(), exact, rtol=0, atol=2e-7)

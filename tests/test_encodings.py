@@ -7,8 +7,8 @@ from transformers import AutoModelForImageClassification
 from transformers.utils import logging
 
 import hf_liere
-from hf_liere.encodings import ROTARY_ENCODINGS, build_rotary_encoding
-from hf_liere.positions import grid_positions
+from hf_liere.models.encodings import ROTARY_ENCODINGS, build_rotary_encoding
+from hf_liere.models.positions import grid_positions
 
 
 PLANAR = ("axial_rope", "rope_mixed")
@@ -211,7 +211,7 @@ def test_generators_stay_in_float32(tiny, tmp_path, encoding, dtype, caplog):
     for each in (model, loaded):
         assert {parameter.dtype for _, parameter in each.rotary_parameters()} == {torch.float32}
         assert each.classifier.weight.dtype == dtype and each(torch.randn(1, 3, 16, 16)).logits.dtype == dtype
-    logger = logging.get_logger("hf_liere.encodings")
+    logger = logging.get_logger("hf_liere.models.encodings")
     logger.warning_once.cache_clear()
     logger.addHandler(caplog.handler)
     loaded.to(dtype)

@@ -4,8 +4,8 @@ import pytest
 import reference
 import torch
 
-from hf_liere.exponential_gradient import COEFFICIENTS, POLYNOMIAL_NORM
-from hf_liere.lie_algebra import block_rotations, skew
+from hf_liere.models.exponential_gradient import COEFFICIENTS, POLYNOMIAL_NORM
+from hf_liere.models.lie_algebra import block_rotations, skew
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")

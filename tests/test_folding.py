@@ -64,7 +64,7 @@ def test_constants_are_used_for_the_grids_that_were_asked_for(tiny, monkeypatch)
     def refuse(*args):
         raise AssertionError("rotations were computed")
 
-    monkeypatch.setattr("hf_liere.encodings.layer_block_rotations", refuse)
+    monkeypatch.setattr("hf_liere.models.encodings.layer_block_rotations", refuse)
     folded(torch.randn(1, 3, 16, 16))
     with pytest.raises(AssertionError, match="were computed"):
         folded(torch.randn(1, 3, 16, 20))
@@ -74,7 +74,7 @@ def test_commuting_encodings_fold_into_cosines_alone(tiny, monkeypatch):
     folded = model_of(tiny, "comrope_ld", {"block_size": 8}).fold_rotations()
     assert folded.config.folded_grids == []
     for name in ("eigenbasis", "layer_block_rotations"):
-        monkeypatch.setattr(f"hf_liere.encodings.{name}", None)
+        monkeypatch.setattr(f"hf_liere.models.encodings.{name}", None)
     assert torch.isfinite(folded(torch.randn(1, 3, 8, 24)).logits).all()
 
 

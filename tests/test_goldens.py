@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_liere.conversion import convert_state_dict
-from hf_liere.positions import grid_positions
-from hf_liere.upgrades import upgrade_encoding
+from hf_liere.conversion.checkpoints import convert_state_dict
+from hf_liere.conversion.upgrades import upgrade_encoding
+from hf_liere.models.positions import grid_positions
 
 
 DIRECTORY = Path(os.environ.get("HF_LIERE_GOLDENS", Path(__file__).resolve().parents[2] / "shared" / "goldens"))

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import TorchAoConfig
 
 import hf_liere
-from hf_liere.costs import count_cost
+from hf_liere.inspection.costs import count_cost
 
 
 ENCODINGS = ["comrope_ap", "comrope_ld", "liere"]

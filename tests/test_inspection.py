@@ -18,9 +18,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import hf_liere
-from hf_liere.analysis import analyse, attention_maps
 from hf_liere.cli import main
-from hf_liere.inspection_inputs import Preparation, Sample, read_samples
+from hf_liere.inspection.analysis import analyse, attention_maps
+from hf_liere.inspection.inputs import Preparation, Sample, read_samples
 
 
 VOID = {"br", "img", "link", "meta", "source"}
@@ -276,7 +276,7 @@ def test_a_report_is_complete_or_absent(tiny, tmp_path, error):
     program = {
         "limit": "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))",
-        "interrupt": "import hf_liere.inspection_report as report; "
+        "interrupt": "import hf_liere.inspection.report as report; "
         "report.render = lambda *arguments: __import__('signal').raise_signal(2)",
     }[error]
     program += "; import sys; from hf_liere.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -322,7 +322,7 @@ def test_samples_of_a_table(tmp_path):
 
 def test_mosaic():
     """Three blocks of 2 in a tile of 2 × 2 places, layers down, heads across, nothing between blocks."""
-    inspection_plots = pytest.importorskip("hf_liere.inspection_plots")
+    inspection_plots = pytest.importorskip("hf_liere.inspection.plots")
     matrices = torch.arange(1, 2 * 2 * 3 * 4 + 1, dtype=torch.float32).view(2, 2, 3, 2, 2)
     picture, tile = inspection_plots.mosaic(matrices)
     assert tile == (7, 7) and picture.shape == (14, 14)

@@ -12,13 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.dynamic_module_utils import get_imports
 
 import hf_liere
-from hf_liere import triton_kernels
-from hf_liere.cpu_kernels import CPU_KERNELS
-from hf_liere.rotation import EigenRotation, rotate, rotate_query_key
-from hf_liere.rotation import _kernels as rotation_kernels
+from hf_liere.kernels import cpu as cpu_kernels
+from hf_liere.kernels import cuda as triton_kernels
+from hf_liere.models.backends import find_backend
+from hf_liere.models.rotation import EigenRotation, rotate, rotate_query_key
 
 
 PLANES = [(1, 2, 6, 12, 2), (1, 1, 6, 12, 2), (5, 2, 6, 10, 2)]
@@ -32,20 +31,25 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 def kernels(request):
     """The kernels that rotations go through, with the device they are for."""
     if request.param == "cpu":
-        if not CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 2):
+        if not cpu_kernels.is_available(torch.zeros(1), torch.float32, 2):
             pytest.skip("the kernels for CPUs need g++")
-        yield SimpleNamespace(device="cpu", types=(torch.float32,), module=None, **vars(CPU_KERNELS))
+        yield SimpleNamespace(device="cpu", types=(torch.float32,), module=None, **functions(cpu_kernels))
         return
     pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
-    path = os.path.join(os.path.dirname(hf_liere.__file__), "triton_kernels.py")
+    path = os.path.join(os.path.dirname(hf_liere.__file__), "kernels", "cuda.py")
     specification = importlib.util.spec_from_file_location("triton_kernels_again", path)
     module = importlib.util.module_from_spec(specification)
     with pytest.MonkeyPatch.context() as patch:
         # Triton decides between compiling and interpreting a kernel when it sees its source.
         patch.setenv("TRITON_INTERPRET", str(int(DEVICE == "cpu")))
         specification.loader.exec_module(module)
-        patch.setattr("hf_liere.rotation.TRITON_KERNELS", module.TRITON_KERNELS)
-        yield SimpleNamespace(device=DEVICE, types=module.TYPES, module=module, **vars(module.TRITON_KERNELS))
+        patch.setattr("hf_liere.models.backends._BACKENDS", [module])
+        yield SimpleNamespace(device=DEVICE, types=module.TYPES, module=module, **functions(module))
+
+
+def functions(module):
+    """The public functions of a module, by name."""
+    return {name: value for name, value in vars(module).items() if inspect.isfunction(value) and name[0] != "_"}
 
 
 def random_rotation(shape):
@@ -83,7 +87,7 @@ def test_kernels_are_the_plain_rotation(kernels, shape, dtype):
     if kernels.device == "cpu" and dtype == torch.bfloat16 and len(shape) == 6 and dtype in kernels.types:
         pytest.skip("Triton's interpreter multiplies the bit patterns of bfloat16 matrices; needs a GPU")
     query, key, rotation = inputs(kernels, shape, dtype)
-    used = rotation_kernels(query, shape[-1])
+    used = find_backend("apply_rotation", query, shape[-1])
     assert used is None if dtype not in kernels.types else used.apply_rotation is kernels.apply_rotation
     weights = [torch.randn(5, 2, 6, 24, device=kernels.device).to(dtype) for _ in "qk"]
     found = rotate_query_key(query, key, rotation)
@@ -118,7 +122,7 @@ def test_gradients_of_commuting_generators(kernels, monkeypatch):
     rotation = EigenRotation(planes, None, generators, scalars)
     weights = [torch.randn(5, 2, 6, 24, device=kernels.device) for _ in "qk"]
     found = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, planes])
-    monkeypatch.setattr("hf_liere.rotation._kernels", lambda states, block_size: None)
+    monkeypatch.setattr("hf_liere.models.rotation._kernels", lambda states, block_size: None)
     expected = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, planes])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
@@ -217,23 +221,18 @@ def test_gradients_are_summed_over_many_samples(kernels, monkeypatch):
 def test_types_and_devices_that_the_kernels_leave_to_plain_operations(kernels):
     others = {torch.float64, torch.bfloat16, torch.float16} - set(kernels.types)
     for states in (torch.zeros(1, 1, 1, 8, dtype=dtype, device=kernels.device) for dtype in others):
-        assert rotation_kernels(states, 8) is None
-    assert rotation_kernels(torch.zeros(1, 1, 1, 8, dtype=torch.float64, device="meta"), 8) is None
-    assert not triton_kernels.is_available(torch.zeros(1, 1, 1, 512, device=kernels.device))
-    assert not triton_kernels.is_available(torch.zeros(1, 1, 1, 8))
-
-
-def test_remote_code_does_not_ask_for_triton():
-    """A checkpoint's code is refused where a library is missing that it imports outside of `try`."""
-    assert "triton" not in get_imports(triton_kernels.__file__)
+        assert find_backend("apply_rotation", states, 8) is None
+    assert find_backend("apply_rotation", torch.zeros(1, 1, 1, 8, dtype=torch.float64, device="meta"), 8) is None
+    assert not triton_kernels.is_available(torch.zeros(1, 1, 1, 512, device=kernels.device), torch.float32, 8)
+    assert not triton_kernels.is_available(torch.zeros(1, 1, 1, 8), torch.float32, 8)
 
 
 def test_module_loads_without_triton():
     code = (
-        "import sys, torch; sys.modules['triton'] = None; sys.path.insert(0, sys.argv[1]); import triton_kernels; "
-        "print(triton_kernels.is_available(torch.zeros(1, 1, 1, 8)))"
+        "import sys, torch; sys.modules['triton'] = None; sys.path.insert(0, sys.argv[1]); import cuda; "
+        "print(cuda.is_available(torch.zeros(1, 1, 1, 8), torch.float32, 8))"
     )
-    folder = os.path.dirname(hf_liere.__file__)
+    folder = os.path.dirname(triton_kernels.__file__)
     output = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
     assert output.returncode == 0, output.stderr
     assert output.stdout.strip() == "False"
@@ -271,7 +270,7 @@ def test_kernels_compile_for_cuda(capability, pointer):
 
 STEP = """
 import sys, torch, hf_liere
-from hf_liere.rotation import _kernels
+from hf_liere.models.backends import find_backend
 torch.manual_seed(0)
 results = []
 for encoding, size in (("rope_mixed", 2), ("comrope_ld", 4), ("liere", 8), ("liere", 5)):
@@ -281,24 +280,24 @@ for encoding, size in (("rope_mixed", 2), ("comrope_ld", 4), ("liere", 8), ("lie
     logits = model(torch.randn(3, 3, 8, 8, device=sys.argv[2])).logits
     logits.square().sum().backward()
     results += [logits.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())]
-kernels = _kernels(logits, 8)
-torch.save((kernels and kernels.apply_rotation.__module__, results), sys.argv[1])
+backend = find_backend("apply_rotation", logits[None, None], 8)
+torch.save((backend and backend.__name__, results), sys.argv[1])
 """
 
 
 def test_training_step_is_that_of_plain_operations(tmp_path):
     """Whole models in float32, each in a process of its own, with kernels and (on the CPU) without."""
     modules = {None: "cpu"}
-    if CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 2):
-        modules["hf_liere.cpu_kernels"] = "cpu"
+    if cpu_kernels.is_available(torch.zeros(1), torch.float32, 2):
+        modules["hf_liere.kernels.cpu"] = "cpu"
     if triton_kernels.triton is not None:
-        modules["hf_liere.triton_kernels"] = DEVICE
+        modules["hf_liere.kernels.cuda"] = DEVICE
     found = {}
     for module, device in modules.items():
         environment = {
             **os.environ,
-            "HF_LIERE_CPU_KERNELS": str(int(module == "hf_liere.cpu_kernels")),
-            "TRITON_INTERPRET": str(int(module == "hf_liere.triton_kernels" and device == "cpu")),
+            "HF_LIERE_CPU_KERNELS": str(int(module == "hf_liere.kernels.cpu")),
+            "TRITON_INTERPRET": str(int(module == "hf_liere.kernels.triton" and device == "cpu")),
         }
         path = str(tmp_path / "step.pt")
         process = subprocess.run(

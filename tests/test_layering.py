@@ -11,44 +11,9 @@ import hf_liere
 
 
 PACKAGE = Path(hf_liere.__file__).parent
-ALLOWED = {
-    "tracing": {"torch"},
-    "positions": {"torch", ".tracing"},
-    "cpu_library": {"transformers"},
-    "cpu_kernels": {"torch", ".cpu_library", ".triton_kernels"},
-    "triton_kernels": {"torch", "triton"},
-    "exponential_gradient": {"torch", ".cpu_kernels"},
-    "lie_algebra": {"torch", "transformers", ".tracing", ".cpu_kernels", ".exponential_gradient"},
-    "rotation": {"torch", "transformers", ".tracing", ".cpu_kernels", ".triton_kernels"},
-    "encodings": {"torch", "transformers", ".exponential_gradient", ".lie_algebra", ".positions", ".rotation"},
-    "attention": {"torch", "transformers", ".tracing", ".encodings", ".rotation"},
-    "configuration_liere": {"transformers", "huggingface_hub"},
-    "modeling_liere": {
-        "torch",
-        "transformers",
-        ".attention",
-        ".configuration_liere",
-        ".encodings",
-        ".lie_algebra",
-        ".positions",
-        ".rotation",
-        ".tracing",
-    },
-    "video_processing_liere": {"transformers"},
-    "vision_towers": {"torch"},
-    "patched_forward": {"torch", "transformers", ".lie_algebra", ".positions", ".rotation", ".vision_towers"},
-    "rotary_patch": {
-        "torch",
-        "huggingface_hub",
-        ".attention",
-        ".configuration_liere",
-        ".encodings",
-        ".patched_forward",
-        ".vision_towers",
-    },
-    "modeling_patched": {"transformers", "huggingface_hub", ".rotary_patch"},
-    "modeling_liere_video": {"torch", "transformers", ".configuration_liere", ".modeling_liere"},
-}
+TRAVELLING = sorted((PACKAGE / "models").glob("*.py"))
+# What a checkpoint's code may import beside its siblings; transformers brings huggingface_hub.
+LIBRARIES = {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
 
 
 def imports(path):
@@ -59,14 +24,55 @@ def imports(path):
             yield "." * node.level + (node.module or "") if node.level else node.module.partition(".")[0]
 
 
-@pytest.mark.parametrize("module", ALLOWED)
-def test_files_that_travel_import_only_what_they_may(module):
-    found = {name for name in imports(PACKAGE / f"{module}.py") if name not in sys.stdlib_module_names}
-    assert found <= ALLOWED[module]
+def rooms_imported(path):
+    """The rooms (folders of the package, or files at its root) that a file imports from."""
+    parts = path.relative_to(PACKAGE).parts
+    for name in imports(path):
+        depth = len(name) - len(name.lstrip("."))
+        if depth == len(parts):
+            room = name[depth:].partition(".")[0]
+            # `from . import kernels` in a file at the root names no module.
+            yield from [room] if room else [found for found in names_of(path, depth) if (PACKAGE / found).is_dir()]
+
+
+def names_of(path, level):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == level and node.module is None:
+            yield from (alias.name for alias in node.names)
+
+
+def house():
+    """For each room those that it imports from."""
+    arrows = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).parts
+        room = parts[0] if len(parts) > 1 else path.stem
+        arrows.setdefault(room, set()).update(set(rooms_imported(path)) - {room})
+    return arrows
+
+
+@pytest.mark.parametrize("path", TRAVELLING, ids=lambda path: path.stem)
+def test_files_that_travel_import_their_siblings_alone(path):
+    for name in imports(path):
+        if name.startswith("."):
+            assert (path.parent / f"{name[1:]}.py").is_file(), f"{path.name}: from {name} import"
+        else:
+            assert name in LIBRARIES, f"{path.name}: import {name}"
+
+
+def test_imports_run_one_way():
+    """At most seven floors, and no circle: a room stands above every one that it imports from."""
+    arrows, floors = house(), {}
+    while len(floors) < len(arrows):
+        ready = {room for room in arrows.keys() - floors if arrows[room] <= floors.keys()}
+        assert ready, {room: sorted(arrows[room] - floors.keys()) for room in arrows.keys() - floors}
+        floors |= {room: 1 + max((floors[below] for below in arrows[room]), default=0) for room in ready}
+    assert max(floors.values()) <= 7, floors
+    assert floors["models"] == 1
 
 
 def test_only_auto_touches_the_auto_classes():
-    for path in PACKAGE.glob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         names = {
             alias.name
             for node in ast.walk(ast.parse(path.read_text()))
@@ -77,7 +83,7 @@ def test_only_auto_touches_the_auto_classes():
 
 
 def test_package_never_imports_training():
-    for path in PACKAGE.glob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         assert "training" not in set(imports(path)), path.name
 
 

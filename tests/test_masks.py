@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_liere
-from hf_liere.positions import grid_positions
+from hf_liere.models.positions import grid_positions
 
 
 POOLINGS = ["cls", "prefix", "mean", "mean_all"]

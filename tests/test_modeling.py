@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import ViTConfig, ViTForImageClassification
 
 import hf_liere
-from hf_liere.positions import grid_positions
+from hf_liere.models.positions import grid_positions
 
 
 ENCODINGS = ["none", "absolute", "axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld"]

@@ -30,7 +30,7 @@ from hf_liere import (
     set_absolute_weight,
     unpatch,
 )
-from hf_liere.vision_towers import find_towers, head_shape, position_table, projections
+from hf_liere.models.vision_towers import find_towers, head_shape, position_table, projections
 
 
 SHARED_CONFIG = RotaryPatchConfig(position_encoding="comrope_ld", block_size=4)

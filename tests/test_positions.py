@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from hf_liere.positions import check_positions, grid_positions, perturbation, with_prefix
+from hf_liere.models.positions import check_positions, grid_positions, perturbation, with_prefix
 
 
 def test_raster_order_and_conventions():

@@ -19,12 +19,11 @@ from test_conversion import liere_weights
 from transformers import AutoModel, AutoModelForImageClassification, AutoModelForVideoClassification, CLIPModel
 
 import hf_liere
-from hf_liere.cards import push_card, render
-from hf_liere.checked_facts import facts_of_run
 from hf_liere.cli import main
-from hf_liere.conversion import convert_checkpoint
-from hf_liere.hub import HubError
-from hf_liere.publishing import (
+from hf_liere.conversion.checkpoints import convert_checkpoint
+from hf_liere.hub.cards import push_card, render
+from hf_liere.hub.checked_facts import facts_of_run
+from hf_liere.hub.publishing import (
     ConcurrentCommitError,
     check_reload,
     load_complete,
@@ -35,7 +34,8 @@ from hf_liere.publishing import (
     verify,
     weights_digest,
 )
-from hf_liere.pulling import pull
+from hf_liere.hub.pulling import pull
+from hf_liere.storage.client import HubError
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from hub_client import OTHER, READ, WRITE, client, online
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
 
-from hf_liere.hub import HubError, UnreachableError
-from hf_liere.publishing import publish
-from hf_liere.pulling import pull
+from hf_liere.hub.publishing import publish
+from hf_liere.hub.pulling import pull
+from hf_liere.storage.client import HubError, UnreachableError
 
 
 WEIGHTS = bytes(range(256)) * 400

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_liere
-import hf_liere.encodings
-from hf_liere.lie_algebra import POLYNOMIAL, POLYNOMIAL_NORM, Rays, block_rotations, eigenbasis, skew
-from hf_liere.positions import grid_positions, grid_rays, with_prefix
-from hf_liere.rotation import EigenRotation, fold, rotate, rotate_query_key
+import hf_liere.models.encodings
+from hf_liere.models.lie_algebra import POLYNOMIAL, POLYNOMIAL_NORM, Rays, block_rotations, eigenbasis, skew
+from hf_liere.models.positions import grid_positions, grid_rays, with_prefix
+from hf_liere.models.rotation import EigenRotation, fold, rotate, rotate_query_key
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")
@@ -184,8 +184,8 @@ def test_states_of_any_layout_and_type(encoding_size, dtype, contiguous):
 
 @pytest.mark.parametrize("encoding, computes", [("liere", "layer_block_rotations"), ("comrope_ld", "eigenbasis")])
 def test_gradient_checkpointing_recomputes_no_rotation(tiny, encoding, computes, monkeypatch):
-    calls, original = [], getattr(hf_liere.encodings, computes)
-    monkeypatch.setattr(hf_liere.encodings, computes, lambda *args: calls.append(1) or original(*args))
+    calls, original = [], getattr(hf_liere.models.encodings, computes)
+    monkeypatch.setattr(hf_liere.models.encodings, computes, lambda *args: calls.append(1) or original(*args))
     model = hf_liere.LieREViTForImageClassification(tiny(position_encoding=encoding, block_size=8)).train()
     model.gradient_checkpointing_enable()
     model(torch.randn(2, 3, 16, 16), labels=torch.tensor([0, 1])).loss.backward()
@@ -200,7 +200,7 @@ def test_large_rotations_are_computed_layer_by_layer(tiny, monkeypatch):
     (expected.sum()).backward()
     gradient = model.rotary_encoding.generators.grad.clone()
     model.zero_grad()
-    monkeypatch.setattr("hf_liere.encodings.ALL_LAYERS_BYTES", 1000)
+    monkeypatch.setattr("hf_liere.models.encodings.ALL_LAYERS_BYTES", 1000)
     grid = model.config.train_grid
     rotations = model.rotations(model.token_positions(grid, None, None, pixel_values.device), grid, explicit=False)
     assert iter(rotations) is rotations, "a layer's rotations must be freed before the next layer's are made"

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 from training_helpers import pictures
 
-from training.arguments import AugmentationArguments
-from training.augmentation import IGNORED_LABEL, PADDING, Collator, EpochSampler, EvaluationImages, TrainingImages
-from training.trainer import summed_cross_entropy
+from training.data.augmentation import IGNORED_LABEL, PADDING, Collator, EpochSampler, EvaluationImages, TrainingImages
+from training.engine.arguments import AugmentationArguments
+from training.engine.trainer import summed_cross_entropy
 
 
 BICUBIC = 3

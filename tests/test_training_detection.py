@@ -11,8 +11,7 @@ from transformers import AutoModelForObjectDetection, DeformableDetrImageProcess
 from transformers.models.deformable_detr.modeling_deformable_detr import DeformableDetrObjectDetectionOutput
 
 from training import object_detection
-from training.arguments import InputError
-from training.detection_data import (
+from training.data.detection_data import (
     CATEGORIES,
     DetectionDataArguments,
     DetectionExamples,
@@ -21,6 +20,7 @@ from training.detection_data import (
     scene,
     write_shapes,
 )
+from training.engine.arguments import InputError
 from training.object_detection import CocoMetrics, best_detections
 
 

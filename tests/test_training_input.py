@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 from training_helpers import ROOT, TINY_MODEL, TINY_RUN, main, pictures, write_images_folder, write_parquet
 
-from training.arguments import (
+from training.data.images import infer_image_column, infer_label_column, load_images
+from training.engine.arguments import (
     ARCHITECTURE_FIELDS,
     AugmentationArguments,
     DataArguments,
@@ -20,7 +21,6 @@ from training.arguments import (
     RunArguments,
     parse_arguments,
 )
-from training.data import infer_image_column, infer_label_column, load_images
 
 
 CLASSES = (ModelArguments, DataArguments, AugmentationArguments, RunArguments)

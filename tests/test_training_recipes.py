@@ -16,10 +16,10 @@ from transformers import AutoModelForImageClassification, AutoModelForVideoClass
 import hf_liere
 from hf_liere import RotaryPatchConfig
 from training import evaluate_sweep, object_detection
-from training.arguments import InputError, architecture_fields, parse_arguments
-from training.augmentation import IGNORED_LABEL
-from training.models import resolve_config, resolve_image_size
-from training.trainer import ClassificationTrainer
+from training.data.augmentation import IGNORED_LABEL
+from training.engine.arguments import InputError, architecture_fields, parse_arguments
+from training.engine.models import resolve_config, resolve_image_size
+from training.engine.trainer import ClassificationTrainer
 
 
 RECIPES = {path.stem: path for path in (ROOT / "training" / "recipes").glob("*.yaml")}

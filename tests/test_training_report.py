@@ -12,8 +12,8 @@ from PIL import Image
 from training_helpers import ROOT
 
 from training import evaluate_sweep, plots, report, result_lines, result_table
-from training.arguments import InputError
-from training.significance import bootstrap_mean, paired_test
+from training.engine.arguments import InputError
+from training.reporting.significance import bootstrap_mean, paired_test
 
 
 def test_paired_tests_are_those_of_the_paper():

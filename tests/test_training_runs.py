@@ -170,7 +170,7 @@ def test_workers_do_not_change_a_run(whole_runs):
 
 def test_resuming_the_last_checkpoint_finishes_a_killed_run(whole_runs, train_file, tmp_path):
     """A run that dies in its second epoch leaves checkpoints; `last` goes on from the newest."""
-    from training.trainer import ClassificationTrainer
+    from training.engine.trainer import ClassificationTrainer
 
     genuine = ClassificationTrainer.training_step
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from training_helpers import assert_same_weights, main, train, train_with_torchrun, write_parquet
 
-from training.arguments import AugmentationArguments, DataArguments, InputError, RunArguments
-from training.streaming import StreamedImages, open_stream
+from training.data.streaming import StreamedImages, open_stream
+from training.engine.arguments import AugmentationArguments, DataArguments, InputError, RunArguments
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from training_helpers import TINY_MODEL, TINY_RUN, main, train, weights, write_p
 
 import hf_liere
 from training import evaluate_sweep, result_lines, result_table
-from training.arguments import InputError
-from training.conditions import Condition, ConditionArguments, shifted_positions, shuffled
+from training.engine.arguments import InputError
+from training.engine.conditions import Condition, ConditionArguments, shifted_positions, shuffled
 
 
 @pytest.fixture(scope="module")

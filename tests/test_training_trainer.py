@@ -9,8 +9,8 @@ import torch
 from training_helpers import ROOT, assert_same_weights, main, train, weights, write_parquet
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
-from training.arguments import RunArguments
-from training.trainer import ClassificationTrainer, ranks_and_losses
+from training.engine.arguments import RunArguments
+from training.engine.trainer import ClassificationTrainer, ranks_and_losses
 
 
 METRIC = str(ROOT / "training" / "metrics" / "classification.py")

@@ -20,13 +20,13 @@ from training_helpers import (
 )
 
 from training import video_classification
-from training.arguments import InputError
-from training.clips import clip_indices
-from training.data import Subset
-from training.moving_shapes import LABELS, frames, write_moving_shapes, write_video
-from training.trainer import area_under_curve, mean_of_views
-from training.video_data import VideoDataArguments, load_clips
-from training.video_files import FrameReader, UnreadableError
+from training.data.clips import clip_indices
+from training.data.images import Subset
+from training.data.moving_shapes import LABELS, frames, write_moving_shapes, write_video
+from training.data.video_data import VideoDataArguments, load_clips
+from training.data.video_files import FrameReader, UnreadableError
+from training.engine.arguments import InputError
+from training.engine.trainer import area_under_curve, mean_of_views
 
 
 SCRIPT = ROOT / "training" / "video_classification.py"
@@ -278,8 +278,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(stride, shapes, tmp_path):
 
 
 def test_frames_of_a_clip_are_augmented_alike():
-    from training.arguments import AugmentationArguments
-    from training.augmentation import Augmentation
+    from training.data.augmentation import Augmentation
+    from training.engine.arguments import AugmentationArguments
 
     arguments = AugmentationArguments(
         random_resized_crop=True, crop_padding=2, flip_probability=0.5, rand_augment_ops=2
@@ -372,7 +372,7 @@ def test_real_volumes_are_trained_and_measured_by_their_auc(shared, tmp_path):
 
 
 def test_a_smaller_fraction_lies_in_a_larger_one():
-    from training.data import fraction_of
+    from training.data.images import fraction_of
 
     parts = [fraction_of(list(range(50)), fraction, seed=3) for fraction in (0.2, 0.5, 1.0)]
     assert isinstance(parts[0], Subset) and [len(part) for part in parts] == [10, 25, 50]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import hf_liere
-from hf_liere.conversion_sources import ConversionError
-from hf_liere.upgrades import upgrade_encoding
+from hf_liere.conversion.sources import ConversionError
+from hf_liere.conversion.upgrades import upgrade_encoding
 
 
 # The same function in another order of float32 operations.

@@ -27,10 +27,9 @@ except ModuleNotFoundError as error:
 from PIL import Image
 from transformers.utils.logging import disable_progress_bar
 
-from hf_liere.hub import HubError
-from training.arguments import InputError
-from training.pictures import EXTENSIONS, MAX_MEGABYTES, MAX_MEGAPIXELS, PUZZLES, draw_puzzle, open_picture
-from training.playground import (
+from hf_liere.storage.client import HubError
+from training.engine.arguments import InputError
+from training.playground.checkpoints import (
     MAX_PATCHES_PER_SIDE,
     MIN_PATCHES_PER_SIDE,
     Answer,
@@ -42,6 +41,7 @@ from training.playground import (
     nearest,
     seen,
 )
+from training.playground.pictures import EXTENSIONS, MAX_MEGABYTES, MAX_MEGAPIXELS, PUZZLES, draw_puzzle, open_picture
 
 
 PUZZLE, UPLOAD = "Arrows puzzle", "Your image"
@@ -302,7 +302,7 @@ def main(arguments: list[str] | None = None) -> None:
         checkpoints = find_checkpoints(options.checkpoints)
         if options.write_space is not None:
             # Not part of a Space.
-            from training.space import write_space
+            from training.playground.space import write_space
 
             print(write_space(options.write_space, checkpoints))
             return

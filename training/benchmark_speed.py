@@ -37,8 +37,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 import hf_liere
-from hf_liere.cpu_kernels import CPU_KERNELS
-from training.benchmark_models import (
+from hf_liere.kernels import cpu as cpu_kernels
+from training.speed.models import (
     SIZES,
     BenchmarkError,
     Row,
@@ -386,7 +386,7 @@ def machine(device: str) -> dict:
     if device.startswith("cuda"):
         found["gpu"] = torch.cuda.get_device_name(device)
     elif device == "cpu":
-        found["kernels"] = "C++" if CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 2) else "none"
+        found["kernels"] = "C++" if cpu_kernels.is_available(torch.zeros(1), torch.float32, 2) else "none"
     return found
 
 

@@ -42,12 +42,16 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_liere import RotaryPatchConfig, is_patched, patch
-from hf_liere.loading import require_all_keys
-from hf_liere.rotary_patch import plan
-from training.arguments import AugmentationArguments, DataArguments, InputError, parse_arguments
-from training.augmentation import Collator, EvaluationImages, TrainingImages
-from training.checkpoints import require_free
-from training.classifiers import (
+from hf_liere.models.rotary_patch import plan
+from hf_liere.storage.loading import require_all_keys
+from training.clip.arguments import (
+    UNPATCHED,
+    FineTuningArguments,
+    FineTuningTrainingArguments,
+    PatchArguments,
+    resolve_config,
+)
+from training.clip.classifiers import (
     HEAD,
     TRAINABLE,
     Classifier,
@@ -56,22 +60,18 @@ from training.classifiers import (
     freeze,
     save_classifier,
 )
-from training.clip_arguments import (
-    UNPATCHED,
-    FineTuningArguments,
-    FineTuningTrainingArguments,
-    PatchArguments,
-    resolve_config,
-)
-from training.data import Relabelled, load_images
-from training.models import (
+from training.data.augmentation import Collator, EvaluationImages, TrainingImages
+from training.data.images import Relabelled, load_images
+from training.engine.arguments import AugmentationArguments, DataArguments, InputError, parse_arguments
+from training.engine.checkpoints import require_free
+from training.engine.models import (
     build_model,
     check_checkpoint_keys,
     order_labels,
     resolve_image_size,
     resolve_processor,
 )
-from training.records import (
+from training.engine.records import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     RESOLUTIONS_FILE,
@@ -79,8 +79,8 @@ from training.records import (
     portable,
     write_record,
 )
-from training.runs import claim_folder, start
-from training.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
+from training.engine.runs import claim_folder, start
+from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 
 
 ARGUMENT_CLASSES = (

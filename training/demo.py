@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tqdm.auto import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
-from training.arrows import BAG_OF_ARROWS_ACCURACY, LABELS, Arrows
-from training.records import CONFIG_FILE
+from training.data.arrows import BAG_OF_ARROWS_ACCURACY, LABELS, Arrows
+from training.engine.records import CONFIG_FILE
 
 
 HERE = Path(__file__).resolve().parent

@@ -8,8 +8,8 @@ A sweep is a yaml file in training/sweeps, one per figure or table of the papers
     torchrun --nproc_per_node 8 training/evaluate_sweep.py …
 
 All other flags go to every run; `--recipe` replaces the sweep's. Results are json lines in output_dir/<sweep>.jsonl
-(training/result_lines.py), to be put beside the papers' figures by training/report.py. A sweep that was interrupted
-goes on where it stopped, and sweeps that share models in one output directory train them once. `--dry_run` only lists
+(training/reporting/result_lines.py), to be put beside the papers' figures by training/report.py. A sweep that was
+interrupted goes on where it stopped, and sweeps that share models in one output directory train them once. `--dry_run` only lists
 the runs.
 
 A sweep names its `script`, its `recipe`, what to `train`: lists of settings, of which all combinations are trained, and
@@ -30,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from accelerate import PartialState
 from safetensors.numpy import load_file
 
-from training.arguments import InputError, launched_on_cpus, read_yaml
-from training.checkpoints import FLAGS_FILE, last_complete_checkpoint
-from training.records import CONFIG_FILE, ENVIRONMENT_FILE, RESOLUTIONS_FILE, portable, write_record
-from training.result_lines import encoded_examples, write_results
-from training.runs import EXAMPLES_FILE, start
+from training.engine.arguments import InputError, launched_on_cpus, read_yaml
+from training.engine.checkpoints import FLAGS_FILE, last_complete_checkpoint
+from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, RESOLUTIONS_FILE, portable, write_record
+from training.engine.runs import EXAMPLES_FILE, start
+from training.reporting.result_lines import encoded_examples, write_results
 
 
 HERE = Path(__file__).resolve().parent

@@ -30,17 +30,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from transformers import set_seed
 
-from training.arguments import (
+from training.data.augmentation import Collator, EvaluationImages, TrainingImages
+from training.data.images import Relabelled, load_images
+from training.data.streaming import StreamedImages, open_stream
+from training.engine.arguments import (
     AugmentationArguments,
     DataArguments,
     ModelArguments,
     RunArguments,
     parse_arguments,
 )
-from training.augmentation import Collator, EvaluationImages, TrainingImages
-from training.conditions import Condition, ConditionArguments
-from training.data import Relabelled, load_images
-from training.models import (
+from training.engine.conditions import Condition, ConditionArguments
+from training.engine.models import (
     build_model,
     check_checkpoint_keys,
     order_labels,
@@ -48,10 +49,9 @@ from training.models import (
     resolve_image_size,
     resolve_processor,
 )
-from training.records import describe_examples
-from training.runs import claim, run, start
-from training.streaming import StreamedImages, open_stream
-from training.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
+from training.engine.records import describe_examples
+from training.engine.runs import claim, run, start
+from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 
 
 ARGUMENT_CLASSES = (ModelArguments, DataArguments, AugmentationArguments, ConditionArguments, RunArguments)

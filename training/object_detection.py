@@ -33,25 +33,25 @@ from transformers import (
 )
 
 from hf_liere import LieREViTBackbone
-from hf_liere.loading import require_loaded_keys
-from training.arguments import InputError, ModelArguments, RunArguments, parse_arguments
-from training.data import fraction_of
-from training.detection_data import (
+from hf_liere.storage.loading import require_loaded_keys
+from training.data.detection_data import (
     DetectionCollator,
     DetectionDataArguments,
     DetectionExamples,
     Detections,
     load_detections,
 )
-from training.models import (
+from training.data.images import fraction_of
+from training.engine.arguments import InputError, ModelArguments, RunArguments, parse_arguments
+from training.engine.models import (
     checkpoint_config,
     loadable,
     resolve_config,
     resolve_image_size,
     resolve_processor,
 )
-from training.runs import claim, run, start
-from training.trainer import RotaryTrainer
+from training.engine.runs import claim, run, start
+from training.engine.trainer import RotaryTrainer
 
 
 # In COCOeval's order.

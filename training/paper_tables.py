@@ -18,9 +18,9 @@ import torch
 from transformers.utils import logging
 
 from hf_liere import LieREVideoConfig, LieREViTConfig, LieREViTForImageClassification
-from hf_liere.costs import NORM_OPERATIONS, count_cost, count_forward
-from hf_liere.encodings import build_rotary_encoding
-from hf_liere.lie_algebra import skew
+from hf_liere.inspection.costs import NORM_OPERATIONS, count_cost, count_forward
+from hf_liere.models.encodings import build_rotary_encoding
+from hf_liere.models.lie_algebra import skew
 
 
 # LieRE's code on CIFAR-100: 32 × 32 images in patches of 4 × 4, so 64 patches and a class token; heads are always 64

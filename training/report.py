@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import yaml
 
+from training.engine.runs import start
 from training.evaluate_sweep import as_flags, combinations, read_sweep
-from training.plots import plot
-from training.result_lines import read_results, write_results
-from training.result_table import AS_TRAINED, Table, arrange, common_settings, method, without
-from training.runs import start
-from training.significance import paired_test
+from training.reporting.plots import plot
+from training.reporting.result_lines import read_results, write_results
+from training.reporting.result_table import AS_TRAINED, Table, arrange, common_settings, method, without
+from training.reporting.significance import paired_test
 
 
 PAPER_RESULTS = Path(__file__).with_name("paper_results.yaml")

@@ -25,17 +25,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from transformers import set_seed
 
-from training.arguments import (
+from training.data.augmentation import Collator
+from training.data.clips import ClipReader, EvaluationClips, TrainingClips
+from training.data.images import Relabelled, fraction_of
+from training.data.video_data import VideoDataArguments, load_clips
+from training.engine.arguments import (
     AugmentationArguments,
     RunArguments,
     VideoModelArguments,
     parse_arguments,
 )
-from training.augmentation import Collator
-from training.clips import ClipReader, EvaluationClips, TrainingClips
-from training.conditions import Condition, ConditionArguments
-from training.data import Relabelled, fraction_of
-from training.models import (
+from training.engine.conditions import Condition, ConditionArguments
+from training.engine.models import (
     build_model,
     check_checkpoint_keys,
     order_labels,
@@ -44,10 +45,9 @@ from training.models import (
     resolve_num_frames,
     resolve_processor,
 )
-from training.records import describe_examples
-from training.runs import claim, run, start
-from training.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
-from training.video_data import VideoDataArguments, load_clips
+from training.engine.records import describe_examples
+from training.engine.runs import claim, run, start
+from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 
 
 ARGUMENT_CLASSES = (

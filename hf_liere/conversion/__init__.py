@@ -1,0 +1,1 @@
+"""Checkpoints of other projects as ours, and ours as more general ones."""

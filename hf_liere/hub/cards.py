@@ -1,0 +1,325 @@
+"""
+Model cards, rendered from facts: files in model_cards/ and the records that a training script leaves.
+
+A figure stands in a card only as the result of an evaluation whose record names the weights it was made with
+(`weights_digest`), or as a figure of a paper, marked as such. What nobody measured is written as *not measured*.
+"""
+
+import io
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from ..auto import MODELS, model_class
+from ..errors import require_libraries
+from ..models.configuration_liere import ROTARY_ENCODINGS
+from ..version import __version__
+from .checked_facts import facts_of_run
+from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, load_facts, pair, size_text
+from .run_records import RESULTS_FILE, result_of_run
+
+
+CARD = "README.md"
+PICTURE = "accuracy_by_image_size.png"
+NO_LICENSE = "No licence was chosen for these weights."
+# Class names that a card lists.
+SHOWN_CLASSES = 20
+
+
+@dataclass(frozen=True)
+class Card:
+    """Text of README.md and the pictures beside it."""
+
+    text: str
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        (folder / CARD).write_text(self.text, encoding="utf-8")
+        for name, content in self.pictures.items():
+            (folder / name).write_bytes(content)
+
+    @property
+    def license(self) -> str | None:
+        """As the metadata call it."""
+        return ModelCard(self.text, ignore_metadata_errors=True).data.get("license")
+
+    def with_license(self, license: str) -> "Card":
+        """The card under a licence. Raises [`FactsError`] if it names another one."""
+        if self.license not in (None, license):
+            raise FactsError(f"The card names the licence {self.license!r}, not {license!r}; change one of them.")
+        card = ModelCard(self.text, ignore_metadata_errors=True)
+        card.data["license"] = license
+        return replace(self, text=str(card).replace(NO_LICENSE, _license_sentence(license)))
+
+    @classmethod
+    def read(cls, folder: Path, weights: str | None = None) -> "Card":
+        """
+        The card in a folder.
+
+        Raises:
+            FactsError: if there is none, it cannot be read, or it was rendered for other weights than those with the
+                digest `weights`.
+        """
+        if not (folder / CARD).is_file():
+            raise FactsError(f"{folder} holds no {CARD}; accepted: a card there, or facts to render one from (--card).")
+        try:
+            text = (folder / CARD).read_text(encoding="utf-8")
+            names = re.findall(r"!\[[^\]]*\]\(([A-Za-z0-9_.-]+)\)", text)
+            pictures = {name: (folder / name).read_bytes() for name in names}
+        except UnicodeDecodeError:
+            raise FactsError(f"{folder / CARD} is no text in UTF-8.") from None
+        except OSError as error:
+            raise FactsError(f"{error.filename} of the card cannot be read: {error.strerror}.") from None
+        rendered_for = re.search(r"Weights: SHA-256 `([0-9a-f]{64})`", text)
+        if weights and rendered_for and rendered_for[1] != weights:
+            raise FactsError(
+                f"{folder / CARD} was rendered for weights {rendered_for[1][:12]}…, those in the folder are "
+                f"{weights[:12]}…; delete or replace it."
+            )
+        return cls(text, pictures)
+
+
+def render(facts: Facts, repo_id: str | None = None) -> Card:
+    """
+    The card of a checkpoint: metadata with a `model-index` of what was measured, text, tables and a plot.
+
+    Args:
+        repo_id: Repository it will lie in.
+    """
+    common = common_facts()
+    encoding = common["encodings"][facts.encoding]
+    if facts.architecture is None:
+        kind = "LieREVideoForVideoClassification" if "num_frames" in facts.model else "LieREViTForImageClassification"
+        facts = replace(facts, architecture=kind)
+    video = "num_frames" in facts.model or "Video" in facts.architecture
+    data = [one for one in (facts.training_data, facts.evaluation_data) if one] or [facts.dataset or {}]
+    hub_ids = list(dict.fromkeys(one["hub_id"] for one in data if one.get("hub_id")))
+    task = _task(facts.architecture)
+    metadata = ModelCardData(
+        license=facts.license,
+        library_name="transformers",
+        pipeline_tag=task,
+        base_model=facts.base_model,
+        datasets=hub_ids or None,
+        metrics=["accuracy"] if facts.results else None,
+        tags=["liere", *([] if facts.encoding == "liere" else [facts.encoding]), *(["video"] if video else [])],
+        model_name=(repo_id or facts.title).rpartition("/")[2] if facts.results else None,
+        eval_results=[result for one in facts.results for result in _eval_results(facts, one, task)] or None,
+    )
+    pictures = {}
+    if len({_height(result) for result in facts.results}) > 1:
+        pictures[PICTURE] = _plot(facts)
+    card = ModelCard.from_template(
+        metadata,
+        template_path=str(FOLDER / "template.md.jinja"),
+        facts=facts,
+        encoding=encoding,
+        paper=common["papers"][encoding["paper"]],
+        rotary=facts.encoding in ROTARY_ENCODINGS,
+        keeps_table=_keeps_table(facts),
+        described=list({one["name"]: one for one in data if one.get("description") or one.get("terms")}.values()),
+        evaluated=facts.evaluation_data or facts.dataset,
+        picture=PICTURE if pictures else None,
+        metrics={key: label for key, label in METRICS.items() if any(key in result for result in facts.results)},
+        license=_license_sentence(facts.license),
+        version=__version__,
+        as_trained=_as_trained,
+        code=_code,
+        size=size_text,
+        percent=_percent,
+        value=_value,
+        shown_classes=SHOWN_CLASSES,
+        examples="clips" if video else "images",
+        **_snippet(facts, repo_id),
+    )
+    return Card(re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n", pictures)
+
+
+def _snippet(facts: Facts, repo_id: str | None) -> dict[str, Any]:
+    """What the code of the card depends on."""
+    architecture, channels = facts.architecture, facts.model.get("num_channels", 3)
+    auto_class = _auto_class(architecture)
+    processor = "AutoVideoProcessor" if "Video" in architecture else "AutoImageProcessor"
+    height, width = pair(facts.model.get("image_size", 224))
+    frames = [facts.model["num_frames"]] if "num_frames" in facts.model else []
+    return {
+        "repo_id": repo_id or "OWNER/NAME",
+        "auto_class": auto_class,
+        "module": None if architecture == "adapter" else model_class(architecture).__module__.rpartition(".")[2],
+        "processor": processor if facts.has_processor else None,
+        "classifies": architecture.endswith("Classification"),
+        "embeds_images": architecture == "RotaryCLIPModel",
+        "mode": "L" if channels == 1 else "RGB",
+        "input_shape": [1, *frames, channels, height, width],
+        "shown_answers": min(len(facts.class_names) or 3, 3),
+        "imported": ", ".join(sorted(filter(None, (facts.has_processor and processor, auto_class)))),
+    }
+
+
+def push_card(
+    folder: str | Path,
+    weights: str,
+    repo_id: str,
+    facts: Facts | None = None,
+    evaluations: Iterable[str | Path] = (),
+    license: str | None = None,
+) -> Card:
+    """
+    The card to publish a folder with: rendered from facts and records, or, without either, the one that lies there.
+
+    Args:
+        license: As the Hub calls it; `None` leaves the choice to the facts, or to nobody.
+
+    Raises:
+        FactsError: if the facts hold no figure measured with these weights, or contradict the checkpoint, its records
+            or `license`.
+    """
+    folder = Path(folder)
+    if facts is None and not evaluations and not (folder / RESULTS_FILE).is_file():
+        card = Card.read(folder, weights)
+        return card.with_license(license) if license else card
+    known = facts_of_run(folder, weights, facts, evaluations, title=repo_id.rpartition("/")[2])
+    if known.status in ("not trained", "not evaluated"):
+        raise FactsError(
+            f"{known.title} is {known.status}: there is no figure measured with these weights. Evaluate them with "
+            "training/image_classification.py --do_eval and pass its output folder (--evaluation)."
+        )
+    if license and known.license not in (None, license):
+        raise FactsError(
+            f"license is {known.license!r} in the facts and {license!r} was asked for; change one of them."
+        )
+    known.license = known.license or license
+    return render(known, repo_id)
+
+
+def _license_sentence(license: str | None) -> str:
+    return f"The licence of these weights is `{license}`." if license else NO_LICENSE
+
+
+def _auto_class(architecture: str) -> str | None:
+    for models in MODELS.values():
+        for auto_class, cls in models.items():
+            # AutoBackbone takes configurations only.
+            if cls.__name__ == architecture and "Backbone" not in architecture:
+                return auto_class.__name__
+    return None
+
+
+def _task(architecture: str) -> str | None:
+    tasks = {
+        "ForImageClassification": "image-classification",
+        "ForVideoClassification": "video-classification",
+        "RotaryCLIPModel": "zero-shot-image-classification",
+    }
+    return next((task for ending, task in tasks.items() if architecture.endswith(ending)), None)
+
+
+def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> list[EvalResult]:
+    entries = []
+    data = result.get("data") or _evaluated(facts)
+    for metric, label in METRICS.items():
+        if metric not in result:
+            continue
+        details = {"image_size": list(result["image_size"]), "samples": result.get("samples")}
+        if result.get(f"{metric}_low") != result.get(f"{metric}_high"):
+            details |= {"low": result[f"{metric}_low"], "high": result[f"{metric}_high"], "confidence": 0.95}
+        entries.append(
+            EvalResult(
+                task_type=task or "other",
+                dataset_type=data.get("hub_id") or data.get("type") or "custom",
+                dataset_name=data["name"],
+                dataset_config=data.get("config"),
+                dataset_split=data.get("split"),
+                metric_type="accuracy" if metric.endswith("accuracy") else metric,
+                metric_name=f"{label} at {size_text(result['image_size'])} px",
+                metric_value=result[metric],
+                metric_args={key: value for key, value in details.items() if value is not None},
+            )
+        )
+    return entries
+
+
+def _plot(facts: Facts) -> bytes:
+    """Accuracy against image height with intervals, and the paper's figures as open circles."""
+    require_libraries("The plot of the card", "train", "matplotlib")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.8), layout="constrained")
+    heights = [_height(result) for result in facts.results]
+    values = [100 * result["accuracy"] for result in facts.results]
+    bounds = [
+        [100 * abs(result.get(f"accuracy_{end}", result["accuracy"]) - result["accuracy"]) for result in facts.results]
+        for end in ("low", "high")
+    ]
+    axes.errorbar(heights, values, yerr=bounds, fmt="o-", color="#0072B2", capsize=3, label="this checkpoint, measured")
+    paper = sorted(facts.paper_figures, key=lambda one: one["image_size"])
+    if paper:
+        heights = [_height(one) for one in paper]
+        label = f"the paper's model ({paper[0]['where']})"
+        axes.plot(heights, [100 * one["accuracy"] for one in paper], "o", mfc="none", color="#777777", label=label)
+    axes.set(xlabel="image size (px)", ylabel=f"top-1 accuracy on {_evaluated(facts)['name']} (%)")
+    axes.legend(frameon=False)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=150, metadata={"Software": None})
+    pyplot.close(figure)
+    return content.getvalue()
+
+
+def _keeps_table(facts: Facts) -> bool:
+    """Whether positions are told by a table as well, which makes attention depend on more than the rotations."""
+    own = facts.encoding != "absolute" and facts.model.get("use_absolute_position_embeddings", False)
+    return bool(own) or facts.model.get("keep_absolute", "drop") != "drop"
+
+
+def _evaluated(facts: Facts) -> dict[str, Any]:
+    return facts.evaluation_data or facts.dataset or {"name": "data that are not recorded"}
+
+
+def _height(figure: Mapping[str, Any]) -> int:
+    """Of the images, also where the size starts with a number of frames."""
+    return figure["image_size"][-2]
+
+
+def _as_trained(facts: Facts, result: Mapping[str, Any]) -> bool:
+    trained = facts.model.get("image_size")
+    frames = facts.model.get("num_frames")
+    size = result["image_size"]
+    return trained is not None and size[-2:] == pair(trained) and (len(size) == 2 or size[0] == frames)
+
+
+def _code(text: str) -> str:
+    """A name from outside as code in Markdown, in one line and without an end of its own."""
+    return f"`{' '.join(str(text).replace('`', chr(39)).split())}`"
+
+
+def _percent(result: Mapping[str, Any], metric: str) -> str:
+    """Value and interval as a table shows them; losses are no percentages."""
+    if metric not in result:
+        return "not measured"
+    show = (lambda number: f"{number:.3g}") if metric == "loss" else (lambda number: f"{number:.1%}")
+    low, high = (result.get(f"{metric}_{end}", result.get(end)) for end in ("low", "high"))
+    # Where every answer is right, or wrong, all resamples are alike and their interval says nothing.
+    interval = f" ({show(low)} – {show(high)})" if low is not None and high is not None and low < high else ""
+    return show(result[metric]) + interval
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        return " × ".join(map(str, value)) if all(isinstance(item, int) for item in value) else str(value)
+    return str(value)
+
+
+__all__ = ["Card", "Facts", "FactsError", "facts_of_run", "load_facts", "push_card", "render", "result_of_run"]

@@ -1,0 +1,223 @@
+"""Facts that model cards are rendered from: their form, and the files in model_cards/ that hold them."""
+
+import math
+import types
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+
+from ..errors import InputError
+
+
+METRICS = {"accuracy": "top-1 accuracy", "top5_accuracy": "top-5 accuracy", "loss": "cross entropy"}
+# Fields of a configuration that tell the architecture, in the order in which a card lists them.
+MODEL_FIELDS = (
+    "position_encoding",
+    "block_size",
+    "coordinates",
+    "use_absolute_position_embeddings",
+    "keep_absolute",
+    "share_heads",
+    "share_layers",
+    "position_perturbation",
+    "image_size",
+    "num_frames",
+    "num_channels",
+    "patch_size",
+    "tubelet_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "pooling",
+)
+DATA_FIELDS = (
+    "name",
+    "type",
+    "hub_id",
+    "config",
+    "split",
+    "files",
+    "samples",
+    "num_labels",
+    "description",
+    "terms",
+)
+# In a checkout beside the package, in a wheel inside it.
+_HERE = Path(__file__).resolve().parents[1]
+FOLDER = next((path for path in (_HERE / "model_cards", _HERE.parent / "model_cards") if path.is_dir()), None)
+
+
+class FactsError(InputError):
+    """Facts that cannot become the card of this checkpoint; the message names the file and what is wrong."""
+
+
+@dataclass
+class Facts:
+    """
+    What a card says.
+
+    Args:
+        title: Heading.
+        encoding: Key of `encodings` in common.yaml: description, paper and citation.
+        dataset: Key of `datasets` in common.yaml, or a mapping of the same form: what is trained on and evaluated.
+        training_data, evaluation_data: The same for either, with `split`, `files` and `samples`, as far as they are
+            known; they take from `dataset` what they do not say.
+        class_names: Of the classifier, in the order of its outputs.
+        model: Fields of the configuration that tell the architecture.
+        recipe: How it is trained, by name; `recipe_source` says whose recipe that is.
+        results: Evaluations, see [`run_records.result_of_run`].
+        paper_figures: `image_size`, `accuracy` (a share of 1), optionally `low` and `high`, and `where` in which paper.
+        cost: What training took, by name.
+        environment: Versions and hardware of training.
+        architecture: Name of the model class; `None` means a classifier of images or, with `num_frames`, of videos.
+        seeds: Of the training runs behind the results.
+        intended_use, limits, notes: Paragraphs.
+        license: As the Hub calls it; `None` where nobody has chosen one.
+        base_model: Repository of the model that an adapter or a fine-tuned model starts from.
+        converted_from: Where the weights come from, if they were not trained with this library.
+        progress: `step`, `max_steps` and `metrics` (of this step, or `None`) of a run that has not finished.
+        has_processor: Whether the file of a processor lies beside the weights.
+        weights: Digest of the weights.
+
+    Raises:
+        FactsError: for a value that means nothing.
+    """
+
+    title: str
+    encoding: str
+    dataset: str | dict | None = None
+    training_data: dict | None = None
+    evaluation_data: dict | None = None
+    class_names: list[str] = field(default_factory=list)
+    model: dict = field(default_factory=dict)
+    recipe: dict = field(default_factory=dict)
+    recipe_source: str | None = None
+    results: list[dict] = field(default_factory=list)
+    paper_figures: list[dict] = field(default_factory=list)
+    cost: dict = field(default_factory=dict)
+    environment: dict = field(default_factory=dict)
+    architecture: str | None = None
+    seeds: list[int] = field(default_factory=list)
+    intended_use: str | None = None
+    limits: str | None = None
+    notes: str | None = None
+    license: str | None = None
+    base_model: str | None = None
+    converted_from: str | None = None
+    progress: dict | None = None
+    has_processor: bool = True
+    weights: str | None = None
+
+    def __post_init__(self):
+        for item in fields(self):
+            if not _accepts(item.type, getattr(self, item.name)):
+                accepted = getattr(item.type, "__name__", str(item.type))
+                raise FactsError(f"{item.name} {getattr(self, item.name)!r}: accepted is {accepted}.")
+        common = common_facts()
+        if self.encoding not in common["encodings"]:
+            raise FactsError(f"encoding {self.encoding!r}: accepted are {', '.join(common['encodings'])}.")
+        if isinstance(self.dataset, str):
+            if self.dataset not in common["datasets"]:
+                raise FactsError(f"dataset {self.dataset!r}: accepted are {', '.join(common['datasets'])}.")
+            self.dataset = common["datasets"][self.dataset]
+        shared = self.dataset or {}
+        # The split of a data set is the one that is evaluated.
+        unsplit = {name: value for name, value in shared.items() if name != "split"}
+        self.training_data = self.training_data and {**unsplit, **self.training_data}
+        self.evaluation_data = self.evaluation_data and {**shared, **self.evaluation_data}
+        for data in filter(None, (self.dataset, self.training_data, self.evaluation_data)):
+            if unknown := set(data) - set(DATA_FIELDS):
+                raise FactsError(f"data {sorted(unknown)}: accepted are {', '.join(DATA_FIELDS)}.")
+            if not data.get("name"):
+                raise FactsError(f"data {data!r}: the name is missing.")
+        for figure in (*self.results, *self.paper_figures):
+            _check_figure(figure)
+        self.results.sort(key=lambda result: result["image_size"])
+
+    @property
+    def status(self) -> str:
+        """`"measured"`, `"in training"`, `"not evaluated"` (converted weights that are there) or `"not trained"`."""
+        if self.progress or self.results:
+            return "in training" if self.progress else "measured"
+        return "not evaluated" if self.converted_from and self.weights else "not trained"
+
+
+def _accepts(annotation: Any, value: Any) -> bool:
+    if isinstance(annotation, types.UnionType):
+        return any(_accepts(one, value) for one in get_args(annotation))
+    if get_origin(annotation) is list:
+        return isinstance(value, list) and all(_accepts(get_args(annotation)[0], item) for item in value)
+    return value is None if annotation in (None, types.NoneType) else isinstance(value, annotation)
+
+
+def _check_figure(figure: dict) -> None:
+    """Sizes become lists; an accuracy is there and a share of 1, and every other figure a finite number."""
+    accuracy, size = figure.get("accuracy"), figure.get("image_size")
+    if not _is_number(accuracy) or not 0 <= accuracy <= 1:
+        raise FactsError(f"accuracy {accuracy!r}: accepted are shares of 1, so 69.6% is 0.696.")
+    figure["image_size"] = sides = [size, size] if isinstance(size, int) else size
+    if not isinstance(sides, list) or len(sides) not in (2, 3) or not all(isinstance(side, int) for side in sides):
+        raise FactsError(f"image_size {size!r}: accepted are a number of pixels, or [height, width].")
+    names = [f"{metric}{end}" for metric in METRICS for end in ("", "_low", "_high")]
+    for name in (*names, "low", "high"):
+        if name in figure and not _is_number(figure[name]):
+            raise FactsError(f"{name} {figure[name]!r}: accepted are finite numbers.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def common_facts() -> dict[str, dict]:
+    """What the facts files share: encodings, papers and data sets."""
+    if FOLDER is None:
+        raise FactsError(f"There is no folder model_cards in or beside {_HERE}; it belongs to the package.")
+    return yaml.safe_load((FOLDER / "common.yaml").read_text(encoding="utf-8"))
+
+
+def load_facts(path: str | Path) -> Facts:
+    """
+    Facts of a yaml file, or of one in model_cards/ by its name alone.
+
+    Raises:
+        FactsError: for a file that does not exist or is no yaml, a key that means nothing and a value out of range.
+    """
+    path = Path(path)
+    if not path.is_file() and FOLDER is not None and (FOLDER / f"{path.name}.yaml").is_file():
+        path = FOLDER / f"{path.name}.yaml"
+    if not path.is_file():
+        known = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "common") if FOLDER else []
+        raise FactsError(f"There are no facts {str(path)!r}; accepted: a yaml file or one of {', '.join(known)}.")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error).splitlines()[0]
+        place = f", line {mark.line + 1}" if mark else ""
+        raise FactsError(f"{path.name} is no yaml file that can be read{place}: {reason}.") from None
+    known = {item.name: item for item in fields(Facts)}
+    if not isinstance(content, dict) or set(content) - set(known):
+        unknown = sorted(map(str, set(content) - set(known))) if isinstance(content, dict) else type(content).__name__
+        raise FactsError(f"{path.name}: {unknown} means nothing; accepted: {', '.join(known)}.")
+    required = [name for name, item in known.items() if item.default is item.default_factory is MISSING]
+    if missing := [name for name in required if name not in content]:
+        raise FactsError(f"{path.name}: {', '.join(missing)} missing.")
+    try:
+        return Facts(**content)
+    except FactsError as error:
+        raise FactsError(f"{path.name}: {error}") from None
+
+
+def pair(size: int | Iterable[int]) -> list[int]:
+    return [size, size] if isinstance(size, int) else list(size)
+
+
+def size_text(size: int | Iterable[int]) -> str:
+    return " × ".join(map(str, pair(size)))
+
+
+__all__ = ["Facts", "FactsError", "common_facts", "load_facts"]

@@ -1,0 +1,178 @@
+"""
+Pulling a checkpoint from the Hub: the files of one commit, each compared with the hash that the Hub lists for it.
+
+The client checks the length of a download, not its content. `pull` does; without a connection it takes what is in the
+local cache, whose file names are the hashes.
+"""
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from transformers.utils import logging
+
+from ..storage.client import (
+    HubError,
+    UnreachableError,
+    differing_files,
+    explained,
+    file_digest,
+    remote_digests,
+    retrying,
+)
+from ..storage.targets import new_directory
+
+
+logger = logging.get_logger(__name__)
+
+# States to go on training from are nothing to load a model with.
+IGNORED = ["last-checkpoint/*", "checkpoint-*/*", "runs/*"]
+IGNORED_PATHS = re.compile(r"^(last-checkpoint|checkpoint-[^/]*|runs)/")
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A folder that holds the files of one commit, their hashes compared."""
+
+    folder: Path
+    commit: str
+
+
+def pull(
+    repo_id: str,
+    folder: str | Path | None = None,
+    *,
+    revision: str = "main",
+    path: str | None = None,
+    api: HfApi | None = None,
+    cache_dir: str | Path | None = None,
+) -> Pulled:
+    """
+    Download a repository, or one folder of it, and check every file. Nothing in it is executed.
+
+    Args:
+        repo_id: Repository on the Hub.
+        folder: Where to put the files, a folder that does not exist or is empty; `None` leaves them in the cache.
+        revision: Branch, tag or commit.
+        path: Folder of the repository to take alone; `None` means everything but states of training.
+        api: Client with endpoint and token; `None` means those of the environment.
+        cache_dir: Cache of the Hub; `None` means the environment's.
+
+    Returns:
+        The folder and the commit that `revision` stood for: pin it where the code of the checkpoint is to be trusted.
+
+    Raises:
+        FileExistsError: if the folder holds something.
+        InputError: if nothing can be written beside it.
+        HubError: if the Hub refuses or delivers a file twice with a wrong hash, or the folder cannot be filled.
+        UnreachableError: if it cannot be reached and the cache does not hold everything.
+    """
+    api = api or HfApi()
+    if folder is None:
+        source, commit = _pulled(api, repo_id, revision, path, cache_dir)
+        return Pulled(source, commit)
+    with new_directory(folder) as partial:
+        source, commit = _pulled(api, repo_id, revision, path, cache_dir)
+        try:
+            shutil.copytree(source, partial, dirs_exist_ok=True)
+        except OSError as error:
+            raise HubError(f"{folder} cannot be written: {error.strerror or error}.") from None
+    return Pulled(Path(folder), commit)
+
+
+def _pulled(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> tuple[Path, str]:
+    """The folder in the cache and its commit."""
+    with explained(api, repo_id, revision):
+        snapshot = _checked_snapshot(api, repo_id, revision, path, cache_dir)
+    commit = snapshot.name
+    source = snapshot if path is None else snapshot / path
+    if not source.is_dir():
+        raise HubError(f"{repo_id} at {commit} on {api.endpoint} has no folder {path!r}.")
+    return source, commit
+
+
+def _checked_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> Path:
+    def download(revision: str, **options) -> Path:
+        options |= {"revision": revision, "token": api.token, "endpoint": api.endpoint, "cache_dir": cache_dir}
+        return Path(retrying(lambda: snapshot_download(repo_id, **options)))
+
+    snapshot, commit, digests = None, None, {}
+    while snapshot is None or snapshot.name != commit:
+        try:
+            commit, digests = _listing(api, repo_id, revision, path)
+        except UnreachableError as unreachable:
+            return _cached_snapshot(repo_id, revision, path, cache_dir, unreachable)
+        # By the name that was given, so that the cache knows it without a connection; the branch may move meanwhile.
+        snapshot = download(revision, **_patterns(path))
+    wrong = differing_files(snapshot, digests)
+    if wrong:
+        logger.warning(f"{', '.join(wrong)} of {repo_id} arrived damaged or incomplete; downloading again.")
+        _forget(snapshot, wrong)
+        download(commit, allow_patterns=wrong, force_download=True)
+        wrong = differing_files(snapshot, digests)
+    if wrong:
+        _forget(snapshot, wrong)
+        raise HubError(
+            f"{', '.join(wrong)} of {repo_id} at {commit} arrived twice with another content than {api.endpoint} lists "
+            "(SHA mismatch); the damaged copies were deleted from the cache."
+        )
+    return snapshot
+
+
+def _listing(api: HfApi, repo_id: str, revision: str, path: str | None) -> tuple[str, dict[str, str]]:
+    with explained(api, repo_id, revision):
+        # An endpoint that is down must not keep a user with a warm cache waiting for long.
+        commit = retrying(lambda: api.model_info(repo_id, revision=revision), attempts=2).sha
+        digests = retrying(lambda: remote_digests(api, repo_id, commit))
+    wanted = re.compile(re.escape(path) + "/") if path else None
+    return commit, {
+        name: digest
+        for name, digest in digests.items()
+        if (wanted.match(name) if wanted else not IGNORED_PATHS.match(name))
+    }
+
+
+def _patterns(path: str | None) -> dict[str, list[str]]:
+    return {"ignore_patterns": IGNORED} if path is None else {"allow_patterns": [f"{path}/*"]}
+
+
+def _cached_snapshot(repo_id: str, revision: str, path: str | None, cache_dir, unreachable: UnreachableError) -> Path:
+    try:
+        snapshot = Path(
+            snapshot_download(repo_id, revision=revision, local_files_only=True, cache_dir=cache_dir, **_patterns(path))
+        )
+    except OSError:
+        raise unreachable from None
+    wrong = [str(file.relative_to(snapshot)) for file in _files(snapshot) if not _is_intact(file)]
+    if wrong:
+        raise HubError(f"{', '.join(wrong)} of {repo_id} in the local cache is damaged; pull again with a connection.")
+    logger.warning(f"The Hub was not asked; {repo_id} comes from the local cache, commit {snapshot.name}.")
+    return snapshot
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def _is_intact(file: Path) -> bool:
+    """Whether a file in the cache has the hash that its blob is named after."""
+    # The blob may be a link itself, to a store that repositories share and that has names of its own.
+    name = Path(os.readlink(file)).name if file.is_symlink() else ""
+    kind = {64: "sha256", 40: "git"}.get(len(name))
+    return kind is None or file_digest(file, kind) == f"{kind}:{name}"
+
+
+def _forget(snapshot: Path, names: list[str]) -> None:
+    for name in names:
+        link = snapshot / name
+        while link.is_symlink():
+            target = link.parent / os.readlink(link)
+            link.unlink()
+            link = target
+        link.unlink(missing_ok=True)
+
+
+__all__ = ["Pulled", "pull"]

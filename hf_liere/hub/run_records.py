@@ -1,0 +1,188 @@
+"""
+What a saved folder itself tells of its model: its configuration says what it is, the records of the training scripts
+how and on what it was trained, and on what it was evaluated.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..auto import model_class
+from ..storage.saved_weights import ADAPTER_CONFIG, first_line, read_json
+from .facts import METRICS, FactsError, common_facts
+
+
+RUN_FILE = "run_config.json"
+RESULTS_FILE = "eval_results.json"
+RECIPE_FIELDS = (
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "rotary_learning_rate_factor",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "max_grad_norm",
+    "label_smoothing_factor",
+    "bf16",
+    "fp16",
+)
+UNUSED = (None, False, 0, 0.0, -1)
+NOT_RECORDED = "not recorded"
+FOLDERS = ("image_folder", "video_folder", "volume_file")
+
+
+def describe_checkpoint(folder: Path) -> dict[str, Any]:
+    """
+    Facts of a saved model or adapter by name: those of [`Facts`], with every field of the configuration as `model`.
+
+    Raises:
+        FactsError: if its configuration cannot be read or is none of our models'.
+    """
+    if (folder / ADAPTER_CONFIG).is_file():
+        adapter = record(folder, ADAPTER_CONFIG)
+        patch, base = part(adapter, "rotary_patch", ADAPTER_CONFIG), adapter.get("base") or [{}]
+        shapes = {"num_hidden_layers": base[0].get("layers"), "num_attention_heads": base[0].get("heads")}
+        model = {**patch, **{name: value for name, value in shapes.items() if value is not None}}
+        return {"architecture": "adapter", "encoding": patch.get("position_encoding"), "model": model}
+    architectures = record(folder, "config.json").get("architectures") or [None]
+    try:
+        cls = model_class(architectures[0])
+        config = cls.config_class.from_pretrained(folder)
+    except Exception as error:
+        # The strict configuration raises errors of its own, which name the field and what it accepts.
+        raise FactsError(f"{folder / 'config.json'} is no configuration of ours: {first_line(error)}") from None
+    values = config.to_dict()
+    model = {**(values.get("vision_config") or {}), **values, **(values.get("rotary_patch") or {})}
+    found = {"architecture": cls.__name__, "encoding": model.get("position_encoding"), "model": model}
+    if cls.__name__.endswith("Classification"):
+        names = [str(config.id2label[number]) for number in range(config.num_labels)]
+        model["num_labels"] = config.num_labels
+        found["class_names"] = [] if names == [f"LABEL_{number}" for number in range(len(names))] else names
+    return found
+
+
+def result_of_run(folder: str | Path, metrics: Mapping[str, Any] | None = None) -> dict | None:
+    """
+    The evaluation that a training script left in its output folder, or `metrics` of that run; `None` if there is none.
+
+    Returns:
+        `image_size`, `samples`, `weights` (digest of the evaluated weights), `data` (what was evaluated, see
+        [`data_of_run`]), and for every metric its value and, as `<metric>_low` and `<metric>_high`, the bounds of its
+        95% interval.
+
+    Raises:
+        FactsError: if the record cannot be read, or the evaluation changed its images or positions on purpose.
+    """
+    folder = Path(folder)
+    metrics = record(folder, RESULTS_FILE) if metrics is None else metrics
+    if not metrics:
+        return None
+    run = record(folder, RUN_FILE)
+    condition = part(run, "condition")
+    changed = {name: condition.get(name) for name in ("evaluation_shuffle", "evaluation_offset")}
+    if any(value not in (None, "none", 0) for value in changed.values()):
+        shown = ", ".join(f"{name} {value}" for name, value in changed.items() if value not in (None, "none", 0))
+        raise FactsError(f"{folder} holds an evaluation with {shown}; accepted: evaluations of unchanged images.")
+    data, samples = data_of_run(run, "evaluation"), metrics.get("eval_samples")
+    samples = data.get("samples") if samples is None else samples
+    result = {
+        "image_size": run.get("image_size"),
+        # Examples that could not be read are counted apart and in no metric.
+        "samples": samples and samples - metrics.get("eval_unreadable", 0),
+        "weights": record(folder, "weights.json").get("sha256"),
+        "data": data,
+    }
+    for metric in METRICS:
+        for name in (metric, f"{metric}_low", f"{metric}_high"):
+            if f"eval_{name}" in metrics:
+                result[name] = metrics[f"eval_{name}"]
+    return result
+
+
+def data_of_run(run: Mapping[str, Any], side: str) -> dict[str, Any] | None:
+    """
+    What a run was trained on (`side="train"`) or evaluated on (`side="evaluation"`), as its record names it.
+
+    Returns:
+        A mapping with the names of `facts.DATA_FIELDS`; of a data set in common.yaml also what is known of it. `None`
+        if the run did not train.
+    """
+    arguments = part(run, "data")
+    if "examples" in run:
+        used = part(run, "examples").get(side)
+    else:
+        # Records of hf_liere 0.1.0 only hold the arguments.
+        infix = "train" if side == "train" else "validation"
+        place = next((arguments[name] for name in FOLDERS if arguments.get(name)), None)
+        used = {"name": arguments.get("dataset_name"), "files": arguments.get(f"{infix}_files"), "folder": place}
+        used["split"] = arguments.get("train_split" if side == "train" else "eval_split")
+        if side == "train" and not part(run, "training").get("do_train", True):
+            used = None
+    if used is None:
+        return None if side == "train" else {"name": NOT_RECORDED, "type": "custom"}
+    name, files = used.get("name"), [Path(file).name for file in used.get("files") or []]
+    data = _known_data(name, files)
+    if data is None and name:
+        data = {"name": name, "type": name, "hub_id": name if "/" in name else None}
+    elif data is None:
+        shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
+        data = {"name": shown or used.get("folder") or NOT_RECORDED, "type": "custom"}
+    details = {"files": files, **{key: used.get(key) for key in ("config", "split", "samples")}}
+    return {key: value for key, value in (data | details).items() if value}
+
+
+def _known_data(name: str | None, files: list[str]) -> dict[str, Any] | None:
+    for known in common_facts()["datasets"].values():
+        named = name is not None and name in (known.get("hub_id"), known["type"])
+        if named or (name is None and files and set(files) <= set(known.get("files", ()))):
+            return {key: value for key, value in known.items() if key not in ("split", "files")}
+    return None
+
+
+def recipe_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What was set of the training and the augmentation, by the names of the flags."""
+    training, augmentation, data = part(run, "training"), part(run, "augmentation"), part(run, "data")
+    chosen = {name: training[name] for name in RECIPE_FIELDS if training.get(name) not in UNUSED}
+    if chosen.get("gradient_accumulation_steps") == 1:
+        chosen.pop("gradient_accumulation_steps")
+    if "max_steps" in chosen:
+        # Trainer stops there, whatever the number of epochs.
+        chosen.pop("num_train_epochs", None)
+    chosen |= {name: data[name] for name in ("max_train_samples",) if data.get(name)}
+    if data.get("train_fraction", 1) != 1:
+        chosen["train_fraction"] = data["train_fraction"]
+    if run.get("model_name_or_path"):
+        chosen["model_name_or_path"] = run["model_name_or_path"]
+    crops = augmentation.get("random_resized_crop")
+    used = {name: value for name, value in augmentation.items() if value not in UNUSED}
+    for name, switch in (
+        ("random_resized_crop_scale", crops),
+        ("rand_augment_magnitude", augmentation.get("rand_augment_ops")),
+        ("mixing_probability", augmentation.get("mixup_alpha") or augmentation.get("cutmix_alpha")),
+        ("repeated_augmentation", augmentation.get("repeated_augmentation", 1) > 1),
+    ):
+        if not switch:
+            used.pop(name, None)
+    return chosen | used
+
+
+def record(folder: Path, name: str) -> dict[str, Any]:
+    """The record of that name in a folder; empty if there is none. Raises [`FactsError`] if it cannot be read."""
+    path = folder / name
+    try:
+        return read_json(path) if path.exists() else {}
+    except ValueError as error:
+        raise FactsError(str(error)) from None
+
+
+def part(content: Mapping[str, Any], name: str, file: str = RUN_FILE) -> dict[str, Any]:
+    """A group of a record; empty if it is absent."""
+    value = content.get(name)
+    if not isinstance(value, dict | None):
+        raise FactsError(f"{name} in {file} is {value!r}; accepted: a json object.")
+    return value or {}

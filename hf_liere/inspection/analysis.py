@@ -1,0 +1,409 @@
+"""
+Everything that can be measured on a model without labels, as data: what it is, what its position encoding has learned,
+where it looks, what it costs.
+
+    analysis = analyse(model, [pixel_values])
+    analysis.save("outputs/analysis")          # analysis.json and analysis.npz
+    attention_maps(model, pixel_values).maps   # one thing alone
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from ..models.encodings import FoldedComRoPE, FoldedLieRE
+from ..models.vision_towers import Tower, head_shape, position_table
+from ..patching.apply import is_patched
+from .attention import (
+    AttentionMaps,
+    attention_distances,
+    attention_maps,
+    attention_relativity,
+    class_probabilities,
+    overlay,
+    size_options,
+    vision_tower,
+)
+from .costs import Cost, count_cost
+from .encodings import (
+    AngleStatistics,
+    Commutators,
+    Frequencies,
+    Initialization,
+    RelativityError,
+    angle_statistics,
+    commutators,
+    generators,
+    initialization,
+    learned_frequencies,
+    patch_steps,
+    relativity_error,
+    rotary_encoding,
+    rotations,
+)
+
+
+JSON_NAME, ARRAYS_NAME = "analysis.json", "analysis.npz"
+# Displacements of all patches at which outputs are compared, in patches.
+OUTPUT_OFFSETS = (0.0, 0.5, 1.0, 2.0, 4.0)
+
+
+class OutputChange(NamedTuple):
+    """
+    Attributes:
+        offsets: (offsets,) in patches.
+        change: (offsets, images) ‖f(x; p + c) − f(x; p)‖ / ‖f(x; p)‖.
+    """
+
+    offsets: torch.Tensor
+    change: torch.Tensor
+
+
+@dataclass
+class EncodingAnalysis:
+    """
+    What a rotary encoding has learned.
+
+    Attributes:
+        generators: (A, layers, heads, blocks, b, b).
+        positions: (P, A) coordinates of `rotations`, one patch apart from the origin on each axis, then on all of them.
+        rotations: (layers, heads, blocks, P, b, b).
+        commutators, relativity, angles, frequencies: See [`encoding_analysis`].
+        initialization: What untrained generators are like; `None` for those that are never trained.
+    """
+
+    generators: torch.Tensor
+    positions: torch.Tensor
+    rotations: torch.Tensor
+    commutators: Commutators
+    relativity: RelativityError
+    angles: AngleStatistics
+    frequencies: Frequencies | None
+    initialization: Initialization | None
+
+
+@dataclass
+class InputAnalysis:
+    """
+    What a model does with inputs of one size.
+
+    Attributes:
+        size: (height, width), or (frames, height, width), in pixels.
+        cost: Of one input.
+        attention, distances: See [`attention_maps`] and [`attention_distances`]; `None` where no input was given.
+        output_change: See [`output_change`]; of the first size only; `None` where no input was given
+            or nothing rotates.
+        probabilities: See [`class_probabilities`]; `None` where no input was given or the model is no classifier.
+    """
+
+    size: tuple[int, ...]
+    cost: Cost
+    attention: AttentionMaps | None = None
+    distances: torch.Tensor | None = None
+    output_change: OutputChange | None = None
+    probabilities: torch.Tensor | None = None
+
+
+@dataclass
+class Analysis:
+    """
+    Attributes:
+        model: What the model is: names and numbers from its configuration.
+        encoding: `None` for a model without rotations.
+        attention_relativity: Of the whole model, see [`attention_relativity`]; `None` where nothing rotates or it could
+            not be measured.
+        inputs: One entry for each input size.
+        remarks: What could not be measured and why, what a figure does not say, one sentence each.
+    """
+
+    model: dict
+    encoding: EncodingAnalysis | None
+    attention_relativity: torch.Tensor | None = None
+    inputs: list[InputAnalysis] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Every tensor, under the path of its attribute: `encoding.commutators.norm`, `inputs.0.attention.maps`, …"""
+        return {name: value.numpy() for name, value in _leaves(self) if isinstance(value, torch.Tensor)}
+
+    def facts(self) -> dict:
+        """Everything that is no tensor, nested, with the shape of each tensor in its place."""
+        return _facts(self)
+
+    def save(self, directory: str | Path) -> None:
+        """Write `analysis.json`, everything that is no tensor, and `analysis.npz`, the tensors under the same names."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(directory / ARRAYS_NAME, **self.arrays())
+        (directory / JSON_NAME).write_text(json.dumps(self.facts(), indent=2) + "\n", encoding="utf-8")
+
+
+def analyse(
+    model: nn.Module, inputs: Sequence[torch.Tensor] = (), batch_size: int = 8, progress: bool = False
+) -> Analysis:
+    """
+    Args:
+        model: A model of this package or of transformers, folded, patched or neither; it is left as it is.
+        inputs: `pixel_values` of each size, (B, C, H, W) or (B, T, C, H, W). Without any, costs are counted on a black
+            input of the trained size, and attention is not measured.
+        batch_size: Inputs at a time.
+        progress: Whether to show progress bars.
+
+    Raises:
+        ValueError: if the model has no vision tower, has weights that are not finite, or refuses an input.
+    """
+    tower = vision_tower(model)
+    _check_finite(tower.module)
+    encoding = rotary_encoding(tower.module)
+    analysis = Analysis(describe(model), None if encoding is None else _analyse_encoding(encoding, progress))
+    analysis.remarks += _remarks(tower, encoding, bool(inputs))
+    if tower.is_flexible:
+        return analysis
+    if encoding is not None:
+        try:
+            analysis.attention_relativity = attention_relativity(model)
+        except ValueError as error:
+            analysis.remarks.append(f"Whether the model's attention is relative is not measured: {error}")
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        for pixel_values in inputs or [black_input(tower)]:
+            device = next(tower.module.parameters()).device
+            cost = count_cost(tower.module, pixel_values[:1].to(device), **size_options(tower, pixel_values))
+            measured = InputAnalysis(input_size(pixel_values), cost)
+            if inputs:
+                options = {"batch_size": batch_size, "progress": progress}
+                measured.attention = attention_maps(model, pixel_values, **options)
+                measured.distances = attention_distances(model, pixel_values, **options)
+                measured.probabilities = class_probabilities(model, pixel_values, **options)
+                if encoding is not None and not analysis.inputs:
+                    measured.output_change = output_change(model, pixel_values, **options)
+            analysis.inputs.append(measured)
+    finally:
+        for module in was_training:
+            module.training = True
+    return analysis
+
+
+def _check_finite(tower: nn.Module) -> None:
+    wrong = [name for name, parameter in tower.named_parameters() if not parameter.isfinite().all()]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"{wrong[0]}{more} of {type(tower).__name__} holds NaN or infinity; needed are finite weights."
+        )
+
+
+def describe(model: nn.Module) -> dict:
+    """What a model is, in the names of its configuration."""
+    tower = vision_tower(model)
+    heads, head_dim = head_shape(tower.attentions[0][1])
+    encoding = rotary_encoding(tower.module)
+    config = tower.module.config
+    labels = getattr(getattr(model, "config", None), "id2label", None) or {}
+    names = [str(labels[index]) for index in sorted(labels)]
+    description = {
+        "class": type(model).__name__,
+        "model_type": getattr(getattr(model, "config", config), "model_type", None),
+        "patched": is_patched(model),
+        "position_encoding": getattr(config, "position_encoding", None),
+        "absolute_table": _reads_table(tower),
+        "layers": len(tower.attentions),
+        "heads": heads,
+        "head_dim": head_dim,
+        "hidden_size": config.hidden_size,
+        "train_grid": list(tower.train_grid),
+        "patch_size": None if tower.is_flexible else list(tower.patch_embedding.kernel_size),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "labels": len(names),
+        "classes": names,
+    }
+    if encoding is not None:
+        names = ("position_encoding", "block_size", "coordinates", "share_heads", "share_layers", "rotate_prefix")
+        description |= {name: getattr(encoding.config, name) for name in names}
+        description["rotated_layers"] = encoding.num_layers
+        description["folded"] = isinstance(encoding, (FoldedLieRE, FoldedComRoPE)) or (
+            encoding.config.folded_grids is not None
+        )
+    return description
+
+
+def _reads_table(tower: Tower) -> bool:
+    """Whether absolute positions are added to the patches, by a table or by sinusoids."""
+    patch = getattr(tower.module, "rotary_patch", None)
+    if patch is not None and (patch.config.keep_absolute == "drop" or patch.config.absolute_weight == 0):
+        return False
+    return position_table(tower.embeddings) is not None
+
+
+def _analyse_encoding(encoding, progress: bool) -> EncodingAnalysis:
+    matrices = generators(encoding)
+    steps = torch.diag(patch_steps(encoding))
+    positions = torch.cat([steps, steps.sum(0, keepdim=True)])
+    return EncodingAnalysis(
+        generators=matrices.float(),
+        positions=positions,
+        rotations=rotations(matrices, positions).float(),
+        commutators=commutators(matrices),
+        relativity=relativity_error(encoding, progress=progress),
+        angles=angle_statistics(encoding),
+        frequencies=learned_frequencies(encoding),
+        initialization=initialization(encoding),
+    )
+
+
+def _remarks(tower: Tower, encoding, has_inputs: bool) -> list[str]:
+    remarks = []
+    if encoding is None:
+        remarks.append(
+            "There are no rotations of this package in the model: no generators, rotations or frequencies to show."
+        )
+    if isinstance(encoding, FoldedComRoPE):
+        remarks.append(
+            "The model is folded: its eigenbasis is in the query and key weights, so that generators are shown in that "
+            "basis, where they are plane rotations. Their elements are not those of ComRoPE's Table 8."
+        )
+    if isinstance(encoding, FoldedLieRE):
+        grids = ", ".join("×".join(map(str, grid)) for grid in encoding.config.folded_grids) or "none"
+        remarks.append(
+            f"The model is folded: rotations are constants for the grids {grids} and count as parameters; the "
+            "generators they came from are kept."
+        )
+    if tower.is_flexible:
+        remarks.append(
+            "Attention and cost are not measured: every image comes with its own grid (spatial_shapes), which this "
+            "report does not read."
+        )
+    elif not has_inputs:
+        remarks.append("Attention is not measured: no image was given.")
+    return remarks
+
+
+@torch.no_grad()
+def output_change(
+    model: nn.Module,
+    pixel_values: torch.Tensor,
+    batch_size: int = 8,
+    *,
+    offsets: Sequence[float] = OUTPUT_OFFSETS,
+    progress: bool = False,
+) -> OutputChange:
+    """
+    How much the output changes if the coordinates of all patches move together (ComRoPE §4.3.1, Fig. 5):
+    ‖f(x; p + c) − f(x; p)‖ / ‖f(x; p)‖, f the pooled output of the vision tower.
+
+    A relative encoding leaves attention between patches as it is, and therefore the output, if class and register
+    tokens move too (`rotate_prefix`) or there are none; where they are not rotated, what they see of the patches moves.
+    A table of absolute positions, and whatever else tells positions, stays where it is, so that a change of 0 speaks of
+    these rotations alone; see [`attention_relativity`] for the whole model.
+
+    Args:
+        offsets: The c on every axis, in patches of the trained grid.
+
+    Raises:
+        ValueError: if nothing in the model rotates.
+    """
+    tower = vision_tower(model)
+    encoding = rotary_encoding(tower.module)
+    if encoding is None:
+        raise ValueError(f"{type(model).__name__} has no rotations whose positions could be moved.")
+    steps, offset = patch_steps(encoding), 0.0
+
+    def move(module, inputs, options):
+        positions, grid, *rest = inputs
+        moved = positions.clone()
+        first = 0 if encoding.config.rotate_prefix else positions.shape[-2] - math.prod(grid)
+        moved[..., first:, :] += offset * steps.to(positions)
+        # Rotations of a regular grid come from its corner at the origin.
+        return (moved, None, *rest), options
+
+    parameter = next(tower.module.parameters())
+    options = size_options(tower, pixel_values)
+    outputs, moves = [], [moved for moved in offsets if moved]
+    hook = encoding.register_forward_pre_hook(move, with_kwargs=True)
+    try:
+        starts = range(0, len(pixel_values), batch_size)
+        with tqdm(total=len(starts) * (len(moves) + 1), desc="offsets", disable=not progress) as bar:
+            for start in starts:
+                batch = pixel_values[start : start + batch_size].to(parameter.device, parameter.dtype)
+                results = {}
+                for offset in (0.0, *moves):  # noqa: B007 (read by the hook)
+                    results[offset] = _pooled(tower.module(batch, **options)).float().cpu()
+                    bar.update()
+                reference = results[0.0]
+                changes = [(results[moved] - reference).norm(dim=1) / reference.norm(dim=1) for moved in offsets]
+                outputs.append(torch.stack(changes))
+    finally:
+        hook.remove()
+    return OutputChange(torch.tensor(offsets), torch.cat(outputs, dim=1))
+
+
+def _pooled(output) -> torch.Tensor:
+    pooled = getattr(output, "pooler_output", None)
+    return output.last_hidden_state.flatten(1) if pooled is None else pooled
+
+
+def black_input(tower: Tower) -> torch.Tensor:
+    """One black image or clip of the trained size."""
+    extents = tower.patch_embedding.kernel_size
+    *frames, height, width = (size * extent for size, extent in zip(tower.train_grid[-len(extents) :], extents))
+    return torch.zeros(1, *frames, tower.patch_embedding.in_channels, height, width)
+
+
+def input_size(pixel_values: torch.Tensor) -> tuple[int, ...]:
+    """(height, width) or (frames, height, width) of (B, C, H, W) or (B, T, C, H, W)."""
+    height, width = pixel_values.shape[-2:]
+    return (pixel_values.shape[1], height, width) if pixel_values.ndim == 5 else (height, width)
+
+
+def _children(value) -> list[tuple[str, object]]:
+    if dataclasses.is_dataclass(value):
+        return [(entry.name, getattr(value, entry.name)) for entry in dataclasses.fields(value)]
+    if hasattr(value, "_asdict"):
+        return list(value._asdict().items())
+    if isinstance(value, list) and value and not isinstance(value[0], (str, int)):
+        return [(str(index), entry) for index, entry in enumerate(value)]
+    return []
+
+
+def _leaves(value, name: str = ""):
+    children = _children(value)
+    if not children:
+        yield name, value
+    for child, entry in children:
+        yield from _leaves(entry, f"{name}.{child}" if name else child)
+
+
+def _facts(value):
+    if isinstance(value, torch.Tensor):
+        return {"shape": list(value.shape)}
+    if isinstance(value, Cost):
+        shares = {"parameter_share": value.parameter_share, "operation_share": value.operation_share}
+        return dataclasses.asdict(value) | shares
+    children = _children(value)
+    if isinstance(value, list) and children:
+        return [_facts(entry) for _, entry in children]
+    return {name: _facts(entry) for name, entry in children} if children else value
+
+
+__all__ = [
+    "Analysis",
+    "AttentionMaps",
+    "analyse",
+    "attention_distances",
+    "attention_maps",
+    "attention_relativity",
+    "output_change",
+    "overlay",
+]

@@ -1,0 +1,328 @@
+"""Where a vision transformer looks: attention maps and distances of any model that `find_towers` knows."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from ..models.vision_towers import Tower, find_towers, takes
+
+
+class AttentionMaps(NamedTuple):
+    """
+    Attributes:
+        maps: (layers, images, *grid) float32, mean over heads of the attention that one query pays to every patch. Sums
+            to 1 less what goes to class and register tokens.
+        grid: Patches per axis: (rows, columns), or (frames, rows, columns) for video.
+        query: Whose attention it is: `"class token"` or `"mean of patches"`.
+        per_head: (layers, images, heads, *grid) float32, where asked for.
+    """
+
+    maps: torch.Tensor
+    grid: tuple[int, ...]
+    query: str
+    per_head: torch.Tensor | None = None
+
+
+def vision_tower(model: nn.Module, target: str | None = None) -> Tower:
+    """
+    The vision tower of a model, patched or not.
+
+    Args:
+        target: Its dotted name, needed only where there are several.
+
+    Raises:
+        ValueError: if there is none, or several and `target` names none of them.
+    """
+    towers = {tower.name: tower for tower in find_towers(model)}
+    if target is None and len(towers) == 1:
+        return next(iter(towers.values()))
+    if target not in towers:
+        raise ValueError(f"target={target!r} names no vision tower of {type(model).__name__}; accepted: {[*towers]}.")
+    return towers[target]
+
+
+def attention_maps(
+    model: nn.Module,
+    pixel_values: torch.Tensor,
+    batch_size: int = 8,
+    *,
+    per_head: bool = False,
+    progress: bool = False,
+) -> AttentionMaps:
+    """
+    Attention of the pooled query over the patches, layer by layer (LieRE App. G): of the class token, or the mean over
+    patches as queries where the model pools patches or has no class token.
+
+    Runs the vision tower alone, in evaluation mode and with eager attention; both are as before afterwards. One model
+    can be looked at by one thread at a time.
+
+    Args:
+        model: A model of this package or of transformers, folded, patched or neither.
+        pixel_values: (B, C, H, W) images or (B, T, C, H, W) clips, prepared as for `forward`, of any size it takes.
+        batch_size: Images at a time.
+        per_head: Whether to return the heads as well as their mean.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: if the model has no vision tower, its tokens are not a grid of patches, or it refuses the input.
+    """
+    tower = vision_tower(model)
+    takes_mean = getattr(tower.module.config, "pooling", "cls") in ("mean", "mean_all")
+    queries = set()
+
+    def pooled_query(weights: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+        prefix = weights.shape[-1] - math.prod(grid)
+        by_mean = takes_mean or prefix == 0
+        queries.add("mean of patches" if by_mean else "class token")
+        row = weights[:, :, prefix:].mean(dim=2) if by_mean else weights[:, :, 0]
+        return row[..., prefix:].unflatten(-1, grid)
+
+    heads, grid = observe_attention(tower, pixel_values, pooled_query, batch_size, progress)
+    return AttentionMaps(heads.mean(dim=2), grid, queries.pop(), heads if per_head else None)
+
+
+def attention_distances(
+    model: nn.Module, pixel_values: torch.Tensor, batch_size: int = 8, *, progress: bool = False
+) -> torch.Tensor:
+    """
+    How far patches look: d = mean_q Σ_k w_qk ‖k − q‖ over patches q and k, w the attention weights among patches,
+    normalised to Σ_k w_qk = 1 (ViT, Dosovitskiy et al. 2021, Fig. 7 and Fig. 11).
+
+    Args:
+        model, pixel_values, batch_size, progress: As in [`attention_maps`].
+
+    Returns:
+        (layers, images, heads) float32, in patches; on video a patch is a tubelet, on each axis.
+    """
+    apart: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def distance(weights: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+        if grid not in apart:
+            places = torch.cartesian_prod(*[torch.arange(size, dtype=torch.float32) for size in grid])
+            apart[grid] = torch.cdist(places, places).to(weights.device)
+        prefix = weights.shape[-1] - math.prod(grid)
+        weights = weights[:, :, prefix:, prefix:]
+        return ((weights * apart[grid]).sum(-1) / weights.sum(-1)).mean(-1)
+
+    return observe_attention(vision_tower(model), pixel_values, distance, batch_size, progress)[0]
+
+
+def attention_relativity(model: nn.Module) -> torch.Tensor:
+    """
+    How far the model's attention is from a function of the differences of positions, whatever tells it positions: on an
+    input of the trained size whose patches are all alike, the first layer's logit s_ij − s_ii is the same for all pairs
+    of patches i and j with the same j − i, if nothing but that difference is seen (the RoPE equation, ComRoPE eq. 2).
+
+    Returns:
+        (heads,) the largest spread of s_ij − s_ii over pairs with the same difference, in nats: attention weights of
+        such pairs differ by a factor of up to e to it. 0 up to rounding in float32 for relative attention.
+
+    Raises:
+        ValueError: as [`attention_maps`].
+    """
+    tower = vision_tower(model)
+    if next(tower.module.parameters()).dtype != torch.float32:
+        (tower,) = find_towers(copy.deepcopy(tower.module).float())
+
+    def spread(weights: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+        prefix = weights.shape[-1] - math.prod(grid)
+        weights = weights[0, :, prefix:, prefix:].cpu()
+        logits = weights.log()
+        logits = (logits - logits.diagonal(dim1=1, dim2=2).unsqueeze(-1)).flatten(1)
+        places, extents = torch.cartesian_prod(*map(torch.arange, grid)), torch.tensor(grid)
+        differences = places - places.unsqueeze(1) + extents - 1
+        strides = (2 * extents - 1).flip(0).cumprod(0).roll(1)
+        strides[0] = 1
+        index = (differences * strides.flip(0)).sum(-1).flatten().expand_as(logits)
+        # Of weights that small the logarithm has lost its digits.
+        seen = weights.flatten(1) > 1e-30
+        ends = logits.new_full((len(logits), math.prod(2 * size - 1 for size in grid)), -math.inf)
+        highest = ends.scatter_reduce(1, index, logits.where(seen, -math.inf), "amax")
+        negative = ends.scatter_reduce(1, index, (-logits).where(seen, -math.inf), "amax")
+        return (highest + negative).clamp(min=0).amax(1, keepdim=True).T
+
+    return observe_attention(tower, patches_alike(tower), spread)[0][0, 0]
+
+
+def patches_alike(tower: Tower) -> torch.Tensor:
+    """One image or clip of the trained size, whose patches are all the same one, drawn from a fixed seed."""
+    extent, grid = tower.patch_embedding.kernel_size, tower.train_grid
+    generator = torch.Generator().manual_seed(0)
+    patch = torch.randn(tower.patch_embedding.in_channels, *extent, generator=generator)
+    pixels = patch.repeat(1, *grid[-len(extent) :])
+    return (pixels.transpose(0, 1) if len(extent) == 3 else pixels).unsqueeze(0)
+
+
+@torch.no_grad()
+def class_probabilities(
+    model: nn.Module, pixel_values: torch.Tensor, batch_size: int = 8, *, progress: bool = False
+) -> torch.Tensor | None:
+    """
+    (images, labels) probabilities of a classifier in evaluation mode, of each label by itself where several may hold;
+    `None` for other models. Arguments as in [`attention_maps`].
+    """
+    if not type(model).__name__.endswith(("ForImageClassification", "ForVideoClassification")):
+        return None
+    parameter, options = next(model.parameters()), size_options(vision_tower(model), pixel_values)
+    batches = pixel_values.split(batch_size)
+    logits = torch.cat(
+        [
+            model(pixel_values=batch.to(parameter.device, parameter.dtype), **options).logits.float().cpu()
+            for batch in tqdm(batches, desc="predictions", disable=not progress)
+        ]
+    )
+    if getattr(model.config, "problem_type", None) == "multi_label_classification":
+        return logits.sigmoid()
+    return logits.softmax(-1)
+
+
+@torch.no_grad()
+def observe_attention(
+    tower: Tower,
+    pixel_values: torch.Tensor,
+    reduce: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor],
+    batch_size: int = 8,
+    progress: bool = False,
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """
+    `reduce`, of every layer's attention weights (B, H, N, N) in float32 and the grid of the patches, which are the last
+    tokens: (layers, images, …), and the grid. No more than one layer's weights are held at a time.
+
+    Raises:
+        ValueError: as [`attention_maps`].
+    """
+    if tower.is_flexible:
+        raise ValueError(
+            f"{type(tower.module).__name__} takes images with a grid of their own each (spatial_shapes); attention is "
+            "looked at on one grid, which only models with a patch convolution have."
+        )
+    if not len(pixel_values) or batch_size < 1:
+        raise ValueError(f"{len(pixel_values)} images in batches of {batch_size}: at least one of each is needed.")
+    parameter = next(tower.module.parameters())
+    options = size_options(tower, pixel_values)
+    batches = []
+    with _recording(tower, reduce) as (record, grids):
+        for start in tqdm(range(0, len(pixel_values), batch_size), desc="attention", disable=not progress):
+            record.clear()
+            tower.module(pixel_values[start : start + batch_size].to(parameter.device, parameter.dtype), **options)
+            batches.append(torch.stack([record[layer] for layer in range(len(tower.attentions))]))
+    return torch.cat(batches, dim=1), grids.pop()
+
+
+def size_options(tower: Tower, pixel_values: torch.Tensor) -> dict[str, bool]:
+    """What a vision tower must be told to take inputs of this size: models of transformers that are not patched."""
+    if not takes(tower.module, "interpolate_pos_encoding"):
+        return {}
+    size = tower.module.config.image_size
+    trained = (size, size) if isinstance(size, int) else tuple(size)
+    return {} if tuple(pixel_values.shape[-2:]) == trained else {"interpolate_pos_encoding": True}
+
+
+@contextmanager
+def _recording(tower: Tower, reduce) -> Iterator[tuple[dict[int, torch.Tensor], set[tuple[int, ...]]]]:
+    """Hooks that reduce what eager attention returns; configuration and modes are restored at the end."""
+    record: dict[int, torch.Tensor] = {}
+    grids: set[tuple[int, ...]] = set()
+
+    def see_grid(module, inputs, output):
+        grids.clear()
+        grids.add(tuple(output.shape[2:]))
+
+    def see_weights(layer):
+        def hook(module, inputs, output):
+            weights = output[1] if isinstance(output, tuple) else None
+            (grid,) = grids
+            if weights is None or weights.ndim != 4 or weights.shape[-1] < math.prod(grid):
+                shape = None if weights is None else tuple(weights.shape)
+                raise ValueError(
+                    f"{type(module).__name__} returned attention weights of shape {shape} for {math.prod(grid)} "
+                    "patches; needed are (batch, heads, tokens, tokens) with every patch among the tokens."
+                )
+            record[layer] = reduce(weights.float(), grid).cpu()
+
+        return hook
+
+    modes = [(module, module.training) for module in tower.module.modules()]
+    hooks = [tower.patch_embedding.register_forward_hook(see_grid)]
+    hooks += [attention.register_forward_hook(see_weights(i)) for i, (_, attention) in enumerate(tower.attentions)]
+    try:
+        tower.module.eval()
+        with eager_attention(tower):
+            yield record, grids
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def eager_attention(tower: Tower) -> Iterator[None]:
+    """Attention in matrix products that can be seen, whatever implementation is configured."""
+    # Attention modules may see their configuration through that of another module.
+    configs = [tower.module.config, *(getattr(a.config, "base", a.config) for _, a in tower.attentions)]
+    configs = {id(config): config for config in configs}.values()
+    implementations = [config._attn_implementation_internal for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for config, implementation in zip(configs, implementations):
+            config._attn_implementation_internal = implementation
+
+
+def overlay(
+    image,
+    attention: torch.Tensor | np.ndarray,
+    *,
+    opacity: float = 0.6,
+    colormap: str = "viridis",
+    limits: tuple[float, float] | None = None,
+) -> np.ndarray:
+    """
+    An attention map laid over its input: stretched to the image, scaled to its own smallest and largest value, so that
+    grids of any size compare (LieRE App. G), coloured and blended.
+
+    Args:
+        image: A PIL image, or (H, W, 3), (H, W, 1) or (H, W) uint8.
+        attention: (rows, columns); a video's map for one frame at a time.
+        opacity: Weight of the map's colours, 0 … 1.
+        colormap: Name of a colour map of matplotlib, which is needed here.
+        limits: Values at the ends of the colour map instead, for maps that are to share one scale.
+
+    Returns:
+        (H, W, 3) uint8.
+
+    Raises:
+        ValueError: if the shapes or the opacity are none of these.
+    """
+    from matplotlib import colormaps
+
+    pixels = np.asarray(image.convert("RGB") if hasattr(image, "convert") else image)
+    if pixels.ndim == 2:
+        pixels = pixels[..., None]
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[-1] not in (1, 3):
+        raise ValueError(
+            f"The image is {pixels.dtype} of shape {pixels.shape}; needed is uint8, (H, W) or (H, W, 1 or 3)."
+        )
+    values = torch.as_tensor(attention).detach().float().cpu()
+    if values.ndim != 2:
+        raise ValueError(f"The attention map has shape {tuple(values.shape)}; needed is (rows, columns).")
+    if not 0 <= opacity <= 1:
+        raise ValueError(f"opacity={opacity} must lie in [0, 1].")
+    low, high = limits or (values.min().item(), values.max().item())
+    # A patch is one piece of information: its square is not smoothed away.
+    rows, columns = (torch.arange(n) * m // n for n, m in zip(pixels.shape[:2], values.shape))
+    scaled = ((values - low) / max(high - low, torch.finfo(values.dtype).tiny)).clamp(0, 1)
+    colours = colormaps[colormap](scaled[rows][:, columns].numpy())[..., :3] * 255
+    return ((1 - opacity) * pixels + opacity * colours).round().astype(np.uint8)

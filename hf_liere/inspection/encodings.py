@@ -1,0 +1,299 @@
+"""
+What a rotary encoding has learned, from its generators alone, in float64: nothing here runs the model.
+
+Layers or heads that share generators count once: "layers" is 1 then.
+"""
+
+import copy
+import itertools
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from ..models.encodings import ComRoPEAxialPartition, FoldedComRoPE, RotaryEncoding, build_rotary_encoding
+from ..models.lie_algebra import block_rotations, plane_rotations, skew
+from ..models.positions import grid_positions
+
+
+# Pairs of patches whose products of rotations are compared; each takes an eigenvalue decomposition per block.
+PAIRS = 24
+OFFSETS = 12
+HISTOGRAM_BINS = 61
+# Of untrained generators: what learned ones are compared with.
+DRAWS = 10
+ELEMENTS_COMPARED = 20_000
+
+
+class Commutators(NamedTuple):
+    """
+    ‖A_a A_b − A_b A_a‖_F in the Frobenius norm, for every pair of axes a < b.
+
+    Attributes:
+        axes: The pairs of axes.
+        norm: (pairs, layers, heads).
+        relative: The same divided by ‖A_a‖_F ‖A_b‖_F, 0 where a generator is zero; at most √2 (Böttcher and Wenzel).
+    """
+
+    axes: tuple[tuple[int, int], ...]
+    norm: torch.Tensor
+    relative: torch.Tensor
+
+
+class RelativityError(NamedTuple):
+    """
+    How far R(p)ᵀR(q) is from a function of q − p: e(c) = ‖R(p + c)ᵀR(q + c) − R(p)ᵀR(q)‖ in the spectral norm, 0 for
+    a relative encoding (the RoPE equation, ComRoPE eq. 2) and at most 2. A query and a key of length 1 change their
+    product by no more than that.
+
+    Attributes:
+        offsets: (offsets,), the common displacement c of both tokens on every axis, in patches.
+        largest, mean: (offsets, layers, heads), over the pairs of patches and over blocks.
+    """
+
+    offsets: torch.Tensor
+    largest: torch.Tensor
+    mean: torch.Tensor
+
+
+class AngleStatistics(NamedTuple):
+    """
+    Elements of the upper triangles of the angle matrices A_a (ComRoPE App. F, Table 8, Fig. 8), without the blocks that
+    `comrope_ap` and `axial_rope` leave zero for the axes they do not serve.
+
+    Attributes:
+        std: Standard deviation over everything.
+        layer_std: (layers,).
+        edges: (bins + 1,), symmetric around zero.
+        density: (bins,), the share of the elements per unit of their value.
+    """
+
+    std: float
+    layer_std: torch.Tensor
+    edges: torch.Tensor
+    density: torch.Tensor
+
+
+class Initialization(NamedTuple):
+    """
+    Elements of generators as `rotary_init` and `rotary_init_scale` draw them, beside those of [`AngleStatistics`]; the
+    ones that training started from are not in a checkpoint, so that distributions are all that can be compared.
+
+    Attributes:
+        name, scale: `rotary_init` and `rotary_init_scale`.
+        std: Standard deviation over everything.
+        edges, density: As in [`AngleStatistics`], over the range of both.
+        learned_density: Of the learned elements, over the same edges.
+        distance: Largest difference between the cumulative distributions of learned and untrained elements
+            (Kolmogorov and Smirnov's statistic), from 0 to 1; of `ELEMENTS_COMPARED` elements where there are more.
+        chance: The largest distance of one of `DRAWS` draws of untrained generators from the others.
+    """
+
+    name: str
+    scale: float
+    std: float
+    edges: torch.Tensor
+    density: torch.Tensor
+    learned_density: torch.Tensor
+    distance: float
+    chance: float
+
+
+class Frequencies(NamedTuple):
+    """
+    Attributes:
+        per_coordinate: (A, layers, heads, planes) angular frequencies in radians per unit of a coordinate.
+        per_patch: The same in radians per patch of the trained grid. A plane turns by f · (q − p) between two patches.
+    """
+
+    per_coordinate: torch.Tensor
+    per_patch: torch.Tensor
+
+
+def rotary_encoding(tower: nn.Module) -> RotaryEncoding | None:
+    """The encoding of a vision tower, ours or patched; `None` if it has no rotations."""
+    encoding = getattr(tower, "rotary_encoding", None)
+    return encoding if isinstance(encoding, RotaryEncoding) else None
+
+
+def generators(encoding: RotaryEncoding) -> torch.Tensor:
+    """
+    The skew-symmetric A_a, (A, layers, heads, blocks, b, b) in float64.
+
+    Those of a folded ComRoPE are in the eigenbasis that its weights contain: plane rotations, b = 2.
+    """
+    device = next((parameter.device for parameter in encoding.parameters()), torch.device("cpu"))
+    return skew(encoding.entries(device).detach().to("cpu", torch.float64), encoding.block_size)
+
+
+def patch_positions(encoding: RotaryEncoding, grid: tuple[int, ...] | None = None) -> torch.Tensor:
+    """(N, A) coordinates of the patches of a grid, by default the trained one, without prefix tokens."""
+    config = encoding.config
+    return grid_positions(grid or config.train_grid, config.train_grid, config.coordinates)
+
+
+def patch_steps(encoding: RotaryEncoding) -> torch.Tensor:
+    """(A,) distance of neighbouring patches of the trained grid in coordinates; 0 on an axis of one patch."""
+    positions = patch_positions(encoding)
+    intervals = positions.new_tensor(encoding.config.train_grid).sub(1).clamp(min=1)
+    return (positions.amax(0) - positions.amin(0)) / intervals
+
+
+def rotations(matrices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """
+    R(p) = exp(Σ_a p_a A_a) (LieRE eq. 4, ComRoPE eq. 3).
+
+    Args:
+        matrices: (A, …, blocks, b, b) generators in float64.
+        positions: (P, A) in float64.
+
+    Returns:
+        (…, blocks, P, b, b) in float64.
+    """
+    if matrices.shape[-1] > 2:
+        return block_rotations(positions, matrices, torch.float64)
+    cos, sin = plane_rotations(positions, matrices[..., 1, 0].flatten(1), torch.float64).unbind(-1)
+    planes = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
+    return planes.unflatten(0, matrices.shape[1:-2])
+
+
+def commutators(matrices: torch.Tensor) -> Commutators:
+    """Of generators (A, layers, heads, blocks, b, b), over all blocks of a head."""
+    axes = tuple(itertools.combinations(range(len(matrices)), 2))
+    norms = matrices.flatten(-3).norm(dim=-1)
+    absolute = norms.new_zeros(len(axes), *norms.shape[1:])
+    relative = absolute.clone()
+    for pair, (first, second) in enumerate(axes):
+        product = matrices[first] @ matrices[second]
+        # B A = (A B)ᵀ for skew-symmetric matrices.
+        absolute[pair] = (product - product.transpose(-1, -2)).flatten(-3).norm(dim=-1)
+        scale = norms[first] * norms[second]
+        relative[pair] = torch.where(scale > 0, absolute[pair] / scale.where(scale > 0, 1), 0)
+    return Commutators(axes, absolute, relative)
+
+
+def relativity_error(
+    encoding: RotaryEncoding, offsets: Iterable[float] | None = None, pairs: int = PAIRS, progress: bool = False
+) -> RelativityError:
+    """
+    Args:
+        offsets: In patches; `None` means from 0 to the length of the longest axis of the trained grid.
+        pairs: Number of pairs of patches of the trained grid: two opposite corners, and others drawn from a fixed seed.
+        progress: Whether to show a progress bar.
+    """
+    if offsets is None:
+        longest = max(encoding.config.train_grid)
+        offsets = torch.linspace(0, longest, min(longest, OFFSETS) + 1, dtype=torch.float64).tolist()
+    offsets = torch.tensor(list(offsets), dtype=torch.float64)
+    steps = patch_steps(encoding)
+    first, second = (patch_positions(encoding)[chosen] for chosen in _pairs(encoding.config.train_grid, pairs))
+    matrices = generators(encoding)
+    largest = matrices.new_zeros(len(offsets), *matrices.shape[1:3])
+    mean = largest.clone()
+    with tqdm(total=largest[..., 0].numel(), desc="relativity", disable=not progress) as bar:
+        for layer, layer_matrices in enumerate(matrices.unbind(1)):
+            reference = rotations(layer_matrices, first).transpose(-1, -2) @ rotations(layer_matrices, second)
+            for index, offset in enumerate(offsets):
+                shifted = [rotations(layer_matrices, points + offset * steps) for points in (first, second)]
+                difference = shifted[0].transpose(-1, -2) @ shifted[1] - reference
+                # The largest singular value; of the small Gram matrix it is found sooner, and as exactly.
+                squares = torch.linalg.eigvalsh(difference.transpose(-1, -2) @ difference)[..., -1]
+                errors = squares.clamp(min=0).sqrt().flatten(1)
+                largest[index, layer], mean[index, layer] = errors.amax(1), errors.mean(1)
+                bar.update()
+    return RelativityError(offsets, largest, mean)
+
+
+def _pairs(grid: tuple[int, ...], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices p and q of patches."""
+    patches = math.prod(grid)
+    chosen = torch.randint(patches, (2, count), generator=torch.Generator().manual_seed(0))
+    chosen[:, 0] = torch.tensor([0, patches - 1])
+    return chosen[0], chosen[1]
+
+
+def angle_statistics(encoding: RotaryEncoding) -> AngleStatistics:
+    """Of the generators' elements, see [`AngleStatistics`]."""
+    elements = _elements(generators(encoding), encoding.config.position_encoding)
+    edges, density = _densities(elements)
+    return AngleStatistics(
+        elements.std(correction=0).item(), elements.flatten(1).std(dim=1, correction=0), edges, density
+    )
+
+
+def _elements(matrices: torch.Tensor, position_encoding: str) -> torch.Tensor:
+    """(layers, axes · blocks, heads · elements) of the upper triangles."""
+    row, column = torch.triu_indices(*matrices.shape[-2:], offset=1)
+    elements = matrices[..., row, column].permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
+    if position_encoding in ("comrope_ap", "axial_rope"):
+        served = (elements != 0).any(2).any(0)
+        elements = elements[:, served] if served.any() else elements
+    return elements
+
+
+def _densities(*samples: torch.Tensor) -> list[torch.Tensor]:
+    """Edges that hold all samples, and the density of each."""
+    bound = max(*(sample.abs().max().item() for sample in samples), torch.finfo(torch.float32).tiny)
+    densities = [torch.histogram(sample, HISTOGRAM_BINS, range=(-bound, bound), density=True) for sample in samples]
+    return [densities[0].bin_edges, *(density.hist for density in densities)]
+
+
+def initialization(encoding: RotaryEncoding) -> Initialization | None:
+    """What training started from, see [`Initialization`]; `None` for `axial_rope`, which is not trained."""
+    config = copy.deepcopy(encoding.config)
+    if config.position_encoding == "axial_rope":
+        return None
+    config.folded_grids = None
+    untrained, draws = build_rotary_encoding(config, encoding.num_axes), []
+    learned = _elements(generators(encoding), config.position_encoding).flatten()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for _ in range(DRAWS):
+            untrained.reset_parameters()
+            if isinstance(encoding, FoldedComRoPE):
+                matrices = skew(untrained.folded_frequencies().detach().double().unsqueeze(-1), 2)
+            else:
+                matrices = generators(untrained)
+            draws.append(_some(_elements(matrices, config.position_encoding).flatten()))
+        compared = _some(learned)
+    drawn = torch.cat(draws)
+    edges, density, learned_density = _densities(drawn, learned)
+    return Initialization(
+        config.rotary_init,
+        config.rotary_init_scale,
+        drawn.std(correction=0).item(),
+        edges,
+        density,
+        learned_density,
+        _distance(compared, drawn),
+        max(_distance(draw, torch.cat(draws[:index] + draws[index + 1 :])) for index, draw in enumerate(draws)),
+    )
+
+
+def _some(elements: torch.Tensor) -> torch.Tensor:
+    """At most `ELEMENTS_COMPARED`: a distribution is known well enough by then."""
+    return elements[torch.randperm(len(elements))[:ELEMENTS_COMPARED]]
+
+
+def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Kolmogorov and Smirnov's statistic."""
+    values = torch.cat([first, second])
+    shares = [torch.searchsorted(sample.sort().values, values, right=True) / len(sample) for sample in (first, second)]
+    return (shares[0] - shares[1]).abs().max().item()
+
+
+def learned_frequencies(encoding: RotaryEncoding) -> Frequencies | None:
+    """
+    Of encodings that are rotations of planes in some basis: b = 2 as it is, ComRoPE in its eigenbasis (folded or not).
+    `None` for LieRE with larger blocks, whose generators have no planes in common.
+    """
+    if encoding.block_size == 2:
+        frequencies = generators(encoding)[..., 1, 0]
+    elif isinstance(encoding, ComRoPEAxialPartition):
+        frequencies = encoding.folded_frequencies().detach().to("cpu", torch.float64)
+    else:
+        return None
+    return Frequencies(frequencies, frequencies * patch_steps(encoding).view(-1, 1, 1, 1))

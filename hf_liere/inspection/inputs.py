@@ -1,0 +1,212 @@
+"""Images and clips that `hf-liere inspect` looks at: read from files or a data set, prepared as a model wants them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..errors import InputError, require_libraries
+
+
+IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
+VIDEO_SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
+ARRAY_SUFFIX = ".npy"
+SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, ARRAY_SUFFIX)
+TABLE_SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
+
+
+class InspectionError(InputError):
+    """What cannot be inspected as asked; the message says what can."""
+
+
+@dataclass
+class Sample:
+    """
+    Attributes:
+        name: File name, or place in a data set.
+        frames: (T, H, W, C) uint8, C = 3 or 1; an image is one frame.
+    """
+
+    name: str
+    frames: np.ndarray
+
+
+@dataclass
+class Preparation:
+    """
+    From frames to `pixel_values`, with the numbers of a checkpoint's processor: resized to exactly the size that is
+    asked for instead of being cropped, so that attention maps lie on what is shown.
+
+    Attributes:
+        num_channels: 1 or 3.
+        num_frames: Frames of a clip; `None` for images.
+        rescale_factor, mean, std: pixels · rescale_factor, less mean, divided by std.
+        resample: PIL's filter.
+    """
+
+    num_channels: int
+    num_frames: int | None
+    rescale_factor: float = 1 / 255
+    mean: Sequence[float] = (0.5,)
+    std: Sequence[float] = (0.5,)
+    # PIL.Image.Resampling.BILINEAR, without importing what only `inspect` needs.
+    resample: int = 2
+
+    @classmethod
+    def of(cls, processor, num_channels: int, num_frames: int | None) -> "Preparation":
+        """Without a processor: pixels from −1 to 1, as for ViT."""
+        if processor is None:
+            return cls(num_channels, num_frames)
+        normalizes = processor.do_normalize and processor.image_mean is not None
+        return cls(
+            num_channels,
+            num_frames,
+            processor.rescale_factor if processor.do_rescale else 1.0,
+            processor.image_mean if normalizes else (0.0,),
+            processor.image_std if normalizes else (1.0,),
+            processor.resample,
+        )
+
+    def resize(self, sample: Sample, size: tuple[int, int]) -> np.ndarray:
+        """(T, H, W, C) uint8 of the model's size, number of frames and channels."""
+        from PIL import Image
+
+        frames = sample.frames
+        if self.num_frames is not None:
+            frames = frames[np.linspace(0, len(frames) - 1, self.num_frames).round().astype(int)]
+        mode = "L" if self.num_channels == 1 else "RGB"
+        pictures = [Image.fromarray(frame.squeeze(-1) if frame.shape[-1] == 1 else frame) for frame in frames]
+        resized = [picture.convert(mode).resize(size[::-1], self.resample) for picture in pictures]
+        return np.stack(resized).reshape(len(frames), *size, self.num_channels)
+
+    def pixel_values(self, clips: Sequence[np.ndarray]) -> torch.Tensor:
+        """(B, C, H, W) of images, (B, T, C, H, W) of clips, from what [`resize`] returns."""
+        pixels = torch.from_numpy(np.stack(clips)).permute(0, 1, 4, 2, 3).float() * self.rescale_factor
+        mean, std = (torch.tensor(list(values)).view(-1, 1, 1) for values in (self.mean, self.std))
+        pixels = (pixels - mean) / std
+        return pixels[:, 0] if self.num_frames is None else pixels
+
+
+def read_samples(
+    files: Sequence[str], dataset: str | None, split: str | None, max_samples: int, is_video: bool
+) -> list[Sample]:
+    """
+    Args:
+        files: Images, videos or arrays.
+        dataset: A folder of them, a table with an image or video column, or the name of a data set on the Hub.
+        split: Of a data set; `None` means its test or validation split, or its first.
+        max_samples: How many of the data set.
+        is_video: Whether clips are wanted.
+
+    Raises:
+        InspectionError: if something cannot be read; the message names it.
+    """
+    samples = [read_file(Path(name), is_video) for name in files]
+    if dataset is None:
+        return samples
+    if max_samples < 1:
+        raise InspectionError(f"--max_samples {max_samples}: accepted are 1 and more.")
+    if Path(dataset).is_dir():
+        paths = sorted(path for path in Path(dataset).rglob("*") if path.suffix.lower() in SUFFIXES)
+        if not paths:
+            raise InspectionError(f"{dataset} holds no images or videos; accepted are files in {', '.join(SUFFIXES)}.")
+        # From all over the folder, for data sets keep one class in one place.
+        places = np.linspace(0, len(paths) - 1, min(max_samples, len(paths))).round().astype(int)
+        return samples + [read_file(paths[place], is_video) for place in places]
+    return samples + list(islice(_read_dataset(dataset, split, is_video), max_samples))
+
+
+def read_file(path: Path, is_video: bool) -> Sample:
+    """
+    Raises:
+        InspectionError: if this is no image, video or array of frames, or does not fit the model.
+    """
+    suffix = path.suffix.lower()
+    if not path.is_file():
+        raise InspectionError(f"{path} is no file.")
+    if suffix not in SUFFIXES:
+        raise InspectionError(f"{path.name}: accepted are files in {', '.join(SUFFIXES)}.")
+    try:
+        if suffix in IMAGE_SUFFIXES:
+            frames = _image(path)[None]
+        elif suffix == ARRAY_SUFFIX:
+            frames = np.load(path, allow_pickle=False)
+            frames = frames[..., None] if frames.ndim == 3 else frames
+        else:
+            from transformers.video_utils import load_video
+
+            frames = load_video(str(path), backend="pyav")[0]
+    except ImportError:
+        raise
+    except Exception as error:
+        # Decoders throw whatever they like at broken files.
+        raise InspectionError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error
+    return _checked(Sample(path.name, frames), is_video)
+
+
+def _checked(sample: Sample, is_video: bool) -> Sample:
+    frames = sample.frames
+    if frames.ndim != 4 or frames.dtype != np.uint8 or frames.shape[-1] not in (1, 3) or not frames.size:
+        raise InspectionError(
+            f"{sample.name} is {frames.dtype} of shape {frames.shape}; accepted is uint8, (frames, height, width) or "
+            "(frames, height, width, 1 or 3)."
+        )
+    if not is_video and len(frames) > 1:
+        raise InspectionError(f"{sample.name} has {len(frames)} frames; this model takes images.")
+    return sample
+
+
+def _image(source) -> np.ndarray:
+    from PIL import Image
+
+    with Image.open(source) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Sample]:
+    require_libraries(f"Reading {name}", "inspect", "datasets")
+    import datasets
+
+    suffix = Path(name).suffix.lower()
+    try:
+        if suffix in TABLE_SUFFIXES:
+            found = datasets.load_dataset(TABLE_SUFFIXES[suffix], data_files=name, streaming=True)
+        else:
+            found = datasets.load_dataset(name, streaming=True)
+    except Exception as error:
+        raise InspectionError(f"The data set {name} cannot be read: {type(error).__name__}: {error}") from error
+    chosen = split or next((part for part in ("test", "validation") if part in found), next(iter(found)))
+    if chosen not in found:
+        raise InspectionError(f"--split {chosen}: {name} has {', '.join(found)}.")
+    rows = found[chosen]
+    features = rows.features or {}
+    kinds = (datasets.Image, datasets.Video) if is_video else (datasets.Image,)
+    column = next((column for column, feature in features.items() if isinstance(feature, kinds)), None)
+    if column is None:
+        raise InspectionError(
+            f"{name} has no column of {'images or videos' if is_video else 'images'}: {dict(features) or 'unknown'}."
+        )
+    # A table alone is called "train" whatever is in it.
+    origin = Path(name).name if suffix in TABLE_SUFFIXES else chosen
+    rows, index = iter(rows), 0
+    while True:
+        place = f"{origin} {index}"
+        try:
+            frames = _frames(next(rows)[column])
+        except StopIteration:
+            return
+        except Exception as error:
+            # As broken files, which rows may hold.
+            raise InspectionError(f"{place} of {name} cannot be read: {type(error).__name__}: {error}") from error
+        yield _checked(Sample(place, frames), is_video)
+        index += 1
+
+
+def _frames(value) -> np.ndarray:
+    if hasattr(value, "convert"):
+        return np.asarray(value.convert("RGB"))[None]
+    # torchcodec's decoder: (T, C, H, W).
+    return value[:].permute(0, 2, 3, 1).numpy()

@@ -1,0 +1,374 @@
+"""The plots of an inspection report, each drawn for a light and for a dark page, as SVG."""
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from matplotlib import cm, colormaps, colors, rc_context, ticker
+from matplotlib.figure import Figure
+
+from .analysis import Analysis, EncodingAnalysis, InputAnalysis, OutputChange
+from .attention import overlay
+
+
+# Told apart with any colour vision: cividis for quantities; for signs two maps whose zero is the page's own colour.
+SEQUENTIAL = "cividis"
+THEMES = {
+    "light": {"text": "#1f2328", "line": "#8c959f", "signs": "PuOr", "layers": (0.0, 0.75)},
+    "dark": {"text": "#e6edf3", "line": "#6e7681", "signs": "berlin", "layers": (0.35, 1.0)},
+}
+# Okabe and Ito's colours that stand out from white and from black.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+# Of a mosaic of matrices that shares a row with others.
+NUMBERS_ACROSS = 150
+FRAMES_SHOWN = 4
+LAYERS_ACROSS = 6
+
+
+@dataclass
+class Plot:
+    """
+    Attributes:
+        title, caption, alt: What is to be seen; `alt` in place of the picture.
+        svg: The picture, for each theme.
+    """
+
+    title: str
+    caption: str
+    alt: str
+    svg: dict[str, str]
+
+
+def draw(paint: Callable[[Figure, dict], None], width: float, height: float) -> dict[str, str]:
+    """SVG for each theme of what `paint(figure, theme)` draws, on a transparent page; sizes in inches."""
+    pictures = {}
+    for name, theme in THEMES.items():
+        text = {key: theme["text"] for key in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")}
+        style = text | {
+            "axes.edgecolor": theme["line"],
+            "axes.facecolor": "none",
+            "axes.grid": False,
+            "axes.spines.right": False,
+            "axes.spines.top": False,
+            "figure.facecolor": "none",
+            "font.family": "DejaVu Sans",
+            "font.size": 9,
+            "grid.color": theme["line"],
+            "legend.frameon": False,
+            "savefig.facecolor": "none",
+            # The same picture gives the same file.
+            "svg.hashsalt": "hf_liere",
+        }
+        with rc_context(style):
+            figure = Figure(figsize=(width, height), layout="constrained")
+            paint(figure, theme)
+            file = io.StringIO()
+            figure.savefig(file, format="svg", metadata={"Date": None}, dpi=144, bbox_inches="tight")
+        pictures[name] = file.getvalue()
+    return pictures
+
+
+def mosaic(matrices: torch.Tensor) -> tuple[np.ndarray, tuple[int, int]]:
+    """
+    (layers, heads, blocks, b, b) → one picture with a tile per layer (down) and head (across), in which the blocks of
+    the head's block-diagonal matrix stand side by side, NaN between them; and the (height, width) of a tile.
+    """
+    layers, heads, blocks, size, _ = matrices.shape
+    columns = math.ceil(math.sqrt(blocks))
+    rows = math.ceil(blocks / columns)
+    tile = (rows * (size + 1) + 1, columns * (size + 1) + 1)
+    picture = np.full((layers * tile[0], heads * tile[1]), np.nan, dtype=np.float32)
+    for (layer, head, block), _ in np.ndenumerate(np.empty((layers, heads, blocks), dtype=bool)):
+        row, column = divmod(block, columns)
+        top, left = layer * tile[0] + row * (size + 1) + 1, head * tile[1] + column * (size + 1) + 1
+        picture[top : top + size, left : left + size] = matrices[layer, head, block]
+    return picture, tile
+
+
+def chosen(count: int, most: int) -> list[int]:
+    """At most so many of the numbers up to `count`, first and last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
+
+
+def plot_mosaics(panels: Sequence[tuple[str, torch.Tensor]], label: str, limit: float | None = None) -> dict[str, str]:
+    """Mosaics on one scale that is symmetric around zero, below each other if they are too wide for one row."""
+    layers, heads = panels[0][1].shape[:2]
+    mosaics = [mosaic(matrices) for _, matrices in panels]
+    height, width = mosaics[0][0].shape
+    extend = "neither"
+    if limit is None:
+        # A few elements far from zero would leave no colour for the others.
+        sizes = np.abs(np.concatenate([matrices.numpy().ravel() for _, matrices in panels]))
+        # Generators that are all zero have no scale.
+        limit, extend = float(np.quantile(sizes, 0.995)) or float(sizes.max()) or 1.0, "both"
+    stacked = width > NUMBERS_ACROSS
+    rows, columns = (len(panels), 1) if stacked else (1, len(panels))
+
+    def paint(figure: Figure, theme: dict) -> None:
+        axes = figure.subplots(rows, columns, squeeze=False).ravel()
+        for axis, (picture, tile), (title, _) in zip(axes, mosaics, panels):
+            norm = colors.Normalize(-limit, limit)
+            shown = axis.imshow(picture, cmap=theme["signs"], norm=norm, interpolation="nearest")
+            axis.set_title(title, fontsize=9)
+            label_layers_and_heads(axis, layers, heads, tile)
+            for border in range(layers + 1):
+                axis.axhline(border * tile[0] - 0.5, color=theme["line"], linewidth=0.5)
+            for border in range(heads + 1):
+                axis.axvline(border * tile[1] - 0.5, color=theme["line"], linewidth=0.5)
+        bar = {"location": "bottom", "fraction": 0.05, "shrink": 0.5, "aspect": 40, "extend": extend}
+        few_ticks(figure.colorbar(shown, ax=list(axes), label=label, **bar).ax.xaxis)
+
+    across = 9.0 if stacked else min(9.0 / columns, 4.5)
+    return draw(paint, across * columns + 0.6, (across * height / width + 0.6) * rows + 0.6)
+
+
+def label_layers_and_heads(axis, layers: int, heads: int, tile: tuple[int, int] = (1, 1)) -> None:
+    """Ticks for tiles of so many numbers, from 1."""
+    ticks = [[place * extent + (extent - 1) / 2 for place in range(n)] for n, extent in zip((layers, heads), tile)]
+    axis.set_yticks(ticks[0], [str(layer + 1) for layer in range(layers)])
+    axis.set_xticks(ticks[1], [str(head + 1) for head in range(heads)])
+    axis.set(xlabel="head", ylabel="layer")
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0)
+
+
+def plot_generators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:
+    panels = [(f"{name} axis", matrices) for name, matrices in zip(axes, encoding.generators)]
+    return plot_mosaics(panels, "element (radians per unit of the coordinate)")
+
+
+def plot_rotations(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:
+    first, *_, last = encoding.rotations.unbind(3)
+    panels = [(f"one patch further on the {axes[0]} axis", first), ("one patch further on every axis", last)]
+    return plot_mosaics(panels, "element of R, no unit", limit=1.0)
+
+
+def plot_commutators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:
+    found = encoding.commutators
+    # Below, it is rounding.
+    top = found.relative.max().item() if found.relative.max() > 1e-9 else 1.0
+
+    def paint(figure: Figure, theme: dict) -> None:
+        panels = figure.subplots(1, len(found.axes), squeeze=False)[0]
+        for axis, (first, second), values in zip(panels, found.axes, found.relative):
+            shown = axis.imshow(values.numpy(), cmap=SEQUENTIAL, vmin=0, vmax=top, aspect="auto")
+            axis.set_title(f"{axes[first]} and {axes[second]}", fontsize=9)
+            label_layers_and_heads(axis, *values.shape)
+            if values.numel() <= 48:
+                for (layer, head), value in np.ndenumerate(values.numpy()):
+                    colour = "black" if value > 0.6 * top else "white"
+                    axis.text(head, layer, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8)
+        figure.colorbar(shown, ax=list(panels), label="relative norm, no unit")
+
+    layers, heads = found.relative.shape[1:]
+    return draw(paint, min(10.0, 2.2 + len(found.axes) * max(2.6, 0.45 * heads)), max(2.3, 0.22 * layers + 1.2))
+
+
+def layer_colours(count: int, theme: dict) -> np.ndarray:
+    """A colour per layer, from dark to light, without those that vanish on the page."""
+    return colormaps["viridis"](np.linspace(*theme["layers"], count))
+
+
+def plot_relativity(encoding: EncodingAnalysis) -> dict[str, str]:
+    found = encoding.relativity
+    offsets = found.offsets.numpy()
+
+    def paint(figure: Figure, theme: dict) -> None:
+        axis = figure.subplots()
+        layers = found.mean.shape[1]
+        for layer, colour in enumerate(layer_colours(layers, theme)):
+            label = f"layer {layer + 1}" if layers <= 6 or layer in (0, layers - 1) else None
+            axis.plot(offsets, found.mean[:, layer].mean(-1).numpy(), "o-", markersize=3, color=colour, label=label)
+        largest = found.largest.amax((1, 2)).numpy()
+        axis.plot(offsets, largest, "--", color=theme["text"], label="largest of all")
+        axis.set(xlabel="common offset c of both tokens (patches)", ylabel="e(c), spectral norm, no unit")
+        if largest.max() < 1e-5:
+            axis.set_yscale("symlog", linthresh=1e-15)
+            axis.set_ylim(0, 1e-3)
+        else:
+            axis.set_ylim(0, 2.05)
+        axis.grid(alpha=0.4)
+        axis.legend(ncols=2, fontsize=8)
+
+    return draw(paint, 6.5, 3.4)
+
+
+def plot_output_change(found: OutputChange) -> dict[str, str]:
+    offsets, change = found.offsets.numpy(), found.change.numpy()
+
+    def paint(figure: Figure, theme: dict) -> None:
+        axis = figure.subplots()
+        axis.plot(offsets, change.mean(1), "o-", color=COLOURS[0])
+        axis.fill_between(offsets, *np.quantile(change, (0.25, 0.75), axis=1), color=COLOURS[0], alpha=0.2, linewidth=0)
+        axis.set(xlabel="common offset of all patches (patches)", ylabel="‖change‖ / ‖output‖, no unit")
+        # Rounding is not a result.
+        axis.set_ylim(0, max(1.1 * change.max(), 1e-2))
+        axis.grid(alpha=0.4)
+
+    return draw(paint, 6.5, 3.2)
+
+
+def plot_angles(encoding: EncodingAnalysis) -> dict[str, str]:
+    found, start = encoding.angles, encoding.initialization
+    edges = found.edges if start is None else start.edges
+    centres = ((edges[1:] + edges[:-1]) / 2).numpy()
+    layer_std = found.layer_std.numpy()
+
+    def paint(figure: Figure, theme: dict) -> None:
+        linear, logarithmic, layers = figure.subplots(1, 3)
+        untrained = {"color": theme["text"], "linestyle": "--", "linewidth": 1}
+        densities = [(found.density if start is None else start.learned_density, "in the model", {"color": COLOURS[0]})]
+        if start is not None and start.std:
+            densities.append((start.density, f"at the start: rotary_init={start.name!r}", untrained))
+        for axis, scale in ((linear, "linear"), (logarithmic, "log")):
+            for values, label, style in densities:
+                shown = values.where(values > 0, math.nan) if scale == "log" else values
+                axis.step(centres, shown.numpy(), where="mid", label=label, **style)
+            if start is not None and not start.std:
+                axis.axvline(0, label="at the start: all zero", **untrained)
+            axis.set_yscale(scale)
+            axis.set(xlabel="element (radians per unit)", ylabel="density (per radian)", title=f"{scale} scale")
+            few_ticks(axis.xaxis)
+        few_ticks(linear.yaxis)
+        layers.plot(range(1, len(layer_std) + 1), layer_std, "o-", color=COLOURS[0], markersize=4)
+        if start is not None:
+            layers.axhline(start.std, **untrained)
+        layers.set(xlabel="layer", ylabel="standard deviation (radians)", title="by layer")
+        layers.set_ylim(0, 1.15 * max(layer_std.max(), 0 if start is None else start.std) or 1.0)
+        layers.xaxis.get_major_locator().set_params(integer=True)
+        few_ticks(layers.yaxis)
+        for axis in (linear, logarithmic, layers):
+            axis.title.set_fontsize(9)
+            axis.grid(alpha=0.4)
+        if start is not None:
+            figure.legend(*linear.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+
+    return draw(paint, 10.0, 3.1)
+
+
+def few_ticks(axis) -> None:
+    """Labels that do not touch each other, for numbers of any size."""
+    axis.set_major_locator(ticker.MaxNLocator(4))
+    axis.set_major_formatter(ticker.StrMethodFormatter("{x:.4g}"))
+
+
+def plot_frequencies(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:
+    frequencies = encoding.frequencies.per_patch
+    layers = frequencies.shape[1]
+    pairs = encoding.commutators.axes
+    bound = frequencies.abs().max().item() * 1.08 or 0.1
+    size = 14 if frequencies[0].numel() < 500 else 5
+
+    def paint(figure: Figure, theme: dict) -> None:
+        panels = figure.subplots(1, len(pairs), squeeze=False)[0]
+        for axis, (first, second) in zip(panels, pairs):
+            for layer, colour in enumerate(layer_colours(layers, theme)):
+                points = (frequencies[index, layer].flatten().numpy() for index in (second, first))
+                label = f"layer {layer + 1}" if layers <= 6 or layer in (0, layers - 1) else None
+                axis.scatter(*points, s=size, color=colour, alpha=0.7, linewidths=0, label=label)
+            if bound > math.pi:
+                corner = (-math.pi, -math.pi)
+                axis.add_patch(_square(corner, 2 * math.pi, theme["line"]))
+            axis.axhline(0, color=theme["line"], linewidth=0.6)
+            axis.axvline(0, color=theme["line"], linewidth=0.6)
+            axis.set(xlim=(-bound, bound), ylim=(bound, -bound), aspect="equal")
+            axis.set(xlabel=f"{axes[second]}: radians per patch", ylabel=f"{axes[first]}: radians per patch")
+            few_ticks(axis.xaxis)
+            few_ticks(axis.yaxis)
+        panels[0].legend(fontsize=8, loc="upper right")
+
+    return draw(paint, min(10.0, 4.6 * len(pairs)), 4.4)
+
+
+def _square(corner, side, colour):
+    from matplotlib.patches import Rectangle
+
+    return Rectangle(corner, side, side, fill=False, linestyle="--", linewidth=0.8, edgecolor=colour)
+
+
+def plot_attention(entries: Sequence[InputAnalysis], shown: Sequence[np.ndarray], image: int) -> dict[str, str]:
+    """
+    Rows of sizes (or of frames of a clip, for one size), columns of layers after the input itself.
+
+    Args:
+        entries: One for each size.
+        shown: (images, T, H, W, C) uint8, what the model was given of each size.
+        image: Which of the images.
+    """
+    rows = []
+    for entry, inputs in zip(entries, shown):
+        maps = entry.attention.maps[:, image]
+        if maps.ndim == 3:
+            rows.append((size_name(entry.size), inputs[image, 0], list(maps), [None] * len(maps)))
+            continue
+        per_tubelet = inputs.shape[1] // maps.shape[1]
+        limits = [(layer.min().item(), layer.max().item()) for layer in maps]
+        for frame in chosen(maps.shape[1], FRAMES_SHOWN):
+            first = frame * per_tubelet
+            rows.append((f"frame {first + 1}", inputs[image, first], list(maps[:, frame]), limits))
+    layers = len(rows[0][2])
+    columns = min(layers, LAYERS_ACROSS)
+    lines = math.ceil(layers / columns)
+    cell = min(2.0, 9.5 / (columns + 1))
+
+    def paint(figure: Figure, theme: dict) -> None:
+        panels = figure.subplots(len(rows) * lines, columns + 1, squeeze=False)
+        for axis in panels.ravel():
+            axis.set(xticks=[], yticks=[])
+            axis.spines[:].set_visible(False)
+        for row, (name, picture, maps, limits) in enumerate(rows):
+            panels[row * lines, 0].imshow(picture.squeeze(), cmap="gray", vmin=0, vmax=255)
+            panels[row * lines, 0].set_ylabel(name, fontsize=8)
+            for layer, values in enumerate(maps):
+                axis = panels[row * lines + layer // columns, 1 + layer % columns]
+                axis.imshow(overlay(picture, values, limits=limits[layer]))
+                if row == 0 or lines > 1:
+                    axis.set_title(f"layer {layer + 1}", fontsize=8)
+        panels[0, 0].set_title("input", fontsize=8)
+        shades = cm.ScalarMappable(colors.Normalize(0, 1), "viridis")
+        bar = figure.colorbar(shades, ax=panels.ravel().tolist(), shrink=0.8, aspect=25, ticks=[0, 1])
+        bar.set_label(f"attention, least to most of a {'map' if rows[0][3][0] is None else 'layer'}")
+
+    return draw(paint, cell * (columns + 1) + 1, cell * len(rows) * lines + 0.4)
+
+
+def plot_distances(entries: Sequence[InputAnalysis]) -> dict[str, str]:
+    uniform = [uniform_distance(entry.attention.grid) for entry in entries]
+    highest = max(*uniform, *(entry.distances.mean(1).max().item() for entry in entries))
+
+    def paint(figure: Figure, theme: dict) -> None:
+        panels = figure.subplots(1, len(entries), squeeze=False, sharey=True)[0]
+        for axis, entry, alike in zip(panels, entries, uniform):
+            heads = entry.distances.mean(1).numpy()
+            for head, values in enumerate(heads.T):
+                layers = np.arange(1, len(values) + 1)
+                axis.plot(layers, values, "o", color=COLOURS[head % len(COLOURS)], alpha=0.8, markersize=4)
+            axis.plot(layers, heads.mean(1), "-", color=theme["text"], linewidth=1, label="mean of the heads")
+            axis.axhline(alike, color=theme["line"], linestyle="--", label="uniform")
+            axis.set(xlabel="layer", ylim=(0, 1.1 * highest))
+            axis.set_title(size_name(entry.size), fontsize=9)
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.grid(alpha=0.4)
+        panels[0].set_ylabel("attention distance (patches)")
+        panels[0].legend(fontsize=8, loc="lower right")
+
+    return draw(paint, min(10.0, 1.2 + 3.2 * len(entries)), 3.2)
+
+
+def uniform_distance(grid: tuple[int, ...]) -> float:
+    """Attention distance where every patch looks at all patches alike."""
+    places = torch.cartesian_prod(*[torch.arange(size, dtype=torch.float32) for size in grid])
+    return torch.cdist(places, places).mean().item()
+
+
+def size_name(size: tuple[int, ...]) -> str:
+    """(224, 224) → "224 × 224 px", (8, 112, 112) → "8 frames of 112 × 112 px"."""
+    *frames, height, width = size
+    return (f"{frames[0]} frames of " if frames else "") + f"{height} × {width} px"
+
+
+def axis_names(analysis: Analysis) -> list[str]:
+    return ["frame", "row", "column"][-len(analysis.model["train_grid"]) :]

@@ -1,0 +1,352 @@
+"""One HTML page that says what a model is, what its position encoding has learned and what it costs."""
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+import numpy as np
+
+from ..version import __version__
+from .analysis import Analysis, EncodingAnalysis
+from .plots import (
+    Plot,
+    axis_names,
+    plot_angles,
+    plot_attention,
+    plot_commutators,
+    plot_distances,
+    plot_frequencies,
+    plot_generators,
+    plot_output_change,
+    plot_relativity,
+    plot_rotations,
+    size_name,
+)
+
+
+TEMPLATE = "report.html.jinja"
+IMAGES_SHOWN = 3
+CLASSES_SHOWN = 3
+# Of attention logits, in nats: a thousand times what rounding makes of them.
+RELATIVE_UP_TO = 1e-3
+ENCODINGS = {
+    "none": "no positions at all",
+    "absolute": "a learned table of absolute positions",
+    "axial_rope": "RoPE on each axis by itself, with fixed frequencies",
+    "rope_mixed": "RoPE-Mixed: rotations of planes by learned frequencies of all axes",
+    "liere": "LieRE: rotations R(p) = exp(Σ pₐ Aₐ) with free skew-symmetric generators Aₐ",
+    "comrope_ap": "ComRoPE-AP: learned rotations whose generators commute, each block serving one axis",
+    "comrope_ld": "ComRoPE-LD: learned rotations whose generators commute, being multiples of one matrix",
+}
+COORDINATES = {
+    "index": "patch indices 0, 1, 2, …",
+    "train_grid": "0 … 1 over the trained grid",
+    "train_index": "indices scaled to the trained grid",
+    "unit": "0 … 1 over any grid",
+    "unit_width": "0 … 1 over the width of any grid",
+}
+
+
+def render(analysis: Analysis, shown: Sequence[np.ndarray], name: str, sources: Sequence[str]) -> str:
+    """
+    Args:
+        shown: For each entry of `analysis.inputs`, (images, T, H, W, C) uint8 as the model saw them; empty without
+            images.
+        name: What the report is about.
+        sources: Names of the images.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).resolve().parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["data_uri"] = data_uri
+    return environment.get_template(TEMPLATE).render(
+        name=name,
+        version=__version__,
+        summary=summary(analysis),
+        facts=facts(analysis),
+        remarks=analysis.remarks,
+        learned=learned_plots(analysis),
+        looks=attention_plots(analysis, shown, sources),
+        sizes=[size_name(entry.size) for entry in analysis.inputs],
+        predictions=prediction_rows(analysis, sources),
+        costs=cost_rows(analysis),
+        cost_summary=cost_summary(analysis),
+    )
+
+
+def data_uri(svg: str) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+
+
+def summary(analysis: Analysis) -> str:
+    """The model in one or two sentences."""
+    model = analysis.model
+    grid = " × ".join(map(str, model["train_grid"]))
+    text = (
+        f"{model['class']} with {model['parameters']:,} parameters: {model['layers']} layers, {model['heads']} heads, "
+        f"{model['hidden_size']} wide, trained on grids of {grid} patches. "
+    )
+    encoding = model["position_encoding"]
+    if encoding is None:
+        return text + "Its positions are those of its family."
+    kind = ENCODINGS[encoding]
+    if encoding in ("liere", "comrope_ap", "comrope_ld"):
+        kind += f", in blocks of {model['block_size']} channels"
+    text += f"Its position encoding is {encoding} — {kind}"
+    if model["patched"]:
+        text += ", put into a pretrained model"
+    if model["absolute_table"] and encoding != "absolute":
+        text += ", beside absolute positions that the model adds to its patches"
+    return text + "."
+
+
+def facts(analysis: Analysis) -> list[tuple[str, str]]:
+    """Rows of the table of the configuration, named as in the configuration."""
+    model = analysis.model
+    rows = [("model_type", model["model_type"]), ("position_encoding", model["position_encoding"])]
+    if analysis.encoding is not None:
+        rows += [
+            ("block_size", model["block_size"]),
+            ("coordinates", f"{model['coordinates']} ({COORDINATES[model['coordinates']]})"),
+            ("share_heads, share_layers", f"{model['share_heads']}, {model['share_layers']}"),
+            ("rotate_prefix", model["rotate_prefix"]),
+            ("absolute positions", "added to the patches" if model["absolute_table"] else "none"),
+            ("rotated layers", f"{model['rotated_layers']} of {model['layers']}"),
+            ("folded", model["folded"]),
+        ]
+    rows.append(("head_dim", model["head_dim"]))
+    if model["patch_size"] is not None:
+        rows.append(("patch_size", " × ".join(map(str, model["patch_size"]))))
+    return [(name, "—" if value is None else str(value)) for name, value in rows]
+
+
+def learned_plots(analysis: Analysis) -> list[Plot]:
+    encoding, axes = analysis.encoding, axis_names(analysis)
+    if encoding is None:
+        return []
+    blocks = "for every layer and head the blocks of its block-diagonal matrix side by side"
+    plots = [
+        Plot(
+            "Generators",
+            f"The skew-symmetric Aₐ of every axis, {blocks}. Colours share one scale, whose ends "
+            "leave out half a percent of the elements.",
+            "Heat maps of the generators of every axis by layer and head.",
+            plot_generators(encoding, axes),
+        ),
+        Plot(
+            "Rotations",
+            f"R(p) = exp(Σ pₐ Aₐ) for a displacement of one patch, {blocks}. Close to the identity means that "
+            "neighbouring patches are hardly told apart; far from it, that the encoding resolves single patches.",
+            "Heat maps of rotation matrices by layer and head.",
+            plot_rotations(encoding, axes),
+        ),
+    ]
+    plots += _commutation_plots(analysis, axes)
+    paper = ""
+    if encoding.generators.shape[-1] == 8:
+        paper = " (ComRoPE's Table 8 reports, of its own models with b = 8: LieRE 0.195, AP 0.171, LD 0.238)"
+    plots.append(
+        Plot(
+            "Elements of the angle matrices",
+            "Distribution of the upper triangles of the generators (ComRoPE App. F, Fig. 8). Their standard deviation "
+            f"is {encoding.angles.std:.3g} radians per unit of the coordinate{paper}. {start_of(encoding)}",
+            "Density of the generators' elements on a linear and on a logarithmic scale, and their standard deviation "
+            "by layer, beside those of untrained generators.",
+            plot_angles(encoding),
+        )
+    )
+    if encoding.frequencies is not None and encoding.commutators.axes:
+        largest = encoding.frequencies.per_patch.abs().max().item()
+        beyond = ""
+        if largest > np.pi:
+            beyond = " Outside of the dashed square, a plane turns by more than π from patch to patch: it aliases."
+        plots.append(
+            Plot(
+                "Frequencies in the plane",
+                "Each point is a plane of channels, which turns by f · (q − p) between patches p and q"
+                + (" (in the eigenbasis that the generators share)" if "comrope" in _name(analysis) else "")
+                + f". The largest component is {largest:.3g} radians per patch.{beyond}",
+                "Scatter plot of the learned angular frequencies, by layer.",
+                plot_frequencies(encoding, axes),
+            )
+        )
+    return plots
+
+
+def start_of(encoding: EncodingAnalysis) -> str:
+    """What the generators were before training, by the configuration, and whether they have moved."""
+    start = encoding.initialization
+    if start is None:
+        return "They are fixed, not learned."
+    if not start.std:
+        if not encoding.angles.std:
+            return "They are all zero, as rotary_init='zeros' made them: nothing has been learned."
+        return "They were all zero at the start (rotary_init='zeros'): all that is here was learned."
+    drawn = (
+        f"Untrained ones, as rotary_init={start.name!r} with rotary_init_scale={start.scale:.4g} draws them, have "
+        f"{start.std:.3g}. The cumulative distributions of both differ by at most {start.distance:.2g} (Kolmogorov and "
+        f"Smirnov); untrained ones differ from each other by up to {start.chance:.2g}"
+    )
+    if start.distance <= start.chance:
+        return (
+            f"{drawn}, so that their distribution does not show that anything was learned. Single elements may have "
+            "moved all the same: the ones that training started from are not in a checkpoint."
+        )
+    return f"{drawn}: this is not the distribution of untrained ones."
+
+
+def _name(analysis: Analysis) -> str:
+    return analysis.model["position_encoding"] or ""
+
+
+def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
+    encoding, plots = analysis.encoding, []
+    if encoding.commutators.axes:
+        largest = encoding.commutators.relative.max().item()
+        verdict = (
+            f"The generators commute: these rotations compare patches by the difference of their positions alone. "
+            f"{relativity_of_model(analysis)}"
+            if largest < 1e-9
+            else "The generators do not commute: attention between patches depends on where both are."
+        )
+        plots.append(
+            Plot(
+                "Commutators",
+                f"‖AB − BA‖ / (‖A‖ ‖B‖) of the generators A and B of two axes, Frobenius norms over a head; at most "
+                f"{largest:.2g}. " + verdict,
+                "Heat map of relative commutator norms by layer and head.",
+                plot_commutators(encoding, axes),
+            )
+        )
+    largest = encoding.relativity.largest.max().item()
+    price = (
+        "Zero up to rounding in float64: these rotations are exactly relative."
+        if largest < 1e-5
+        else "This is the price of generators that do not commute; 2 is the most there can be."
+    )
+    plots.append(
+        Plot(
+            "Deviation from relativity",
+            "e(c) = ‖R(p + c)ᵀR(q + c) − R(p)ᵀR(q)‖, the spectral norm, over pairs of patches (the RoPE equation, "
+            f"ComRoPE eq. 2, asks for 0): lines are means over heads, blocks and pairs. At most {largest:.2g}. {price}",
+            "Curves of the relativity error over the offset, by layer.",
+            plot_relativity(encoding),
+        )
+    )
+    measured = [entry for entry in analysis.inputs if entry.output_change is not None]
+    for entry in measured:
+        plots.append(
+            Plot(
+                "What a common offset does to the output",
+                "Change of the pooled output if the coordinates of all patches move by the same offset (ComRoPE "
+                f"Fig. 5) at {size_name(entry.size)}, mean and quartiles over images. Class and register tokens that "
+                "are not rotated stay where they are, so that what they see of the patches changes for every encoding. "
+                "All else that tells positions, such as a table, stays too: 0 speaks of these rotations alone.",
+                "Curve of the relative change of the output over the offset.",
+                plot_output_change(entry.output_change),
+            )
+        )
+    return plots
+
+
+def relativity_of_model(analysis: Analysis) -> str:
+    """Whether the same holds for the model's attention, with the measured figure."""
+    found = analysis.attention_relativity
+    reason = "absolute positions are added to its patches" if analysis.model["absolute_table"] else None
+    if found is None:
+        return f"The model's attention does not: {reason}." if reason else "The model's attention was not measured."
+    largest = found.max().item()
+    measured = (
+        "On an input whose patches are all alike, logits of the first layer for pairs of patches with the same "
+        f"difference of positions vary by up to {largest:.2g}"
+    )
+    if reason is None and largest > RELATIVE_UP_TO:
+        reason = "something else in it tells where a patch is"
+    if reason is not None:
+        return f"The model's attention does not: {reason}. {measured}."
+    return f"So does the model's attention. {measured}, which is rounding."
+
+
+def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Sequence[str]) -> list[Plot]:
+    entries = [entry for entry in analysis.inputs if entry.attention is not None]
+    if not entries:
+        return []
+    query = {
+        "class token": "of the class token to every patch, mean over heads",
+        "mean of patches": "to every patch, mean over all patches as queries and over heads",
+    }
+    query = query[entries[0].attention.query]
+    is_video = len(entries[0].attention.grid) == 3
+    if is_video:
+        entries, shown, sizes = entries[:1], shown[:1], "by frame"
+    else:
+        sizes = "by input size"
+    plots = [
+        Plot(
+            f"Attention on {sources[image]}",
+            f"Attention {query}, {sizes}. Every "
+            + ("layer" if is_video else "map")
+            + " is rescaled from its least to its most (LieRE App. G).",
+            f"Attention maps of every layer laid over {sources[image]}, {sizes}.",
+            plot_attention(entries, shown, image),
+        )
+        for image in range(min(IMAGES_SHOWN, len(sources)))
+    ]
+    entries = [entry for entry in analysis.inputs if entry.attention is not None]
+    extent = " × ".join(map(str, analysis.model["patch_size"]))
+    plots.append(
+        Plot(
+            "Attention distance",
+            f"Mean distance between patches as queries and keys, weighted by attention (ViT, Fig. 11), a point per "
+            f"head, {'clips' if is_video else 'images'} looked at: {len(sources)}; one patch is {extent} "
+            f"{'frames and pixels' if is_video else 'pixels'}. The dashed line is attention to all patches alike.",
+            "Attention distance of every head over the layers, by input size.",
+            plot_distances(entries),
+        )
+    )
+    return plots
+
+
+def prediction_rows(analysis: Analysis, sources: Sequence[str]) -> list[list[str]]:
+    """For each image its name and, for each size, the likeliest classes; nothing of a model that is no classifier."""
+    entries = [entry for entry in analysis.inputs if entry.probabilities is not None]
+    if not entries:
+        return []
+    names = analysis.model["classes"]
+
+    def likeliest(probabilities) -> str:
+        found = probabilities.topk(min(CLASSES_SHOWN, len(names)))
+        return ", ".join(f"{names[index]} {value:.1%}" for value, index in zip(*(part.tolist() for part in found)))
+
+    return [
+        [source, *(likeliest(entry.probabilities[image]) for entry in entries)] for image, source in enumerate(sources)
+    ]
+
+
+def cost_rows(analysis: Analysis) -> list[list[str]]:
+    """Size, million operations, those of making the rotations and of applying them, share of both."""
+    return [
+        [
+            size_name(entry.size),
+            f"{entry.cost.operations / 1e6:,.2f}",
+            f"{entry.cost.rotation_operations / 1e6:,.2f}",
+            f"{entry.cost.rotating_operations / 1e6:,.2f}",
+            f"{entry.cost.operation_share:.1%}",
+        ]
+        for entry in analysis.inputs
+    ]
+
+
+def cost_summary(analysis: Analysis) -> str:
+    if not analysis.inputs:
+        return ""
+    cost = analysis.inputs[0].cost
+    return (
+        f"Of the vision tower's {cost.parameters:,} parameters, {cost.encoding_parameters:,} belong to rotations and "
+        f"{cost.table_parameters:,} to a table of absolute positions: {cost.parameter_share:.2%} together."
+    )

@@ -1,0 +1,1 @@
+"""Learned rotations inside pretrained vision transformers."""

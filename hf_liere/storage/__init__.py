@@ -1,0 +1,1 @@
+"""Where checkpoints lie: their names, files and folders, their digests, and the client of the Hub."""

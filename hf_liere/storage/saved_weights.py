@@ -1,0 +1,155 @@
+"""The weights in a saved folder: which files hold them, their digest, their number, and whether they are whole."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..patching.apply import CONFIG_NAME as ADAPTER_CONFIG
+from ..patching.apply import WEIGHTS_NAME as ADAPTER_WEIGHTS
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """
+    The object in a json file.
+
+    Raises:
+        ValueError: which names the file, if it cannot be read or holds anything else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no json file: {error}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; accepted: a json object.")
+    return content
+
+
+def first_line(error: Exception) -> str:
+    """What an error of another library says, as part of a sentence."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def require_folder(folder: Path) -> None:
+    """Raises `ValueError` for what does not exist or is a file."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} {what}; accepted: the folder of a saved model.")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a saved model or adapter, without those of another model beside it."""
+    require_folder(folder)
+    index = folder / "model.safetensors.index.json"
+    # The order in which transformers looks for them.
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        shards = read_json(index).get("weight_map")
+        names = sorted(set(shards.values())) if isinstance(shards, dict) else []
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError(f"{index} names no files of {folder}; accepted: weight_map with a file for every tensor.")
+    else:
+        names = [name for name in ("model.safetensors", ADAPTER_WEIGHTS) if (folder / name).is_file()]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing or not names:
+        raise ValueError(f"{folder} holds no {', '.join(missing) or 'model.safetensors'}: it is no saved model.")
+    return [folder / name for name in names]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise ValueError(f"{path} is no readable safetensors file ({reason}); it may be damaged or cut off.") from None
+
+
+def _saved_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in a folder in order of name, one in memory at a time."""
+    places = {}
+    for path in weight_files(folder):
+        with _opened(path) as file:
+            places.update({name: path for name in file.keys()})
+    for name in sorted(places):
+        with _opened(places[name]) as file:
+            tensor = file.get_tensor(name)
+        yield name, tensor
+
+
+def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over name, dtype, shape and bytes of every tensor in order of name: independent of shards and files."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        _add_tensor(digest, name, tensors[name])
+    return digest.hexdigest()
+
+
+def saved_weights_digest(folder: str | Path) -> str:
+    """
+    [`weights_digest`] of the weights in a folder, one tensor in memory at a time.
+
+    Raises:
+        ValueError: if the folder holds no safetensors, or one that cannot be read.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in _saved_tensors(Path(folder)):
+        _add_tensor(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def _add_tensor(digest, name: str, tensor: torch.Tensor) -> None:
+    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def saved_names(folder: Path) -> list[str]:
+    """Names of the tensors in a folder."""
+    names = []
+    for path in weight_files(folder):
+        with _opened(path) as file:
+            names += file.keys()
+    return names
+
+
+def saved_parameters(folder: Path) -> int:
+    """Number of values in the weights of a folder; our models save parameters only."""
+    count = 0
+    for path in weight_files(folder):
+        with _opened(path) as file:
+            count += sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())
+    return count
+
+
+def require_finite(folder: Path) -> None:
+    """Raises `ValueError` for weights that are infinite or no number."""
+    wrong = [name for name, tensor in _saved_tensors(folder) if not _is_finite(tensor)]
+    if wrong:
+        shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        raise ValueError(f"The weights in {folder} hold values that are infinite or no number (NaN): {shown}.")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
+
+
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_WEIGHTS",
+    "first_line",
+    "read_json",
+    "require_finite",
+    "require_folder",
+    "saved_names",
+    "saved_parameters",
+    "saved_weights_digest",
+    "weight_files",
+    "weights_digest",
+]

@@ -1,0 +1,111 @@
+"""Command line of training/clip_finetuning.py: what becomes of a pretrained vision tower and what of it is trained."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import CLIPConfig, PreTrainedConfig
+
+from hf_liere import RotaryPatchConfig
+from training.clip.classifiers import TRAINABLE
+from training.engine.arguments import CheckpointArguments, InputError, RunArguments
+from training.engine.models import checkpoint_config
+
+
+HEADS = ("classifier", "zero_shot")
+UNPATCHED = "none"
+
+
+@dataclass
+class FineTuningArguments(CheckpointArguments):
+    vision_config: str | None = field(
+        default=None,
+        metadata={"help": "json of CLIPVisionConfig's fields: a new CLIP vision tower instead of a checkpoint."},
+    )
+    image_size: int | None = field(
+        default=None, metadata={"help": "Height and width to train at; by default the checkpoint's."}
+    )
+    eval_image_sizes: list[int] | None = field(
+        default=None, metadata={"help": "Heights (and widths) to evaluate at in the end; by default image_size."}
+    )
+    head: str = field(
+        default="classifier",
+        metadata={"help": "What tells classes apart: a linear layer, or the text tower.", "choices": list(HEADS)},
+    )
+    prompts: list[str] = field(
+        default_factory=lambda: ["a photo of a {}."],
+        metadata={"help": "Templates for --head zero_shot, {} stands for the name of a class."},
+    )
+    trainable: str = field(
+        default="all",
+        metadata={
+            "help": "What learns: the rotations, also the classifier, also LoRA in attention, or all of the tower.",
+            "choices": list(TRAINABLE),
+        },
+    )
+    lora_rank: int = field(default=8, metadata={"help": "Rank of LoRA's matrices."})
+    lora_alpha: float = field(default=16.0, metadata={"help": "LoRA's products are scaled by this over the rank."})
+    baseline: bool = field(
+        default=True, metadata={"help": "Train the unpatched model beside it, from the same seed for as many steps."}
+    )
+
+    def architecture(self) -> dict[str, Any]:
+        return {} if self.image_size is None else {"image_size": self.image_size}
+
+
+def _patch_fields() -> list[tuple[str, type, dataclasses.Field]]:
+    """The fields of RotaryPatchConfig as flags, and `none` among the encodings."""
+    fields = []
+    for patch_field in dataclasses.fields(RotaryPatchConfig):
+        text = f"{patch_field.name} of RotaryPatchConfig, there {patch_field.default!r}."
+        kind, default = patch_field.type, patch_field.default
+        if patch_field.name == "position_encoding":
+            kind, default = str | None, None
+            text += f" {UNPATCHED} patches nothing; by default a checkpoint that is patched keeps its own."
+        if patch_field.name != "format_version":
+            fields.append((patch_field.name, kind, field(default=default, metadata={"help": text})))
+    return fields
+
+
+PatchArguments = dataclasses.make_dataclass("PatchArguments", _patch_fields())
+
+
+@dataclass
+class FineTuningTrainingArguments(RunArguments):
+    head_learning_rate_factor: float = field(
+        default=1.0, metadata={"help": "Learning rate of the classifier over that of the others."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        # The forward of the models trained here takes no labels.
+        self.label_names = ["labels"]
+        if self.head_learning_rate_factor < 0:
+            raise InputError(f"--head_learning_rate_factor {self.head_learning_rate_factor}; accepted: 0 and above.")
+        if self.push_to_hub:
+            raise InputError("--push_to_hub: a run leaves several models; accepted: publish the folder that is wanted.")
+
+
+def resolve_config(arguments: FineTuningArguments) -> PreTrainedConfig:
+    if (arguments.model_name_or_path is None) == (arguments.vision_config is None):
+        raise InputError(
+            f"--model_name_or_path {arguments.model_name_or_path} and --vision_config {arguments.vision_config}; "
+            "accepted: one of them."
+        )
+    if "rotary" in arguments.trainable and arguments.vision_config is not None:
+        raise InputError(f"--trainable {arguments.trainable}: a new model has nothing pretrained; accepted: all.")
+    if arguments.head == "zero_shot":
+        if arguments.vision_config is not None:
+            raise InputError("--head zero_shot: a new vision tower has no text tower; accepted: a checkpoint.")
+        if arguments.trainable == "rotary+head":
+            raise InputError("--trainable rotary+head: --head zero_shot has no classifier; accepted: rotary.")
+        if not arguments.prompts or any("{}" not in prompt for prompt in arguments.prompts):
+            raise InputError(f"--prompts {arguments.prompts}; accepted: texts with {{}} for the name of a class.")
+    if arguments.vision_config is None:
+        return checkpoint_config("--model_name_or_path", arguments.model_name_or_path, arguments.model_revision)
+    try:
+        return CLIPConfig(vision_config=json.loads(arguments.vision_config))
+    except Exception as error:
+        # The strict configuration raises errors of its own, which name the field and what it accepts.
+        raise InputError(f"--vision_config {arguments.vision_config}: {error}") from error

@@ -1,0 +1,184 @@
+"""Pretrained vision towers as image classifiers: what classifies, what is trained, what a finished run leaves."""
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_liere import complete_model, is_patched, rotary_parameters, save_rotary, unpatch
+from hf_liere.models.modeling_patched import COMPLETE_MODELS
+from hf_liere.models.vision_towers import find_towers
+from training.engine.arguments import InputError
+
+
+TRAINABLE = ("rotary", "rotary+head", "lora+rotary", "all")
+HEAD = "classifier."
+
+
+class Classifier(nn.Module):
+    """
+    Logits of a pretrained model for images of any size.
+
+    It is no `PreTrainedModel`, so Trainer keeps the weights of a checkpoint under the names that they have in memory:
+    for some families transformers saves them under older names, which Trainer does not find again when it resumes.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        # Trainer looks into it.
+        self.config = model.config
+        takes_size = any("interpolate_pos_encoding" in _arguments(tower.embeddings) for tower in find_towers(model))
+        self.any_size = {"interpolate_pos_encoding": True} if takes_size and not is_patched(model) else {}
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        """The model of transformers, without peft around it."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """(B, C, height, width) → logits (B, classes)."""
+        return {"logits": self.model(pixel_values=pixel_values, **self.any_size).logits}
+
+    def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return rotary_parameters(self)
+
+    def head_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of the linear classifier; where peft trains a copy, the copy."""
+        for name, parameter in self.named_parameters():
+            if HEAD in name and "original_module." not in name:
+                yield name, parameter
+
+    def frozen_parameters(self) -> Iterator[nn.Parameter]:
+        """What no run trains."""
+        return iter(())
+
+    def gradient_checkpointing_enable(self, **kwargs) -> None:
+        self.model.gradient_checkpointing_enable(**kwargs)
+
+    def activation_checkpointing_enable(self, **kwargs) -> None:
+        """The same under the name that newer releases of transformers call."""
+        self.model.activation_checkpointing_enable(**kwargs)
+
+
+class ZeroShotClassifier(Classifier):
+    """
+    Classes told apart by prompts (CLIP, §3.1): the logit of a class is the scaled cosine of the image's embedding and
+    the mean of the normalised embeddings of its prompts. The text tower stays as it is, so these are computed once.
+
+    Args:
+        prompts: Templates with `{}` for the name of a class.
+
+    Raises:
+        InputError: if the model has no text tower, or a prompt is longer than it takes.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        class_names: Sequence[str],
+        prompts: Sequence[str],
+    ):
+        super().__init__(model)
+        self.register_buffer("text_embeddings", _embed(model, tokenizer, class_names, prompts), persistent=False)
+
+    def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+        # peft wraps only the forward that this does without; its layers are in the model itself.
+        model = self.pretrained
+        features = model.get_image_features(pixel_values, **self.any_size).pooler_output
+        return {"logits": model.logit_scale.exp() * nn.functional.normalize(features, dim=-1) @ self.text_embeddings.T}
+
+    def head_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
+    def frozen_parameters(self) -> Iterator[nn.Parameter]:
+        return (p for name, p in self.named_parameters() if "text_model." in name or "text_projection." in name)
+
+
+def _arguments(module: nn.Module) -> set[str]:
+    return set(inspect.signature(type(module).forward).parameters)
+
+
+@torch.no_grad()
+def _embed(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, class_names: Sequence[str], prompts: Sequence[str]
+) -> torch.Tensor:
+    """(classes, projection_dim), of length one."""
+    if not hasattr(model, "get_text_features") or not hasattr(model, "logit_scale"):
+        raise InputError(
+            f"--head zero_shot: {type(model).__name__} does not embed text; accepted: CLIP and the like, or --head "
+            "classifier."
+        )
+    length = model.config.text_config.max_position_embeddings
+    means = []
+    for name in class_names:
+        texts = [prompt.format(name) for prompt in prompts]
+        longest = max(map(len, tokenizer(texts).input_ids))
+        if longest > length:
+            raise InputError(f"A prompt for {name!r} has {longest} tokens; the text tower takes {length}.")
+        tokens = tokenizer(texts, padding="max_length", max_length=length, return_tensors="pt")
+        embeddings = model.eval().get_text_features(**tokens.to(model.device)).pooler_output
+        means.append(nn.functional.normalize(embeddings, dim=-1).mean(dim=0))
+    return nn.functional.normalize(torch.stack(means), dim=-1)
+
+
+def add_lora(classifier: Classifier, rank: int, alpha: float) -> None:
+    """LoRA (Hu et al., 2022) in every linear layer of the tower's attention, and a trained copy of the classifier."""
+    # Not needed for any other run.
+    import peft
+
+    (tower,) = find_towers(classifier.model)
+    targets = [
+        ".".join(filter(None, (attention_name, name)))
+        for attention_name, attention in tower.attentions
+        for name, module in attention.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    copied = [HEAD.rstrip(".")] if any(True for _ in classifier.head_parameters()) else None
+    classifier.model = peft.get_peft_model(
+        classifier.model, peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, modules_to_save=copied)
+    )
+
+
+def freeze(classifier: Classifier, trainable: str) -> int:
+    """Lets only what `trainable` names learn; the number of parameters that do."""
+    lora = [parameter for name, parameter in classifier.named_parameters() if "lora_" in name]
+    chosen = {
+        "rotary": [],
+        "rotary+head": [parameter for _, parameter in classifier.head_parameters()],
+        "lora+rotary": lora + [parameter for _, parameter in classifier.head_parameters()],
+        "all": list(classifier.parameters()),
+    }[trainable]
+    classifier.requires_grad_(False)
+    for parameter in [*chosen, *(parameter for _, parameter in classifier.rotary_parameters())]:
+        parameter.requires_grad_(True)
+    for parameter in classifier.frozen_parameters():
+        parameter.requires_grad_(False)
+    return sum(parameter.numel() for parameter in classifier.parameters() if parameter.requires_grad)
+
+
+def save_classifier(classifier: Classifier, folder: Path, trained_base: bool) -> None:
+    """
+    What loads again without this script: `rotary` for `load_rotary`, `lora` for peft, and where the model's own
+    weights were trained the model: with its rotations in `folder` where its class can hold them, else without them in
+    `base`, for `load_rotary`.
+
+    Args:
+        trained_base: Whether weights of the model itself were trained.
+    """
+    model, patched = classifier.pretrained, is_patched(classifier)
+    if patched:
+        save_rotary(classifier.model, folder / "rotary")
+    if model is not classifier.model:
+        classifier.model.save_pretrained(folder / "lora")
+    elif not patched or getattr(model.config, "rotary_patch", None) is not None:
+        model.save_pretrained(folder)
+    elif type(model) in COMPLETE_MODELS:
+        complete_model(model).save_pretrained(folder)
+    elif trained_base:
+        unpatch(copy.deepcopy(model)).save_pretrained(folder / "base")

@@ -1,0 +1,277 @@
+"""From images and clips to batches: augmentation, normalisation, Mixup and CutMix.
+
+All randomness is seeded by (seed, epoch, index of the image), and for mixing by all images of the batch, never by a
+global generator: a run that is resumed in the middle of an epoch, or loads data in several workers, sees the same
+pixels. The epoch travels with the index, `(epoch, index)`, because persistent workers hear of nothing else.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+from torchvision.transforms import RandAugment, RandomErasing
+
+from training.data.images import Source
+from training.engine.arguments import AugmentationArguments
+
+
+PADDING = -1
+IGNORED_LABEL = -100
+# Keeps random erasing apart from the rest of the augmentation, which has the same (seed, epoch, index).
+ERASING_STREAM = 2
+
+
+class EpochSampler(torch.utils.data.Sampler):
+    """
+    Keys `(epoch, index)` of a training set in a random order that depends on (seed, epoch) alone.
+
+    With repeated augmentation (Hoffer et al., 2020, as in DeiT) the views of an image follow each other, so that they
+    are in the same step of the optimizer however many processes share it, and an epoch sees `size / repeats` of the
+    images. Index `image + size · v` is view v of an image.
+
+    Args:
+        size: number of images, and of keys in an epoch but for `PADDING`.
+        multiple: the epoch is filled up to a multiple of this with `PADDING`, which the loss ignores. Without, the
+            processes would share out a last incomplete batch by repeating images.
+        trainer_state: a function returning the object whose `epoch` tells the epoch that an iteration belongs to.
+    """
+
+    def __init__(self, size: int, seed: int, multiple: int, trainer_state, repeats: int = 1):
+        self.size = size
+        self.seed = seed
+        self.repeats = repeats
+        self.length = -(-size // multiple) * multiple
+        self.trainer_state = trainer_state
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        epoch = int(self.trainer_state().epoch or 0)
+        images = np.random.default_rng((self.seed, epoch)).permutation(self.size)
+        views = images[:, None] + self.size * np.arange(self.repeats)
+        for index in views.ravel()[: self.size].tolist():
+            yield epoch, index
+        for _ in range(self.size, self.length):
+            yield epoch, PADDING
+
+
+class TrainingImages(Dataset):
+    """Augmented images of a source by key `(epoch, index)`: `image` (height, width, C) uint8, `label`, `key`."""
+
+    def __init__(
+        self, source: Source, image_size: tuple[int, int], resample: int, arguments: AugmentationArguments, seed: int
+    ):
+        self.source = source
+        self.repeats = arguments.repeated_augmentation
+        self.augment = Augmentation(image_size, resample, arguments, seed)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
+        epoch, index = key
+        if index == PADDING:
+            return {"label": IGNORED_LABEL, "key": key}
+        image, label = self.source[index % len(self)]
+        return {"image": self.augment(image, epoch, index), "label": label, "key": key}
+
+
+class EvaluationImages(Dataset):
+    """Images of a source resized to the model's input, as the saved image processor does."""
+
+    def __init__(self, source: Source, image_size: tuple[int, int], resample: int):
+        self.source = source
+        self.image_size = image_size
+        self.resample = resample
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image, label = self.source[index]
+        return {"image": resized(image, self.image_size, self.resample), "label": label}
+
+
+class Augmentation:
+    """
+    Crop, flip and RandAugment of one uint8 image (height, width, C) to (*image_size, C), or of a clip (T, height,
+    width, C), whose frames are all treated alike.
+    """
+
+    def __init__(self, image_size: tuple[int, int], resample: int, arguments: AugmentationArguments, seed: int):
+        self.image_size = image_size
+        self.resample = resample
+        self.arguments = arguments
+        self.seed = seed
+        self.rand_augment = (
+            RandAugment(arguments.rand_augment_ops, arguments.rand_augment_magnitude)
+            if arguments.rand_augment_ops
+            else None
+        )
+        self.is_random = (
+            arguments.random_resized_crop
+            or arguments.crop_padding > 0
+            or arguments.flip_probability > 0
+            or arguments.rand_augment_ops > 0
+        )
+
+    def __call__(self, image: np.ndarray, epoch: int, index: int) -> np.ndarray:
+        if not self.is_random:
+            return resized(image, self.image_size, self.resample)
+        if image.ndim == 4:
+            # Every frame starts from the same seed.
+            return np.stack([self(frame, epoch, index) for frame in image])
+        rng = np.random.default_rng((self.seed, epoch, index))
+        if self.arguments.random_resized_crop:
+            image = image[_random_part(image.shape[:2], self.arguments.random_resized_crop_scale, rng)]
+        image = resized(image, self.image_size, self.resample)
+        if self.arguments.crop_padding:
+            image = _padded_crop(image, self.arguments.crop_padding, rng)
+        if rng.random() < self.arguments.flip_probability:
+            image = image[:, ::-1]
+        if self.rand_augment is not None:
+            with _lent_seed(rng):
+                image = _from_pil(self.rand_augment(_to_pil(image)))
+        return image
+
+
+@contextlib.contextmanager
+def _lent_seed(rng: np.random.Generator) -> Iterator[None]:
+    """torchvision draws from the global generator; it is lent a seed and put back."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(rng.integers(2**63)))
+        yield
+
+
+class Collator:
+    """
+    Stacks and normalises images or clips, and erases parts of training images and mixes them, as DeiT does.
+
+    Args:
+        image_size: (height, width), or (T, height, width) for clips.
+
+    Returns:
+        `labels` (B,), `IGNORED_LABEL` for padding and for what could not be read, and `pixel_values` (B, C, height,
+        width), for clips (B, T, C, height, width), for several clips of each video (B·clips, T, …). In a mixed
+        batch also `mixed_labels` (B,) and `mixing_weights` (B,): the target of an image is its label with that weight
+        and the other with the rest. Two hard labels instead of a soft one keep Trainer's count of examples right, and
+        cannot be mistaken for targets of a binary cross entropy.
+    """
+
+    def __init__(
+        self,
+        image_size: tuple[int, ...],
+        num_channels: int,
+        image_mean: Sequence[float],
+        image_std: Sequence[float],
+        arguments: AugmentationArguments,
+        seed: int,
+    ):
+        self.image_size = image_size
+        self.num_channels = num_channels
+        self.scale = (1 / (255 * torch.tensor(image_std))).view(-1, 1, 1)
+        self.shift = (-torch.tensor(image_mean) / torch.tensor(image_std)).view(-1, 1, 1)
+        self.arguments = arguments
+        self.seed = seed
+        self.erase = RandomErasing(arguments.random_erasing_probability, value="random", inplace=True)
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        # What holds no image comes last, so that the images are the first rows.
+        examples = sorted(examples, key=lambda example: "image" not in example)
+        labels = torch.tensor([example["label"] for example in examples])
+        images = [example["image"] for example in examples if "image" in example]
+        # An evaluation may be of another size than the training, and of several clips.
+        *views, height, width = images[0].shape[:-1] if images else self.image_size
+        pixels = torch.zeros(len(examples), *views, self.num_channels, height, width)
+        if images:
+            stacked = torch.from_numpy(np.stack(images)).movedim(-1, -3)
+            # Grey images are repeated for every channel.
+            torch.addcmul(self.shift, stacked, self.scale, out=pixels[: len(images)])
+        if len(views) > 1:
+            pixels = pixels.flatten(0, 1)
+        batch = {"labels": labels, "pixel_values": pixels}
+        is_training = "key" in examples[0]
+        if is_training and self.erase.p > 0:
+            for image, example in zip(pixels[: len(images)], examples):
+                with _lent_seed(np.random.default_rng((self.seed, *example["key"], ERASING_STREAM))):
+                    self.erase(image)
+        if is_training and (self.arguments.mixup_alpha or self.arguments.cutmix_alpha):
+            batch.update(self._mix(pixels, labels, len(images), examples))
+        return batch
+
+    def _mix(
+        self, pixels: torch.Tensor, labels: torch.Tensor, count: int, examples: list[dict[str, Any]]
+    ) -> dict[str, torch.Tensor]:
+        """Mixes the first `count` images in place; what the labels become."""
+        epoch = examples[0]["key"][0]
+        rng = np.random.default_rng((self.seed, epoch, *(example["key"][1] for example in examples[:count])))
+        mixup, cutmix = self.arguments.mixup_alpha, self.arguments.cutmix_alpha
+        mixed = rng.random() < self.arguments.mixing_probability
+        use_cutmix = rng.random() < 0.5 if mixup and cutmix else cutmix > 0
+        weight = float(rng.beta(cutmix, cutmix) if use_cutmix else rng.beta(mixup, mixup)) if mixed else 1.0
+        partners = torch.from_numpy(rng.permutation(count))
+        if mixed and use_cutmix:
+            weight = _cutmix(pixels[:count], partners, weight, rng)
+        elif mixed:
+            pixels[:count] = weight * pixels[:count] + (1 - weight) * pixels[partners]
+        mixed_labels = labels.clone()
+        mixed_labels[:count] = labels[partners]
+        return {"mixed_labels": mixed_labels, "mixing_weights": torch.full((len(labels),), weight)}
+
+
+def resized(image: np.ndarray, size: tuple[int, int], resample: int) -> np.ndarray:
+    """A uint8 image (…, height, width, C) at another size, untouched where it has that size."""
+    if image.shape[-3:-1] == tuple(size):
+        return image
+    if image.ndim > 3:
+        return np.stack([resized(frame, size, resample) for frame in image])
+    return _from_pil(_to_pil(image).resize((size[1], size[0]), resample))
+
+
+def _to_pil(image: np.ndarray) -> Image.Image:
+    return Image.fromarray(np.ascontiguousarray(image.squeeze(-1) if image.shape[-1] == 1 else image))
+
+
+def _from_pil(image: Image.Image) -> np.ndarray:
+    array = np.asarray(image)
+    return array if array.ndim == 3 else array[..., None]
+
+
+def _padded_crop(image: np.ndarray, padding: int, rng: np.random.Generator) -> np.ndarray:
+    height, width, _ = image.shape
+    top, left = rng.integers(2 * padding + 1, size=2).tolist()
+    padded = np.zeros_like(image, shape=(height + 2 * padding, width + 2 * padding, image.shape[2]))
+    padded[padding : padding + height, padding : padding + width] = image
+    return padded[top : top + height, left : left + width]
+
+
+def _random_part(size: tuple[int, int], scale: Sequence[float], rng: np.random.Generator) -> tuple[slice, slice]:
+    """A part with a random share of the area and an aspect ratio of ¾ … 4⁄3, as in Inception and torchvision."""
+    height, width = size
+    for _ in range(10):
+        area = height * width * rng.uniform(*scale)
+        ratio = np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3)))
+        part_width, part_height = round(np.sqrt(area * ratio)), round(np.sqrt(area / ratio))
+        if 0 < part_width <= width and 0 < part_height <= height:
+            top, left = int(rng.integers(height - part_height + 1)), int(rng.integers(width - part_width + 1))
+            return slice(top, top + part_height), slice(left, left + part_width)
+    side_height, side_width = min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3))
+    top, left = (height - side_height) // 2, (width - side_width) // 2
+    return slice(top, top + side_height), slice(left, left + side_width)
+
+
+def _cutmix(pixels: torch.Tensor, partners: torch.Tensor, weight: float, rng: np.random.Generator) -> float:
+    """Pastes a box of about `1 - weight` of the area from the partners; the share that is really left."""
+    height, width = pixels.shape[-2:]
+    side = np.sqrt(1 - weight)
+    row, column = int(rng.integers(height)), int(rng.integers(width))
+    half_height, half_width = round(height * side) // 2, round(width * side) // 2
+    rows = slice(max(row - half_height, 0), min(row + half_height, height))
+    columns = slice(max(column - half_width, 0), min(column + half_width, width))
+    pixels[..., rows, columns] = pixels[partners][..., rows, columns]
+    return 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)

@@ -1,0 +1,157 @@
+"""Clips of videos: which frames they are made of, and the data sets that read and augment them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.data import Dataset
+from transformers.utils import logging
+
+from training.data.augmentation import IGNORED_LABEL, PADDING, TrainingImages, resized
+from training.data.images import Source
+from training.data.video_files import FrameReader, UnreadableError
+from training.engine.arguments import AugmentationArguments
+
+
+logger = logging.get_logger(__name__)
+# Keeps the choice of frames apart from the augmentation, which has the same (seed, epoch, index).
+CLIP_STREAM = 1
+
+
+class Clip(Protocol):
+    """A video that is not read yet."""
+
+    name: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Sequence[int]) -> np.ndarray:
+        """uint8 frames (frames, height, width, C) with these ascending numbers; `UnreadableError` if that fails."""
+
+
+@dataclass
+class ClipFile:
+    path: Path
+    length: int
+    reader: FrameReader
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, indices: Sequence[int]) -> np.ndarray:
+        return self.reader.read(self.path, indices)
+
+
+@dataclass
+class ClipArray:
+    frames: np.ndarray
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    def read(self, indices: Sequence[int]) -> np.ndarray:
+        return self.frames[indices]
+
+
+def clip_indices(length: int, num_frames: int, stride: int | None, start: float | np.ndarray) -> np.ndarray:
+    """
+    Which frames make a clip, (num_frames,), none before its predecessor.
+
+    Args:
+        length: frames of the video.
+        stride: distance of the frames; `None` spreads them over the video, one from each of `num_frames` segments.
+        start: in [0, 1), where the clip lies among all that are possible; without a stride one number per segment
+            may say where in it the frame lies.
+    """
+    if stride is None:
+        return ((np.arange(num_frames) + start) * length / num_frames).astype(int)
+    first = int(start * (length - frames_needed(num_frames, stride) + 1))
+    return first + stride * np.arange(num_frames)
+
+
+def frames_needed(num_frames: int, stride: int | None) -> int:
+    return num_frames if stride is None else (num_frames - 1) * stride + 1
+
+
+class ClipReader:
+    """Reads clips of a source; what cannot be read is reported once, by name, and is `None`."""
+
+    def __init__(self, num_frames: int, stride: int | None):
+        self.num_frames = num_frames
+        self.stride = stride
+        self.reported: set[str] = set()
+
+    def indices(self, clip: Clip, start: float | np.ndarray) -> np.ndarray:
+        return clip_indices(len(clip), self.num_frames, self.stride, start)
+
+    def read(self, clip: Clip, indices: np.ndarray) -> np.ndarray | None:
+        try:
+            return clip.read(indices)
+        except UnreadableError as error:
+            if clip.name not in self.reported:
+                self.reported.add(clip.name)
+                logger.warning(f"Left out: {error}")
+            return None
+
+
+class TrainingClips(TrainingImages):
+    """Augmented random clips of a source by key `(epoch, index)`: `image` (T, height, width, C), `label`, `key`.
+
+    A clip that cannot be read has no `image`, and the label that the loss ignores.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        reader: ClipReader,
+        image_size: tuple[int, int],
+        resample: int,
+        arguments: AugmentationArguments,
+        seed: int,
+    ):
+        super().__init__(source, image_size, resample, arguments, seed)
+        self.reader = reader
+        self.seed = seed
+
+    def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
+        epoch, index = key
+        if index == PADDING:
+            return super().__getitem__(key)
+        clip, label = self.source[index % len(self)]
+        rng = np.random.default_rng((self.seed, epoch, index, CLIP_STREAM))
+        start = rng.random(self.reader.num_frames if self.reader.stride is None else None)
+        frames = self.reader.read(clip, self.reader.indices(clip, start))
+        if frames is None:
+            return {"label": IGNORED_LABEL, "key": key}
+        return {"image": self.augment(frames, epoch, index), "label": label, "key": key}
+
+
+class EvaluationClips(Dataset):
+    """Evenly spread clips of each video of a source: `image` (clips, T, height, width, C), for one clip (T, …)."""
+
+    def __init__(self, source: Source, reader: ClipReader, image_size: tuple[int, int], resample: int, num_clips: int):
+        self.source = source
+        self.reader = reader
+        self.image_size = image_size
+        self.resample = resample
+        self.starts = (np.arange(num_clips) + 0.5) / num_clips
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        clip, label = self.source[index]
+        indices = np.stack([self.reader.indices(clip, start) for start in self.starts])
+        needed, places = np.unique(indices, return_inverse=True)
+        frames = self.reader.read(clip, needed)
+        if frames is None:
+            return {"label": IGNORED_LABEL}
+        clips = resized(frames, self.image_size, self.resample)[places.reshape(indices.shape)]
+        return {"image": clips if len(clips) > 1 else clips[0], "label": label}

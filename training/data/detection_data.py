@@ -1,0 +1,282 @@
+"""Detection data in COCO's format, with pictures beside their json file, and a generated set of coloured shapes."""
+
+import contextlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from pycocotools.coco import COCO
+from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from training.data.augmentation import resized
+from training.data.moving_shapes import SHAPES, shape_mask
+from training.engine.arguments import InputError, SampleArguments
+
+
+logger = logging.get_logger(__name__)
+SPLITS = ("train", "validation")
+DEFAULT_SIZES = {"train": 1000, "validation": 200}
+CATEGORIES = ("disc", "square", "diamond", "cross")
+MOST_SHAPES = 4
+
+
+@dataclass
+class DetectionDataArguments(SampleArguments):
+    train_files: list[str] | None = field(
+        default=None, metadata={"help": "COCO json to train on; generated shapes where no json is given."}
+    )
+    validation_files: list[str] | None = field(default=None, metadata={"help": "COCO json to evaluate."})
+    image_folder: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder of the pictures; by default the json's, the one of its name beside it, or COCO's own."
+        },
+    )
+    shapes_folder: str = field(default="outputs/shapes", metadata={"help": "Where the shapes are written."})
+    flip_probability: float = field(default=0.5, metadata={"help": "Probability of a horizontal flip."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 <= self.flip_probability <= 1:
+            raise InputError(f"--flip_probability {self.flip_probability} is no probability; accepted: 0 … 1.")
+
+
+@dataclass
+class Detections:
+    """
+    Pictures with boxes, of one json file.
+
+    Args:
+        coco: its content, for the evaluation.
+        image_ids: the pictures, in the order of their indices here.
+        category_ids: the category of every label of the model.
+    """
+
+    coco: COCO
+    image_ids: list[int]
+    category_ids: list[int]
+    folder: Path
+
+    def __len__(self) -> int:
+        return len(self.image_ids)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Picture (height, width, 3), corners of its boxes (objects, 4) in shares of its width and height, labels.
+
+        Raises:
+            InputError: if the picture cannot be read, with its name.
+        """
+        image_id = self.image_ids[index]
+        name = self.coco.imgs[image_id]["file_name"]
+        try:
+            picture = np.asarray(Image.open(self.folder / name).convert("RGB"))
+        except OSError as error:
+            raise InputError(f"The picture {name} cannot be read ({error}).") from error
+        objects = [entry for entry in self.coco.imgToAnns[image_id] if is_trained(entry)]
+        boxes = np.array([entry["bbox"] for entry in objects], np.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        boxes = (boxes / np.tile(picture.shape[1::-1], 2)).clip(0, 1).astype(np.float32)
+        labels = np.array([self.category_ids.index(entry["category_id"]) for entry in objects], np.int64)
+        return picture, boxes, labels
+
+
+def is_trained(entry: dict[str, Any]) -> bool:
+    """Whether an annotation is one object with an area; crowds are only ignored by the evaluation."""
+    return not entry.get("iscrowd") and entry["bbox"][2] > 0 and entry["bbox"][3] > 0
+
+
+class DetectionExamples(Dataset):
+    """
+    What the collator needs, by key `(epoch, index)` in training and by index in an evaluation: `image`, `boxes` as
+    centre and size in shares of the picture, `class_labels`, `index`.
+    """
+
+    def __init__(self, source: Dataset, image_size: tuple[int, int], resample: int, flip_probability: float, seed: int):
+        self.source = source
+        self.image_size = image_size
+        self.resample = resample
+        self.flip_probability = flip_probability
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Any]:
+        epoch, index = key if isinstance(key, tuple) else (None, key)
+        # What fills up the last batch of several processes is another look at an image.
+        picture, boxes, labels = self.source[index % len(self.source)]
+        image = resized(picture, self.image_size, self.resample)
+        if epoch is not None and np.random.default_rng((self.seed, epoch, index % len(self))).random() < (
+            self.flip_probability
+        ):
+            image, boxes = image[:, ::-1], np.stack([1 - boxes[:, 2], boxes[:, 1], 1 - boxes[:, 0], boxes[:, 3]], 1)
+        centers = np.concatenate([(boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2]], 1)
+        return {"image": image, "boxes": centers, "class_labels": labels, "index": index}
+
+
+class DetectionCollator:
+    """Stacks and normalises: `pixel_values` (B, 3, height, width), `pixel_mask` of ones, and `labels` by image."""
+
+    def __init__(self, image_mean: Sequence[float], image_std: Sequence[float]):
+        self.mean = torch.tensor(image_mean).view(-1, 1, 1)
+        self.std = torch.tensor(image_std).view(-1, 1, 1)
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        pixels = torch.from_numpy(np.stack([example["image"] for example in examples])).permute(0, 3, 1, 2) / 255
+        pixels = (pixels - self.mean) / self.std
+        labels = [
+            {
+                "class_labels": torch.from_numpy(example["class_labels"]),
+                "boxes": torch.from_numpy(example["boxes"]),
+                "index": torch.tensor([example["index"]]),
+            }
+            for example in examples
+        ]
+        mask = torch.ones(len(examples), *pixels.shape[-2:], dtype=torch.long)
+        return {"pixel_values": pixels, "pixel_mask": mask, "labels": labels}
+
+
+def load_detections(
+    arguments: DetectionDataArguments, image_size: tuple[int, int], train: bool, evaluate: bool
+) -> tuple[Detections | None, Detections | None, list[str]]:
+    """
+    Pictures to train on, pictures to evaluate, and the names of the categories.
+
+    Args:
+        image_size: height and width of the model's input; the shapes are drawn at that size.
+
+    Raises:
+        InputError: naming the file, annotation or category that does not fit and what would.
+    """
+    files = {"training": arguments.train_files, "evaluation": arguments.validation_files}
+    if not any(files.values()):
+        files = _shapes(arguments, image_size, train, evaluate)
+    limits = {"training": arguments.max_train_samples, "evaluation": arguments.max_eval_samples}
+    found: dict[str, Detections] = {}
+    names: list[str] = []
+    for part, needed in (("training", train), ("evaluation", evaluate)):
+        if not needed:
+            continue
+        if not files[part] or len(files[part]) != 1:
+            flag = "--train_files" if part == "training" else "--validation_files"
+            raise InputError(f"The {part} needs one COCO json, not {files[part]}; accepted: {flag} file.json.")
+        coco, folder = read_coco(Path(files[part][0]), arguments.image_folder)
+        categories = {entry["name"]: entry["id"] for entry in coco.dataset["categories"]}
+        names = names or sorted(categories, key=categories.get)
+        if set(categories) != set(names):
+            raise InputError(f"The {part} data have the categories {sorted(categories)}, the training {sorted(names)}.")
+        image_ids = sorted(coco.imgs)[: limits[part]]
+        found[part] = Detections(coco, image_ids, [categories[name] for name in names], folder)
+    return found.get("training"), found.get("evaluation"), names
+
+
+def read_coco(file: Path, image_folder: str | None) -> tuple[COCO, Path]:
+    """
+    A COCO json, checked, and the folder of its pictures.
+
+    Raises:
+        InputError: naming what is missing or wrong.
+    """
+    if not file.is_file():
+        raise InputError(f"There is no file {str(file)!r}.")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            coco = COCO(str(file))
+        content = coco.dataset
+        for key in ("images", "annotations", "categories"):
+            if not content.get(key):
+                raise InputError(f"{file.name} has no {key!r}; accepted: COCO's format.")
+        known = {entry["id"] for entry in content["categories"]}
+        for entry in content["annotations"]:
+            if entry["category_id"] not in known:
+                raise InputError(
+                    f"{file.name}: annotation {entry['id']} has the unknown category {entry['category_id']}."
+                )
+            if entry["image_id"] not in coco.imgs:
+                raise InputError(f"{file.name}: annotation {entry['id']} is of the unknown image {entry['image_id']}.")
+            if len(entry["bbox"]) != 4 or not np.isfinite(entry["bbox"]).all():
+                raise InputError(
+                    f"{file.name}: annotation {entry['id']} has the box {entry['bbox']}; accepted: left, top, width, "
+                    "height."
+                )
+            # What COCO's evaluation needs, and many converters leave out.
+            entry.setdefault("iscrowd", 0)
+            entry.setdefault("area", entry["bbox"][2] * entry["bbox"][3])
+    except (json.JSONDecodeError, KeyError, TypeError, AssertionError) as error:
+        raise InputError(f"{file.name} is not in COCO's format ({type(error).__name__}: {error}).") from error
+    empty = sum(not entry["iscrowd"] and not is_trained(entry) for entry in content["annotations"])
+    if empty:
+        logger.warning(f"{file.name}: {empty} boxes without an area are left out.")
+    name = content["images"][0]["file_name"]
+    # COCO's own are in annotations/instances_train2017.json and train2017.
+    of_coco = file.absolute().parent.parent / file.stem.removeprefix("instances_")
+    folders = [Path(image_folder)] if image_folder else [file.parent, file.with_suffix(""), of_coco]
+    for folder in folders:
+        if (folder / name).is_file():
+            return coco, folder
+    raise InputError(
+        f"{file.name}: there is no picture {name!r} in {' or '.join(map(str, folders))}; accepted: --image_folder."
+    )
+
+
+def scene(split: str, index: int, image_size: tuple[int, int]) -> tuple[np.ndarray, list[tuple[int, list]]]:
+    """A picture of 1 … 4 shapes (height, width, 3) and its objects: category and box (left, top, width, height)."""
+    rng = np.random.default_rng((SPLITS.index(split), index))
+    height, width = image_size
+    picture = rng.integers(0, 60, (height, width, 1)) + rng.integers(0, 60, 3)
+    objects = []
+    for _ in range(rng.integers(1, MOST_SHAPES + 1)):
+        category, radius = int(rng.integers(len(CATEGORIES))), rng.uniform(0.08, 0.2) * min(image_size)
+        center = rng.uniform(radius, np.array(image_size) - radius)
+        mask = shape_mask(SHAPES[category], center, radius, image_size)
+        picture[mask] = rng.integers(120, 256, 3)
+        rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+        box = [columns[0], rows[0], columns[-1] + 1 - columns[0], rows[-1] + 1 - rows[0]]
+        objects.append((category, [int(value) for value in box]))
+    return picture.astype(np.uint8), objects
+
+
+def write_shapes(folder: Path, split: str, size: int, image_size: tuple[int, int]) -> Path:
+    """Writes `folder/<split>_<height>x<width>/<number>.png` and a json of so many of them; its path. It is kept."""
+    height, width = image_size
+    pictures = folder / f"{split}_{height}x{width}"
+    file = pictures.with_name(f"{pictures.name}_{size}.json")
+    if file.is_file():
+        return file
+    pictures.mkdir(parents=True, exist_ok=True)
+    images, annotations = [], []
+    for index in tqdm(range(size), desc=f"Writing {split} pictures", unit="img", leave=False, disable=None):
+        picture, objects = scene(split, index, image_size)
+        name = f"{pictures.name}/{index:06}.png"
+        Image.fromarray(picture).save(folder / name)
+        images.append({"id": index + 1, "file_name": name, "height": height, "width": width})
+        for category, box in objects:
+            entry = {"id": len(annotations) + 1, "image_id": index + 1, "category_id": category + 1, "bbox": box}
+            annotations.append({**entry, "area": box[2] * box[3], "iscrowd": 0})
+    categories = [{"id": number, "name": name} for number, name in enumerate(CATEGORIES, 1)]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    # The json comes last and at once: where it is, the pictures are complete.
+    file.with_suffix(".part").write_text(json.dumps(content), encoding="utf-8")
+    file.with_suffix(".part").rename(file)
+    return file
+
+
+def _shapes(
+    arguments: DetectionDataArguments, image_size: tuple[int, int], train: bool, evaluate: bool
+) -> dict[str, list[str] | None]:
+    """The generated data, the same for every seed of a training, so that runs can be compared."""
+    files: dict[str, list[str] | None] = {}
+    limits = {"train": arguments.max_train_samples, "validation": arguments.max_eval_samples}
+    for part, split, needed in (("training", "train", train), ("evaluation", "validation", evaluate)):
+        size = limits[split] or DEFAULT_SIZES[split]
+        if needed:
+            files[part] = [str(write_shapes(Path(arguments.shapes_folder), split, size, image_size))]
+    return files

@@ -1,0 +1,338 @@
+"""Where clips and their labels come from: folders of classes, split files, volumes, or the generated moving shapes.
+
+The sources of this module yield `(clip, label)`, where the clip is not read yet: which of its frames are needed is
+decided by those who train or evaluate.
+"""
+
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from training.data.arrows import LABELS
+from training.data.clips import Clip, ClipArray, ClipFile, frames_needed
+from training.data.images import EVALUATION_SPLITS, LabelledImages
+from training.data.moving_shapes import DEFAULT_SIZES, write_moving_shapes
+from training.data.video_files import FrameReader, UnreadableError, is_clip
+from training.engine.arguments import InputError, SampleArguments
+
+
+logger = logging.get_logger(__name__)
+CLASS_INDEX = "classInd.txt"
+
+
+@dataclass
+class VideoDataArguments(SampleArguments):
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "`moving_shapes`, generated; the default where no other data are given."}
+    )
+    moving_shapes_folder: str = field(
+        default="outputs/moving_shapes", metadata={"help": "Where the moving shapes are written, once per size."}
+    )
+    video_folder: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder with train/ and validation/ of one folder per class of videos, volumes (.nii, .nii.gz, "
+            ".npz, .npy) or folders of frames; with split files the folder that their paths start from."
+        },
+    )
+    train_files: list[str] | None = field(
+        default=None,
+        metadata={"help": "Split files to train on, a path and maybe a class number per line, as UCF101's."},
+    )
+    validation_files: list[str] | None = field(default=None, metadata={"help": "Split files to evaluate."})
+    volume_file: str | None = field(
+        default=None,
+        metadata={"help": "npz of arrays train_images (N, slices, height, width), train_labels (N, 1), val_images, …"},
+    )
+    eval_split: str | None = field(
+        default=None, metadata={"help": "Split to evaluate; by default the first of validation, valid, dev, val, test."}
+    )
+    frame_stride: int | None = field(
+        default=None,
+        metadata={"help": "Clips are every so many-th frame from a random start; by default spread over the video."},
+    )
+    eval_clips: int = field(default=1, metadata={"help": "Clips per video whose probabilities are averaged."})
+    intensity_range: list[float] | None = field(
+        default=None,
+        metadata={"help": "Intensities of volumes that become black and white; by default each volume's extremes."},
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("frame_stride", "eval_clips"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise InputError(f"--{name} {getattr(self, name)}; accepted: 1 and above.")
+        if self.intensity_range is not None and not (
+            len(self.intensity_range) == 2 and self.intensity_range[0] < self.intensity_range[1]
+        ):
+            raise InputError(f"--intensity_range {self.intensity_range}; accepted: two numbers, the lower one first.")
+
+
+class ClipSource:
+    """Clips and the numbers of their classes."""
+
+    def __init__(self, clips: list[Clip], labels: list[int]):
+        self.clips = clips
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.clips)
+
+    def __getitem__(self, index: int) -> tuple[Clip, int]:
+        return self.clips[index], self.labels[index]
+
+
+def load_clips(
+    arguments: VideoDataArguments,
+    image_size: tuple[int, int],
+    num_frames: int,
+    num_channels: int,
+    train: bool,
+    evaluate: bool,
+    writes: bool = True,
+) -> LabelledImages:
+    """
+    Finds the clips of the splits that are needed. Files that cannot be opened or have too few frames are reported by
+    name and left out.
+
+    Args:
+        image_size: height and width of the model's input; the moving shapes are drawn at that size.
+        writes: whether this process writes the moving shapes.
+
+    Raises:
+        InputError: naming the folder, file, line or split that does not fit and what would.
+    """
+    if num_channels not in (1, 3):
+        raise InputError(f"--num_channels {num_channels}: clips are read with 1 or 3 channels.")
+    sources = {
+        "--dataset_name": arguments.dataset_name,
+        "--video_folder": arguments.video_folder,
+        "--volume_file": arguments.volume_file,
+    }
+    given = [flag for flag, value in sources.items() if value is not None]
+    if len(given) > 1:
+        raise InputError(f"The data come from {' and '.join(given)}; accepted: one of {', '.join(sources)}.")
+    if arguments.dataset_name not in (None, "moving_shapes"):
+        raise InputError(f"--dataset_name {arguments.dataset_name!r}; accepted for clips: moving_shapes.")
+    if (arguments.train_files or arguments.validation_files) and arguments.video_folder is None:
+        raise InputError("The paths in split files need the folder that they start from, --video_folder.")
+    if arguments.volume_file is not None:
+        found, names = _volumes(arguments, num_channels, train, evaluate)
+    else:
+        if arguments.train_files or arguments.validation_files:
+            files, names = _split_files(arguments, train, evaluate)
+        elif arguments.video_folder is not None:
+            files, names = _class_folders(Path(arguments.video_folder), arguments.eval_split, train, evaluate)
+        else:
+            # For the record of the run.
+            arguments.dataset_name = "moving_shapes"
+            files, names = _moving_shapes(arguments, image_size, train, evaluate, writes)
+        if train and evaluate and arguments.video_folder is not None:
+            _require_trained(files, names)
+        reader = FrameReader(num_channels, arguments.intensity_range)
+        found = {part: _opened(entries[: _limit(arguments, part)], reader, part) for part, entries in files.items()}
+    needed = frames_needed(num_frames, arguments.frame_stride)
+    parts = {part: _long_enough(clips, needed, part) for part, clips in found.items()}
+    return LabelledImages(parts.get("training"), parts.get("evaluation"), names)
+
+
+def _require_trained(files: dict[str, list[tuple[Path, int]]], names: list[str]) -> None:
+    trained, evaluated = ({label for _, label in files[part]} for part in ("training", "evaluation"))
+    missing = ", ".join(names[label] for label in sorted(evaluated - trained))
+    if missing:
+        raise InputError(f"No clips to train on are of {missing}, which the evaluation has; accepted: trained classes.")
+
+
+def _limit(arguments: SampleArguments, part: str) -> int | None:
+    return arguments.max_train_samples if part == "training" else arguments.max_eval_samples
+
+
+def _opened(entries: list[tuple[Path, int]], reader: FrameReader, part: str) -> list[tuple[Clip, int]]:
+    clips = []
+    for path, label in tqdm(entries, desc=f"Opening {part} clips", unit="clip", leave=False, disable=None):
+        try:
+            clips.append((ClipFile(path, reader.count(path), reader), label))
+        except UnreadableError as error:
+            logger.warning(f"Left out: {error}")
+    return clips
+
+
+def _long_enough(clips: list[tuple[Clip, int]], needed: int, part: str) -> ClipSource:
+    chosen = []
+    for clip, label in clips:
+        if len(clip) < needed:
+            logger.warning(f"Left out: {clip.name}: has {len(clip)} frames; a clip needs {needed}.")
+        else:
+            chosen.append((clip, label))
+    if not chosen:
+        raise InputError(f"None of the {part} clips can be read and has {needed} frames.")
+    return ClipSource([clip for clip, _ in chosen], [label for _, label in chosen])
+
+
+def _class_folders(
+    folder: Path, eval_split: str | None, train: bool, evaluate: bool
+) -> tuple[dict[str, list[tuple[Path, int]]], list[str]]:
+    """Clips of `folder/<split>/<class>/…`."""
+    if not folder.is_dir():
+        raise InputError(f"--video_folder {str(folder)!r} is no folder.")
+    splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    parts = {}
+    if train:
+        parts["training"] = "train"
+    if evaluate:
+        candidates = [eval_split] if eval_split else [*EVALUATION_SPLITS, "val"]
+        parts["evaluation"] = next((name for name in candidates if name in splits), candidates[0])
+    for split in parts.values():
+        if split not in splits:
+            raise InputError(
+                f"--video_folder {str(folder)!r} has no folder {split!r}, only {', '.join(splits) or 'none'}; "
+                "accepted: train/ and validation/ with one folder per class, or split files."
+            )
+    # Of all splits, so that an evaluation knows the classes of the training.
+    known = {"train", *EVALUATION_SPLITS, "val", *parts.values()}.intersection(splits)
+    ordered = sorted({path.name for split in known for path in (folder / split).iterdir() if path.is_dir()})
+    files = {
+        part: [
+            (path, number)
+            for number, name in enumerate(ordered)
+            if (folder / split / name).is_dir()
+            for path in sorted((folder / split / name).iterdir())
+            if is_clip(path)
+        ]
+        for part, split in parts.items()
+    }
+    # The first so many of a sorted list would be of one class.
+    return {part: _mixed(entries) for part, entries in files.items()}, ordered
+
+
+def _mixed(entries: list[tuple[Path, int]]) -> list[tuple[Path, int]]:
+    order = np.random.default_rng(0).permutation(len(entries))
+    return [entries[index] for index in order]
+
+
+def _split_files(
+    arguments: VideoDataArguments, train: bool, evaluate: bool
+) -> tuple[dict[str, list[tuple[Path, int]]], list[str]]:
+    """
+    Clips of files with a path and maybe a class number per line. The class is the one that classInd.txt beside the
+    file gives that number, or without numbers the folder of the clip.
+    """
+    folder = Path(arguments.video_folder)
+    listed = {
+        "training": (arguments.train_files, "--train_files") if train else None,
+        "evaluation": (arguments.validation_files, "--validation_files") if evaluate else None,
+    }
+    named: dict[str, list[tuple[Path, str]]] = {}
+    names: set[str] = set()
+    for part, request in listed.items():
+        if request is None:
+            continue
+        files, flag = request
+        if not files:
+            raise InputError(f"There are no split files for the {part}; accepted: {flag}.")
+        for name in files:
+            entries, classes = _split_lines(Path(name), folder, flag)
+            named.setdefault(part, []).extend(entries)
+            names |= classes
+    numbers = {name: number for number, name in enumerate(sorted(names))}
+    return {part: [(path, numbers[name]) for path, name in entries] for part, entries in named.items()}, [*numbers]
+
+
+def _split_lines(file: Path, folder: Path, flag: str) -> tuple[list[tuple[Path, str]], set[str]]:
+    """Paths with the names of their classes, and all names, those of classInd.txt included."""
+    if not file.is_file():
+        raise InputError(f"{flag}: there is no file {str(file)!r}.")
+    index = file.with_name(CLASS_INDEX)
+    classes = {}
+    if index.is_file():
+        classes = dict(
+            line.split(maxsplit=1) for line in index.read_text(encoding="utf-8").splitlines() if line.strip()
+        )
+    entries = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        head, _, tail = line.strip().rpartition(" ")
+        path, label = (head, tail) if head and tail.isdigit() else (line.strip(), None)
+        if label is not None and classes and label not in classes:
+            raise InputError(f"{file.name}, line {number}: class {label} is not in {CLASS_INDEX}.")
+        name = classes.get(label, label) if label is not None else Path(path).parent.name
+        if not name:
+            raise InputError(f"{file.name}, line {number}: {line!r} has neither a class number nor a class folder.")
+        # Some copies of UCF101 are folders of classes, some a single folder.
+        place = folder / path if (folder / path).exists() else folder / Path(path).name
+        entries.append((place, name.strip()))
+    return entries, {name for _, name in entries} | {name.strip() for name in classes.values()}
+
+
+def _volumes(
+    arguments: VideoDataArguments, num_channels: int, train: bool, evaluate: bool
+) -> tuple[dict[str, list[tuple[Clip, int]]], list[str]]:
+    """Volumes of an npz as MedMNIST's: arrays <split>_images and <split>_labels."""
+    file = Path(arguments.volume_file)
+    try:
+        arrays = np.load(file, allow_pickle=False)
+        splits = [name.removesuffix("_images") for name in arrays.files if name.endswith("_images")]
+    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+        raise InputError(f"--volume_file {file.name}: {error}; accepted: an npz file.") from error
+    parts = {"training": "train"} if train else {}
+    if evaluate:
+        candidates = [arguments.eval_split] if arguments.eval_split else [*EVALUATION_SPLITS[:3], "val", "test"]
+        parts["evaluation"] = next((name for name in candidates if name in splits), candidates[0])
+    found, highest = {}, 0
+    with arrays:
+        for part, split in parts.items():
+            if split not in splits or f"{split}_labels" not in arrays.files:
+                raise InputError(
+                    f"{file.name} has no {split}_images and {split}_labels; it has {', '.join(arrays.files)}."
+                )
+            images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"].reshape(-1)
+            if images.dtype != np.uint8 or images.ndim not in (4, 5) or len(images) != len(labels):
+                raise InputError(
+                    f"{file.name}: {split}_images are {images.dtype} of shape {images.shape} for {len(labels)} labels; "
+                    "accepted: uint8 (N, slices, height, width) or (N, slices, height, width, channels)."
+                )
+            images = images if images.ndim == 5 else np.repeat(images[..., None], num_channels, axis=-1)
+            if images.shape[-1] != num_channels:
+                raise InputError(
+                    f"{file.name}: {images.shape[-1]} channels; accepted: {num_channels}, or another --num_channels."
+                )
+            highest = max(highest, int(labels.max()))
+            limit = _limit(arguments, part)
+            found[part] = [
+                (ClipArray(volume, f"{split} volume {number}"), int(label))
+                for number, (volume, label) in enumerate(zip(images[:limit], labels[:limit]))
+            ]
+    return found, [str(number) for number in range(highest + 1)]
+
+
+def _moving_shapes(
+    arguments: VideoDataArguments, image_size: tuple[int, int], train: bool, evaluate: bool, writes: bool
+) -> tuple[dict[str, list[tuple[Path, int]]], list[str]]:
+    if image_size[0] != image_size[1]:
+        raise InputError(f"Moving shapes are square; {image_size} is not. Accepted: --image_size 32 and the like.")
+    # The same for every seed of a training, so that runs can be compared; another size is another set of files.
+    folder = Path(arguments.moving_shapes_folder) / f"{image_size[0]}px"
+    sizes = {}
+    if train:
+        sizes["train"] = arguments.max_train_samples or DEFAULT_SIZES["train"]
+    if evaluate:
+        sizes["validation"] = arguments.max_eval_samples or DEFAULT_SIZES["validation"]
+    if writes:
+        try:
+            write_moving_shapes(folder, sizes, image_size[0])
+        except ValueError as error:
+            raise InputError(str(error)) from None
+    parts = {"train": "training", "validation": "evaluation"}
+    files = {}
+    for split, size in sizes.items():
+        entries = [
+            (path, number) for number, name in enumerate(LABELS) for path in (folder / split / name).glob("*.mp4")
+        ]
+        # By their number, so that a folder with more of them gives the same ones.
+        files[parts[split]] = sorted(entries, key=lambda entry: entry[0].stem)[:size]
+    return files, list(LABELS)

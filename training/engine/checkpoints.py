@@ -1,0 +1,263 @@
+"""Models and checkpoints that are whole or not there, and runs that stop with one when told to (SIGTERM, SIGINT).
+
+Trainer's own just-in-time checkpoint (`enable_jit_checkpoint`) does not serve: it saves in the middle of a step, whose
+random numbers are then used up, so that a resumed run differs; every process decides for itself, so that several wait
+for each other for ever; and the script goes on as if the training were complete.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from training.engine.arguments import InputError
+
+
+# In the output directory, so that a rename is one on the same file system; the dot hides it from those who list.
+ASIDE = ".incomplete"
+# A batch system sends the one, Ctrl-C the other.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Where a sweep notes the flags of a run, before it is started.
+FLAGS_FILE = "flags.json"
+
+
+class StoppedError(SystemExit):
+    """The run was told to stop, and can be resumed. The exit code is what a shell reports for the signal."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+
+
+def last_complete_checkpoint(folder: str | Path) -> str | None:
+    """The newest checkpoint of a run that was written to its end; its state is written last."""
+    found = {}
+    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
+        if match and (path / TRAINER_STATE_NAME).is_file():
+            found[int(match[1])] = path
+    return str(found[max(found)]) if found else None
+
+
+def require_writable(folder: str | Path) -> None:
+    """
+    Raises:
+        InputError: if nothing can be written to the folder, before anything else is done.
+    """
+    probe = Path(folder) / f"{ASIDE}-probe"
+    try:
+        probe.mkdir(parents=True, exist_ok=True)
+        (probe / "file").write_bytes(bytes(4096))
+        shutil.rmtree(probe)
+    except OSError as error:
+        raise InputError(f"Nothing can be written to --output_dir {str(folder)!r}: {error.strerror}.") from error
+
+
+def require_free(folder: str | Path, besides: tuple[str, ...] = ()) -> None:
+    """
+    Makes sure that a new run does not write among files of other origin.
+
+    Args:
+        besides: names that may be there. Hidden files may always be.
+
+    Raises:
+        InputError: naming what is in the folder.
+    """
+    allowed = {FLAGS_FILE, *besides}
+    if not Path(folder).is_dir():
+        return
+    others = sorted(path.name for path in Path(folder).iterdir() if path.name not in allowed)
+    others = [name for name in others if not name.startswith(".")]
+    if others:
+        raise InputError(
+            f"--output_dir {str(folder)!r} holds other files ({', '.join(others[:5])}{' …' if others[5:] else ''}); "
+            "accepted: a new or empty folder, or --overwrite_output_dir to write among them."
+        )
+
+
+class WholeCheckpoints:
+    """
+    A mixin before `Trainer`: a checkpoint is written aside, flushed to the disk, and renamed when it is complete; so is
+    the finished model.
+
+    Raises:
+        InputError: from a save that fails, say for a full disk. What was written is removed again, and the last
+            complete checkpoint is as it was.
+    """
+
+    _is_saving = False
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.stop_request = StopRequest(self)
+        self.add_callback(self.stop_request)
+
+    def train(self, *args, **kwargs):
+        """
+        Raises:
+            StoppedError: if SIGTERM or SIGINT came while training; the step under way was finished and saved.
+        """
+        result = super().train(*args, **kwargs)
+        if self.stop_request.stopped:
+            # Another process may have received it.
+            number = next(iter(self.stop_request.received), signal.SIGTERM)
+            step = self.state.global_step
+            if self.is_world_process_zero():
+                print(f"Stopped by {number.name}; checkpoint-{step} is saved, --resume_from_checkpoint last goes on.")
+            raise StoppedError(number)
+        return result
+
+    def save_whole(self, save: Callable[[str], None]) -> None:
+        """
+        Puts the files of a finished model into the output directory, all of them or none. Every process calls it.
+
+        Args:
+            save: writes them into the folder that it is given.
+
+        Raises:
+            InputError: if that fails, say for a full disk.
+        """
+        folder = Path(self.args.output_dir)
+        aside = folder / ASIDE / "model"
+        with self._written_aside(folder, "The model"):
+            save(str(aside))
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save and aside.is_dir():
+                for path in [*aside.rglob("*"), aside]:
+                    _flush(path)
+                # Where the weights are, the rest is.
+                for path in sorted(aside.iterdir(), key=lambda path: path.suffix == ".safetensors"):
+                    if (folder / path.name).is_dir():
+                        shutil.rmtree(folder / path.name)
+                    path.replace(folder / path.name)
+                _flush(folder)
+                shutil.rmtree(aside.parent)
+        self.accelerator.wait_for_everyone()
+
+    @contextlib.contextmanager
+    def _written_aside(self, folder: Path, what: str) -> Iterator[None]:
+        """Inside, files are written into `ASIDE`; of what fails nothing is left, and it is said what there is."""
+        aside = folder / ASIDE
+        if self.args.should_save:
+            # Of a run that was killed while it was saving.
+            shutil.rmtree(aside, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        try:
+            yield
+        except Exception as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            last = last_complete_checkpoint(folder)
+            remains = (
+                f"{Path(last).name} is intact, --resume_from_checkpoint last goes on from there"
+                if last
+                else "there is no checkpoint to go on from"
+            )
+            raise InputError(f"{what} could not be saved ({_reason(error)}); {remains}.") from error
+
+    def _get_output_dir(self, trial) -> str:
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, ASIDE) if self._is_saving else folder
+
+    def _save_checkpoint(self, model, trial) -> None:
+        folder = Path(super()._get_output_dir(trial))
+        aside, target = folder / ASIDE, folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with self._written_aside(folder, target.name):
+            self._is_saving = True
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._is_saving = False
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                self._complete(aside / target.name, target)
+        self.accelerator.wait_for_everyone()
+
+    def _complete(self, written: Path, target: Path) -> None:
+        best = self.state.best_model_checkpoint
+        if best is not None and Path(best).parent.name == ASIDE:
+            self.state.best_model_checkpoint = str(target.with_name(Path(best).name))
+            self.state.save_to_json(str(written / TRAINER_STATE_NAME))
+        for path in [*written.rglob("*"), written]:
+            _flush(path)
+        if target.exists():
+            target.rename(written.with_name("replaced"))
+        written.rename(target)
+        _flush(target.parent)
+        shutil.rmtree(written.parent, ignore_errors=True)
+        rotate_checkpoints(
+            output_dir=str(target.parent),
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+
+class StopRequest(TrainerCallback):
+    """
+    Ends the training after the step in which any process has received SIGTERM or SIGINT, with a checkpoint. A second
+    SIGINT ends the process at once.
+    """
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.received: list[signal.Signals] = []
+        self.stopped = False
+        self._previous = {}
+        self._process = os.getpid()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # Only the main thread may set handlers; elsewhere the default one ends the process.
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in STOP_SIGNALS:
+            # Shells let what they start in the background ignore Ctrl-C.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._receive)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # The end of the training is a better place to stop.
+        if self._received_anywhere() and state.global_step < state.max_steps:
+            control.should_save = control.should_training_stop = self.stopped = True
+
+    def _receive(self, number, frame):
+        # Workers of a data loader have inherited this. Ctrl-C reaches them too, but the step under way needs them.
+        is_worker = os.getpid() != self._process
+        if is_worker and number == signal.SIGINT:
+            return
+        if is_worker or (number == signal.SIGINT and number in self.received):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.received.append(signal.Signals(number))
+
+    def _received_anywhere(self) -> bool:
+        accelerator = self.trainer.accelerator
+        if accelerator.num_processes == 1:
+            return bool(self.received)
+        flag = torch.tensor(int(bool(self.received)), device=accelerator.device)
+        return bool(accelerator.reduce(flag, reduction="sum").item())
+
+
+def _flush(path: Path) -> None:
+    """Makes a file, or the list of files in a folder, survive a machine that loses power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

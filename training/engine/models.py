@@ -1,0 +1,267 @@
+"""Model and processor of a run, new from flags or from a checkpoint whose every weight is accounted for."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    AutoModelForVideoClassification,
+    AutoVideoProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ViTImageProcessor,
+)
+from transformers.utils import logging
+
+from hf_liere import LieREVideoConfig
+from hf_liere.models.video_processing_liere import LieREVideoProcessor
+from hf_liere.storage.loading import CheckpointError, explaining, loading_options, require_all_keys, require_loaded_keys
+from training.data.images import LabelledImages
+from training.engine.arguments import CheckpointArguments, InputError, SampleArguments
+
+
+logger = logging.get_logger(__name__)
+
+# Fields that change how a checkpoint trains but not what its weights mean. The image size is that of the data: a
+# checkpoint keeps the one it was trained at, to which its positions refer.
+CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "position_perturbation")
+SIZE_FIELDS = ("image_size", "num_frames")
+BICUBIC = 3
+# How the names of classifiers end.
+HEADS = ("ForImageClassification", "ForVideoClassification")
+# What a classifier leaves of a model of images and text.
+NOT_FOR_CLASSIFIERS = ("text_model.", "text_projection.", "visual_projection.", "logit_scale", "logit_bias")
+
+
+def resolve_config(arguments: CheckpointArguments) -> PreTrainedConfig:
+    """
+    The configuration of the checkpoint, or a new one from the flags.
+
+    Raises:
+        InputError: if a flag contradicts the checkpoint.
+    """
+    given = arguments.architecture()
+    if arguments.model_name_or_path is None:
+        try:
+            return arguments.config_class(**given)
+        except Exception as error:
+            # The strict configuration raises errors of its own, which name the field and what it accepts.
+            raise InputError(str(error)) from error
+    config = checkpoint_config("--model_name_or_path", arguments.model_name_or_path, arguments.model_revision)
+    for name in SIZE_FIELDS:
+        given.pop(name, None)
+    # Beside a checkpoint, None means whatever the checkpoint has.
+    for name, value in ((name, value) for name, value in given.items() if value is not None):
+        if name not in CHANGEABLE_FIELDS and getattr(config, name, None) != value:
+            raise InputError(
+                f"--{name} {value} contradicts the checkpoint's {getattr(config, name, None)}; accepted beside "
+                f"--model_name_or_path: {', '.join(CHANGEABLE_FIELDS)} and --{', --'.join(SIZE_FIELDS)}."
+            )
+        setattr(config, name, value)
+    return config
+
+
+def checkpoint_config(flag: str, name: str, revision: str = "main") -> PreTrainedConfig:
+    """
+    The configuration of a checkpoint, before anything else of it is looked for.
+
+    Raises:
+        InputError: if there is none, or it cannot be read.
+        HubError: if it is on the Hub, which does not answer or refuses.
+    """
+    with loadable(flag, name):
+        return AutoConfig.from_pretrained(name, **loading_options(name, revision))
+
+
+@contextlib.contextmanager
+def loadable(flag: str, name: str) -> Iterator[None]:
+    """
+    Around the loading of a checkpoint.
+
+    Raises:
+        InputError: with the reason, if its files are missing, damaged or of no known model.
+    """
+    try:
+        with explaining(name):
+            yield
+    except CheckpointError as error:
+        raise InputError(f"{flag} {error}") from error
+
+
+def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig) -> tuple[int, int]:
+    """
+    Height and width of the images of this run.
+
+    Raises:
+        InputError: if they do not consist of whole patches.
+    """
+    # Models of images and text keep the sizes in the part for images.
+    config = getattr(config, "vision_config", config)
+    size = _pair(arguments.architecture().get("image_size", config.image_size))
+    patch = _pair(config.patch_size)
+    if any(extent < part or extent % part for extent, part in zip(size, patch, strict=True)):
+        raise InputError(
+            f"--image_size {size[0]}×{size[1]} is not divisible by the patch size {patch[0]}×{patch[1]}; accepted are "
+            f"multiples, such as {max(size[0] // patch[0], 1) * patch[0]}×{max(size[1] // patch[1], 1) * patch[1]}."
+        )
+    return size
+
+
+def resolve_num_frames(arguments: CheckpointArguments, config: LieREVideoConfig) -> int:
+    """
+    Frames of the clips of this run.
+
+    Raises:
+        InputError: if they do not consist of whole tubelets.
+    """
+    frames, tubelet = arguments.architecture().get("num_frames", config.num_frames), config.tubelet_size
+    if frames < tubelet or frames % tubelet:
+        raise InputError(
+            f"--num_frames {frames} is not divisible by the tubelet size {tubelet}; accepted are multiples, such as "
+            f"{max(frames // tubelet, 1) * tubelet}."
+        )
+    return frames
+
+
+def resolve_processor(
+    arguments: CheckpointArguments, data_arguments: SampleArguments, size: tuple[int, int], config: PreTrainedConfig
+) -> ViTImageProcessor | LieREVideoProcessor:
+    """The processor that is saved with the checkpoint, so that pipelines prepare pixels as the evaluation does."""
+    is_video = isinstance(config, LieREVideoConfig)
+    num_channels = getattr(config, "vision_config", config).num_channels
+    mean, std, resample = [0.5] * num_channels, [0.5] * num_channels, BICUBIC
+    if arguments.model_name_or_path is not None:
+        try:
+            auto_class = AutoVideoProcessor if is_video else AutoImageProcessor
+            saved = auto_class.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
+            mean, std, resample = saved.image_mean, saved.image_std, int(saved.resample)
+        except OSError:
+            logger.warning(f"{arguments.model_name_or_path} has no processor; mean and deviation are 0.5.")
+    mean, std = data_arguments.image_mean or mean, data_arguments.image_std or std
+    for name, values in (("image_mean", mean), ("image_std", std)):
+        if len(values) != num_channels:
+            raise InputError(f"--{name} {values} has {len(values)} values; accepted: one per channel, {num_channels}.")
+    if min(std) <= 0:
+        raise InputError(f"--image_std {std}; accepted: positive numbers.")
+    fields = {"image_mean": list(mean), "image_std": list(std), "resample": resample}
+    fields["size"] = {"height": size[0], "width": size[1]}
+    # Frames are scaled as a whole, as images are, not cut to their middle.
+    return LieREVideoProcessor(**fields, do_center_crop=False) if is_video else ViTImageProcessor(**fields)
+
+
+def build_model(
+    arguments: CheckpointArguments, config: PreTrainedConfig, images: LabelledImages, trains_head: bool
+) -> PreTrainedModel:
+    """
+    A model for the classes of the data set.
+
+    A checkpoint keeps its classifier if it knows the same classes. Otherwise it gets a new one to be trained, with a
+    message, and is refused where no classifier is trained.
+
+    Raises:
+        InputError: if the number of labels is not the data set's, or a weight is missing or left over.
+    """
+    names = images.label_names
+    if arguments.num_labels not in (None, len(names)):
+        raise InputError(
+            f"--num_labels {arguments.num_labels} disagrees with the data set, which has {len(names)} labels: "
+            f"{', '.join(names[:10])}{' …' if len(names) > 10 else ''}. Accepted: {len(names)}, or leave it out."
+        )
+    auto_class = (
+        AutoModelForVideoClassification if isinstance(config, LieREVideoConfig) else AutoModelForImageClassification
+    )
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+    if arguments.model_name_or_path is None:
+        config.id2label, config.label2id = labels["id2label"], labels["label2id"]
+        return auto_class.from_config(config)
+
+    is_classifier = any(name.endswith(HEADS) for name in config.architectures or HEADS)
+    keeps_head = is_classifier and _same_classes(config, images)
+    if not keeps_head and not trains_head:
+        raise InputError(
+            f"The checkpoint knows {config.num_labels} labels ({', '.join(list(config.id2label.values())[:5])} …), the "
+            f"data set has {len(names)} ({', '.join(names[:5])} …); accepted where no classifier is trained: the "
+            "same labels."
+        )
+    if not keeps_head:
+        old = config.num_labels
+        config.id2label, config.label2id = labels["id2label"], labels["label2id"]
+    with loadable("--model_name_or_path", arguments.model_name_or_path):
+        model, loading = auto_class.from_pretrained(
+            arguments.model_name_or_path,
+            revision=arguments.model_revision,
+            config=config,
+            # Small steps are lost in a checkpoint's half precision; --bf16 computes in it nevertheless.
+            dtype=torch.float32,
+            ignore_mismatched_sizes=not keeps_head,
+            output_loading_info=True,
+        )
+    besides = NOT_FOR_CLASSIFIERS if keeps_head else (*NOT_FOR_CLASSIFIERS, "classifier.")
+    require_loaded_keys(loading, arguments.model_name_or_path, besides)
+    if not keeps_head:
+        # from_pretrained only renews a classifier of another size; one of the same size means other classes here.
+        nn.init.normal_(model.classifier.weight, std=getattr(config, "initializer_range", 0.02))
+        nn.init.zeros_(model.classifier.bias)
+        logger.warning(
+            f"The checkpoint's classifier for {old} labels was replaced by a new one for the data set's {len(names)}."
+        )
+    return model
+
+
+def order_labels(images: LabelledImages, config: PreTrainedConfig) -> list[int]:
+    """For every label of the data set its number in the model: a checkpoint may list the same classes differently."""
+    if not images.named or _is_anonymous(config):
+        return list(range(len(images.label_names)))
+    numbers = {name: int(number) for number, name in config.id2label.items()}
+    return [numbers[name] for name in images.label_names]
+
+
+def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> None:
+    """
+    Compares the weights in a Trainer checkpoint with the model's; Trainer itself loads what fits and goes on.
+
+    Raises:
+        InputError: naming the keys that are missing, left over or of another shape.
+    """
+    folder = Path(checkpoint)
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if not (folder / names[0]).is_file():
+        # Shards of FSDP, which its own loader checks.
+        return
+    saved = {}
+    for name in names:
+        with safe_open(folder / name, framework="pt") as weights:
+            saved.update({key: list(weights.get_slice(key).get_shape()) for key in weights.keys()})
+    expected = {key: list(value.shape) for key, value in model.state_dict().items()}
+    require_all_keys(set(expected) - set(saved), set(saved) - set(expected), str(checkpoint))
+    for key, shape in expected.items():
+        if saved[key] != shape:
+            raise InputError(f"{key} has shape {saved[key]} in the checkpoint {folder.name} and {shape} in the model.")
+
+
+def _same_classes(config: PreTrainedConfig, images: LabelledImages) -> bool:
+    """Numbered classes of a data set, and classes that a checkpoint calls LABEL_0 …, only have a number to compare."""
+    if not images.named:
+        return len(images.label_names) <= config.num_labels
+    if _is_anonymous(config):
+        return len(images.label_names) == config.num_labels
+    return sorted(config.id2label.values()) == sorted(images.label_names)
+
+
+def _is_anonymous(config: PreTrainedConfig) -> bool:
+    return list(config.id2label.values()) == [f"LABEL_{number}" for number in range(config.num_labels)]
+
+
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width

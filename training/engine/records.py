@@ -1,0 +1,161 @@
+"""What a run leaves beside its checkpoint: resolved configuration and environment, and what it may not overwrite.
+
+The files describe the run to others, so they hold no folders, host names or tokens.
+"""
+
+import json
+import os
+import platform
+import re
+import shutil
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from training.engine.arguments import InputError, RunArguments
+
+
+CONFIG_FILE = "run_config.json"
+ENVIRONMENT_FILE = "environment.json"
+WEIGHTS_FILE = "weights.json"
+RESOLUTIONS_FILE = "resolutions.json"
+RUN_FILES = (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    "all_results.json",
+    "base",
+    "config.json",
+    "eval_examples.safetensors",
+    "eval_results.json",
+    "lora",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "preprocessor_config.json",
+    RESOLUTIONS_FILE,
+    "rotary",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "train_results.json",
+    "trainer_state.json",
+    WEIGHTS_FILE,
+)
+LIBRARIES = (
+    "hf_liere",
+    "torch",
+    "torchvision",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "evaluate",
+    "huggingface_hub",
+    "numpy",
+    "pillow",
+)
+# Folders, addresses and identities: they say where a run happened, not what it did.
+PRIVATE_ARGUMENTS = re.compile(r"(^|_)(dir|token|hub|run_name|local_rank|n_gpu|resume_from_checkpoint|trackio)(_|$)")
+
+
+def claim_output_dir(arguments: RunArguments) -> None:
+    """
+    Makes sure that the run overwrites no other one; with `overwrite_output_dir` the other one is deleted.
+
+    Raises:
+        InputError: if the output directory holds a run and neither resuming nor overwriting was asked for.
+    """
+    folder = Path(arguments.output_dir)
+    checkpoints = [path for path in folder.glob("checkpoint-*") if path.is_dir()]
+    found = checkpoints + [folder / name for name in RUN_FILES if (folder / name).exists()]
+    if not found or arguments.resume_from_checkpoint:
+        return
+    if not arguments.overwrite_output_dir:
+        names = ", ".join(path.name for path in found[:5])
+        raise InputError(
+            f"--output_dir {arguments.output_dir!r} holds another run ({names}); accepted: another folder, "
+            "--resume_from_checkpoint last to go on with it, or --overwrite_output_dir to delete it."
+        )
+    for path in found:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def write_record(folder: str | Path, name: str, content: dict[str, Any]) -> None:
+    path = Path(folder) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
+
+
+def portable(value: Any) -> Any:
+    """Arguments without what only this machine and its user understand: folders, names, tokens."""
+    if isinstance(value, dict):
+        return {key: portable(item) for key, item in value.items() if not PRIVATE_ARGUMENTS.search(str(key))}
+    if isinstance(value, list | tuple):
+        return [portable(item) for item in value]
+    if isinstance(value, str) and (os.path.isabs(value) or value.startswith(("~", ".."))):
+        return Path(value).name
+    return value
+
+
+@dataclass
+class Examples:
+    """What a run trains on and evaluates, resolved: `name` or `files` or `folder`, `config`, `split`, `samples`."""
+
+    train: dict[str, Any] | None = None
+    evaluation: dict[str, Any] | None = None
+
+
+def describe_examples(arguments: Any, splits: dict[str, str], train: int | None, evaluation: int | None) -> Examples:
+    """
+    Args:
+        arguments: those of the data, of any script.
+        splits: of a data set that has them, by `train` and `evaluation`.
+        train, evaluation: numbers of examples, `None` for what the run does not do.
+    """
+
+    def side(name: str, files: str, samples: int | None) -> dict[str, Any] | None:
+        if samples is None:
+            return None
+        dataset = getattr(arguments, "dataset_name", None)
+        folders = ("image_folder", "video_folder", "volume_file")
+        folder = next((value for place in folders if (value := getattr(arguments, place, None))), None)
+        if dataset and Path(dataset).exists():
+            dataset, folder = None, dataset
+        return {
+            "name": dataset,
+            "config": getattr(arguments, "dataset_config_name", None),
+            "files": [Path(file).name for file in getattr(arguments, files) or []],
+            "folder": folder and Path(folder).resolve().name,
+            "split": splits.get(name),
+            "samples": samples,
+        }
+
+    return Examples(side("train", "train_files", train), side("evaluation", "validation_files", evaluation))
+
+
+def environment() -> dict[str, Any]:
+    """Versions, processes and hardware, as far as they may explain a result."""
+    state = PartialState()
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "libraries": {name: _version(name) for name in LIBRARIES},
+        "world_size": state.num_processes,
+        "distributed_type": str(state.distributed_type.value),
+        "device": str(state.device.type),
+        "accelerator": torch.cuda.get_device_name() if state.device.type == "cuda" else None,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def _version(library: str) -> str | None:
+    if library == "hf_liere":
+        import hf_liere
+
+        return getattr(hf_liere, "__version__", None)
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,297 @@
+"""Checkpoints to play with: found, loaded when they are first asked for, and what they say about one picture."""
+
+import logging
+import math
+import re
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    PreTrainedConfig,
+    ViTImageProcessor,
+)
+
+from hf_liere.auto import MODELS
+from hf_liere.hub.pulling import pull
+from hf_liere.inspection.analysis import AttentionMaps, attention_maps, overlay
+from hf_liere.storage.client import HubError
+from hf_liere.storage.loading import require_loaded_keys
+from training.data.arrows import CELL, LABELS, SMALLEST_GRID
+from training.engine.arguments import InputError
+
+
+logger = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO_CHECKPOINTS = ROOT / "outputs" / "arrows"
+MIN_PATCHES_PER_SIDE = 2
+# Attention of 12 heads and 1,024 patches takes 50 MB per layer.
+MAX_PATCHES_PER_SIDE = 32
+MODELS_IN_MEMORY = 4
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """
+    An image classifier, as far as its configuration tells.
+
+    Args:
+        name: Distinct among the checkpoints of an app.
+        repo_id: Where on the Hub it comes from, if it does.
+        image_size: The longer side of what it was trained at.
+    """
+
+    name: str
+    folder: Path
+    repo_id: str | None
+    encoding: str
+    image_size: int
+    patch_shape: tuple[int, int]
+    num_channels: int
+    class_names: tuple[str, ...]
+
+    @property
+    def solves_puzzles(self) -> bool:
+        return sorted(self.class_names) == sorted(LABELS)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Probabilities of all classes, the most probable first, and where the model looked."""
+
+    probabilities: dict[str, float]
+    attention: AttentionMaps
+
+
+def find_checkpoints(sources: Sequence[str] | None = None) -> list[Checkpoint]:
+    """
+    The checkpoints in folders, in the folders of a folder, and on the Hub, from where they are downloaded.
+
+    Args:
+        sources: `None` means those of the demo.
+
+    Raises:
+        InputError: if a source holds no checkpoint of an image classifier, or none is left.
+        HubError: if the Hub does not deliver one.
+    """
+    if sources is None:
+        if not any(DEMO_CHECKPOINTS.glob("*/config.json")):
+            raise InputError(
+                f"There is no checkpoint in {DEMO_CHECKPOINTS.relative_to(ROOT)}: `make demo` trains four in about "
+                "five minutes; or name others with --checkpoints."
+            )
+        sources = [str(DEMO_CHECKPOINTS)]
+    folders = list(dict.fromkeys(found for source in sources for found in _folders(source)))
+    names = _distinct([repo_id or folder.as_posix() for folder, repo_id in folders])
+    return [_describe(repo_id or name, folder, repo_id) for name, (folder, repo_id) in zip(names, folders)]
+
+
+def _folders(source: str) -> list[tuple[Path, str | None]]:
+    folder = Path(source)
+    if (folder / "config.json").is_file():
+        return [(folder.resolve(), None)]
+    if folder.is_dir():
+        inner = sorted(path.parent for path in folder.resolve().glob("*/config.json"))
+        usable = []
+        for path in inner:
+            try:
+                _describe(path.name, path, None)
+                usable.append((path, None))
+            except InputError as error:
+                logger.warning(f"Left out: {error}")
+        if not usable:
+            raise InputError(
+                f"The folder {source} holds no checkpoint of an image classifier, neither itself nor one level below."
+            )
+        return usable
+    if not HUB_NAME.fullmatch(source):
+        raise InputError(f"There is no folder {source!r}; accepted: folders, and names on the Hub such as me/model.")
+    try:
+        return [(pull(source).folder, source)]
+    except HubError as error:
+        raise HubError(f"There is no folder {source}, and as a name on the Hub: {error}") from None
+
+
+def _distinct(paths: list[str]) -> list[str]:
+    """The ends of paths, as short as possible but different."""
+    parts = [path.split("/") for path in paths]
+    names = []
+    for own in parts:
+        length = 1
+        while sum(other[-length:] == own[-length:] for other in parts) > 1:
+            length += 1
+        names.append("/".join(own[-length:]))
+    return names
+
+
+def _describe(name: str, folder: Path, repo_id: str | None) -> Checkpoint:
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{name} has no configuration that can be read: {reason}") from error
+    model_class = MODELS.get(type(config), {}).get(AutoModelForImageClassification)
+    if model_class is None or model_class.__name__ not in (config.architectures or []):
+        held = ", ".join(config.architectures or []) or config.model_type
+        classifiers = [models.get(AutoModelForImageClassification) for models in MODELS.values()]
+        raise InputError(f"{name} holds {held}; accepted: {', '.join(c.__name__ for c in classifiers if c)}.")
+    # Models of images and text keep the sizes in the part for images.
+    vision = getattr(config, "vision_config", config)
+    if vision.num_channels not in (1, 3):
+        raise InputError(f"{name} takes images of {vision.num_channels} channels; accepted: 1 and 3.")
+    return Checkpoint(
+        name=name,
+        folder=folder,
+        repo_id=repo_id,
+        encoding=_encoding(config),
+        image_size=max(_pair(vision.image_size)),
+        patch_shape=_pair(vision.patch_size),
+        num_channels=vision.num_channels,
+        class_names=_class_names(config),
+    )
+
+
+def _class_names(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Names of the classes; of those that share a name, as two of ImageNet's do, with their numbers."""
+    names = [str(config.id2label[number]) for number in range(config.num_labels)]
+    counts = Counter(names)
+    return tuple(f"{name} ({number})" if counts[name] > 1 else name for number, name in enumerate(names))
+
+
+def _encoding(config: PreTrainedConfig) -> str:
+    patched = getattr(config, "rotary_patch", None)
+    name = patched["position_encoding"] if patched else config.position_encoding
+    block_size = patched["block_size"] if patched else config.block_size
+    return name if block_size in (None, 2) else f"{name}, block_size {block_size}"
+
+
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
+
+
+def image_sizes(checkpoints: Sequence[Checkpoint], puzzle: bool) -> range:
+    """
+    Sides of square images, in pixels, that all checkpoints take and that stay within the limits on patches.
+
+    Args:
+        puzzle: Whether arrows puzzles are drawn at these sizes.
+
+    Raises:
+        InputError: if there is none.
+    """
+    extents = [extent for checkpoint in checkpoints for extent in checkpoint.patch_shape]
+    step = math.lcm(*extents, CELL if puzzle else 1)
+    smallest = max(MIN_PATCHES_PER_SIDE * max(extents), SMALLEST_GRID * CELL if puzzle else 1)
+    sizes = range(-(-smallest // step) * step, MAX_PATCHES_PER_SIDE * min(extents) + 1, step)
+    if not sizes:
+        raise InputError(
+            f"Patches of {', '.join(map(str, sorted(set(extents))))} px{f' and cells of {CELL} px' if puzzle else ''} "
+            f"have no common image size of {MIN_PATCHES_PER_SIDE} … {MAX_PATCHES_PER_SIDE} patches per side; choose "
+            f"other models{' or upload an image' if puzzle else ''}."
+        )
+    return sizes
+
+
+def nearest(sizes: range, size: float) -> int:
+    return min(sizes, key=lambda accepted: abs(accepted - size))
+
+
+class Classifier:
+    """
+    A checkpoint in memory.
+
+    Raises:
+        InputError: if its weights cannot be read or do not fit its configuration.
+    """
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.checkpoint = checkpoint
+        local = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            self.model, loading = AutoModelForImageClassification.from_pretrained(
+                checkpoint.folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **local
+            )
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise InputError(f"The weights of {checkpoint.name} cannot be loaded: {reason}") from error
+        require_loaded_keys(loading, checkpoint.name)
+        try:
+            self.processor = AutoImageProcessor.from_pretrained(checkpoint.folder, **local)
+        except OSError:
+            logger.warning(f"{checkpoint.name} has no processor; mean and deviation are 0.5.")
+            half = [0.5] * checkpoint.num_channels
+            self.processor = ViTImageProcessor(image_mean=half, image_std=half)
+        self.model.eval()
+        # Looking at attention changes the model's attention function for a moment.
+        self._lock = threading.Lock()
+
+    def pixel_values(self, picture: Image.Image, size: int) -> torch.Tensor:
+        """
+        (1, C, size, size), prepared by the checkpoint's processor from the whole picture, squeezed into a square.
+
+        Raises:
+            InputError: if the image does not consist of whole patches, or of more than the limit.
+        """
+        sizes = image_sizes([self.checkpoint], puzzle=False)
+        if size not in sizes:
+            raise InputError(
+                f"{self.checkpoint.name} takes no images of {size} px: accepted are multiples of {sizes.step} px from "
+                f"{sizes[0]} to {sizes[-1]} px."
+            )
+        crop = {"do_center_crop": False} if hasattr(self.processor, "do_center_crop") else {}
+        picture = picture.convert("L" if self.checkpoint.num_channels == 1 else "RGB")
+        square = {"height": size, "width": size}
+        return self.processor(picture, do_resize=True, size=square, return_tensors="pt", **crop).pixel_values
+
+    def answer(self, picture: Image.Image, size: int) -> Answer:
+        """
+        Raises:
+            InputError: as [`pixel_values`], or if the model itself refuses the size.
+        """
+        pixel_values = self.pixel_values(picture, size)
+        try:
+            with self._lock, torch.no_grad():
+                logits = self.model(pixel_values).logits[0]
+                attention = attention_maps(self.model, pixel_values)
+        except ValueError as error:
+            raise InputError(f"{self.checkpoint.name} refuses {size} px: {error}") from error
+        if not logits.isfinite().all():
+            raise InputError(f"The outputs of {self.checkpoint.name} are not finite; its weights are damaged.")
+        order = logits.argsort(descending=True).tolist()
+        probabilities = logits.softmax(dim=-1).tolist()
+        names = self.checkpoint.class_names
+        return Answer({names[number]: probabilities[number] for number in order}, attention)
+
+
+class Classifiers:
+    """Checkpoints in memory: each is loaded once, when it is first asked for; those not used for longest make room."""
+
+    def __init__(self, kept: int = MODELS_IN_MEMORY):
+        self._load = lru_cache(maxsize=kept)(Classifier)
+        self._lock = threading.Lock()
+
+    def __getitem__(self, checkpoint: Checkpoint) -> Classifier:
+        # Without the lock, two requests at once would load it twice.
+        with self._lock:
+            return self._load(checkpoint)
+
+
+def seen(picture: Image.Image, size: int) -> Image.Image:
+    """The picture at the resolution at which a model sees it."""
+    return picture if picture.size == (size, size) else picture.resize((size, size), Image.Resampling.BICUBIC)
+
+
+def attention_pictures(picture: Image.Image, size: int, attention: AttentionMaps) -> list[Image.Image]:
+    """The attention of every layer on what the model sees, each on a scale of its own (LieRE App. G)."""
+    return [Image.fromarray(overlay(seen(picture, size), layer[0])) for layer in attention.maps]

@@ -1,0 +1,90 @@
+"""Pictures to show a model: files that strangers upload, read within limits, and arrows puzzles."""
+
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+from training.data.arrows import LABELS, Arrows
+from training.engine.arguments import InputError
+
+
+# What PIL converts to 8-bit grey or RGB without losing range.
+EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+GREY_MODES = ("1", "L", "LA")
+EXTENSIONS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP", ".gif": "GIF"}
+MAX_MEGABYTES = 10
+# Decoded, an RGBA picture of this size takes 128 MB.
+MAX_MEGAPIXELS = 32
+PUZZLES = Arrows("test")
+
+
+def open_picture(path: str | Path) -> tuple[Image.Image, list[str]]:
+    """
+    An uploaded file as an RGB picture, turned upright as its EXIF data say, and what was changed, to be shown.
+
+    Transparent parts become white; of an animation the first frame is taken. Only decoders of `EXTENSIONS` are used.
+
+    Raises:
+        InputError: naming the file, if it is no picture of an accepted format, damaged or larger than the limits.
+    """
+    path = Path(path)
+    try:
+        return _read(path)
+    except InputError as error:
+        raise InputError(f"{path.name} cannot be used: {error}") from None
+
+
+def _read(path: Path) -> tuple[Image.Image, list[str]]:
+    formats = sorted(set(EXTENSIONS.values()))
+    if path.suffix.lower() not in EXTENSIONS:
+        raise InputError(f"the name ends in {path.suffix!r}; accepted are {', '.join(EXTENSIONS)}.")
+    size = path.stat().st_size
+    if size == 0:
+        raise InputError("the file is empty.")
+    if size > MAX_MEGABYTES * 2**20:
+        raise InputError(f"it has {size / 2**20:.1f} MB; accepted are files up to {MAX_MEGABYTES} MB.")
+    try:
+        with Image.open(path, formats=formats) as image:
+            return _decode(image)
+    except InputError:
+        raise
+    except Image.DecompressionBombError:
+        raise InputError(f"it has far more than {MAX_MEGAPIXELS} megapixels, the limit.") from None
+    except Exception as error:
+        # Decoders throw whatever they like at a broken file.
+        raise InputError(f"it is no {', '.join(formats)} picture or damaged ({type(error).__name__}).") from error
+
+
+def _decode(image: Image.Image) -> tuple[Image.Image, list[str]]:
+    # The header tells it before anything is decoded.
+    if image.width * image.height > MAX_MEGAPIXELS * 10**6:
+        raise InputError(
+            f"it has {image.width} × {image.height} pixels; accepted are up to {MAX_MEGAPIXELS} megapixels."
+        )
+    if image.mode not in EIGHT_BIT_MODES:
+        raise InputError(f"its pixels are of mode {image.mode}; accepted are 8 bits per channel.")
+    notes = []
+    if getattr(image, "is_animated", False):
+        notes.append(f"the first of {image.n_frames} frames")
+    upright = ImageOps.exif_transpose(image)
+    if upright.has_transparency_data:
+        notes.append("transparent parts on white")
+        upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA"))
+    return upright.convert("RGB"), notes
+
+
+def draw_puzzle(number: int, image_size: int) -> tuple[Image.Image, str]:
+    """
+    The arrows puzzle of a number in the test split, and its answer.
+
+    It is drawn at `image_size`, not resized: cells keep their pixels and their patches, and a larger puzzle has more of
+    them, as in LieRE's experiment (§5.2). So the same number is another scene at another size.
+
+    Raises:
+        InputError: if there is no puzzle of that number.
+        ValueError: if the size does not consist of whole cells.
+    """
+    if number is None or not 0 <= number < len(PUZZLES):
+        raise InputError(f"There is no puzzle {number}; accepted: 0 … {len(PUZZLES) - 1:,}.")
+    pixels, label = Arrows(PUZZLES.split, image_size=image_size)[number]
+    return Image.fromarray(pixels.squeeze(-1)).convert("RGB"), LABELS[label]

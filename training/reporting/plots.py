@@ -1,0 +1,174 @@
+"""Pictures of sweeps, by [`plot`]: for every encoding the same colour and marker in all of them."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib import pyplot
+
+from training.reporting.result_table import METRICS, SEEDS, Cell, Table, method
+
+
+matplotlib.use("Agg")
+# Okabe and Ito's colours without their yellow, told apart with any colour vision; markers help in black and white.
+STYLES = tuple(
+    {"color": color, "marker": marker}
+    for color, marker in zip(
+        ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#888888"), "osD^v<>X"
+    )
+)
+ENCODINGS = ("Absolute", "LieRE", "RoPE-Mixed", "ComRoPE-LD", "ComRoPE-AP", "", "Axial RoPE", "no positions")
+AXES = {
+    "image_size": "image size in the evaluation (px)",
+    "block_size": "block size b of the generators",
+    "evaluation_offset": "offset ρ of all coordinates (extents of a training image)",
+    "train_fraction": "share of the training images",
+    "position_perturbation": "perturbation σ in training (patches)",
+    "hidden_size": "channels",
+}
+# The least that an axis spans, accuracies in percent, so that small differences look small.
+LEAST_SPAN = {"accuracy": 5.0, "AUC": 0.05, "mAP": 0.05}
+# Beyond this ratio of the largest to the smallest number the axis counts doublings.
+LOGARITHMIC = 8
+
+
+def plot(table: Table, title: str, path: Path) -> None:
+    """A picture of a sweep: lines where a condition or a setting is a number, else a row of points for each model."""
+    label = METRICS[next(iter(next(iter(table.values())).values())).metric()]
+    lines, number = lines_of(table)
+    height = 4.5 if lines else 1.3 + 0.32 * len(table)
+    figure, axes = pyplot.subplots(figsize=(7, height), layout="constrained")
+    scale = f"{label} (%)" if label == "accuracy" else label
+    if lines:
+        _plot_lines(axes, lines, number, label)
+        axes.set_xlabel(AXES.get(number, number))
+        axes.set_ylabel(scale)
+        axes.grid(axis="y", color="#DDDDDD")
+        figure.legend(frameon=False, loc="outside lower center", ncols=4)
+    else:
+        columns = _plot_rows(axes, table, label)
+        axes.set_xlabel(scale)
+        axes.grid(axis="x", color="#DDDDDD")
+        if columns > 1:
+            figure.legend(frameon=False, loc="outside lower center", ncols=3)
+    low, high = axes.get_ylim() if lines else axes.get_xlim()
+    missing = max(LEAST_SPAN[label] - (high - low), 0) / 2
+    (axes.set_ylim if lines else axes.set_xlim)(low - missing, high + missing)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def lines_of(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
+    """Points by line, and what the horizontal axis is: the one condition or setting that is a number and varies."""
+    lines: dict[str, list[tuple[float, Cell]]] = defaultdict(list)
+    number = ""
+    for row, cells in table.items():
+        for cell in cells.values():
+            result = cell.results[0]
+            varied = {name: value for name, value in result["condition"].items() if _is_number(name, value)}
+            if not varied and len(cells) > 1 and not result["condition"]:
+                # Under the condition that it was trained at.
+                names = {name for other in cells.values() for name in other.results[0]["condition"]}
+                size = result["run"].get("image_size")
+                varied = {"image_size": size[-1]} if "image_size" in names and size else {}
+            for name, value in varied.items():
+                lines[row].append((value, cell))
+                number = name
+    if lines and all(len(points) > 1 for points in lines.values()):
+        return lines, number
+    lines.clear()
+    settings = [next(iter(cells.values())).results[0]["settings"] for cells in table.values()]
+    numbers = {name for given in settings for name, value in given.items() if _is_number(name, value)}
+    varying = [name for name in sorted(numbers) if len({given.get(name) for given in settings}) > 2]
+    if len(varying) != 1:
+        return {}, ""
+    for given, cells in zip(settings, table.values()):
+        if varying[0] == "block_size" and given.get("position_encoding") == "rope_mixed":
+            # Which is LieRE in blocks of 2.
+            given = {"position_encoding": "liere", "block_size": 2}
+        if varying[0] in given:
+            row = method({name: value for name, value in given.items() if name != varying[0]})
+            row = row.replace("LieRE8", "LieRE, b = 2: RoPE-Mixed") if varying[0] == "block_size" else row
+            lines[row].append((given[varying[0]], next(iter(cells.values()))))
+    # Encodings beside each other are no line, though some of them have a number.
+    return (lines, varying[0]) if all(len(points) > 1 for points in lines.values()) else ({}, "")
+
+
+def _plot_lines(axes, lines: dict[str, list[tuple[float, Cell]]], number: str, label: str) -> None:
+    numbers = sorted({place for points in lines.values() for place, _ in points})
+    logarithmic = numbers[0] > 0 and numbers[-1] / numbers[0] >= LOGARITHMIC
+    if logarithmic:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(numbers, [f"{value:g}" for value in numbers])
+    axes.minorticks_off()
+    styles = _styles(list(lines))
+    for index, (row, points) in enumerate(lines.items()):
+        points = sorted(points, key=lambda point: point[0])
+        # Side by side, so that no interval hides another.
+        aside = (index - (len(lines) - 1) / 2) / 150
+        width = numbers[-1] - numbers[0]
+        places = [
+            place * (numbers[-1] / numbers[0]) ** aside if logarithmic else place + width * aside for place, _ in points
+        ]
+        _draw(axes, places, [cell for _, cell in points], label, styles[row], row, "-")
+
+
+def _plot_rows(axes, table: Table, label: str) -> int:
+    """Models from top to bottom, and under each other their conditions, whose number is returned."""
+    conditions = list(dict.fromkeys(column for cells in table.values() for column in cells))
+    for index, column in enumerate(conditions):
+        places = [
+            (place + (index - (len(conditions) - 1) / 2) * 0.2, cells[column])
+            for place, cells in enumerate(table.values())
+            if column in cells
+        ]
+        heights, cells = zip(*places)
+        _draw(axes, heights, cells, label, STYLES[index % len(STYLES)], column, "", across=True)
+    axes.set_yticks(range(len(table)), list(table))
+    axes.set_ylim(len(table) - 0.5, -0.5)
+    return len(conditions)
+
+
+def _draw(
+    axes, places: Sequence[float], cells: Sequence[Cell], label: str, style: dict, name: str, line: str, across=False
+) -> None:
+    """Means with intervals, and the single seeds of each; `across` for places on the vertical axis."""
+    scale = 100 if label == "accuracy" else 1
+    intervals = [cell.interval for cell in cells]
+    means = [interval.mean * scale for interval in intervals]
+    below = [max(interval.mean - interval.low, 0) * scale for interval in intervals]
+    above = [max(interval.high - interval.mean, 0) * scale for interval in intervals]
+    x, y = (means, places) if across else (places, means)
+    bars = {"xerr" if across else "yerr": (below, above)}
+    axes.errorbar(x, y, **bars, **style, label=name, linestyle=line, capsize=2.5, markersize=5, linewidth=1.2)
+    seeds = [(place, value * scale) for place, cell in zip(places, cells) for value in cell.by_seed().values()]
+    if len(seeds) > len(cells):
+        places, values = zip(*seeds)
+        x, y = (values, places) if across else (places, values)
+        axes.plot(x, y, linestyle="", marker="o", markerfacecolor="none", color=style["color"], markersize=3)
+
+
+def _styles(rows: list[str]) -> dict[str, dict[str, Any]]:
+    """The style of each row's encoding; what finds it taken takes one that is left."""
+    owners = {}
+    for row in rows:
+        owners.setdefault(_encoding(row), row)
+    owners.pop(None, None)
+    places = {row: place for place, row in owners.items()}
+    # First what no encoding owns, so that it does not depend on which others there are.
+    free = [place for place in range(len(STYLES)) if place not in owners]
+    left = sorted(free, key=lambda place: ENCODINGS[place] != "") or [0]
+    others = [row for row in rows if row not in places]
+    places |= {row: left[number % len(left)] for number, row in enumerate(others)}
+    return {row: STYLES[place] for row, place in places.items()}
+
+
+def _encoding(row: str) -> int | None:
+    return next((place for place, name in enumerate(ENCODINGS) if name and row.startswith(name)), None)
+
+
+def _is_number(name: str, value: Any) -> bool:
+    return name not in SEEDS and isinstance(value, int | float) and not isinstance(value, bool)

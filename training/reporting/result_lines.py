@@ -1,0 +1,133 @@
+"""Results of sweeps as json lines, each with everything needed to repeat it.
+
+A file that is kept for long holds whole lines and changes: a line without a sweep holds only what differs from the line
+before, in dictionaries entry by entry.
+"""
+
+import base64
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from training.engine.arguments import InputError
+
+
+# Which sweep, settings and condition; the flags of the training and what they were resolved to; the metrics of the
+# training and of this evaluation; accuracies by epoch; which examples were classified correctly, as bits in base64;
+# versions and hardware; the arguments of evaluate_sweep.py, which older lines do not have.
+RESULT_KEYS = (
+    "sweep",
+    "script",
+    "settings",
+    "condition",
+    "flags",
+    "run",
+    "train_metrics",
+    "metrics",
+    "history",
+    "examples",
+    "correct",
+    "environment",
+    "command",
+)
+OPTIONAL_KEYS = ("command",)
+# Told whole where they change: another line has entries of other names.
+NOT_ENTRY_BY_ENTRY = ("settings", "condition", "metrics")
+
+
+def write_results(path: Path, results: list[dict[str, Any]], as_changes: bool = False) -> None:
+    """
+    Writes the lines, or leaves the file as it was.
+
+    Args:
+        as_changes: lines hold what differs from the line before, and numbers have six digits.
+    """
+    lines = [_known(result) for result in results]
+    if as_changes:
+        lines = list(_as_changes(_rounded(line) for line in lines))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".part")
+    written.write_text("".join(json.dumps(line, default=str) + "\n" for line in lines), encoding="utf-8")
+    os.replace(written, path)
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """
+    The lines of a file of results, each of them whole.
+
+    Raises:
+        InputError: naming the file and line that is none.
+    """
+    if not path.is_file():
+        raise InputError(f"There are no results {str(path)!r}.")
+    results = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            result = json.loads(line)
+            if "sweep" not in result:
+                result = _changed(results[-1], result)
+            result["metrics"]["eval_samples"]
+            results.append(_known(result))
+        except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+            raise InputError(f"{path.name}, line {number} is no result of evaluate_sweep.py.") from error
+    if not results:
+        raise InputError(f"{path.name} holds no results.")
+    return results
+
+
+def correct_examples(result: dict[str, Any]) -> np.ndarray:
+    """Whether each example was classified correctly, (examples,), from a line of results."""
+    bits = np.frombuffer(base64.b64decode(result["correct"]), np.uint8)
+    return np.unpackbits(bits, count=result["examples"]).astype(bool)
+
+
+def encoded_examples(correct: np.ndarray) -> str:
+    """What `correct_examples` reads."""
+    return base64.b64encode(np.packbits(correct).tobytes()).decode()
+
+
+def _known(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: result[key] for key in RESULT_KEYS if key in result or key not in OPTIONAL_KEYS}
+
+
+def _as_changes(lines: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    before: dict[str, Any] = {}
+    for line in lines:
+        changes = _changes(before, line)
+        # An entry that is gone cannot be told as a change.
+        yield changes if before and _changed(before, changes) == line else line
+        before = line
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    changes = {}
+    for key, value in after.items():
+        if _has_entries(key, before, value):
+            if entries := _changes(before[key], value):
+                changes[key] = entries
+        elif key not in before or before[key] != value:
+            changes[key] = value
+    return changes
+
+
+def _changed(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    after = dict(before)
+    for key, value in changes.items():
+        after[key] = _changed(before[key], value) if _has_entries(key, before, value) else value
+    return after
+
+
+def _has_entries(key: str, before: dict[str, Any], value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(before.get(key), dict) and key not in NOT_ENTRY_BY_ENTRY
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

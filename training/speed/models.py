@@ -1,0 +1,365 @@
+"""What benchmark_speed.py measures: our models, references from the papers' pseudo-code and timm's, of equal size."""
+
+import copy
+import dataclasses
+import functools
+import importlib.util
+import re
+from collections.abc import Callable
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_liere import (
+    LieREVideoConfig,
+    LieREVideoForVideoClassification,
+    LieREViTConfig,
+    LieREViTForImageClassification,
+)
+from hf_liere.models.configuration_liere import LieREConfig
+from hf_liere.models.encodings import build_rotary_encoding
+from hf_liere.models.positions import grid_positions, with_prefix
+
+
+SIZES = {
+    "tiny": {"hidden_size": 192, "num_hidden_layers": 12, "num_attention_heads": 3, "intermediate_size": 768},
+    "small": {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536},
+    "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+}
+UNROTATED, PLANAR = ("absolute", "none"), ("axial_rope", "rope_mixed")
+BLOCKWISE = ("comrope_ap", "comrope_ld", "liere")
+TIMM_MODELS = {"absolute": "vit_small_patch16_224", "rope_mixed": "vit_small_patch16_rope_mixed_224"}
+ROW_NAME = re.compile(rf"(?:(folded|naive|timm)_)?({'|'.join(UNROTATED + PLANAR + BLOCKWISE)})(\d+)?")
+NUM_LABELS = 1000
+TUBELET_SIZE = 2
+
+
+class BenchmarkError(ValueError):
+    """A model or setting that cannot be measured; the message says what can."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One setting in which models are compared."""
+
+    model_size: str
+    num_hidden_layers: int
+    batch_size: int
+    image_size: int
+    patch_size: int
+    num_frames: int | None
+    device: str
+    dtype: str
+    attn_implementation: str
+    compile: bool
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def half(self) -> bool:
+        return self.torch_dtype.itemsize == 2
+
+    def pixels(self) -> torch.Tensor:
+        shape = (3, self.image_size, self.image_size)
+        frames = () if self.num_frames is None else (self.num_frames,)
+        return torch.randn(self.batch_size, *frames, *shape, device=self.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """
+    A model by name: `liere8`, `comrope_ld16` (the number is the block size), `folded_liere8` (rotations folded for
+    inference), `naive_liere8` (papers' pseudo-code), `timm_rope_mixed`.
+    """
+
+    name: str
+    kind: str
+    encoding: str
+    block_size: int | None
+
+    @classmethod
+    def parse(cls, name: str) -> "Row":
+        match = ROW_NAME.fullmatch(name)
+        if match is None:
+            raise BenchmarkError(
+                f"{name!r} is no model; accepted are {', '.join(UNROTATED + PLANAR)}, {', '.join(BLOCKWISE)} with or "
+                f"without a block size (liere64), rotating ones after folded_ or naive_, and "
+                f"{', '.join('timm_' + encoding for encoding in TIMM_MODELS)}."
+            )
+        kind, encoding, size = match[1] or "own", match[2], match[3]
+        if size and encoding not in BLOCKWISE:
+            raise BenchmarkError(f"{name!r}: {encoding} has no block size; accepted is {name.rstrip('0123456789')!r}.")
+        if kind in ("folded", "naive") and encoding in UNROTATED:
+            raise BenchmarkError(f"{name!r}: {encoding} has no rotations; accepted is {encoding!r}.")
+        if kind == "timm" and encoding not in TIMM_MODELS:
+            raise BenchmarkError(
+                f"{name!r}: timm has no such model; accepted are {', '.join(TIMM_MODELS)} after timm_."
+            )
+        block_size = None if encoding in UNROTATED else 2 if encoding in PLANAR else int(size or 8)
+        return cls(name, kind, encoding, block_size)
+
+    @property
+    def trains(self) -> bool:
+        return self.kind != "folded"
+
+    @property
+    def learns(self) -> bool:
+        return self.encoding not in (*UNROTATED, "axial_rope")
+
+
+def check_row(settings: Settings, row: Row) -> None:
+    """
+    Raises:
+        BenchmarkError: if the row does not exist at this setting, before anything is measured.
+    """
+    if row.kind == "timm":
+        if settings.num_frames is not None:
+            raise BenchmarkError(f"{row.name}: timm has no video model; leave it out of --rows.")
+        if importlib.util.find_spec("timm") is None:
+            raise BenchmarkError(f"{row.name}: timm is not installed; leave it out of --rows.")
+        return
+    build_config(settings, row)
+
+
+def build_config(settings: Settings, row: Row, **overrides) -> LieREConfig:
+    fields = {
+        **SIZES[settings.model_size],
+        "num_hidden_layers": settings.num_hidden_layers,
+        "image_size": settings.image_size,
+        "patch_size": settings.patch_size,
+        "num_labels": NUM_LABELS,
+        "position_encoding": row.encoding,
+        "block_size": row.block_size,
+        **overrides,
+    }
+    try:
+        if settings.num_frames is None:
+            return LieREViTConfig(**fields)
+        return LieREVideoConfig(**fields, num_frames=settings.num_frames, tubelet_size=TUBELET_SIZE)
+    except StrictDataclassError as error:
+        raise BenchmarkError(f"{row.name}: {error}") from error
+
+
+def build_own(settings: Settings, row: Row, dtype: torch.dtype, attn_implementation: str, depth: int) -> nn.Module:
+    """Our model with weights in `dtype`, or in float32 where from_pretrained keeps them so; naive where asked."""
+    config = build_config(settings, row, num_hidden_layers=depth)
+    model_class = LieREViTForImageClassification if settings.num_frames is None else LieREVideoForVideoClassification
+    if row.kind == "naive":
+        plain = build_config(settings, Row.parse("none"), num_hidden_layers=depth)
+        plain._attn_implementation = f"naive_{attn_implementation}"
+        register_attention(plain._attn_implementation, functools.partial(naive_attention, inner=attn_implementation))
+        model = model_class(plain)
+        attach_naive_rotations(model, config)
+    else:
+        config._attn_implementation = attn_implementation
+        model = model_class(config)
+    kept = ("naive_rotation", *(model._keep_in_fp32_modules_strict or ()))
+    for name, parameter in model.named_parameters():
+        if not (dtype.itemsize == 2 and any(module in name for module in kept)):
+            parameter.data = parameter.data.to(dtype)
+    return model.to(settings.device)
+
+
+def build_timm(settings: Settings, row: Row, dtype: torch.dtype) -> nn.Module:
+    import timm
+
+    size = SIZES[settings.model_size]
+    model = timm.create_model(
+        TIMM_MODELS[row.encoding],
+        img_size=settings.image_size,
+        patch_size=settings.patch_size,
+        embed_dim=size["hidden_size"],
+        depth=settings.num_hidden_layers,
+        num_heads=size["num_attention_heads"],
+        mlp_ratio=size["intermediate_size"] / size["hidden_size"],
+        num_classes=NUM_LABELS,
+        # Layer scale, which none of the others has.
+        init_values=None,
+    )
+    return model.to(settings.device, dtype)
+
+
+def build_model(settings: Settings, row: Row, training: bool) -> nn.Module:
+    """
+    A model as it is used: for training with float32 weights where `dtype` is a half type (autocast, as Trainer does),
+    for inference with weights in `dtype`.
+    """
+    torch.manual_seed(0)
+    dtype = torch.float32 if training and settings.half else settings.torch_dtype
+    if row.kind == "timm":
+        model = build_timm(settings, row, dtype)
+    else:
+        model = build_own(settings, row, dtype, settings.attn_implementation, settings.num_hidden_layers)
+    if row.kind == "folded":
+        model = model.eval().fold_rotations()
+    return model.train(training)
+
+
+def logits(model: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
+    outputs = model(pixels)
+    return outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+
+
+def timm_installed() -> bool:
+    return importlib.util.find_spec("timm") is not None
+
+
+class NaiveRotation(nn.Module):
+    """
+    Rotations of one layer by the papers' pseudo-code (LieRE appendix C, ComRoPE algorithm 1): skew-symmetric bases
+    times positions, summed over the axes, through `torch.matrix_exp`, at every call.
+
+    Args:
+        config: Configuration with the rotary encoding.
+        parameters: Of our encoding, `generators` and, for comrope_ld, `multipliers`.
+        layer: Whose of them.
+
+    Attributes:
+        raw: (A or 1, heads, blocks, b, b); the strictly lower triangle acts.
+    """
+
+    def __init__(self, config, parameters: dict[str, torch.Tensor], layer: int):
+        super().__init__()
+        size = config.block_size
+        self.encoding, self.num_axes, self.head_dim = config.position_encoding, config.num_axes, config.head_dim
+        if self.encoding == "axial_rope":
+            planes = config.head_dim // (2 * config.num_axes)
+            frequencies = config.rope_theta ** -(torch.arange(planes, dtype=torch.float64) / planes)
+            entries = torch.block_diag(*[frequencies.unsqueeze(0)] * config.num_axes)[:, None, :, None]
+        elif self.encoding in ("liere", "rope_mixed"):
+            entries = parameters["generators"][:, layer]
+        else:
+            entries = parameters["generators"][layer].unsqueeze(0)
+        raw = entries.new_zeros(*entries.shape[:-1], size, size)
+        row, column = torch.tril_indices(size, size, offset=-1)
+        # Stored pairs i < j are in row-major order of the upper triangle.
+        order = torch.argsort(column * size + row)
+        raw[..., row[order], column[order]] = entries
+        self.raw = nn.Parameter(raw)
+        self.multipliers = (
+            nn.Parameter(parameters["multipliers"][:, layer].clone()) if "multipliers" in parameters else None
+        )
+        positions = grid_positions(config.train_grid, config.train_grid, config.coordinates)
+        # A rotation at 0 is the identity, which class and register tokens have.
+        self.register_buffer("positions", with_prefix(positions, config.num_prefix_tokens, 0.0))
+
+    def forward(self) -> torch.Tensor:
+        """(N, heads, blocks, b, b)."""
+        lower = self.raw.tril(-1)
+        bases = lower - lower.mT
+        if self.encoding == "comrope_ld":
+            bases = bases * self.multipliers[..., None, None]
+        elif self.encoding == "comrope_ap":
+            block = torch.arange(bases.shape[2], device=bases.device)
+            serves = block % self.num_axes == torch.arange(self.num_axes, device=bases.device)[:, None]
+            bases = bases * serves[:, None, :, None, None]
+        positions = self.positions.to(bases.dtype)
+        exponents = (positions[:, :, None, None, None, None] * bases).sum(dim=1)
+        return torch.matrix_exp(exponents)
+
+    def dense(self) -> torch.Tensor:
+        """(N, heads, head_dim, head_dim); channels without a block keep the identity."""
+        blocks = self()
+        size = blocks.shape[-1]
+        matrices = torch.eye(self.head_dim, dtype=blocks.dtype, device=blocks.device)
+        matrices = matrices.repeat(*blocks.shape[:2], 1, 1)
+        for block in range(blocks.shape[2]):
+            channels = slice(block * size, (block + 1) * size)
+            matrices[..., channels, channels] = blocks[:, :, block]
+        return matrices
+
+    def rotate(self, *states: torch.Tensor) -> list[torch.Tensor]:
+        """Each (B, heads, N, head_dim): blockwise for LieRE, with the whole matrix for ComRoPE, as its paper has it."""
+        with torch.autocast(states[0].device.type, enabled=False):
+            rotation = self.dense() if self.encoding.startswith("comrope") else self()
+        rotation = rotation.to(states[0].dtype).transpose(0, 1)
+        rotation = rotation.expand(states[0].shape[1], *rotation.shape[1:])
+        if rotation.ndim == 4:
+            return [torch.einsum("hnij,bhnj->bhni", rotation, state) for state in states]
+        blocks, size = rotation.shape[2:4]
+        results = []
+        for state in states:
+            rotated, tail = state[..., : blocks * size].unflatten(-1, (blocks, size)), state[..., blocks * size :]
+            rotated = torch.einsum("hnmij,bhnmj->bhnmi", rotation, rotated).flatten(-2)
+            results.append(torch.cat([rotated, tail], dim=-1))
+        return results
+
+
+def naive_attention(module: nn.Module, query, key, value, attention_mask, inner: str, **kwargs):
+    query, key = module.naive_rotation.rotate(query, key)
+    return ALL_ATTENTION_FUNCTIONS[inner](module, query, key, value, attention_mask, **kwargs)
+
+
+def register_attention(name: str, function: Callable) -> None:
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def attach_naive_rotations(model: nn.Module, config) -> None:
+    """The rotations of a new encoding of this configuration, one in every layer of a model that rotates nothing."""
+    encoding = build_rotary_encoding(config, config.num_axes)
+    encoding.reset_parameters()
+    parameters = {name: parameter.detach() for name, parameter in encoding.named_parameters()}
+    for index, layer in enumerate(model.liere.layers):
+        layer.attention.naive_rotation = NaiveRotation(config, parameters, index)
+
+
+@torch.no_grad()
+def rotation_error(settings: Settings, row: Row) -> float | None:
+    """
+    Largest error of an entry of R(p)ᵀR(p′), which is what attention sees of rotations whatever the basis they are
+    computed in, against the papers' pseudo-code in float64 on the same generators: two layers, every token p with one
+    other p′, inference in the type of `settings`. `None` where nothing is rotated or timm rotates.
+    """
+    if row.encoding in UNROTATED or row.kind == "timm":
+        return None
+    torch.manual_seed(0)
+    queries, keys = [], []
+
+    def record(module, query, key, value, attention_mask, **kwargs):
+        queries.append(query)
+        keys.append(key)
+        return value.transpose(1, 2), None
+
+    register_attention("probe", record)
+    depth = min(2, settings.num_hidden_layers)
+    model = build_own(settings, row, settings.torch_dtype, "probe", depth)
+    config, layers = model.config, model.liere.layers
+    if row.kind == "naive":
+        references = [layer.attention.naive_rotation for layer in layers]
+    else:
+        rotary_config = model.liere.rotary_encoding.config
+        parameters = {name.split(".")[-1]: parameter.cpu() for name, parameter in model.rotary_parameters()}
+        references = [NaiveRotation(rotary_config, parameters, index) for index in range(len(layers))]
+    references = [copy.deepcopy(reference).cpu().double().dense() for reference in references]
+
+    # With unit vectors as states and identical projections, query and key are columns of the rotations.
+    for layer in layers:
+        for projection in (layer.attention.q_proj, layer.attention.k_proj):
+            nn.init.eye_(projection.weight)
+            nn.init.zeros_(projection.bias)
+        layer.mlp = nn.Identity()
+    model.eval()
+    if row.kind == "folded":
+        model = model.fold_rotations()
+    units = torch.eye(config.head_dim, device=settings.device, dtype=settings.torch_dtype)
+    for layer in model.liere.layers:
+        layer.layernorm_before.register_forward_hook(
+            lambda module, inputs, output: units.repeat(1, config.num_attention_heads)[:, None].expand_as(output)
+        )
+    pixels = settings.pixels()[:1]
+    model(pixels.to(settings.torch_dtype).expand(config.head_dim, *pixels.shape[1:]))
+
+    error = 0.0
+    for reference, query, key in zip(references, queries, keys):
+        other = torch.randperm(reference.shape[0])
+        expected = torch.einsum("nhdi,nhdj->hnij", reference, reference[other])
+        found = torch.einsum("ihnd,jhnd->hnij", query.cpu().double(), key.cpu().double()[:, :, other])
+        error = max(error, (found - expected).abs().max().item())
+    return error
