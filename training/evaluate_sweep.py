@@ -9,8 +9,8 @@ A sweep is a yaml file in training/sweeps, one per figure or table of the papers
 
 All other flags go to every run; `--recipe` replaces the sweep's. Results are json lines in output_dir/<sweep>.jsonl
 (training/reporting/result_lines.py), to be put beside the papers' figures by training/report.py. A sweep that was
-interrupted goes on where it stopped, and sweeps that share models in one output directory train them once. `--dry_run` only lists
-the runs.
+interrupted goes on where it stopped, and sweeps that share models in one output directory train them once. `--dry_run`
+only lists the runs.
 
 A sweep names its `script`, its `recipe`, what to `train`: lists of settings, of which all combinations are trained, and
 where the models are `evaluate`d: lists of flags likewise. `mini` replaces any of these for a small computer.

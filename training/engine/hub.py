@@ -4,8 +4,8 @@ Pushing a run to the Hub while it trains, and going on from what is there.
 Differences from Trainer's own pushes: the files of a step are set aside before the next step changes them, so a commit
 holds the step that its title names; a step is one commit; failed pushes are remembered and make the script fail; only
 the files that `hf_liere.hub.publishing` knows are pushed, never `training_args.bin`, which holds paths and the token.
-While a run goes on, `--hub_strategy checkpoint` keeps what `--resume_from_hub` needs in `last-checkpoint/`; the commit of
-the finished model takes it away.
+While a run goes on, `--hub_strategy checkpoint` keeps what `--resume_from_hub` needs in `last-checkpoint/`; the commit
+of the finished model takes it away.
 """
 
 import json
