@@ -22,7 +22,6 @@ AVAILABLE = cpu_kernels.is_available(torch.zeros(1), torch.float32, 2)
 needs_compiler = pytest.mark.skipif(not AVAILABLE, reason="the kernels for CPUs need a C++ compiler")
 
 ROTATE = """
-import reference
 import torch
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.models.lie_algebra import block_rotations, skew
