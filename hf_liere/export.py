@@ -25,7 +25,7 @@ from torch import nn
 
 from .auto import load_checkpoint
 from .errors import InputError, quiet, require_libraries
-from .models.configuration_liere import ROTARY_ENCODINGS, LieREConfig
+from .models.configuration_liere import ROTARY_ENCODINGS, LieREConfig, pair
 from .models.modeling_liere import LieREPreTrainedModel
 from .storage.targets import new_file
 
@@ -287,8 +287,7 @@ def _grid(config: LieREConfig, image_size: int | tuple[int, int] | None, num_fra
     """Patches per axis of inputs of this size, by default the configuration's."""
     shape = config.input_shape
     if image_size is not None:
-        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-        shape = (*shape[:-2], height, width)
+        shape = (*shape[:-2], *pair("image_size", image_size))
     if num_frames is not None:
         if config.num_axes == 2:
             raise ExportError(f"num_frames={num_frames}: inputs of this model are images.")

@@ -16,14 +16,6 @@ import torch
 from ..errors import InputError
 
 
-# Names of our tensors that several sources fill.
-PROJECTION = "embeddings.patch_embeddings.projection"
-CLASS_TOKEN = "embeddings.cls_token"
-REGISTER_TOKENS = "embeddings.register_tokens"
-POSITION_TABLE = "embeddings.position_embeddings"
-GENERATORS = "rotary_encoding.generators"
-
-
 class ConversionError(InputError):
     """A checkpoint or an option that cannot be converted, with the reason."""
 
@@ -156,6 +148,11 @@ class Source:
             weight = self.tensors.take(f"{official}.weight", None, self.fields["hidden_size"])
             self.head = {"weight": weight, "bias": self.tensors.take(f"{official}.bias", len(weight))}
 
+    def set_projection(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        """Of patches, (hidden_size, channels, *patch) and (hidden_size,)."""
+        names = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.projection.bias")
+        self.encoder |= dict(zip(names, (weight, bias)))
+
     def set_shape(self, image: tuple[int, ...]) -> None:
         """Fields for patches and inputs of these extents; with three axes, those of the video configuration."""
 
@@ -187,7 +184,7 @@ class Source:
         entries = torch.block_diag(*[row.unsqueeze(0) for row in scaled])
         entries = torch.nn.functional.pad(entries, (0, head_dim // 2 - entries.shape[1]))
         self.fields |= {"position_encoding": "rope_mixed", "share_heads": True, "share_layers": True}
-        self.encoder[GENERATORS] = entries.view(axes, 1, 1, -1, 1).float()
+        self.encoder["rotary_encoding.generators"] = entries.view(axes, 1, 1, -1, 1).float()
 
     def set_square_table(self, table: torch.Tensor, prefix_rows: int, image_size: int | Iterable[int] | None) -> None:
         """From a table of `prefix_rows` and the patches, the rows of the class token and of the patches."""
@@ -201,8 +198,8 @@ class Source:
             )
         self.set_shape(image)
         class_row = table[:, :1] if prefix_rows else table.new_zeros(1, 1, table.shape[-1])
-        rows = [class_row] if CLASS_TOKEN in self.encoder else []
-        self.encoder[POSITION_TABLE] = torch.cat([*rows, table[:, prefix_rows:]], dim=1)
+        rows = [class_row] if "embeddings.cls_token" in self.encoder else []
+        self.encoder["embeddings.position_embeddings"] = torch.cat([*rows, table[:, prefix_rows:]], dim=1)
 
 
 def sizes(name: str, value: int | Iterable[int], axes: int) -> tuple[int, ...]:

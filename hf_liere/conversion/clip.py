@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import CLASS_TOKEN, PROJECTION, Source, number_of_heads
+from .base import Source, number_of_heads
 
 
 NAMES = {
@@ -52,10 +52,9 @@ class CLIPTower(Source):
             "final_norm": "pooled",
             "pooling": "cls",
         }
-        self.encoder[f"{PROJECTION}.weight"] = weight
         # CLIP's patches have no bias.
-        self.encoder[f"{PROJECTION}.bias"] = torch.zeros(hidden_size)
-        self.encoder[CLASS_TOKEN] = class_token.view(1, 1, -1)
+        self.set_projection(weight, torch.zeros(hidden_size))
+        self.encoder["embeddings.cls_token"] = class_token.view(1, 1, -1)
         self.copy("pre_layernorm", f"{prefix}pre_layrnorm", hidden_size)
         self.copy_layers(f"{prefix}encoder.layers.{{}}", NAMES)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..models.lie_algebra import skew_entries
-from .base import GENERATORS, POSITION_TABLE, ConversionError, number_of_heads, require_one_of
+from .base import ConversionError, number_of_heads, require_one_of
 from .clip import CLIPTower
 
 
@@ -67,7 +67,7 @@ class ComRoPE(CLIPTower):
                 "coordinates": coordinates,
                 "prefix_coordinate": self.cls_position,
             }
-            self.encoder[POSITION_TABLE] = table.reshape(1, -1, hidden_size)
+            self.encoder["embeddings.position_embeddings"] = table.reshape(1, -1, hidden_size)
         self.copy("layernorm", f"{self.prefix}post_layernorm", hidden_size)
         self._copy_classifier()
         if encoding == "axial_rope":
@@ -153,7 +153,7 @@ class ComRoPE(CLIPTower):
         # (layers, heads, axes or 1, blocks, entries)
         entries = skew_entries(torch.stack([matrix - matrix.mT for matrix in matrices]))
         entries = entries.movedim(2, 0) / self.scale_factor if encoding == "liere" else entries.squeeze(2)
-        self.encoder[GENERATORS] = entries
+        self.encoder["rotary_encoding.generators"] = entries
         if encoding == "comrope_ld":
             shape = (1, axes, blocks, 1, 1)
             factors = [self.tensors.take(self._in_layer(index, "multiplier"), *shape) for index in range(depth)]

@@ -7,17 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..models.lie_algebra import skew_entries
-from .base import (
-    CLASS_TOKEN,
-    GENERATORS,
-    POSITION_TABLE,
-    PROJECTION,
-    ConversionError,
-    Source,
-    require_one_of,
-    sizes,
-    square_root,
-)
+from .base import ConversionError, Source, require_one_of, sizes, square_root
 
 
 OFFICIAL_GENERATORS = "position_encoder.generator_raw_params"
@@ -70,9 +60,9 @@ class LieRE(Source):
         }
         # The official linear map reads a patch pixel by pixel, channels fastest.
         kernel = projection.view(hidden_size, *self.patch, self.num_channels).movedim(-1, 1)
-        self.encoder[f"{PROJECTION}.weight"] = kernel
-        self.encoder[f"{PROJECTION}.bias"] = self.tensors.take("to_patch_embedding.1.bias", hidden_size)
-        self.encoder[CLASS_TOKEN] = self.tensors.take("cls_token", 1, 1, hidden_size)
+        bias = self.tensors.take("to_patch_embedding.1.bias", hidden_size)
+        self.set_projection(kernel, bias)
+        self.encoder["embeddings.cls_token"] = self.tensors.take("cls_token", 1, 1, hidden_size)
         self._copy_attention()
         self.copy_layers(LAYER, NAMES)
         self.copy("layernorm", "mlp_head.0", hidden_size)
@@ -170,7 +160,7 @@ class LieRE(Source):
             entries = entries[:, :1]
         entries = entries.unflatten(2, (1 if share_heads else heads, per_head))
         # Channels that the official encoder has no blocks for are not rotated.
-        self.encoder[GENERATORS] = torch.nn.functional.pad(entries, (0, 0, 0, blocks - per_head))
+        self.encoder["rotary_encoding.generators"] = torch.nn.functional.pad(entries, (0, 0, 0, blocks - per_head))
         self.fields |= {
             "position_encoding": "rope_mixed" if size == 2 else "liere",
             "block_size": size,
@@ -187,7 +177,7 @@ class LieRE(Source):
             encoding = "absolute" if is_used else "visionllama"
         if encoding == "absolute":
             self.fields |= {"position_encoding": "absolute"}
-            self.encoder[POSITION_TABLE] = table
+            self.encoder["embeddings.position_embeddings"] = table
             return
         rotated = min(self.fields["hidden_size"] // self.fields["num_attention_heads"], HEAD_DIM)
         planes = rotated // len(self.patch) // 2
@@ -197,6 +187,6 @@ class LieRE(Source):
         self.fields["coordinates"] = "train_grid"
         if is_used:
             self.fields |= {"use_absolute_position_embeddings": True, "position_table_resize": "truncate"}
-            self.encoder[POSITION_TABLE] = table
+            self.encoder["embeddings.position_embeddings"] = table
         else:
             self.ignored.append("pos_embedding")

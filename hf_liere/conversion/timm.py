@@ -6,17 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import (
-    CLASS_TOKEN,
-    GENERATORS,
-    PROJECTION,
-    REGISTER_TOKENS,
-    ConversionError,
-    Source,
-    number_of_heads,
-    require_one_of,
-    sizes,
-)
+from .base import ConversionError, Source, number_of_heads, require_one_of, sizes
 
 
 LAYER = "blocks.{}"
@@ -80,13 +70,13 @@ class Timm(Source):
         found_heads = None if frequencies is None else frequencies.shape[2]
         self.fields["num_attention_heads"] = number_of_heads(hidden_size, self.num_attention_heads, found_heads)
         self._set_architecture()
-        self.encoder[f"{PROJECTION}.weight"] = weight
         bias = torch.zeros(hidden_size)
         # timm leaves this bias out before a norm of the embeddings.
         if not self.fields["use_pre_layernorm"] or "patch_embed.proj.bias" in self.tensors:
             bias = self.tensors.take("patch_embed.proj.bias", hidden_size)
-        self.encoder[f"{PROJECTION}.bias"] = bias
-        columns_first = (self.axis_order or self._default_order()) == "columns_first"
+        self.set_projection(weight, bias)
+        has_class = self.fields["use_class_token"]
+        columns_first = has_class if self.axis_order is None else self.axis_order == "columns_first"
         prefix_rows = self._set_tokens(default_size=224 if columns_first else 256)
         encoding = self.position_encoding or self._default_encoding(frequencies, prefix_rows)
         self.copy_layers(LAYER, NAMES)
@@ -133,9 +123,6 @@ class Timm(Source):
             "pooling": self.pooling or ("mean" if pooled_norm else "cls"),
         }
 
-    def _default_order(self) -> str:
-        return "columns_first" if self.fields["use_class_token"] else "rows_first"
-
     def _default_encoding(self, frequencies: torch.Tensor | None, prefix_rows: int) -> str:
         if frequencies is not None:
             return "mixed"
@@ -151,7 +138,7 @@ class Timm(Source):
         """Class and register tokens, norm and table; returns how many rows of the table are not of patches."""
         hidden_size, has_class = self.fields["hidden_size"], self.fields["use_class_token"]
         if has_class:
-            self.encoder[CLASS_TOKEN] = self.tensors.take("cls_token", 1, 1, hidden_size)
+            self.encoder["embeddings.cls_token"] = self.tensors.take("cls_token", 1, 1, hidden_size)
         registers = self.tensors.take("reg_token", 1, None, hidden_size) if "reg_token" in self.tensors else None
         self.fields["num_register_tokens"] = 0 if registers is None else registers.shape[1]
         if self.fields["use_pre_layernorm"]:
@@ -172,7 +159,7 @@ class Timm(Source):
         else:
             self.set_shape(sizes("image_size", self.image_size or default_size, 2))
         if registers is not None:
-            self.encoder[REGISTER_TOKENS] = registers
+            self.encoder["embeddings.register_tokens"] = registers
         return prefix_rows
 
     def _has_prefix_rows(self, table: torch.Tensor, prefix_length: int) -> bool:
@@ -217,7 +204,7 @@ class Timm(Source):
         if frequencies.shape[-1] * 2 != head_dim:
             raise ConversionError(f"{frequencies.shape[-1]} frequencies per head do not fill heads of {head_dim}.")
         # (columns, rows), layers, heads, planes -> rows first
-        self.encoder[GENERATORS] = frequencies.flip(0).unsqueeze(-1).float()
+        self.encoder["rotary_encoding.generators"] = frequencies.flip(0).unsqueeze(-1).float()
 
     def _set_axial(self, columns_first: bool) -> None:
         """theta^(−4i/head_dim) for each half of a head, at indices or at those of a reference grid."""

@@ -72,7 +72,13 @@ def upgrade_encoding(
             f"position_encoding={position_encoding!r} has nothing to learn rotations with; accepted are "
             f"{', '.join(LEARNED_ENCODINGS)}."
         )
-    config = _upgraded_config(model.config, position_encoding, block_size, share_heads, share_layers)
+    config = _upgraded_config(
+        model.config,
+        position_encoding=position_encoding,
+        block_size=block_size,
+        share_heads=share_heads,
+        share_layers=share_layers,
+    )
     encoder = getattr(model, model.base_model_prefix, model)
     entries, order = _upgraded_entries(model, encoder.rotary_encoding, config)
     state_dict = {name: tensor for name, tensor in model.state_dict().items() if "rotary_encoding." not in name}
@@ -88,29 +94,17 @@ def upgrade_encoding(
     return upgraded.train(model.training)
 
 
-def _upgraded_config(
-    config: LieREConfig,
-    position_encoding: str,
-    block_size: int | None,
-    share_heads: bool | None,
-    share_layers: bool | None,
-) -> LieREConfig:
+def _upgraded_config(config: LieREConfig, **changes) -> LieREConfig:
     learned = config.position_encoding in LEARNED_ENCODINGS
-    shared = {}
-    for name, wanted in (("share_heads", share_heads), ("share_layers", share_layers)):
-        shared[name] = (learned and getattr(config, name)) if wanted is None else wanted
-        if learned and shared[name] and not getattr(config, name):
+    for name in ("share_heads", "share_layers"):
+        if changes[name] is None:
+            changes[name] = learned and getattr(config, name)
+        if learned and changes[name] and not getattr(config, name):
             raise ConversionError(f"{name}=True: generators that differ cannot become one set.")
-    changes = {
-        "position_encoding": position_encoding,
-        "block_size": block_size,
-        "rotary_init": None,
-        "rotary_init_scale": None,
-        "rope_theta": None,
-        **shared,
-    }
+    # What the new encoding has defaults of its own for.
+    changes |= dict.fromkeys(("rotary_init", "rotary_init_scale", "rope_theta"))
     try:
-        upgraded = type(config).from_dict({**config.to_dict(), **changes})
+        upgraded = type(config).from_dict(config.to_dict() | changes)
     except (StrictDataclassError, ValueError) as error:
         raise ConversionError(f"No such model: {error}") from error
     upgraded._attn_implementation = config._attn_implementation
@@ -166,8 +160,8 @@ def _check_blocks(config: LieREConfig, position_encoding: str, size: int, blocks
     old, old_size = config.position_encoding, config.block_size
     if position_encoding == "comrope_ap" and old not in ("axial_rope", "comrope_ap"):
         raise ConversionError(
-            f"No exact upgrade from {old} to comrope_ap: a block of comrope_ap rotates with one axis alone, while blocks "
-            f"of {old} rotate with all {config.num_axes} axes, and no change of basis makes one of the other."
+            f"No exact upgrade from {old} to comrope_ap: a block of comrope_ap turns with one axis alone, while blocks "
+            f"of {old} turn with all {config.num_axes} axes, and no change of basis makes one of the other."
         )
     if size % old_size:
         raise ConversionError(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import CLASS_TOKEN, POSITION_TABLE, PROJECTION, REGISTER_TOKENS, Source, number_of_heads
+from .base import Source, number_of_heads
 
 
 RENAMED = {
@@ -33,7 +33,7 @@ class ViT(Source):
 
     def convert(self) -> None:
         self.tensors.rename(RENAMED)
-        weight = self.tensors.take(f"{PROJECTION}.weight", None, None, None, None)
+        weight = self.tensors.take("embeddings.patch_embeddings.projection.weight", None, None, None, None)
         hidden_size, channels, *patch = weight.shape
         self.patch = tuple(patch)
         distilled = "embeddings.distillation_token" in self.tensors
@@ -49,12 +49,12 @@ class ViT(Source):
             "position_encoding": "absolute",
             "pooling": "cls",
         }
-        self.copy(PROJECTION, PROJECTION, *weight.shape)
-        self.encoder[CLASS_TOKEN] = self.tensors.take(CLASS_TOKEN, 1, 1, hidden_size)
-        table = self.tensors.take(POSITION_TABLE, 1, None, hidden_size)
+        self.copy("embeddings.patch_embeddings.projection", "embeddings.patch_embeddings.projection", *weight.shape)
+        self.encoder["embeddings.cls_token"] = self.tensors.take("embeddings.cls_token", 1, 1, hidden_size)
+        table = self.tensors.take("embeddings.position_embeddings", 1, None, hidden_size)
         if distilled:
             distillation = self.tensors.take("embeddings.distillation_token", 1, 1, hidden_size)
-            self.encoder[REGISTER_TOKENS] = distillation + table[:, 1:2]
+            self.encoder["embeddings.register_tokens"] = distillation + table[:, 1:2]
         self.set_square_table(table, 1 + distilled, self.image_size)
         self.copy_layers("layers.{}", NAMES, () if self.fields["qkv_bias"] else QUERY_KEY_VALUE)
         self.copy("layernorm", "layernorm", hidden_size)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..models.configuration_liere import pair
 from ..models.vision_towers import Tower, find_towers, takes
 
 
@@ -222,8 +223,7 @@ def size_options(tower: Tower, pixel_values: torch.Tensor) -> dict[str, bool]:
     """What a vision tower must be told to take inputs of this size: models of transformers that are not patched."""
     if not takes(tower.module, "interpolate_pos_encoding"):
         return {}
-    size = tower.module.config.image_size
-    trained = (size, size) if isinstance(size, int) else tuple(size)
+    trained = pair("image_size", tower.module.config.image_size)
     return {} if tuple(pixel_values.shape[-2:]) == trained else {"interpolate_pos_encoding": True}
 
 

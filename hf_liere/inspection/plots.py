@@ -10,8 +10,9 @@ import torch
 from matplotlib import cm, colormaps, colors, rc_context, ticker
 from matplotlib.figure import Figure
 
-from .analysis import Analysis, EncodingAnalysis, InputAnalysis, OutputChange
+from .analysis import Analysis, EncodingAnalysis, InputAnalysis
 from .attention import overlay
+from .output_change import OutputChange
 
 
 # Told apart with any colour vision: cividis for quantities; for signs two maps whose zero is the page's own colour.
