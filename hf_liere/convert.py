@@ -65,8 +65,9 @@ def convert_checkpoint(
         tensors, source_config = read_checkpoint(local)
         conversion = convert_state_dict(tensors, source, source_config, **options)
         conversion.model().save_pretrained(partial)
-        statistics = {"image_mean": image_mean, "image_std": image_std}
-        _save_processor(partial, conversion.config, local, source_config, statistics)
+        given = {"image_mean": image_mean, "image_std": image_std}
+        statistics = {name: value for name, value in given.items() if value is not None}
+        _save_processor(partial, conversion.config, _statistics(local, source_config) | statistics)
         name, origin = _origin(checkpoint, revision)
         weights = saved_weights_digest(partial)
         record = {"weights": weights, "converted_from": origin, "notes": _notes(conversion, options)}
@@ -76,28 +77,14 @@ def convert_checkpoint(
     return conversion
 
 
-def _save_processor(
-    directory: Path,
-    config: LieREConfig,
-    local: Path,
-    source_config: Mapping | None,
-    statistics: Mapping[str, list[float] | None],
-) -> None:
-    """The processor file; its pixels' statistics are the given ones, the source's or ½."""
-    known = {}
-    trained = (source_config or {}).get("pretrained_cfg") or {}
-    if "mean" in trained and "std" in trained:
-        known = {"image_mean": list(trained["mean"]), "image_std": list(trained["std"])}
-    processor = json_beside(local, "preprocessor_config.json")
-    if processor is not None:
-        known |= {name: processor[name] for name in ("image_mean", "image_std", "resample") if name in processor}
-    known |= {name: value for name, value in statistics.items() if value is not None}
+def _save_processor(directory: Path, config: LieREConfig, statistics: Mapping[str, object]) -> None:
+    """The processor file, for inputs of the trained size and pixels with these statistics or ½."""
     height, width = config.input_shape[-2:]
     fields = {
         "size": {"height": height, "width": width},
         "image_mean": [0.5] * config.num_channels,
         "image_std": [0.5] * config.num_channels,
-        **known,
+        **statistics,
     }
     if config.num_axes == 3:
         # The class needs torchvision; the file does not.
@@ -107,6 +94,14 @@ def _save_processor(
         kind, name = {"image_processor_type": "ViTImageProcessor"}, "preprocessor_config.json"
         fields |= {"do_resize": True, "do_rescale": True, "do_normalize": True}
     (directory / name).write_text(json.dumps(kind | fields, indent=2) + "\n")
+
+
+def _statistics(source: Path, source_config: Mapping | None) -> dict[str, object]:
+    """What the source says of the pixels that it was trained on; its processor comes before timm's configuration."""
+    trained = (source_config or {}).get("pretrained_cfg") or {}
+    processor = json_beside(source, "preprocessor_config.json") or {}
+    known = {"image_mean": trained["mean"], "image_std": trained["std"]} if {"mean", "std"} <= set(trained) else {}
+    return known | {name: processor[name] for name in ("image_mean", "image_std", "resample") if name in processor}
 
 
 def _origin(checkpoint: str | os.PathLike, revision: str | None) -> tuple[str, str]:

@@ -28,6 +28,7 @@ from .attention import (
     attention_maps,
     attention_relativity,
     class_probabilities,
+    evaluation_mode,
     overlay,
     size_options,
     vision_tower,
@@ -160,9 +161,7 @@ def analyse(
             analysis.attention_relativity = attention_relativity(model)
         except ValueError as error:
             analysis.remarks.append(f"Whether the model's attention is relative is not measured: {error}")
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with evaluation_mode(model):
         for pixel_values in inputs or [black_input(tower)]:
             device = next(tower.module.parameters()).device
             cost = count_cost(tower.module, pixel_values[:1].to(device), **size_options(tower, pixel_values))
@@ -175,9 +174,6 @@ def analyse(
                 if encoding is not None and not analysis.inputs:
                     measured.output_change = output_change(model, pixel_values, **options)
             analysis.inputs.append(measured)
-    finally:
-        for module in was_training:
-            module.training = True
     return analysis
 
 

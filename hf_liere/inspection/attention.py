@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -251,18 +251,25 @@ def _recording(tower: Tower, reduce) -> Iterator[tuple[dict[int, torch.Tensor], 
 
         return hook
 
-    modes = [(module, module.training) for module in tower.module.modules()]
-    hooks = [tower.patch_embedding.register_forward_hook(see_grid)]
-    hooks += [attention.register_forward_hook(see_weights(i)) for i, (_, attention) in enumerate(tower.attentions)]
+    with ExitStack() as stack:
+        stack.enter_context(tower.patch_embedding.register_forward_hook(see_grid))
+        for layer, (_, attention) in enumerate(tower.attentions):
+            stack.enter_context(attention.register_forward_hook(see_weights(layer)))
+        stack.enter_context(evaluation_mode(tower.module))
+        stack.enter_context(eager_attention(tower))
+        yield record, grids
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Puts all modules into evaluation mode, and each back into its own at the end."""
+    was_training = [module for module in model.modules() if module.training]
     try:
-        tower.module.eval()
-        with eager_attention(tower):
-            yield record, grids
+        model.eval()
+        yield
     finally:
-        for module, mode in modes:
-            module.training = mode
-        for hook in hooks:
-            hook.remove()
+        for module in was_training:
+            module.training = True
 
 
 @contextmanager

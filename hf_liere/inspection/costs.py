@@ -74,15 +74,13 @@ def count_forward(model: nn.Module, pixels: torch.Tensor, **options) -> tuple[in
     def count(module, inputs, output):
         elements.append(output.numel())
 
-    hooks = [module.register_forward_hook(count) for module in model.modules() if isinstance(module, nn.LayerNorm)]
-    try:
-        with ExitStack() as stack:
-            for tower in find_towers(model):
-                stack.enter_context(eager_attention(tower))
-            products = count_products(lambda: model(pixels, **options))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                stack.enter_context(module.register_forward_hook(count))
+        for tower in find_towers(model):
+            stack.enter_context(eager_attention(tower))
+        products = count_products(lambda: model(pixels, **options))
     return products, sum(elements)
 
 

@@ -62,14 +62,13 @@ def output_change(
         moved = positions.clone()
         first = 0 if encoding.config.rotate_prefix else positions.shape[-2] - math.prod(grid)
         moved[..., first:, :] += offset * steps.to(positions)
-        # Rotations of a regular grid come from its corner at the origin.
+        # Without a grid: rotations of a regular one are those of its corner at the origin, whatever the positions.
         return (moved, None, *rest), options
 
     parameter = next(tower.module.parameters())
     options = size_options(tower, pixel_values)
     outputs, moves = [], [moved for moved in offsets if moved]
-    hook = encoding.register_forward_pre_hook(move, with_kwargs=True)
-    try:
+    with encoding.register_forward_pre_hook(move, with_kwargs=True):
         starts = range(0, len(pixel_values), batch_size)
         with tqdm(total=len(starts) * (len(moves) + 1), desc="offsets", disable=not progress) as bar:
             for start in starts:
@@ -81,8 +80,6 @@ def output_change(
                 reference = results[0.0]
                 changes = [(results[moved] - reference).norm(dim=1) / reference.norm(dim=1) for moved in offsets]
                 outputs.append(torch.stack(changes))
-    finally:
-        hook.remove()
     return OutputChange(torch.tensor(offsets), torch.cat(outputs, dim=1))
 
 
