@@ -31,12 +31,12 @@ from .storage.targets import new_file
 
 
 ONNX, TORCH_EXPORT = ".onnx", ".pt2"
-# A protocol buffer cannot be larger; the weights then go to a second file.
+# A protocol buffer cannot be larger; the weights of larger models are written to a second file.
 PROTOBUF_LIMIT = 2**31 - 2**24
 # The first with LayerNormalization; the newest is what the installed onnx knows.
 OLDEST_OPSET = 17
 EXPORTABLE_ATTENTION = ("sdpa", "eager")
-# Of exported outputs to their largest entry: float32 with sums in another order stays a hundred times below.
+# Accepted difference of exported outputs, relative to the largest; float32 sums in another order differ by a hundredth.
 TOLERANCE = 1e-4
 
 
@@ -132,7 +132,7 @@ def _save_onnx(
     (pixels,) = (node.meta["val"] for node in program.graph.nodes if node.name == "pixel_values")
     names = {0: "batch", **_size_axes(config)}
     names = {axis: name for axis, name in names.items() if not isinstance(pixels.shape[axis], int)}
-    # A version that it cannot convert to is logged, and another one is written.
+    # Where it cannot convert to a version, it logs that and writes another one.
     with quiet("torch.onnx", "onnxscript"):
         onnx_program = torch.onnx.export(
             program,
@@ -184,7 +184,7 @@ def export_program(
         dynamic_size = not (has_table or has_exponential or is_given)
     grid = _grid(config, image_size, num_frames)
     if dynamic_size:
-        # Sizes of an example that are equal or one would be taken for a rule.
+        # From an example with equal sizes, or sizes of one, the exporter would infer constraints.
         grid = tuple(patches + 1 + axis for axis, patches in enumerate(grid))
     pixels = _pixels(config, grid, batch_size=2)
     dynamic = {0: torch.export.Dim("batch")}

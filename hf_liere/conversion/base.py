@@ -148,6 +148,19 @@ class Source:
             weight = self.tensors.take(f"{official}.weight", None, self.fields["hidden_size"])
             self.head = {"weight": weight, "bias": self.tensors.take(f"{official}.bias", len(weight))}
 
+    def set_transformer(self, kernel: torch.Tensor, layers: int, found_heads: int | None = None) -> None:
+        """Patches and fields of a ViT whose patches have this kernel (hidden_size, channels, *patch), and options."""
+        hidden_size, channels, *patch = kernel.shape
+        self.patch = tuple(patch)
+        self.fields |= {
+            "num_channels": channels,
+            "hidden_size": hidden_size,
+            "num_hidden_layers": layers,
+            "num_attention_heads": number_of_heads(hidden_size, self.num_attention_heads, found_heads),
+            "hidden_act": self.hidden_act,
+            "layer_norm_eps": self.layer_norm_eps,
+        }
+
     def set_projection(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
         """Of patches, (hidden_size, channels, *patch) and (hidden_size,)."""
         names = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.projection.bias")

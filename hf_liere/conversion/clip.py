@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import Source, number_of_heads
+from .base import Source
 
 
 NAMES = {
@@ -22,7 +22,7 @@ OTHER_TOWERS = r"text_model\..*|text_projection\..*|visual_projection\..*|logit_
 
 
 class CLIPTower(Source):
-    """What CLIP and ComRoPE's models share; a subclass declares `hidden_act` and `layer_norm_eps`."""
+    """What CLIP and ComRoPE's models share; a subclass declares the options."""
 
     @property
     def prefix(self) -> str:
@@ -32,26 +32,16 @@ class CLIPTower(Source):
         """(hidden_size,)"""
         return self.tensors.take(f"{self.prefix}embeddings.class_embedding", None)
 
-    def convert_tower(self, heads: int, axes: int = 2) -> None:
+    def convert_tower(self, found_heads: int | None = None, axes: int = 2) -> None:
         """Everything but positions, the norm after the layers and the classifier."""
         prefix, class_token = self.prefix, self.take_class_token()
         hidden_size = len(class_token)
         weight = self.tensors.take(f"{prefix}embeddings.patch_embedding.weight", hidden_size, None, None, None)
-        _, channels, *patch = weight.shape
         if axes == 3:
-            weight, patch = weight.unsqueeze(2), [1, *patch]
-        self.patch = tuple(patch)
-        self.fields |= {
-            "num_channels": channels,
-            "hidden_size": hidden_size,
-            "num_hidden_layers": self.tensors.count(re.escape(prefix) + r"encoder\.layers\.(\d+)\."),
-            "num_attention_heads": heads,
-            "hidden_act": self.hidden_act,
-            "layer_norm_eps": self.layer_norm_eps,
-            "use_pre_layernorm": True,
-            "final_norm": "pooled",
-            "pooling": "cls",
-        }
+            weight = weight.unsqueeze(2)
+        layers = self.tensors.count(re.escape(prefix) + r"encoder\.layers\.(\d+)\.")
+        self.set_transformer(weight, layers, found_heads)
+        self.fields |= {"use_pre_layernorm": True, "final_norm": "pooled", "pooling": "cls"}
         # CLIP's patches have no bias.
         self.set_projection(weight, torch.zeros(hidden_size))
         self.encoder["embeddings.cls_token"] = class_token.view(1, 1, -1)
@@ -67,8 +57,8 @@ class CLIP(CLIPTower):
     image_size: int | None = None
 
     def convert(self) -> None:
-        hidden_size = len(self.take_class_token())
-        self.convert_tower(number_of_heads(hidden_size, self.num_attention_heads))
+        self.convert_tower()
+        hidden_size = self.fields["hidden_size"]
         table = self.tensors.take(f"{self.prefix}embeddings.position_embedding.weight", None, hidden_size)
         self.set_square_table(table.unsqueeze(0), 1, self.image_size)
         if "classifier.weight" in self.tensors:

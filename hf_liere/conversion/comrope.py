@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..models.lie_algebra import skew_entries
-from .base import ConversionError, number_of_heads, require_one_of
+from .base import ConversionError, require_one_of
 from .clip import CLIPTower
 
 
@@ -20,7 +20,7 @@ ENCODINGS = {
     "raw": "absolute",
     "none": "none",
 }
-# Without a video or a table that say otherwise, as the official code does.
+# Where neither an option nor a table of positions gives them.
 DEFAULT_FRAMES, DEFAULT_PATCHES = 8, 14
 
 
@@ -44,7 +44,7 @@ class ComRoPE(CLIPTower):
         if source_config.get("custom_pe_type") is not None:
             options["position_encoding"] = source_config["custom_pe_type"]
         if options.get("position_encoding") != "liere":
-            # Every configuration of ComRoPE's holds it and only liere reads it; its default makes NaN of our model.
+            # All configurations of ComRoPE hold it and only liere reads it; its default would give generators of NaN.
             options.pop("scale_factor", None)
         return options
 
@@ -52,8 +52,7 @@ class ComRoPE(CLIPTower):
         hidden_size, table_key = len(self.take_class_token()), f"{self.prefix}embeddings.position_embedding"
         table = self.tensors.take(table_key, None, None, None, hidden_size) if table_key in self.tensors else None
         encoding, axes, found_heads = self._encoding(table)
-        heads = number_of_heads(hidden_size, self.num_attention_heads, found_heads)
-        self.convert_tower(heads, axes)
+        self.convert_tower(found_heads, axes)
         self.fields["position_encoding"] = encoding
         self.set_shape(self._image(table))
         coordinates = ("unit_width" if axes == 3 else "unit") if self.axis_scale else "index"
@@ -71,7 +70,7 @@ class ComRoPE(CLIPTower):
         self.copy("layernorm", f"{self.prefix}post_layernorm", hidden_size)
         self._copy_classifier()
         if encoding == "axial_rope":
-            self._set_powers(hidden_size // heads)
+            self._set_powers(hidden_size // self.fields["num_attention_heads"])
         elif found_heads is not None:
             self._set_generators()
 

@@ -97,9 +97,9 @@ def _read(file: Path) -> Mapping:
         if file.suffix == ".safetensors":
             return load_file(file)
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-    # Whatever a reader makes of bytes that are none of its own.
+    # The readers raise all of these for bytes of another format.
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, LookupError, ValueError) as error:
-        # Bytes of another kind make torch's reader stumble in as many ways.
+        # The other messages describe torch's reader rather than the file.
         known = isinstance(error, (SafetensorError, pickle.UnpicklingError, OSError))
         text = reason(error) if known else f"it is truncated or no checkpoint at all ({type(error).__name__})."
         raise ConversionError(f"{file.name} cannot be read: {text}") from error

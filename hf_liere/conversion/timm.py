@@ -60,15 +60,12 @@ class Timm(Source):
         require_one_of("axis_order", self.axis_order, (None, "columns_first", "rows_first"))
         require_one_of("pooling", self.pooling, (None, "cls", "mean"))
         weight = self.tensors.take("patch_embed.proj.weight", None, None, None, None)
-        hidden_size, channels, *patch = weight.shape
-        self.patch = tuple(patch)
-        self.fields |= {"num_channels": channels, "hidden_size": hidden_size}
-        self.fields["num_hidden_layers"] = self.tensors.count(r"blocks\.(\d+)\.")
-        frequencies = self._frequencies()
+        hidden_size, layers = len(weight), self.tensors.count(r"blocks\.(\d+)\.")
+        frequencies = self._frequencies(hidden_size, layers)
         accepted = ("axial", "absolute", "none") if frequencies is None else ("mixed",)
         require_one_of("position_encoding", self.position_encoding, (None, *accepted))
         found_heads = None if frequencies is None else frequencies.shape[2]
-        self.fields["num_attention_heads"] = number_of_heads(hidden_size, self.num_attention_heads, found_heads)
+        self.set_transformer(weight, layers, found_heads)
         self._set_architecture()
         bias = torch.zeros(hidden_size)
         # timm leaves this bias out before a norm of the embeddings.
@@ -97,15 +94,14 @@ class Timm(Source):
                     f"position_encoding={encoding!r} contradicts the presence or absence of 'pos_embed'."
                 )
 
-    def _frequencies(self) -> torch.Tensor | None:
+    def _frequencies(self, hidden_size: int, layers: int) -> torch.Tensor | None:
         """Learned ones, (columns and rows, layers, heads, planes)."""
-        hidden_size, depth = self.fields["hidden_size"], self.fields["num_hidden_layers"]
         if "rope.freqs" in self.tensors:
-            return self.tensors.take("rope.freqs", 2, depth, None, None)
+            return self.tensors.take("rope.freqs", 2, layers, None, None)
         if "freqs" not in self.tensors:
             return None
         heads = number_of_heads(hidden_size, self.num_attention_heads)
-        return self.tensors.take("freqs", 2, depth, hidden_size // 2).unflatten(-1, (heads, -1))
+        return self.tensors.take("freqs", 2, layers, hidden_size // 2).unflatten(-1, (heads, -1))
 
     def _set_architecture(self) -> None:
         has_class, pooled_norm = "cls_token" in self.tensors, "fc_norm.weight" in self.tensors
@@ -114,8 +110,6 @@ class Timm(Source):
                 "The checkpoint has no tensor 'cls_token' and no 'fc_norm' of a mean: please give pooling."
             )
         self.fields |= {
-            "hidden_act": self.hidden_act,
-            "layer_norm_eps": self.layer_norm_eps,
             "qkv_bias": self.tensors.any(r"blocks\.\d+\.attn\.(qkv\.bias|[qv]_bias)"),
             "use_class_token": has_class,
             "use_pre_layernorm": "norm_pre.weight" in self.tensors,

@@ -101,7 +101,7 @@ def _upgraded_config(config: LieREConfig, **changes) -> LieREConfig:
             changes[name] = learned and getattr(config, name)
         if learned and changes[name] and not getattr(config, name):
             raise ConversionError(f"{name}=True: generators that differ cannot become one set.")
-    # What the new encoding has defaults of its own for.
+    # Fields for which the new encoding has its own defaults.
     changes |= dict.fromkeys(("rotary_init", "rotary_init_scale", "rope_theta"))
     try:
         upgraded = type(config).from_dict(config.to_dict() | changes)

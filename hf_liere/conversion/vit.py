@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import Source, number_of_heads
+from .base import Source
 
 
 RENAMED = {
@@ -34,17 +34,10 @@ class ViT(Source):
     def convert(self) -> None:
         self.tensors.rename(RENAMED)
         weight = self.tensors.take("embeddings.patch_embeddings.projection.weight", None, None, None, None)
-        hidden_size, channels, *patch = weight.shape
-        self.patch = tuple(patch)
-        distilled = "embeddings.distillation_token" in self.tensors
+        hidden_size, distilled = len(weight), "embeddings.distillation_token" in self.tensors
+        self.set_transformer(weight, self.tensors.count(r"layers\.(\d+)\."))
         self.fields |= {
-            "num_channels": channels,
-            "hidden_size": hidden_size,
-            "num_hidden_layers": self.tensors.count(r"layers\.(\d+)\."),
-            "num_attention_heads": number_of_heads(hidden_size, self.num_attention_heads),
             "num_register_tokens": int(distilled),
-            "hidden_act": self.hidden_act,
-            "layer_norm_eps": self.layer_norm_eps,
             "qkv_bias": self.tensors.any(r"layers\.\d+\.attention\.[qkv]_proj\.bias"),
             "position_encoding": "absolute",
             "pooling": "cls",

@@ -144,7 +144,7 @@ def attention_relativity(model: nn.Module) -> torch.Tensor:
         strides = (2 * extents - 1).flip(0).cumprod(0).roll(1)
         strides[0] = 1
         index = (differences * strides.flip(0)).sum(-1).flatten().expand_as(logits)
-        # Of weights that small the logarithm has lost its digits.
+        # The logarithm of smaller weights is inaccurate.
         seen = weights.flatten(1) > 1e-30
         ends = logits.new_full((len(logits), math.prod(2 * size - 1 for size in grid)), -math.inf)
         highest = ends.scatter_reduce(1, index, logits.where(seen, -math.inf), "amax")
@@ -275,7 +275,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def eager_attention(tower: Tower) -> Iterator[None]:
     """Attention in matrix products that can be seen, whatever implementation is configured."""
-    # Attention modules may see their configuration through that of another module.
+    # The configuration of an attention module may be a proxy for another module's.
     configs = [tower.module.config, *(getattr(a.config, "base", a.config) for _, a in tower.attentions)]
     configs = {id(config): config for config in configs}.values()
     implementations = [config._attn_implementation_internal for config in configs]
@@ -328,7 +328,7 @@ def overlay(
     if not 0 <= opacity <= 1:
         raise ValueError(f"opacity={opacity} must lie in [0, 1].")
     low, high = limits or (values.min().item(), values.max().item())
-    # A patch is one piece of information: its square is not smoothed away.
+    # Nearest neighbour: the model sees a patch as one token, so its square is kept.
     rows, columns = (torch.arange(n) * m // n for n, m in zip(pixels.shape[:2], values.shape))
     scaled = ((values - low) / max(high - low, torch.finfo(values.dtype).tiny)).clamp(0, 1)
     colours = colormaps[colormap](scaled[rows][:, columns].numpy())[..., :3] * 255
