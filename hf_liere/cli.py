@@ -179,7 +179,7 @@ def _add_push(subcommands) -> None:
 
 
 def run_convert(checkpoint: str, output: str, **options) -> str:
-    from .conversion.checkpoints import convert_checkpoint
+    from .convert import convert_checkpoint
 
     options = {name: given for name, given in options.items() if given is not None}
     conversion = convert_checkpoint(checkpoint, output, **options)

@@ -25,18 +25,18 @@ from torch import nn
 
 from .auto import load_checkpoint
 from .errors import InputError, quiet, require_libraries
-from .models.configuration_liere import ROTARY_ENCODINGS, LieREConfig
+from .models.configuration_liere import ROTARY_ENCODINGS, LieREConfig, pair
 from .models.modeling_liere import LieREPreTrainedModel
 from .storage.targets import new_file
 
 
 ONNX, TORCH_EXPORT = ".onnx", ".pt2"
-# A protocol buffer cannot be larger; the weights then go to a second file.
+# A protocol buffer cannot be larger; the weights of larger models are written to a second file.
 PROTOBUF_LIMIT = 2**31 - 2**24
 # The first with LayerNormalization; the newest is what the installed onnx knows.
 OLDEST_OPSET = 17
 EXPORTABLE_ATTENTION = ("sdpa", "eager")
-# Of exported outputs to their largest entry: float32 with sums in another order stays a hundred times below.
+# Accepted difference of exported outputs, relative to the largest; float32 sums in another order differ by a hundredth.
 TOLERANCE = 1e-4
 
 
@@ -132,7 +132,7 @@ def _save_onnx(
     (pixels,) = (node.meta["val"] for node in program.graph.nodes if node.name == "pixel_values")
     names = {0: "batch", **_size_axes(config)}
     names = {axis: name for axis, name in names.items() if not isinstance(pixels.shape[axis], int)}
-    # A version that it cannot convert to is logged, and another one is written.
+    # Where it cannot convert to a version, it logs that and writes another one.
     with quiet("torch.onnx", "onnxscript"):
         onnx_program = torch.onnx.export(
             program,
@@ -184,7 +184,7 @@ def export_program(
         dynamic_size = not (has_table or has_exponential or is_given)
     grid = _grid(config, image_size, num_frames)
     if dynamic_size:
-        # Sizes of an example that are equal or one would be taken for a rule.
+        # From an example with equal sizes, or sizes of one, the exporter would infer constraints.
         grid = tuple(patches + 1 + axis for axis, patches in enumerate(grid))
     pixels = _pixels(config, grid, batch_size=2)
     dynamic = {0: torch.export.Dim("batch")}
@@ -287,8 +287,7 @@ def _grid(config: LieREConfig, image_size: int | tuple[int, int] | None, num_fra
     """Patches per axis of inputs of this size, by default the configuration's."""
     shape = config.input_shape
     if image_size is not None:
-        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-        shape = (*shape[:-2], height, width)
+        shape = (*shape[:-2], *pair("image_size", image_size))
     if num_frames is not None:
         if config.num_axes == 2:
             raise ExportError(f"num_frames={num_frames}: inputs of this model are images.")

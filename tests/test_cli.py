@@ -16,8 +16,8 @@ from test_conversion import Code, images, liere_weights
 from transformers import AutoModelForImageClassification
 
 import hf_liere
-from hf_liere import conversion_sources
 from hf_liere.cli import CONVERT_OPTIONS, SOURCES, main
+from hf_liere.conversion import sources as conversion_sources
 from hf_liere.conversion.checkpoints import convert_state_dict
 from hf_liere.errors import InputError
 from training.engine.arguments import ModelArguments

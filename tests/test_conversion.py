@@ -12,12 +12,10 @@ import transformers
 from safetensors.torch import save_file
 
 import hf_liere
-from hf_liere.conversion.checkpoints import (
-    ConversionError,
-    convert_checkpoint,
-    convert_state_dict,
-    load_checkpoint,
-)
+from hf_liere.conversion.base import ConversionError
+from hf_liere.conversion.checkpoints import convert_state_dict
+from hf_liere.conversion.reading import read_checkpoint
+from hf_liere.convert import convert_checkpoint
 from hf_liere.errors import InputError
 from hf_liere.hub.publishing import saved_weights_digest
 from hf_liere.storage.client import HubError
@@ -49,7 +47,7 @@ def images(*shape):
 
 
 def liere_weights(heads=2, width=128, depth=2, axes=2, size=8, patches=16, patch=48, labels=3):
-    """Random tensors under the official names (FACTS of the format: see conversion._liere)."""
+    """Random tensors under the official names (the format is that of conversion/liere.py)."""
     generator = torch.Generator().manual_seed(2)
     shapes = {
         "cls_token": (1, 1, width),
@@ -215,7 +213,7 @@ def test_transformers_live_at_two_resolutions(tmp_path, kind):
 
 
 def _with_config(path):
-    tensors, source_config = load_checkpoint(path)
+    tensors, source_config = read_checkpoint(path)
     return tensors, None, source_config
 
 
@@ -236,7 +234,7 @@ def test_wrappers_of_training_programs(tmp_path):
     compiled = {f"module._orig_mod.{name}": value for name, value in weights.items()}
     torch.save({"model": compiled}, tmp_path / "compiled.pth")
     for name in ("last.ckpt", "compiled.pth"):
-        tensors, source_config = load_checkpoint(tmp_path / name)
+        tensors, source_config = read_checkpoint(tmp_path / name)
         assert source_config is None
         assert torch.equal(convert_state_dict(tensors).model()(images(2, 3, 16, 16)).logits, expected)
 

@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForImageClassification, AutoModelFo
 
 import hf_liere
 from hf_liere.cli import main
-from hf_liere.conversion.checkpoints import convert_checkpoint
+from hf_liere.convert import convert_checkpoint
 from hf_liere.hub.cards import push_card, render
 from hf_liere.hub.checked_facts import facts_of_run
 from hf_liere.hub.publishing import (

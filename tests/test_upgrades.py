@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_liere
-from hf_liere.conversion.sources import ConversionError
+from hf_liere.conversion.base import ConversionError
 from hf_liere.conversion.upgrades import upgrade_encoding
 
 

@@ -1,7 +1,7 @@
 """
 Exact upgrades of a model to a more general position encoding: the same function, with more to learn.
 
-So a pretrained RoPE-Mixed ViT becomes a LieRE ViT that is fine-tuned from the accuracy it has.
+So a pretrained RoPE-Mixed ViT becomes a LieRE ViT, and fine-tuning starts from the accuracy that it has.
 In the table b divides b′, and the channels b leaves unrotated stay unrotated under b′:
 
 | from | to | how |
@@ -16,11 +16,13 @@ In the table b divides b′, and the channels b leaves unrotated stay unrotated 
 | comrope_ld b | liere b′ | θ_a · P for every axis |
 | shared heads or layers | not shared | copies |
 
-Where none exists: *rope_mixed, liere or comrope_ld → comrope_ap*: a block that turns with two axes cannot be one that
-turns with one. *liere → comrope_ld, and any block size that joins blocks under comrope_ld*: all axes' generators of a
-block must be multiples of one matrix; generators whose blocks differ in their ratio of axes are not (checked on the
-values, since special ones are). *b′ < b, or b not dividing b′*: the blocks of b would be cut. *A larger unrotated
-tail*: rotated channels would have to stand still. *Any rotation → none, absolute or axial_rope*: what turns is lost.
+No exact upgrade exists in these cases:
+
+- *rope_mixed, liere or comrope_ld → comrope_ap*: their blocks rotate with all axes, those of comrope_ap with one.
+- *liere → comrope_ld, and any block size that joins blocks under comrope_ld*: all axes' generators of a block must be
+  multiples of one matrix, and blocks that differ in their ratio of axes are not; checked on the values.
+- *b′ < b, or b not dividing b′*: the blocks of b would be cut.
+- *A larger unrotated tail*, and *any rotation → none, absolute or axial_rope*: rotations would be lost.
 """
 
 import re
@@ -29,9 +31,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..models.configuration_liere import LieREConfig
+from ..models.encodings import RotaryEncoding
 from ..models.lie_algebra import skew, skew_entries
 from ..models.modeling_liere import LieREPreTrainedModel
-from .sources import ConversionError
+from .base import ConversionError
 
 
 LEARNED_ENCODINGS = ("rope_mixed", "liere", "comrope_ap", "comrope_ld")
@@ -48,7 +51,7 @@ def upgrade_encoding(
     share_layers: bool | None = None,
 ) -> LieREPreTrainedModel:
     """
-    A model of another, more general position encoding that computes the same function; see the table above.
+    A model of a more general position encoding that computes the same function; see the top of this file.
 
     Args:
         model: Any of our models; it is left as it is.
@@ -64,72 +67,92 @@ def upgrade_encoding(
     Raises:
         ConversionError: if no model of the new encoding computes the same function, with the mathematical reason.
     """
-    config = model.config
-    encoder = getattr(model, model.base_model_prefix, model)
-    rotary = encoder.rotary_encoding
     if position_encoding not in LEARNED_ENCODINGS:
         raise ConversionError(
             f"position_encoding={position_encoding!r} has nothing to learn rotations with; accepted are "
             f"{', '.join(LEARNED_ENCODINGS)}."
         )
-    learned = config.position_encoding in LEARNED_ENCODINGS
-    shared = {}
-    for name, wanted in (("share_heads", share_heads), ("share_layers", share_layers)):
-        shared[name] = (learned and getattr(config, name)) if wanted is None else wanted
-        if learned and shared[name] and not getattr(config, name):
-            raise ConversionError(f"{name}=True: generators that differ cannot become one set.")
-    changes = {
-        "position_encoding": position_encoding,
-        "block_size": block_size,
-        "rotary_init": None,
-        "rotary_init_scale": None,
-        "rope_theta": None,
-        **shared,
-    }
-    try:
-        upgraded_config = type(config).from_dict({**config.to_dict(), **changes})
-    except (StrictDataclassError, ValueError) as error:
-        raise ConversionError(f"No such model: {error}") from error
-    upgraded_config._attn_implementation = config._attn_implementation
-
-    layers = 1 if shared["share_layers"] else config.num_hidden_layers
-    heads = 1 if shared["share_heads"] else config.num_attention_heads
-    size, axes = upgraded_config.block_size, config.num_axes
-    blocks = config.head_dim // size
-    order = None
-    if rotary is None:
-        entries = torch.zeros(axes, layers, heads, blocks, size * (size - 1) // 2, dtype=torch.float64)
-    else:
-        with torch.no_grad():
-            entries = rotary.entries(next(model.parameters()).device).detach().double().cpu()
-        _check_blocks(config, position_encoding, size, entries.shape[3])
-        if position_encoding == "comrope_ap":
-            order = _blocks_by_axis(entries, size // config.block_size)
-            entries = entries[:, :, :, order]
-        entries = _join_blocks(entries, config.block_size, size, blocks)
-        entries = entries.expand(axes, layers, heads, *entries.shape[3:])
-
+    config = _upgraded_config(
+        model.config,
+        position_encoding=position_encoding,
+        block_size=block_size,
+        share_heads=share_heads,
+        share_layers=share_layers,
+    )
+    encoder = getattr(model, model.base_model_prefix, model)
+    entries, order = _upgraded_entries(model, encoder.rotary_encoding, config)
     state_dict = {name: tensor for name, tensor in model.state_dict().items() if "rotary_encoding." not in name}
-    if order is not None and order != sorted(order):
-        channels = torch.arange(config.head_dim).view(-1, config.block_size)[order].flatten()
-        for name in state_dict:
-            if re.search(r"\.attention\.[qk]_proj\.", name):
-                per_head = state_dict[name].unflatten(0, (config.num_attention_heads, config.head_dim))
-                state_dict[name] = per_head[:, channels.to(per_head.device)].flatten(0, 1)
-    parameters = {"generators": entries}
-    if position_encoding == "comrope_ap":
-        served = torch.arange(blocks) % axes
-        parameters = {"generators": entries.movedim(3, 0)[torch.arange(blocks), served].movedim(0, 2)}
-    elif position_encoding == "comrope_ld":
-        parameters = _proportional(entries)
+    if order != sorted(order):
+        _reorder_channels(state_dict, model.config, order)
     prefix = "" if encoder is model else f"{model.base_model_prefix}."
     device = next(model.parameters()).device
-    for name, tensor in parameters.items():
+    for name, tensor in _parameters(entries, position_encoding).items():
         state_dict[f"{prefix}rotary_encoding.{name}"] = tensor.float().to(device)
     arguments = {"use_mask_token": True} if encoder is model and encoder.embeddings.mask_token is not None else {}
-    upgraded = type(model)(upgraded_config, **arguments)
+    upgraded = type(model)(config, **arguments)
     upgraded.load_state_dict({name: tensor.clone() for name, tensor in state_dict.items()}, assign=True)
     return upgraded.train(model.training)
+
+
+def _upgraded_config(config: LieREConfig, **changes) -> LieREConfig:
+    learned = config.position_encoding in LEARNED_ENCODINGS
+    for name in ("share_heads", "share_layers"):
+        if changes[name] is None:
+            changes[name] = learned and getattr(config, name)
+        if learned and changes[name] and not getattr(config, name):
+            raise ConversionError(f"{name}=True: generators that differ cannot become one set.")
+    # Fields for which the new encoding has its own defaults.
+    changes |= dict.fromkeys(("rotary_init", "rotary_init_scale", "rope_theta"))
+    try:
+        upgraded = type(config).from_dict(config.to_dict() | changes)
+    except (StrictDataclassError, ValueError) as error:
+        raise ConversionError(f"No such model: {error}") from error
+    upgraded._attn_implementation = config._attn_implementation
+    return upgraded
+
+
+def _upgraded_entries(
+    model: LieREPreTrainedModel, encoding: RotaryEncoding | None, config: LieREConfig
+) -> tuple[torch.Tensor, list[int]]:
+    """
+    The generators' entries of all blocks of `config`, (axes, layers, heads, blocks, entries), and the order in which
+    the model's blocks are put into them; it is sorted where channels stay in place.
+    """
+    old, size, axes = model.config, config.block_size, config.num_axes
+    layers = 1 if config.share_layers else config.num_hidden_layers
+    heads = 1 if config.share_heads else config.num_attention_heads
+    blocks = config.head_dim // size
+    if encoding is None:
+        return torch.zeros(axes, layers, heads, blocks, size * (size - 1) // 2, dtype=torch.float64), []
+    with torch.no_grad():
+        entries = encoding.entries(next(model.parameters()).device).detach().double().cpu()
+    _check_blocks(old, config.position_encoding, size, entries.shape[3])
+    order = list(range(entries.shape[3]))
+    if config.position_encoding == "comrope_ap":
+        order = _blocks_by_axis(entries, size // old.block_size)
+        entries = entries[:, :, :, order]
+    entries = _join_blocks(entries, old.block_size, size, blocks)
+    return entries.expand(axes, layers, heads, *entries.shape[3:]), order
+
+
+def _reorder_channels(state_dict: dict[str, torch.Tensor], config: LieREConfig, order: list[int]) -> None:
+    """Put the channels of query and key into the order of their blocks."""
+    channels = torch.arange(config.head_dim).view(-1, config.block_size)[order].flatten()
+    for name in state_dict:
+        if re.search(r"\.attention\.[qk]_proj\.", name):
+            per_head = state_dict[name].unflatten(0, (config.num_attention_heads, config.head_dim))
+            state_dict[name] = per_head[:, channels.to(per_head.device)].flatten(0, 1)
+
+
+def _parameters(entries: torch.Tensor, position_encoding: str) -> dict[str, torch.Tensor]:
+    """Parameters of an encoding by name, from the entries of its generators (axes, layers, heads, blocks, entries)."""
+    if position_encoding == "comrope_ld":
+        return _proportional(entries)
+    if position_encoding == "comrope_ap":
+        block = torch.arange(entries.shape[3])
+        # A block serves one axis, the axes in turn.
+        entries = entries.movedim(3, 0)[block, block % len(entries)].movedim(0, 2)
+    return {"generators": entries}
 
 
 def _check_blocks(config: LieREConfig, position_encoding: str, size: int, blocks: int) -> None:

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from ..models.encodings import FoldedComRoPE, FoldedLieRE
 from ..models.vision_towers import Tower, head_shape, position_table
@@ -31,6 +28,7 @@ from .attention import (
     attention_maps,
     attention_relativity,
     class_probabilities,
+    evaluation_mode,
     overlay,
     size_options,
     vision_tower,
@@ -52,22 +50,10 @@ from .encodings import (
     rotary_encoding,
     rotations,
 )
+from .output_change import OutputChange, output_change
 
 
 JSON_NAME, ARRAYS_NAME = "analysis.json", "analysis.npz"
-# Displacements of all patches at which outputs are compared, in patches.
-OUTPUT_OFFSETS = (0.0, 0.5, 1.0, 2.0, 4.0)
-
-
-class OutputChange(NamedTuple):
-    """
-    Attributes:
-        offsets: (offsets,) in patches.
-        change: (offsets, images) ‖f(x; p + c) − f(x; p)‖ / ‖f(x; p)‖.
-    """
-
-    offsets: torch.Tensor
-    change: torch.Tensor
 
 
 @dataclass
@@ -175,9 +161,7 @@ def analyse(
             analysis.attention_relativity = attention_relativity(model)
         except ValueError as error:
             analysis.remarks.append(f"Whether the model's attention is relative is not measured: {error}")
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with evaluation_mode(model):
         for pixel_values in inputs or [black_input(tower)]:
             device = next(tower.module.parameters()).device
             cost = count_cost(tower.module, pixel_values[:1].to(device), **size_options(tower, pixel_values))
@@ -190,9 +174,6 @@ def analyse(
                 if encoding is not None and not analysis.inputs:
                     measured.output_change = output_change(model, pixel_values, **options)
             analysis.inputs.append(measured)
-    finally:
-        for module in was_training:
-            module.training = True
     return analysis
 
 
@@ -288,70 +269,6 @@ def _remarks(tower: Tower, encoding, has_inputs: bool) -> list[str]:
     elif not has_inputs:
         remarks.append("Attention is not measured: no image was given.")
     return remarks
-
-
-@torch.no_grad()
-def output_change(
-    model: nn.Module,
-    pixel_values: torch.Tensor,
-    batch_size: int = 8,
-    *,
-    offsets: Sequence[float] = OUTPUT_OFFSETS,
-    progress: bool = False,
-) -> OutputChange:
-    """
-    How much the output changes if the coordinates of all patches move together (ComRoPE §4.3.1, Fig. 5):
-    ‖f(x; p + c) − f(x; p)‖ / ‖f(x; p)‖, f the pooled output of the vision tower.
-
-    A relative encoding leaves attention between patches as it is, and therefore the output, if class and register
-    tokens move too (`rotate_prefix`) or there are none; where they are not rotated, what they see of the patches moves.
-    A table of absolute positions, and whatever else tells positions, stays where it is, so that a change of 0 speaks of
-    these rotations alone; see [`attention_relativity`] for the whole model.
-
-    Args:
-        offsets: The c on every axis, in patches of the trained grid.
-
-    Raises:
-        ValueError: if nothing in the model rotates.
-    """
-    tower = vision_tower(model)
-    encoding = rotary_encoding(tower.module)
-    if encoding is None:
-        raise ValueError(f"{type(model).__name__} has no rotations whose positions could be moved.")
-    steps, offset = patch_steps(encoding), 0.0
-
-    def move(module, inputs, options):
-        positions, grid, *rest = inputs
-        moved = positions.clone()
-        first = 0 if encoding.config.rotate_prefix else positions.shape[-2] - math.prod(grid)
-        moved[..., first:, :] += offset * steps.to(positions)
-        # Rotations of a regular grid come from its corner at the origin.
-        return (moved, None, *rest), options
-
-    parameter = next(tower.module.parameters())
-    options = size_options(tower, pixel_values)
-    outputs, moves = [], [moved for moved in offsets if moved]
-    hook = encoding.register_forward_pre_hook(move, with_kwargs=True)
-    try:
-        starts = range(0, len(pixel_values), batch_size)
-        with tqdm(total=len(starts) * (len(moves) + 1), desc="offsets", disable=not progress) as bar:
-            for start in starts:
-                batch = pixel_values[start : start + batch_size].to(parameter.device, parameter.dtype)
-                results = {}
-                for offset in (0.0, *moves):  # noqa: B007 (read by the hook)
-                    results[offset] = _pooled(tower.module(batch, **options)).float().cpu()
-                    bar.update()
-                reference = results[0.0]
-                changes = [(results[moved] - reference).norm(dim=1) / reference.norm(dim=1) for moved in offsets]
-                outputs.append(torch.stack(changes))
-    finally:
-        hook.remove()
-    return OutputChange(torch.tensor(offsets), torch.cat(outputs, dim=1))
-
-
-def _pooled(output) -> torch.Tensor:
-    pooled = getattr(output, "pooler_output", None)
-    return output.last_hidden_state.flatten(1) if pooled is None else pooled
 
 
 def black_input(tower: Tower) -> torch.Tensor:

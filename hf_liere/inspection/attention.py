@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..models.configuration_liere import pair
 from ..models.vision_towers import Tower, find_towers, takes
 
 
@@ -143,7 +144,7 @@ def attention_relativity(model: nn.Module) -> torch.Tensor:
         strides = (2 * extents - 1).flip(0).cumprod(0).roll(1)
         strides[0] = 1
         index = (differences * strides.flip(0)).sum(-1).flatten().expand_as(logits)
-        # Of weights that small the logarithm has lost its digits.
+        # The logarithm of smaller weights is inaccurate.
         seen = weights.flatten(1) > 1e-30
         ends = logits.new_full((len(logits), math.prod(2 * size - 1 for size in grid)), -math.inf)
         highest = ends.scatter_reduce(1, index, logits.where(seen, -math.inf), "amax")
@@ -222,8 +223,7 @@ def size_options(tower: Tower, pixel_values: torch.Tensor) -> dict[str, bool]:
     """What a vision tower must be told to take inputs of this size: models of transformers that are not patched."""
     if not takes(tower.module, "interpolate_pos_encoding"):
         return {}
-    size = tower.module.config.image_size
-    trained = (size, size) if isinstance(size, int) else tuple(size)
+    trained = pair("image_size", tower.module.config.image_size)
     return {} if tuple(pixel_values.shape[-2:]) == trained else {"interpolate_pos_encoding": True}
 
 
@@ -251,24 +251,31 @@ def _recording(tower: Tower, reduce) -> Iterator[tuple[dict[int, torch.Tensor], 
 
         return hook
 
-    modes = [(module, module.training) for module in tower.module.modules()]
-    hooks = [tower.patch_embedding.register_forward_hook(see_grid)]
-    hooks += [attention.register_forward_hook(see_weights(i)) for i, (_, attention) in enumerate(tower.attentions)]
+    with ExitStack() as stack:
+        stack.enter_context(tower.patch_embedding.register_forward_hook(see_grid))
+        for layer, (_, attention) in enumerate(tower.attentions):
+            stack.enter_context(attention.register_forward_hook(see_weights(layer)))
+        stack.enter_context(evaluation_mode(tower.module))
+        stack.enter_context(eager_attention(tower))
+        yield record, grids
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Puts all modules into evaluation mode, and each back into its own at the end."""
+    was_training = [module for module in model.modules() if module.training]
     try:
-        tower.module.eval()
-        with eager_attention(tower):
-            yield record, grids
+        model.eval()
+        yield
     finally:
-        for module, mode in modes:
-            module.training = mode
-        for hook in hooks:
-            hook.remove()
+        for module in was_training:
+            module.training = True
 
 
 @contextmanager
 def eager_attention(tower: Tower) -> Iterator[None]:
     """Attention in matrix products that can be seen, whatever implementation is configured."""
-    # Attention modules may see their configuration through that of another module.
+    # The configuration of an attention module may be a proxy for another module's.
     configs = [tower.module.config, *(getattr(a.config, "base", a.config) for _, a in tower.attentions)]
     configs = {id(config): config for config in configs}.values()
     implementations = [config._attn_implementation_internal for config in configs]
@@ -321,7 +328,7 @@ def overlay(
     if not 0 <= opacity <= 1:
         raise ValueError(f"opacity={opacity} must lie in [0, 1].")
     low, high = limits or (values.min().item(), values.max().item())
-    # A patch is one piece of information: its square is not smoothed away.
+    # Nearest neighbour: the model sees a patch as one token, so its square is kept.
     rows, columns = (torch.arange(n) * m // n for n, m in zip(pixels.shape[:2], values.shape))
     scaled = ((values - low) / max(high - low, torch.finfo(values.dtype).tiny)).clamp(0, 1)
     colours = colormaps[colormap](scaled[rows][:, columns].numpy())[..., :3] * 255

@@ -1,4 +1,4 @@
-"""A checkpoint explained: numbers, plots and one page, for `hf-liere inspect`."""
+"""The command `hf-liere inspect`: the analysis of a checkpoint as numbers, plots and one page."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from .inputs import InspectionError, Preparation, Sample, read_samples
 
 
 REPORT_NAME = "report.html"
-# Of the trained height and width: attention on more patches than in training is where encodings differ.
+# Multiples of the trained height and width: encodings differ most on more patches than in training.
 DEFAULT_SCALES = (1.0, 1.5, 2.0)
 
 

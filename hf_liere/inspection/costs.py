@@ -24,7 +24,7 @@ NORM_OPERATIONS = 5
 @dataclass
 class Cost:
     """
-    Of one model. Operations are multiply-accumulates, with 5 per element of a layer norm (LieRE Table 8).
+    The cost of one model. Operations are multiply-accumulates, with 5 per element of a layer norm (LieRE Table 8).
 
     Attributes:
         parameters: Of the model.
@@ -32,7 +32,7 @@ class Cost:
         table_parameters: Of its learned table of absolute positions.
         operations: Of a forward pass, rotations included.
         rotation_operations: Of making the rotations of all layers, whatever the batch.
-        rotating_operations: Of turning queries and keys by them.
+        rotating_operations: Of rotating queries and keys by them.
     """
 
     parameters: int
@@ -49,16 +49,16 @@ class Cost:
 
     @property
     def operation_share(self) -> float:
-        """Share of the operations that make rotations and turn queries and keys by them."""
+        """Share of the operations that make rotations and rotate queries and keys by them."""
         return (self.rotation_operations + self.rotating_operations) / self.operations
 
 
 def count_products(run: Callable[[], object]) -> int:
     """Multiply-accumulates of the matrix products, convolutions and attentions that `run()` executes."""
-    # Releases of torch differ in the fused kernels that they count; products of matrices all of them do.
+    # Releases of torch differ in the fused kernels that they count; all of them count products of matrices.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        # Its hooks on all modules, which tell where products are made, would be a reason not to read weights, and fail
-        # where a module returns a view of a trainable parameter that was made without gradients.
+        # Its hooks on all modules only attribute products to modules. Attention reads weights directly only without
+        # hooks, and they fail where a module returns a view of a trainable parameter that was made without gradients.
         counter.mod_tracker.__exit__()
         run()
     return counter.get_total_flops() // 2
@@ -74,15 +74,13 @@ def count_forward(model: nn.Module, pixels: torch.Tensor, **options) -> tuple[in
     def count(module, inputs, output):
         elements.append(output.numel())
 
-    hooks = [module.register_forward_hook(count) for module in model.modules() if isinstance(module, nn.LayerNorm)]
-    try:
-        with ExitStack() as stack:
-            for tower in find_towers(model):
-                stack.enter_context(eager_attention(tower))
-            products = count_products(lambda: model(pixels, **options))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                stack.enter_context(module.register_forward_hook(count))
+        for tower in find_towers(model):
+            stack.enter_context(eager_attention(tower))
+        products = count_products(lambda: model(pixels, **options))
     return products, sum(elements)
 
 
@@ -96,7 +94,7 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options) -> Cost:
     tower = find_towers(model)[0]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     table = position_table(tower.embeddings)
-    # A table may be a view of a parameter, or sinusoids that nobody stores.
+    # A table may be a view of a parameter, or sinusoids that are no parameters.
     stored = {parameter.data_ptr() for parameter in tower.embeddings.parameters()}
     table_parameters = table.numel() if table is not None and table.data_ptr() in stored else 0
     encoding = getattr(tower.module, "rotary_encoding", None)

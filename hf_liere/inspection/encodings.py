@@ -23,7 +23,7 @@ from ..models.positions import grid_positions
 PAIRS = 24
 OFFSETS = 12
 HISTOGRAM_BINS = 61
-# Of untrained generators: what learned ones are compared with.
+# Draws of untrained generators, and how many of their elements are compared with learned ones.
 DRAWS = 10
 ELEMENTS_COMPARED = 20_000
 
@@ -199,7 +199,7 @@ def relativity_error(
             for index, offset in enumerate(offsets):
                 shifted = [rotations(layer_matrices, points + offset * steps) for points in (first, second)]
                 difference = shifted[0].transpose(-1, -2) @ shifted[1] - reference
-                # The largest singular value; of the small Gram matrix it is found sooner, and as exactly.
+                # The largest singular value, from the Gram matrix: faster than an SVD and as accurate here.
                 squares = torch.linalg.eigvalsh(difference.transpose(-1, -2) @ difference)[..., -1]
                 errors = squares.clamp(min=0).sqrt().flatten(1)
                 largest[index, layer], mean[index, layer] = errors.amax(1), errors.mean(1)

@@ -1,4 +1,4 @@
-"""Images and clips that `hf-liere inspect` looks at: read from files or a data set, prepared as a model wants them."""
+"""Images and clips for `hf-liere inspect`: read from files or a data set, and prepared as the model takes them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -113,7 +113,7 @@ def read_samples(
         paths = sorted(path for path in Path(dataset).rglob("*") if path.suffix.lower() in SUFFIXES)
         if not paths:
             raise InspectionError(f"{dataset} holds no images or videos; accepted are files in {', '.join(SUFFIXES)}.")
-        # From all over the folder, for data sets keep one class in one place.
+        # Spread over the whole folder, since data sets often keep each class in one place.
         places = np.linspace(0, len(paths) - 1, min(max_samples, len(paths))).round().astype(int)
         return samples + [read_file(paths[place], is_video) for place in places]
     return samples + list(islice(_read_dataset(dataset, split, is_video), max_samples))
@@ -142,7 +142,7 @@ def read_file(path: Path, is_video: bool) -> Sample:
     except ImportError:
         raise
     except Exception as error:
-        # Decoders throw whatever they like at broken files.
+        # Decoders raise errors of many types for broken files.
         raise InspectionError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error
     return _checked(Sample(path.name, frames), is_video)
 
@@ -189,7 +189,7 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
         raise InspectionError(
             f"{name} has no column of {'images or videos' if is_video else 'images'}: {dict(features) or 'unknown'}."
         )
-    # A table alone is called "train" whatever is in it.
+    # The split of a single file is called "train" whatever is in it, so the file names the samples.
     origin = Path(name).name if suffix in TABLE_SUFFIXES else chosen
     rows, index = iter(rows), 0
     while True:
@@ -199,7 +199,7 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
         except StopIteration:
             return
         except Exception as error:
-            # As broken files, which rows may hold.
+            # Rows may hold broken files, too.
             raise InspectionError(f"{place} of {name} cannot be read: {type(error).__name__}: {error}") from error
         yield _checked(Sample(place, frames), is_video)
         index += 1

@@ -10,11 +10,12 @@ import torch
 from matplotlib import cm, colormaps, colors, rc_context, ticker
 from matplotlib.figure import Figure
 
-from .analysis import Analysis, EncodingAnalysis, InputAnalysis, OutputChange
+from .analysis import Analysis, EncodingAnalysis, InputAnalysis
 from .attention import overlay
+from .output_change import OutputChange
 
 
-# Told apart with any colour vision: cividis for quantities; for signs two maps whose zero is the page's own colour.
+# Distinguishable with any colour vision: cividis for magnitudes; for signed values, maps with the page's colour at 0.
 SEQUENTIAL = "cividis"
 THEMES = {
     "light": {"text": "#1f2328", "line": "#8c959f", "signs": "PuOr", "layers": (0.0, 0.75)},
@@ -22,7 +23,7 @@ THEMES = {
 }
 # Okabe and Ito's colours that stand out from white and from black.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-# Of a mosaic of matrices that shares a row with others.
+# Widest mosaic of matrices that shares a row with others, in elements.
 NUMBERS_ACROSS = 150
 FRAMES_SHOWN = 4
 LAYERS_ACROSS = 6
@@ -100,7 +101,7 @@ def plot_mosaics(panels: Sequence[tuple[str, torch.Tensor]], label: str, limit: 
     height, width = mosaics[0][0].shape
     extend = "neither"
     if limit is None:
-        # A few elements far from zero would leave no colour for the others.
+        # The limit is a quantile, since a few large elements would make all others look alike.
         sizes = np.abs(np.concatenate([matrices.numpy().ravel() for _, matrices in panels]))
         # Generators that are all zero have no scale.
         limit, extend = float(np.quantile(sizes, 0.995)) or float(sizes.max()) or 1.0, "both"
@@ -148,7 +149,7 @@ def plot_rotations(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str,
 
 def plot_commutators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:
     found = encoding.commutators
-    # Below, it is rounding.
+    # Smaller values are rounding errors.
     top = found.relative.max().item() if found.relative.max() > 1e-9 else 1.0
 
     def paint(figure: Figure, theme: dict) -> None:
@@ -204,7 +205,7 @@ def plot_output_change(found: OutputChange) -> dict[str, str]:
         axis.plot(offsets, change.mean(1), "o-", color=COLOURS[0])
         axis.fill_between(offsets, *np.quantile(change, (0.25, 0.75), axis=1), color=COLOURS[0], alpha=0.2, linewidth=0)
         axis.set(xlabel="common offset of all patches (patches)", ylabel="‖change‖ / ‖output‖, no unit")
-        # Rounding is not a result.
+        # Rounding errors are not to fill the plot.
         axis.set_ylim(0, max(1.1 * change.max(), 1e-2))
         axis.grid(alpha=0.4)
 

@@ -28,7 +28,7 @@ from .plots import (
 TEMPLATE = "report.html.jinja"
 IMAGES_SHOWN = 3
 CLASSES_SHOWN = 3
-# Of attention logits, in nats: a thousand times what rounding makes of them.
+# Deviation of attention logits that counts as none, in nats: a thousand times their rounding errors.
 RELATIVE_UP_TO = 1e-3
 ENCODINGS = {
     "none": "no positions at all",

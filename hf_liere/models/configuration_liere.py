@@ -193,12 +193,12 @@ class LieREConfig(PreTrainedConfig):
     @property
     def patch_shape(self) -> tuple[int, ...]:
         """Extent of one patch in pixels (and frames), in the order of the input's axes."""
-        return _pair("patch_size", self.patch_size)
+        return pair("patch_size", self.patch_size)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Extent of a training input in pixels (and frames), in the order of its axes."""
-        return _pair("image_size", self.image_size)
+        return pair("image_size", self.image_size)
 
     @property
     def num_axes(self) -> int:
@@ -448,18 +448,19 @@ class LieREVideoConfig(LieREConfig):
 
     @property
     def patch_shape(self) -> tuple[int, ...]:
-        return (self.tubelet_size, *_pair("patch_size", self.patch_size))
+        return (self.tubelet_size, *pair("patch_size", self.patch_size))
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        return (self.num_frames, *_pair("image_size", self.image_size))
+        return (self.num_frames, *pair("image_size", self.image_size))
 
 
-def _pair(name: str, value: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2:
+def pair(name: str, value: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
+    """(height, width) of the field `name`, from one integer or two. Raises `ValueError` for anything else."""
+    sides = (value, value) if isinstance(value, int) else tuple(value)
+    if len(sides) != 2:
         raise ValueError(f"{name}={value!r} must be one integer or (height, width).")
-    return pair
+    return sides
 
 
 def _divisors(number: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_liere import LieREVideoConfig
+from hf_liere.models.configuration_liere import pair
 from hf_liere.models.video_processing_liere import LieREVideoProcessor
 from hf_liere.storage.loading import CheckpointError, explaining, loading_options, require_all_keys, require_loaded_keys
 from training.data.images import LabelledImages
@@ -104,8 +105,8 @@ def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig)
     """
     # Models of images and text keep the sizes in the part for images.
     config = getattr(config, "vision_config", config)
-    size = _pair(arguments.architecture().get("image_size", config.image_size))
-    patch = _pair(config.patch_size)
+    size = pair("image_size", arguments.architecture().get("image_size", config.image_size))
+    patch = pair("patch_size", config.patch_size)
     if any(extent < part or extent % part for extent, part in zip(size, patch, strict=True)):
         raise InputError(
             f"--image_size {size[0]}×{size[1]} is not divisible by the patch size {patch[0]}×{patch[1]}; accepted are "
@@ -260,8 +261,3 @@ def _same_classes(config: PreTrainedConfig, images: LabelledImages) -> bool:
 
 def _is_anonymous(config: PreTrainedConfig) -> bool:
     return list(config.id2label.values()) == [f"LABEL_{number}" for number in range(config.num_labels)]
-
-
-def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    height, width = (size, size) if isinstance(size, int) else size
-    return height, width

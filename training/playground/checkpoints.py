@@ -23,6 +23,7 @@ from transformers import (
 from hf_liere.auto import MODELS
 from hf_liere.hub.pulling import pull
 from hf_liere.inspection.analysis import AttentionMaps, attention_maps, overlay
+from hf_liere.models.configuration_liere import pair
 from hf_liere.storage.client import HubError
 from hf_liere.storage.loading import require_loaded_keys
 from training.data.arrows import CELL, LABELS, SMALLEST_GRID
@@ -154,8 +155,8 @@ def _describe(name: str, folder: Path, repo_id: str | None) -> Checkpoint:
         folder=folder,
         repo_id=repo_id,
         encoding=_encoding(config),
-        image_size=max(_pair(vision.image_size)),
-        patch_shape=_pair(vision.patch_size),
+        image_size=max(pair("image_size", vision.image_size)),
+        patch_shape=pair("patch_size", vision.patch_size),
         num_channels=vision.num_channels,
         class_names=_class_names(config),
     )
@@ -173,11 +174,6 @@ def _encoding(config: PreTrainedConfig) -> str:
     name = patched["position_encoding"] if patched else config.position_encoding
     block_size = patched["block_size"] if patched else config.block_size
     return name if block_size in (None, 2) else f"{name}, block_size {block_size}"
-
-
-def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    height, width = (size, size) if isinstance(size, int) else size
-    return height, width
 
 
 def image_sizes(checkpoints: Sequence[Checkpoint], puzzle: bool) -> range:

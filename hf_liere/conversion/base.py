@@ -1,0 +1,248 @@
+"""
+What the sources share: checked access to a checkpoint's tensors, and the class that each kind of source extends.
+
+A [`Source`] takes every tensor that it understands from a [`SourceTensors`], whose shapes are checked when they are
+taken, and collects what a model of ours consists of. The options of each are described in `checkpoints.py`.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import InputError
+
+
+class ConversionError(InputError):
+    """A checkpoint or an option that cannot be converted, with the reason."""
+
+
+class SourceTensors:
+    """A state dict that knows which of its tensors were used, and checks their shapes when they are."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        self.tensors = dict(tensors)
+        self.taken: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.tensors
+
+    def take(self, key: str, *shape: int | None) -> torch.Tensor:
+        """The tensor under `key`; `None` in `shape` stands for any size."""
+        if key not in self.tensors:
+            raise ConversionError(f"The checkpoint has no tensor {key!r}.")
+        tensor = self.tensors[key]
+        if len(tensor.shape) != len(shape) or any(a not in (None, b) for a, b in zip(shape, tensor.shape)):
+            expected = tuple("any" if size is None else size for size in shape)
+            raise ConversionError(
+                f"{key!r} has shape {tuple(tensor.shape)}, which contradicts the other tensors or the options: "
+                f"expected {expected}."
+            )
+        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+            raise ConversionError(f"{key!r} ({tensor.dtype}) must hold finite floating point numbers.")
+        self.taken.add(key)
+        return tensor
+
+    def any(self, pattern: str) -> bool:
+        return any(re.fullmatch(pattern, key) for key in self.tensors)
+
+    def count(self, pattern: str) -> int:
+        """Number of layers, from the first group of `pattern`."""
+        matches = (re.match(pattern, key) for key in self.tensors)
+        layers = {int(match[1]) for match in matches if match}
+        if not layers:
+            raise ConversionError(f"The checkpoint has no layers: no tensor's name begins as in {pattern!r}.")
+        if layers != set(range(len(layers))):
+            missing = sorted(set(range(max(layers))) - layers)
+            raise ConversionError(f"The checkpoint has layers up to {max(layers)}, but none of {missing}.")
+        return len(layers)
+
+    def rename(self, patterns: Mapping[str, str | Callable[[re.Match], str]]) -> None:
+        """Replace regular expressions in all names, before any tensor is taken."""
+        renamed = {}
+        for key, tensor in self.tensors.items():
+            for pattern, replacement in patterns.items():
+                key = re.sub(pattern, replacement, key)
+            renamed[key] = tensor
+        self.tensors = renamed
+
+    def ignore(self, pattern: str) -> list[str]:
+        ignored = [key for key in self.tensors if key not in self.taken and re.fullmatch(pattern, key)]
+        self.taken.update(ignored)
+        return ignored
+
+    def finish(self) -> None:
+        unknown = sorted(set(self.tensors) - self.taken)
+        if unknown:
+            raise ConversionError(
+                f"The checkpoint holds {len(unknown)} tensors that this kind of model does not have, such as "
+                f"{', '.join(unknown[:5])}."
+            )
+
+
+@dataclass
+class Source:
+    """
+    A checkpoint of one kind. The fields that a subclass adds are its options, with the types that they accept.
+
+    Attributes:
+        tensors: Of the checkpoint.
+        patch: Extents of a patch, one for each axis.
+        fields: Fields of the configuration.
+        encoder: Tensors of the encoder, under our names.
+        head: Tensors of the classifier, likewise; empty where there is none.
+        ignored: Names of official tensors that have no effect on the outputs kept here.
+    """
+
+    tensors: SourceTensors
+    patch: tuple[int, ...] = field(init=False, default=())
+    fields: dict = field(init=False, default_factory=dict)
+    encoder: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    head: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    ignored: list[str] = field(init=False, default_factory=list)
+
+    def convert(self) -> None:
+        """Fill everything but `tensors`. Raises [`ConversionError`] for what does not fit together."""
+        raise NotImplementedError
+
+    @classmethod
+    def options(cls) -> dict[str, object]:
+        """Types of the options by name."""
+        own = {entry.name for entry in dataclasses.fields(Source)}
+        return {entry.name: entry.type for entry in dataclasses.fields(cls) if entry.name not in own}
+
+    @classmethod
+    def stated_options(cls, source_config: Mapping) -> dict:
+        """Options that the `config.json` beside a checkpoint states, by default under their own names."""
+        return {name: source_config[name] for name in cls.options() if source_config.get(name) is not None}
+
+    def copy(self, ours: str, official: str, *shape: int | None, bias: bool = True) -> None:
+        """The weight of a norm (size) or of a linear map (rows, columns), and its bias (size or rows)."""
+        self.encoder[f"{ours}.weight"] = weight = self.tensors.take(f"{official}.weight", *shape)
+        if bias:
+            self.encoder[f"{ours}.bias"] = self.tensors.take(f"{official}.bias", len(weight))
+
+    def copy_layers(self, layer: str, names: Mapping[str, str], without_bias: Iterable[str] = ()) -> None:
+        """
+        Args:
+            layer: Official name of a layer, with `{}` in place of its number.
+            names: Official names of the modules of a layer, by ours.
+            without_bias: Those of our names that have no bias.
+        """
+        size = self.fields["hidden_size"]
+        width = len(self.tensors.take(f"{layer.format(0)}.{names['mlp.fc1']}.weight", None, size))
+        self.fields["intermediate_size"] = width
+        shapes = {"layernorm_before": (size,), "layernorm_after": (size,), "mlp.fc1": (width, size)}
+        shapes["mlp.fc2"] = (size, width)
+        for index in range(self.fields["num_hidden_layers"]):
+            for ours, official in names.items():
+                key, shape = f"{layer.format(index)}.{official}", shapes.get(ours, (size, size))
+                self.copy(f"layers.{index}.{ours}", key, *shape, bias=ours not in without_bias)
+
+    def copy_head(self, official: str) -> None:
+        """A linear classifier, if there is one under this name."""
+        if f"{official}.weight" in self.tensors:
+            weight = self.tensors.take(f"{official}.weight", None, self.fields["hidden_size"])
+            self.head = {"weight": weight, "bias": self.tensors.take(f"{official}.bias", len(weight))}
+
+    def set_transformer(self, kernel: torch.Tensor, layers: int, found_heads: int | None = None) -> None:
+        """Patches and fields of a ViT whose patches have this kernel (hidden_size, channels, *patch), and options."""
+        hidden_size, channels, *patch = kernel.shape
+        self.patch = tuple(patch)
+        self.fields |= {
+            "num_channels": channels,
+            "hidden_size": hidden_size,
+            "num_hidden_layers": layers,
+            "num_attention_heads": number_of_heads(hidden_size, self.num_attention_heads, found_heads),
+            "hidden_act": self.hidden_act,
+            "layer_norm_eps": self.layer_norm_eps,
+        }
+
+    def set_projection(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        """Of patches, (hidden_size, channels, *patch) and (hidden_size,)."""
+        names = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.projection.bias")
+        self.encoder |= dict(zip(names, (weight, bias)))
+
+    def set_shape(self, image: tuple[int, ...]) -> None:
+        """Fields for patches and inputs of these extents; with three axes, those of the video configuration."""
+
+        def extent(sizes):
+            return sizes[0] if sizes[0] == sizes[1] else list(sizes)
+
+        self.fields |= {"patch_size": extent(self.patch[-2:]), "image_size": extent(image[-2:])}
+        if len(self.patch) == 3:
+            self.fields |= {"tubelet_size": self.patch[0], "num_frames": image[0]}
+
+    def set_frequencies(
+        self,
+        frequencies: torch.Tensor,
+        theta: float | None,
+        head_dim: int,
+        scale: Iterable[float] | None = None,
+    ) -> None:
+        """
+        Fixed frequencies, (planes,) for every axis and axis by axis in the head: `axial_rope` with base `theta` where
+        these are its frequencies, else shared generators of RoPE-Mixed.
+        """
+        axes = len(self.patch)
+        geometric = theta is not None and 0 < theta < math.inf and scale is None
+        if geometric and len(frequencies) == head_dim // (2 * axes):
+            self.fields |= {"position_encoding": "axial_rope", "rope_theta": theta}
+            return
+        scaled = [frequencies * factor for factor in (scale or [1.0] * axes)]
+        # (axes, axes · planes)
+        entries = torch.block_diag(*[row.unsqueeze(0) for row in scaled])
+        entries = torch.nn.functional.pad(entries, (0, head_dim // 2 - entries.shape[1]))
+        self.fields |= {"position_encoding": "rope_mixed", "share_heads": True, "share_layers": True}
+        self.encoder["rotary_encoding.generators"] = entries.view(axes, 1, 1, -1, 1).float()
+
+    def set_square_table(self, table: torch.Tensor, prefix_rows: int, image_size: int | Iterable[int] | None) -> None:
+        """From a table of `prefix_rows` and the patches, the rows of the class token and of the patches."""
+        patches = table.shape[1] - prefix_rows
+        if image_size is None:
+            image_size = tuple(square_root("image_size", patches) * extent for extent in self.patch)
+        image = sizes("image_size", image_size, 2)
+        if math.prod(size // extent for size, extent in zip(image, self.patch)) != patches:
+            raise ConversionError(
+                f"image_size={image} in patches of {self.patch} does not fit a table of {patches} patches."
+            )
+        self.set_shape(image)
+        class_row = table[:, :1] if prefix_rows else table.new_zeros(1, 1, table.shape[-1])
+        rows = [class_row] if "embeddings.cls_token" in self.encoder else []
+        self.encoder["embeddings.position_embeddings"] = torch.cat([*rows, table[:, prefix_rows:]], dim=1)
+
+
+def sizes(name: str, value: int | Iterable[int], axes: int) -> tuple[int, ...]:
+    """One positive extent for each axis, from one for all or one for each."""
+    extents = (value,) * axes if isinstance(value, int) else tuple(value) if isinstance(value, Iterable) else ()
+    if len(extents) != axes or any(not isinstance(size, int) or size < 1 for size in extents):
+        raise ConversionError(f"{name}={value!r} must be one positive number, or one for each of {axes} axes.")
+    return extents
+
+
+def square_root(name: str, number: int) -> int:
+    root = math.isqrt(number)
+    if root * root != number:
+        raise ConversionError(f"{number} is not a square, so {name} cannot be read off the shapes: please give it.")
+    return root
+
+
+def number_of_heads(hidden_size: int, given: int | None, found: int | None = None) -> int:
+    """What the checkpoint or the option says, else as many heads as have 64 channels each."""
+    if given is not None and found is not None and given != found:
+        raise ConversionError(f"num_attention_heads={given} contradicts the checkpoint's {found}.")
+    heads = found or given or max(1, hidden_size // 64)
+    if hidden_size % heads:
+        raise ConversionError(
+            f"A width of {hidden_size} is not divisible into {heads} heads: please give num_attention_heads."
+        )
+    return heads
+
+
+def require_one_of(name: str, value: str | None, accepted: Iterable[str | None]) -> None:
+    accepted = list(accepted)
+    if value not in accepted:
+        raise ConversionError(f"{name}={value!r} must be one of {', '.join(map(repr, accepted))} for this checkpoint.")

@@ -1,0 +1,170 @@
+"""Checkpoints of the official ComRoPE code, images and videos: CLIP's vision tower with learned rotations."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..models.lie_algebra import skew_entries
+from .base import ConversionError, require_one_of
+from .clip import CLIPTower
+
+
+# Our names of the encodings by the official ones.
+ENCODINGS = {
+    "liere": "liere",
+    "comrope-ap": "comrope_ap",
+    "comrope-ld": "comrope_ld",
+    "vanilla-rope": "axial_rope",
+    "raw": "absolute",
+    "none": "none",
+}
+# Where neither an option nor a table of positions gives them.
+DEFAULT_FRAMES, DEFAULT_PATCHES = 8, 14
+
+
+@dataclass
+class ComRoPE(CLIPTower):
+    position_encoding: str | None = None
+    num_axes: int | None = None
+    num_attention_heads: int | None = None
+    image_size: int | None = None
+    num_frames: int | None = None
+    theta_base: float | None = None
+    scale_factor: float = 1.0
+    axis_scale: bool = True
+    cls_position: float = 0.5
+    hidden_act: str = "quick_gelu"
+    layer_norm_eps: float = 1e-5
+
+    @classmethod
+    def stated_options(cls, source_config: Mapping) -> dict:
+        options = super().stated_options(source_config)
+        if source_config.get("custom_pe_type") is not None:
+            options["position_encoding"] = source_config["custom_pe_type"]
+        if options.get("position_encoding") != "liere":
+            # All configurations of ComRoPE hold it and only liere reads it; its default would give generators of NaN.
+            options.pop("scale_factor", None)
+        return options
+
+    def convert(self) -> None:
+        hidden_size, table_key = len(self.take_class_token()), f"{self.prefix}embeddings.position_embedding"
+        table = self.tensors.take(table_key, None, None, None, hidden_size) if table_key in self.tensors else None
+        encoding, axes, found_heads = self._encoding(table)
+        self.convert_tower(found_heads, axes)
+        self.fields["position_encoding"] = encoding
+        self.set_shape(self._image(table))
+        coordinates = ("unit_width" if axes == 3 else "unit") if self.axis_scale else "index"
+        if encoding not in ("none", "absolute"):
+            self.fields |= {"coordinates": coordinates, "rotate_prefix": True, "prefix_coordinate": self.cls_position}
+        if table is not None:
+            table = _reordered(table, axes)
+            self.fields |= {
+                "use_absolute_position_embeddings": True,
+                "position_table_size": list(table.shape[:-1]),
+                "coordinates": coordinates,
+                "prefix_coordinate": self.cls_position,
+            }
+            self.encoder["embeddings.position_embeddings"] = table.reshape(1, -1, hidden_size)
+        self.copy("layernorm", f"{self.prefix}post_layernorm", hidden_size)
+        self._copy_classifier()
+        if encoding == "axial_rope":
+            self._set_powers(hidden_size // self.fields["num_attention_heads"])
+        elif found_heads is not None:
+            self._set_generators()
+
+    def _in_layer(self, index: int, name: str) -> str:
+        return f"{self.prefix}encoder.layers.{index}.self_attn.{name}"
+
+    def _encoding(self, table: torch.Tensor | None) -> tuple[str, int, int | None]:
+        """Our name of the encoding, the number of axes and, of learned rotations, that of heads."""
+        frequencies, multiplier = self._in_layer(0, "freqs"), self._in_layer(0, "multiplier")
+        found_heads, found_axes, accepted = None, None, ("none", "vanilla-rope")
+        if table is not None:
+            found_axes, accepted = 3 if len(table) > 1 else None, ("raw", "none", "vanilla-rope")
+        if frequencies in self.tensors:
+            found_heads, axes, *_ = self.tensors.take(frequencies, None, None, None, None, None).shape
+            accepted = ("comrope-ap",)
+            if axes > 1:
+                found_axes, accepted = axes, ("liere",)
+            if multiplier in self.tensors:
+                found_axes, accepted = self.tensors.take(multiplier, 1, None, None, 1, 1).shape[1], ("comrope-ld",)
+        if None not in (found_axes, self.num_axes) and found_axes != self.num_axes:
+            raise ConversionError(f"num_axes={self.num_axes} contradicts the checkpoint's {found_axes} axes.")
+        axes = found_axes or self.num_axes or 2
+        if axes not in (2, 3):
+            raise ConversionError(f"Inputs of {axes} axes: accepted are 2 (images) and 3 (videos).")
+        require_one_of("position_encoding", self.position_encoding, (None, *accepted))
+        encoding = ENCODINGS[self.position_encoding or accepted[0]]
+        if encoding in ("none", "absolute"):
+            encoding = "none" if table is None else "absolute"
+        return encoding, axes, found_heads
+
+    def _image(self, table: torch.Tensor | None) -> tuple[int, ...]:
+        """Extents of a training input, as a table (frames or 1, rows, columns, D) or the options say."""
+        size, frames, extent = self.image_size, self.num_frames, self.patch[-1]
+        if table is not None:
+            found_frames, rows, columns, _ = table.shape
+            if size not in (None, rows * extent) or rows != columns:
+                raise ConversionError(
+                    f"A table of {tuple(table.shape)} does not fit image_size={size} in patches of {self.patch[-2:]}."
+                )
+            size, frames = rows * extent, found_frames
+        size = size or DEFAULT_PATCHES * extent
+        return (frames or DEFAULT_FRAMES, size, size)[-len(self.patch) :]
+
+    def _copy_classifier(self) -> None:
+        if "classification_head.0.weight" not in self.tensors:
+            self.copy_head("classification_head")
+            return
+        sizes = [self.fields["hidden_size"], None, None]
+        for position, name in enumerate(("0", "2")):
+            key = f"classification_head.{name}"
+            weight = self.tensors.take(f"{key}.weight", None, sizes[position])
+            sizes[position + 1] = len(weight)
+            self.head |= {f"{name}.weight": weight, f"{name}.bias": self.tensors.take(f"{key}.bias", len(weight))}
+        self.fields["classifier_hidden_size"] = sizes[1]
+
+    def _set_powers(self, head_dim: int) -> None:
+        """Frequencies theta_base^j, j = 0, 1, …, axis by axis."""
+        axes = len(self.patch)
+        if head_dim % (2 * axes):
+            raise ConversionError(f"A head of {head_dim} channels is not divisible into planes of {axes} axes.")
+        planes = head_dim // axes // 2
+        base = 10000.0 ** (-1 / planes) if self.theta_base is None else self.theta_base
+        if not base > 0:
+            raise ConversionError(f"theta_base={self.theta_base} must be positive.")
+        # Beyond these powers theta overflows or vanishes, though the frequencies themselves do not.
+        exponent = -planes * math.log(base)
+        theta = math.exp(exponent) if abs(exponent) < 700 else None
+        self.set_frequencies(base ** torch.arange(planes, dtype=torch.float64), theta, head_dim)
+
+    def _set_generators(self) -> None:
+        """F − Fᵀ of all layers, and multipliers."""
+        axes, depth, heads = len(self.patch), self.fields["num_hidden_layers"], self.fields["num_attention_heads"]
+        encoding, any_shape = self.fields["position_encoding"], [None] * 5
+        size = self.tensors.take(self._in_layer(0, "freqs"), *any_shape).shape[-1]
+        blocks = self.fields["hidden_size"] // heads // size
+        self.fields["block_size"] = size
+        shape = (heads, axes if encoding == "liere" else 1, blocks, size, size)
+        matrices = [self.tensors.take(self._in_layer(index, "freqs"), *shape).float() for index in range(depth)]
+        # (layers, heads, axes or 1, blocks, entries)
+        entries = skew_entries(torch.stack([matrix - matrix.mT for matrix in matrices]))
+        entries = entries.movedim(2, 0) / self.scale_factor if encoding == "liere" else entries.squeeze(2)
+        self.encoder["rotary_encoding.generators"] = entries
+        if encoding == "comrope_ld":
+            shape = (1, axes, blocks, 1, 1)
+            factors = [self.tensors.take(self._in_layer(index, "multiplier"), *shape) for index in range(depth)]
+            factors = torch.stack(factors).view(depth, 1, axes, blocks).float().movedim(2, 0)
+            self.encoder["rotary_encoding.multipliers"] = factors.repeat(1, 1, heads, 1)
+
+
+def _reordered(table: torch.Tensor, axes: int) -> torch.Tensor:
+    """(frames or 1, rows, columns, D) → (rows, 1, D), or (columns, rows, frames, D) read at (frame, row, column)."""
+    # The official lookup hands (frame or the centre, row, column) to a sampler that takes the last axis first.
+    table = table.permute(2, 1, 0, 3)
+    if axes == 3:
+        return table
+    centre = (len(table) - 1) / 2
+    return (table[math.floor(centre)] + table[math.ceil(centre)]) / 2

@@ -1,0 +1,192 @@
+"""Checkpoints of the official LieRE code: images and volumes, and its baselines without generators."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ..models.lie_algebra import skew_entries
+from .base import ConversionError, Source, require_one_of, sizes, square_root
+
+
+OFFICIAL_GENERATORS = "position_encoder.generator_raw_params"
+LAYER = "transformer.layers.{}"
+NAMES = {
+    "layernorm_before": "0.norm",
+    "layernorm_after": "1.norm",
+    "mlp.fc1": "1.fn.net.0",
+    "mlp.fc2": "1.fn.net.3",
+}
+# The same in every official model.
+HEAD_DIM = 64
+HARD_WIRED = {
+    "head_dim": HEAD_DIM,
+    "qkv_bias": False,
+    "layer_norm_eps": 1e-5,
+    "hidden_dropout_prob": 0.1,
+    "final_norm": "pooled",
+}
+
+
+@dataclass
+class LieRE(Source):
+    position_encoding: str | None = None
+    patch_size: int | Iterable[int] | None = None
+    image_size: int | Iterable[int] | None = None
+    num_channels: int = 3
+    num_axes: int | None = None
+    pooling: str = "cls"
+    layer_generators: str = "official"
+
+    def convert(self) -> None:
+        require_one_of("pooling", self.pooling, ("cls", "mean"))
+        require_one_of("layer_generators", self.layer_generators, ("official", "paper"))
+        projection = self.tensors.take("to_patch_embedding.1.weight", None, None)
+        hidden_size, volume = projection.shape
+        axes = self._axes()
+        table = self.tensors.take("pos_embedding", 1, None, hidden_size)
+        self.patch = self._patch(axes, volume)
+        self.set_shape(self._image(table.shape[1] - 1))
+        rows = len(self.tensors.take(f"{LAYER.format(0)}.0.fn.to_qkv.weight", None, hidden_size))
+        if rows % (3 * HEAD_DIM):
+            raise ConversionError(f"to_qkv has {rows} rows, not a multiple of 3 · 64: LieRE's heads are 64 wide.")
+        self.fields |= HARD_WIRED | {
+            "num_channels": self.num_channels,
+            "hidden_size": hidden_size,
+            "num_hidden_layers": self.tensors.count(r"transformer\.layers\.(\d+)\."),
+            "num_attention_heads": rows // (3 * HEAD_DIM),
+            "pooling": "mean_all" if self.pooling == "mean" else "cls",
+        }
+        # The official linear map reads a patch pixel by pixel, channels fastest.
+        kernel = projection.view(hidden_size, *self.patch, self.num_channels).movedim(-1, 1)
+        bias = self.tensors.take("to_patch_embedding.1.bias", hidden_size)
+        self.set_projection(kernel, bias)
+        self.encoder["embeddings.cls_token"] = self.tensors.take("cls_token", 1, 1, hidden_size)
+        self._copy_attention()
+        self.copy_layers(LAYER, NAMES)
+        self.copy("layernorm", "mlp_head.0", hidden_size)
+        self.copy_head("mlp_head.1")
+        if OFFICIAL_GENERATORS in self.tensors:
+            require_one_of("position_encoding", self.position_encoding, (None, "liere", "rope_mixed"))
+            self._set_generators(self.tensors.take(OFFICIAL_GENERATORS, axes, None, None, None, None))
+            self.ignored.append("pos_embedding")
+        else:
+            self._set_fixed_encoding(table)
+
+    def _axes(self) -> int:
+        axes = self.num_axes
+        if OFFICIAL_GENERATORS in self.tensors:
+            found = len(self.tensors.take(OFFICIAL_GENERATORS, None, None, None, None, None))
+            if axes not in (None, found):
+                raise ConversionError(f"num_axes={axes} contradicts the generators of {found} axes.")
+            axes = found
+        elif axes is None:
+            axes = len(list(self.patch_size)) if isinstance(self.patch_size, Iterable) else 2
+        if axes not in (2, 3):
+            raise ConversionError(f"Inputs of {axes} axes: accepted are 2 (images) and 3 (volumes and videos).")
+        return axes
+
+    def _patch(self, axes: int, volume: int) -> tuple[int, ...]:
+        """Extents of a patch of `volume` values."""
+        extents, channels = self.patch_size, self.num_channels
+        if extents is None:
+            if axes == 3:
+                raise ConversionError("The shapes of a model of volumes do not tell its patch: please give patch_size.")
+            if volume % channels:
+                raise ConversionError(f"Patches of {volume} values do not have num_channels={channels}.")
+            extents = square_root("patch_size", volume // channels)
+        patch = sizes("patch_size", extents, axes)
+        if math.prod(patch) * channels != volume:
+            raise ConversionError(
+                f"Patches of {patch} with {channels} channels have {math.prod(patch) * channels} values; the "
+                f"checkpoint's have {volume}."
+            )
+        return patch
+
+    def _image(self, patches: int) -> tuple[int, ...]:
+        """Extents of a training input of `patches` patches."""
+        extents = self.image_size
+        if extents is None:
+            if len(self.patch) == 3:
+                raise ConversionError("The shapes of a model of volumes do not tell its input: please give image_size.")
+            extents = tuple(square_root("image_size", patches) * size for size in self.patch)
+        image = sizes("image_size", extents, len(self.patch))
+        grid = tuple(size // extent for size, extent in zip(image, self.patch))
+        # The official code builds a square table of the last axis for every 2-D model, which learned rotations ignore.
+        ignored = len(self.patch) == 2 and OFFICIAL_GENERATORS in self.tensors
+        if patches not in (math.prod(grid), grid[-1] ** 2 if ignored else None):
+            raise ConversionError(f"image_size={extents} has {math.prod(grid)} patches; the table has {patches}.")
+        return image
+
+    def _copy_attention(self) -> None:
+        hidden_size, heads = self.fields["hidden_size"], self.fields["num_attention_heads"]
+        width = heads * HEAD_DIM
+        projected = self.tensors.any(r"transformer\.layers\.\d+\.0\.fn\.to_out\..*") or heads > 1
+        for index in range(self.fields["num_hidden_layers"]):
+            official, ours = f"{LAYER.format(index)}.0.fn", f"layers.{index}.attention"
+            qkv = self.tensors.take(f"{official}.to_qkv.weight", 3 * width, hidden_size)
+            for name, weight in zip("qkv", qkv.chunk(3)):
+                self.encoder[f"{ours}.{name}_proj.weight"] = weight
+            if projected or hidden_size != width:
+                self.copy(f"{ours}.o_proj", f"{official}.to_out.0", hidden_size, width)
+            else:
+                identity = {"weight": torch.eye(width), "bias": torch.zeros(width)}
+                self.encoder |= {f"{ours}.o_proj.{name}": value for name, value in identity.items()}
+
+    def _set_generators(self, raw: torch.Tensor) -> None:
+        """
+        From `raw` (axes, layers or 1, blocks of all heads, b, b), of which the official code uses the strictly upper
+        triangle U: R(p) = exp(Σ p (U − Uᵀ)).
+        """
+        depth, heads = self.fields["num_hidden_layers"], self.fields["num_attention_heads"]
+        axes, layers, count, size, columns = raw.shape
+        if size != columns or size < 2 or layers not in (1, depth):
+            raise ConversionError(
+                f"Generators of shape {tuple(raw.shape)} must be (axes, 1 or {depth} layers, blocks, b, b) with b ≥ 2."
+            )
+        # The official position encoder divides the model's width, the official attention takes 64 channels per head.
+        per_head = self.fields["hidden_size"] // heads // size
+        blocks = HEAD_DIM // size
+        if per_head < 1 or per_head > blocks or count not in (per_head, per_head * heads):
+            raise ConversionError(
+                f"{count} generators of size {size} do not fit {heads} heads: expected {per_head} shared or "
+                f"{per_head * heads} separate ones, and at most {blocks} in the {HEAD_DIM} channels of a head."
+            )
+        share_heads = heads > 1 and count == per_head
+        share_layers = layers == 1 or self.layer_generators == "official"
+        entries = -skew_entries(raw.transpose(-1, -2)).float()
+        if share_layers:
+            entries = entries[:, :1]
+        entries = entries.unflatten(2, (1 if share_heads else heads, per_head))
+        # Channels that the official encoder has no blocks for are not rotated.
+        self.encoder["rotary_encoding.generators"] = torch.nn.functional.pad(entries, (0, 0, 0, blocks - per_head))
+        self.fields |= {
+            "position_encoding": "rope_mixed" if size == 2 else "liere",
+            "block_size": size,
+            "coordinates": "train_grid",
+            "share_heads": share_heads,
+            "share_layers": share_layers,
+        }
+
+    def _set_fixed_encoding(self, table: torch.Tensor) -> None:
+        """The baselines: a learned table, or VisionLLaMA's frequencies e^(−4t), t from 0 to 1, for each axis."""
+        encoding, is_used = self.position_encoding, bool(table.count_nonzero())
+        require_one_of("position_encoding", encoding, (None, "absolute", "visionllama"))
+        if encoding is None:
+            encoding = "absolute" if is_used else "visionllama"
+        if encoding == "absolute":
+            self.fields |= {"position_encoding": "absolute"}
+            self.encoder["embeddings.position_embeddings"] = table
+            return
+        rotated = min(self.fields["hidden_size"] // self.fields["num_attention_heads"], HEAD_DIM)
+        planes = rotated // len(self.patch) // 2
+        frequencies = torch.exp(-4 * torch.linspace(0, 1, planes, dtype=torch.float64))
+        theta = math.exp(4 * planes / (planes - 1)) if planes > 1 else 1.0
+        self.set_frequencies(frequencies, theta, HEAD_DIM)
+        self.fields["coordinates"] = "train_grid"
+        if is_used:
+            self.fields |= {"use_absolute_position_embeddings": True, "position_table_resize": "truncate"}
+            self.encoder["embeddings.position_embeddings"] = table
+        else:
+            self.ignored.append("pos_embedding")

@@ -1,0 +1,108 @@
+"""
+Tensors of a checkpoint of another project: a file, a directory or a repository on the Hub, read without executing
+anything in it.
+"""
+
+import json
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi, snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ..auto import MODELS
+from ..storage.client import explained
+from ..storage.loading import loading_options, local_path, reason, shards
+from .base import ConversionError
+
+
+OWN_MODEL_TYPES = tuple(config_class.model_type for config_class in MODELS)
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
+
+def read_checkpoint(
+    checkpoint: str | os.PathLike, revision: str | None = None
+) -> tuple[dict[str, torch.Tensor], dict | None]:
+    """
+    Tensors of a checkpoint, and the `config.json` beside them if there is one. Nothing in it is executed.
+
+    Args:
+        checkpoint: A file (safetensors, or a pickle of tensors), a directory with model.safetensors, its index of
+            shards or pytorch_model.bin, or the name of a repository on the Hub.
+        revision: Branch, tag or commit of the repository.
+
+    Raises:
+        ConversionError, CheckpointError: if there is no checkpoint, it is damaged, it is one of ours, or it is a pickle
+            that needs code to be executed.
+        HubError: if it is on the Hub, which does not answer or refuses.
+    """
+    path = locate(checkpoint, revision)
+    source_config = json_beside(path, "config.json")
+    if path.is_dir() and (source_config or {}).get("model_type") in OWN_MODEL_TYPES:
+        raise ConversionError(f"{checkpoint} is a model of hf_liere already; from_pretrained reads it as it is.")
+    tensors = {}
+    for file in _weight_files(path):
+        tensors.update(_read(file))
+    return tensors, source_config
+
+
+def json_beside(path: Path, name: str) -> dict | None:
+    """The content of a file beside the weights, if it is there."""
+    file = (path if path.is_dir() else path.parent) / name
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConversionError(f"{name} beside the checkpoint is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{name} beside the checkpoint holds a {type(content).__name__}; accepted is an object.")
+    return content
+
+
+def locate(checkpoint: str | os.PathLike, revision: str | None) -> Path:
+    """The file or directory itself, or the downloaded files of a repository."""
+    path = local_path(checkpoint)
+    if path is not None:
+        return path
+    options = loading_options(checkpoint, revision)
+    patterns = ["*.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)]
+    with explained(HfApi(), str(checkpoint), revision):
+        return Path(snapshot_download(str(checkpoint), allow_patterns=patterns, **options))
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (path / name).is_file():
+            return [path / name]
+        index = path / f"{name}.index.json"
+        if index.is_file():
+            return shards(index)
+    found = sorted(file for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES)
+    if len(found) != 1:
+        raise ConversionError(
+            f"{path.name} holds {[file.name for file in found] or 'no checkpoint'}: please name one file."
+        )
+    return found
+
+
+def _read(file: Path) -> Mapping:
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    # The readers raise all of these for bytes of another format.
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, LookupError, ValueError) as error:
+        # The other messages describe torch's reader rather than the file.
+        known = isinstance(error, (SafetensorError, pickle.UnpicklingError, OSError))
+        text = reason(error) if known else f"it is truncated or no checkpoint at all ({type(error).__name__})."
+        raise ConversionError(f"{file.name} cannot be read: {text}") from error
+    if not isinstance(checkpoint, Mapping):
+        raise ConversionError(f"{file.name} holds a {type(checkpoint).__name__}, not a mapping of names to tensors.")
+    return checkpoint

@@ -1,0 +1,130 @@
+"""
+A checkpoint of another project as a folder of ours: what `hf-liere convert` writes, from its weights to its card.
+
+The conversion itself is in `conversion/`, cards are rendered in `hub/`; this file puts both together.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from .conversion.checkpoints import Conversion, convert_state_dict
+from .conversion.reading import json_beside, locate, read_checkpoint
+from .hub.cards import facts_of_run, render
+from .hub.checked_facts import CONVERSION_FILE
+from .models.configuration_liere import LieREConfig
+from .storage.client import file_digest
+from .storage.saved_weights import saved_weights_digest
+from .storage.targets import new_directory
+
+
+LAYER_NOTE = {
+    "official": """
+The official code uses the generators of the first layer in every layer, and so does this model (`share_layers=True`):
+its logits are the official ones. The LieRE paper describes generators of their own for every layer.
+""",
+    "paper": """
+Every layer uses the generators that the checkpoint holds for it, as the LieRE paper describes. The official code uses
+those of the first layer in every layer: its logits, and the accuracy measured with it, are not this model's.
+""",
+}
+
+
+def convert_checkpoint(
+    checkpoint: str | os.PathLike,
+    output: str | os.PathLike,
+    source: str | None = None,
+    revision: str | None = None,
+    image_mean: list[float] | None = None,
+    image_std: list[float] | None = None,
+    **options,
+) -> Conversion:
+    """
+    Write a checkpoint as a directory that `from_pretrained` reads: weights, configuration, code, processor and card.
+
+    The directory appears under its name when it is complete, or not at all.
+
+    Args:
+        checkpoint: As for [`read_checkpoint`].
+        output: The directory; it must not exist, or be empty.
+        source: One of [`SOURCES`]; `None` looks at the names of the tensors.
+        revision: Branch, tag or commit of a repository on the Hub.
+        image_mean: Mean of the pixels of each channel in training; `None` takes that of the source's processor or
+            configuration, else ½.
+        image_std: Their standard deviation, likewise.
+        options: As for [`convert_state_dict`].
+
+    Raises:
+        InputError: as [`read_checkpoint`] and [`convert_state_dict`], and if nothing can be written beside `output`.
+        HubError: as [`read_checkpoint`].
+        FileExistsError: if `output` is there and not an empty directory.
+    """
+    with new_directory(output) as partial:
+        local = locate(checkpoint, revision)
+        tensors, source_config = read_checkpoint(local)
+        conversion = convert_state_dict(tensors, source, source_config, **options)
+        conversion.model().save_pretrained(partial)
+        given = {"image_mean": image_mean, "image_std": image_std}
+        statistics = {name: value for name, value in given.items() if value is not None}
+        _save_processor(partial, conversion.config, _statistics(local, source_config) | statistics)
+        name, origin = _origin(checkpoint, revision)
+        weights = saved_weights_digest(partial)
+        record = {"weights": weights, "converted_from": origin, "notes": _notes(conversion, options)}
+        (partial / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        title = f"{conversion.model_class.__name__} from {name}"
+        render(facts_of_run(partial, weights, title=title)).write(partial)
+    return conversion
+
+
+def _save_processor(directory: Path, config: LieREConfig, statistics: Mapping[str, object]) -> None:
+    """The processor file, for inputs of the trained size and pixels with these statistics or ½."""
+    height, width = config.input_shape[-2:]
+    fields = {
+        "size": {"height": height, "width": width},
+        "image_mean": [0.5] * config.num_channels,
+        "image_std": [0.5] * config.num_channels,
+        **statistics,
+    }
+    if config.num_axes == 3:
+        # The class needs torchvision; the file does not.
+        kind, name = {"video_processor_type": "LieREVideoProcessor"}, "video_preprocessor_config.json"
+        fields |= {"do_center_crop": False}
+    else:
+        kind, name = {"image_processor_type": "ViTImageProcessor"}, "preprocessor_config.json"
+        fields |= {"do_resize": True, "do_rescale": True, "do_normalize": True}
+    (directory / name).write_text(json.dumps(kind | fields, indent=2) + "\n")
+
+
+def _statistics(source: Path, source_config: Mapping | None) -> dict[str, object]:
+    """What the source says of the pixels that it was trained on; its processor comes before timm's configuration."""
+    trained = (source_config or {}).get("pretrained_cfg") or {}
+    processor = json_beside(source, "preprocessor_config.json") or {}
+    known = {"image_mean": trained["mean"], "image_std": trained["std"]} if {"mean", "std"} <= set(trained) else {}
+    return known | {name: processor[name] for name in ("image_mean", "image_std", "resample") if name in processor}
+
+
+def _origin(checkpoint: str | os.PathLike, revision: str | None) -> tuple[str, str]:
+    """Name of a checkpoint without its folder, and what identifies it."""
+    path = Path(checkpoint)
+    if path.is_file():
+        digest = file_digest(path, "sha256").removeprefix("sha256:")
+        return path.name, f"the file `{path.name}` (SHA-256 `{digest}`)"
+    if path.is_dir():
+        return path.resolve().name, f"the directory `{path.resolve().name}`"
+    link = f"[{checkpoint}](https://huggingface.co/{checkpoint})"
+    return str(checkpoint), f"{link} at `{revision}`" if revision else link
+
+
+def _notes(conversion: Conversion, options: Mapping) -> str:
+    """Paragraphs on what the source and the options mean for the model."""
+    notes = [f"Licence and terms are those of the source, a checkpoint of kind `{conversion.source}`."]
+    if options:
+        notes.append(f"Options: {', '.join(f'`{name}={value!r}`' for name, value in sorted(options.items()))}.")
+    if conversion.ignored:
+        shown = ", ".join(f"`{key}`" for key in conversion.ignored[:5])
+        notes.append(f"Left out, without effect on these outputs: {len(conversion.ignored)} tensors, {shown}.")
+    if conversion.source == "liere" and conversion.config.position_encoding in ("liere", "rope_mixed"):
+        notes.append(LAYER_NOTE[options.get("layer_generators") or "official"].strip())
+    notes.append("Check `image_mean` and `image_std` in the processor file against the training of the source.")
+    return "\n\n".join(notes)

@@ -1,0 +1,88 @@
+"""How much the output of a vision transformer changes when the coordinates of all patches move together."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from .attention import size_options, vision_tower
+from .encodings import patch_steps, rotary_encoding
+
+
+# Displacements of all patches at which outputs are compared, in patches.
+OUTPUT_OFFSETS = (0.0, 0.5, 1.0, 2.0, 4.0)
+
+
+class OutputChange(NamedTuple):
+    """
+    Attributes:
+        offsets: (offsets,) in patches.
+        change: (offsets, images) ‖f(x; p + c) − f(x; p)‖ / ‖f(x; p)‖.
+    """
+
+    offsets: torch.Tensor
+    change: torch.Tensor
+
+
+@torch.no_grad()
+def output_change(
+    model: nn.Module,
+    pixel_values: torch.Tensor,
+    batch_size: int = 8,
+    *,
+    offsets: Sequence[float] = OUTPUT_OFFSETS,
+    progress: bool = False,
+) -> OutputChange:
+    """
+    How much the output changes if the coordinates of all patches move together (ComRoPE §4.3.1, Fig. 5):
+    ‖f(x; p + c) − f(x; p)‖ / ‖f(x; p)‖, f the pooled output of the vision tower.
+
+    A relative encoding leaves attention between patches as it is, and therefore the output, if class and register
+    tokens move too (`rotate_prefix`) or there are none; where they are not rotated, what they see of the patches moves.
+    A table of absolute positions, and whatever else tells positions, stays where it is, so that a change of 0 speaks of
+    these rotations alone; see [`attention_relativity`] for the whole model.
+
+    Args:
+        offsets: The c on every axis, in patches of the trained grid.
+
+    Raises:
+        ValueError: if nothing in the model rotates.
+    """
+    tower = vision_tower(model)
+    encoding = rotary_encoding(tower.module)
+    if encoding is None:
+        raise ValueError(f"{type(model).__name__} has no rotations whose positions could be moved.")
+    steps, offset = patch_steps(encoding), 0.0
+
+    def move(module, inputs, options):
+        positions, grid, *rest = inputs
+        moved = positions.clone()
+        first = 0 if encoding.config.rotate_prefix else positions.shape[-2] - math.prod(grid)
+        moved[..., first:, :] += offset * steps.to(positions)
+        # Without a grid: rotations of a regular one are those of its corner at the origin, whatever the positions.
+        return (moved, None, *rest), options
+
+    parameter = next(tower.module.parameters())
+    options = size_options(tower, pixel_values)
+    outputs, moves = [], [moved for moved in offsets if moved]
+    with encoding.register_forward_pre_hook(move, with_kwargs=True):
+        starts = range(0, len(pixel_values), batch_size)
+        with tqdm(total=len(starts) * (len(moves) + 1), desc="offsets", disable=not progress) as bar:
+            for start in starts:
+                batch = pixel_values[start : start + batch_size].to(parameter.device, parameter.dtype)
+                results = {}
+                for offset in (0.0, *moves):  # noqa: B007 (read by the hook)
+                    results[offset] = _pooled(tower.module(batch, **options)).float().cpu()
+                    bar.update()
+                reference = results[0.0]
+                changes = [(results[moved] - reference).norm(dim=1) / reference.norm(dim=1) for moved in offsets]
+                outputs.append(torch.stack(changes))
+    return OutputChange(torch.tensor(offsets), torch.cat(outputs, dim=1))
+
+
+def _pooled(output) -> torch.Tensor:
+    pooled = getattr(output, "pooler_output", None)
+    return output.last_hidden_state.flatten(1) if pooled is None else pooled
