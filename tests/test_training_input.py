@@ -11,7 +11,9 @@ import pytest
 from PIL import Image
 from training_helpers import ROOT, TINY_MODEL, TINY_RUN, main, pictures, write_images_folder, write_parquet
 
-from training.data.images import infer_image_column, infer_label_column, load_images
+from training.data.images import load_images
+from training.data.sources import PARTS, DataRequest
+from training.data.tables import infer_image_column, infer_label_column
 from training.engine.arguments import (
     ARCHITECTURE_FIELDS,
     AugmentationArguments,
@@ -31,7 +33,7 @@ def parse(*arguments):
 
 
 def load(*, size=(16, 16), channels=3, evaluate=True, **arguments):
-    return load_images(DataArguments(**arguments), size, channels, train=True, evaluate=evaluate, seed=0)
+    return load_images(DataArguments(**arguments), DataRequest(size, channels, PARTS[: 1 + evaluate]))
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from transformers import AutoModelForImageClassification, AutoModelForVideoClass
 
 import hf_liere
 from hf_liere import RotaryPatchConfig
-from training import evaluate_sweep, object_detection
+from training import evaluate_sweep
 from training.data.augmentation import IGNORED_LABEL
+from training.detection import detectors
 from training.engine.arguments import InputError, architecture_fields, parse_arguments
-from training.engine.models import resolve_config, resolve_image_size
+from training.engine.model_setup import resolve_config, resolve_image_size
 from training.engine.trainer import ClassificationTrainer
 
 
@@ -142,11 +143,9 @@ def test_the_model_of_imagenet_is_the_same_at_256_pixels(encoding, positions, tm
 def test_the_detector_is_deformable_detr_on_a_small_vit():
     """Layers, heads and queries as Zhu et al. (2021) have them, each layer refining the boxes of the one before."""
     model_args, detector_args, _, _ = parse("coco")
-    config = object_detection.build_config(model_args, detector_args)
+    config = detectors.build_config(model_args, detector_args)
     with torch.device("meta"):
-        detector = object_detection.build_detector(
-            model_args, detector_args, config, [str(number) for number in range(80)]
-        )
+        detector = detectors.build_detector(model_args, detector_args, config, [str(number) for number in range(80)])
     # timm's vit_small_patch16_224 without its table of 197 positions; ComRoPE-LD's blocks have 28 entries, 2 factors.
     backbone = 12 * 1_774_464 + linear(16 * 16 * 3, 384) + 384 + 2 * 384 + 12 * 6 * 8 * (28 + 2)
     norm, levels, points = 2 * 256, 4, 4

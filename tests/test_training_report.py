@@ -11,8 +11,9 @@ import yaml
 from PIL import Image
 from training_helpers import ROOT
 
-from training import evaluate_sweep, plots, report, result_lines, result_table
+from training import evaluate_sweep, report
 from training.engine.arguments import InputError
+from training.reporting import plots, result_lines, result_table
 from training.reporting.significance import bootstrap_mean, paired_test
 
 

@@ -9,9 +9,10 @@ import yaml
 from training_helpers import TINY_MODEL, TINY_RUN, main, train, weights, write_parquet
 
 import hf_liere
-from training import evaluate_sweep, result_lines, result_table
+from training import evaluate_sweep
 from training.engine.arguments import InputError
 from training.engine.conditions import Condition, ConditionArguments, shifted_positions, shuffled
+from training.reporting import result_lines, result_table
 
 
 @pytest.fixture(scope="module")

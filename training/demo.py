@@ -21,10 +21,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tqdm.auto import tqdm
-from transformers.trainer_utils import get_last_checkpoint
 
 from training.data.arrows import BAG_OF_ARROWS_ACCURACY, LABELS, Arrows
 from training.engine.records import CONFIG_FILE
+from training.engine.saving import last_complete_checkpoint
 
 
 HERE = Path(__file__).resolve().parent
@@ -126,7 +126,7 @@ def start_run(name: str, folder: Path, images: int) -> subprocess.Popen:
     command += ["--output_dir", str(output_dir), "--max_train_samples", str(images), *RUNS[name][1]]
     command += ["--warmup_steps", str(min(100, steps // 5)), "--lr_scheduler_kwargs", json.dumps(schedule)]
     command += [word for flag in ("eval", "save", "logging") for word in (f"--{flag}_steps", str(every))]
-    if is_same_run(output_dir, images) and get_last_checkpoint(str(output_dir)):
+    if is_same_run(output_dir, images) and last_complete_checkpoint(output_dir):
         command += ["--resume_from_checkpoint", "last"]
     else:
         command += ["--overwrite_output_dir"]
@@ -147,7 +147,7 @@ def is_finished(output_dir: Path, images: int) -> bool:
 
 def show_progress(output_dir: Path, bar: tqdm) -> None:
     """What the newest checkpoint tells: the runs themselves write to their log files."""
-    checkpoint = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+    checkpoint = last_complete_checkpoint(output_dir)
     try:
         state = json.loads((Path(checkpoint or output_dir) / "trainer_state.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):

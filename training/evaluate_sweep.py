@@ -9,8 +9,8 @@ A sweep is a yaml file in training/sweeps, one per figure or table of the papers
 
 All other flags go to every run; `--recipe` replaces the sweep's. Results are json lines in output_dir/<sweep>.jsonl
 (training/reporting/result_lines.py), to be put beside the papers' figures by training/report.py. A sweep that was
-interrupted goes on where it stopped, and sweeps that share models in one output directory train them once. `--dry_run` only lists
-the runs.
+interrupted goes on where it stopped, and sweeps that share models in one output directory train them once. `--dry_run`
+only lists the runs.
 
 A sweep names its `script`, its `recipe`, what to `train`: lists of settings, of which all combinations are trained, and
 where the models are `evaluate`d: lists of flags likewise. `mini` replaces any of these for a small computer.
@@ -30,10 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from accelerate import PartialState
 from safetensors.numpy import load_file
 
-from training.engine.arguments import InputError, launched_on_cpus, read_yaml
-from training.engine.checkpoints import FLAGS_FILE, last_complete_checkpoint
+from hf_liere.errors import InputError
+from training.engine.arguments import launched_on_cpus, read_yaml
 from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, RESOLUTIONS_FILE, portable, write_record
 from training.engine.runs import EXAMPLES_FILE, start
+from training.engine.saving import FLAGS_FILE, last_complete_checkpoint
 from training.reporting.result_lines import encoded_examples, write_results
 
 

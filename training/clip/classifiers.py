@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_liere import complete_model, is_patched, rotary_parameters, save_rotary, unpatch
+from hf_liere.errors import InputError
 from hf_liere.models.modeling_patched import COMPLETE_MODELS
 from hf_liere.models.vision_towers import find_towers
-from training.engine.arguments import InputError
 
 
 TRAINABLE = ("rotary", "rotary+head", "lora+rotary", "all")

@@ -15,7 +15,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 from torchvision.transforms import RandAugment, RandomErasing
 
-from training.data.images import Source
+from training.data.sources import Source
 from training.engine.arguments import AugmentationArguments
 
 
@@ -63,12 +63,10 @@ class EpochSampler(torch.utils.data.Sampler):
 class TrainingImages(Dataset):
     """Augmented images of a source by key `(epoch, index)`: `image` (height, width, C) uint8, `label`, `key`."""
 
-    def __init__(
-        self, source: Source, image_size: tuple[int, int], resample: int, arguments: AugmentationArguments, seed: int
-    ):
+    def __init__(self, source: Source, augment: "Augmentation"):
         self.source = source
-        self.repeats = arguments.repeated_augmentation
-        self.augment = Augmentation(image_size, resample, arguments, seed)
+        self.augment = augment
+        self.repeats = augment.arguments.repeated_augmentation
 
     def __len__(self) -> int:
         return len(self.source)

@@ -74,8 +74,8 @@ ARCHITECTURE_FIELDS = architecture_fields(LieREViTConfig)
 class SampleArguments:
     """What the data of all scripts have in common."""
 
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many examples only."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate the first so many examples only."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first N examples only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate the first N examples only."})
     train_fraction: float = field(
         default=1.0, metadata={"help": "Share of the training examples to train on, drawn at random with the seed."}
     )
@@ -85,6 +85,11 @@ class SampleArguments:
     image_std: list[float] | None = field(
         default=None, metadata={"help": "Standard deviation per channel; by default the checkpoint's, else 0.5."}
     )
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """Most examples of each part of the data."""
+        return {"training": self.max_train_samples, "evaluation": self.max_eval_samples}
 
     def __post_init__(self):
         if not 0 < self.train_fraction <= 1:
@@ -238,6 +243,25 @@ class RunArguments(TrainingArguments):
         if not self.do_train and not self.do_eval:
             raise InputError("Nothing to do: give --do_train, --do_eval or both.")
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Which data the run needs."""
+        return ("training",) * self.do_train + ("evaluation",) * self.do_eval
+
+    @property
+    def resumes(self) -> bool:
+        return self.resume_from_checkpoint not in (None, "False", "false")
+
+    @property
+    def resumes_last(self) -> bool:
+        """Whether the run goes on from the newest checkpoint in its output directory."""
+        return self.resume_from_checkpoint in ("last", "True", "true", True)
+
+    @property
+    def order_seed(self) -> int:
+        """Seed of the order and the augmentation of the examples."""
+        return self.seed if self.data_seed is None else self.data_seed
+
     def _check_numbers(self):
         require_numbers(self, "learning_rate", "weight_decay", "max_grad_norm", "rotary_learning_rate_factor")
         require_numbers(self, "label_smoothing_factor", highest=1)
@@ -255,7 +279,7 @@ class RunArguments(TrainingArguments):
                 "--hub_strategy all_checkpoints is not supported; accepted: end, every_save (each save is a commit, "
                 "to be loaded by its revision) and checkpoint (with what --resume_from_hub needs)."
             )
-        if self.resume_from_hub and (self.resume_from_checkpoint or self.load_best_model_at_end):
+        if self.resume_from_hub and (self.resumes or self.load_best_model_at_end):
             raise InputError(
                 "--resume_from_hub goes with neither --resume_from_checkpoint nor --load_best_model_at_end: the Hub "
                 "holds the last checkpoint only."

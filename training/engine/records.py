@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from training.engine.arguments import InputError, RunArguments
+from hf_liere.errors import InputError
+from training.engine.arguments import RunArguments
 
 
 CONFIG_FILE = "run_config.json"
@@ -69,7 +70,7 @@ def claim_output_dir(arguments: RunArguments) -> None:
     folder = Path(arguments.output_dir)
     checkpoints = [path for path in folder.glob("checkpoint-*") if path.is_dir()]
     found = checkpoints + [folder / name for name in RUN_FILES if (folder / name).exists()]
-    if not found or arguments.resume_from_checkpoint:
+    if not found or arguments.resumes:
         return
     if not arguments.overwrite_output_dir:
         names = ", ".join(path.name for path in found[:5])

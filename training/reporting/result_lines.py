@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from training.engine.arguments import InputError
+from hf_liere.errors import InputError
 
 
 # Which sweep, settings and condition; the flags of the training and what they were resolved to; the metrics of the

@@ -1,8 +1,7 @@
 """Model and processor of a run, new from flags or from a checkpoint whose every weight is accounted for."""
 
 import contextlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,13 +17,22 @@ from transformers import (
     PreTrainedModel,
     ViTImageProcessor,
 )
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from hf_liere import LieREVideoConfig
+from hf_liere.errors import InputError
 from hf_liere.models.video_processing_liere import LieREVideoProcessor
-from hf_liere.storage.loading import CheckpointError, explaining, loading_options, require_all_keys, require_loaded_keys
-from training.data.images import LabelledImages
-from training.engine.arguments import CheckpointArguments, InputError, SampleArguments
+from hf_liere.storage.loading import (
+    CheckpointError,
+    explaining,
+    loading_options,
+    require_all_keys,
+    require_loaded_keys,
+    shards,
+)
+from training.data.image_formats import height_and_width
+from training.data.sources import LabelledImages
+from training.engine.arguments import CheckpointArguments, SampleArguments
 
 
 logger = logging.get_logger(__name__)
@@ -104,8 +112,8 @@ def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig)
     """
     # Models of images and text keep the sizes in the part for images.
     config = getattr(config, "vision_config", config)
-    size = _pair(arguments.architecture().get("image_size", config.image_size))
-    patch = _pair(config.patch_size)
+    size = height_and_width(arguments.architecture().get("image_size", config.image_size))
+    patch = height_and_width(config.patch_size)
     if any(extent < part or extent % part for extent, part in zip(size, patch, strict=True)):
         raise InputError(
             f"--image_size {size[0]}×{size[1]} is not divisible by the patch size {patch[0]}×{patch[1]}; accepted are "
@@ -231,16 +239,13 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
         InputError: naming the keys that are missing, left over or of another shape.
     """
     folder = Path(checkpoint)
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    if not (folder / names[0]).is_file():
+    index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+    if not index.is_file() and not single.is_file():
         # Shards of FSDP, which its own loader checks.
         return
     saved = {}
-    for name in names:
-        with safe_open(folder / name, framework="pt") as weights:
+    for file in shards(index) if index.is_file() else [single]:
+        with safe_open(file, framework="pt") as weights:
             saved.update({key: list(weights.get_slice(key).get_shape()) for key in weights.keys()})
     expected = {key: list(value.shape) for key, value in model.state_dict().items()}
     require_all_keys(set(expected) - set(saved), set(saved) - set(expected), str(checkpoint))
@@ -260,8 +265,3 @@ def _same_classes(config: PreTrainedConfig, images: LabelledImages) -> bool:
 
 def _is_anonymous(config: PreTrainedConfig) -> bool:
     return list(config.id2label.values()) == [f"LABEL_{number}" for number in range(config.num_labels)]
-
-
-def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    height, width = (size, size) if isinstance(size, int) else size
-    return height, width

@@ -19,7 +19,8 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from training.engine.arguments import InputError
+from hf_liere.errors import InputError
+from training.engine.messages import reason
 
 
 # In the output directory, so that a rename is one on the same file system; the dot hides it from those who list.
@@ -160,7 +161,7 @@ class WholeCheckpoints:
                 if last
                 else "there is no checkpoint to go on from"
             )
-            raise InputError(f"{what} could not be saved ({_reason(error)}); {remains}.") from error
+            raise InputError(f"{what} could not be saved ({reason(error)}); {remains}.") from error
 
     def _get_output_dir(self, trial) -> str:
         folder = super()._get_output_dir(trial)
@@ -257,7 +258,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

@@ -4,8 +4,8 @@ Pushing a run to the Hub while it trains, and going on from what is there.
 Differences from Trainer's own pushes: the files of a step are set aside before the next step changes them, so a commit
 holds the step that its title names; a step is one commit; failed pushes are remembered and make the script fail; only
 the files that `hf_liere.hub.publishing` knows are pushed, never `training_args.bin`, which holds paths and the token.
-While a run goes on, `--hub_strategy checkpoint` keeps what `--resume_from_hub` needs in `last-checkpoint/`; the commit of
-the finished model takes it away.
+While a run goes on, `--hub_strategy checkpoint` keeps what `--resume_from_hub` needs in `last-checkpoint/`; the commit
+of the finished model takes it away.
 """
 
 import json
@@ -15,30 +15,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
+from hf_liere.errors import InputError
 from hf_liere.hub.cards import facts_of_run, push_card, render
-from hf_liere.hub.publishing import (
-    PROCESSOR_FILES,
-    Published,
-    ensure_repository,
-    publish,
-    push,
-    refuse_private,
-    saved_weights_digest,
-    weight_files,
-)
+from hf_liere.hub.publishing import PROCESSOR_FILES, Published, ensure_repository, publish, push, refuse_private
 from hf_liere.hub.pulling import pull
 from hf_liere.storage.client import HubError, explained
-from training.engine.arguments import InputError, RunArguments
+from hf_liere.storage.saved_weights import saved_weights_digest, weight_files
+from training.engine.arguments import RunArguments
 from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
 
 
 logger = logging.get_logger(__name__)
 
 LAST_CHECKPOINT = "last-checkpoint"
-STATE_FILE = "trainer_state.json"
 # Beside the checkpoints, so that setting files aside is a hard link; the name starts with a dot, so nothing lists it.
 SNAPSHOTS = ".hub"
 
@@ -104,11 +97,11 @@ class HubPushes:
             states = snapshot / LAST_CHECKPOINT
             states.mkdir()
             for path in checkpoint.iterdir():
-                if path.is_file() and path.name != STATE_FILE:
+                if path.is_file() and path.name != TRAINER_STATE_NAME:
                     _set_aside(path, states / path.name)
-            state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+            state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
             # A folder of this machine, and not on the Hub.
-            write_record(states, STATE_FILE, state | {"best_model_checkpoint": None})
+            write_record(states, TRAINER_STATE_NAME, state | {"best_model_checkpoint": None})
             shutil.copyfile(output_dir / CONFIG_FILE, states / CONFIG_FILE)
 
     def _push_snapshot(self, snapshot: Path, step: int) -> str:
@@ -221,7 +214,7 @@ def fetch_checkpoint(args: RunArguments) -> None:
             f"--resume_from_hub: {error} Runs that were started with --push_to_hub --hub_strategy checkpoint and have "
             "not finished can be resumed."
         ) from None
-    step = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))["global_step"]
+    step = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
     os.replace(folder, Path(args.output_dir) / f"checkpoint-{step}")
     shutil.rmtree(Path(args.output_dir) / SNAPSHOTS, ignore_errors=True)
     logger.warning(f"Going on from step {step} of {args.hub_model_id}, commit {pulled.commit}.")
