@@ -13,7 +13,7 @@ from training_helpers import ROOT, TINY_MODEL, TINY_RUN, main, pictures, write_i
 
 from training.data.images import load_images
 from training.data.sources import PARTS, DataRequest
-from training.data.tables import infer_image_column, infer_label_column
+from training.data.tables import infer_columns
 from training.engine.arguments import (
     ARCHITECTURE_FIELDS,
     AugmentationArguments,
@@ -21,8 +21,8 @@ from training.engine.arguments import (
     InputError,
     ModelArguments,
     RunArguments,
-    parse_arguments,
 )
+from training.engine.command_line import parse_arguments
 
 
 CLASSES = (ModelArguments, DataArguments, AugmentationArguments, RunArguments)
@@ -90,19 +90,18 @@ def test_every_field_of_the_configuration_is_a_flag():
 )
 def test_columns_are_inferred(columns, image, label):
     features = datasets.Features(columns)
-    assert infer_image_column(features, None) == image
-    assert infer_label_column(features, None) == label
+    assert infer_columns(features, DataArguments()) == (image, label)
 
 
 def test_columns_can_be_given():
     features = datasets.Features({"a": datasets.Image(), "b": datasets.Image(), "fine": datasets.ClassLabel(2)})
-    assert infer_image_column(features, "b") == "b"
+    assert infer_columns(features, DataArguments(image_column_name="b")) == ("b", "fine")
     with pytest.raises(InputError, match=r"several image columns \(a, b\).*--image_column_name.*fine \(ClassLabel\)"):
-        infer_image_column(features, None)
+        infer_columns(features, DataArguments())
     with pytest.raises(InputError, match="--image_column_name 'c': there is no such column; the data set has a "):
-        infer_image_column(features, "c")
+        infer_columns(features, DataArguments(image_column_name="c"))
     with pytest.raises(InputError, match="no label column; name one by --label_column_name"):
-        infer_label_column(datasets.Features({"a": datasets.Image()}), None)
+        infer_columns(datasets.Features({"a": datasets.Image()}), DataArguments())
 
 
 def test_a_folder_of_images(tmp_path):

@@ -15,12 +15,13 @@ from transformers import AutoModelForImageClassification, AutoModelForVideoClass
 
 import hf_liere
 from hf_liere import RotaryPatchConfig
-from training import evaluate_sweep
 from training.data.augmentation import IGNORED_LABEL
 from training.detection import detectors
-from training.engine.arguments import InputError, architecture_fields, parse_arguments
+from training.engine.arguments import InputError, architecture_fields
+from training.engine.command_line import parse_arguments
 from training.engine.model_setup import resolve_config, resolve_image_size
 from training.engine.trainer import ClassificationTrainer
+from training.reporting import sweeps
 
 
 RECIPES = {path.stem: path for path in (ROOT / "training" / "recipes").glob("*.yaml")}
@@ -320,17 +321,17 @@ def test_small_recipes_run_to_their_results(name, run_mini):
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_sweeps_name_models_that_exist(path, mini):
     """Every combination of settings makes a model, and every condition is one that the script accepts."""
-    sweep = evaluate_sweep.read_sweep(path, mini)
+    sweep = sweeps.read_sweep(path, mini)
     classes = script_of(sweep["recipe"]).ARGUMENT_CLASSES
-    for settings in evaluate_sweep.combinations(sweep["train"]):
-        flags = evaluate_sweep._flags(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
+    for settings in sweeps.combinations(sweep["train"]):
+        flags = sweeps.flags_of(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
         if sweep["script"] == "clip_finetuning":
             patch_args = vars(parse_arguments(flags, classes)[1])
             if patch_args["position_encoding"] != "none":
                 given = {key: None if value == "None" else value for key, value in patch_args.items()}
                 assert RotaryPatchConfig(**given).position_encoding == settings["position_encoding"]
             continue
-        for condition in evaluate_sweep.combinations(sweep.get("evaluate", [])):
-            model_args = parse_arguments([*flags, *evaluate_sweep.as_flags(condition)], classes)[0]
+        for condition in sweeps.combinations(sweep.get("evaluate", [])):
+            model_args = parse_arguments([*flags, *sweeps.as_flags(condition)], classes)[0]
             config = model_args.config_class(**model_args.architecture())
             assert config.position_encoding == settings.get("position_encoding", config.position_encoding)

@@ -32,14 +32,9 @@ from training.data.augmentation import EvaluationImages, TrainingImages
 from training.data.images import load_images
 from training.data.sources import DataRequest
 from training.data.streaming import StreamedImages, open_stream
-from training.engine.arguments import (
-    AugmentationArguments,
-    DataArguments,
-    ModelArguments,
-    RunArguments,
-    parse_arguments,
-)
+from training.engine.arguments import AugmentationArguments, DataArguments, ModelArguments, RunArguments
 from training.engine.classification import ClassifierArguments, build_classifier, train_classifier
+from training.engine.command_line import parse_arguments
 from training.engine.conditions import ConditionArguments
 from training.engine.model_setup import order_labels, resolve_config, resolve_image_size, resolve_processor
 from training.engine.runs import claim, start

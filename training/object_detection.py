@@ -24,7 +24,8 @@ from training.data.detection_data import DetectionCollator, DetectionDataArgumen
 from training.data.sources import DataRequest, fraction_of
 from training.detection.detection_trainer import CocoMetrics, DetectionTrainer
 from training.detection.detectors import DetectorArguments, build_config, build_detector
-from training.engine.arguments import ModelArguments, RunArguments, parse_arguments
+from training.engine.arguments import ModelArguments, RunArguments
+from training.engine.command_line import parse_arguments
 from training.engine.model_setup import resolve_image_size, resolve_processor
 from training.engine.runs import claim, run, start
 

@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.data.clips import ClipReader, EvaluationClips, TrainingClips
 from training.data.sources import DataRequest, fraction_of
 from training.data.video_data import VideoDataArguments, load_clips
-from training.engine.arguments import AugmentationArguments, RunArguments, VideoModelArguments, parse_arguments
+from training.engine.arguments import AugmentationArguments, RunArguments, VideoModelArguments
 from training.engine.classification import ClassifierArguments, build_classifier, train_classifier
+from training.engine.command_line import parse_arguments
 from training.engine.conditions import ConditionArguments
 from training.engine.model_setup import resolve_config, resolve_image_size, resolve_num_frames, resolve_processor
 from training.engine.runs import claim, start

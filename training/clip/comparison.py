@@ -28,15 +28,7 @@ from training.clip.arguments import (
     PatchArguments,
     resolve_config,
 )
-from training.clip.classifiers import (
-    HEAD,
-    TRAINABLE,
-    Classifier,
-    ZeroShotClassifier,
-    add_lora,
-    freeze,
-    save_classifier,
-)
+from training.clip.classifiers import HEAD, TRAINABLE, Classifier, ZeroShotClassifier, add_lora, freeze, save_classifier
 from training.data.augmentation import Augmentation, Collator, EvaluationImages, TrainingImages
 from training.data.images import load_images
 from training.data.sources import DataRequest, Relabelled
@@ -48,14 +40,7 @@ from training.engine.model_setup import (
     resolve_image_size,
     resolve_processor,
 )
-from training.engine.records import (
-    CONFIG_FILE,
-    ENVIRONMENT_FILE,
-    RESOLUTIONS_FILE,
-    environment,
-    portable,
-    write_record,
-)
+from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, RESOLUTIONS_FILE, environment, portable, write_record
 from training.engine.runs import claim_folder
 from training.engine.saving import last_complete_checkpoint, require_free
 from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
@@ -268,11 +253,7 @@ class Comparison:
         return results
 
     def _resolved(self, patch_config: RotaryPatchConfig | None) -> dict[str, Any]:
-        parts = {
-            "model": self.model_args,
-            "data": self.data_args,
-            "augmentation": self.augmentation_args,
-        }
+        parts = {"model": self.model_args, "data": self.data_args, "augmentation": self.augmentation_args}
         content = {name: vars(part) for name, part in parts.items()} | {"training": self.args.to_dict()}
         content["rotary_patch"] = getattr(self.config, "rotary_patch", None)
         if patch_config is not None:

@@ -22,6 +22,7 @@ from training.data.moving_shapes import SHAPES, SPLITS, shape_mask
 from training.data.sources import PARTS, DataRequest
 from training.data.tables import require_files
 from training.engine.arguments import SampleArguments
+from training.engine.records import write_text
 
 
 logger = logging.get_logger(__name__)
@@ -258,9 +259,8 @@ def write_shapes(folder: Path, split: str, size: int, image_size: tuple[int, int
             annotations.append({**entry, "area": box[2] * box[3], "iscrowd": 0})
     categories = [{"id": number, "name": name} for number, name in enumerate(CATEGORIES, 1)]
     content = {"images": images, "annotations": annotations, "categories": categories}
-    # The json comes last and at once: where it is, the pictures are complete.
-    file.with_suffix(".part").write_text(json.dumps(content), encoding="utf-8")
-    file.with_suffix(".part").rename(file)
+    # The json comes last: where it is, the pictures are complete.
+    write_text(file, json.dumps(content))
     return file
 
 

@@ -20,13 +20,7 @@ from hf_liere.errors import InputError
 from training.data.augmentation import Augmentation
 from training.data.images import DecodedImages
 from training.data.sources import DataRequest, LabelledImages
-from training.data.tables import (
-    infer_image_column,
-    infer_label_column,
-    pick_evaluation_split,
-    readable,
-    require_files,
-)
+from training.data.tables import infer_columns, pick_evaluation_split, readable, require_files, training_split
 from training.engine.arguments import DataArguments, RunArguments
 
 
@@ -65,12 +59,7 @@ class StreamedImages(IterableDataset):
     """
 
     def __init__(
-        self,
-        stream: Stream,
-        numbers: list[int],
-        num_channels: int,
-        augment: Augmentation,
-        args: RunArguments,
+        self, stream: Stream, numbers: list[int], num_channels: int, augment: Augmentation, args: RunArguments
     ):
         shuffled = stream.table.shuffle(seed=augment.seed, buffer_size=SHUFFLE_BUFFER)
         self.table = split_dataset_by_node(shuffled, args.process_index, args.world_size)
@@ -133,8 +122,7 @@ def open_stream(arguments: DataArguments, request: DataRequest) -> tuple[Labelle
     features = next(iter(tables.values())).features
     if features is None:
         raise InputError("--streaming: the data set does not say what its columns are; accepted: without --streaming.")
-    image_column = infer_image_column(features, arguments.image_column_name)
-    label_column = infer_label_column(features, arguments.label_column_name)
+    image_column, label_column = infer_columns(features, arguments)
     label = features[label_column]
     if not isinstance(label, datasets.ClassLabel):
         raise InputError(
@@ -143,11 +131,7 @@ def open_stream(arguments: DataArguments, request: DataRequest) -> tuple[Labelle
         )
     stream = None
     if "training" in request.parts:
-        if arguments.train_split not in tables:
-            raise InputError(
-                f"--train_split {arguments.train_split!r}: there is no such split; accepted: {', '.join(tables)}."
-            )
-        table = tables[arguments.train_split]
+        table = training_split(tables, arguments)
         size = min(arguments.max_train_samples or math.inf, _size(arguments, table) or math.inf)
         if size == math.inf:
             raise InputError(

@@ -4,8 +4,9 @@ What is wrong with a data set is said before training starts wherever that is po
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -19,8 +20,11 @@ from training.engine.messages import listed, reason
 
 
 EVALUATION_SPLITS = ("validation", "valid", "dev", "test")
-IMAGE_NAMES = ("image", "img", "pixel_values", "picture", "file_name")
-LABEL_NAMES = ("label", "labels", "class", "target", "category")
+# Type and usual names of the columns of images and of classes.
+COLUMNS = {
+    "image": (datasets.Image, ("image", "img", "pixel_values", "picture", "file_name")),
+    "label": (datasets.ClassLabel, ("label", "labels", "class", "target", "category")),
+}
 FILE_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
@@ -97,19 +101,21 @@ def pick_evaluation_split(splits: list[str], arguments: DataArguments) -> str:
     return name
 
 
+def training_split(tables: dict[str, Any], arguments: DataArguments) -> Any:
+    """The table or stream to train on."""
+    if arguments.train_split not in tables:
+        raise InputError(
+            f"--train_split {arguments.train_split!r}: there is no such split; accepted: {', '.join(tables)}."
+        )
+    return tables[arguments.train_split]
+
+
 def pick_splits(
     tables: datasets.DatasetDict, arguments: DataArguments, request: DataRequest
 ) -> tuple[dict[str, datasets.Dataset], dict[str, str]]:
     """The tables of the parts that are needed, and the names of the splits as `LabelledImages` has them."""
 
-    def trained() -> datasets.Dataset:
-        if arguments.train_split not in tables:
-            raise InputError(
-                f"--train_split {arguments.train_split!r}: there is no such split; accepted: {', '.join(tables)}."
-            )
-        return tables[arguments.train_split]
-
-    chosen = {"training": trained()} if "training" in request.parts else {}
+    chosen = {"training": training_split(tables, arguments)} if "training" in request.parts else {}
     splits = {"train": arguments.train_split}
     if "evaluation" not in request.parts:
         return chosen, splits
@@ -118,7 +124,7 @@ def pick_splits(
         return chosen | {"evaluation": tables[name]}, splits | {"evaluation": name}
     if not 0 < arguments.validation_fraction < 1:
         raise InputError(f"--validation_fraction {arguments.validation_fraction}; accepted: between 0 and 1.")
-    halves = trained().train_test_split(arguments.validation_fraction, seed=request.seed)
+    halves = training_split(tables, arguments).train_test_split(arguments.validation_fraction, seed=request.seed)
     chosen = {part: halves["train"] for part in chosen} | {"evaluation": halves["test"]}
     held_out = f"{arguments.train_split}, a share of {arguments.validation_fraction:g} held out"
     return chosen, splits | {"evaluation": held_out}
@@ -208,44 +214,21 @@ def numbered_labels(table: datasets.Dataset, label_column: str, label_names: lis
     return labels
 
 
-def infer_image_column(features: datasets.Features, given: str | None) -> str:
-    """The column of images: the given one, the only one of type Image, or the only one with a usual name."""
-    return _infer_column(
-        features,
-        given,
-        "image",
-        "--image_column_name",
-        lambda feature: isinstance(feature, datasets.Image),
-        IMAGE_NAMES,
-    )
+def infer_columns(features: datasets.Features, arguments: DataArguments) -> tuple[str, str]:
+    """The columns of images and of classes: the given ones, else the only ones of their types or with usual names."""
+    given = {"image": arguments.image_column_name, "label": arguments.label_column_name}
+    image, label = (_infer_column(features, kind, column) for kind, column in given.items())
+    return image, label
 
 
-def infer_label_column(features: datasets.Features, given: str | None) -> str:
-    """The column of classes: the given one, the only one of type ClassLabel, or the only one with a usual name."""
-    return _infer_column(
-        features,
-        given,
-        "label",
-        "--label_column_name",
-        lambda feature: isinstance(feature, datasets.ClassLabel),
-        LABEL_NAMES,
-    )
-
-
-def _infer_column(
-    features: datasets.Features,
-    given: str | None,
-    kind: str,
-    flag: str,
-    has_type: Callable,
-    usual_names: Sequence[str],
-) -> str:
+def _infer_column(features: datasets.Features, kind: str, given: str | None) -> str:
     columns = ", ".join(f"{name} ({_type_name(feature)})" for name, feature in features.items())
+    flag, (feature_type, usual_names) = f"--{kind}_column_name", COLUMNS[kind]
     if given is not None:
         if given not in features:
             raise InputError(f"{flag} {given!r}: there is no such column; the data set has {columns}.")
         return given
-    typed = [name for name, feature in features.items() if has_type(feature)]
+    typed = [name for name, feature in features.items() if isinstance(feature, feature_type)]
     named = [name for name in usual_names if name in features and (not typed or name in typed)]
     candidates = typed if len(typed) == 1 else named[:1] or typed
     if len(candidates) == 1:

@@ -76,20 +76,6 @@ class VideoDataArguments(SampleArguments):
             raise InputError(f"--intensity_range {self.intensity_range}; accepted: two numbers, the lower one first.")
 
 
-class ClipSource:
-    """Clips and the numbers of their classes."""
-
-    def __init__(self, clips: list[Clip], labels: list[int]):
-        self.clips = clips
-        self.labels = labels
-
-    def __len__(self) -> int:
-        return len(self.clips)
-
-    def __getitem__(self, index: int) -> tuple[Clip, int]:
-        return self.clips[index], self.labels[index]
-
-
 def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledImages:
     """
     Finds the clips of the splits that are needed. Files that cannot be opened or have too few frames are reported by
@@ -149,7 +135,7 @@ def _opened(entries: list[tuple[Path, int]], reader: FrameReader, part: str) -> 
     return clips
 
 
-def _long_enough(clips: list[tuple[Clip, int]], needed: int, part: str) -> ClipSource:
+def _long_enough(clips: list[tuple[Clip, int]], needed: int, part: str) -> list[tuple[Clip, int]]:
     chosen = []
     for clip, label in clips:
         if len(clip) < needed:
@@ -158,7 +144,7 @@ def _long_enough(clips: list[tuple[Clip, int]], needed: int, part: str) -> ClipS
             chosen.append((clip, label))
     if not chosen:
         raise InputError(f"None of the {part} clips can be read and has {needed} frames.")
-    return ClipSource([clip for clip, _ in chosen], [label for _, label in chosen])
+    return chosen
 
 
 def _evaluation_split(given: str | None, splits: Sequence[str]) -> str:

@@ -24,13 +24,16 @@ CONFIG_FILE = "run_config.json"
 ENVIRONMENT_FILE = "environment.json"
 WEIGHTS_FILE = "weights.json"
 RESOLUTIONS_FILE = "resolutions.json"
+EXAMPLES_FILE = "eval_examples.safetensors"
+# Where a sweep notes the flags of a run, before it is started.
+FLAGS_FILE = "flags.json"
 RUN_FILES = (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     "all_results.json",
     "base",
     "config.json",
-    "eval_examples.safetensors",
+    EXAMPLES_FILE,
     "eval_results.json",
     "lora",
     "model.safetensors",
@@ -83,9 +86,15 @@ def claim_output_dir(arguments: RunArguments) -> None:
 
 
 def write_record(folder: str | Path, name: str, content: dict[str, Any]) -> None:
-    path = Path(folder) / name
+    write_text(Path(folder) / name, json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, which has its new content or is as it was, whatever happens meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
+    written = path.with_name(f"{path.name}.part")
+    written.write_text(text, encoding="utf-8")
+    os.replace(written, path)
 
 
 def portable(value: Any) -> Any:

@@ -19,6 +19,7 @@ from training.engine.pushing import fetch_checkpoint, warn_of_other_settings
 from training.engine.records import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
+    EXAMPLES_FILE,
     WEIGHTS_FILE,
     claim_output_dir,
     environment,
@@ -28,7 +29,6 @@ from training.engine.records import (
 from training.engine.saving import last_complete_checkpoint, require_free, require_writable
 
 
-EXAMPLES_FILE = "eval_examples.safetensors"
 # What a system says when a file cannot grow any more.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

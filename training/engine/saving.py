@@ -21,14 +21,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_liere.errors import InputError
 from training.engine.messages import reason
+from training.engine.records import FLAGS_FILE
 
 
 # In the output directory, so that a rename is one on the same file system; the dot hides it from those who list.
 ASIDE = ".incomplete"
 # A batch system sends the one, Ctrl-C the other.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Where a sweep notes the flags of a run, before it is started.
-FLAGS_FILE = "flags.json"
 
 
 class StoppedError(SystemExit):
