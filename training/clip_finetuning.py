@@ -44,7 +44,7 @@ ARGUMENT_CLASSES = (
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Runs the script with the given command line, by default the process's own; returns the results of all models."""
-    comparison = Comparison(*parse_arguments(sys.argv[1:] if arguments is None else arguments, ARGUMENT_CLASSES))
+    comparison = Comparison(*parse_arguments(arguments, ARGUMENT_CLASSES))
     results = [result for name in comparison.patches for result in comparison.run(name)]
     if comparison.args.process_index == 0:
         for result in results:

@@ -45,7 +45,7 @@ ARGUMENT_CLASSES = (ModelArguments, DataArguments, AugmentationArguments, Condit
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Runs the script with the given command line, by default the process's own; returns the last metrics."""
-    given = ClassifierArguments(*parse_arguments(sys.argv[1:] if arguments is None else arguments, ARGUMENT_CLASSES))
+    given = ClassifierArguments(*parse_arguments(arguments, ARGUMENT_CLASSES))
     model_args, data_args, args = given.model, given.data, given.run
     checkpoint = claim(args)
     config = resolve_config(model_args)

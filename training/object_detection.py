@@ -35,9 +35,7 @@ ARGUMENT_CLASSES = (ModelArguments, DetectorArguments, DetectionDataArguments, R
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Runs the script with the given command line, by default the process's own; returns the last metrics."""
-    model_args, detector_args, data_args, args = parse_arguments(
-        sys.argv[1:] if arguments is None else arguments, ARGUMENT_CLASSES
-    )
+    model_args, detector_args, data_args, args = parse_arguments(arguments, ARGUMENT_CLASSES)
     if args.push_to_hub:
         raise InputError("--push_to_hub: detectors are not published by this script; accepted: without it.")
     checkpoint = claim(args)

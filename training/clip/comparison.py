@@ -136,7 +136,7 @@ class Comparison:
                     model = auto_class.from_config(copy.deepcopy(self.config))
                 plan(model, patch_config)
             except ValueError as error:
-                # transformers goes on with a list of all classes.
+                # The further lines of the message list all classes of transformers.
                 raise InputError(str(error).splitlines()[0]) from error
 
     def arguments_of(self, name: str) -> FineTuningTrainingArguments:
@@ -165,7 +165,7 @@ class Comparison:
         except ValueError as error:
             raise InputError(str(error)) from error
         if trains and arguments.trainable == "lora+rotary":
-            # Generators drew random numbers.
+            # The generators have drawn random numbers, which the unpatched model has not.
             set_seed(self.args.seed)
             add_lora(classifier, arguments.lora_rank, arguments.lora_alpha)
         return classifier
@@ -233,7 +233,7 @@ class Comparison:
         return count
 
     def _evaluate(self, trainer: FineTuningTrainer, name: str) -> list[dict[str, Any]]:
-        # By name, because loaders with persistent workers are kept by name.
+        # Data sets have names here because Trainer keeps loaders with persistent workers by name.
         trainer.eval_dataset = {
             str(size[0]): EvaluationImages(self.evaluation, size, int(self.processor.resample))
             for size in self.eval_sizes
@@ -253,8 +253,8 @@ class Comparison:
         return results
 
     def _resolved(self, patch_config: RotaryPatchConfig | None) -> dict[str, Any]:
-        parts = {"model": self.model_args, "data": self.data_args, "augmentation": self.augmentation_args}
-        content = {name: vars(part) for name, part in parts.items()} | {"training": self.args.to_dict()}
+        content = {"model": vars(self.model_args), "data": vars(self.data_args), "training": self.args.to_dict()}
+        content["augmentation"] = vars(self.augmentation_args)
         content["rotary_patch"] = getattr(self.config, "rotary_patch", None)
         if patch_config is not None:
             content["rotary_patch"] = patch_config.to_dict()

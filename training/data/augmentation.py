@@ -2,7 +2,7 @@
 
 All randomness is seeded by (seed, epoch, index of the image), and for mixing by all images of the batch, never by a
 global generator: a run that is resumed in the middle of an epoch, or loads data in several workers, sees the same
-pixels. The epoch travels with the index, `(epoch, index)`, because persistent workers hear of nothing else.
+pixels. The epoch travels with the index, `(epoch, index)`, because persistent workers receive nothing else.
 """
 
 import contextlib
@@ -106,17 +106,10 @@ class Augmentation:
         self.resample = resample
         self.arguments = arguments
         self.seed = seed
-        self.rand_augment = (
-            RandAugment(arguments.rand_augment_ops, arguments.rand_augment_magnitude)
-            if arguments.rand_augment_ops
-            else None
-        )
-        self.is_random = (
-            arguments.random_resized_crop
-            or arguments.crop_padding > 0
-            or arguments.flip_probability > 0
-            or arguments.rand_augment_ops > 0
-        )
+        operations = arguments.rand_augment_ops
+        self.rand_augment = RandAugment(operations, arguments.rand_augment_magnitude) if operations else None
+        crops = arguments.random_resized_crop or arguments.crop_padding > 0
+        self.is_random = crops or arguments.flip_probability > 0 or operations > 0
 
     def __call__(self, image: np.ndarray, epoch: int, index: int) -> np.ndarray:
         if not self.is_random:
@@ -133,14 +126,14 @@ class Augmentation:
         if rng.random() < self.arguments.flip_probability:
             image = image[:, ::-1]
         if self.rand_augment is not None:
-            with _lent_seed(rng):
+            with _seeded_torch(rng):
                 image = _from_pil(self.rand_augment(_to_pil(image)))
         return image
 
 
 @contextlib.contextmanager
-def _lent_seed(rng: np.random.Generator) -> Iterator[None]:
-    """torchvision draws from the global generator; it is lent a seed and put back."""
+def _seeded_torch(rng: np.random.Generator) -> Iterator[None]:
+    """Inside, the global generator, from which torchvision draws, has a seed from `rng`; afterwards its old state."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(rng.integers(2**63)))
         yield
@@ -196,7 +189,7 @@ class Collator:
         is_training = "key" in examples[0]
         if is_training and self.erase.p > 0:
             for image, example in zip(pixels[: len(images)], examples):
-                with _lent_seed(np.random.default_rng((self.seed, *example["key"], ERASING_STREAM))):
+                with _seeded_torch(np.random.default_rng((self.seed, *example["key"], ERASING_STREAM))):
                     self.erase(image)
         if is_training and (self.arguments.mixup_alpha or self.arguments.cutmix_alpha):
             batch.update(self._mix(pixels, labels, len(images), examples))

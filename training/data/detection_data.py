@@ -114,7 +114,7 @@ class DetectionExamples(Dataset):
 
     def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Any]:
         epoch, index = key if isinstance(key, tuple) else (None, key)
-        # What fills up the last batch of several processes is another look at an image.
+        # Keys beyond the last image fill up the last batch of several processes.
         picture, boxes, labels = self.source[index % len(self.source)]
         image = resized(picture, self.image_size, self.resample)
         if epoch is not None and np.random.default_rng((self.seed, epoch, index % len(self))).random() < (
@@ -203,7 +203,7 @@ def read_coco(file: Path, image_folder: str | None) -> tuple[COCO, Path]:
                     f"{file.name}: annotation {entry['id']} has the box {entry['bbox']}; accepted: left, top, width, "
                     "height."
                 )
-            # What COCO's evaluation needs, and many converters leave out.
+            # COCO's evaluation needs both, and many converters leave them out.
             entry.setdefault("iscrowd", 0)
             entry.setdefault("area", entry["bbox"][2] * entry["bbox"][3])
     except (json.JSONDecodeError, KeyError, TypeError, AssertionError) as error:
@@ -241,7 +241,7 @@ def scene(split: str, index: int, image_size: tuple[int, int]) -> tuple[np.ndarr
 
 
 def write_shapes(folder: Path, split: str, size: int, image_size: tuple[int, int]) -> Path:
-    """Writes `folder/<split>_<height>x<width>/<number>.png` and a json of so many of them; its path. It is kept."""
+    """Writes `folder/<split>_<height>x<width>/<number>.png` and their json, unless that exists; its path."""
     height, width = image_size
     pictures = folder / f"{split}_{height}x{width}"
     file = pictures.with_name(f"{pictures.name}_{size}.json")

@@ -85,7 +85,7 @@ class DecodedImages:
         except InputError as error:
             raise InputError(f"{self._place(encoded, row)} has {error}.") from None
         except Exception as error:
-            # Whatever a decoder throws at a broken file, the reader needs to know where to look.
+            # Decoders raise errors of any class for broken files; the message says which file it is.
             raise InputError(f"{self._place(encoded, row)} cannot be decoded ({reason(error)}).") from error
         return array.reshape(*array.shape[:2], self.num_channels)
 
@@ -144,7 +144,7 @@ def _load_decoded(arguments: DataArguments, request: DataRequest) -> LabelledIma
         )
         source.fill_cache(f"{part} images")
         sources[part] = source
-    # The splits of files are made up here.
+    # The names of splits of files are chosen here and say nothing.
     splits = {} if arguments.train_files or arguments.validation_files else splits
     return LabelledImages(*map(sources.get, PARTS), names, named, splits)
 

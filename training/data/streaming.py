@@ -24,7 +24,7 @@ from training.data.tables import infer_columns, pick_evaluation_split, readable,
 from training.engine.arguments import DataArguments, RunArguments
 
 
-# Images among which the next one is drawn.
+# The next image is drawn among this number of images.
 SHUFFLE_BUFFER = 10_000
 
 
@@ -149,7 +149,7 @@ def open_stream(arguments: DataArguments, request: DataRequest) -> tuple[Labelle
         labels = table.with_format("numpy")[label_column][:]
         cache_bytes = arguments.image_cache_gigabytes * 2**30
         source = DecodedImages(table, image_column, labels, request.num_channels, cache_bytes)
-    # The splits of files are made up here.
+    # The names of splits of files are chosen here and say nothing.
     splits = splits if arguments.dataset_name else {}
     return LabelledImages(None, source, list(label.names), splits=splits), stream
 

@@ -56,8 +56,7 @@ class VideoDataArguments(SampleArguments):
         default=None, metadata={"help": "Split to evaluate; by default the first of validation, valid, dev, val, test."}
     )
     frame_stride: int | None = field(
-        default=None,
-        metadata={"help": "Clips are every so many-th frame from a random start; by default spread over the video."},
+        default=None, metadata={"help": "Distance of the frames of a clip; by default they are spread over the video."}
     )
     eval_clips: int = field(default=1, metadata={"help": "Clips per video whose probabilities are averaged."})
     intensity_range: list[float] | None = field(

@@ -60,7 +60,7 @@ class FrameReader:
         except UnreadableError as error:
             raise UnreadableError(f"{path.name}: {error}") from None
         except Exception as error:
-            # Decoders throw whatever they like at broken files.
+            # Decoders raise errors of any class for broken files.
             raise UnreadableError(f"{path.name}: cannot be read ({reason(error)}).") from error
 
     def _count(self, path: Path) -> int:

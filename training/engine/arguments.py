@@ -133,7 +133,7 @@ class AugmentationArguments:
         default_factory=lambda: [0.08, 1.0], metadata={"help": "Smallest and largest share of the area of that crop."}
     )
     crop_padding: int = field(
-        default=0, metadata={"help": "Pad by so many black pixels and crop back at random, as for CIFAR."}
+        default=0, metadata={"help": "Pad by N black pixels and crop back at random, as for CIFAR."}
     )
     flip_probability: float = field(default=0.0, metadata={"help": "Probability of a horizontal flip."})
     rand_augment_ops: int = field(default=0, metadata={"help": "Operations of RandAugment per image; 0 for none."})
@@ -146,9 +146,7 @@ class AugmentationArguments:
     )
     repeated_augmentation: int = field(
         default=1,
-        metadata={
-            "help": "Views of an image in a batch; an epoch has as many examples, of so many times fewer images."
-        },
+        metadata={"help": "Views of an image in a batch; an epoch has as many examples, of N times fewer images."},
     )
     mixup_alpha: float = field(default=0.0, metadata={"help": "α of Mixup's Beta(α, α); 0 for no Mixup."})
     cutmix_alpha: float = field(default=0.0, metadata={"help": "α of CutMix's Beta(α, α); 0 for no CutMix."})
@@ -207,7 +205,7 @@ class RunArguments(TrainingArguments):
 
     def __post_init__(self):
         self._check_numbers()
-        # Otherwise every process would train the whole model by itself.
+        # Without this, every process on CPUs would train the whole model by itself.
         self.use_cpu = self.use_cpu or launched_on_cpus()
         try:
             super().__post_init__()

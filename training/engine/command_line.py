@@ -7,6 +7,7 @@ so that both are converted and checked alike and the command line, coming last, 
 import argparse
 import difflib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,20 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return text.replace("%%", "%")
 
 
-def parse_arguments(arguments: list[str], argument_classes: tuple[type, ...]) -> tuple:
+def parse_arguments(arguments: list[str] | None, argument_classes: tuple[type, ...]) -> tuple:
     """Instances of the argument classes from a recipe (`--recipe file` or first positional) and flags.
+
+    Args:
+        arguments: `None` means those of the process.
 
     Raises:
         InputError: for a key or flag that does not exist, with the ones it resembles.
     """
     parser = HfArgumentParser(argument_classes, allow_abbrev=False, formatter_class=HelpFormatter)
     known = {action.dest for action in parser._actions}
-    recipe, arguments = _take_recipe(list(arguments))
+    recipe, arguments = _take_recipe(sys.argv[1:] if arguments is None else list(arguments))
     if recipe is not None:
-        # Lists of the configuration are values in json, others several words.
+        # A list in the configuration is one json value; any other list is several words.
         configurations = [part.config_class for part in argument_classes if hasattr(part, "config_class")]
         whole = {name for config_class in configurations for name in architecture_fields(config_class)}
         arguments = _recipe_flags(Path(recipe), known, whole) + arguments + ["--recipe", recipe]

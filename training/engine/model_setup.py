@@ -42,9 +42,9 @@ logger = logging.get_logger(__name__)
 CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "position_perturbation")
 SIZE_FIELDS = ("image_size", "num_frames")
 BICUBIC = 3
-# How the names of classifiers end.
+# The names of classifier classes end with one of these.
 HEADS = ("ForImageClassification", "ForVideoClassification")
-# What a classifier leaves of a model of images and text.
+# A classifier made from a model of images and text does not use these weights.
 NOT_FOR_CLASSIFIERS = ("text_model.", "text_projection.", "visual_projection.", "logit_scale", "logit_bias")
 
 
@@ -185,9 +185,9 @@ def build_model(
     auto_class = (
         AutoModelForVideoClassification if isinstance(config, LieREVideoConfig) else AutoModelForImageClassification
     )
-    labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+    labels = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
     if arguments.model_name_or_path is None:
-        config.id2label, config.label2id = labels["id2label"], labels["label2id"]
+        config.id2label, config.label2id = labels
         return auto_class.from_config(config)
 
     is_classifier = any(name.endswith(HEADS) for name in config.architectures or HEADS)
@@ -200,7 +200,7 @@ def build_model(
         )
     if not keeps_head:
         old = config.num_labels
-        config.id2label, config.label2id = labels["id2label"], labels["label2id"]
+        config.id2label, config.label2id = labels
     with loadable("--model_name_or_path", arguments.model_name_or_path):
         model, loading = auto_class.from_pretrained(
             arguments.model_name_or_path,

@@ -56,7 +56,7 @@ class HubPushes:
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        # It repeats the arguments as a pickle, with the folders and the token that the records leave out.
+        # The file is a pickle of the arguments, with the folders and the token that the records leave out.
         (Path(output_dir or self.args.output_dir) / "training_args.bin").unlink(missing_ok=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -100,7 +100,7 @@ class HubPushes:
                 if path.is_file() and path.name != TRAINER_STATE_NAME:
                     _set_aside(path, states / path.name)
             state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-            # A folder of this machine, and not on the Hub.
+            # The path of a folder on this machine means nothing on the Hub.
             write_record(states, TRAINER_STATE_NAME, state | {"best_model_checkpoint": None})
             shutil.copyfile(output_dir / CONFIG_FILE, states / CONFIG_FILE)
 
@@ -175,7 +175,7 @@ def warn_of_other_settings(checkpoint: str | Path, resolved: dict) -> None:
     path = Path(checkpoint) / CONFIG_FILE
     if not path.is_file():
         return
-    # As the record would be read again.
+    # Through json, so that the values compare with those of the file.
     before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(resolved, default=str))
     different = [
         f"{name} {before[group].get(name)} there, {value} here"

@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+import hf_liere
 from hf_liere.errors import InputError
 from training.engine.arguments import RunArguments
 
@@ -27,38 +30,14 @@ RESOLUTIONS_FILE = "resolutions.json"
 EXAMPLES_FILE = "eval_examples.safetensors"
 # Where a sweep notes the flags of a run, before it is started.
 FLAGS_FILE = "flags.json"
+# Records, metrics, model and processor that a run leaves.
 RUN_FILES = (
-    CONFIG_FILE,
-    ENVIRONMENT_FILE,
-    "all_results.json",
-    "base",
-    "config.json",
-    EXAMPLES_FILE,
-    "eval_results.json",
-    "lora",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "preprocessor_config.json",
-    RESOLUTIONS_FILE,
-    "rotary",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "train_results.json",
-    "trainer_state.json",
-    WEIGHTS_FILE,
+    *(CONFIG_FILE, ENVIRONMENT_FILE, EXAMPLES_FILE, RESOLUTIONS_FILE, WEIGHTS_FILE, TRAINER_STATE_NAME),
+    *"all_results.json eval_results.json train_results.json".split(),
+    *(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "config.json", "base", "lora", "rotary"),
+    *"preprocessor_config.json tokenizer.json tokenizer_config.json".split(),
 )
-LIBRARIES = (
-    "hf_liere",
-    "torch",
-    "torchvision",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "evaluate",
-    "huggingface_hub",
-    "numpy",
-    "pillow",
-)
+LIBRARIES = "torch torchvision transformers accelerate datasets evaluate huggingface_hub numpy pillow".split()
 # Folders, addresses and identities: they say where a run happened, not what it did.
 PRIVATE_ARGUMENTS = re.compile(r"(^|_)(dir|token|hub|run_name|local_rank|n_gpu|resume_from_checkpoint|trackio)(_|$)")
 
@@ -150,7 +129,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "libraries": {name: _version(name) for name in LIBRARIES},
+        "libraries": {"hf_liere": hf_liere.__version__} | {name: _version(name) for name in LIBRARIES},
         "world_size": state.num_processes,
         "distributed_type": str(state.distributed_type.value),
         "device": str(state.device.type),
@@ -161,10 +140,6 @@ def environment() -> dict[str, Any]:
 
 
 def _version(library: str) -> str | None:
-    if library == "hf_liere":
-        import hf_liere
-
-        return getattr(hf_liere, "__version__", None)
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:

@@ -29,7 +29,7 @@ from training.engine.records import (
 from training.engine.saving import last_complete_checkpoint, require_free, require_writable
 
 
-# What a system says when a file cannot grow any more.
+# Error numbers of a disk or quota that is full, or a file that is too large.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -131,7 +131,7 @@ def _record(trainer, checkpoint, model_name_or_path, input_size, described) -> N
     args = trainer.args
     resolved = {name: vars(arguments) for name, arguments in described.items()}
     if model_name_or_path and Path(model_name_or_path).is_dir():
-        # By its last part, so that a name with a slash is one of the Hub.
+        # A folder is recorded by its last part, so that a name with a slash is one of the Hub.
         model_name_or_path = Path(model_name_or_path).resolve().name
     resolved |= {"training": args.to_dict(), "model": trainer.model.config.to_diff_dict()}
     resolved = portable({**resolved, "model_name_or_path": model_name_or_path, "image_size": input_size})

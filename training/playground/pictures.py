@@ -49,7 +49,7 @@ def _read(path: Path) -> tuple[Image.Image, list[str]]:
     except Image.DecompressionBombError:
         raise InputError(f"it has far more than {MAX_MEGAPIXELS} megapixels, the limit.") from None
     except Exception as error:
-        # Decoders throw whatever they like at a broken file.
+        # Decoders raise errors of any class for broken files.
         raise InputError(f"it is no {', '.join(formats)} picture or damaged ({type(error).__name__}).") from error
 
 

@@ -35,7 +35,7 @@ RESULT_KEYS = (
     "command",
 )
 OPTIONAL_KEYS = ("command",)
-# Told whole where they change: another line has entries of other names.
+# These are written whole where they change, because the entries of another line have other names.
 NOT_ENTRY_BY_ENTRY = ("settings", "condition", "metrics")
 
 

@@ -132,7 +132,7 @@ def _command(folder: str, result: dict[str, Any]) -> str:
     """What made the sweep; names of files elsewhere are without their folders."""
     if "command" in result:
         return f"    {shlex.join(['python', 'training/evaluate_sweep.py', *result['command']])}"
-    # Older results are those of the repository's own sweeps. Between the recipe and what the sweep sets.
+    # Older results do not hold the command. What was passed stands between the recipe and what the sweep sets.
     passed = result["flags"][1 : -len(as_flags({**result["settings"], "do_eval": True}))]
     mini = ["--mini"] if _is_mini(result) else []
     words = ["python", "training/evaluate_sweep.py", f"training/sweeps/{result['sweep']}.yaml", *mini]

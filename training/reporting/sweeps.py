@@ -142,7 +142,7 @@ def _still_to_do(folder: Path, flags: list[str]) -> list[str] | None:
         write_record(folder, FLAGS_FILE, {"flags": described})
     if interrupted:
         return ["--resume_from_checkpoint", "last"]
-    # A run that died before its first checkpoint left records of nothing.
+    # A run that ended before its first checkpoint left records, but nothing to go on from.
     return ["--overwrite_output_dir"] if is_ours else []
 
 

@@ -84,27 +84,25 @@ class Records:
 def growth_cases(settings: Settings, rows: list[Row], axes: list[str]) -> list[Case]:
     """Resolution once, twice and four times the given one, half to twice the depth, block sizes, and frames."""
     cases = []
+
+    def add(axis: str, value: str, compared: list[Row] = rows, **changed) -> None:
+        cases.append(Case(dataclasses.replace(settings, **changed), tuple(compared), axis, value))
+
     for axis in axes:
         if axis == "resolution":
-            for factor in (1, 2, 4):
-                size = factor * settings.image_size
-                tokens = (size // settings.patch_size) ** 2
-                cases.append(
-                    Case(dataclasses.replace(settings, image_size=size), tuple(rows), axis, f"{tokens} tokens")
-                )
+            for size in (factor * settings.image_size for factor in (1, 2, 4)):
+                add(axis, f"{(size // settings.patch_size) ** 2} tokens", image_size=size)
         elif axis == "depth":
             layers = settings.num_hidden_layers
             for depth in (max(1, layers // 2), layers, 2 * layers):
-                deeper = dataclasses.replace(settings, num_hidden_layers=depth)
-                cases.append(Case(deeper, tuple(rows), axis, f"{depth} layers"))
+                add(axis, f"{depth} layers", num_hidden_layers=depth)
         elif axis == "block_size":
             for size in BLOCK_SIZES:
                 names = [BASELINE, f"comrope_ld{size}", f"liere{size}"]
                 if any(row.kind == "folded" for row in rows):
                     names += [f"folded_{name}" for name in names[1:]]
-                cases.append(Case(settings, tuple(map(Row.parse, names)), axis, f"b = {size}"))
+                add(axis, f"b = {size}", [Row.parse(name) for name in names])
         else:
             for frames in (4, 8, 16):
-                video = dataclasses.replace(settings, num_frames=frames)
-                cases.append(Case(video, tuple(rows), axis, f"{frames} frames"))
+                add(axis, f"{frames} frames", num_frames=frames)
     return cases
