@@ -108,7 +108,9 @@ def run(
     """
     args, metrics = trainer.args, {}
     if trainer.is_world_process_zero():
-        _record(trainer, checkpoint, model_name_or_path, input_size, described)
+        resolved = {name: vars(arguments) for name, arguments in described.items()}
+        resolved |= {"model_name_or_path": model_name_or_path, "image_size": input_size}
+        _record(trainer, checkpoint, resolved)
     if args.do_train:
         metrics = _train(trainer, checkpoint)
     if args.do_eval:
@@ -126,15 +128,13 @@ def run(
     return metrics
 
 
-def _record(trainer, checkpoint, model_name_or_path, input_size, described) -> None:
-    """Configuration and environment of a run, as [`run`] is told of it; what is only evaluated has its digest now."""
-    args = trainer.args
-    resolved = {name: vars(arguments) for name, arguments in described.items()}
-    if model_name_or_path and Path(model_name_or_path).is_dir():
+def _record(trainer: Trainer, checkpoint: str | None, resolved: dict[str, Any]) -> None:
+    """Writes configuration and environment of a run, and the digest of weights that are only evaluated."""
+    args, name = trainer.args, resolved["model_name_or_path"]
+    if name and Path(name).is_dir():
         # A folder is recorded by its last part, so that a name with a slash is one of the Hub.
-        model_name_or_path = Path(model_name_or_path).resolve().name
-    resolved |= {"training": args.to_dict(), "model": trainer.model.config.to_diff_dict()}
-    resolved = portable({**resolved, "model_name_or_path": model_name_or_path, "image_size": input_size})
+        resolved["model_name_or_path"] = Path(name).resolve().name
+    resolved = portable(resolved | {"training": args.to_dict(), "model": trainer.model.config.to_diff_dict()})
     write_record(args.output_dir, CONFIG_FILE, resolved)
     if args.resume_from_hub:
         warn_of_other_settings(checkpoint, resolved)
