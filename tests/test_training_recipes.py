@@ -15,6 +15,7 @@ from transformers import AutoModelForImageClassification, AutoModelForVideoClass
 
 import hf_liere
 from hf_liere import RotaryPatchConfig
+from training.clip.comparison import Comparison
 from training.data.augmentation import IGNORED_LABEL
 from training.detection import detectors
 from training.engine.arguments import InputError, architecture_fields
@@ -172,7 +173,7 @@ def test_clip_is_fine_tuned_whole_with_and_without_rotations(tmp_path):
     flags = replaced(flags, "--dataset_name", "--train_files", images)
     flags = replaced(flags, "--output_dir", "--output_dir", str(tmp_path / "run"))
     flags += ["--validation_files", images, "--use_cpu", "true", "--bf16", "false"]
-    run = script.Run([str(RECIPES["clip_finetuning"]), *flags])
+    run = Comparison(*parse_arguments([str(RECIPES["clip_finetuning"]), *flags], script.ARGUMENT_CLASSES))
     assert list(run.patches) == ["patched", "unpatched"]
     with torch.device("meta"):
         classifiers = [run.build_classifier(config) for config in run.patches.values()]

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     config = resolve_config(model_args)
     image_size = resolve_image_size(model_args, config)
     processor = resolve_processor(model_args, data_args, image_size, config)
-    request, stream = DataRequest(image_size, config.num_channels, args.parts, args.seed), None
+    request, stream = DataRequest(image_size, config.num_channels, args.parts, seed=args.seed), None
     if data_args.streaming:
         with args.main_process_first(desc="fetching the evaluation images"):
             images, stream = open_stream(data_args, request)

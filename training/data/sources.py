@@ -23,17 +23,17 @@ class DataRequest:
     Args:
         image_size: height and width of the model's input; what is generated is drawn at that size.
         parts: those of `PARTS` that are needed.
-        seed: of what is generated, and of the parts that `validation_fraction` and `train_fraction` make.
         num_frames: of a clip.
-        writes: whether this process writes the files of what is generated.
+        writes: whether this process writes the files of generated clips.
+        seed: of the arrows, and of the parts that `validation_fraction` and `train_fraction` make.
     """
 
     image_size: tuple[int, int]
     num_channels: int = 3
     parts: tuple[str, ...] = PARTS
-    seed: int = 0
     num_frames: int = 1
     writes: bool = True
+    seed: int = 0
 
 
 class Source(Protocol):
