@@ -21,13 +21,14 @@ from browser import console_errors
 from PIL import Image
 from training_helpers import ROOT
 
-from training import pictures
-from training.playground.checkpoints import Classifiers, attention_pictures, find_checkpoints
+from training.playground import pictures
+from training.playground.predictions import Classifiers, attention_pictures, find_checkpoints
 
 
 pytest.importorskip("gradio", reason="gradio is not installed")
 
-from training.app import App, main  # noqa: E402 (needs gradio)
+from training.app import main  # noqa: E402 (needs gradio)
+from training.playground.page import App  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The benchmark: its references, what it counts, and that an interrupted run loses nothing."""
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -15,7 +16,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from training import benchmark_models, benchmark_speed  # noqa: E402 (found only now)
+from training import benchmark_speed  # noqa: E402 (found only now)
+from training.speed import measurements, runner, tables  # noqa: E402
+from training.speed import models as benchmark_models  # noqa: E402
 from training.speed.models import NaiveRotation, Row  # noqa: E402
 
 
@@ -25,7 +28,7 @@ TINY = "--model_size tiny --num_hidden_layers 2 --image_size 32 --batch_size 1 -
 
 def settings(**overrides):
     options = benchmark_speed.parse_arguments(TINY)
-    return benchmark_speed.dataclasses.replace(benchmark_speed.read_cases(options)[0].settings, **overrides)
+    return dataclasses.replace(benchmark_speed.read_cases(options)[0].settings, **overrides)
 
 
 def read(path):
@@ -99,31 +102,31 @@ def test_peak_allocation_counts_bytes():
         return second, third
 
     # The first two together, not what follows when the first is gone.
-    assert benchmark_speed.peak_cpu_allocation(run) == 8000
+    assert runner.peak_cpu_allocation(run) == 8000
 
 
 def test_peak_memory_of_a_step():
     """At least model, gradients and input; more with a longer sequence."""
     peaks = {}
     for size in (32, 128):
-        runner = benchmark_speed.Runner(settings(image_size=size), Row.parse("absolute"), "training")
-        peaks[size] = runner.peak_memory()
-        weights = sum(parameter.nbytes for parameter in runner.model.parameters())
-        assert peaks[size] > 2 * weights + runner.pixels.nbytes
+        timed = runner.Runner(settings(image_size=size), Row.parse("absolute"), "training")
+        peaks[size] = timed.peak_memory()
+        weights = sum(parameter.nbytes for parameter in timed.model.parameters())
+        assert peaks[size] > 2 * weights + timed.pixels.nbytes
     assert peaks[128] > peaks[32] + 100_000
 
 
 def test_ratios_are_paired(tmp_path):
     """A machine that is three times slower for a while leaves the ratios alone."""
-    case = benchmark_speed.Case(settings(), (Row.parse("absolute"), Row.parse("liere8")))
-    records = benchmark_speed.Records(tmp_path / "speed.jsonl", {"cpu": "x"}, resume=False)
+    case = measurements.Case(settings(), (Row.parse("absolute"), Row.parse("liere8")))
+    records = measurements.Records(tmp_path / "speed.jsonl", {"cpu": "x"}, resume=False)
     for number, slowness in enumerate((1.0, 3.0, 1.0, 1.1)):
         value, baseline = ({"wall": factor * slowness, "cpu": factor} for factor in (2.5, 2.0))
         records.add(case=case.key, quantity="training", row="liere8", round=number, value=value, baseline=baseline)
-    ratios = benchmark_speed.ratios(records, case, Row.parse("liere8"), "training", "wall")
+    ratios = tables.ratios(records, case, Row.parse("liere8"), "training", "wall")
     assert ratios == pytest.approx([1.25] * 4)
-    assert benchmark_speed.format_ratio(ratios) == "1.250 (1.250 – 1.250)"
-    assert benchmark_speed.format_ratio([1.0, 2.0, 3.0]) == "2.000 (1.500 – 2.500)"
+    assert tables.format_ratio(ratios) == "1.250 (1.250 – 1.250)"
+    assert tables.format_ratio([1.0, 2.0, 3.0]) == "2.000 (1.500 – 2.500)"
 
 
 def test_table_of_encodings(tmp_path, capsys):

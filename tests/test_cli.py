@@ -21,7 +21,7 @@ from hf_liere.conversion import sources as conversion_sources
 from hf_liere.conversion.checkpoints import convert_state_dict
 from hf_liere.errors import InputError
 from training.engine.arguments import ModelArguments
-from training.engine.models import resolve_config
+from training.engine.model_setup import resolve_config
 
 
 def test_convert_writes_what_from_pretrained_reads(tmp_path, capsys):

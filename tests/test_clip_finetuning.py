@@ -20,7 +20,8 @@ import hf_liere
 from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, rotary_parameters
 from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments, PatchArguments
 from training.clip_finetuning import main
-from training.engine.arguments import AugmentationArguments, DataArguments, parse_arguments
+from training.engine.arguments import AugmentationArguments, DataArguments
+from training.engine.command_line import parse_arguments
 
 
 SCRIPT = ROOT / "training" / "clip_finetuning.py"

@@ -20,10 +20,10 @@ from hf_liere import LieREViTConfig, RotaryPatchConfig, complete_model, patch
 from hf_liere.hub.publishing import publish
 from hf_liere.inspection.analysis import attention_maps
 from hf_liere.storage.client import HubError
-from training import pictures
 from training.data.arrows import LABELS, Arrows
 from training.engine.arguments import InputError
-from training.playground.checkpoints import Classifiers, attention_pictures, find_checkpoints, image_sizes
+from training.playground import pictures
+from training.playground.predictions import Classifiers, attention_pictures, find_checkpoints, image_sizes
 from training.playground.space import write_space
 
 
@@ -130,7 +130,7 @@ def test_simultaneous_answers_do_not_disturb_each_other(checkpoints):
 
 
 def test_checkpoints_that_are_none_are_refused_by_name(tmp_path, folder, monkeypatch, caplog):
-    monkeypatch.setattr("training.playground.checkpoints.DEMO_CHECKPOINTS", ROOT / "outputs" / "of nobody")
+    monkeypatch.setattr("training.playground.predictions.DEMO_CHECKPOINTS", ROOT / "outputs" / "of nobody")
     with pytest.raises(InputError, match="no checkpoint in outputs/of nobody: `make demo` trains four"):
         find_checkpoints()
     with pytest.raises(InputError, match="There is no folder '.*absent/deep/down'"):

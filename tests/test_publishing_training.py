@@ -29,7 +29,7 @@ from hf_liere.hub.publishing import saved_weights_digest
 from hf_liere.hub.pulling import pull
 from hf_liere.storage.client import HubError
 from training.engine.arguments import InputError
-from training.engine.hub import warn_of_other_settings
+from training.engine.pushing import warn_of_other_settings
 from training.engine.trainer import ClassificationTrainer
 
 
@@ -146,7 +146,7 @@ def test_another_machine_goes_on_to_the_same_result(hub, files, tmp_path, caplog
     assert "last-checkpoint/training_args.bin" not in tree
     assert content(hub, tree, "last-checkpoint/trainer_state.json")["global_step"] == 6
 
-    with caplog.at_level("WARNING", "training.engine.hub"):
+    with caplog.at_level("WARNING", "training.engine.pushing"):
         train(tmp_path / "second", *flags, *PUSH, "--hub_strategy", "checkpoint", "--resume_from_hub")
     assert "Going on from step 6 of tester/run" in caplog.text and "other settings" not in caplog.text
     assert_same_weights(tmp_path / "whole", tmp_path / "second")
@@ -203,7 +203,7 @@ def test_evaluation_records_the_weights_it_was_made_with(files, tmp_path):
 def test_other_settings_are_named(tmp_path, caplog):
     resolved = {"data": {"train_split": "train"}, "augmentation": {}, "training": {"learning_rate": 0.1, "seed": 0}}
     (tmp_path / "run_config.json").write_text(json.dumps(resolved))
-    with caplog.at_level("WARNING", "training.engine.hub"):
+    with caplog.at_level("WARNING", "training.engine.pushing"):
         warn_of_other_settings(tmp_path, resolved)
         assert not caplog.text
         warn_of_other_settings(tmp_path, resolved | {"training": {"learning_rate": 0.2, "seed": 0}})

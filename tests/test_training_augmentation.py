@@ -7,7 +7,15 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 from training_helpers import pictures
 
-from training.data.augmentation import IGNORED_LABEL, PADDING, Collator, EpochSampler, EvaluationImages, TrainingImages
+from training.data.augmentation import (
+    IGNORED_LABEL,
+    PADDING,
+    Augmentation,
+    Collator,
+    EpochSampler,
+    EvaluationImages,
+    TrainingImages,
+)
 from training.engine.arguments import AugmentationArguments
 from training.engine.trainer import summed_cross_entropy
 
@@ -39,8 +47,12 @@ class State:
     epoch = 0
 
 
+def augment(seed=0, **augmentation):
+    return Augmentation((16, 16), BICUBIC, AugmentationArguments(**augmentation), seed)
+
+
 def training_images(seed=0, **augmentation):
-    return TrainingImages(Pictures(), (16, 16), BICUBIC, AugmentationArguments(**augmentation), seed)
+    return TrainingImages(Pictures(), augment(seed, **augmentation))
 
 
 def collator(seed=0, **augmentation):
@@ -170,7 +182,7 @@ def test_grey_images_are_repeated_for_every_channel():
 
 
 def test_a_padded_crop_is_a_shift_with_black():
-    images = TrainingImages(Pictures(40, 16), (16, 16), BICUBIC, AugmentationArguments(crop_padding=3), 0)
+    images = TrainingImages(Pictures(40, 16), augment(crop_padding=3))
     original = np.pad(Pictures(40, 16).images[5], ((3, 3), (3, 3), (0, 0)))
     windows = {original[top : top + 16, left : left + 16].tobytes() for top in range(7) for left in range(7)}
     seen = {images[epoch, 5]["image"].tobytes() for epoch in range(200)}
@@ -178,7 +190,7 @@ def test_a_padded_crop_is_a_shift_with_black():
 
 
 def test_flips_have_their_probability():
-    images = TrainingImages(Pictures(40, 16), (16, 16), BICUBIC, AugmentationArguments(flip_probability=0.25), 0)
+    images = TrainingImages(Pictures(40, 16), augment(flip_probability=0.25))
     flipped = Pictures(40, 16).images[0][:, ::-1]
     share = np.mean([np.array_equal(images[epoch, 0]["image"], flipped) for epoch in range(1000)])
     assert abs(share - 0.25) < 0.05

@@ -20,8 +20,9 @@ from training.data.detection_data import (
     scene,
     write_shapes,
 )
+from training.data.sources import PARTS, DataRequest
+from training.detection.detection_trainer import CocoMetrics, best_detections
 from training.engine.arguments import InputError
-from training.object_detection import CocoMetrics, best_detections
 
 
 TINY_DETECTOR = "--d_model 32 --encoder_layers 1 --decoder_layers 2 --detector_ffn_dim 16 --detector_heads 2".split()
@@ -53,7 +54,7 @@ def test_pictures_are_found_where_coco_has_them(shapes, tmp_path):
 
 def load(folder):
     arguments = DetectionDataArguments(shapes_folder=str(folder), max_train_samples=16, max_eval_samples=13)
-    return load_detections(arguments, (32, 32), True, True)
+    return load_detections(arguments, DataRequest((32, 32)))
 
 
 def test_boxes_of_shapes_are_tight():
@@ -220,6 +221,8 @@ def test_what_is_no_json_is_named(tmp_path):
     (tmp_path / "pictures").mkdir()
     file = write_coco(tmp_path)
     (tmp_path / "one.png").write_bytes(b"no picture")
-    source, _, _ = load_detections(DetectionDataArguments(train_files=[str(file)]), (8, 8), True, False)
+    source, _, _ = load_detections(
+        DetectionDataArguments(train_files=[str(file)]), DataRequest((8, 8), parts=PARTS[:1])
+    )
     with pytest.raises(InputError, match="The picture one.png cannot be read"):
         source[0]

@@ -12,7 +12,9 @@ from PIL import Image
 from training_helpers import ROOT, TINY_MODEL, TINY_RUN, main, pictures, write_images_folder, write_parquet
 
 from hf_liere.storage.client import HubError
-from training.data.images import infer_image_column, infer_label_column, load_images
+from training.data.images import load_images
+from training.data.sources import PARTS, DataRequest
+from training.data.tables import infer_columns
 from training.engine.arguments import (
     ARCHITECTURE_FIELDS,
     AugmentationArguments,
@@ -20,8 +22,8 @@ from training.engine.arguments import (
     InputError,
     ModelArguments,
     RunArguments,
-    parse_arguments,
 )
+from training.engine.command_line import parse_arguments
 
 
 CLASSES = (ModelArguments, DataArguments, AugmentationArguments, RunArguments)
@@ -32,7 +34,7 @@ def parse(*arguments):
 
 
 def load(*, size=(16, 16), channels=3, evaluate=True, **arguments):
-    return load_images(DataArguments(**arguments), size, channels, train=True, evaluate=evaluate, seed=0)
+    return load_images(DataArguments(**arguments), DataRequest(size, channels, PARTS[: 1 + evaluate]))
 
 
 @pytest.fixture(scope="module")
@@ -89,19 +91,18 @@ def test_every_field_of_the_configuration_is_a_flag():
 )
 def test_columns_are_inferred(columns, image, label):
     features = datasets.Features(columns)
-    assert infer_image_column(features, None) == image
-    assert infer_label_column(features, None) == label
+    assert infer_columns(features, DataArguments()) == (image, label)
 
 
 def test_columns_can_be_given():
     features = datasets.Features({"a": datasets.Image(), "b": datasets.Image(), "fine": datasets.ClassLabel(2)})
-    assert infer_image_column(features, "b") == "b"
+    assert infer_columns(features, DataArguments(image_column_name="b")) == ("b", "fine")
     with pytest.raises(InputError, match=r"several image columns \(a, b\).*--image_column_name.*fine \(ClassLabel\)"):
-        infer_image_column(features, None)
+        infer_columns(features, DataArguments())
     with pytest.raises(InputError, match="--image_column_name 'c': there is no such column; the data set has a "):
-        infer_image_column(features, "c")
+        infer_columns(features, DataArguments(image_column_name="c"))
     with pytest.raises(InputError, match="no label column; name one by --label_column_name"):
-        infer_label_column(datasets.Features({"a": datasets.Image()}), None)
+        infer_columns(datasets.Features({"a": datasets.Image()}), DataArguments())
 
 
 def test_a_folder_of_images(tmp_path):

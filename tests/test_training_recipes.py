@@ -15,11 +15,14 @@ from transformers import AutoModelForImageClassification, AutoModelForVideoClass
 
 import hf_liere
 from hf_liere import RotaryPatchConfig
-from training import evaluate_sweep, object_detection
+from training.clip.comparison import Comparison
 from training.data.augmentation import IGNORED_LABEL
-from training.engine.arguments import InputError, architecture_fields, parse_arguments
-from training.engine.models import resolve_config, resolve_image_size
+from training.detection import detectors
+from training.engine.arguments import InputError, architecture_fields
+from training.engine.command_line import parse_arguments
+from training.engine.model_setup import resolve_config, resolve_image_size
 from training.engine.trainer import ClassificationTrainer
+from training.reporting import sweeps
 
 
 RECIPES = {path.stem: path for path in (ROOT / "training" / "recipes").glob("*.yaml")}
@@ -142,11 +145,9 @@ def test_the_model_of_imagenet_is_the_same_at_256_pixels(encoding, positions, tm
 def test_the_detector_is_deformable_detr_on_a_small_vit():
     """Layers, heads and queries as Zhu et al. (2021) have them, each layer refining the boxes of the one before."""
     model_args, detector_args, _, _ = parse("coco")
-    config = object_detection.build_config(model_args, detector_args)
+    config = detectors.build_config(model_args, detector_args)
     with torch.device("meta"):
-        detector = object_detection.build_detector(
-            model_args, detector_args, config, [str(number) for number in range(80)]
-        )
+        detector = detectors.build_detector(model_args, detector_args, config, [str(number) for number in range(80)])
     # timm's vit_small_patch16_224 without its table of 197 positions; ComRoPE-LD's blocks have 28 entries, 2 factors.
     backbone = 12 * 1_774_464 + linear(16 * 16 * 3, 384) + 384 + 2 * 384 + 12 * 6 * 8 * (28 + 2)
     norm, levels, points = 2 * 256, 4, 4
@@ -172,7 +173,7 @@ def test_clip_is_fine_tuned_whole_with_and_without_rotations(tmp_path):
     flags = replaced(flags, "--dataset_name", "--train_files", images)
     flags = replaced(flags, "--output_dir", "--output_dir", str(tmp_path / "run"))
     flags += ["--validation_files", images, "--use_cpu", "true", "--bf16", "false"]
-    run = script.Run([str(RECIPES["clip_finetuning"]), *flags])
+    run = Comparison(*parse_arguments([str(RECIPES["clip_finetuning"]), *flags], script.ARGUMENT_CLASSES))
     assert list(run.patches) == ["patched", "unpatched"]
     with torch.device("meta"):
         classifiers = [run.build_classifier(config) for config in run.patches.values()]
@@ -321,17 +322,17 @@ def test_small_recipes_run_to_their_results(name, run_mini):
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_sweeps_name_models_that_exist(path, mini):
     """Every combination of settings makes a model, and every condition is one that the script accepts."""
-    sweep = evaluate_sweep.read_sweep(path, mini)
+    sweep = sweeps.read_sweep(path, mini)
     classes = script_of(sweep["recipe"]).ARGUMENT_CLASSES
-    for settings in evaluate_sweep.combinations(sweep["train"]):
-        flags = evaluate_sweep._flags(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
+    for settings in sweeps.combinations(sweep["train"]):
+        flags = sweeps.flags_of(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
         if sweep["script"] == "clip_finetuning":
             patch_args = vars(parse_arguments(flags, classes)[1])
             if patch_args["position_encoding"] != "none":
                 given = {key: None if value == "None" else value for key, value in patch_args.items()}
                 assert RotaryPatchConfig(**given).position_encoding == settings["position_encoding"]
             continue
-        for condition in evaluate_sweep.combinations(sweep.get("evaluate", [])):
-            model_args = parse_arguments([*flags, *evaluate_sweep.as_flags(condition)], classes)[0]
+        for condition in sweeps.combinations(sweep.get("evaluate", [])):
+            model_args = parse_arguments([*flags, *sweeps.as_flags(condition)], classes)[0]
             config = model_args.config_class(**model_args.architecture())
             assert config.position_encoding == settings.get("position_encoding", config.position_encoding)

@@ -11,8 +11,9 @@ import yaml
 from PIL import Image
 from training_helpers import ROOT
 
-from training import evaluate_sweep, plots, report, result_lines, result_table
+from training import report
 from training.engine.arguments import InputError
+from training.reporting import plots, result_lines, result_table, sweeps
 from training.reporting.significance import bootstrap_mean, paired_test
 
 
@@ -77,10 +78,10 @@ def test_every_figure_of_the_papers_has_its_row():
     """A name that no sweep makes would never be shown."""
     paper = yaml.safe_load((ROOT / "training" / "paper_results.yaml").read_text())
     for name, content in paper.items():
-        sweep = evaluate_sweep.read_sweep(ROOT / "training" / "sweeps" / f"{name}.yaml", mini=False)
-        settings = evaluate_sweep.combinations(sweep["train"])
+        sweep = sweeps.read_sweep(ROOT / "training" / "sweeps" / f"{name}.yaml", mini=False)
+        settings = sweeps.combinations(sweep["train"])
         rows = {result_table.method(given, sweep["script"]) for given in settings}
-        columns = {result_table.condition(given) for given in evaluate_sweep.combinations(sweep.get("evaluate", []))}
+        columns = {result_table.condition(given) for given in sweeps.combinations(sweep.get("evaluate", []))}
         for row, cells in content.get("rows", {}).items():
             assert row in rows, (name, row, rows)
             assert set(cells) <= columns, (name, row)

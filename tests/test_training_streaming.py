@@ -8,6 +8,8 @@ import pytest
 import torch
 from training_helpers import assert_same_weights, main, train, train_with_torchrun, write_parquet
 
+from training.data.augmentation import Augmentation
+from training.data.sources import PARTS, DataRequest
 from training.data.streaming import StreamedImages, open_stream
 from training.engine.arguments import AugmentationArguments, DataArguments, InputError, RunArguments
 
@@ -31,6 +33,9 @@ class State:
     epoch = 0.0
 
 
+TRAINING = DataRequest((16, 16), parts=PARTS[:1])
+
+
 class PlaceOfProcess:
     """Training arguments as another process would have them."""
 
@@ -45,12 +50,13 @@ class PlaceOfProcess:
 
 def images_of(shards, epoch=0, batch=4, workers=0, rank=0, world=1, **augmentation):
     arguments = DataArguments(streaming=True, train_files=shards, max_train_samples=52)
-    _, stream = open_stream(arguments, 3, True, False)
+    _, stream = open_stream(arguments, TRAINING)
     args = RunArguments(output_dir="unused", use_cpu=True, do_train=True, seed=0)
     args.per_device_train_batch_size, args.dataloader_num_workers = batch, workers
     # What torchrun would tell.
     place = PlaceOfProcess(args, rank, world)
-    images = StreamedImages(stream, [0, 1, 2], (16, 16), 3, 3, AugmentationArguments(**augmentation), place)
+    augment = Augmentation((16, 16), 3, AugmentationArguments(**augmentation), args.order_seed)
+    images = StreamedImages(stream, [0, 1, 2], 3, augment, place)
     state = State()
     state.epoch = epoch
     images.trainer_state = lambda: state
@@ -138,20 +144,16 @@ def test_two_processes_stream(shards, validation, tmp_path):
 
 def test_sizes_are_counted_and_what_cannot_be_streamed_is_said(shards, tmp_path):
     for limit, size in ((None, 52), (30, 30), (99, 52)):
-        _, stream = open_stream(
-            DataArguments(streaming=True, train_files=shards, max_train_samples=limit), 3, True, False
-        )
+        _, stream = open_stream(DataArguments(streaming=True, train_files=shards, max_train_samples=limit), TRAINING)
         assert stream.size == size
     with pytest.raises(InputError, match="--streaming goes with neither --train_fraction nor --validation_fraction"):
         DataArguments(streaming=True, train_fraction=0.5)
     with pytest.raises(InputError, match="--streaming reads --dataset_name or parquet files"):
-        open_stream(DataArguments(streaming=True, image_folder="x"), 3, True, False)
+        open_stream(DataArguments(streaming=True, image_folder="x"), TRAINING)
     table = datasets.load_dataset("parquet", data_files=shards, split="train")
     table.cast_column("label", datasets.Value("int64")).to_parquet(tmp_path / "numbers.parquet")
     with pytest.raises(InputError, match="column 'label' holds Value, of which the classes .*accepted: ClassLabel"):
         open_stream(
             DataArguments(streaming=True, train_files=[str(tmp_path / "numbers.parquet")], label_column_name="label"),
-            3,
-            True,
-            False,
+            TRAINING,
         )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from training_helpers import ROOT, SCRIPT, TINY_MODEL, TINY_RUN, assert_same_weights, main, train, write_parquet
 
-from training.engine.checkpoints import ASIDE, last_complete_checkpoint
+from training.engine.saving import ASIDE, last_complete_checkpoint
 
 
 LAST = "checkpoint-150"
@@ -140,7 +140,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(number, processes, workers
 
 def test_a_second_interrupt_ends_a_run_at_once():
     code = (
-        "import os, signal; from training.engine.checkpoints import StopRequest; request = StopRequest(None); "
+        "import os, signal; from training.engine.saving import StopRequest; request = StopRequest(None); "
         "request.on_train_begin(None, None, None); os.kill(os.getpid(), signal.SIGINT); "
         "print('goes on', flush=True); os.kill(os.getpid(), signal.SIGINT); print('still there', flush=True)"
     )

@@ -9,9 +9,10 @@ import yaml
 from training_helpers import TINY_MODEL, TINY_RUN, main, train, weights, write_parquet
 
 import hf_liere
-from training import evaluate_sweep, result_lines, result_table
+from training import evaluate_sweep
 from training.engine.arguments import InputError
 from training.engine.conditions import Condition, ConditionArguments, shifted_positions, shuffled
+from training.reporting import result_lines, result_table, sweeps
 
 
 @pytest.fixture(scope="module")
@@ -216,9 +217,9 @@ def test_sweeps_are_listed_and_checked(sweep_file, tmp_path, capsys):
     ):
         (tmp_path / "bad.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
         with pytest.raises(InputError, match=message):
-            evaluate_sweep.read_sweep(tmp_path / "bad.yaml", False)
+            sweeps.read_sweep(tmp_path / "bad.yaml", False)
     with pytest.raises(InputError, match="has no small twin"):
-        evaluate_sweep.read_sweep(tmp_path / "bad.yaml", True)
+        sweeps.read_sweep(tmp_path / "bad.yaml", True)
 
 
 def test_fine_tuned_towers_are_swept_too(files, tmp_path):

@@ -21,8 +21,8 @@ from training_helpers import (
 
 from training import video_classification
 from training.data.clips import clip_indices
-from training.data.images import Subset
 from training.data.moving_shapes import LABELS, frames, write_moving_shapes, write_video
+from training.data.sources import DataRequest, Subset
 from training.data.video_data import VideoDataArguments, load_clips
 from training.data.video_files import FrameReader, UnreadableError
 from training.engine.arguments import InputError
@@ -44,7 +44,8 @@ def run(folder, *flags):
 
 
 def load(train=True, evaluate=True, frames=4, channels=3, **arguments):
-    return load_clips(VideoDataArguments(**arguments), (16, 16), frames, channels, train, evaluate)
+    parts = ("training",) * train + ("evaluation",) * evaluate
+    return load_clips(VideoDataArguments(**arguments), DataRequest((16, 16), channels, parts, num_frames=frames))
 
 
 @pytest.fixture(scope="module")
@@ -372,7 +373,7 @@ def test_real_volumes_are_trained_and_measured_by_their_auc(shared, tmp_path):
 
 
 def test_a_smaller_fraction_lies_in_a_larger_one():
-    from training.data.images import fraction_of
+    from training.data.sources import fraction_of
 
     parts = [fraction_of(list(range(50)), fraction, seed=3) for fraction in (0.2, 0.5, 1.0)]
     assert isinstance(parts[0], Subset) and [len(part) for part in parts] == [10, 25, 50]

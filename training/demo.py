@@ -20,13 +20,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import matplotlib
+import torch
+from matplotlib import pyplot
+from PIL import Image
 from tqdm.auto import tqdm
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+from transformers.utils.logging import disable_progress_bar
 
+import hf_liere  # noqa: F401 (registers liere_vit with the Auto classes)
 from training.data.arrows import BAG_OF_ARROWS_ACCURACY, LABELS, Arrows
 from training.engine.records import CONFIG_FILE
+from training.engine.saving import last_complete_checkpoint
 
 
+matplotlib.use("Agg")
 HERE = Path(__file__).resolve().parent
 BATCH_SIZE = 64
 # Okabe and Ito's colours, told apart with any colour vision; line styles help in black and white.
@@ -126,7 +134,7 @@ def start_run(name: str, folder: Path, images: int) -> subprocess.Popen:
     command += ["--output_dir", str(output_dir), "--max_train_samples", str(images), *RUNS[name][1]]
     command += ["--warmup_steps", str(min(100, steps // 5)), "--lr_scheduler_kwargs", json.dumps(schedule)]
     command += [word for flag in ("eval", "save", "logging") for word in (f"--{flag}_steps", str(every))]
-    if is_same_run(output_dir, images) and get_last_checkpoint(str(output_dir)):
+    if is_same_run(output_dir, images) and last_complete_checkpoint(output_dir):
         command += ["--resume_from_checkpoint", "last"]
     else:
         command += ["--overwrite_output_dir"]
@@ -147,7 +155,7 @@ def is_finished(output_dir: Path, images: int) -> bool:
 
 def show_progress(output_dir: Path, bar: tqdm) -> None:
     """What the newest checkpoint tells: the runs themselves write to their log files."""
-    checkpoint = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+    checkpoint = last_complete_checkpoint(output_dir)
     try:
         state = json.loads((Path(checkpoint or output_dir) / "trainer_state.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
@@ -174,10 +182,7 @@ def read_result(output_dir: Path) -> dict:
 
 
 def format_table(results: dict[str, dict]) -> str:
-    lines = [
-        "| encoding | parameters | accuracy (95% interval) | images/s in training |",
-        "|---|---:|---:|---:|",
-    ]
+    lines = ["| encoding | parameters | accuracy (95% interval) | images/s in training |", "|---|---:|---:|---:|"]
     for name, result in results.items():
         interval = f"{result['eval_accuracy_low']:.1%} – {result['eval_accuracy_high']:.1%}"
         lines.append(
@@ -189,11 +194,6 @@ def format_table(results: dict[str, dict]) -> str:
 
 
 def plot_accuracy(results: dict[str, dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for name, result in results.items():
         label, _, color, style = RUNS[name]
@@ -210,11 +210,6 @@ def plot_accuracy(results: dict[str, dict], path: Path) -> None:
 
 
 def draw_example(checkpoint: Path, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     images = Arrows("test", 1)
     image, label = images[0]
     answer = answers(checkpoint, images)[0]
@@ -228,8 +223,6 @@ def draw_example(checkpoint: Path, path: Path) -> None:
 
 def save_puzzles(folder: Path) -> None:
     """Images that no run was trained on, with their answers as names."""
-    from PIL import Image
-
     folder.mkdir(parents=True, exist_ok=True)
     images = Arrows("test", PUZZLES)
     for index in range(PUZZLES):
@@ -239,13 +232,6 @@ def save_puzzles(folder: Path) -> None:
 
 def answers(checkpoint: Path, images: Arrows) -> list[str]:
     """What a saved classifier says about arrows images, loaded and prepared as for any checkpoint of the Hub."""
-    import torch
-    from PIL import Image
-    from transformers import AutoImageProcessor, AutoModelForImageClassification
-    from transformers.utils.logging import disable_progress_bar
-
-    import hf_liere  # noqa: F401 (registers liere_vit with the Auto classes)
-
     disable_progress_bar()
     model = AutoModelForImageClassification.from_pretrained(checkpoint).eval()
     processor = AutoImageProcessor.from_pretrained(checkpoint)

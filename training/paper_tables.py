@@ -21,6 +21,7 @@ from hf_liere import LieREVideoConfig, LieREViTConfig, LieREViTForImageClassific
 from hf_liere.inspection.costs import NORM_OPERATIONS, count_cost, count_forward
 from hf_liere.models.encodings import build_rotary_encoding
 from hf_liere.models.lie_algebra import skew
+from training.reporting.markdown import markdown
 
 
 # LieRE's code on CIFAR-100: 32 × 32 images in patches of 4 × 4, so 64 patches and a class token; heads are always 64
@@ -237,11 +238,6 @@ def table_7(measured: bool = True) -> list[list[str]]:
             row.append(f"{image - without + rotations:.3f}")
         rows.append(row)
     return rows
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def main() -> int:

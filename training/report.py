@@ -11,27 +11,22 @@ training/results was made so, and is made again from itself by
 """
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import yaml
 
 from training.engine.runs import start
-from training.evaluate_sweep import as_flags, combinations, read_sweep
 from training.reporting.plots import plot
 from training.reporting.result_lines import read_results, write_results
-from training.reporting.result_table import AS_TRAINED, Table, arrange, common_settings, method, without
-from training.reporting.significance import paired_test
+from training.reporting.result_table import arrange, common_settings, without
+from training.reporting.sections import section, title_of
 
 
 PAPER_RESULTS = Path(__file__).with_name("paper_results.yaml")
-SWEEPS = Path(__file__).with_name("sweeps")
 REPORT = "report.md"
 HOW_TO_READ = """
 Accuracies are means over seeds, in percent; the single seeds stand beside them. Intervals are 95%, bootstrapped from
@@ -70,201 +65,6 @@ def main(arguments: list[str] | None = None) -> Path:
     report = given.output_dir / REPORT
     report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return report
-
-
-def title_of(folder: str, results: list[dict[str, Any]], table: Table, common: list[str]) -> str:
-    numbers = sorted({len(next(iter(cells.values())).by_seed()) for cells in table.values()})
-    seeds = "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
-    epochs, examples = _epochs(results[0]), results[0]["metrics"]["eval_samples"]
-    budget = "".join(f"{part}, " for part in common) + f"{_count(epochs, 'epoch')}, {seeds}, {examples:,} examples"
-    return f"{folder}: {results[0]['sweep']} ({budget})"
-
-
-def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dict[str, Any], common: list[str]) -> str:
-    """Everything about one sweep, as markdown; what all its models have in `common` stands above the table."""
-    lines = [f"## {folder}: {results[0]['sweep']}", _about(results, common), _command(folder, results[0])]
-    conditions = list(dict.fromkeys(column for cells in table.values() for column in cells))
-    papers = {
-        without(row, common): cells
-        for row, cells in paper.get("rows", {}).items()
-        if set(common) <= set(row.split(", "))
-    }
-    figures = {row: cells for row, cells in papers.items() if row in table}
-    shown = [column for column in conditions if any(column in row for row in figures.values())]
-    if shown:
-        lines.append(f"The paper: {' '.join(paper['about'].split())}")
-    if shown and _is_mini(results[0]):
-        lines[-1] += " Other data, models and budgets than ours: compare the order of the rows, not the figures."
-    lines.append(_results_table(table, conditions, figures, shown))
-    if missing := _not_measured(results, table, common):
-        lines.append(f"Not measured yet: {'; '.join(missing)}.")
-    first = next(iter(table.values()))
-    is_accuracy = next(iter(first.values())).metric() == "eval_accuracy"
-    if drops := _drops(table, conditions, figures):
-        lines += ["Relative loss of accuracy under the condition:", drops]
-    references = [next((row for row in table if row.startswith("Absolute")), next(iter(table)))]
-    references += [row for row in table if row.startswith("RoPE-Mixed")][:1]
-    for against in dict.fromkeys(references if is_accuracy else []):
-        if tests := _tests(table, against, conditions):
-            lines += [f"Against {against}, in points:", tests]
-    if is_accuracy and conditions == [AS_TRAINED] and (reached := _epochs_to_baseline(table)):
-        lines += ["Epochs until the accuracy that Absolute has at the end:", reached]
-    return "\n\n".join(lines)
-
-
-def _not_measured(results: list[dict[str, Any]], table: Table, common: list[str]) -> list[str]:
-    """Models of the sweep's file that are not among the results, and seeds of those that are."""
-    file = SWEEPS / f"{results[0]['sweep']}.yaml"
-    if not file.is_file():
-        return []
-    sweep = read_sweep(file, _is_mini(results[0]))
-    wanted: dict[str, set] = {}
-    for settings in combinations(sweep["train"]):
-        wanted.setdefault(without(method(settings, sweep["script"]), common), set()).add(settings.get("seed"))
-    missing = []
-    for row, seeds in wanted.items():
-        left = seeds - set(next(iter(table[row].values())).by_seed()) if row in table else seeds
-        names = ", ".join(str(seed) for seed in sorted(left - {None}))
-        if left:
-            missing.append(f"{row} (seed {names})" if row in table and names else row)
-    return missing
-
-
-def _results_table(table: Table, conditions: list[str], figures: dict[str, dict], shown: list[str]) -> str:
-    header = ["", "parameters", "seeds", *(["single seeds"] if _seeds_differ(table) else [])]
-    for column in conditions:
-        header += [column, *(["paper"] if column in shown else [])]
-    rows = []
-    for row, cells in table.items():
-        some = next(iter(cells.values()))
-        parameters, by_seed = some.results[0]["train_metrics"].get("parameters"), some.by_seed()
-        line = [row, f"{parameters:,}" if parameters else "", str(len(by_seed))]
-        if _seeds_differ(table):
-            form = "{:.1%}" if some.metric() == "eval_accuracy" else "{:.3f}"
-            line.append(", ".join(form.format(value).rstrip("%") for value in by_seed.values()))
-        for column in conditions:
-            line.append(str(cells[column]) if column in cells else "not measured")
-            if column in shown:
-                line.append(str(figures.get(row, {}).get(column, "–")))
-        rows.append(line)
-    return markdown(header, rows)
-
-
-def _seeds_differ(table: Table) -> bool:
-    return any(len(cell.by_seed()) > 1 for cells in table.values() for cell in cells.values())
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *rows])
-
-
-def _about(results: list[dict[str, Any]], common: list[str]) -> str:
-    """What was measured on what, from the records of the first run."""
-    first = results[0]
-    model, training = (first["run"].get(key, {}) for key in ("model", "training"))
-    model = model.get("backbone_config") or model
-    epochs, trained = _epochs(first), first["train_metrics"]
-    examples = trained.get("train_samples_per_second", 0) * trained.get("train_runtime", 0) / (epochs or 1)
-    processes = first["environment"].get("world_size", 1)
-    batch = training.get("per_device_train_batch_size", 0) * training.get("gradient_accumulation_steps", 1) * processes
-    seeds = sorted({result["settings"].get("seed", training.get("seed", 0)) for result in results})
-    libraries = first["environment"].get("libraries", {})
-    parts = [
-        f"{model.get('num_hidden_layers', 12)} layers of {model.get('hidden_size', 768)} channels",
-        *common,
-        f"{_count(epochs, 'epoch')} of {round(examples):,} examples in batches of {batch}",
-        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
-        f"evaluated on {first['metrics']['eval_samples']:,} examples",
-        f"{first['environment'].get('accelerator') or first['environment'].get('device', '')}, "
-        f"torch {libraries.get('torch')}, transformers {libraries.get('transformers')}",
-    ]
-    return f"Ours: {'; '.join(parts)}."
-
-
-def _epochs(result: dict[str, Any]) -> float:
-    return result["run"].get("training", {}).get("num_train_epochs", 0)
-
-
-def _count(number: float, noun: str) -> str:
-    return f"{number:g} {noun}{'' if number == 1 else 's'}"
-
-
-def _is_mini(result: dict[str, Any]) -> bool:
-    return "--mini" in result.get("command", ()) or any(flag.endswith("_mini.yaml") for flag in result["flags"][:1])
-
-
-def _command(folder: str, result: dict[str, Any]) -> str:
-    """What made the sweep; names of files elsewhere are without their folders."""
-    if "command" in result:
-        return f"    {shlex.join(['python', 'training/evaluate_sweep.py', *result['command']])}"
-    # Older results are those of the repository's own sweeps. Between the recipe and what the sweep sets.
-    passed = result["flags"][1 : -len(as_flags({**result["settings"], "do_eval": True}))]
-    mini = ["--mini"] if _is_mini(result) else []
-    words = ["python", "training/evaluate_sweep.py", f"training/sweeps/{result['sweep']}.yaml", *mini]
-    return f"    {shlex.join([*words, '--output_dir', f'outputs/{folder}', *passed])}"
-
-
-def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> str | None:
-    """As LieRE's Table 5: (before − after) / before, for evaluations with shuffled patches or frames."""
-    shuffles = [column for column in conditions if "evaluation_shuffle" in column]
-    if not shuffles or AS_TRAINED not in conditions:
-        return None
-
-    def drop(row: dict[str, Any], column: str, value) -> str:
-        if AS_TRAINED not in row or column not in row or not (before := value(row[AS_TRAINED])):
-            return "–"
-        return f"{100 * (before - value(row[column])) / before:.1f}%".replace("-", "−")
-
-    header, rows = [""], [[row] for row in table]
-    for column in shuffles:
-        header += [column, "paper"]
-        for line, (row, cells) in zip(rows, table.items()):
-            of_paper = {name: float(str(value).split()[0]) for name, value in figures.get(row, {}).items()}
-            line += [drop(cells, column, lambda cell: cell.interval.mean), drop(of_paper, column, float)]
-    return markdown(header, rows)
-
-
-def _tests(table: Table, against: str, conditions: list[str]) -> str | None:
-    """Differences to one row under every condition."""
-    bases = {column: cell.correct() for column, cell in table.get(against, {}).items()}
-    rows = []
-    for row, cells in table.items():
-        line = []
-        for column in conditions:
-            base, other = bases.get(column), cells[column].correct() if column in cells else None
-            if row == against or base is None or other is None or other.shape[1] != base.shape[1]:
-                line.append("–")
-                continue
-            test = paired_test(base, other)
-            bounds = (100 * value for value in (test.difference.mean, test.difference.low, test.difference.high))
-            mean, low, high = (f"{value:+.1f}".replace("-", "−") for value in bounds)
-            line.append(f"{mean} ({low} – {high}), p {_p_value(test.p_value)}")
-        if set(line) != {"–"}:
-            rows.append([row, *line])
-    return markdown(["", *conditions], rows) if rows else None
-
-
-def _p_value(value: float) -> str:
-    return f"= {value:.2g}" if value >= 1e-99 else "< 1e-99"
-
-
-def _epochs_to_baseline(table: Table) -> str | None:
-    """As LieRE's Figure 9: by how much fewer epochs than Absolute's all of them."""
-    histories = {}
-    for row, cells in table.items():
-        runs = [dict(map(tuple, result["history"])) for result in next(iter(cells.values())).results]
-        epochs = sorted(set.intersection(*(set(run) for run in runs)))
-        if len(epochs) > 1:
-            histories[row] = [(epoch, float(np.mean([run[epoch] for run in runs]))) for epoch in epochs]
-    if len(histories) < 2 or "Absolute" not in histories:
-        return None
-    last, goal = histories["Absolute"][-1]
-    rows = []
-    for row, history in histories.items():
-        reached = next((epoch for epoch, accuracy in history if accuracy >= goal), None)
-        rows.append([row, "never" if reached is None else f"{reached:g}", f"{last / reached:.1f}×" if reached else "–"])
-    return markdown(["", "epochs", "fewer than Absolute's"], rows)
 
 
 if __name__ == "__main__":

@@ -23,88 +23,39 @@ from pathlib import Path
 # `training` is not installed; the scripts find it, and an hf_liere that is not installed either, beside themselves.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from transformers import set_seed
-
-from training.data.augmentation import Collator
 from training.data.clips import ClipReader, EvaluationClips, TrainingClips
-from training.data.images import Relabelled, fraction_of
+from training.data.sources import DataRequest, fraction_of
 from training.data.video_data import VideoDataArguments, load_clips
-from training.engine.arguments import (
-    AugmentationArguments,
-    RunArguments,
-    VideoModelArguments,
-    parse_arguments,
-)
-from training.engine.conditions import Condition, ConditionArguments
-from training.engine.models import (
-    build_model,
-    check_checkpoint_keys,
-    order_labels,
-    resolve_config,
-    resolve_image_size,
-    resolve_num_frames,
-    resolve_processor,
-)
-from training.engine.records import describe_examples
-from training.engine.runs import claim, run, start
-from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
+from training.engine.arguments import AugmentationArguments, RunArguments, VideoModelArguments
+from training.engine.classification import ClassifierArguments, build_classifier, train_classifier
+from training.engine.command_line import parse_arguments
+from training.engine.conditions import ConditionArguments
+from training.engine.model_setup import resolve_config, resolve_image_size, resolve_num_frames, resolve_processor
+from training.engine.runs import claim, start
 
 
-ARGUMENT_CLASSES = (
-    VideoModelArguments,
-    VideoDataArguments,
-    AugmentationArguments,
-    ConditionArguments,
-    RunArguments,
-)
+ARGUMENT_CLASSES = (VideoModelArguments, VideoDataArguments, AugmentationArguments, ConditionArguments, RunArguments)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Runs the script with the given command line, by default the process's own; returns the last metrics."""
-    model_args, data_args, augmentation_args, condition_args, args = parse_arguments(
-        sys.argv[1:] if arguments is None else arguments, ARGUMENT_CLASSES
-    )
+    given = ClassifierArguments(*parse_arguments(arguments, ARGUMENT_CLASSES))
+    model_args, data_args, args = given.model, given.data, given.run
     checkpoint = claim(args)
     config = resolve_config(model_args)
     image_size, num_frames = resolve_image_size(model_args, config), resolve_num_frames(model_args, config)
     processor = resolve_processor(model_args, data_args, image_size, config)
     with args.main_process_first(desc="finding the clips"):
-        clips = load_clips(
-            data_args,
-            image_size,
-            num_frames,
-            config.num_channels,
-            args.do_train,
-            args.do_eval,
-            writes=args.process_index == 0,
-        )
-    set_seed(args.seed)
-    model = build_model(model_args, config, clips, args.do_train)
-    if checkpoint is not None:
-        check_checkpoint_keys(checkpoint, model)
-
-    numbers = order_labels(clips, model.config)
-    train, evaluation = (source and Relabelled(source, numbers) for source in (clips.train, clips.evaluation))
-    seed = args.seed if args.data_seed is None else args.data_seed
-    resample = int(processor.resample)
-    mean, std = processor.image_mean, processor.image_std
-    collator = Collator((num_frames, *image_size), config.num_channels, mean, std, augmentation_args, seed)
-    train = train and fraction_of(train, data_args.train_fraction, seed)
-    reader = ClipReader(num_frames, data_args.frame_stride)
-    trainer = ClassificationTrainer(
-        model=model,
-        args=args,
-        train_dataset=train and TrainingClips(train, reader, image_size, resample, augmentation_args, seed),
-        eval_dataset=evaluation and EvaluationClips(evaluation, reader, image_size, resample, data_args.eval_clips),
-        data_collator=Condition(collator, model, condition_args),
-        processing_class=processor,
-        compute_metrics=ClassificationMetrics(model.config.num_labels),
-        preprocess_logits_for_metrics=ranks_and_losses,
-    )
-    examples = describe_examples(data_args, clips.splits, train and len(train), evaluation and len(evaluation))
-    described = {"data": data_args, "augmentation": augmentation_args, "condition": condition_args}
-    described["examples"] = examples
-    return run(trainer, checkpoint, model_args.model_name_or_path, (num_frames, *image_size), described)
+        request = DataRequest(image_size, config.num_channels, args.parts, num_frames, args.process_index == 0)
+        clips = load_clips(data_args, request)
+    model, train, evaluation = build_classifier(given, config, clips, checkpoint)
+    train = train and fraction_of(train, data_args.train_fraction, args.order_seed)
+    reader, resample = ClipReader(num_frames, data_args.frame_stride), int(processor.resample)
+    datasets = {
+        "train": train and TrainingClips(train, reader, given.augment(image_size, resample)),
+        "evaluation": evaluation and EvaluationClips(evaluation, reader, image_size, resample, data_args.eval_clips),
+    }
+    return train_classifier(given, model, processor, (num_frames, *image_size), datasets, clips.splits, checkpoint)
 
 
 if __name__ == "__main__":

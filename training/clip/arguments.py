@@ -8,9 +8,10 @@ from typing import Any
 from transformers import CLIPConfig, PreTrainedConfig
 
 from hf_liere import RotaryPatchConfig
+from hf_liere.errors import InputError
 from training.clip.classifiers import TRAINABLE
-from training.engine.arguments import CheckpointArguments, InputError, RunArguments
-from training.engine.models import checkpoint_config
+from training.engine.arguments import CheckpointArguments, RunArguments
+from training.engine.model_setup import checkpoint_config
 
 
 HEADS = ("classifier", "zero_shot")

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_liere import complete_model, is_patched, rotary_parameters, save_rotary, unpatch
+from hf_liere.errors import InputError
 from hf_liere.models.modeling_patched import COMPLETE_MODELS
 from hf_liere.models.vision_towers import find_towers
-from training.engine.arguments import InputError
 
 
 TRAINABLE = ("rotary", "rotary+head", "lora+rotary", "all")
@@ -30,7 +30,7 @@ class Classifier(nn.Module):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
-        # Trainer looks into it.
+        # Trainer reads the configuration of its model.
         self.config = model.config
         takes_size = any("interpolate_pos_encoding" in _arguments(tower.embeddings) for tower in find_towers(model))
         self.any_size = {"interpolate_pos_encoding": True} if takes_size and not is_patched(model) else {}
@@ -129,7 +129,7 @@ def _embed(
 
 def add_lora(classifier: Classifier, rank: int, alpha: float) -> None:
     """LoRA (Hu et al., 2022) in every linear layer of the tower's attention, and a trained copy of the classifier."""
-    # Not needed for any other run.
+    # Imported here because no other run needs peft.
     import peft
 
     (tower,) = find_towers(classifier.model)

@@ -2,7 +2,7 @@
 
 All randomness is seeded by (seed, epoch, index of the image), and for mixing by all images of the batch, never by a
 global generator: a run that is resumed in the middle of an epoch, or loads data in several workers, sees the same
-pixels. The epoch travels with the index, `(epoch, index)`, because persistent workers hear of nothing else.
+pixels. The epoch travels with the index, `(epoch, index)`, because persistent workers receive nothing else.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 from torchvision.transforms import RandAugment, RandomErasing
 
-from training.data.images import Source
+from training.data.sources import Source
 from training.engine.arguments import AugmentationArguments
 
 
@@ -63,12 +63,10 @@ class EpochSampler(torch.utils.data.Sampler):
 class TrainingImages(Dataset):
     """Augmented images of a source by key `(epoch, index)`: `image` (height, width, C) uint8, `label`, `key`."""
 
-    def __init__(
-        self, source: Source, image_size: tuple[int, int], resample: int, arguments: AugmentationArguments, seed: int
-    ):
+    def __init__(self, source: Source, augment: "Augmentation"):
         self.source = source
-        self.repeats = arguments.repeated_augmentation
-        self.augment = Augmentation(image_size, resample, arguments, seed)
+        self.augment = augment
+        self.repeats = augment.arguments.repeated_augmentation
 
     def __len__(self) -> int:
         return len(self.source)
@@ -108,17 +106,10 @@ class Augmentation:
         self.resample = resample
         self.arguments = arguments
         self.seed = seed
-        self.rand_augment = (
-            RandAugment(arguments.rand_augment_ops, arguments.rand_augment_magnitude)
-            if arguments.rand_augment_ops
-            else None
-        )
-        self.is_random = (
-            arguments.random_resized_crop
-            or arguments.crop_padding > 0
-            or arguments.flip_probability > 0
-            or arguments.rand_augment_ops > 0
-        )
+        operations = arguments.rand_augment_ops
+        self.rand_augment = RandAugment(operations, arguments.rand_augment_magnitude) if operations else None
+        crops = arguments.random_resized_crop or arguments.crop_padding > 0
+        self.is_random = crops or arguments.flip_probability > 0 or operations > 0
 
     def __call__(self, image: np.ndarray, epoch: int, index: int) -> np.ndarray:
         if not self.is_random:
@@ -135,14 +126,14 @@ class Augmentation:
         if rng.random() < self.arguments.flip_probability:
             image = image[:, ::-1]
         if self.rand_augment is not None:
-            with _lent_seed(rng):
+            with _seeded_torch(rng):
                 image = _from_pil(self.rand_augment(_to_pil(image)))
         return image
 
 
 @contextlib.contextmanager
-def _lent_seed(rng: np.random.Generator) -> Iterator[None]:
-    """torchvision draws from the global generator; it is lent a seed and put back."""
+def _seeded_torch(rng: np.random.Generator) -> Iterator[None]:
+    """Inside, the global generator, from which torchvision draws, has a seed from `rng`; afterwards its old state."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(rng.integers(2**63)))
         yield
@@ -198,7 +189,7 @@ class Collator:
         is_training = "key" in examples[0]
         if is_training and self.erase.p > 0:
             for image, example in zip(pixels[: len(images)], examples):
-                with _lent_seed(np.random.default_rng((self.seed, *example["key"], ERASING_STREAM))):
+                with _seeded_torch(np.random.default_rng((self.seed, *example["key"], ERASING_STREAM))):
                     self.erase(image)
         if is_training and (self.arguments.mixup_alpha or self.arguments.cutmix_alpha):
             batch.update(self._mix(pixels, labels, len(images), examples))

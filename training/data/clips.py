@@ -9,10 +9,9 @@ import numpy as np
 from torch.utils.data import Dataset
 from transformers.utils import logging
 
-from training.data.augmentation import IGNORED_LABEL, PADDING, TrainingImages, resized
-from training.data.images import Source
+from training.data.augmentation import IGNORED_LABEL, PADDING, Augmentation, TrainingImages, resized
+from training.data.sources import Source
 from training.data.video_files import FrameReader, UnreadableError
-from training.engine.arguments import AugmentationArguments
 
 
 logger = logging.get_logger(__name__)
@@ -107,25 +106,16 @@ class TrainingClips(TrainingImages):
     A clip that cannot be read has no `image`, and the label that the loss ignores.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        reader: ClipReader,
-        image_size: tuple[int, int],
-        resample: int,
-        arguments: AugmentationArguments,
-        seed: int,
-    ):
-        super().__init__(source, image_size, resample, arguments, seed)
+    def __init__(self, source: Source, reader: ClipReader, augment: Augmentation):
+        super().__init__(source, augment)
         self.reader = reader
-        self.seed = seed
 
     def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
         epoch, index = key
         if index == PADDING:
             return super().__getitem__(key)
         clip, label = self.source[index % len(self)]
-        rng = np.random.default_rng((self.seed, epoch, index, CLIP_STREAM))
+        rng = np.random.default_rng((self.augment.seed, epoch, index, CLIP_STREAM))
         start = rng.random(self.reader.num_frames if self.reader.stride is None else None)
         frames = self.reader.read(clip, self.reader.indices(clip, start))
         if frames is None:

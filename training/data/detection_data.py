@@ -16,13 +16,16 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from hf_liere.errors import InputError
 from training.data.augmentation import resized
-from training.data.moving_shapes import SHAPES, shape_mask
-from training.engine.arguments import InputError, SampleArguments
+from training.data.moving_shapes import SHAPES, SPLITS, shape_mask
+from training.data.sources import PARTS, DataRequest
+from training.data.tables import require_files
+from training.engine.arguments import SampleArguments
+from training.engine.records import write_text
 
 
 logger = logging.get_logger(__name__)
-SPLITS = ("train", "validation")
 DEFAULT_SIZES = {"train": 1000, "validation": 200}
 CATEGORIES = ("disc", "square", "diamond", "cross")
 MOST_SHAPES = 4
@@ -111,7 +114,7 @@ class DetectionExamples(Dataset):
 
     def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Any]:
         epoch, index = key if isinstance(key, tuple) else (None, key)
-        # What fills up the last batch of several processes is another look at an image.
+        # Keys beyond the last image fill up the last batch of several processes.
         picture, boxes, labels = self.source[index % len(self.source)]
         image = resized(picture, self.image_size, self.resample)
         if epoch is not None and np.random.default_rng((self.seed, epoch, index % len(self))).random() < (
@@ -145,26 +148,20 @@ class DetectionCollator:
 
 
 def load_detections(
-    arguments: DetectionDataArguments, image_size: tuple[int, int], train: bool, evaluate: bool
+    arguments: DetectionDataArguments, request: DataRequest
 ) -> tuple[Detections | None, Detections | None, list[str]]:
     """
     Pictures to train on, pictures to evaluate, and the names of the categories.
-
-    Args:
-        image_size: height and width of the model's input; the shapes are drawn at that size.
 
     Raises:
         InputError: naming the file, annotation or category that does not fit and what would.
     """
     files = {"training": arguments.train_files, "evaluation": arguments.validation_files}
     if not any(files.values()):
-        files = _shapes(arguments, image_size, train, evaluate)
-    limits = {"training": arguments.max_train_samples, "evaluation": arguments.max_eval_samples}
+        files = _shapes(arguments, request)
     found: dict[str, Detections] = {}
     names: list[str] = []
-    for part, needed in (("training", train), ("evaluation", evaluate)):
-        if not needed:
-            continue
+    for part in request.parts:
         if not files[part] or len(files[part]) != 1:
             flag = "--train_files" if part == "training" else "--validation_files"
             raise InputError(f"The {part} needs one COCO json, not {files[part]}; accepted: {flag} file.json.")
@@ -173,7 +170,7 @@ def load_detections(
         names = names or sorted(categories, key=categories.get)
         if set(categories) != set(names):
             raise InputError(f"The {part} data have the categories {sorted(categories)}, the training {sorted(names)}.")
-        image_ids = sorted(coco.imgs)[: limits[part]]
+        image_ids = sorted(coco.imgs)[: arguments.limits[part]]
         found[part] = Detections(coco, image_ids, [categories[name] for name in names], folder)
     return found.get("training"), found.get("evaluation"), names
 
@@ -185,8 +182,7 @@ def read_coco(file: Path, image_folder: str | None) -> tuple[COCO, Path]:
     Raises:
         InputError: naming what is missing or wrong.
     """
-    if not file.is_file():
-        raise InputError(f"There is no file {str(file)!r}.")
+    require_files([str(file)])
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             coco = COCO(str(file))
@@ -207,7 +203,7 @@ def read_coco(file: Path, image_folder: str | None) -> tuple[COCO, Path]:
                     f"{file.name}: annotation {entry['id']} has the box {entry['bbox']}; accepted: left, top, width, "
                     "height."
                 )
-            # What COCO's evaluation needs, and many converters leave out.
+            # COCO's evaluation needs both, and many converters leave them out.
             entry.setdefault("iscrowd", 0)
             entry.setdefault("area", entry["bbox"][2] * entry["bbox"][3])
     except (json.JSONDecodeError, KeyError, TypeError, AssertionError) as error:
@@ -245,7 +241,7 @@ def scene(split: str, index: int, image_size: tuple[int, int]) -> tuple[np.ndarr
 
 
 def write_shapes(folder: Path, split: str, size: int, image_size: tuple[int, int]) -> Path:
-    """Writes `folder/<split>_<height>x<width>/<number>.png` and a json of so many of them; its path. It is kept."""
+    """Writes `folder/<split>_<height>x<width>/<number>.png` and their json, unless that exists; its path."""
     height, width = image_size
     pictures = folder / f"{split}_{height}x{width}"
     file = pictures.with_name(f"{pictures.name}_{size}.json")
@@ -263,20 +259,17 @@ def write_shapes(folder: Path, split: str, size: int, image_size: tuple[int, int
             annotations.append({**entry, "area": box[2] * box[3], "iscrowd": 0})
     categories = [{"id": number, "name": name} for number, name in enumerate(CATEGORIES, 1)]
     content = {"images": images, "annotations": annotations, "categories": categories}
-    # The json comes last and at once: where it is, the pictures are complete.
-    file.with_suffix(".part").write_text(json.dumps(content), encoding="utf-8")
-    file.with_suffix(".part").rename(file)
+    # The json comes last: where it is, the pictures are complete.
+    write_text(file, json.dumps(content))
     return file
 
 
-def _shapes(
-    arguments: DetectionDataArguments, image_size: tuple[int, int], train: bool, evaluate: bool
-) -> dict[str, list[str] | None]:
+def _shapes(arguments: DetectionDataArguments, request: DataRequest) -> dict[str, list[str] | None]:
     """The generated data, the same for every seed of a training, so that runs can be compared."""
-    files: dict[str, list[str] | None] = {}
-    limits = {"train": arguments.max_train_samples, "validation": arguments.max_eval_samples}
-    for part, split, needed in (("training", "train", train), ("evaluation", "validation", evaluate)):
-        size = limits[split] or DEFAULT_SIZES[split]
-        if needed:
-            files[part] = [str(write_shapes(Path(arguments.shapes_folder), split, size, image_size))]
-    return files
+    folder = Path(arguments.shapes_folder)
+    sizes = {part: arguments.limits[part] or DEFAULT_SIZES[split] for part, split in zip(PARTS, SPLITS)}
+    return {
+        part: [str(write_shapes(folder, split, sizes[part], request.image_size))]
+        for part, split in zip(PARTS, SPLITS)
+        if part in request.parts
+    }

@@ -11,6 +11,7 @@ import av
 import numpy as np
 from tqdm.auto import tqdm
 
+from hf_liere.storage.targets import new_file
 from training.data.arrows import LABELS, STEPS
 
 
@@ -90,6 +91,5 @@ def write_moving_shapes(folder: Path, sizes: dict[str, int], image_size: int) ->
         for index in tqdm(missing, desc=f"Writing {split} videos", unit="video", leave=False, disable=None):
             video, label = frames(split, index, image_size)
             path = folder / split / LABELS[label] / f"{index:06}.mp4"
-            # A file that is there is complete.
-            write_video(path.with_suffix(".part"), video)
-            path.with_suffix(".part").rename(path)
+            with new_file(path) as partial:
+                write_video(partial, video)

@@ -16,20 +16,15 @@ from datasets.distributed import split_dataset_by_node
 from pyarrow.parquet import ParquetFile
 from torch.utils.data import IterableDataset
 
+from hf_liere.errors import InputError
 from training.data.augmentation import Augmentation
-from training.data.images import (
-    DecodedImages,
-    LabelledImages,
-    infer_image_column,
-    infer_label_column,
-    pick_evaluation_split,
-    readable,
-    require_files,
-)
-from training.engine.arguments import AugmentationArguments, DataArguments, InputError, RunArguments
+from training.data.images import DecodedImages
+from training.data.sources import DataRequest, LabelledImages
+from training.data.tables import infer_columns, pick_evaluation_split, readable, require_files, training_split
+from training.engine.arguments import DataArguments, RunArguments
 
 
-# Images among which the next one is drawn.
+# The next image is drawn among this number of images.
 SHUFFLE_BUFFER = 10_000
 
 
@@ -64,17 +59,9 @@ class StreamedImages(IterableDataset):
     """
 
     def __init__(
-        self,
-        stream: Stream,
-        numbers: list[int],
-        image_size: tuple[int, int],
-        num_channels: int,
-        resample: int,
-        augmentation: AugmentationArguments,
-        args: RunArguments,
+        self, stream: Stream, numbers: list[int], num_channels: int, augment: Augmentation, args: RunArguments
     ):
-        seed = args.seed if args.data_seed is None else args.data_seed
-        shuffled = stream.table.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+        shuffled = stream.table.shuffle(seed=augment.seed, buffer_size=SHUFFLE_BUFFER)
         self.table = split_dataset_by_node(shuffled, args.process_index, args.world_size)
         if args.dataloader_num_workers > self.table.num_shards:
             raise InputError(
@@ -84,9 +71,10 @@ class StreamedImages(IterableDataset):
         self.stream = stream
         self.numbers = numbers
         self.decoder = DecodedImages(None, stream.image_column, None, num_channels, 0)
-        self.augment = Augmentation(image_size, resample, augmentation, seed)
-        self.repeats = augmentation.repeated_augmentation
+        self.augment = augment
+        self.repeats = augment.arguments.repeated_augmentation
         self.batch_size = args.per_device_train_batch_size
+        self.num_examples = stream.size
         self.steps = math.ceil(stream.size / (args.world_size * self.batch_size))
         self.rank, self.world_size = args.process_index, args.world_size
         # Set by the trainer: a function returning the object whose `epoch` an iteration belongs to.
@@ -120,9 +108,7 @@ class StreamedImages(IterableDataset):
                 raise InputError("The stream holds no images.")
 
 
-def open_stream(
-    arguments: DataArguments, num_channels: int, train: bool, evaluate: bool
-) -> tuple[LabelledImages, Stream | None]:
+def open_stream(arguments: DataArguments, request: DataRequest) -> tuple[LabelledImages, Stream | None]:
     """
     The evaluation images, downloaded, and the training images as a stream.
 
@@ -136,8 +122,7 @@ def open_stream(
     features = next(iter(tables.values())).features
     if features is None:
         raise InputError("--streaming: the data set does not say what its columns are; accepted: without --streaming.")
-    image_column = infer_image_column(features, arguments.image_column_name)
-    label_column = infer_label_column(features, arguments.label_column_name)
+    image_column, label_column = infer_columns(features, arguments)
     label = features[label_column]
     if not isinstance(label, datasets.ClassLabel):
         raise InputError(
@@ -145,12 +130,8 @@ def open_stream(
             "when all is read; accepted: ClassLabel, or without --streaming."
         )
     stream = None
-    if train:
-        if arguments.train_split not in tables:
-            raise InputError(
-                f"--train_split {arguments.train_split!r}: there is no such split; accepted: {', '.join(tables)}."
-            )
-        table = tables[arguments.train_split]
+    if "training" in request.parts:
+        table = training_split(tables, arguments)
         size = min(arguments.max_train_samples or math.inf, _size(arguments, table) or math.inf)
         if size == math.inf:
             raise InputError(
@@ -159,15 +140,16 @@ def open_stream(
         table = table.take(size) if arguments.max_train_samples else table
         stream = Stream(table.cast_column(image_column, datasets.Image(decode=False)), image_column, label_column, size)
     source, splits = None, {"train": arguments.train_split}
-    if evaluate:
+    if "evaluation" in request.parts:
         splits["evaluation"] = split = pick_evaluation_split(list(tables), arguments)
         rows = tables[split].cast_column(image_column, datasets.Image(decode=False))
         rows = rows.take(arguments.max_eval_samples) if arguments.max_eval_samples else rows
         # An evaluation is exact only where every process knows all indices; kept on disk, not in memory.
         table = datasets.Dataset.from_generator(_Rows(rows), features=rows.features)
         labels = table.with_format("numpy")[label_column][:]
-        source = DecodedImages(table, image_column, labels, num_channels, arguments.image_cache_gigabytes * 2**30)
-    # Those of files are made up here.
+        cache_bytes = arguments.image_cache_gigabytes * 2**30
+        source = DecodedImages(table, image_column, labels, request.num_channels, cache_bytes)
+    # The names of splits of files are chosen here and say nothing.
     splits = splits if arguments.dataset_name else {}
     return LabelledImages(None, source, list(label.names), splits=splits), stream
 

@@ -5,6 +5,7 @@ decided by those who train or evaluate.
 """
 
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,16 +13,19 @@ import numpy as np
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from hf_liere.errors import InputError
 from training.data.arrows import LABELS
 from training.data.clips import Clip, ClipArray, ClipFile, frames_needed
-from training.data.images import EVALUATION_SPLITS, LabelledImages
-from training.data.moving_shapes import DEFAULT_SIZES, write_moving_shapes
+from training.data.moving_shapes import DEFAULT_SIZES, SPLITS, write_moving_shapes
+from training.data.sources import PARTS, DataRequest, LabelledImages
 from training.data.video_files import FrameReader, UnreadableError, is_clip
-from training.engine.arguments import InputError, SampleArguments
+from training.engine.arguments import SampleArguments
 
 
 logger = logging.get_logger(__name__)
 CLASS_INDEX = "classInd.txt"
+# By default the first that there is of these is evaluated; some data sets shorten the name.
+USUAL_SPLITS = ("validation", "valid", "dev", "val", "test")
 
 
 @dataclass
@@ -52,8 +56,7 @@ class VideoDataArguments(SampleArguments):
         default=None, metadata={"help": "Split to evaluate; by default the first of validation, valid, dev, val, test."}
     )
     frame_stride: int | None = field(
-        default=None,
-        metadata={"help": "Clips are every so many-th frame from a random start; by default spread over the video."},
+        default=None, metadata={"help": "Distance of the frames of a clip; by default they are spread over the video."}
     )
     eval_clips: int = field(default=1, metadata={"help": "Clips per video whose probabilities are averaged."})
     intensity_range: list[float] | None = field(
@@ -72,42 +75,16 @@ class VideoDataArguments(SampleArguments):
             raise InputError(f"--intensity_range {self.intensity_range}; accepted: two numbers, the lower one first.")
 
 
-class ClipSource:
-    """Clips and the numbers of their classes."""
-
-    def __init__(self, clips: list[Clip], labels: list[int]):
-        self.clips = clips
-        self.labels = labels
-
-    def __len__(self) -> int:
-        return len(self.clips)
-
-    def __getitem__(self, index: int) -> tuple[Clip, int]:
-        return self.clips[index], self.labels[index]
-
-
-def load_clips(
-    arguments: VideoDataArguments,
-    image_size: tuple[int, int],
-    num_frames: int,
-    num_channels: int,
-    train: bool,
-    evaluate: bool,
-    writes: bool = True,
-) -> LabelledImages:
+def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledImages:
     """
     Finds the clips of the splits that are needed. Files that cannot be opened or have too few frames are reported by
     name and left out.
 
-    Args:
-        image_size: height and width of the model's input; the moving shapes are drawn at that size.
-        writes: whether this process writes the moving shapes.
-
     Raises:
         InputError: naming the folder, file, line or split that does not fit and what would.
     """
-    if num_channels not in (1, 3):
-        raise InputError(f"--num_channels {num_channels}: clips are read with 1 or 3 channels.")
+    if request.num_channels not in (1, 3):
+        raise InputError(f"--num_channels {request.num_channels}: clips are read with 1 or 3 channels.")
     sources = {
         "--dataset_name": arguments.dataset_name,
         "--video_folder": arguments.video_folder,
@@ -121,21 +98,21 @@ def load_clips(
     if (arguments.train_files or arguments.validation_files) and arguments.video_folder is None:
         raise InputError("The paths in split files need the folder that they start from, --video_folder.")
     if arguments.volume_file is not None:
-        found, names = _volumes(arguments, num_channels, train, evaluate)
+        found, names = _volumes(arguments, request)
     else:
         if arguments.train_files or arguments.validation_files:
-            files, names = _split_files(arguments, train, evaluate)
+            files, names = _split_files(arguments, request)
         elif arguments.video_folder is not None:
-            files, names = _class_folders(Path(arguments.video_folder), arguments.eval_split, train, evaluate)
+            files, names = _class_folders(Path(arguments.video_folder), arguments.eval_split, request)
         else:
             # For the record of the run.
             arguments.dataset_name = "moving_shapes"
-            files, names = _moving_shapes(arguments, image_size, train, evaluate, writes)
-        if train and evaluate and arguments.video_folder is not None:
+            files, names = _moving_shapes(arguments, request), list(LABELS)
+        if len(files) == 2 and arguments.video_folder is not None:
             _require_trained(files, names)
-        reader = FrameReader(num_channels, arguments.intensity_range)
-        found = {part: _opened(entries[: _limit(arguments, part)], reader, part) for part, entries in files.items()}
-    needed = frames_needed(num_frames, arguments.frame_stride)
+        reader = FrameReader(request.num_channels, arguments.intensity_range)
+        found = {part: _opened(entries[: arguments.limits[part]], reader, part) for part, entries in files.items()}
+    needed = frames_needed(request.num_frames, arguments.frame_stride)
     parts = {part: _long_enough(clips, needed, part) for part, clips in found.items()}
     return LabelledImages(parts.get("training"), parts.get("evaluation"), names)
 
@@ -145,10 +122,6 @@ def _require_trained(files: dict[str, list[tuple[Path, int]]], names: list[str])
     missing = ", ".join(names[label] for label in sorted(evaluated - trained))
     if missing:
         raise InputError(f"No clips to train on are of {missing}, which the evaluation has; accepted: trained classes.")
-
-
-def _limit(arguments: SampleArguments, part: str) -> int | None:
-    return arguments.max_train_samples if part == "training" else arguments.max_eval_samples
 
 
 def _opened(entries: list[tuple[Path, int]], reader: FrameReader, part: str) -> list[tuple[Clip, int]]:
@@ -161,7 +134,7 @@ def _opened(entries: list[tuple[Path, int]], reader: FrameReader, part: str) -> 
     return clips
 
 
-def _long_enough(clips: list[tuple[Clip, int]], needed: int, part: str) -> ClipSource:
+def _long_enough(clips: list[tuple[Clip, int]], needed: int, part: str) -> list[tuple[Clip, int]]:
     chosen = []
     for clip, label in clips:
         if len(clip) < needed:
@@ -170,22 +143,24 @@ def _long_enough(clips: list[tuple[Clip, int]], needed: int, part: str) -> ClipS
             chosen.append((clip, label))
     if not chosen:
         raise InputError(f"None of the {part} clips can be read and has {needed} frames.")
-    return ClipSource([clip for clip, _ in chosen], [label for _, label in chosen])
+    return chosen
+
+
+def _evaluation_split(given: str | None, splits: Sequence[str]) -> str:
+    """The given one, else the first of the usual names among the splits, or of all where there is none."""
+    usual = [given] if given else USUAL_SPLITS
+    return next((name for name in usual if name in splits), usual[0])
 
 
 def _class_folders(
-    folder: Path, eval_split: str | None, train: bool, evaluate: bool
+    folder: Path, eval_split: str | None, request: DataRequest
 ) -> tuple[dict[str, list[tuple[Path, int]]], list[str]]:
     """Clips of `folder/<split>/<class>/…`."""
     if not folder.is_dir():
         raise InputError(f"--video_folder {str(folder)!r} is no folder.")
     splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    parts = {}
-    if train:
-        parts["training"] = "train"
-    if evaluate:
-        candidates = [eval_split] if eval_split else [*EVALUATION_SPLITS, "val"]
-        parts["evaluation"] = next((name for name in candidates if name in splits), candidates[0])
+    usual = {"training": "train", "evaluation": _evaluation_split(eval_split, splits)}
+    parts = {part: usual[part] for part in request.parts}
     for split in parts.values():
         if split not in splits:
             raise InputError(
@@ -193,7 +168,7 @@ def _class_folders(
                 "accepted: train/ and validation/ with one folder per class, or split files."
             )
     # Of all splits, so that an evaluation knows the classes of the training.
-    known = {"train", *EVALUATION_SPLITS, "val", *parts.values()}.intersection(splits)
+    known = {"train", *USUAL_SPLITS, *parts.values()}.intersection(splits)
     ordered = sorted({path.name for split in known for path in (folder / split).iterdir() if path.is_dir()})
     files = {
         part: [
@@ -205,7 +180,7 @@ def _class_folders(
         ]
         for part, split in parts.items()
     }
-    # The first so many of a sorted list would be of one class.
+    # The first ones of a sorted list would be of one class.
     return {part: _mixed(entries) for part, entries in files.items()}, ordered
 
 
@@ -215,7 +190,7 @@ def _mixed(entries: list[tuple[Path, int]]) -> list[tuple[Path, int]]:
 
 
 def _split_files(
-    arguments: VideoDataArguments, train: bool, evaluate: bool
+    arguments: VideoDataArguments, request: DataRequest
 ) -> tuple[dict[str, list[tuple[Path, int]]], list[str]]:
     """
     Clips of files with a path and maybe a class number per line. The class is the one that classInd.txt beside the
@@ -223,15 +198,13 @@ def _split_files(
     """
     folder = Path(arguments.video_folder)
     listed = {
-        "training": (arguments.train_files, "--train_files") if train else None,
-        "evaluation": (arguments.validation_files, "--validation_files") if evaluate else None,
+        "training": (arguments.train_files, "--train_files"),
+        "evaluation": (arguments.validation_files, "--validation_files"),
     }
     named: dict[str, list[tuple[Path, str]]] = {}
     names: set[str] = set()
-    for part, request in listed.items():
-        if request is None:
-            continue
-        files, flag = request
+    for part in request.parts:
+        files, flag = listed[part]
         if not files:
             raise InputError(f"There are no split files for the {part}; accepted: {flag}.")
         for name in files:
@@ -270,22 +243,20 @@ def _split_lines(file: Path, folder: Path, flag: str) -> tuple[list[tuple[Path, 
 
 
 def _volumes(
-    arguments: VideoDataArguments, num_channels: int, train: bool, evaluate: bool
+    arguments: VideoDataArguments, request: DataRequest
 ) -> tuple[dict[str, list[tuple[Clip, int]]], list[str]]:
     """Volumes of an npz as MedMNIST's: arrays <split>_images and <split>_labels."""
-    file = Path(arguments.volume_file)
+    file, num_channels = Path(arguments.volume_file), request.num_channels
     try:
         arrays = np.load(file, allow_pickle=False)
         splits = [name.removesuffix("_images") for name in arrays.files if name.endswith("_images")]
     except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
         raise InputError(f"--volume_file {file.name}: {error}; accepted: an npz file.") from error
-    parts = {"training": "train"} if train else {}
-    if evaluate:
-        candidates = [arguments.eval_split] if arguments.eval_split else [*EVALUATION_SPLITS[:3], "val", "test"]
-        parts["evaluation"] = next((name for name in candidates if name in splits), candidates[0])
+    usual = {"training": "train", "evaluation": _evaluation_split(arguments.eval_split, splits)}
     found, highest = {}, 0
     with arrays:
-        for part, split in parts.items():
+        for part in request.parts:
+            split = usual[part]
             if split not in splits or f"{split}_labels" not in arrays.files:
                 raise InputError(
                     f"{file.name} has no {split}_images and {split}_labels; it has {', '.join(arrays.files)}."
@@ -302,7 +273,7 @@ def _volumes(
                     f"{file.name}: {images.shape[-1]} channels; accepted: {num_channels}, or another --num_channels."
                 )
             highest = max(highest, int(labels.max()))
-            limit = _limit(arguments, part)
+            limit = arguments.limits[part]
             found[part] = [
                 (ClipArray(volume, f"{split} volume {number}"), int(label))
                 for number, (volume, label) in enumerate(zip(images[:limit], labels[:limit]))
@@ -310,29 +281,26 @@ def _volumes(
     return found, [str(number) for number in range(highest + 1)]
 
 
-def _moving_shapes(
-    arguments: VideoDataArguments, image_size: tuple[int, int], train: bool, evaluate: bool, writes: bool
-) -> tuple[dict[str, list[tuple[Path, int]]], list[str]]:
-    if image_size[0] != image_size[1]:
-        raise InputError(f"Moving shapes are square; {image_size} is not. Accepted: --image_size 32 and the like.")
+def _moving_shapes(arguments: VideoDataArguments, request: DataRequest) -> dict[str, list[tuple[Path, int]]]:
+    side = request.image_size[0]
+    if side != request.image_size[1]:
+        raise InputError(
+            f"Moving shapes are square; {request.image_size} is not. Accepted: --image_size 32 and the like."
+        )
     # The same for every seed of a training, so that runs can be compared; another size is another set of files.
-    folder = Path(arguments.moving_shapes_folder) / f"{image_size[0]}px"
-    sizes = {}
-    if train:
-        sizes["train"] = arguments.max_train_samples or DEFAULT_SIZES["train"]
-    if evaluate:
-        sizes["validation"] = arguments.max_eval_samples or DEFAULT_SIZES["validation"]
-    if writes:
+    folder = Path(arguments.moving_shapes_folder) / f"{side}px"
+    splits = {part: split for part, split in zip(PARTS, SPLITS) if part in request.parts}
+    sizes = {split: arguments.limits[part] or DEFAULT_SIZES[split] for part, split in splits.items()}
+    if request.writes:
         try:
-            write_moving_shapes(folder, sizes, image_size[0])
+            write_moving_shapes(folder, sizes, side)
         except ValueError as error:
             raise InputError(str(error)) from None
-    parts = {"train": "training", "validation": "evaluation"}
     files = {}
-    for split, size in sizes.items():
+    for part, split in splits.items():
         entries = [
             (path, number) for number, name in enumerate(LABELS) for path in (folder / split / name).glob("*.mp4")
         ]
         # By their number, so that a folder with more of them gives the same ones.
-        files[parts[split]] = sorted(entries, key=lambda entry: entry[0].stem)[:size]
-    return files, list(LABELS)
+        files[part] = sorted(entries, key=lambda entry: entry[0].stem)[: sizes[split]]
+    return files

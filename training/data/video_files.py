@@ -12,6 +12,8 @@ import av
 import numpy as np
 from PIL import Image
 
+from training.engine.messages import reason
+
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".m4v")
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
@@ -58,9 +60,8 @@ class FrameReader:
         except UnreadableError as error:
             raise UnreadableError(f"{path.name}: {error}") from None
         except Exception as error:
-            # Decoders throw whatever they like at broken files.
-            reason = str(error).splitlines()[0] if str(error) else "no message"
-            raise UnreadableError(f"{path.name}: cannot be read ({type(error).__name__}: {reason}).") from error
+            # Decoders raise errors of any class for broken files.
+            raise UnreadableError(f"{path.name}: cannot be read ({reason(error)}).") from error
 
     def _count(self, path: Path) -> int:
         if path.is_dir():

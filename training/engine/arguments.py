@@ -1,23 +1,15 @@
-"""Command line and recipe of the training scripts.
+"""Arguments of the training scripts: of model, data, augmentation and run, each checked before any work is done."""
 
-A recipe is a yaml file of the same names as the command-line flags. It is put in front of the command line as flags,
-so that both are converted and checked alike and the command line, coming last, wins.
-"""
-
-import argparse
 import dataclasses
-import difflib
 import json
 import math
 import os
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import yaml
-from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from hf_liere import LieREVideoConfig, LieREViTConfig
@@ -74,8 +66,8 @@ ARCHITECTURE_FIELDS = architecture_fields(LieREViTConfig)
 class SampleArguments:
     """What the data of all scripts have in common."""
 
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many examples only."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate the first so many examples only."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first N examples only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate the first N examples only."})
     train_fraction: float = field(
         default=1.0, metadata={"help": "Share of the training examples to train on, drawn at random with the seed."}
     )
@@ -85,6 +77,11 @@ class SampleArguments:
     image_std: list[float] | None = field(
         default=None, metadata={"help": "Standard deviation per channel; by default the checkpoint's, else 0.5."}
     )
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """Most examples of each part of the data."""
+        return {"training": self.max_train_samples, "evaluation": self.max_eval_samples}
 
     def __post_init__(self):
         if not 0 < self.train_fraction <= 1:
@@ -136,7 +133,7 @@ class AugmentationArguments:
         default_factory=lambda: [0.08, 1.0], metadata={"help": "Smallest and largest share of the area of that crop."}
     )
     crop_padding: int = field(
-        default=0, metadata={"help": "Pad by so many black pixels and crop back at random, as for CIFAR."}
+        default=0, metadata={"help": "Pad by N black pixels and crop back at random, as for CIFAR."}
     )
     flip_probability: float = field(default=0.0, metadata={"help": "Probability of a horizontal flip."})
     rand_augment_ops: int = field(default=0, metadata={"help": "Operations of RandAugment per image; 0 for none."})
@@ -149,9 +146,7 @@ class AugmentationArguments:
     )
     repeated_augmentation: int = field(
         default=1,
-        metadata={
-            "help": "Views of an image in a batch; an epoch has as many examples, of so many times fewer images."
-        },
+        metadata={"help": "Views of an image in a batch; an epoch has as many examples, of N times fewer images."},
     )
     mixup_alpha: float = field(default=0.0, metadata={"help": "α of Mixup's Beta(α, α); 0 for no Mixup."})
     cutmix_alpha: float = field(default=0.0, metadata={"help": "α of CutMix's Beta(α, α); 0 for no CutMix."})
@@ -210,7 +205,7 @@ class RunArguments(TrainingArguments):
 
     def __post_init__(self):
         self._check_numbers()
-        # Otherwise every process would train the whole model by itself.
+        # Without this, every process on CPUs would train the whole model by itself.
         self.use_cpu = self.use_cpu or launched_on_cpus()
         try:
             super().__post_init__()
@@ -238,6 +233,25 @@ class RunArguments(TrainingArguments):
         if not self.do_train and not self.do_eval:
             raise InputError("Nothing to do: give --do_train, --do_eval or both.")
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Which data the run needs."""
+        return ("training",) * self.do_train + ("evaluation",) * self.do_eval
+
+    @property
+    def resumes(self) -> bool:
+        return self.resume_from_checkpoint not in (None, "False", "false")
+
+    @property
+    def resumes_last(self) -> bool:
+        """Whether the run goes on from the newest checkpoint in its output directory."""
+        return self.resume_from_checkpoint in ("last", "True", "true", True)
+
+    @property
+    def order_seed(self) -> int:
+        """Seed of the order and the augmentation of the examples."""
+        return self.seed if self.data_seed is None else self.data_seed
+
     def _check_numbers(self):
         require_numbers(self, "learning_rate", "weight_decay", "max_grad_norm", "rotary_learning_rate_factor")
         require_numbers(self, "label_smoothing_factor", highest=1)
@@ -255,7 +269,7 @@ class RunArguments(TrainingArguments):
                 "--hub_strategy all_checkpoints is not supported; accepted: end, every_save (each save is a commit, "
                 "to be loaded by its revision) and checkpoint (with what --resume_from_hub needs)."
             )
-        if self.resume_from_hub and (self.resume_from_checkpoint or self.load_best_model_at_end):
+        if self.resume_from_hub and (self.resumes or self.load_best_model_at_end):
             raise InputError(
                 "--resume_from_hub goes with neither --resume_from_checkpoint nor --load_best_model_at_end: the Hub "
                 "holds the last checkpoint only."
@@ -298,86 +312,6 @@ def require_numbers(arguments: Any, *names: str, lowest: float = 0, highest: flo
         if value is not None and not (lowest <= value <= highest and math.isfinite(value)):
             accepted = f"{lowest} and above" if highest == math.inf else f"{lowest} … {highest}"
             raise InputError(f"--{name} {value}; accepted: {accepted}.")
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help texts as they are written: argparse itself takes a percent sign for the start of a format."""
-
-    def _expand_help(self, action: argparse.Action) -> str:
-        text = self._get_help_string(action).replace("%(default)s", str(action.default))
-        # TrainingArguments writes its percent signs for argparse.
-        return text.replace("%%", "%")
-
-
-def parse_arguments(arguments: list[str], argument_classes: tuple[type, ...]) -> tuple:
-    """Instances of the argument classes from a recipe (`--recipe file` or first positional) and flags.
-
-    Raises:
-        InputError: for a key or flag that does not exist, with the ones it resembles.
-    """
-    parser = HfArgumentParser(argument_classes, allow_abbrev=False, formatter_class=HelpFormatter)
-    known = {action.dest for action in parser._actions}
-    recipe, arguments = _take_recipe(list(arguments))
-    if recipe is not None:
-        # Lists of the configuration are values in json, others several words.
-        configurations = [part.config_class for part in argument_classes if hasattr(part, "config_class")]
-        whole = {name for config_class in configurations for name in architecture_fields(config_class)}
-        arguments = _recipe_flags(Path(recipe), known, whole) + arguments + ["--recipe", recipe]
-    *parsed, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
-    if unknown:
-        raise InputError(_unknown_message("flag", unknown[0], known))
-    return tuple(parsed)
-
-
-def _take_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
-    if arguments and not arguments[0].startswith("-"):
-        return arguments[0], arguments[1:]
-    for position, argument in enumerate(arguments):
-        if argument == "--recipe" and position + 1 < len(arguments):
-            return arguments[position + 1], arguments[:position] + arguments[position + 2 :]
-        if argument.startswith("--recipe="):
-            return argument.split("=", 1)[1], arguments[:position] + arguments[position + 1 :]
-    return None, arguments
-
-
-def _recipe_flags(recipe: Path, known: set[str], whole: set[str]) -> list[str]:
-    if not recipe.is_file():
-        raise InputError(
-            f"There is no recipe {str(recipe)!r}; accepted: a yaml file such as training/recipes/arrows_mini.yaml."
-        )
-    content = read_yaml(recipe)
-    flags = []
-    for key, value in content.items():
-        if key not in known:
-            raise InputError(_unknown_message(f"key in {recipe.name}", str(key), known))
-        if value is None:
-            continue
-        values = value if isinstance(value, list) and key not in whole else [value]
-        flags += [f"--{key}", *(item if isinstance(item, str) else json.dumps(item) for item in values)]
-    return flags
-
-
-def read_yaml(file: Path) -> dict[str, Any]:
-    """
-    Raises:
-        InputError: naming the file and the place that is no yaml of `name: value` lines.
-    """
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise InputError(f"{file.name}{place}: this is no yaml ({getattr(error, 'problem', error)}).") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{file.name} holds {type(content).__name__}; accepted: `name: value` lines.")
-    return content
-
-
-def _unknown_message(kind: str, name: str, known: set[str]) -> str:
-    plain = name.split("=")[0].lstrip("-").replace("-", "_")
-    close = difflib.get_close_matches(plain, known, n=3, cutoff=0.6)
-    hint = f"close matches: {', '.join(close)}" if close else "--help lists what is accepted"
-    return f"There is no {kind} {name!r}; {hint}."
 
 
 def _parse_value(text: str) -> Any:

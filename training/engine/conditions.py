@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_liere.errors import InputError
 from hf_liere.models.configuration_liere import LieREConfig
-from training.engine.arguments import InputError
 
 
 SHUFFLES = ("none", "patches", "frames")

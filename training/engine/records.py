@@ -15,46 +15,29 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from training.engine.arguments import InputError, RunArguments
+import hf_liere
+from hf_liere.errors import InputError
+from training.engine.arguments import RunArguments
 
 
 CONFIG_FILE = "run_config.json"
 ENVIRONMENT_FILE = "environment.json"
 WEIGHTS_FILE = "weights.json"
 RESOLUTIONS_FILE = "resolutions.json"
+EXAMPLES_FILE = "eval_examples.safetensors"
+# Where a sweep notes the flags of a run, before it is started.
+FLAGS_FILE = "flags.json"
+# Records, metrics, model and processor that a run leaves.
 RUN_FILES = (
-    CONFIG_FILE,
-    ENVIRONMENT_FILE,
-    "all_results.json",
-    "base",
-    "config.json",
-    "eval_examples.safetensors",
-    "eval_results.json",
-    "lora",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "preprocessor_config.json",
-    RESOLUTIONS_FILE,
-    "rotary",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "train_results.json",
-    "trainer_state.json",
-    WEIGHTS_FILE,
+    *(CONFIG_FILE, ENVIRONMENT_FILE, EXAMPLES_FILE, RESOLUTIONS_FILE, WEIGHTS_FILE, TRAINER_STATE_NAME),
+    *"all_results.json eval_results.json train_results.json".split(),
+    *(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "config.json", "base", "lora", "rotary"),
+    *"preprocessor_config.json tokenizer.json tokenizer_config.json".split(),
 )
-LIBRARIES = (
-    "hf_liere",
-    "torch",
-    "torchvision",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "evaluate",
-    "huggingface_hub",
-    "numpy",
-    "pillow",
-)
+LIBRARIES = "torch torchvision transformers accelerate datasets evaluate huggingface_hub numpy pillow".split()
 # Folders, addresses and identities: they say where a run happened, not what it did.
 PRIVATE_ARGUMENTS = re.compile(r"(^|_)(dir|token|hub|run_name|local_rank|n_gpu|resume_from_checkpoint|trackio)(_|$)")
 
@@ -69,7 +52,7 @@ def claim_output_dir(arguments: RunArguments) -> None:
     folder = Path(arguments.output_dir)
     checkpoints = [path for path in folder.glob("checkpoint-*") if path.is_dir()]
     found = checkpoints + [folder / name for name in RUN_FILES if (folder / name).exists()]
-    if not found or arguments.resume_from_checkpoint:
+    if not found or arguments.resumes:
         return
     if not arguments.overwrite_output_dir:
         names = ", ".join(path.name for path in found[:5])
@@ -82,9 +65,15 @@ def claim_output_dir(arguments: RunArguments) -> None:
 
 
 def write_record(folder: str | Path, name: str, content: dict[str, Any]) -> None:
-    path = Path(folder) / name
+    write_text(Path(folder) / name, json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, which has its new content or is as it was, whatever happens meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
+    written = path.with_name(f"{path.name}.part")
+    written.write_text(text, encoding="utf-8")
+    os.replace(written, path)
 
 
 def portable(value: Any) -> Any:
@@ -140,7 +129,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "libraries": {name: _version(name) for name in LIBRARIES},
+        "libraries": {"hf_liere": hf_liere.__version__} | {name: _version(name) for name in LIBRARIES},
         "world_size": state.num_processes,
         "distributed_type": str(state.distributed_type.value),
         "device": str(state.device.type),
@@ -151,10 +140,6 @@ def environment() -> dict[str, Any]:
 
 
 def _version(library: str) -> str | None:
-    if library == "hf_liere":
-        import hf_liere
-
-        return getattr(hf_liere, "__version__", None)
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:

@@ -9,25 +9,27 @@ from typing import Any
 
 from safetensors.numpy import save_file
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_liere.hub.publishing import saved_weights_digest, weights_digest
+from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError
-from training.engine.arguments import InputError, RunArguments
-from training.engine.checkpoints import last_complete_checkpoint, require_free, require_writable
-from training.engine.hub import fetch_checkpoint, warn_of_other_settings
+from hf_liere.storage.saved_weights import saved_weights_digest, weights_digest
+from training.engine.arguments import RunArguments
+from training.engine.pushing import fetch_checkpoint, warn_of_other_settings
 from training.engine.records import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
+    EXAMPLES_FILE,
     WEIGHTS_FILE,
     claim_output_dir,
     environment,
     portable,
     write_record,
 )
+from training.engine.saving import last_complete_checkpoint, require_free, require_writable
 
 
-EXAMPLES_FILE = "eval_examples.safetensors"
-# What a system says when a file cannot grow any more.
+# Error numbers of a disk or quota that is full, or a file that is too large.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -79,7 +81,7 @@ def claim_folder(args: RunArguments, besides: tuple[str, ...] = ()) -> None:
         InputError: naming the folder, what it holds and what is accepted.
     """
     claim_output_dir(args)
-    if not args.overwrite_output_dir and not args.resume_from_checkpoint:
+    if not args.overwrite_output_dir and not args.resumes:
         require_free(args.output_dir, besides)
     require_writable(args.output_dir)
 
@@ -104,35 +106,13 @@ def run(
     Returns:
         The last metrics.
     """
-    args = trainer.args
+    args, metrics = trainer.args, {}
     if trainer.is_world_process_zero():
         resolved = {name: vars(arguments) for name, arguments in described.items()}
-        if model_name_or_path and Path(model_name_or_path).is_dir():
-            # By its last part, so that a name with a slash is one of the Hub.
-            model_name_or_path = Path(model_name_or_path).resolve().name
-        resolved |= {"training": args.to_dict(), "model": trainer.model.config.to_diff_dict()}
-        resolved = portable({**resolved, "model_name_or_path": model_name_or_path, "image_size": input_size})
-        write_record(args.output_dir, CONFIG_FILE, resolved)
-        if args.resume_from_hub:
-            warn_of_other_settings(checkpoint, resolved)
-        write_record(args.output_dir, ENVIRONMENT_FILE, environment())
-        if not args.do_train:
-            write_record(args.output_dir, WEIGHTS_FILE, {"sha256": weights_digest(trainer.model.state_dict())})
-    metrics = {}
+        resolved |= {"model_name_or_path": model_name_or_path, "image_size": input_size}
+        _record(trainer, checkpoint, resolved)
     if args.do_train:
-        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-        # Trainer's own rate counts the evaluations in between as training.
-        training_seconds = max(metrics["train_runtime"] - trainer.evaluation_seconds, 1e-3)
-        trained_images = metrics["train_samples_per_second"] * metrics["train_runtime"]
-        metrics["train_images_per_second"] = round(trained_images / training_seconds, 1)
-        metrics["parameters"] = sum(parameter.numel() for parameter in trainer.model.parameters())
-        trainer.save_whole(trainer.save_model)
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
-        trainer.save_state()
-        if trainer.is_world_process_zero():
-            digest = saved_weights_digest(args.output_dir)
-            write_record(args.output_dir, WEIGHTS_FILE, {"sha256": digest, "step": trainer.state.global_step})
+        metrics = _train(trainer, checkpoint)
     if args.do_eval:
         metrics = trainer.evaluate()
         metrics["eval_samples"] = len(trainer.eval_dataset)
@@ -148,13 +128,46 @@ def run(
     return metrics
 
 
+def _record(trainer: Trainer, checkpoint: str | None, resolved: dict[str, Any]) -> None:
+    """Writes configuration and environment of a run, and the digest of weights that are only evaluated."""
+    args, name = trainer.args, resolved["model_name_or_path"]
+    if name and Path(name).is_dir():
+        # A folder is recorded by its last part, so that a name with a slash is one of the Hub.
+        resolved["model_name_or_path"] = Path(name).resolve().name
+    resolved = portable(resolved | {"training": args.to_dict(), "model": trainer.model.config.to_diff_dict()})
+    write_record(args.output_dir, CONFIG_FILE, resolved)
+    if args.resume_from_hub:
+        warn_of_other_settings(checkpoint, resolved)
+    write_record(args.output_dir, ENVIRONMENT_FILE, environment())
+    if not args.do_train:
+        write_record(args.output_dir, WEIGHTS_FILE, {"sha256": weights_digest(trainer.model.state_dict())})
+
+
+def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
+    """Trains and saves the model with its records; the metrics of the training."""
+    metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+    # Trainer's own rate counts the evaluations in between as training.
+    training_seconds = max(metrics["train_runtime"] - trainer.evaluation_seconds, 1e-3)
+    trained_images = metrics["train_samples_per_second"] * metrics["train_runtime"]
+    metrics["train_images_per_second"] = round(trained_images / training_seconds, 1)
+    metrics["parameters"] = sum(parameter.numel() for parameter in trainer.model.parameters())
+    trainer.save_whole(trainer.save_model)
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        folder, step = trainer.args.output_dir, trainer.state.global_step
+        write_record(folder, WEIGHTS_FILE, {"sha256": saved_weights_digest(folder), "step": step})
+    return metrics
+
+
 def _resumed_checkpoint(args: RunArguments) -> str | None:
-    """The checkpoint to go on from; `last` and `true` mean the newest in the output directory."""
+    """The checkpoint to go on from."""
     given = args.resume_from_checkpoint
-    if given is None or given in ("False", "false"):
+    if not args.resumes:
         return None
-    if given not in ("last", "True", "true", True):
-        if not (Path(given) / "trainer_state.json").is_file():
+    if not args.resumes_last:
+        if not (Path(given) / TRAINER_STATE_NAME).is_file():
             raise InputError(
                 f"--resume_from_checkpoint {given!r} is no checkpoint of a run; accepted: `last` or its folder."
             )

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, Trainer
 from transformers.utils import logging
 
+from hf_liere.errors import InputError
 from training.data.augmentation import IGNORED_LABEL, EpochSampler
-from training.engine.arguments import InputError
-from training.engine.checkpoints import WholeCheckpoints
-from training.engine.hub import HubPushes
+from training.engine.pushing import HubPushes
+from training.engine.saving import WholeCheckpoints
 
 
 logger = logging.get_logger(__name__)
@@ -93,8 +93,9 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
     def _get_train_sampler(self, train_dataset=None) -> EpochSampler:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         multiple = self._train_batch_size * self.args.world_size if self.args.world_size > 1 else 1
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return EpochSampler(len(dataset), seed, multiple, lambda: self.state, getattr(dataset, "repeats", 1))
+        return EpochSampler(
+            len(dataset), self.args.order_seed, multiple, lambda: self.state, getattr(dataset, "repeats", 1)
+        )
 
     def get_train_dataloader(self) -> DataLoader:
         if isinstance(self.train_dataset, IterableDataset):

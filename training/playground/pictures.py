@@ -4,13 +4,11 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
+from hf_liere.errors import InputError
 from training.data.arrows import LABELS, Arrows
-from training.engine.arguments import InputError
+from training.data.image_formats import EIGHT_BIT_MODES
 
 
-# What PIL converts to 8-bit grey or RGB without losing range.
-EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-GREY_MODES = ("1", "L", "LA")
 EXTENSIONS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP", ".gif": "GIF"}
 MAX_MEGABYTES = 10
 # Decoded, an RGBA picture of this size takes 128 MB.
@@ -51,7 +49,7 @@ def _read(path: Path) -> tuple[Image.Image, list[str]]:
     except Image.DecompressionBombError:
         raise InputError(f"it has far more than {MAX_MEGAPIXELS} megapixels, the limit.") from None
     except Exception as error:
-        # Decoders throw whatever they like at a broken file.
+        # Decoders raise errors of any class for broken files.
         raise InputError(f"it is no {', '.join(formats)} picture or damaged ({type(error).__name__}).") from error
 
 

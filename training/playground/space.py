@@ -10,17 +10,17 @@ from pathlib import Path
 from huggingface_hub import SpaceCardData
 
 from hf_liere.storage.targets import new_directory
-from training.playground.checkpoints import ROOT, Checkpoint
+from training.playground.predictions import ROOT, Checkpoint
 
 
 # What app.py imports of training/; the package hf_liere is copied as a whole.
 MODULES = (
     "app.py",
     "data/arrows.py",
-    "engine/arguments.py",
-    "playground/checkpoints.py",
+    "data/image_formats.py",
+    "playground/page.py",
     "playground/pictures.py",
-    "playground/space.py",
+    "playground/predictions.py",
 )
 CHECKPOINT_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "model*.safetensors*")
 # gradio itself is installed as the card's sdk_version says, in a version of huggingface_hub that suits it.

@@ -70,7 +70,7 @@ def lines_of(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
             result = cell.results[0]
             varied = {name: value for name, value in result["condition"].items() if _is_number(name, value)}
             if not varied and len(cells) > 1 and not result["condition"]:
-                # Under the condition that it was trained at.
+                # A result without a condition was evaluated at the size of the training.
                 names = {name for other in cells.values() for name in other.results[0]["condition"]}
                 size = result["run"].get("image_size")
                 varied = {"image_size": size[-1]} if "image_size" in names and size else {}
@@ -87,7 +87,7 @@ def lines_of(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
         return {}, ""
     for given, cells in zip(settings, table.values()):
         if varying[0] == "block_size" and given.get("position_encoding") == "rope_mixed":
-            # Which is LieRE in blocks of 2.
+            # RoPE-Mixed is LieRE in blocks of 2.
             given = {"position_encoding": "liere", "block_size": 2}
         if varying[0] in given:
             row = method({name: value for name, value in given.items() if name != varying[0]})
@@ -107,7 +107,7 @@ def _plot_lines(axes, lines: dict[str, list[tuple[float, Cell]]], number: str, l
     styles = _styles(list(lines))
     for index, (row, points) in enumerate(lines.items()):
         points = sorted(points, key=lambda point: point[0])
-        # Side by side, so that no interval hides another.
+        # The points stand side by side, so that no interval hides another.
         aside = (index - (len(lines) - 1) / 2) / 150
         width = numbers[-1] - numbers[0]
         places = [
@@ -158,7 +158,7 @@ def _styles(rows: list[str]) -> dict[str, dict[str, Any]]:
         owners.setdefault(_encoding(row), row)
     owners.pop(None, None)
     places = {row: place for place, row in owners.items()}
-    # First what no encoding owns, so that it does not depend on which others there are.
+    # Styles that no encoding owns come first, so that a style does not depend on the other rows.
     free = [place for place in range(len(STYLES)) if place not in owners]
     left = sorted(free, key=lambda place: ENCODINGS[place] != "") or [0]
     others = [row for row in rows if row not in places]

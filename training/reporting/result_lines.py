@@ -6,14 +6,14 @@ before, in dictionaries entry by entry.
 
 import base64
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from training.engine.arguments import InputError
+from hf_liere.errors import InputError
+from training.engine.records import write_text
 
 
 # Which sweep, settings and condition; the flags of the training and what they were resolved to; the metrics of the
@@ -35,7 +35,7 @@ RESULT_KEYS = (
     "command",
 )
 OPTIONAL_KEYS = ("command",)
-# Told whole where they change: another line has entries of other names.
+# These are written whole where they change, because the entries of another line have other names.
 NOT_ENTRY_BY_ENTRY = ("settings", "condition", "metrics")
 
 
@@ -49,10 +49,7 @@ def write_results(path: Path, results: list[dict[str, Any]], as_changes: bool = 
     lines = [_known(result) for result in results]
     if as_changes:
         lines = list(_as_changes(_rounded(line) for line in lines))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(".part")
-    written.write_text("".join(json.dumps(line, default=str) + "\n" for line in lines), encoding="utf-8")
-    os.replace(written, path)
+    write_text(path, "".join(json.dumps(line, default=str) + "\n" for line in lines))
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:

@@ -14,9 +14,9 @@ from training.reporting.significance import Interval, bootstrap_mean
 
 METRICS = {"eval_accuracy": "accuracy", "eval_auc": "AUC", "eval_map": "mAP"}
 AS_TRAINED = "as trained"
-# Not what is compared, but what is averaged over.
+# Results are averaged over these settings.
 SEEDS = ("seed", "evaluation_seed")
-# How an encoding is set up as its paper has it, which its name says already.
+# These settings follow from the name of the encoding.
 AS_IN_PAPER = ("coordinates", "rotary_init", "rotate_prefix", "model_name_or_path", "baseline")
 
 

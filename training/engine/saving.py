@@ -2,7 +2,7 @@
 
 Trainer's own just-in-time checkpoint (`enable_jit_checkpoint`) does not serve: it saves in the middle of a step, whose
 random numbers are then used up, so that a resumed run differs; every process decides for itself, so that several wait
-for each other for ever; and the script goes on as if the training were complete.
+for each other without end; and the script goes on as if the training were complete.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from training.engine.arguments import InputError
+from hf_liere.errors import InputError
+from training.engine.messages import reason
+from training.engine.records import FLAGS_FILE
 
 
 # In the output directory, so that a rename is one on the same file system; the dot hides it from those who list.
 ASIDE = ".incomplete"
-# A batch system sends the one, Ctrl-C the other.
+# Batch systems send SIGTERM, Ctrl-C sends SIGINT.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Where a sweep notes the flags of a run, before it is started.
-FLAGS_FILE = "flags.json"
 
 
 class StoppedError(SystemExit):
@@ -107,7 +107,7 @@ class WholeCheckpoints:
         """
         result = super().train(*args, **kwargs)
         if self.stop_request.stopped:
-            # Another process may have received it.
+            # The signal may have reached another process.
             number = next(iter(self.stop_request.received), signal.SIGTERM)
             step = self.state.global_step
             if self.is_world_process_zero():
@@ -133,7 +133,7 @@ class WholeCheckpoints:
             if self.args.should_save and aside.is_dir():
                 for path in [*aside.rglob("*"), aside]:
                     _flush(path)
-                # Where the weights are, the rest is.
+                # The weights come last: where they are, the other files are complete.
                 for path in sorted(aside.iterdir(), key=lambda path: path.suffix == ".safetensors"):
                     if (folder / path.name).is_dir():
                         shutil.rmtree(folder / path.name)
@@ -147,7 +147,7 @@ class WholeCheckpoints:
         """Inside, files are written into `ASIDE`; of what fails nothing is left, and it is said what there is."""
         aside = folder / ASIDE
         if self.args.should_save:
-            # Of a run that was killed while it was saving.
+            # Files of a run that was killed while it was saving.
             shutil.rmtree(aside, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         try:
@@ -160,7 +160,7 @@ class WholeCheckpoints:
                 if last
                 else "there is no checkpoint to go on from"
             )
-            raise InputError(f"{what} could not be saved ({_reason(error)}); {remains}.") from error
+            raise InputError(f"{what} could not be saved ({reason(error)}); {remains}.") from error
 
     def _get_output_dir(self, trial) -> str:
         folder = super()._get_output_dir(trial)
@@ -228,7 +228,7 @@ class StopRequest(TrainerCallback):
         self._previous = {}
 
     def on_step_end(self, args, state, control, **kwargs):
-        # The end of the training is a better place to stop.
+        # After the last step the training ends by itself.
         if self._received_anywhere() and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = self.stopped = True
 
@@ -257,7 +257,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

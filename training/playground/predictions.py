@@ -21,13 +21,14 @@ from transformers import (
 )
 
 from hf_liere.auto import MODELS
+from hf_liere.errors import InputError
 from hf_liere.hub.pulling import pull
 from hf_liere.inspection.analysis import AttentionMaps, attention_maps, overlay
-from hf_liere.models.configuration_liere import pair
 from hf_liere.storage.client import HubError
 from hf_liere.storage.loading import require_loaded_keys
+from hf_liere.storage.saved_weights import first_line
 from training.data.arrows import CELL, LABELS, SMALLEST_GRID
-from training.engine.arguments import InputError
+from training.data.image_formats import height_and_width
 
 
 logger = logging.getLogger(__name__)
@@ -139,8 +140,7 @@ def _describe(name: str, folder: Path, repo_id: str | None) -> Checkpoint:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{name} has no configuration that can be read: {reason}") from error
+        raise InputError(f"{name} has no configuration that can be read: {first_line(error)}") from error
     model_class = MODELS.get(type(config), {}).get(AutoModelForImageClassification)
     if model_class is None or model_class.__name__ not in (config.architectures or []):
         held = ", ".join(config.architectures or []) or config.model_type
@@ -155,8 +155,8 @@ def _describe(name: str, folder: Path, repo_id: str | None) -> Checkpoint:
         folder=folder,
         repo_id=repo_id,
         encoding=_encoding(config),
-        image_size=max(pair("image_size", vision.image_size)),
-        patch_shape=pair("patch_size", vision.patch_size),
+        image_size=max(height_and_width(vision.image_size)),
+        patch_shape=height_and_width(vision.patch_size),
         num_channels=vision.num_channels,
         class_names=_class_names(config),
     )
@@ -219,8 +219,7 @@ class Classifier:
                 checkpoint.folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **local
             )
         except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise InputError(f"The weights of {checkpoint.name} cannot be loaded: {reason}") from error
+            raise InputError(f"The weights of {checkpoint.name} cannot be loaded: {first_line(error)}") from error
         require_loaded_keys(loading, checkpoint.name)
         try:
             self.processor = AutoImageProcessor.from_pretrained(checkpoint.folder, **local)

@@ -15,30 +15,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
+from hf_liere.errors import InputError
 from hf_liere.hub.cards import facts_of_run, push_card, render
-from hf_liere.hub.publishing import (
-    PROCESSOR_FILES,
-    Published,
-    ensure_repository,
-    publish,
-    push,
-    refuse_private,
-    saved_weights_digest,
-    weight_files,
-)
+from hf_liere.hub.publishing import PROCESSOR_FILES, Published, ensure_repository, publish, push, refuse_private
 from hf_liere.hub.pulling import pull
 from hf_liere.storage.client import HubError, explained
-from training.engine.arguments import InputError, RunArguments
+from hf_liere.storage.saved_weights import saved_weights_digest, weight_files
+from training.engine.arguments import RunArguments
 from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
 
 
 logger = logging.get_logger(__name__)
 
 LAST_CHECKPOINT = "last-checkpoint"
-STATE_FILE = "trainer_state.json"
 # Beside the checkpoints, so that setting files aside is a hard link; the name starts with a dot, so nothing lists it.
 SNAPSHOTS = ".hub"
 
@@ -63,7 +56,7 @@ class HubPushes:
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        # It repeats the arguments as a pickle, with the folders and the token that the records leave out.
+        # The file is a pickle of the arguments, with the folders and the token that the records leave out.
         (Path(output_dir or self.args.output_dir) / "training_args.bin").unlink(missing_ok=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -104,11 +97,11 @@ class HubPushes:
             states = snapshot / LAST_CHECKPOINT
             states.mkdir()
             for path in checkpoint.iterdir():
-                if path.is_file() and path.name != STATE_FILE:
+                if path.is_file() and path.name != TRAINER_STATE_NAME:
                     _set_aside(path, states / path.name)
-            state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-            # A folder of this machine, and not on the Hub.
-            write_record(states, STATE_FILE, state | {"best_model_checkpoint": None})
+            state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+            # The path of a folder on this machine means nothing on the Hub.
+            write_record(states, TRAINER_STATE_NAME, state | {"best_model_checkpoint": None})
             shutil.copyfile(output_dir / CONFIG_FILE, states / CONFIG_FILE)
 
     def _push_snapshot(self, snapshot: Path, step: int) -> str:
@@ -182,7 +175,7 @@ def warn_of_other_settings(checkpoint: str | Path, resolved: dict) -> None:
     path = Path(checkpoint) / CONFIG_FILE
     if not path.is_file():
         return
-    # As the record would be read again.
+    # Through json, so that the values compare with those of the file.
     before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(resolved, default=str))
     different = [
         f"{name} {before[group].get(name)} there, {value} here"
@@ -221,7 +214,7 @@ def fetch_checkpoint(args: RunArguments) -> None:
             f"--resume_from_hub: {error} Runs that were started with --push_to_hub --hub_strategy checkpoint and have "
             "not finished can be resumed."
         ) from None
-    step = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))["global_step"]
+    step = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
     os.replace(folder, Path(args.output_dir) / f"checkpoint-{step}")
     shutil.rmtree(Path(args.output_dir) / SNAPSHOTS, ignore_errors=True)
     logger.warning(f"Going on from step {step} of {args.hub_model_id}, commit {pulled.commit}.")

@@ -1,7 +1,6 @@
 """Model and processor of a run, new from flags or from a checkpoint whose every weight is accounted for."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,14 +17,22 @@ from transformers import (
     PreTrainedModel,
     ViTImageProcessor,
 )
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from hf_liere import LieREVideoConfig
-from hf_liere.models.configuration_liere import pair
+from hf_liere.errors import InputError
 from hf_liere.models.video_processing_liere import LieREVideoProcessor
-from hf_liere.storage.loading import CheckpointError, explaining, loading_options, require_all_keys, require_loaded_keys
-from training.data.images import LabelledImages
-from training.engine.arguments import CheckpointArguments, InputError, SampleArguments
+from hf_liere.storage.loading import (
+    CheckpointError,
+    explaining,
+    loading_options,
+    require_all_keys,
+    require_loaded_keys,
+    shards,
+)
+from training.data.image_formats import height_and_width
+from training.data.sources import LabelledImages
+from training.engine.arguments import CheckpointArguments, SampleArguments
 
 
 logger = logging.get_logger(__name__)
@@ -35,9 +42,9 @@ logger = logging.get_logger(__name__)
 CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "position_perturbation")
 SIZE_FIELDS = ("image_size", "num_frames")
 BICUBIC = 3
-# How the names of classifiers end.
+# The names of classifier classes end with one of these.
 HEADS = ("ForImageClassification", "ForVideoClassification")
-# What a classifier leaves of a model of images and text.
+# A classifier made from a model of images and text does not use these weights.
 NOT_FOR_CLASSIFIERS = ("text_model.", "text_projection.", "visual_projection.", "logit_scale", "logit_bias")
 
 
@@ -105,8 +112,8 @@ def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig)
     """
     # Models of images and text keep the sizes in the part for images.
     config = getattr(config, "vision_config", config)
-    size = pair("image_size", arguments.architecture().get("image_size", config.image_size))
-    patch = pair("patch_size", config.patch_size)
+    size = height_and_width(arguments.architecture().get("image_size", config.image_size))
+    patch = height_and_width(config.patch_size)
     if any(extent < part or extent % part for extent, part in zip(size, patch, strict=True)):
         raise InputError(
             f"--image_size {size[0]}×{size[1]} is not divisible by the patch size {patch[0]}×{patch[1]}; accepted are "
@@ -178,9 +185,9 @@ def build_model(
     auto_class = (
         AutoModelForVideoClassification if isinstance(config, LieREVideoConfig) else AutoModelForImageClassification
     )
-    labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+    labels = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
     if arguments.model_name_or_path is None:
-        config.id2label, config.label2id = labels["id2label"], labels["label2id"]
+        config.id2label, config.label2id = labels
         return auto_class.from_config(config)
 
     is_classifier = any(name.endswith(HEADS) for name in config.architectures or HEADS)
@@ -193,7 +200,7 @@ def build_model(
         )
     if not keeps_head:
         old = config.num_labels
-        config.id2label, config.label2id = labels["id2label"], labels["label2id"]
+        config.id2label, config.label2id = labels
     with loadable("--model_name_or_path", arguments.model_name_or_path):
         model, loading = auto_class.from_pretrained(
             arguments.model_name_or_path,
@@ -232,16 +239,13 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
         InputError: naming the keys that are missing, left over or of another shape.
     """
     folder = Path(checkpoint)
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    if not (folder / names[0]).is_file():
+    index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+    if not index.is_file() and not single.is_file():
         # Shards of FSDP, which its own loader checks.
         return
     saved = {}
-    for name in names:
-        with safe_open(folder / name, framework="pt") as weights:
+    for file in shards(index) if index.is_file() else [single]:
+        with safe_open(file, framework="pt") as weights:
             saved.update({key: list(weights.get_slice(key).get_shape()) for key in weights.keys()})
     expected = {key: list(value.shape) for key, value in model.state_dict().items()}
     require_all_keys(set(expected) - set(saved), set(saved) - set(expected), str(checkpoint))

@@ -1,0 +1,288 @@
+"""A patched and an unpatched vision tower that are trained alike: what they share, and their results."""
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForImageClassification,
+    AutoModelForZeroShotImageClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+
+from hf_liere import RotaryPatchConfig, is_patched, patch
+from hf_liere.errors import InputError
+from hf_liere.models.rotary_patch import plan
+from hf_liere.storage.loading import require_all_keys
+from training.clip.arguments import (
+    UNPATCHED,
+    FineTuningArguments,
+    FineTuningTrainingArguments,
+    PatchArguments,
+    resolve_config,
+)
+from training.clip.classifiers import HEAD, TRAINABLE, Classifier, ZeroShotClassifier, add_lora, freeze, save_classifier
+from training.data.augmentation import Augmentation, Collator, EvaluationImages, TrainingImages
+from training.data.images import load_images
+from training.data.sources import DataRequest, Relabelled
+from training.engine.arguments import AugmentationArguments, DataArguments
+from training.engine.model_setup import (
+    build_model,
+    check_checkpoint_keys,
+    order_labels,
+    resolve_image_size,
+    resolve_processor,
+)
+from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, RESOLUTIONS_FILE, environment, portable, write_record
+from training.engine.runs import claim_folder
+from training.engine.saving import last_complete_checkpoint, require_free
+from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
+
+
+MODEL_FOLDERS = ("patched", "unpatched")
+MEASURES = [f"{name}{bound}" for name in ("accuracy", "loss") for bound in ("", "_low", "_high")]
+
+
+class FineTuningTrainer(ClassificationTrainer):
+    """The classifier may learn at a rate of its own; of the unpatched model no rotations are expected."""
+
+    def learning_rate_groups(self, model):
+        head = ("head_learning_rate_factor", self.args.head_learning_rate_factor)
+        rotary = super().learning_rate_groups(model) if is_patched(model) else []
+        return [*rotary, (*head, self._named_by("head_parameters", model))]
+
+
+class Comparison:
+    """Trains and evaluates the patched and the unpatched model of one command line, from the same seed and data."""
+
+    def __init__(
+        self,
+        model_args: FineTuningArguments,
+        patch_args: PatchArguments,
+        data_args: DataArguments,
+        augmentation_args: AugmentationArguments,
+        args: FineTuningTrainingArguments,
+    ):
+        self.model_args, self.patch_args, self.args = model_args, patch_args, args
+        self.data_args, self.augmentation_args = data_args, augmentation_args
+        self.config = resolve_config(self.model_args)
+        self.patches = self._resolve_patches()
+        self._check_patches()
+        self.image_size = resolve_image_size(self.model_args, self.config)
+        sizes = self.model_args.eval_image_sizes or []
+        self.eval_sizes = [
+            resolve_image_size(dataclasses.replace(self.model_args, image_size=size), self.config) for size in sizes
+        ] or [self.image_size]
+        self.folders = {name: Path(self.args.output_dir, name) for name in self.patches}
+        self.is_resumed = _is_resumed(self.args, self.folders)
+        if self.args.process_index == 0:
+            self._claim_folders()
+        self.processor = resolve_processor(self.model_args, self.data_args, self.image_size, self.config)
+        request = DataRequest(self.image_size, parts=self.args.parts, seed=self.args.seed)
+        self.images = load_images(self.data_args, request)
+        self.tokenizer = self._load_tokenizer() if self.model_args.head == "zero_shot" else None
+
+    def _claim_folders(self) -> None:
+        if not self.is_resumed and not self.args.overwrite_output_dir and "" not in self.patches:
+            require_free(self.args.output_dir, besides=MODEL_FOLDERS)
+        for name in self.patches:
+            claim_folder(self.arguments_of(name))
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+        if not self.images.named:
+            raise InputError("--head zero_shot: the data set only numbers its classes; accepted: classes with names.")
+        arguments = self.model_args
+        return AutoTokenizer.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
+
+    def _resolve_patches(self) -> dict[str, RotaryPatchConfig | None]:
+        """What to patch for each subfolder of the results; the empty name is the folder itself."""
+        own = getattr(self.config, "rotary_patch", None)
+        encoding = self.patch_args.position_encoding
+        if own is not None and encoding not in (None, own["position_encoding"]):
+            raise InputError(
+                f"--position_encoding {encoding}: the checkpoint is patched with {own['position_encoding']}; accepted: "
+                "that, or a checkpoint that is not patched."
+            )
+        if not self.args.do_train:
+            if own is None and encoding not in (None, UNPATCHED):
+                raise InputError(f"--position_encoding {encoding}: nothing is patched without --do_train.")
+            return {"": None}
+        if own is not None:
+            return {"patched": None}
+        if encoding == UNPATCHED:
+            return {"unpatched": None}
+        given = {name: None if value == "None" else value for name, value in vars(self.patch_args).items()}
+        del given["position_encoding"]
+        try:
+            config = RotaryPatchConfig(**given, **({"position_encoding": encoding} if encoding else {}))
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        return {"patched": config, **({"unpatched": None} if self.model_args.baseline else {})}
+
+    def _check_patches(self) -> None:
+        """Refuses what the model cannot take, before data are loaded or a folder is written."""
+        is_zero_shot = self.model_args.head == "zero_shot"
+        auto_class = AutoModelForZeroShotImageClassification if is_zero_shot else AutoModelForImageClassification
+        for patch_config in filter(None, self.patches.values()):
+            try:
+                with torch.device("meta"):
+                    model = auto_class.from_config(copy.deepcopy(self.config))
+                plan(model, patch_config)
+            except ValueError as error:
+                # The further lines of the message list all classes of transformers.
+                raise InputError(str(error).splitlines()[0]) from error
+
+    def arguments_of(self, name: str) -> FineTuningTrainingArguments:
+        arguments = copy.copy(self.args)
+        arguments.output_dir = str(self.folders[name])
+        return arguments
+
+    def build_classifier(self, patch_config: RotaryPatchConfig | None) -> Classifier:
+        """The pretrained model with its head; the same for both models but for the rotations."""
+        # Loading a model writes its labels into the configuration.
+        arguments, config = self.model_args, copy.deepcopy(self.config)
+        set_seed(self.args.seed)
+        trains = self.args.do_train
+        if arguments.head == "zero_shot":
+            model = _load_zero_shot(arguments, config)
+        else:
+            model = build_model(arguments, config, self.images, trains and arguments.trainable != "rotary")
+        try:
+            if patch_config is not None:
+                patch(model, patch_config)
+            if self.tokenizer is None:
+                classifier = Classifier(model)
+            else:
+                names = [name.replace("_", " ") for name in self.images.label_names]
+                classifier = ZeroShotClassifier(model, self.tokenizer, names, arguments.prompts)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        if trains and arguments.trainable == "lora+rotary":
+            # The generators have drawn random numbers, which the unpatched model has not.
+            set_seed(self.args.seed)
+            add_lora(classifier, arguments.lora_rank, arguments.lora_alpha)
+        return classifier
+
+    def trainer(self, name: str, classifier: Classifier) -> FineTuningTrainer:
+        is_zero_shot = self.model_args.head == "zero_shot"
+        config = classifier.pretrained.config
+        numbers = range(len(self.images.label_names)) if is_zero_shot else order_labels(self.images, config)
+        sources = (self.images.train, self.images.evaluation)
+        train, self.evaluation = (source and Relabelled(source, numbers) for source in sources)
+        resample, args = int(self.processor.resample), self.arguments_of(name)
+        mean, std, seed = self.processor.image_mean, self.processor.image_std, args.order_seed
+        augment = Augmentation(self.image_size, resample, self.augmentation_args, seed)
+        return FineTuningTrainer(
+            model=classifier,
+            args=args,
+            train_dataset=train and TrainingImages(train, augment),
+            eval_dataset=self.evaluation and EvaluationImages(self.evaluation, self.image_size, resample),
+            data_collator=Collator(self.image_size, 3, mean, std, self.augmentation_args, seed),
+            processing_class=self.processor,
+            compute_metrics=ClassificationMetrics(len(self.images.label_names)),
+            preprocess_logits_for_metrics=ranks_and_losses,
+        )
+
+    def run(self, name: str) -> list[dict[str, Any]]:
+        """Trains and evaluates one model; its results, one entry per image size."""
+        folder, patch_config = self.folders[name], self.patches[name]
+        if self.is_resumed and (folder / RESOLUTIONS_FILE).is_file():
+            return json.loads((folder / RESOLUTIONS_FILE).read_text(encoding="utf-8"))["resolutions"]
+        checkpoint = last_complete_checkpoint(folder) if self.is_resumed else None
+        classifier = self.build_classifier(patch_config)
+        learning = self._freeze(classifier, name) if self.args.do_train else 0
+        if checkpoint is not None:
+            check_checkpoint_keys(checkpoint, classifier)
+        trainer = self.trainer(name, classifier)
+        if trainer.is_fsdp_enabled:
+            raise InputError("FSDP shards what is saved here in one piece; accepted: one process, or several by DDP.")
+        if trainer.is_world_process_zero():
+            write_record(folder, CONFIG_FILE, self._resolved(patch_config))
+            write_record(folder, ENVIRONMENT_FILE, environment())
+        if learning:
+            metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+            metrics["trained_parameters"] = learning
+            trainer.log_metrics("train", metrics)
+            trainer.save_metrics("train", metrics)
+            trainer.save_state()
+            trainer.save_whole(lambda aside: self._save(classifier, Path(aside)))
+        return self._evaluate(trainer, name) if self.args.do_eval else []
+
+    def _save(self, classifier: Classifier, folder: Path) -> None:
+        if self.args.process_index == 0:
+            self.processor.save_pretrained(folder)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder)
+            save_classifier(classifier, folder, self.model_args.trainable != "rotary")
+
+    def _freeze(self, classifier: Classifier, name: str) -> int:
+        """The number of parameters that learn; none of a model without rotations where only these would."""
+        count = freeze(classifier, self.model_args.trainable)
+        if not count and name != "unpatched":
+            raise InputError(
+                f"--trainable {self.model_args.trainable} leaves nothing to learn with --position_encoding "
+                f"{self.patches[name].position_encoding}; accepted: {', '.join(TRAINABLE[1:])}."
+            )
+        return count
+
+    def _evaluate(self, trainer: FineTuningTrainer, name: str) -> list[dict[str, Any]]:
+        # Data sets have names here because Trainer keeps loaders with persistent workers by name.
+        trainer.eval_dataset = {
+            str(size[0]): EvaluationImages(self.evaluation, size, int(self.processor.resample))
+            for size in self.eval_sizes
+        }
+        metrics = trainer.evaluate()
+        results = [
+            {
+                "model": name,
+                "image_size": size[0],
+                "samples": len(self.evaluation),
+                **{measure: metrics[f"eval_{size[0]}_{measure}"] for measure in MEASURES},
+            }
+            for size in self.eval_sizes
+        ]
+        if trainer.is_world_process_zero():
+            write_record(self.folders[name], RESOLUTIONS_FILE, {"resolutions": results})
+        return results
+
+    def _resolved(self, patch_config: RotaryPatchConfig | None) -> dict[str, Any]:
+        content = {"model": vars(self.model_args), "data": vars(self.data_args), "training": self.args.to_dict()}
+        content["augmentation"] = vars(self.augmentation_args)
+        content["rotary_patch"] = getattr(self.config, "rotary_patch", None)
+        if patch_config is not None:
+            content["rotary_patch"] = patch_config.to_dict()
+        return portable(content)
+
+
+def _is_resumed(arguments: FineTuningTrainingArguments, folders: dict[str, Path]) -> bool:
+    given = arguments.resume_from_checkpoint
+    if not arguments.resumes:
+        return False
+    if not arguments.resumes_last:
+        raise InputError(f"--resume_from_checkpoint {given!r}; accepted: `last`, which finishes the models of the run.")
+    if not any(map(last_complete_checkpoint, folders.values())):
+        raise InputError(f"--resume_from_checkpoint {given}: {arguments.output_dir!r} holds no checkpoint.")
+    return True
+
+
+def _load_zero_shot(arguments: FineTuningArguments, config: PreTrainedConfig) -> PreTrainedModel:
+    try:
+        model, loading = AutoModelForZeroShotImageClassification.from_pretrained(
+            arguments.model_name_or_path,
+            revision=arguments.model_revision,
+            config=config,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    except ValueError as error:
+        raise InputError(f"--head zero_shot: {error}") from error
+    unexpected = {key for key in loading["unexpected_keys"] if not key.startswith(HEAD)}
+    require_all_keys(loading["missing_keys"], unexpected, arguments.model_name_or_path)
+    return model

@@ -1,0 +1,81 @@
+"""What the scripts that train classifiers of images and of videos have in common, whatever their data."""
+
+from typing import NamedTuple
+
+from torch.utils.data import Dataset
+from transformers import PreTrainedConfig, PreTrainedModel, ViTImageProcessor, set_seed
+
+from hf_liere.models.video_processing_liere import LieREVideoProcessor
+from training.data.augmentation import Augmentation, Collator
+from training.data.sources import LabelledImages, Relabelled, Source
+from training.engine.arguments import AugmentationArguments, CheckpointArguments, RunArguments, SampleArguments
+from training.engine.conditions import Condition, ConditionArguments
+from training.engine.model_setup import build_model, check_checkpoint_keys, order_labels
+from training.engine.records import describe_examples
+from training.engine.runs import run
+from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
+
+
+class ClassifierArguments(NamedTuple):
+    """The command line of such a script."""
+
+    model: CheckpointArguments
+    data: SampleArguments
+    augmentation: AugmentationArguments
+    condition: ConditionArguments
+    run: RunArguments
+
+    def augment(self, image_size: tuple[int, int], resample: int) -> Augmentation:
+        return Augmentation(image_size, resample, self.augmentation, self.run.order_seed)
+
+
+def build_classifier(
+    arguments: ClassifierArguments, config: PreTrainedConfig, images: LabelledImages, checkpoint: str | None
+) -> tuple[PreTrainedModel, Source | None, Source | None]:
+    """The model, and the sources to train on and to evaluate, with its labels; `checkpoint` is to be gone on from."""
+    set_seed(arguments.run.seed)
+    model = build_model(arguments.model, config, images, arguments.run.do_train)
+    if checkpoint is not None:
+        check_checkpoint_keys(checkpoint, model)
+    numbers = order_labels(images, model.config)
+    train, evaluation = (source and Relabelled(source, numbers) for source in (images.train, images.evaluation))
+    return model, train, evaluation
+
+
+def train_classifier(
+    arguments: ClassifierArguments,
+    model: PreTrainedModel,
+    processor: ViTImageProcessor | LieREVideoProcessor,
+    input_size: tuple[int, ...],
+    datasets: dict[str, Dataset | None],
+    splits: dict[str, str],
+    checkpoint: str | None,
+) -> dict[str, float]:
+    """
+    Trains and evaluates as the command line says; the last metrics.
+
+    Args:
+        processor: saved with the model; the batches have its mean and deviation.
+        input_size: of the model in this run, (height, width) or (frames, height, width).
+        datasets: to `train` on and for the `evaluation`.
+        splits: where these come from, as `LabelledImages` has them.
+        checkpoint: where to go on from.
+    """
+    args, train, evaluation = arguments.run, datasets["train"], datasets["evaluation"]
+    mean, std = processor.image_mean, processor.image_std
+    collator = Collator(input_size, model.config.num_channels, mean, std, arguments.augmentation, args.order_seed)
+    trainer = ClassificationTrainer(
+        model=model,
+        args=args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        data_collator=Condition(collator, model, arguments.condition),
+        processing_class=processor,
+        compute_metrics=ClassificationMetrics(model.config.num_labels),
+        preprocess_logits_for_metrics=ranks_and_losses,
+    )
+    # A stream has as many examples as all processes read together.
+    examples = train and getattr(train, "num_examples", len(train)), evaluation and len(evaluation)
+    described = {"data": arguments.data, "augmentation": arguments.augmentation, "condition": arguments.condition}
+    described["examples"] = describe_examples(arguments.data, splits, *examples)
+    return run(trainer, checkpoint, arguments.model.model_name_or_path, input_size, described)

@@ -1,0 +1,101 @@
+"""Command line and recipe of the training scripts.
+
+A recipe is a yaml file of the same names as the command-line flags. It is put in front of the command line as flags,
+so that both are converted and checked alike and the command line, coming last, wins.
+"""
+
+import argparse
+import difflib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+from hf_liere.errors import InputError
+from training.engine.arguments import architecture_fields
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Help texts as they are written: argparse itself takes a percent sign for the start of a format."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = self._get_help_string(action).replace("%(default)s", str(action.default))
+        # TrainingArguments writes its percent signs for argparse.
+        return text.replace("%%", "%")
+
+
+def parse_arguments(arguments: list[str] | None, argument_classes: tuple[type, ...]) -> tuple:
+    """Instances of the argument classes from a recipe (`--recipe file` or first positional) and flags.
+
+    Args:
+        arguments: `None` means those of the process.
+
+    Raises:
+        InputError: for a key or flag that does not exist, with the ones it resembles.
+    """
+    parser = HfArgumentParser(argument_classes, allow_abbrev=False, formatter_class=HelpFormatter)
+    known = {action.dest for action in parser._actions}
+    recipe, arguments = _take_recipe(sys.argv[1:] if arguments is None else list(arguments))
+    if recipe is not None:
+        # A list in the configuration is one json value; any other list is several words.
+        configurations = [part.config_class for part in argument_classes if hasattr(part, "config_class")]
+        whole = {name for config_class in configurations for name in architecture_fields(config_class)}
+        arguments = _recipe_flags(Path(recipe), known, whole) + arguments + ["--recipe", recipe]
+    *parsed, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    if unknown:
+        raise InputError(_unknown_message("flag", unknown[0], known))
+    return tuple(parsed)
+
+
+def _take_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
+    if arguments and not arguments[0].startswith("-"):
+        return arguments[0], arguments[1:]
+    for position, argument in enumerate(arguments):
+        if argument == "--recipe" and position + 1 < len(arguments):
+            return arguments[position + 1], arguments[:position] + arguments[position + 2 :]
+        if argument.startswith("--recipe="):
+            return argument.split("=", 1)[1], arguments[:position] + arguments[position + 1 :]
+    return None, arguments
+
+
+def _recipe_flags(recipe: Path, known: set[str], whole: set[str]) -> list[str]:
+    if not recipe.is_file():
+        raise InputError(
+            f"There is no recipe {str(recipe)!r}; accepted: a yaml file such as training/recipes/arrows_mini.yaml."
+        )
+    content = read_yaml(recipe)
+    flags = []
+    for key, value in content.items():
+        if key not in known:
+            raise InputError(_unknown_message(f"key in {recipe.name}", str(key), known))
+        if value is None:
+            continue
+        values = value if isinstance(value, list) and key not in whole else [value]
+        flags += [f"--{key}", *(item if isinstance(item, str) else json.dumps(item) for item in values)]
+    return flags
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """
+    Raises:
+        InputError: naming the file and the place that is no yaml of `name: value` lines.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise InputError(f"{file.name}{place}: this is no yaml ({getattr(error, 'problem', error)}).") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{file.name} holds {type(content).__name__}; accepted: `name: value` lines.")
+    return content
+
+
+def _unknown_message(kind: str, name: str, known: set[str]) -> str:
+    plain = name.split("=")[0].lstrip("-").replace("-", "_")
+    close = difflib.get_close_matches(plain, known, n=3, cutoff=0.6)
+    hint = f"close matches: {', '.join(close)}" if close else "--help lists what is accepted"
+    return f"There is no {kind} {name!r}; {hint}."

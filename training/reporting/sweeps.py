@@ -1,0 +1,190 @@
+"""Sweeps: what their files say, which runs these make, and what of a run becomes a line of results."""
+
+import importlib
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from safetensors.numpy import load_file
+
+from hf_liere.errors import InputError
+from training.engine.command_line import read_yaml
+from training.engine.records import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    EXAMPLES_FILE,
+    FLAGS_FILE,
+    RESOLUTIONS_FILE,
+    portable,
+    write_record,
+)
+from training.engine.saving import last_complete_checkpoint
+from training.reporting.result_lines import encoded_examples
+
+
+TRAINING = Path(__file__).resolve().parents[1]
+SCRIPTS = ("image_classification", "video_classification", "object_detection", "clip_finetuning")
+SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "mini")
+
+
+def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
+    """
+    The content of a sweep file.
+
+    Raises:
+        InputError: naming what is wrong with it.
+    """
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in (TRAINING / "sweeps").glob("*.yaml")))
+        raise InputError(f"There is no sweep {str(path)!r}; accepted: a yaml file, such as {names} in training/sweeps.")
+    sweep = read_yaml(path)
+    if mini:
+        if "mini" not in sweep:
+            raise InputError(f"{path.name} has no small twin; accepted: without --mini.")
+        sweep = {**sweep, **sweep["mini"]}
+    sweep.pop("mini", None)
+    wrong = set(sweep) - set(SWEEP_KEYS)
+    if wrong or not {"script", "recipe", "train"} <= set(sweep):
+        raise InputError(f"{path.name} holds {', '.join(sweep)}; accepted: {', '.join(SWEEP_KEYS)}.")
+    if sweep["script"] not in SCRIPTS:
+        raise InputError(f"{path.name}: script {sweep['script']!r}; accepted: {', '.join(SCRIPTS)}.")
+    return sweep
+
+
+def combinations(axes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """All combinations of one entry of every list, each as one dictionary."""
+    return [{key: value for entry in choice for key, value in entry.items()} for choice in itertools.product(*axes)]
+
+
+def slug(settings: dict[str, Any]) -> str:
+    """The name of a run's folder; where its weights came from is among its flags."""
+    return ",".join(f"{name}={value}" for name, value in settings.items() if name != "model_name_or_path")
+
+
+def train_and_evaluate(
+    sweep: dict[str, Any],
+    name: str,
+    settings: dict[str, Any],
+    conditions: list[dict[str, Any]],
+    passed: list[str],
+    output_dir: Path,
+) -> list[dict[str, Any]]:
+    """Trains one model, unless that has been done, and evaluates it; a result for every condition.
+
+    Raises:
+        InputError: if the model's folder holds another run.
+    """
+    script = importlib.import_module(f"training.{sweep['script']}").main
+    folder = output_dir / (slug(settings) or "recipe")
+    flags = flags_of(sweep, settings, passed)
+    go_on = _still_to_do(folder, flags)
+    if go_on is not None:
+        script([*flags, "--output_dir", str(folder), *go_on])
+    model = _model_folder(folder)
+    shared = {
+        "sweep": name,
+        "script": sweep["script"],
+        "settings": settings,
+        "flags": portable(flags),
+        "run": _read(model / CONFIG_FILE),
+        "train_metrics": _read(model / "train_results.json"),
+        "history": _history(model),
+        "environment": _read(model / ENVIRONMENT_FILE),
+    }
+    if (model / RESOLUTIONS_FILE).is_file():
+        return [{**shared, **evaluated} for evaluated in _evaluated_sizes(model, shared["run"])]
+    results = []
+    for condition in conditions:
+        place = folder
+        if condition:
+            place = folder / "conditions" / slug(condition)
+            evaluation = [*flags, *as_flags(condition), "--do_train", "false", "--output_dir", str(place)]
+            go_on = _still_to_do(place, evaluation)
+            if go_on is not None:
+                script([*evaluation, "--model_name_or_path", str(folder), *go_on])
+        results.append({**shared, "condition": condition, **_evaluated(place)})
+    return results
+
+
+def flags_of(sweep: dict[str, Any], settings: dict[str, Any], passed: list[str]) -> list[str]:
+    recipe = Path(sweep["recipe"])
+    recipe = recipe if recipe.suffix else TRAINING / "recipes" / f"{recipe}.yaml"
+    return [str(recipe), *passed, *as_flags({**settings, "do_eval": True})]
+
+
+def as_flags(settings: dict[str, Any]) -> list[str]:
+    return [
+        word
+        for name, value in settings.items()
+        for word in (f"--{name}", value if isinstance(value, str) else "None" if value is None else json.dumps(value))
+    ]
+
+
+def _still_to_do(folder: Path, flags: list[str]) -> list[str] | None:
+    """With which flags a run is to be made or finished, `None` where it is; its own are noted for the next time."""
+    described = portable(flags)
+    file = folder / FLAGS_FILE
+    is_ours = file.is_file()
+    if is_ours and _read(file)["flags"] != described:
+        raise InputError(
+            f"{folder.name} holds the run of other flags, {' '.join(_read(file)['flags'])}; accepted: the same, or "
+            "another --output_dir."
+        )
+    model = _model_folder(folder)
+    finished = any((model / name).is_file() for name in ("eval_results.json", RESOLUTIONS_FILE))
+    interrupted = last_complete_checkpoint(model) is not None
+    PartialState().wait_for_everyone()
+    if finished:
+        return None
+    if PartialState().is_main_process:
+        write_record(folder, FLAGS_FILE, {"flags": described})
+    if interrupted:
+        return ["--resume_from_checkpoint", "last"]
+    # A run that ended before its first checkpoint left records, but nothing to go on from.
+    return ["--overwrite_output_dir"] if is_ours else []
+
+
+def _model_folder(folder: Path) -> Path:
+    """Where a run leaves its model: clip_finetuning.py has a folder for each, of which a sweep asks for one."""
+    return next(folder.glob("*patched"), folder)
+
+
+def _evaluated_sizes(folder: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Conditions and metrics of a run that evaluates at several sizes by itself."""
+    return [
+        {
+            "condition": {}
+            if entry["image_size"] == run["model"].get("image_size")
+            else {"image_size": entry["image_size"]},
+            "metrics": {"eval_samples": entry["samples"]}
+            | {f"eval_{name}": entry[name] for name in ("accuracy", "accuracy_low", "accuracy_high", "loss")},
+            "examples": None,
+            "correct": None,
+        }
+        for entry in _read(folder / RESOLUTIONS_FILE)["resolutions"]
+    ]
+
+
+def _history(folder: Path) -> list[list[float]]:
+    """Pairs of epoch and accuracy (or mAP) of the evaluations while training."""
+    log = _read(folder / "trainer_state.json").get("log_history", [])
+    return [
+        [entry["epoch"], entry[key]]
+        for entry in log
+        for key in ("eval_accuracy", "eval_map")
+        if entry.get(key, -1) >= 0
+    ]
+
+
+def _evaluated(folder: Path) -> dict[str, Any]:
+    evaluated = {"metrics": _read(folder / "eval_results.json"), "examples": None, "correct": None}
+    if (folder / EXAMPLES_FILE).is_file():
+        ranks = load_file(folder / EXAMPLES_FILE)["ranks"]
+        evaluated |= {"examples": len(ranks), "correct": encoded_examples(ranks == 0)}
+    return evaluated
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -1,0 +1,108 @@
+"""What is compared with what, and what was measured: json lines that an interrupted benchmark goes on with."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from training.speed.models import BenchmarkError, Row, Settings
+
+
+BASELINE = "absolute"
+PHASES = ("inference", "training")
+BLOCK_SIZES = (2, 4, 8, 16, 32, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Rows that are compared at one setting: the whole first table, or one line of the second."""
+
+    settings: Settings
+    rows: tuple[Row, ...]
+    axis: str | None = None
+    value: str | None = None
+
+    @property
+    def key(self) -> list:
+        return [self.axis, self.value, dataclasses.asdict(self.settings), [row.name for row in self.rows]]
+
+
+class Records:
+    """
+    Measurements, each a json line of `path` as soon as it is made.
+
+    Args:
+        path: Of the file; its folder is made.
+        header: What the measurements hold for: machine, versions.
+        resume: Whether a file that exists is continued.
+
+    Raises:
+        BenchmarkError: if the file exists and is not to be resumed, or was measured on another machine or version.
+    """
+
+    def __init__(self, path: Path, header: dict, resume: bool):
+        self.lines = []
+        if resume:
+            if not path.is_file():
+                raise BenchmarkError(f"--resume: {path} does not exist.")
+            # The last line is cut short where a machine stopped while writing it.
+            complete = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
+            self.lines = [json.loads(line) for line in complete]
+            path.write_text("".join(complete), encoding="utf-8")
+            found = self.lines[0]["machine"] if self.lines else header
+            for name in header:
+                if found.get(name) != header[name]:
+                    raise BenchmarkError(
+                        f"--resume: {path} was measured with {name}={found.get(name)}, this is {header[name]}; "
+                        "choose another --output."
+                    )
+        elif path.exists():
+            raise BenchmarkError(f"{path} exists; continue it with --resume or choose another --output.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("a", encoding="utf-8")
+        if not self.lines:
+            self.add(machine=header)
+
+    def add(self, **record) -> None:
+        self.lines.append(record)
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+
+    def find(self, case: Case, quantity: str, **fields) -> list[dict]:
+        wanted = {"case": case.key, "quantity": quantity, **fields}
+        return [line for line in self.lines if all(line.get(name) == value for name, value in wanted.items())]
+
+    def value(self, case: Case, row: Row, quantity: str):
+        """The measured value, `None` where there is none."""
+        found = self.find(case, quantity, row=row.name)
+        return found[-1]["value"] if found else None
+
+    def steps(self, case: Case, row: Row, phase: str) -> dict[int, dict]:
+        """By round: what [`Runner.seconds`] says of a step, and as `baseline` of one of `absolute` right before."""
+        return {line["round"]: line for line in self.find(case, phase, row=row.name)}
+
+
+def growth_cases(settings: Settings, rows: list[Row], axes: list[str]) -> list[Case]:
+    """Resolution once, twice and four times the given one, half to twice the depth, block sizes, and frames."""
+    cases = []
+
+    def add(axis: str, value: str, compared: list[Row] = rows, **changed) -> None:
+        cases.append(Case(dataclasses.replace(settings, **changed), tuple(compared), axis, value))
+
+    for axis in axes:
+        if axis == "resolution":
+            for size in (factor * settings.image_size for factor in (1, 2, 4)):
+                add(axis, f"{(size // settings.patch_size) ** 2} tokens", image_size=size)
+        elif axis == "depth":
+            layers = settings.num_hidden_layers
+            for depth in (max(1, layers // 2), layers, 2 * layers):
+                add(axis, f"{depth} layers", num_hidden_layers=depth)
+        elif axis == "block_size":
+            for size in BLOCK_SIZES:
+                names = [BASELINE, f"comrope_ld{size}", f"liere{size}"]
+                if any(row.kind == "folded" for row in rows):
+                    names += [f"folded_{name}" for name in names[1:]]
+                add(axis, f"b = {size}", [Row.parse(name) for name in names])
+        else:
+            for frames in (4, 8, 16):
+                add(axis, f"{frames} frames", num_frames=frames)
+    return cases
