@@ -39,7 +39,6 @@ displacements of half the paper's width and leaves frames in place; `position_pe
 LieRE's code has one more dropout, inside the MLP; nothing of this touches the outputs in evaluation mode otherwise.
 """
 
-import hashlib
 import json
 import os
 import pickle
@@ -62,7 +61,7 @@ from ..models.modeling_liere import LieREPreTrainedModel, LieREViTForImageClassi
 from ..models.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from ..storage.client import explained
 from ..storage.loading import loading_options, local_path, reason, shards
-from ..storage.saved_weights import saved_weights_digest
+from ..storage.saved_weights import file_digest, saved_weights_digest
 from ..storage.targets import new_directory
 from .sources import (
     CONVERTERS,
@@ -355,11 +354,8 @@ def _facts(
     """What the card of a converted checkpoint says."""
     path, config = Path(checkpoint), conversion.config
     if path.is_file():
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            for chunk in iter(lambda: file.read(1 << 20), b""):
-                digest.update(chunk)
-        name, origin = path.name, f"the file `{path.name}` (SHA-256 `{digest.hexdigest()}`)"
+        digest = file_digest(path, "sha256").removeprefix("sha256:")
+        name, origin = path.name, f"the file `{path.name}` (SHA-256 `{digest}`)"
     elif path.is_dir():
         name, origin = path.resolve().name, f"the directory `{path.resolve().name}`"
     else:

@@ -1,7 +1,6 @@
 """Model and processor of a run, new from flags or from a checkpoint whose every weight is accounted for."""
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,7 +21,14 @@ from transformers.utils import logging
 
 from hf_liere import LieREVideoConfig
 from hf_liere.models.video_processing_liere import LieREVideoProcessor
-from hf_liere.storage.loading import CheckpointError, explaining, loading_options, require_all_keys, require_loaded_keys
+from hf_liere.storage.loading import (
+    CheckpointError,
+    explaining,
+    loading_options,
+    require_all_keys,
+    require_loaded_keys,
+    shards,
+)
 from training.data.images import LabelledImages
 from training.engine.arguments import CheckpointArguments, InputError, SampleArguments
 
@@ -232,15 +238,13 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
     """
     folder = Path(checkpoint)
     index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    if not (folder / names[0]).is_file():
+    files = shards(index) if index.is_file() else [folder / "model.safetensors"]
+    if not files[0].is_file():
         # Shards of FSDP, which its own loader checks.
         return
     saved = {}
-    for name in names:
-        with safe_open(folder / name, framework="pt") as weights:
+    for file in files:
+        with safe_open(file, framework="pt") as weights:
             saved.update({key: list(weights.get_slice(key).get_shape()) for key in weights.keys()})
     expected = {key: list(value.shape) for key, value in model.state_dict().items()}
     require_all_keys(set(expected) - set(saved), set(saved) - set(expected), str(checkpoint))

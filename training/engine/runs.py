@@ -10,8 +10,8 @@ from typing import Any
 from safetensors.numpy import save_file
 from transformers import Trainer
 
-from hf_liere.hub.publishing import saved_weights_digest, weights_digest
 from hf_liere.storage.client import HubError
+from hf_liere.storage.saved_weights import saved_weights_digest, weights_digest
 from training.engine.arguments import InputError, RunArguments
 from training.engine.checkpoints import last_complete_checkpoint, require_free, require_writable
 from training.engine.hub import fetch_checkpoint, warn_of_other_settings
