@@ -1,9 +1,9 @@
 """
 The recorded numbers of the official implementations, through the public conversion.
 
-Run are the cases in tests/goldens and those others that lie in the directory `HF_LIERE_GOLDENS` (default
-../shared/goldens). What a case holds is taken from its json and its tensors' names alone. Gradients are compared for the
-official parameters, because the conversion is differentiable.
+The cases in tests/goldens are run, and those others that lie in the directory `HF_LIERE_GOLDENS` (default
+../shared/goldens). What a case holds is taken from its json and its tensors' names alone. Gradients are compared for
+the official parameters, because the conversion is differentiable.
 
 The numbers were made with StanfordMIMI/LieRE at b27b41b, Longin-Yu/ComRoPE at 7aeef08, naver-ai/rope-vit at ce85c2e and
 timm 1.0.31, on random weights of small models. Cases named `…_rotations` hold none of the weights that rotations do not

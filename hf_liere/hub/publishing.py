@@ -117,15 +117,8 @@ def push(
         card.write(staged)
         refuse_private(staged, api, [folder.resolve(), Path(temporary)])
         kind = "rotations" if model is None else type(model).__name__
-        published = publish(
-            staged,
-            repo_id,
-            message=message or f"Publish {kind}",
-            revision=revision,
-            private=private,
-            parent_commit=parent_commit,
-            api=api,
-        )
+        options = {"revision": revision, "private": private, "parent_commit": parent_commit, "api": api}
+        published = publish(staged, repo_id, message=message or f"Publish {kind}", **options)
         if reload and model is not None:
             check_reload(model, published, api)
             published = replace(published, reloaded=True)
