@@ -10,17 +10,9 @@ from .models.modeling_liere import (
     LieREViTModel,
 )
 from .models.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
-from .patching.apply import (
-    RotaryPatchConfig,
-    complete_model,
-    is_patched,
-    load_rotary,
-    patch,
-    rotary_parameters,
-    save_rotary,
-    set_absolute_weight,
-    unpatch,
-)
+from .models.rotary_patch import RotaryPatchConfig
+from .patching.adapters import load_rotary, save_rotary
+from .patching.apply import complete_model, is_patched, patch, rotary_parameters, set_absolute_weight, unpatch
 from .version import __version__
 
 

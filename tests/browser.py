@@ -12,13 +12,16 @@ WIDTH, HEIGHT = 1200, 900
 
 
 @pytest.fixture(scope="session")
-def chromium(tmp_path_factory) -> Iterator:
+def chromium(tmp_path_factory, lacking) -> Iterator:
     """One browser for all tests of a process; use `browser`, which forgets what the last test did."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    try:
+        from selenium import webdriver
+    except ImportError:
+        lacking("browser", "selenium is not installed")
     binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
     if binary is None or driver is None:
-        pytest.skip("no chromium with chromedriver on this machine (Debian: chromium, chromium-driver)")
+        lacking("browser", "no chromium with chromedriver on this machine (Debian: chromium, chromium-driver)")
     options = webdriver.ChromeOptions()
     options.binary_location = binary
     for argument in (

@@ -17,10 +17,40 @@ from hf_liere.kernels import cpu_library
 
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+# What tests may lack on a machine: a compiler, a browser, and the sources of transformers for its common tests.
+REQUIREMENTS = ("kernels", "browser", "common")
+REQUIRED = [name for name in os.environ.get("HF_LIERE_REQUIRE", "").split(",") if name]
+
+
+def pytest_configure():
+    if not set(REQUIRED) <= set(REQUIREMENTS):
+        accepted = ", ".join(REQUIREMENTS)
+        raise pytest.UsageError(f"HF_LIERE_REQUIRE is {','.join(REQUIRED)!r}; accepted, with commas: {accepted}.")
 
 
 def pytest_report_header():
-    return f"torch {torch.__version__}, transformers {transformers.__version__}"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{versions}; required (HF_LIERE_REQUIRE): {', '.join(REQUIRED) or 'nothing'}"
+
+
+@pytest.fixture(scope="session")
+def lacking():
+    """Ends a test for want of one of `REQUIREMENTS`: it is skipped, or fails where HF_LIERE_REQUIRE names it."""
+
+    def end(requirement, reason):
+        assert requirement in REQUIREMENTS
+        (pytest.fail if requirement in REQUIRED else pytest.skip)(reason)
+
+    return end
+
+
+@pytest.fixture(scope="session")
+def compiler(lacking):
+    """For tests of the kernels for CPUs, which are compiled when they are first used."""
+    # Small and large blocks take different instructions, which old compilers do not all know.
+    failed = [size for size in (2, 8) if not cpu_kernels.is_available(torch.zeros(1), torch.float32, size)]
+    if failed:
+        lacking("kernels", f"no C++ compiler here makes the kernels for CPUs, for blocks of {failed}")
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +63,8 @@ def both_paths(request):
     """On CPUs, by the compiled kernels and by plain operations."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_LIERE_CPU_KERNELS", str(int(request.param == "compiled")))
-        if request.param == "compiled" and not cpu_kernels.is_available(torch.zeros(1), torch.float32, 2):
-            pytest.skip("the kernels for CPUs need a C++ compiler")
+        if request.param == "compiled":
+            request.getfixturevalue("compiler")
         yield
         failed = [size for size, library in cpu_library._libraries.items() if library is None]
         assert not failed, f"Plain operations were tested twice for blocks of {failed}."

@@ -18,8 +18,9 @@ from hf_liere.cli import main
 from hf_liere.hub.cards import NO_LICENSE, PICTURE, Card, push_card, render
 from hf_liere.hub.checked_facts import facts_of_run
 from hf_liere.hub.facts import FOLDER, FactsError, common_facts, load_facts
-from hf_liere.hub.publishing import publish, push, saved_weights_digest
+from hf_liere.hub.publishing import publish, push
 from hf_liere.storage.client import HubError
+from hf_liere.storage.saved_weights import saved_weights_digest
 
 
 FACTS = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "common")

@@ -57,7 +57,7 @@ def download(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def common_tests():
+def common_tests(lacking):
     """The `tests` folder of the installed transformers, downloaded once."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_liere"
     folder = cache / f"transformers-{transformers.__version__}-tests"
@@ -65,10 +65,7 @@ def common_tests():
         try:
             download(folder)
         except subprocess.CalledProcessError as error:
-            message = f"pip cannot download the sources of transformers {transformers.__version__}:\n{error.stdout}"
-            if "common" in os.environ.get("HF_LIERE_REQUIRE", "").split(","):
-                pytest.fail(message)
-            pytest.skip(message)
+            lacking("common", f"pip cannot download transformers {transformers.__version__}:\n{error.stdout}")
     return folder
 
 

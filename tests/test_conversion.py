@@ -17,8 +17,8 @@ from hf_liere.conversion.checkpoints import convert_state_dict
 from hf_liere.conversion.reading import read_checkpoint
 from hf_liere.convert import convert_checkpoint
 from hf_liere.errors import InputError
-from hf_liere.hub.publishing import saved_weights_digest
 from hf_liere.storage.client import HubError
+from hf_liere.storage.saved_weights import saved_weights_digest
 
 
 # Two layers in float32, on logits of the order of one.

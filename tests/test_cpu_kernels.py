@@ -13,8 +13,7 @@ from hf_liere.models.lie_algebra import KEPT_SQUARES, POLYNOMIAL, block_rotation
 from hf_liere.models.rotation import rotate_query_key
 
 
-AVAILABLE = cpu_kernels.is_available(torch.zeros(1), torch.float32, 8)
-needs_compiler = pytest.mark.skipif(not AVAILABLE, reason="the kernels for CPUs need g++")
+needs_compiler = pytest.mark.usefixtures("compiler")
 
 
 @needs_compiler

@@ -19,7 +19,7 @@ from hf_liere.models.lie_algebra import block_rotations, skew
 
 
 AVAILABLE = cpu_kernels.is_available(torch.zeros(1), torch.float32, 2)
-needs_compiler = pytest.mark.skipif(not AVAILABLE, reason="the kernels for CPUs need a C++ compiler")
+needs_compiler = pytest.mark.usefixtures("compiler")
 
 ROTATE = """
 import torch

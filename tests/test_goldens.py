@@ -1,9 +1,13 @@
 """
 The recorded numbers of the official implementations, through the public conversion.
 
-Every case of `index.json` in the directory `HF_LIERE_GOLDENS` (default ../shared/goldens) is run; what a case holds and
-how it was made is taken from its json and its tensors' names alone. Gradients are compared for the official
-parameters, because the conversion is differentiable.
+The cases in tests/goldens are run, and those others that lie in the directory `HF_LIERE_GOLDENS` (default
+../shared/goldens). What a case holds is taken from its json and its tensors' names alone. Gradients are compared for
+the official parameters, because the conversion is differentiable.
+
+The numbers were made with StanfordMIMI/LieRE at b27b41b, Longin-Yu/ComRoPE at 7aeef08, naver-ai/rope-vit at ce85c2e and
+timm 1.0.31, on random weights of small models. Cases named `…_rotations` hold none of the weights that rotations do not
+depend on; these are zero here.
 """
 
 import json
@@ -20,9 +24,10 @@ from hf_liere.conversion.upgrades import upgrade_encoding
 from hf_liere.models.positions import grid_positions
 
 
-DIRECTORY = Path(os.environ.get("HF_LIERE_GOLDENS", Path(__file__).resolve().parents[2] / "shared" / "goldens"))
-INDEX = DIRECTORY / "index.json"
-CASES = json.loads(INDEX.read_text())["cases"] if INDEX.is_file() else []
+SHIPPED = Path(__file__).with_name("goldens")
+OTHERS = Path(os.environ.get("HF_LIERE_GOLDENS", Path(__file__).resolve().parents[2] / "shared" / "goldens"))
+# By name, so that a case in both directories is run once, as it is shipped.
+CASES = {file.stem: file for folder in (OTHERS, SHIPPED) for file in sorted(folder.glob("*.safetensors"))}
 SOURCES = {
     "liere-official": "liere",
     "comrope-official": "comrope",
@@ -35,10 +40,18 @@ TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 ROTATION_ATOL = 2e-5
 
 
+def facts(case):
+    return json.loads(CASES[case].with_suffix(".json").read_text())
+
+
 class Golden:
     def __init__(self, case):
-        self.facts = json.loads((DIRECTORY / case["meta"]).read_text())
-        self.tensors = load_file(DIRECTORY / case["file"])
+        self.facts = facts(case)
+        self.tensors = load_file(CASES[case])
+        for name, shape in self.facts["tensors"].items():
+            if name not in self.tensors:
+                assert case.endswith("_rotations") and name.startswith("weights/"), f"{case} lacks {name}"
+                self.tensors[name] = torch.zeros(shape)
         self.source = SOURCES[self.facts["family"]]
         self.tolerance = self.facts.get("suggested_tolerance", TOLERANCE)
         self.compared = set()
@@ -83,25 +96,28 @@ class Golden:
         torch.testing.assert_close(actual, self.tensors[name], **self.tolerance, msg=lambda text: f"{name}: {text}")
 
 
-def golden(where):
-    chosen = [case for case in CASES if where(set(load_keys(case)), case)]
-    return pytest.mark.parametrize("case", chosen, ids=[case["id"] for case in chosen])
-
-
-def load_keys(case):
-    return json.loads((DIRECTORY / case["meta"]).read_text())["tensors"]
-
-
-def has(prefix):
-    return golden(lambda keys, case: any(key.startswith(prefix) for key in keys))
+def has(*prefixes):
+    """Every case that has tensors of each of these groups."""
+    groups = {case: {key.partition("/")[0] for key in facts(case)["tensors"]} for case in CASES}
+    return pytest.mark.parametrize("case", [case for case in CASES if groups[case].issuperset(prefixes)])
 
 
 def test_every_case_is_exercised():
-    if not CASES:
-        pytest.skip(f"{INDEX} is absent")
     for case in CASES:
-        keys = load_keys(case)
-        assert any(key.startswith(("weights/", "clip_weights/")) for key in keys), case["id"]
+        groups = {key.partition("/")[0] for key in facts(case)["tensors"]}
+        compared = [{"weights", "output"}, {"weights", "rotation"}, {"clip_weights"}]
+        assert any(groups >= needed for needed in compared), case
+
+
+def test_shipped_cases_are_the_recorded_ones():
+    """Every tensor of tests/goldens, where the directory with all of them is there."""
+    recorded = {file.stem: file for file in OTHERS.glob("*.safetensors")}
+    if not recorded:
+        pytest.skip(f"{OTHERS} is absent")
+    for file in SHIPPED.glob("*.safetensors"):
+        whole = load_file(recorded[file.stem.removesuffix("_rotations")])
+        for name, tensor in load_file(file).items():
+            assert torch.equal(tensor, whole[name]), f"{file.stem}: {name}"
 
 
 def run_case(golden, run, model, **kwargs):
@@ -119,7 +135,7 @@ def run_case(golden, run, model, **kwargs):
     return outputs, model.liere(pixels, **{k: v for k, v in kwargs.items() if k == "positions"})
 
 
-@has("weights/")
+@has("weights", "output")
 @torch.no_grad()
 def test_outputs(case):
     case = Golden(case)
@@ -141,7 +157,7 @@ def test_outputs(case):
     assert case.compared == {name for name in case.tensors if name.startswith("output/")}
 
 
-@has("hidden/")
+@has("hidden")
 @torch.no_grad()
 def test_hidden_states(case):
     case = Golden(case)
@@ -157,7 +173,7 @@ def test_hidden_states(case):
         case.close(value, f"hidden/{name}")
 
 
-@has("grad/")
+@has("grad")
 def test_gradients_of_official_parameters(case):
     case = Golden(case)
     weights = {name: value.requires_grad_() for name, value in case.group("weights").items()}
@@ -177,7 +193,7 @@ def test_gradients_of_official_parameters(case):
             case.close(weights[name].grad, f"grad/{name}")
 
 
-@has("alternative/each_layer_own_generators/")
+@has("alternative")
 def test_the_papers_reading_of_the_layers(case):
     case = Golden(case)
     weights = {name: value.requires_grad_() for name, value in case.group("weights").items()}
@@ -207,7 +223,7 @@ def dense(rotation, head_dim):
     )
 
 
-@has("rotation/")
+@has("rotation")
 @torch.no_grad()
 def test_rotations(case):
     case = Golden(case)
@@ -247,7 +263,7 @@ def test_rotations(case):
                     assert distances.amin(dim=1).max() < ROTATION_ATOL
 
 
-@has("clip_weights/")
+@has("clip_weights")
 @torch.no_grad()
 def test_fine_tuning_start(case):
     """CLIP itself, ComRoPE's class with CLIP's weights, and CLIP upgraded to ComRoPE."""

@@ -23,19 +23,11 @@ from hf_liere.cli import main
 from hf_liere.convert import convert_checkpoint
 from hf_liere.hub.cards import push_card, render
 from hf_liere.hub.checked_facts import facts_of_run
-from hf_liere.hub.publishing import (
-    ConcurrentCommitError,
-    check_reload,
-    load_complete,
-    publish,
-    push,
-    saved_weights_digest,
-    stage,
-    verify,
-    weights_digest,
-)
+from hf_liere.hub.publishing import ConcurrentCommitError, check_reload, publish, push, verify
 from hf_liere.hub.pulling import pull
+from hf_liere.hub.staging import load_complete, stage
 from hf_liere.storage.client import HubError
+from hf_liere.storage.saved_weights import saved_weights_digest, weights_digest
 
 
 @pytest.fixture(scope="module")

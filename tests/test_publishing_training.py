@@ -25,9 +25,9 @@ from training_helpers import (
     write_parquet,
 )
 
-from hf_liere.hub.publishing import saved_weights_digest
 from hf_liere.hub.pulling import pull
 from hf_liere.storage.client import HubError
+from hf_liere.storage.saved_weights import saved_weights_digest
 from training.engine.arguments import InputError
 from training.engine.pushing import warn_of_other_settings
 from training.engine.trainer import ClassificationTrainer

@@ -11,10 +11,7 @@ loads the commit and has to give the same outputs.
 """
 
 import hashlib
-import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,12 +25,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..auto import model_class
-from ..models.rotary_patch import RotaryPatchConfig
 from ..storage.client import (
     HubError,
     explained,
-    file_digest,
     remote_digests,
     retrying,
     status_of,
@@ -41,57 +35,15 @@ from ..storage.client import (
     wait_to_retry,
     without_tokens,
 )
-from ..storage.saved_weights import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    first_line,
-    read_json,
-    require_finite,
-    require_folder,
-    saved_names,
-    saved_weights_digest,
-    weight_files,
-    weights_digest,
-)
+from ..storage.saved_weights import ADAPTER_CONFIG, differing_files, file_digest, read_json, saved_weights_digest
 from . import reload_check
-from .cards import PICTURE, Card
-from .checked_facts import CONVERSION_FILE
+from .cards import Card
 from .pulling import Pulled, pull
+from .staging import PROCESSOR_FILES, REPLACED, check_adapter, load_complete, refuse_private, stage
 
 
 logger = logging.get_logger(__name__)
 
-PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-)
-RECORD_FILES = (
-    "run_config.json",
-    "environment.json",
-    "weights.json",
-    "all_results.json",
-    "eval_results.json",
-    "train_results.json",
-    CONVERSION_FILE,
-)
-VIDEO_PROCESSOR = "video_processing_liere.LieREVideoProcessor"
-# What earlier pushes of ours or of Trainer may have left in a repository and must not stay beside new weights, as do
-# records, which tell of other weights.
-REPLACED = re.compile(
-    r"^(last-checkpoint|checkpoint-\d+|runs)/|^(pytorch_model|model|adapter_model|rotary)[^/]*\.(bin|safetensors|json)$"
-    r"|^(training_args|optimizer|scheduler|scaler)\.(bin|pt)$|^rng_state[^/]*\.pth$|^trainer_state\.json$"
-    r"|^(modeling|configuration|video_processing)_[a-z_]+\.py$|^(video_)?preprocessor_config\.json$"
-    rf"|^({'|'.join(map(re.escape, (*RECORD_FILES, PICTURE)))})$"
-)
-PRIVATE = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
-# The code that travels with checkpoints.
-MODELS_FOLDER = Path(__file__).resolve().parents[1] / "models"
 # Outputs of two processes with the same weights and code: only the order of float32 sums may differ.
 SAME_OUTPUTS = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -122,133 +74,6 @@ class ConcurrentCommitError(HubError):
     """Someone else has committed since the commit that a push was based on; nothing was written."""
 
 
-def stage(folder: str | Path, target: str | Path, max_shard_size: str | int = "5GB") -> PreTrainedModel | None:
-    """
-    Write what is to be published of a saved model, complete or adapter alone, into another folder.
-
-    Args:
-        folder: Output of a training script, of `hf-liere convert`, of `save_pretrained` or of `save_rotary`.
-        target: Folder that is made, without a card.
-        max_shard_size: Larger weights are split into several files.
-
-    Returns:
-        The model as it was loaded; `None` for an adapter.
-
-    Raises:
-        ValueError: if the folder holds none of our models, its weights are not exactly those of its configuration, or
-            a value of them or a file beside them means nothing.
-    """
-    folder, target = Path(folder), Path(target)
-    require_finite(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    if (folder / ADAPTER_CONFIG).is_file():
-        model = None
-        names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
-        check_adapter(folder)
-    else:
-        model, names = load_complete(folder), []
-        model.save_pretrained(target, max_shard_size=max_shard_size)
-        if saved_weights_digest(folder) != saved_weights_digest(target):
-            raise ValueError(
-                f"Loading and saving changes the weights in {folder}, so figures measured with them would not be "
-                "those of what is published. Save the loaded model with save_pretrained and evaluate that."
-            )
-    for name in (*names, *PROCESSOR_FILES, *RECORD_FILES):
-        if (folder / name).exists():
-            if name.endswith(".json"):
-                read_json(folder / name)
-            try:
-                shutil.copyfile(folder / name, target / name)
-            except OSError as error:
-                raise ValueError(f"{folder / name} cannot be read: {error.strerror}.") from None
-    complete_video_processor(target)
-    return model
-
-
-def check_adapter(folder: Path) -> None:
-    """
-    Make sure that an adapter holds the generators that its configuration speaks of.
-
-    Raises:
-        ValueError: if its configuration means nothing, or tensors belong to no vision tower of it.
-    """
-    content, place = read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_CONFIG
-    base, patch = content.get("base"), content.get("rotary_patch")
-    if not isinstance(base, list) or not base or not isinstance(patch, dict):
-        raise ValueError(f"{place} was not written by save_rotary: it names no rotary_patch or no base.")
-    try:
-        RotaryPatchConfig.from_dict(patch)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{place} holds no rotations of ours: {error}") from None
-    names = saved_names(folder)
-    found = {name.partition(".")[0] for name in names}
-    if found != {str(index) for index in range(len(base))}:
-        raise ValueError(
-            f"{folder / ADAPTER_WEIGHTS} holds {', '.join(sorted(names)) or 'no tensors'}; {ADAPTER_CONFIG} speaks of "
-            f"{len(base)} vision towers."
-        )
-
-
-def load_complete(folder: Path) -> PreTrainedModel:
-    """
-    The model in a folder, each of its weights accounted for.
-
-    Raises:
-        ValueError: if it is none of ours or cannot be loaded, or tensors are missing, left over or of another shape.
-    """
-    require_folder(folder)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds neither config.json nor {ADAPTER_CONFIG}: it is no saved model.")
-    weight_files(folder)
-    architectures = read_json(folder / "config.json").get("architectures")
-    named = architectures[0] if isinstance(architectures, list) and architectures else architectures
-    loader = model_class(str(named))
-    try:
-        model, info = loader.from_pretrained(folder, output_loading_info=True)
-    except Exception as error:
-        # A strict configuration, a shape that no module has, a file cut off: each raises errors of its own.
-        raise ValueError(f"{folder} does not load as {named}: {first_line(error)}") from None
-    wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
-    if wrong:
-        raise ValueError(f"The weights in {folder} are not those of its configuration: {wrong}.")
-    return model
-
-
-def complete_video_processor(folder: Path) -> None:
-    """Put the code of the video processor beside a processor file that names it, and say so there."""
-    path = folder / "video_preprocessor_config.json"
-    if not path.is_file():
-        return
-    content = read_json(path)
-    if content.get("video_processor_type") == VIDEO_PROCESSOR.rpartition(".")[2]:
-        path.write_text(json.dumps(content | {"auto_map": {"AutoVideoProcessor": VIDEO_PROCESSOR}}, indent=2) + "\n")
-        code = VIDEO_PROCESSOR.partition(".")[0] + ".py"
-        shutil.copyfile(MODELS_FOLDER / code, folder / code)
-
-
-def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> None:
-    """
-    Make sure that no text file to be published holds a token or a folder of this machine.
-
-    Raises:
-        ValueError: which names the file, not what was found.
-    """
-    secrets = {"a token": [token for token in [token_of(api)] if token]}
-    secrets["a folder of this machine"] = [str(place) for place in (Path.home(), *places) if len(place.parts) > 2]
-    for path in sorted(folder.rglob("*")):
-        if not path.is_file() or path.suffix not in (".json", ".md", ".txt", ".py", ".yaml"):
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"{path.relative_to(folder)} is no text in UTF-8, so nothing was published.") from None
-        found = [what for what, texts in secrets.items() if any(secret in text for secret in texts)]
-        if PRIVATE.search(text):
-            found.append("a token")
-        if found:
-            raise ValueError(f"{path.relative_to(folder)} holds {found[0]}, so nothing was published; remove it there.")
-
-
 def push(
     folder: str | Path,
     repo_id: str,
@@ -267,9 +92,8 @@ def push(
 
     Args:
         folder: As for [`stage`]; its README.md is the card, unless `card` is given.
-        repo_id: Repository, made if it does not exist.
+        repo_id, revision: Repository and branch, made if they do not exist.
         card: What [`cards.render`] makes of facts.
-        revision: Branch, made if it does not exist.
         message: Title of the commit.
         private: Whether a repository that is made here is private; `None` means as the account is set.
         parent_commit: The commit this push must come directly after; `None` means the newest.
@@ -293,15 +117,8 @@ def push(
         card.write(staged)
         refuse_private(staged, api, [folder.resolve(), Path(temporary)])
         kind = "rotations" if model is None else type(model).__name__
-        published = publish(
-            staged,
-            repo_id,
-            message=message or f"Publish {kind}",
-            revision=revision,
-            private=private,
-            parent_commit=parent_commit,
-            api=api,
-        )
+        options = {"revision": revision, "private": private, "parent_commit": parent_commit, "api": api}
+        published = publish(staged, repo_id, message=message or f"Publish {kind}", **options)
         if reload and model is not None:
             check_reload(model, published, api)
             published = replace(published, reloaded=True)
@@ -344,7 +161,7 @@ def publish(
         files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
         others = [name for name in present if name not in files and name != ".gitattributes"]
         obsolete = [name for name in others if REPLACED.search(name)]
-        if obsolete or differing_files_on_hub(files, present):
+        if obsolete or differing_files(folder, files, present):
             commit = commit_once(api, repo_id, files, obsolete, message, revision, head)
         else:
             logger.info(f"{repo_id} holds these files already, as commit {head}.")
@@ -380,15 +197,6 @@ def ensure_repository(api: HfApi, repo_id: str, private: bool | None) -> str:
             f"{repo_id} on {api.endpoint} exists already and is public; make it private there, or push to another."
         )
     return repo_id
-
-
-def differing_files_on_hub(files: Mapping[str, Path], digests: Mapping[str, str]) -> list[str]:
-    """Names of local files that the Hub does not hold, or holds with another hash."""
-    return [
-        name
-        for name, path in files.items()
-        if name not in digests or file_digest(path, digests[name].partition(":")[0]) != digests[name]
-    ]
 
 
 def commit_once(
@@ -456,7 +264,7 @@ def _concurrent(api: HfApi, repo_id: str, revision: str, parent: str) -> str:
 def compare(folder: Path, published: Published, api: HfApi) -> None:
     """Raises [`HubError`] unless the Hub lists every file of the commit with the hash that it has in the folder."""
     listed = retrying(lambda: remote_digests(api, published.repo_id, published.commit))
-    wrong = differing_files_on_hub({name: folder / name for name in published.files}, listed)
+    wrong = differing_files(folder, published.files, listed)
     if wrong:
         raise HubError(
             f"{published.repo_id} at {published.commit} does not hold what was pushed: {', '.join(wrong)} missing or "
@@ -546,14 +354,4 @@ def _same_settings(folder: Path, pulled: Pulled, name: str) -> bool:
     return ours == theirs
 
 
-__all__ = [
-    "ConcurrentCommitError",
-    "Published",
-    "publish",
-    "push",
-    "saved_weights_digest",
-    "stage",
-    "verify",
-    "weight_files",
-    "weights_digest",
-]
+__all__ = ["ConcurrentCommitError", "Published", "ensure_repository", "publish", "push", "verify"]

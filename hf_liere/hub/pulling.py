@@ -14,15 +14,8 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from transformers.utils import logging
 
-from ..storage.client import (
-    HubError,
-    UnreachableError,
-    differing_files,
-    explained,
-    file_digest,
-    remote_digests,
-    retrying,
-)
+from ..storage.client import HubError, UnreachableError, explained, remote_digests, retrying
+from ..storage.saved_weights import differing_files, file_digest
 from ..storage.targets import new_directory
 
 
@@ -107,12 +100,12 @@ def _checked_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None,
             return _cached_snapshot(repo_id, revision, path, cache_dir, unreachable)
         # By the name that was given, so that the cache knows it without a connection; the branch may move meanwhile.
         snapshot = download(revision, **_patterns(path))
-    wrong = differing_files(snapshot, digests)
+    wrong = differing_files(snapshot, digests, digests)
     if wrong:
         logger.warning(f"{', '.join(wrong)} of {repo_id} arrived damaged or incomplete; downloading again.")
         _forget(snapshot, wrong)
         download(commit, allow_patterns=wrong, force_download=True)
-        wrong = differing_files(snapshot, digests)
+        wrong = differing_files(snapshot, digests, digests)
     if wrong:
         _forget(snapshot, wrong)
         raise HubError(

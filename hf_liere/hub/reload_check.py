@@ -3,7 +3,8 @@ What a user gets who loads a published model without this package: run by [`publ
 
     python reload_check.py REPOSITORY COMMIT OUTPUT
 
-It loads the model with the code of that commit, runs it on fixed inputs and writes its outputs as safetensors.
+It loads the model with the code of that commit, runs it on fixed inputs and writes its outputs as safetensors. Because
+that process must not import this package, it does not use the package's loader and looks at the keys by itself.
 """
 
 import json

@@ -10,7 +10,7 @@ import torch
 from ..auto import load_checkpoint
 from ..errors import require_libraries
 from ..models.vision_towers import Tower
-from ..patching.apply import CONFIG_NAME
+from ..storage.saved_weights import ADAPTER_CONFIG
 from ..storage.targets import new_directory
 from .analysis import analyse, black_input, vision_tower
 from .attention import size_options
@@ -98,7 +98,7 @@ def _prepare(tower: Tower, processor, samples: Sequence[Sample], image_sizes: Se
 
 
 def _load(checkpoint: str | os.PathLike, revision: str | None, trust_remote_code: bool):
-    if (Path(checkpoint) / CONFIG_NAME).is_file():
+    if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
         raise InspectionError(
             f"{checkpoint} holds rotations without a model (save_rotary): load_rotary them into their model and save "
             "complete_model(model), which can be inspected."

@@ -1,11 +1,9 @@
-"""What publishing and pulling share: file hashes as the Hub lists them, retries, and errors in one sentence."""
+"""What publishing and pulling share: the hashes that the Hub lists, retries, and errors in one sentence."""
 
-import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 from huggingface_hub import HfApi, get_token
@@ -43,28 +41,8 @@ class UnreachableError(HubError):
     """The Hub did not answer, or may not be asked."""
 
 
-def file_digest(path: Path, kind: str) -> str:
-    """
-    Hash of a file as the Hub lists it.
-
-    Args:
-        kind: `"sha256"` (LFS and Xet) or `"git"` (SHA-1 of a git blob, for the other files).
-
-    Returns:
-        `"sha256:…"` or `"git:…"`, hexadecimal.
-    """
-    if kind == "sha256":
-        digest = hashlib.sha256()
-    else:
-        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size)
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return f"{kind}:{digest.hexdigest()}"
-
-
 def remote_digests(api: HfApi, repo_id: str, revision: str) -> dict[str, str]:
-    """Hashes of all files of a revision, by path, in the form of [`file_digest`]."""
+    """Hashes of all files of a revision, by path, in the form of `saved_weights.file_digest`."""
     digests = {}
     for entry in api.list_repo_tree(repo_id, revision=revision, recursive=True):
         lfs = getattr(entry, "lfs", None)
@@ -73,15 +51,6 @@ def remote_digests(api: HfApi, repo_id: str, revision: str) -> dict[str, str]:
         elif hasattr(entry, "blob_id"):
             digests[entry.path] = f"git:{entry.blob_id}"
     return digests
-
-
-def differing_files(folder: Path, digests: dict[str, str]) -> list[str]:
-    """Paths below a folder that are missing there or have another hash."""
-    return [
-        path
-        for path, digest in digests.items()
-        if not (folder / path).is_file() or file_digest(folder / path, digest.partition(":")[0]) != digest
-    ]
 
 
 def status_of(error: BaseException) -> int | None:

@@ -109,13 +109,13 @@ def shards(index: Path) -> list[Path]:
         raise CheckpointError(f"{index.name} is not JSON: {error}") from error
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise CheckpointError(f"{index.name} has no weight_map from the names of tensors to files.")
+        raise CheckpointError(f"{index} names no files of its folder: it has no weight_map from tensors to files.")
     files = sorted(set(names.values()))
     for name in files:
         if Path(name).name != name:
-            raise CheckpointError(f"{index.name} names the file {name!r}; accepted are files beside it.")
+            raise CheckpointError(f"{index} names no files of its folder but {name!r}; accepted are files beside it.")
         if not (index.parent / name).is_file():
-            raise CheckpointError(f"{index.name} names the file {name!r}, which is not beside it.")
+            raise CheckpointError(f"{index.parent} holds no {name}: {index} names {name!r}, which is not beside it.")
     return [index.parent / name for name in files]
 
 

@@ -1,8 +1,8 @@
-"""The weights in a saved folder: which files hold them, their digest, their number, and whether they are whole."""
+"""The files of a saved folder: which hold the weights, their hashes, their number, and whether they are whole."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..patching.apply import CONFIG_NAME as ADAPTER_CONFIG
-from ..patching.apply import WEIGHTS_NAME as ADAPTER_WEIGHTS
+from .loading import shards
+
+
+# Of rotations that were saved without their model.
+ADAPTER_CONFIG = "rotary_config.json"
+ADAPTER_WEIGHTS = "rotary.safetensors"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -50,16 +54,42 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     # The order in which transformers looks for them.
     if index.is_file() and not (folder / "model.safetensors").is_file():
-        shards = read_json(index).get("weight_map")
-        names = sorted(set(shards.values())) if isinstance(shards, dict) else []
-        if not names or any(Path(name).name != name for name in names):
-            raise ValueError(f"{index} names no files of {folder}; accepted: weight_map with a file for every tensor.")
+        return shards(index)
+    files = [folder / name for name in ("model.safetensors", ADAPTER_WEIGHTS) if (folder / name).is_file()]
+    if not files:
+        raise ValueError(f"{folder} holds no model.safetensors: it is no saved model.")
+    return files
+
+
+def file_digest(path: Path, kind: str) -> str:
+    """
+    Hash of a file as the Hub lists it.
+
+    Args:
+        kind: `"sha256"` (LFS and Xet) or `"git"` (SHA-1 of a git blob, for the other files).
+
+    Returns:
+        `"sha256:…"` or `"git:…"`, hexadecimal.
+    """
+    if kind == "sha256":
+        digest = hashlib.sha256()
     else:
-        names = [name for name in ("model.safetensors", ADAPTER_WEIGHTS) if (folder / name).is_file()]
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing or not names:
-        raise ValueError(f"{folder} holds no {', '.join(missing) or 'model.safetensors'}: it is no saved model.")
-    return [folder / name for name in names]
+        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return f"{kind}:{digest.hexdigest()}"
+
+
+def differing_files(folder: Path, names: Iterable[str], digests: Mapping[str, str]) -> list[str]:
+    """Those of `names` that are missing in a folder or in a listing of hashes, or are not the same in both."""
+    return [
+        name
+        for name in names
+        if name not in digests
+        or not (folder / name).is_file()
+        or file_digest(folder / name, digests[name].partition(":")[0]) != digests[name]
+    ]
 
 
 @contextmanager
@@ -143,6 +173,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 __all__ = [
     "ADAPTER_CONFIG",
     "ADAPTER_WEIGHTS",
+    "differing_files",
+    "file_digest",
     "first_line",
     "read_json",
     "require_finite",

@@ -3,7 +3,7 @@ Pushing a run to the Hub while it trains, and going on from what is there.
 
 Differences from Trainer's own pushes: the files of a step are set aside before the next step changes them, so a commit
 holds the step that its title names; a step is one commit; failed pushes are remembered and make the script fail; only
-the files that `hf_liere.hub.publishing` knows are pushed, never `training_args.bin`, which holds paths and the token.
+the files that `hf_liere.hub.staging` knows are pushed, never `training_args.bin`, which holds paths and the token.
 While a run goes on, `--hub_strategy checkpoint` keeps what `--resume_from_hub` needs in `last-checkpoint/`; the commit
 of the finished model takes it away.
 """
@@ -21,8 +21,9 @@ from transformers.utils import logging
 
 from hf_liere.errors import InputError
 from hf_liere.hub.cards import facts_of_run, push_card, render
-from hf_liere.hub.publishing import PROCESSOR_FILES, Published, ensure_repository, publish, push, refuse_private
+from hf_liere.hub.publishing import Published, ensure_repository, publish, push
 from hf_liere.hub.pulling import pull
+from hf_liere.hub.staging import PROCESSOR_FILES, refuse_private
 from hf_liere.storage.client import HubError, explained
 from hf_liere.storage.saved_weights import saved_weights_digest, weight_files
 from training.engine.arguments import RunArguments

@@ -1,0 +1,187 @@
+"""
+What is published of a saved folder: its model loaded and saved anew, processor, records and the code that belongs to
+them, in a folder of its own, and nothing private.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from transformers import PreTrainedModel
+
+from ..auto import load_checkpoint, model_class
+from ..patching.adapters import read_adapter
+from ..storage.client import TOKEN, token_of
+from ..storage.loading import CheckpointError
+from ..storage.saved_weights import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    first_line,
+    read_json,
+    require_finite,
+    require_folder,
+    saved_weights_digest,
+    weight_files,
+)
+from .cards import PICTURE
+from .checked_facts import CONVERSION_FILE
+
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+)
+RECORD_FILES = (
+    "run_config.json",
+    "environment.json",
+    "weights.json",
+    "all_results.json",
+    "eval_results.json",
+    "train_results.json",
+    CONVERSION_FILE,
+)
+VIDEO_PROCESSOR = "video_processing_liere.LieREVideoProcessor"
+# What earlier pushes of ours or of Trainer may have left in a repository and must not stay beside new weights, as do
+# records, which tell of other weights.
+REPLACED = re.compile(
+    r"^(last-checkpoint|checkpoint-\d+|runs)/|^(pytorch_model|model|adapter_model|rotary)[^/]*\.(bin|safetensors|json)$"
+    r"|^(training_args|optimizer|scheduler|scaler)\.(bin|pt)$|^rng_state[^/]*\.pth$|^trainer_state\.json$"
+    r"|^(modeling|configuration|video_processing)_[a-z_]+\.py$|^(video_)?preprocessor_config\.json$"
+    rf"|^({'|'.join(map(re.escape, (*RECORD_FILES, PICTURE)))})$"
+)
+# The code that travels with checkpoints.
+MODELS_FOLDER = Path(__file__).resolve().parents[1] / "models"
+
+
+def stage(folder: str | Path, target: str | Path, max_shard_size: str | int = "5GB") -> PreTrainedModel | None:
+    """
+    Write what is to be published of a saved model, complete or adapter alone, into another folder.
+
+    Args:
+        folder: Output of a training script, of `hf-liere convert`, of `save_pretrained` or of `save_rotary`.
+        target: Folder that is made, without a card.
+        max_shard_size: Larger weights are split into several files.
+
+    Returns:
+        The model as it was loaded; `None` for an adapter.
+
+    Raises:
+        ValueError: if the folder holds none of our models, its weights are not exactly those of its configuration, or
+            a value of them or a file beside them means nothing.
+    """
+    folder, target = Path(folder), Path(target)
+    require_finite(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    if (folder / ADAPTER_CONFIG).is_file():
+        model = None
+        names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+        check_adapter(folder)
+    else:
+        model, names = load_complete(folder), []
+        model.save_pretrained(target, max_shard_size=max_shard_size)
+        if saved_weights_digest(folder) != saved_weights_digest(target):
+            raise ValueError(
+                f"Loading and saving changes the weights in {folder}, so figures measured with them would not be "
+                "those of what is published. Save the loaded model with save_pretrained and evaluate that."
+            )
+    for name in (*names, *PROCESSOR_FILES, *RECORD_FILES):
+        if (folder / name).exists():
+            if name.endswith(".json"):
+                read_json(folder / name)
+            try:
+                shutil.copyfile(folder / name, target / name)
+            except OSError as error:
+                raise ValueError(f"{folder / name} cannot be read: {error.strerror}.") from None
+    complete_video_processor(target)
+    return model
+
+
+def check_adapter(folder: Path) -> None:
+    """
+    Make sure that an adapter holds the generators that its configuration speaks of.
+
+    Raises:
+        ValueError: if its configuration means nothing, or tensors belong to no vision tower of it.
+    """
+    _, towers, tensors = read_adapter(folder)
+    if {name.partition(".")[0] for name in tensors} != {str(index) for index in range(len(towers))}:
+        raise ValueError(
+            f"{folder / ADAPTER_WEIGHTS} holds {', '.join(sorted(tensors)) or 'no tensors'}; {ADAPTER_CONFIG} speaks "
+            f"of {len(towers)} vision towers."
+        )
+
+
+def load_complete(folder: Path) -> PreTrainedModel:
+    """
+    The model in a folder as [`auto.load_checkpoint`] reads it, if it is one of ours and its weights are safetensors.
+
+    Raises:
+        ValueError: if it is none of ours or cannot be loaded, or tensors are missing, left over or of another shape.
+    """
+    require_folder(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds neither config.json nor {ADAPTER_CONFIG}: it is no saved model.")
+    weight_files(folder)
+    architectures = read_json(folder / "config.json").get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else architectures
+    model_class(str(named))
+    try:
+        model, _ = load_checkpoint(folder, dtype="auto")
+    except CheckpointError as error:
+        raise ValueError(f"{folder} does not load as {named}: {first_line(error)}") from None
+    return model
+
+
+def complete_video_processor(folder: Path) -> None:
+    """Put the code of the video processor beside a processor file that names it, and say so there."""
+    path = folder / "video_preprocessor_config.json"
+    if not path.is_file():
+        return
+    content = read_json(path)
+    if content.get("video_processor_type") == VIDEO_PROCESSOR.rpartition(".")[2]:
+        path.write_text(json.dumps(content | {"auto_map": {"AutoVideoProcessor": VIDEO_PROCESSOR}}, indent=2) + "\n")
+        code = VIDEO_PROCESSOR.partition(".")[0] + ".py"
+        shutil.copyfile(MODELS_FOLDER / code, folder / code)
+
+
+def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> None:
+    """
+    Make sure that no text file to be published holds a token or a folder of this machine.
+
+    Raises:
+        ValueError: which names the file, not what was found.
+    """
+    secrets = {"a token": [token for token in [token_of(api)] if token]}
+    secrets["a folder of this machine"] = [str(place) for place in (Path.home(), *places) if len(place.parts) > 2]
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file() or path.suffix not in (".json", ".md", ".txt", ".py", ".yaml"):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path.relative_to(folder)} is no text in UTF-8, so nothing was published.") from None
+        found = [what for what, texts in secrets.items() if any(secret in text for secret in texts)]
+        if TOKEN.search(text):
+            found.append("a token")
+        if found:
+            raise ValueError(f"{path.relative_to(folder)} holds {found[0]}, so nothing was published; remove it there.")
+
+
+__all__ = [
+    "PROCESSOR_FILES",
+    "REPLACED",
+    "check_adapter",
+    "complete_video_processor",
+    "load_complete",
+    "refuse_private",
+    "stage",
+]
