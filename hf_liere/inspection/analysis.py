@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..models.encodings import FoldedComRoPE, FoldedLieRE
+from ..models.folding import FoldedComRoPE, FoldedLieRE
 from ..models.vision_towers import Tower, head_shape, position_table
 from ..patching.apply import is_patched
 from .attention import (

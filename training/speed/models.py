@@ -21,7 +21,7 @@ from hf_liere import (
     LieREViTForImageClassification,
 )
 from hf_liere.models.configuration_liere import LieREConfig
-from hf_liere.models.encodings import build_rotary_encoding
+from hf_liere.models.folding import build_rotary_encoding
 from hf_liere.models.positions import grid_positions, with_prefix
 
 
