@@ -87,15 +87,12 @@ class Exponential(torch.autograd.Function):
 
 def dense(rotation, head_dim, layer_heads):
     """(B, heads, N, head_dim, head_dim) float64 matrices of a rotation that the package hands to a layer."""
-    batch, heads, tokens, blocks = rotation.shape[:4]
+    blocks_of_tokens = rotation.matrices().detach().double()
+    batch, heads, tokens, blocks, size, _ = blocks_of_tokens.shape
     matrices = torch.eye(head_dim, dtype=torch.float64).expand(batch, heads, tokens, head_dim, head_dim).clone()
-    if rotation.ndim == 5:
-        cos, sin = rotation.double().unbind(-1)
-        rotation = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
-    size = rotation.shape[-1]
     for block in range(blocks):
         channels = slice(block * size, (block + 1) * size)
-        matrices[..., channels, channels] = rotation[..., block, :, :].double()
+        matrices[..., channels, channels] = blocks_of_tokens[..., block, :, :]
     return matrices.expand(batch, layer_heads, tokens, head_dim, head_dim)
 
 

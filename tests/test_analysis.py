@@ -138,13 +138,10 @@ def test_rotations_are_those_of_attention(classifier):
     """Against the rotations that the model hands to its layers, for patches of its own grid."""
     for fields in ({}, {"position_encoding": "rope_mixed"}, {"position_encoding": "comrope_ld"}):
         model = classifier(**fields).liere
-        positions = model.token_positions((4, 4), None, None, torch.device("cpu"))[1:]
+        positions = model.grid_positions((4, 4), None, torch.device("cpu")).coordinates[1:]
         ours = rotations(generators(model.rotary_encoding), positions)
         for layer, rotation in enumerate(model.rotary_encoding(positions)):
-            rotation = rotation[0].transpose(1, 2).double()
-            if rotation.ndim == 4:
-                cos, sin = rotation.unbind(-1)
-                rotation = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
+            rotation = rotation.matrices()[0].transpose(1, 2).double()
             # The model rounds to float32.
             assert torch.allclose(ours[layer], rotation, atol=1e-6)
 
@@ -260,7 +257,7 @@ def test_output_change(classifier):
     model = classifier()
     found = output_change(model, images, batch_size=1, offsets=[0.0, 2.0])
     # Four patches from 0 to 1: two patches are ⅔.
-    positions = model.liere.token_positions((4, 4), None, None, torch.device("cpu"))[1:]
+    positions = model.liere.grid_positions((4, 4), None, torch.device("cpu")).coordinates[1:]
     with torch.no_grad():
         before = model.liere(images, positions=positions).pooler_output
         after = model.liere(images, positions=positions + 2 / 3).pooler_output

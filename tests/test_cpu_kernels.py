@@ -5,12 +5,13 @@ import sys
 
 import pytest
 import torch
+from rotating import rotate_query_key
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_liere.kernels import cpu as cpu_kernels
-from hf_liere.models.lie_algebra import KEPT_SQUARES, POLYNOMIAL, block_rotations, skew
-from hf_liere.models.rotation import rotate_query_key
+from hf_liere.models.exponential import KEPT_SQUARES, POLYNOMIAL, block_rotations
+from hf_liere.models.lie_algebra import skew
 
 
 needs_compiler = pytest.mark.usefixtures("compiler")

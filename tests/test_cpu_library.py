@@ -15,7 +15,8 @@ from transformers.utils import logging
 
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
-from hf_liere.models.lie_algebra import block_rotations, skew
+from hf_liere.models.exponential import block_rotations
+from hf_liere.models.lie_algebra import skew
 
 
 AVAILABLE = cpu_kernels.is_available(torch.zeros(1), torch.float32, 2)
@@ -24,7 +25,8 @@ needs_compiler = pytest.mark.usefixtures("compiler")
 ROTATE = """
 import torch
 from hf_liere.kernels import cpu as cpu_kernels
-from hf_liere.models.lie_algebra import block_rotations, skew
+from hf_liere.models.exponential import block_rotations
+from hf_liere.models.lie_algebra import skew
 rotations = block_rotations(torch.rand(6, 2, dtype=torch.float64), skew(torch.rand(2, 3, 28), 8))
 orthogonal = torch.allclose(rotations.mT @ rotations, torch.eye(8), atol=1e-6)
 print(cpu_kernels.is_available(rotations, torch.float32, 8) and orthogonal)

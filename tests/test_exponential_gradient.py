@@ -4,8 +4,9 @@ import pytest
 import reference
 import torch
 
+from hf_liere.models.exponential import block_rotations
 from hf_liere.models.exponential_gradient import COEFFICIENTS, POLYNOMIAL_NORM
-from hf_liere.models.lie_algebra import block_rotations, skew
+from hf_liere.models.lie_algebra import skew
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rotating import rotation_of
 from safetensors.torch import load_file
 
 from hf_liere.conversion.checkpoints import convert_state_dict
@@ -212,9 +213,7 @@ def test_the_papers_reading_of_the_layers(case):
 
 def dense(rotation, head_dim):
     """(heads or 1, tokens, head_dim, head_dim) matrices of a layer's (1, heads or 1, tokens, blocks, …) rotation."""
-    if rotation.ndim == 5:
-        cos, sin = rotation.unbind(-1)
-        rotation = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
+    rotation = rotation_of(rotation).matrices()
     rows = [[torch.block_diag(*token) for token in head] for head in rotation[0].double()]
     matrices = torch.stack([torch.stack(head) for head in rows])
     unrotated = head_dim - matrices.shape[-1]
@@ -233,16 +232,16 @@ def test_rotations(case):
         run = next((run for run in case.facts["runs"] if run["input"].endswith(f"/{tag}")), case.facts["runs"][0])
         pixels = model.liere.pixels(case.pixels(run["input"]))
         grid = model.liere.embeddings.patch_embeddings.grid(pixels)
-        positions = model.liere.token_positions(grid, None, None, pixels.device)
+        positions = model.liere.grid_positions(grid, None, pixels.device)
         rotations, head_dim = model.liere.rotations(positions), model.config.head_dim
         if case.source == "liere":
             if f"position/{tag}" in case.tensors:
-                torch.testing.assert_close(positions[1:].float(), case.tensors[f"position/{tag}"][0])
+                torch.testing.assert_close(positions.coordinates[1:].float(), case.tensors[f"position/{tag}"][0])
             if expected.ndim == 5:
                 expected = expected.unsqueeze(2)
             for layer in range(expected.shape[2]):
                 # (tokens, heads · blocks, b, b) -> heads apart, as block-diagonal matrices
-                heads = rotations[layer].shape[1]
+                heads = rotations[layer].matrices().shape[1]
                 recorded = expected[0, :, layer].unflatten(1, (heads, -1)).transpose(0, 1).unsqueeze(0)
                 actual, recorded = dense(rotations[layer], head_dim), dense(recorded, head_dim)
                 torch.testing.assert_close(actual, recorded, rtol=0, atol=ROTATION_ATOL)
@@ -255,7 +254,7 @@ def test_rotations(case):
             recorded = torch.stack([cos, sin], dim=-1)
             recorded = recorded if recorded.ndim == 5 else recorded[None, None]
             for layer in range(recorded.shape[0]):
-                actual = rotations[layer][0, :, model.config.num_prefix_tokens :].double()
+                actual = rotations[layer].cos_sin[0, :, model.config.num_prefix_tokens :].double()
                 for ours, theirs in zip(actual, recorded[layer]):
                     distances = (ours.unsqueeze(2) - theirs.unsqueeze(1)).abs().amax(dim=(0, 3))
                     # The order of planes may differ, but each must be there.

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rotating import rotate, rotate_query_key
 
 import hf_liere
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cuda as triton_kernels
 from hf_liere.models.backends import find_backend
-from hf_liere.models.rotation import EigenRotation, rotate, rotate_query_key
+from hf_liere.models.rotation import EigenRotation
 
 
 PLANES = [(1, 2, 6, 12, 2), (1, 1, 6, 12, 2), (5, 2, 6, 10, 2)]

@@ -146,9 +146,9 @@ def test_rotate_prefix_puts_the_class_token_at_the_centre(tiny):
     outputs = {}
     for rotate_prefix in (False, True):
         model = classifier(tiny(rotate_prefix=rotate_prefix, num_register_tokens=1, **fields_of("comrope_ld")))
-        positions = model.liere.token_positions((4, 4), None, None, torch.device("cpu"))
-        rotation = model.liere.rotations(positions)[0]
-        centre = model.liere.rotary_encoding(torch.tensor([[0.5, 0.5]]))[0]
+        positions = model.liere.grid_positions((4, 4), None, torch.device("cpu"))
+        rotation = model.liere.rotations(positions)[0].matrices().float()
+        centre = model.liere.rotary_encoding(torch.tensor([[0.5, 0.5]]))[0].matrices().float()
         expected = centre if rotate_prefix else torch.eye(4).expand_as(centre)
         assert torch.equal(rotation[:, :, :2], expected.expand(-1, -1, 2, -1, -1, -1))
         outputs[rotate_prefix] = model(images(2, 3, 16, 16)).logits

@@ -802,7 +802,7 @@ def rotations_of_a_pass(model, inputs):
     """(layers, heads, tokens, head_dim, head_dim) of the last pass, dense, in float64."""
     (tower,) = (module for module in model.modules() if hasattr(module, "rotary_encoding"))
     layers = explicit_rotations(tower, model, inputs)
-    return torch.stack([block_diagonal(layer[0].double()) for layer in layers])
+    return torch.stack([block_diagonal(layer.matrices()[0].double()) for layer in layers])
 
 
 def block_diagonal(blocks):
@@ -865,7 +865,7 @@ def coordinates_of_a_pass(model, inputs, axes):
     """(tokens, axes) of the first sample, from the angles of the first planes."""
     (tower,) = (module for module in model.modules() if hasattr(module, "rotary_encoding"))
     layers = explicit_rotations(tower, model, inputs)
-    cos, sin = layers[0][0, 0, :, :axes].detach().double().unbind(-1)
+    cos, sin = layers[0].cos_sin[0, 0, :, :axes].detach().double().unbind(-1)
     return torch.atan2(sin, cos) / 0.1
 
 

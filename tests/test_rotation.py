@@ -7,12 +7,15 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rotating import rotate, rotate_query_key
 
 import hf_liere
 import hf_liere.models.encodings
-from hf_liere.models.lie_algebra import POLYNOMIAL, POLYNOMIAL_NORM, Rays, block_rotations, eigenbasis, skew
+from hf_liere.models.exponential import POLYNOMIAL, Rays, block_rotations
+from hf_liere.models.exponential_gradient import POLYNOMIAL_NORM
+from hf_liere.models.lie_algebra import eigenbasis, skew
 from hf_liere.models.positions import grid_positions, grid_rays, with_prefix
-from hf_liere.models.rotation import EigenRotation, fold, rotate, rotate_query_key
+from hf_liere.models.rotation import EigenRotation, change_basis
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")
@@ -74,7 +77,9 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
         angles = (scalars.unsqueeze(-1) * frequencies.unsqueeze(-3)).flatten(-2)
         rotation = EigenRotation(torch.stack([angles.cos(), angles.sin()], -1), basis, inside, scalars)
         folded = (
-            torch.stack([fold(state.permute(0, 2, 1).flatten(0, 1), basis).unflatten(0, (heads, -1)) for state in part])
+            torch.stack(
+                [change_basis(state.permute(0, 2, 1).flatten(0, 1), basis).unflatten(0, (heads, -1)) for state in part]
+            )
             for part in (query, key)
         )
         return rotate_query_key(*(part.transpose(-1, -2) for part in folded), rotation)
@@ -202,7 +207,7 @@ def test_large_rotations_are_computed_layer_by_layer(tiny, monkeypatch):
     model.zero_grad()
     monkeypatch.setattr("hf_liere.models.encodings.ALL_LAYERS_BYTES", 1000)
     grid = model.config.train_grid
-    rotations = model.rotations(model.token_positions(grid, None, None, pixel_values.device), grid, explicit=False)
+    rotations = model.rotations(model.grid_positions(grid, None, pixel_values.device))
     assert iter(rotations) is rotations, "a layer's rotations must be freed before the next layer's are made"
     pooled = model(pixel_values).pooler_output
     pooled.sum().backward()

@@ -6,7 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_liere
 from hf_liere.export import export_model
-from hf_liere.models.lie_algebra import block_rotations, skew
+from hf_liere.models.exponential import block_rotations
+from hf_liere.models.lie_algebra import skew
 
 
 ENCODINGS = [("liere", 8), ("liere", 3), ("rope_mixed", 2), ("axial_rope", 2), ("comrope_ap", 4), ("comrope_ld", 8)]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..models.encodings import FoldedComRoPE, FoldedLieRE
+from ..models.folding import FoldedComRoPE, FoldedLieRE
 from ..models.vision_towers import Tower, head_shape, position_table
 from ..patching.apply import is_patched
 from .attention import (

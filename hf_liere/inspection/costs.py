@@ -11,7 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..models.encodings import RotaryEncoding
-from ..models.rotation import EigenRotation
 from ..models.vision_towers import find_towers, position_table
 from ..patching.apply import is_patched, unpatch
 from .attention import eager_attention
@@ -106,20 +105,22 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options) -> Cost:
         )
     products, elements = count_forward(model, pixels, **options)
     plain_products = products
-    rotations, making, turning = [], 0, 0
+    rotations, making, rotating = [], 0, 0
     if calls:
         hook.remove()
         args, kwargs = calls[0]
         making = count_products(lambda: rotations.extend(encoding(*args, **kwargs)))
-        turning = sum(_plane_products(rotation, encoding.config.num_attention_heads) for rotation in rotations)
+        # Planes are no matrix products, which are counted anyway: 2 per channel of query and key.
+        planes = sum(rotation.num_tokens() * rotation.num_planes() for rotation in rotations)
+        rotating = planes * encoding.config.num_attention_heads * 2 * 2 * 2
         plain_products, _ = count_forward(plain, pixels, **options)
     return Cost(
         parameters=parameters,
         encoding_parameters=sum(parameter.numel() for parameter in encoding.parameters()) if calls else 0,
         table_parameters=table_parameters,
-        operations=products + turning + NORM_OPERATIONS * elements,
+        operations=products + rotating + NORM_OPERATIONS * elements,
         rotation_operations=making,
-        rotating_operations=products - plain_products - making + turning,
+        rotating_operations=products - plain_products - making + rotating,
     )
 
 
@@ -129,11 +130,3 @@ def _without_rotations(model: nn.Module) -> nn.Module:
         return unpatch(plain)
     find_towers(plain)[0].module.rotary_encoding = None
     return plain
-
-
-def _plane_products(rotation: torch.Tensor | EigenRotation, heads: int) -> int:
-    """Of turning planes of query and key, 2 per channel each: they are no matrix products, which are counted anyway."""
-    planes = rotation.planes if isinstance(rotation, EigenRotation) else rotation
-    if planes.ndim != 5:
-        return 0
-    return 2 * heads * planes.shape[2] * planes.shape[3] * 2 * 2

@@ -15,7 +15,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..models.encodings import ComRoPEAxialPartition, FoldedComRoPE, RotaryEncoding, build_rotary_encoding
-from ..models.lie_algebra import block_rotations, plane_rotations, skew
+from ..models.exponential import block_rotations
+from ..models.lie_algebra import plane_rotations, skew
 from ..models.positions import grid_positions
 
 

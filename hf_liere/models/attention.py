@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .rotation import EigenRotation, Rotation, fold, fold_states, rotate, rotate_query_key
+from .rotation import Rotation, change_basis
 from .tracing import first_derivative_only
 
 
@@ -67,15 +67,14 @@ class LieREAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(B, N, hidden_size) states and this layer's rotation, see [`rotate`] → states and attention weights."""
+        """(B, N, hidden_size) states and this layer's rotation → states and attention weights."""
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
-        basis = rotation.basis if isinstance(rotation, EigenRotation) else None
-        query = _project(self.q_proj, hidden_states, basis).view(hidden_shape).transpose(1, 2)
-        key = _project(self.k_proj, hidden_states, basis).view(hidden_shape).transpose(1, 2)
+        query = _project(self.q_proj, hidden_states, rotation).view(hidden_shape).transpose(1, 2)  # (B, H, N, D)
+        key = _project(self.k_proj, hidden_states, rotation).view(hidden_shape).transpose(1, 2)
         value = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
         if rotation is not None:
-            query, key = rotate_query_key(query, key, rotation)
+            query, key = rotation.rotate(query, key)
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -95,7 +94,7 @@ class LieREAttention(nn.Module):
     @torch.no_grad()
     def fold(self, basis: torch.Tensor) -> None:
         """
-        Turn the query and key weights into the eigenbasis of their rotations for good; the channels that odd blocks
+        Put the query and key weights into the eigenbasis of their rotations for good; the channels that odd blocks
         leave without a plane go to the end of a head.
 
         Raises:
@@ -114,22 +113,23 @@ class LieREAttention(nn.Module):
         for projection in (self.q_proj, self.k_proj):
             for parameter in (projection.weight, projection.bias):
                 if parameter is not None:
-                    turned = fold(parameter, basis)
-                    parameter.copy_(turned.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1))
+                    changed = change_basis(parameter, basis)
+                    parameter.copy_(changed.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1))
 
 
-def _project(projection: nn.Module, hidden_states: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
-    """Query or key projection, into the eigenbasis of commuting generators where there is one."""
-    if basis is None:
+def _project(projection: nn.Module, hidden_states: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    """Query or key projection, in the basis in which they are rotated."""
+    if rotation is None or rotation.basis is None:
         return projection(hidden_states)
     if _obstacle(projection) is None and not _has_global_hooks():
         weight = projection.weight
         if weight.device == hidden_states.device:
-            # The weight has fewer rows than there are tokens.
-            return _FoldedLinear.apply(hidden_states, weight, projection.bias, basis)
+            # Cheaper than changing the basis of all tokens.
+            return _LinearInBasis.apply(hidden_states, weight, projection.bias, rotation.basis)
     projected = projection(hidden_states)
-    states = projected.unflatten(-1, (-1, basis.shape[1] * basis.shape[-1])).transpose(1, 2)
-    return fold_states(states, basis).transpose(1, 2).reshape(projected.shape)
+    head_dim = rotation.basis.shape[1] * rotation.basis.shape[-1]
+    states = projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)  # (B, H, N, D)
+    return rotation.change_basis(states).transpose(1, 2).reshape(projected.shape)
 
 
 def _obstacle(projection: nn.Module) -> str | None:
@@ -158,14 +158,14 @@ def _obstacle(projection: nn.Module) -> str | None:
     return None
 
 
-class _FoldedLinear(torch.autograd.Function):
-    """Uᵀ (W x + b). The backward pass turns the weight again: kept for all layers it would be 5% of a step's memory."""
+class _LinearInBasis(torch.autograd.Function):
+    """Uᵀ (W x + b). The backward pass changes the weight again: saved, it would be 5% of a step's memory."""
 
     @staticmethod
     def forward(ctx, hidden_states, weight, bias, basis):
         ctx.save_for_backward(hidden_states, weight, basis)
-        bias = None if bias is None else fold(bias, basis)
-        return nn.functional.linear(hidden_states, fold(weight, basis), bias)
+        bias = None if bias is None else change_basis(bias, basis)
+        return nn.functional.linear(hidden_states, change_basis(weight, basis), bias)
 
     @staticmethod
     @first_derivative_only
@@ -175,12 +175,12 @@ class _FoldedLinear(torch.autograd.Function):
         hidden_gradient = weight_gradient = bias_gradient = None
         rows = gradient.flatten(0, -2)
         if ctx.needs_input_grad[0]:
-            hidden_gradient = (gradient @ fold(weight, basis).to(gradient.dtype)).to(hidden_states.dtype)
+            hidden_gradient = (gradient @ change_basis(weight, basis).to(gradient.dtype)).to(hidden_states.dtype)
         if ctx.needs_input_grad[1]:
-            weight_gradient = fold(rows.T @ hidden_states.flatten(0, -2).to(rows.dtype), back).to(weight.dtype)
+            weight_gradient = change_basis(rows.T @ hidden_states.flatten(0, -2).to(rows.dtype), back).to(weight.dtype)
         if ctx.needs_input_grad[2]:
-            bias_gradient = fold(rows.sum(0), back).to(weight.dtype)
+            bias_gradient = change_basis(rows.sum(0), back).to(weight.dtype)
         return hidden_gradient, weight_gradient, bias_gradient, None
 
 
-__all__ = ["LieREAttention", "eager_attention_forward", "rotate"]
+__all__ = ["LieREAttention", "eager_attention_forward"]

@@ -9,10 +9,12 @@ from transformers import initialization as init
 from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 
+from .exponential import Rays, layer_block_rotations
 from .exponential_gradient import POWERS
-from .lie_algebra import Rays, cos_sin, eigenbasis, layer_block_rotations, plane_rotations, skew, working_dtype
-from .positions import grid_rays
-from .rotation import EigenRotation, Rotation
+from .lie_algebra import cos_sin, eigenbasis, plane_rotations, skew, working_dtype
+from .positions import TokenPositions, of_coordinates
+from .rotation import BlockRotation, EigenRotation, PlaneRotation, Rotation
+from .tracing import values_are_unknown
 
 
 logger = logging.get_logger(__name__)
@@ -46,7 +48,7 @@ class RotaryEncoding(nn.Module):
 
     @staticmethod
     def new_parameter(*shape: int) -> nn.Parameter:
-        """A parameter in the default type, but no half type: rounded generators turn distant patches wrongly."""
+        """A parameter in the default type, but no half type: rounded generators rotate distant patches wrongly."""
         return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "RotaryEncoding":
@@ -72,49 +74,50 @@ class RotaryEncoding(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise the parameters as `rotary_init` says, leaving alone those that came from a checkpoint."""
 
-    def forward(
-        self, positions: torch.Tensor, grid: tuple[int, ...] | None = None, explicit: bool = True
-    ) -> Iterable[Rotation]:
+    def forward(self, positions: TokenPositions | torch.Tensor) -> Iterable[Rotation]:
         """
         Args:
-            positions: (N, A), or (B, N, A) for positions of their own for each sample, prefix tokens included.
-            grid: Patches per axis, if the positions are those of a grid as it is, after those of prefix tokens.
-            explicit: Whether to return tensors; otherwise the form that attention applies fastest, see
-                [`rotation.rotate_query_key`].
+            positions: Of all tokens; coordinates alone, (N, A) or (B, N, A), are those of tokens without a prefix.
 
         Returns:
-            One tensor per layer: (1 or B, 1 or heads, N, blocks, 2) holding cos and sin for b = 2, or
-            (1 or B, 1 or heads, N, blocks, b, b) rotation matrices. Shared layers get the same tensor.
+            One rotation per layer, in the form that attention applies fastest. Shared layers get the same.
         """
-        if explicit:
-            return self.matrices(positions, self.entries(positions.device))
-        return self.layer_rotations(positions, grid)
+        if isinstance(positions, torch.Tensor):
+            positions = of_coordinates(positions)
+        return self.layer_rotations(positions)
 
-    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None) -> Iterable[Rotation]:
-        """The rotations that `forward` returns where they need not be explicit."""
-        return self.matrices(positions, self.entries(positions.device))
+    def layer_rotations(self, positions: TokenPositions) -> Iterable[Rotation]:
+        """The rotations that `forward` returns."""
+        return self.explicit_rotations(positions, self.entries(positions.coordinates.device))
 
-    def matrices(self, positions: torch.Tensor, entries: torch.Tensor, rays: Rays | None = None) -> list[torch.Tensor]:
-        """`forward` for the layers whose `entries` are given; `rays`: see [`lie_algebra.Rays`]."""
-        positions = positions.to(working_dtype(positions.device))
-        batch, tokens = positions.shape[:-2], positions.shape[-2]
-        flat_positions = positions.reshape(-1, self.num_axes)
+    def explicit_rotations(
+        self, positions: TokenPositions, entries: torch.Tensor, rays: Rays | None = None
+    ) -> list[Rotation]:
+        """
+        Planes or blocks in the basis of the model, for the layers whose `entries` are given; `rays`: see
+        [`exponential.Rays`].
+        """
+        coordinates = positions.coordinates.to(working_dtype(positions.coordinates.device))
+        batch, tokens = coordinates.shape[:-2], coordinates.shape[-2]
+        coordinates = coordinates.reshape(-1, self.num_axes)  # (B · N, A)
         layers, heads, blocks = entries.shape[1:4]
         if self.block_size == 2:
+            rotation_class = PlaneRotation
             # Layer by layer the angles stay in a core's cache.
             rotations = [
-                plane_rotations(flat_positions, frequencies, self.rotation_dtype)
+                plane_rotations(coordinates, frequencies, self.rotation_dtype)
                 for frequencies in entries.flatten(2).unbind(1)
             ]
         else:
+            rotation_class = BlockRotation
             generators = skew(entries.flatten(2, 3), self.block_size)
-            rotations = layer_block_rotations(flat_positions, generators, self.rotation_dtype, rays)
+            rotations = layer_block_rotations(coordinates, generators, self.rotation_dtype, rays)
         # Tokens before heads in memory, as in the queries and keys that will be rotated.
         rotations = [
             layer.transpose(0, 1).contiguous().unflatten(1, (heads, blocks)).unflatten(0, (*(batch or (1,)), tokens))
             for layer in rotations
         ]
-        rotations = [layer.transpose(1, 2) for layer in rotations]
+        rotations = [rotation_class(layer.transpose(1, 2)) for layer in rotations]
         return rotations * (self.num_layers // self.layers if layers == self.layers else 1)
 
     @property
@@ -138,7 +141,7 @@ class RotaryEncoding(nn.Module):
     def frequency_entries(self) -> torch.Tensor:
         """
         RoPE-Mixed's initial spectrum (RoPE-ViT §3.2): the planes of a head fall into one group per axis, plane i of q
-        in a group turns with θ^(−i/q), and the groups' directions form a randomly turned orthonormal frame, its own in
+        in a group rotates with θ^(−i/q), and the groups' directions form a random orthonormal frame, its own in
         every layer and head.
         """
         planes = self.num_blocks * self.block_size // 2
@@ -160,7 +163,7 @@ class RotaryEncoding(nn.Module):
 class AxialRoPE(RotaryEncoding):
     """
     RoPE on each axis by itself, nothing learned (VisionLLaMA; RoPE-ViT §3.1): q = ⌊head_dim / 2A⌋ planes per axis, all
-    planes of the first axis first, plane i turning with θ^(−i/q); channels left over are not rotated.
+    planes of the first axis first, plane i rotating with θ^(−i/q); channels left over are not rotated.
     """
 
     def __init__(self, config, num_axes: int):
@@ -198,21 +201,21 @@ class LieRE(RotaryEncoding):
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
 
-    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None) -> Iterable[Rotation]:
+    def layer_rotations(self, positions: TokenPositions) -> Iterable[Rotation]:
         """
         On a grid that starts at zero the positions of most patches are multiples of another's, see
-        [`lie_algebra.Rays`]. Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it asks for them.
+        [`exponential.Rays`]. Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it asks for them.
         """
-        rays, entries, config = None, self.entries(positions.device), self.config
-        proportional = config.coordinates in ("index", "train_grid", "train_index") and not config.rotate_prefix
-        if grid is not None and proportional and self.block_size > 2 and not torch.compiler.is_compiling():
-            rays = Rays.from_lists(grid_rays(grid, positions.shape[-2] - math.prod(grid)))
-        numbers = self.layers * self.heads * self.num_blocks * self.block_size**2 * positions[..., 0].numel()
-        if self.layers == 1 or numbers * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
-            return self.matrices(positions, entries, rays)
+        coordinates, rays = positions.coordinates, None
+        entries = self.entries(coordinates.device)
+        if positions.proportional and self.block_size > 2 and not values_are_unknown(coordinates):
+            rays = Rays.from_lists(positions.rays())
+        elements = self.layers * self.heads * self.num_blocks * self.block_size**2 * coordinates[..., 0].numel()
+        if self.layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
+            return self.explicit_rotations(positions, entries, rays)
         # Copies, because frameworks that shard parameters take them away when this module returns.
         parts = [part.clone() for part in entries.split(1, dim=1)]
-        return (self.matrices(positions, part, rays)[0] for part in parts)
+        return (self.explicit_rotations(positions, part, rays)[0] for part in parts)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -235,7 +238,7 @@ class ComRoPEAxialPartition(RotaryEncoding):
         super().__init__(config, num_axes)
         self.generators = self.new_parameter(self.layers, self.heads, self.num_blocks, self.num_entries)
 
-    def slopes(self, device: torch.device) -> torch.Tensor:
+    def axis_multipliers(self, device: torch.device) -> torch.Tensor:
         """(A, layers or 1, heads or 1, blocks) factors of a block's one matrix in the generators of the axes."""
         served = torch.arange(self.num_blocks, device=device) % self.num_axes
         serves = served == torch.arange(self.num_axes, device=device).unsqueeze(-1)
@@ -244,33 +247,34 @@ class ComRoPEAxialPartition(RotaryEncoding):
     def entries(self, device: torch.device) -> torch.Tensor:
         # A product rounded to float32 would be the largest error of the rotations.
         dtype = working_dtype(device)
-        return self.slopes(device).to(dtype).unsqueeze(-1) * self.generators.to(dtype)
+        return self.axis_multipliers(device).to(dtype).unsqueeze(-1) * self.generators.to(dtype)
 
-    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None) -> list[Rotation]:
+    def layer_rotations(self, positions: TokenPositions) -> list[Rotation]:
         """
         Without an exponential: every block is diagonalised once, whatever the number of tokens.
 
         Returns:
-            One [`rotation.EigenRotation`] per layer. Odd block sizes have an axis that no plane contains; they get the
-            matrices of `forward`.
+            One [`rotation.EigenRotation`] per layer. Odd block sizes have an axis that no plane contains; they get
+            [`rotation.BlockRotation`].
         """
         if self.block_size % 2:
-            return super().layer_rotations(positions, grid)
-        dtype, device = working_dtype(positions.device), positions.device
-        batch, tokens = positions.shape[:-2] or (1,), positions.shape[-2]
+            return super().layer_rotations(positions)
+        coordinates = positions.coordinates
+        dtype, device = working_dtype(coordinates.device), coordinates.device
+        batch, tokens = coordinates.shape[:-2] or (1,), coordinates.shape[-2]
         with maybe_autocast(device.type, enabled=False):
             basis, generators, frequencies = self.spectrum(dtype)
-            slopes = self.slopes(device).to(dtype).expand(-1, self.layers, self.heads, -1)
-            flat_positions = positions.to(dtype).reshape(-1, self.num_axes)
-            scalars, planes = [], []
+            multipliers = self.axis_multipliers(device).to(dtype).expand(-1, self.layers, self.heads, -1)
+            coordinates = coordinates.to(dtype).reshape(-1, self.num_axes)  # (B · N, A)
+            phases, cos_sins = [], []
             # Layer by layer the angles stay in a core's cache.
-            for layer_slopes, layer_frequencies in zip(slopes.unbind(1), frequencies):
-                scalar = (flat_positions @ layer_slopes.flatten(1)).view(*batch, tokens, self.heads, self.num_blocks)
-                angles = (scalar.unsqueeze(-1) * layer_frequencies).flatten(-2)
-                planes.append(cos_sin(angles, self.rotation_dtype).transpose(1, 2))
-                scalars.append(scalar.detach().transpose(1, 2).to(self.rotation_dtype))
+            for of_layer, layer_frequencies in zip(multipliers.unbind(1), frequencies):
+                phase = (coordinates @ of_layer.flatten(1)).view(*batch, tokens, self.heads, self.num_blocks)
+                angles = (phase.unsqueeze(-1) * layer_frequencies).flatten(-2)  # (B, N, H, planes)
+                cos_sins.append(cos_sin(angles, self.rotation_dtype).transpose(1, 2))
+                phases.append(phase.detach().transpose(1, 2).to(self.rotation_dtype))
         basis, generators = basis.to(self.rotation_dtype), generators.to(self.rotation_dtype)
-        rotations = [EigenRotation(*layer) for layer in zip(planes, basis, generators, scalars)]
+        rotations = [EigenRotation(*layer) for layer in zip(cos_sins, basis, generators, phases)]
         return rotations * (self.num_layers // self.layers)
 
     def bases(self) -> list[torch.Tensor]:
@@ -282,7 +286,7 @@ class ComRoPEAxialPartition(RotaryEncoding):
         """Angular frequency of every axis and plane, (A, layers or 1, heads or 1, planes)."""
         dtype = working_dtype(self.generators.device)
         _, _, frequencies = self.spectrum(dtype)
-        return (self.slopes(frequencies.device).to(dtype).unsqueeze(-1) * frequencies).flatten(-2)
+        return (self.axis_multipliers(frequencies.device).to(dtype).unsqueeze(-1) * frequencies).flatten(-2)
 
     def spectrum(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
@@ -317,81 +321,13 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
         super().__init__(config, num_axes)
         self.multipliers = self.new_parameter(num_axes, self.layers, self.heads, self.num_blocks)
 
-    def slopes(self, device: torch.device) -> torch.Tensor:
+    def axis_multipliers(self, device: torch.device) -> torch.Tensor:
         return self.multipliers
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
         init.normal_(self.multipliers)
-
-
-class FoldedLieRE(LieRE):
-    """
-    LieRE for inference, with the rotations of some grids as constants; those of other grids are computed as ever.
-
-    Attributes:
-        grids: For each of `config.folded_grids`, under the name "14x14", the rotations of its tokens, prefix included:
-            (layers or 1, tokens, heads or 1, blocks, b, b).
-    """
-
-    def __init__(self, config, num_axes: int):
-        super().__init__(config, num_axes)
-        self.grids = nn.ParameterDict()
-        for grid in config.folded_grids:
-            tokens = config.num_prefix_tokens + math.prod(grid)
-            shape = (self.layers, tokens, self.heads, self.num_blocks, self.block_size, self.block_size)
-            self.grids[grid_name(grid)] = self.new_parameter(*shape).requires_grad_(False)
-
-    def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None) -> Iterable[Rotation]:
-        if grid is None or grid_name(grid) not in self.grids:
-            return super().layer_rotations(positions, grid)
-        # from_pretrained makes every parameter trainable; constants are not.
-        rotations = [layer.transpose(0, 1).unsqueeze(0) for layer in self.grids[grid_name(grid)].detach()]
-        return rotations * (self.num_layers // self.layers)
-
-    @torch.no_grad()
-    def fold(self, encoding: LieRE, rotations: dict[str, Iterable[torch.Tensor]]) -> None:
-        """Take over the generators of `encoding` and its rotations on every grid."""
-        self.generators.copy_(encoding.generators)
-        for name, layers in rotations.items():
-            for constant, rotation in zip(self.grids[name], layers):
-                constant.copy_(rotation[0].transpose(0, 1))
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        for constants in self.grids.values():
-            init.copy_(constants, torch.eye(self.block_size).expand_as(constants))
-
-
-class FoldedComRoPE(RotaryEncoding):
-    """
-    ComRoPE for inference: RoPE with a frequency per axis and plane, its eigenbasis being in the query and key weights.
-
-    The channel that an odd block leaves without a plane comes after all planes of its head.
-
-    Attributes:
-        frequencies: (A, layers or 1, heads or 1, planes).
-    """
-
-    def __init__(self, config, num_axes: int):
-        super().__init__(config, num_axes)
-        planes = self.num_blocks * (self.block_size // 2)
-        self.frequencies = self.new_parameter(num_axes, self.layers, self.heads, planes).requires_grad_(False)
-        self.block_size = 2
-
-    def entries(self, device: torch.device) -> torch.Tensor:
-        return self.frequencies.detach().unsqueeze(-1)
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        init.zeros_(self.frequencies)
-
-
-def grid_name(grid: tuple[int, ...]) -> str:
-    """(14, 14) → "14x14"."""
-    return "x".join(map(str, grid))
 
 
 ROTARY_ENCODINGS = {
@@ -401,24 +337,3 @@ ROTARY_ENCODINGS = {
     "comrope_ap": ComRoPEAxialPartition,
     "comrope_ld": ComRoPELinearlyDependent,
 }
-
-
-FOLDED_ENCODINGS = {"liere": FoldedLieRE, "comrope_ap": FoldedComRoPE, "comrope_ld": FoldedComRoPE}
-
-
-def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
-    """
-    The module for `config.position_encoding`, initialised as `rotary_init` says, or `None` for `none` and `absolute`,
-    which rotate nothing.
-
-    Raises:
-        ValueError: if the encoding does not exist on that many axes.
-    """
-    encoding = ROTARY_ENCODINGS.get(config.position_encoding)
-    if config.folded_grids is not None:
-        encoding = FOLDED_ENCODINGS.get(config.position_encoding, encoding)
-    if encoding is None:
-        return None
-    encoding = encoding(config, num_axes)
-    encoding.reset_parameters()
-    return encoding

@@ -1,5 +1,5 @@
 """
-The last factor of the gradient of exp(Σ_a x_a A_a): φ(−ad Y), applied to what [`lie_algebra.block_rotations`] hands
+The last factor of the gradient of exp(Σ_a x_a A_a): φ(−ad Y), applied to what [`exponential.block_rotations`] hands
 over.
 
 φ(−z) = (eᶻ − 1)/z and ad Y: W ↦ YW − WY (Hall 2015, theorem 5.4).
@@ -42,15 +42,15 @@ def derivative_coefficients(degree: int) -> tuple[float, ...]:
 COEFFICIENTS = {torch.float32: derivative_coefficients(16), torch.float64: derivative_coefficients(24)}
 
 
-def derivative(exponents: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """φ(−ad Y) W for every token by itself, W the skew part of `turns`; (n, b, b) in their type."""
-    *lower, highest = COEFFICIENTS[turns.dtype]
-    turns = 0.5 * (turns - turns.transpose(-1, -2))
-    total = highest * turns
+def derivative(exponents: torch.Tensor, tangents: torch.Tensor) -> torch.Tensor:
+    """φ(−ad Y) W for every token by itself, W the skew part of `tangents`; (n, b, b) in their type."""
+    *lower, highest = COEFFICIENTS[tangents.dtype]
+    tangents = 0.5 * (tangents - tangents.transpose(-1, -2))
+    total = highest * tangents
     for coefficient in reversed(lower):
         # WY = (YW)ᵀ, so that a commutator is one product.
         product = torch.bmm(exponents, total)
-        total = (product - product.transpose(-1, -2)).add_(turns, alpha=coefficient)
+        total = (product - product.transpose(-1, -2)).add_(tangents, alpha=coefficient)
     return total
 
 
@@ -110,13 +110,13 @@ class GradientMoments:
         flat = matrices.flatten(2)
         return (flat[..., self.above] - flat[..., self.below]).flatten(1)
 
-    def add(self, group: int, turns: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def add(self, group: int, tangents: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Adds the skew parts W = ½(M − Mᵀ) of a group, each by its `entries` and the index of its tokens."""
         weights, entries = [], []
-        for index, part in turns:
+        for index, part in tangents:
             weights.append(self.weights[index])
             entries.append(part)
-            # The sum over few tokens spends its time on reading and writing the moments.
+            # A sum over few tokens spends its time on reading and writing the moments.
             if not torch.compiler.is_compiling() and sum(part.numel() for part in entries) > SLICE_ELEMENTS:
                 self._sum(group, weights, entries)
                 weights, entries = [], []

@@ -6,17 +6,14 @@ Vision transformers with learned rotary position encodings. Unusual in this file
 - any input size works: rotary encodings need nothing, the learned table is interpolated.
 """
 
-import copy
 import math
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.masking_utils import create_bidirectional_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BackboneOutput,
     BaseModelOutputWithPooling,
@@ -30,227 +27,15 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import LieREAttention
-from .configuration_liere import ROTARY_ENCODINGS, LieREConfig, LieREViTConfig
-from .encodings import ComRoPEAxialPartition, RotaryEncoding, build_rotary_encoding, grid_name
+from .configuration_liere import LieREConfig, LieREViTConfig
+from .embeddings import LieREEmbeddings
+from .encodings import RotaryEncoding
+from .folding import build_rotary_encoding, fold_rotations
+from .layers import LieRELayer, LieRELayerScale
 from .lie_algebra import working_dtype
-from .positions import check_positions, grid_positions, patch_indices, perturbation, with_prefix
-from .rotation import EigenRotation, Rotation
+from .positions import TokenPositions, check_positions, of_coordinates, of_grid, perturbation
+from .rotation import Rotation
 from .tracing import values_are_unknown
-
-
-class LieREPatchEmbeddings(nn.Module):
-    """Non-overlapping patches through one linear map: (B, C, *sizes) → (B, patches, hidden_size), raster order."""
-
-    def __init__(self, config: LieREConfig):
-        super().__init__()
-        self.num_channels = config.num_channels
-        self.patch_shape = config.patch_shape
-        convolution = {2: nn.Conv2d, 3: nn.Conv3d}[config.num_axes]
-        self.projection = convolution(
-            config.num_channels, config.hidden_size, kernel_size=config.patch_shape, stride=config.patch_shape
-        )
-
-    def grid(self, pixels: torch.Tensor) -> tuple[int, ...]:
-        """
-        Patches per axis of (B, C, *sizes) pixels.
-
-        Raises:
-            ValueError: if the number of axes or channels is wrong or a size is not divisible by its patch extent.
-        """
-        if pixels.ndim != 2 + len(self.patch_shape):
-            raise ValueError(
-                f"pixel_values have {pixels.ndim} dimensions, shape {tuple(pixels.shape)}; {2 + len(self.patch_shape)} "
-                "are needed (batch and channels among them)."
-            )
-        channels, sizes = pixels.shape[1], pixels.shape[2:]
-        if channels != self.num_channels:
-            raise ValueError(
-                f"pixel_values have {channels} channels; this model takes num_channels={self.num_channels}."
-            )
-        if any(size < patch or size % patch for size, patch in zip(sizes, self.patch_shape)):
-            raise ValueError(f"An input of {tuple(sizes)} is not divisible into patches of {self.patch_shape}.")
-        return tuple(size // patch for size, patch in zip(sizes, self.patch_shape))
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.projection(pixels.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
-
-
-class LieREEmbeddings(nn.Module):
-    """
-    Patch embeddings with, where configured, mask token, learned table, class token and register tokens.
-
-    Register tokens come after the class token and have no entry in the table of training patches (DINOv2's
-    convention). A table with a size of its own is read at the coordinates of every token instead.
-    """
-
-    def __init__(self, config: LieREConfig, use_mask_token: bool = False):
-        super().__init__()
-        width = config.hidden_size
-        self.train_grid = config.train_grid
-        self.table_size = None if config.position_table_size is None else tuple(config.position_table_size)
-        self.table_resize = config.position_table_resize
-        self.patch_embeddings = LieREPatchEmbeddings(config)
-        self.cls_token = nn.Parameter(torch.empty(1, 1, width)) if config.use_class_token else None
-        self.register_tokens = (
-            nn.Parameter(torch.empty(1, config.num_register_tokens, width)) if config.num_register_tokens else None
-        )
-        self.mask_token = nn.Parameter(torch.empty(1, 1, width)) if use_mask_token else None
-        self.position_embeddings = None
-        if config.use_absolute_position_embeddings:
-            length = math.prod(self.table_size or self.train_grid)
-            if self.table_size is None:
-                length += int(config.use_class_token)
-            self.position_embeddings = nn.Parameter(torch.empty(1, length, width))
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-
-    def patch_table(self, grid: tuple[int, ...], offsets: torch.Tensor | None) -> torch.Tensor:
-        """
-        (1, patches, hidden_size) learned table for a grid: resized where the grid is not the trained one, as
-        `position_table_resize` says, and read between its entries where patches are displaced by `offsets`.
-
-        Raises:
-            ValueError: if a table that can only be truncated has fewer entries than the grid.
-        """
-        table = self.position_embeddings[:, -math.prod(self.train_grid) :]
-        fits = grid == self.train_grid
-        if not fits and self.table_resize == "truncate":
-            if math.prod(grid) > table.shape[1]:
-                raise ValueError(
-                    f"The input has {math.prod(grid)} patches, the learned table {table.shape[1]}, and "
-                    "position_table_resize='truncate' cannot enlarge it; 'interpolate' can."
-                )
-            table, fits = table[:, : math.prod(grid)], True
-        if fits and offsets is None:
-            return table
-        table = table.transpose(1, 2).unflatten(-1, grid if fits else self.train_grid)
-        if not fits:
-            mode = "bicubic" if len(grid) == 2 else "trilinear"
-            antialias = self.table_resize == "antialias"
-            resized = nn.functional.interpolate(
-                table.float(), size=grid, mode=mode, align_corners=False, antialias=antialias
-            )
-            table = resized.to(table.dtype)
-        if offsets is not None:
-            sizes = offsets.new_tensor(grid)
-            indices = patch_indices(grid, offsets, offsets.device, offsets.dtype)
-            # grid_sample takes the last axis first and puts −1 and 1 at the outer borders of the first and last entry.
-            points = ((2 * indices + 1) / sizes - 1).flip(-1).view(1, *grid, len(grid)).to(table.dtype)
-            table = nn.functional.grid_sample(table, points, padding_mode="border", align_corners=False)
-        return table.flatten(2).transpose(1, 2)
-
-    def coordinate_table(self, positions: torch.Tensor) -> torch.Tensor:
-        """(1 or B, tokens, hidden_size) of the table with a size of its own at (tokens, A) or (B, tokens, A)."""
-        table = self.position_embeddings.transpose(1, 2).unflatten(-1, self.table_size).float()
-        points = (2 * positions - 1).flip(-1).float()
-        points = points.view(-1, *[1] * (len(self.table_size) - 1), *points.shape[-2:])
-        table = table.expand(points.shape[0], *table.shape[1:])
-        entries = nn.functional.grid_sample(table, points, padding_mode="border", align_corners=True)
-        return entries.flatten(2).transpose(1, 2).to(self.position_embeddings.dtype)
-
-    def forward(
-        self,
-        pixels: torch.Tensor,
-        grid: tuple[int, ...],
-        offsets: torch.Tensor | None = None,
-        bool_masked_pos: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """(B, C, *sizes) pixels → (B, prefix + patches, hidden_size); `positions` are those of all tokens."""
-        embeddings = self.patch_embeddings(pixels)
-        batch_size = embeddings.shape[0]
-        if bool_masked_pos is not None:
-            mask = bool_masked_pos.unsqueeze(-1).to(embeddings.dtype)
-            embeddings = embeddings * (1 - mask) + self.mask_token * mask
-        tabulated = self.position_embeddings is not None and self.table_size is None
-        if tabulated:
-            embeddings = embeddings + self.patch_table(grid, offsets)
-        prefix = []
-        if self.cls_token is not None:
-            cls_token = self.cls_token
-            if tabulated:
-                cls_token = cls_token + self.position_embeddings[:, :1]
-            prefix.append(cls_token.expand(batch_size, -1, -1))
-        if self.register_tokens is not None:
-            prefix.append(self.register_tokens.expand(batch_size, -1, -1))
-        embeddings = torch.cat([*prefix, embeddings], dim=1)
-        if self.table_size is not None:
-            embeddings = embeddings + self.coordinate_table(positions)
-        return self.dropout(embeddings)
-
-
-class LieREMLP(nn.Module):
-    def __init__(self, config: LieREConfig):
-        super().__init__()
-        self.activation = ACT2FN[config.hidden_act]
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.activation(self.fc1(hidden_states)))
-
-
-class LieRELayerScale(nn.Module):
-    """A learned factor per channel (CaiT, Touvron et al. 2021, eq. 4)."""
-
-    def __init__(self, config: LieREConfig):
-        super().__init__()
-        self.initial_value = config.layerscale_value
-        self.scale = nn.Parameter(torch.empty(config.hidden_size))
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states * self.scale
-
-
-class LieREDropPath(nn.Module):
-    """Stochastic depth: drops the residual branch of whole samples while training (Huang et al. 2016)."""
-
-    def __init__(self, rate: float):
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, branch: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.rate == 0:
-            return branch
-        kept = torch.rand(branch.shape[0], *[1] * (branch.ndim - 1), device=branch.device) >= self.rate
-        return branch * kept.to(branch.dtype) / (1 - self.rate)
-
-    def extra_repr(self) -> str:
-        return f"rate={self.rate}"
-
-
-class LieRELayer(GradientCheckpointingLayer):
-    """Pre-norm transformer block."""
-
-    def __init__(self, config: LieREConfig, index: int):
-        super().__init__()
-        scaled = config.layerscale_value is not None
-        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.attention = LieREAttention(config)
-        self.layer_scale1 = LieRELayerScale(config) if scaled else nn.Identity()
-        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = LieREMLP(config)
-        self.layer_scale2 = LieRELayerScale(config) if scaled else nn.Identity()
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.drop_path = LieREDropPath(config.drop_path_rate * index / max(config.num_hidden_layers - 1, 1))
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        rotation: torch.Tensor | None = None,
-        *eigen: torch.Tensor | None,
-        **kwargs,
-    ) -> torch.Tensor:
-        """
-        `rotation` is this layer's [`Rotation`]; an [`EigenRotation`] comes as its tensors one by one, because reentrant
-        checkpointing differentiates with respect to arguments that are tensors and nothing else.
-        """
-        if eigen:
-            rotation = EigenRotation(rotation, *eigen)
-        attended, _ = self.attention(self.layernorm_before(hidden_states), rotation, attention_mask, **kwargs)
-        hidden_states = hidden_states + self.drop_path(self.layer_scale1(self.dropout(attended)))
-        transformed = self.mlp(self.layernorm_after(hidden_states))
-        return hidden_states + self.drop_path(self.layer_scale2(self.dropout(transformed)))
 
 
 class LieREPreTrainedModel(PreTrainedModel):
@@ -307,7 +92,6 @@ class LieREPreTrainedModel(PreTrainedModel):
             )
         return super().train(mode)
 
-    @torch.no_grad()
     def fold_rotations(self, grids: Iterable[tuple[int, ...]] | None = None) -> "LieREPreTrainedModel":
         """
         A copy of the model for inference, whose rotations cost what those of RoPE do, or nothing.
@@ -325,46 +109,7 @@ class LieREPreTrainedModel(PreTrainedModel):
                 (pruning), or adapters or quantized layers stand where weights would have to be turned.
             `huggingface_hub.errors.StrictDataclassError`: if a grid does not fit the model.
         """
-        config = self.config
-        if config.folded_grids is not None or config.position_encoding not in ROTARY_ENCODINGS:
-            raise ValueError(
-                f"There is nothing to fold in a model with position_encoding={config.position_encoding!r} and "
-                f"folded_grids={config.folded_grids}."
-            )
-        elsewhere = [name for name, parameter in self.named_parameters() if parameter.is_meta]
-        if elsewhere:
-            raise ValueError(f"{len(elsewhere)} weights are offloaded ({elsewhere[0]} …); fold before offloading.")
-        try:
-            folded = copy.deepcopy(self).eval()
-        except RuntimeError as error:
-            raise ValueError(
-                "The model cannot be copied to be folded, because weights of it are computed from others; make pruning "
-                f"and parametrizations permanent first. {error}"
-            ) from error
-        encoder = next(module for module in folded.modules() if isinstance(module, LieREEncoderModel))
-        constant = config.position_encoding == "liere" and config.block_size > 2
-        grids = [config.train_grid] if grids is None else list(grids)
-        # The configuration is one object for all modules.
-        folded.config.folded_grids = [list(grid) for grid in grids] if constant else []
-        folded.config.position_perturbation = 0.0
-        folded.config.validate()
-        encoding = encoder.rotary_encoding
-        reference = next(encoding.parameters(), encoder.layers[0].attention.q_proj.weight)
-        rotations = {}
-        if constant:
-            for grid in map(tuple, grids):
-                positions = encoder.token_positions(grid, None, None, reference.device)
-                rotations[grid_name(grid)] = encoder.rotations(positions, grid, explicit=False)
-        encoder.rotary_encoding = build_rotary_encoding(folded.config, config.num_axes).to(reference)
-        if constant:
-            encoder.rotary_encoding.fold(encoding, rotations)
-        elif isinstance(encoding, ComRoPEAxialPartition):
-            encoder.rotary_encoding.frequencies.copy_(encoding.folded_frequencies())
-            for layer, basis in zip(encoder.layers, encoding.bases()):
-                layer.attention.fold(basis)
-        else:
-            encoder.rotary_encoding = encoding
-        return folded.requires_grad_(False)
+        return fold_rotations(self, LieREEncoderModel, grids)
 
     def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of generators and multipliers: train them without weight decay."""
@@ -395,30 +140,39 @@ class LieREEncoderModel(LieREPreTrainedModel):
         """(B, C, *sizes) view of what the user passes."""
         return pixel_values
 
-    def token_positions(
-        self, grid: tuple[int, ...], positions: torch.Tensor | None, offsets: torch.Tensor | None, device: torch.device
-    ) -> torch.Tensor | None:
-        """(…, prefix + N, A) coordinates of all tokens; `None` where nothing in the model asks for them."""
+    def grid_positions(
+        self, grid: tuple[int, ...], offsets: torch.Tensor | None, device: torch.device
+    ) -> TokenPositions | None:
+        """Positions of all tokens of a grid of patches; `None` where nothing in the model asks for them."""
         config = self.config
         if config.coordinates is None:
             return None
-        if positions is None:
-            dtype = working_dtype(device)
-            positions = grid_positions(grid, config.train_grid, config.coordinates, offsets, device, dtype)
-        elif positions.shape[-2] > math.prod(grid):
-            return positions
-        return with_prefix(positions, config.num_prefix_tokens, config.prefix_coordinate)
+        dtype = working_dtype(device)
+        return of_grid(
+            grid, config.train_grid, config.coordinates, config.num_prefix_tokens, self._prefix_coordinate, offsets,
+            device, dtype,
+        )  # fmt: skip
 
-    def rotations(
-        self, positions: torch.Tensor | None, grid: tuple[int, ...] | None = None, explicit: bool = True
-    ) -> Iterable[Rotation | None]:
-        """One rotation per layer for tokens at these positions, see [`RotaryEncoding.forward`], or `None` for each."""
+    def given_positions(self, positions: torch.Tensor, num_patches: int) -> TokenPositions:
+        """Positions of all tokens from (…, N, A) coordinates of the patches, or (…, prefix + N, A) of all."""
+        prefix_length = self.config.num_prefix_tokens
+        if positions.shape[-2] > num_patches:
+            return TokenPositions(positions, prefix_length)
+        return of_coordinates(positions, prefix_length, self._prefix_coordinate)
+
+    @property
+    def _prefix_coordinate(self) -> float:
+        """Where class and register tokens sit, for rotations or for a table that is read at coordinates."""
+        placed = self.config.rotate_prefix or self.config.position_table_size is not None
+        return self.config.prefix_coordinate if placed else 0.0
+
+    def rotations(self, positions: TokenPositions | None) -> Iterable[Rotation | None]:
+        """One rotation per layer for tokens at these positions, or `None` for each."""
         if self.rotary_encoding is None:
             return [None] * len(self.layers)
-        if not self.config.rotate_prefix:
-            prefix_length = self.config.num_prefix_tokens
-            positions = with_prefix(positions[..., prefix_length:, :], prefix_length, 0.0)
-        return self.rotary_encoding(positions, grid, explicit)
+        if not self.config.rotate_prefix and self.config.position_table_size is not None:
+            positions = positions.prefix_at_zero()
+        return self.rotary_encoding(positions)
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
@@ -471,15 +225,17 @@ class LieREEncoderModel(LieREPreTrainedModel):
         if self.training and self.config.position_perturbation:
             dtype = working_dtype(pixels.device)
             offsets = perturbation(grid, self.config.position_perturbation, pixels.device, dtype)
-        regular = grid if positions is None and offsets is None else None
-        positions = self.token_positions(grid, positions, offsets, pixels.device)
+        if positions is None:
+            positions = self.grid_positions(grid, offsets, pixels.device)
+        else:
+            positions = self.given_positions(positions, num_patches)
         hidden_states = self.pre_layernorm(self.embeddings(pixels, grid, offsets, bool_masked_pos, positions))
         attention_mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
         )
-        for layer, rotation in zip(self.layers, self.rotations(positions, regular, explicit=False)):
-            tensors = rotation if isinstance(rotation, EigenRotation) else (rotation,)
-            hidden_states = layer(hidden_states, attention_mask, *tensors, **kwargs)
+        for layer, rotation in zip(self.layers, self.rotations(positions)):
+            kind, tensors = (None, ()) if rotation is None else (type(rotation), rotation)
+            hidden_states = layer(hidden_states, attention_mask, *tensors, kind=kind, **kwargs)
         if self.config.final_norm == "pooled":
             pooled = self.layernorm(self._pool(hidden_states, visible))
         else:

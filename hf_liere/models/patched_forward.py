@@ -15,12 +15,12 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from .lie_algebra import working_dtype
-from .positions import grid_positions, perturbation, with_prefix
-from .rotation import EigenRotation, Rotation, fold_states, rotate_query_key
+from .positions import TokenPositions, of_coordinates, of_grid, perturbation
+from .rotation import Rotation
 from .vision_towers import position_table, takes
 
 
@@ -96,19 +96,15 @@ def rotary_attention_forward(
             "A rotated attention module ran outside the forward pass of its vision tower, so the positions of its "
             "tokens are unknown. Call the vision tower (or a model around it), or unpatch the model."
         )
-    rotation = tree_map(lambda tensor: tensor.to(query.device), passes[-1].rotations[config.layer])
-    tokens = (rotation.planes if isinstance(rotation, EigenRotation) else rotation).shape[2]
-    if tokens != query.shape[2]:
+    rotation = passes[-1].rotations[config.layer].to(query.device)
+    if rotation.num_tokens() != query.shape[2]:
         raise RuntimeError(
-            f"Attention sees {query.shape[2]} tokens, but {tokens} were embedded: models that merge or window tokens "
-            "cannot be patched."
+            f"Attention sees {query.shape[2]} tokens, but {rotation.num_tokens()} were embedded: models that merge or "
+            "window tokens cannot be patched."
         )
     passes[-1].rotated.append(config.layer)
-    if isinstance(rotation, EigenRotation):
-        # The weights are not ours to turn.
-        rotated = rotate_query_key(*(fold_states(part, rotation.basis) for part in (query, key)), rotation)
-    else:
-        rotated = rotate_query_key(query, key, rotation)
+    # The weights are the model's own, so the basis is that of the states.
+    rotated = rotation.rotate(rotation.change_basis(query), rotation.change_basis(key))
     query, key = _as_laid_out(rotated[0], query), _as_laid_out(rotated[1], key)
     implementation = config.base._attn_implementation
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, config.eager)
@@ -285,52 +281,58 @@ def rotations_of_tokens(embeddings: nn.Module, args, kwargs, output) -> None:
     device = [*tower.rotary_encoding.parameters(), tokens][0].device
     # Offloaded generators come to the tokens.
     device = tokens.device if device.type == "meta" else device
-    if tower.rotary_patch.is_flexible:
+    patch, grid, patches = tower.rotary_patch, passes[-1].grid, None
+    if patch.is_flexible:
         shapes = kwargs["spatial_shapes"] if "spatial_shapes" in kwargs else args[1]
-        positions = _flexible_positions(tower, shapes, tokens.shape[1], device)
+        patches = _flexible_positions(tower, shapes, tokens.shape[1], device)
     else:
-        positions = _kept_positions(passes[-1], embeddings, args, kwargs, output, device)
-    prefix_length = tokens.shape[1] - positions.shape[-2]
+        kept = _kept_patches(math.prod(grid), embeddings, args, kwargs, output)
+        if kept is not None:
+            patches = _positions(tower, grid, device).coordinates[kept.to(device)]
+    num_patches = math.prod(grid) if patches is None else patches.shape[-2]
+    prefix_length = tokens.shape[1] - num_patches
     if prefix_length < 0:
-        raise RuntimeError(f"{tokens.shape[1]} tokens were made of {positions.shape[-2]} patches: which is unknown.")
-    centre = 0.5 if tower.rotary_patch.config.rotate_prefix else 0.0
-    grid = passes[-1].grid
-    perturbed = tower.training and tower.rotary_patch.config.position_perturbation
-    if perturbed or grid is None or positions.shape[:-1] != (math.prod(grid),):
-        grid = None
-    positions = with_prefix(positions, prefix_length, centre)
-    passes[-1].rotations = list(tower.rotary_encoding(positions, grid, explicit=False))
+        raise RuntimeError(f"{tokens.shape[1]} tokens were made of {num_patches} patches: which is unknown.")
+    centre = 0.5 if patch.config.rotate_prefix else 0.0
+    if patches is None:
+        positions = _positions(tower, grid, device, prefix_length, centre)
+    else:
+        positions = of_coordinates(patches, prefix_length, centre)
+    passes[-1].rotations = list(tower.rotary_encoding(positions))
 
 
-def _kept_positions(forward_pass: ForwardPass, embeddings, args, kwargs, output, device) -> torch.Tensor:
-    """(N, A) coordinates of the patches, or (B, kept, A) where the embeddings pass only some of them on."""
-    positions = _positions(forward_pass.tower, forward_pass.grid, device)
-    num_patches = math.prod(forward_pass.grid)
+def _kept_patches(num_patches: int, embeddings, args, kwargs, output) -> torch.Tensor | None:
+    """(B, kept) indices of the patches that the embeddings pass on, where these are not all."""
     if isinstance(output, tuple) and hasattr(embeddings, "random_masking"):
-        restore = output[2].to(device)
         kept = int(num_patches * (1 - embeddings.config.mask_ratio))
-        return positions[restore.argsort(dim=1)[:, :kept]]
+        return output[2].argsort(dim=1)[:, :kept]
     tokens = output[0] if isinstance(output, tuple) else output
-    masked = (
-        inspect.signature(type(embeddings).forward).bind(embeddings, *args, **kwargs).arguments.get("bool_masked_pos")
-    )
-    if masked is not None and tokens.shape[1] < num_patches:
-        return positions.expand(len(masked), *positions.shape)[~masked.to(device)].unflatten(0, (len(masked), -1))
-    return positions
+    arguments = inspect.signature(type(embeddings).forward).bind(embeddings, *args, **kwargs).arguments
+    masked = arguments.get("bool_masked_pos")
+    if masked is None or tokens.shape[1] >= num_patches:
+        return None
+    return (~masked).nonzero()[:, 1].unflatten(0, (len(masked), -1))
 
 
 def _flexible_positions(tower: nn.Module, shapes: torch.Tensor, length: int, device) -> torch.Tensor:
     """(B, length, 2) coordinates for one (height, width) per sample; padding gets coordinate 0."""
     samples = []
     for grid in map(tuple, shapes.tolist()):
-        positions = _positions(tower, grid, device)
+        positions = _positions(tower, grid, device).coordinates
         samples.append(nn.functional.pad(positions, (0, 0, 0, length - len(positions))))
     return torch.stack(samples)
 
 
-def _positions(tower: nn.Module, grid: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """(N, A) coordinates of all patches of a grid, perturbed in training where that is asked for."""
+def _positions(
+    tower: nn.Module,
+    grid: tuple[int, ...],
+    device: torch.device,
+    num_prefix_tokens: int = 0,
+    prefix_coordinate: float = 0.0,
+) -> TokenPositions:
+    """Positions of all patches of a grid, perturbed in training where that is asked for, after prefix tokens."""
     patch, offsets, dtype = tower.rotary_patch, None, working_dtype(device)
     if tower.training and patch.config.position_perturbation:
         offsets = perturbation(grid, patch.config.position_perturbation, device, dtype)
-    return grid_positions(grid, patch.train_grid, patch.coordinates, offsets, device, dtype)
+    prefix = (num_prefix_tokens, prefix_coordinate)
+    return of_grid(grid, patch.train_grid, patch.coordinates, *prefix, offsets, device, dtype)

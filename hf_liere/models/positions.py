@@ -2,10 +2,75 @@
 
 import itertools
 import math
+from typing import NamedTuple
 
 import torch
 
 from .tracing import values_are_unknown
+
+
+# Coordinates of a grid that are multiples of the index of a patch.
+PROPORTIONAL = ("index", "train_grid", "train_index")
+
+
+class TokenPositions(NamedTuple):
+    """
+    Where the tokens of an input sit, class and register tokens first. Made by [`of_grid`] and [`of_coordinates`] only,
+    so that a grid is never kept beside coordinates that are not its own.
+
+    Attributes:
+        coordinates: (N, A), or (B, N, A) for samples with positions of their own, prefix tokens included.
+        num_prefix_tokens: Number P of class and register tokens among them.
+        grid: Patches per axis where the patches are those of a grid as it is, else `None`.
+        proportional: Whether prefix tokens sit at zero and patches at multiples of their index in the grid.
+    """
+
+    coordinates: torch.Tensor
+    num_prefix_tokens: int = 0
+    grid: tuple[int, ...] | None = None
+    proportional: bool = False
+
+    def rays(self) -> list[list[int]] | None:
+        """
+        For each patch with coprime indices the tokens at its multiples 1, 2, …; all others are at position zero.
+
+        `None` where the positions are not known to be proportional to indices.
+        """
+        return grid_rays(self.grid, self.num_prefix_tokens) if self.proportional else None
+
+    def prefix_at_zero(self) -> "TokenPositions":
+        """The same patches with class and register tokens at zero, where no encoding rotates them."""
+        patches = self.coordinates[..., self.num_prefix_tokens :, :]
+        return self._replace(coordinates=with_prefix(patches, self.num_prefix_tokens, 0.0))
+
+
+def of_grid(
+    grid: tuple[int, ...],
+    train_grid: tuple[int, ...],
+    coordinates: str,
+    num_prefix_tokens: int = 0,
+    prefix_coordinate: float = 0.0,
+    offsets: torch.Tensor | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> TokenPositions:
+    """
+    The patches of a grid, see [`grid_positions`], after prefix tokens that sit at `prefix_coordinate` of every axis.
+
+    Raises:
+        ValueError: as [`grid_positions`].
+    """
+    patches = grid_positions(grid, train_grid, coordinates, offsets, device, dtype)
+    placed = with_prefix(patches, num_prefix_tokens, prefix_coordinate)
+    if offsets is not None:
+        return TokenPositions(placed, num_prefix_tokens)
+    proportional = coordinates in PROPORTIONAL and (prefix_coordinate == 0 or num_prefix_tokens == 0)
+    return TokenPositions(placed, num_prefix_tokens, tuple(grid), proportional)
+
+
+def of_coordinates(patches: torch.Tensor, num_prefix_tokens: int = 0, prefix_coordinate: float = 0.0) -> TokenPositions:
+    """Patches at any (…, N, A) coordinates, after prefix tokens that sit at `prefix_coordinate` of every axis."""
+    return TokenPositions(with_prefix(patches, num_prefix_tokens, prefix_coordinate), num_prefix_tokens)
 
 
 def grid_positions(

@@ -15,7 +15,8 @@ from torch import nn
 
 from .attention import eager_attention_forward
 from .configuration_liere import ROTARY_ENCODINGS, LieREVideoConfig, LieREViTConfig
-from .encodings import RotaryEncoding, build_rotary_encoding
+from .encodings import RotaryEncoding
+from .folding import build_rotary_encoding
 from .patched_forward import (
     CheckpointingInPass,
     RotaryAttentionConfig,

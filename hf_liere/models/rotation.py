@@ -1,89 +1,166 @@
-"""Rotations applied to queries and keys: the fastest exact form for each kind of rotation, on every device."""
+"""Rotations of queries and keys: a class for each kind, with the fastest exact way to apply it on every device."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from transformers.utils.generic import maybe_autocast
 
 from .backends import find_backend
+from .rotation_gradient import angle_gradients, block_rows, eigen_gradients, outer_products
 from .tracing import first_derivative_only
 
 
 # Of query and key each; measured on CPU for blocks of 8.
 SAMPLES_AT_ONCE = 8
-# Above, a product that gathers the parts of all pairs of planes is more work than to index them.
-GATHERED_SIZE = 16
+
+
+class PlaneRotation(NamedTuple):
+    """
+    R(p) rotates pairs of neighbouring channels by angles (RoPE-Mixed, Heo et al., eq. 6).
+
+    Attributes:
+        cos_sin: (1 or B, 1 or H, N, planes, 2) cos and sin of the angles.
+        basis: `None`, as queries and keys are rotated in the basis that they are in.
+    """
+
+    cos_sin: torch.Tensor
+    basis: None = None
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        R(p) q and R(p) k of every token and head (LieRE §4); channels beyond the last plane are passed through.
+
+        Args:
+            query: (B, H, N, D).
+            key: (B, H, N, D).
+
+        Returns:
+            The same shapes and types.
+        """
+        return _rotate_planes(query, key, self.cos_sin)
+
+    def change_basis(self, states: torch.Tensor) -> torch.Tensor:
+        """(B, H, N, D) queries or keys in the basis in which `rotate` takes them."""
+        return states
+
+    def to(self, device: torch.device) -> "PlaneRotation":
+        return PlaneRotation(self.cos_sin.to(device))
+
+    def num_tokens(self) -> int:
+        return self.cos_sin.shape[2]
+
+    def num_planes(self) -> int:
+        """Planes of a head that are rotated elementwise, without products of matrices."""
+        return self.cos_sin.shape[3]
+
+    def matrices(self) -> torch.Tensor:
+        """R(p) as (1 or B, 1 or H, N, blocks, b, b)."""
+        cos, sin = self.cos_sin.unbind(-1)
+        return torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
+
+
+class BlockRotation(NamedTuple):
+    """
+    R(p) multiplies blocks of neighbouring channels by rotation matrices (LieRE eq. 4).
+
+    Attributes:
+        blocks: (1 or B, 1 or H, N, blocks, b, b).
+        basis: `None`, as for [`PlaneRotation`].
+    """
+
+    blocks: torch.Tensor
+    basis: None = None
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As [`PlaneRotation.rotate`]."""
+        return _rotate_blocks(query, key, self.blocks)
+
+    def change_basis(self, states: torch.Tensor) -> torch.Tensor:
+        """As [`PlaneRotation.change_basis`]."""
+        return states
+
+    def to(self, device: torch.device) -> "BlockRotation":
+        return BlockRotation(self.blocks.to(device))
+
+    def num_tokens(self) -> int:
+        return self.blocks.shape[2]
+
+    def num_planes(self) -> int:
+        """None: blocks are products of matrices."""
+        return 0
+
+    def matrices(self) -> torch.Tensor:
+        """R(p) as (1 or B, 1 or H, N, blocks, b, b)."""
+        return self.blocks
 
 
 class EigenRotation(NamedTuple):
     """
     R(p) = exp(s(p) S) = U rot(s(p) μ) Uᵀ with S = U · blockdiag(μ J) · Uᵀ, for generators that commute.
 
-    U cancels in the products of rotated queries and keys, so that after [`fold`] attention only turns planes.
+    U cancels in the products of rotated queries and keys: attention changes both to the basis once, by [`change_basis`]
+    of weights or states, and rotates planes.
 
     Attributes:
-        planes: (1 or B, 1 or H, N, blocks · b/2, 2) cos and sin of s(p) μ.
+        cos_sin: (1 or B, 1 or H, N, blocks · b/2, 2) cos and sin of s(p) μ.
         basis: (1 or H, blocks, b, b) orthogonal U, without a gradient.
         generators: (1 or H, blocks, b, b), the value of UᵀSU with the gradient of S, or `None` where none is asked for.
-        scalars: (1 or B, 1 or H, N, blocks) the s(p), or `None` as `generators`.
+        phases: (1 or B, 1 or H, N, blocks) the s(p), or `None` as `generators`.
     """
 
-    planes: torch.Tensor
+    cos_sin: torch.Tensor
     basis: torch.Tensor
     generators: torch.Tensor | None = None
-    scalars: torch.Tensor | None = None
+    phases: torch.Tensor | None = None
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As [`PlaneRotation.rotate`], of queries and keys that are in the basis already, and stay in it."""
+        return _rotate_planes(query, key, self.cos_sin, self.generators, self.phases)
+
+    def change_basis(self, states: torch.Tensor) -> torch.Tensor:
+        """
+        Uᵀ applied to (B, H, N, D) queries or keys, where it cannot be applied to the weights that made them.
+
+        Exactly the same numbers where U is the identity.
+        """
+        batch, heads, tokens, width = states.shape
+        _, blocks, size, _ = self.basis.shape
+        with maybe_autocast(states.device.type, enabled=False):
+            # One product per head and block, with all tokens of all samples as rows.
+            rows = states.unflatten(-1, (blocks, size)).permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
+            basis = self.basis.to(states.dtype).expand(heads, blocks, size, size).flatten(0, 1)  # (H·blocks, b, b)
+            changed = torch.bmm(rows, basis).view(heads, blocks, batch, tokens, size).permute(2, 3, 0, 1, 4)
+        return changed.reshape(batch, tokens, heads, width).transpose(1, 2)
+
+    def to(self, device: torch.device) -> "EigenRotation":
+        return EigenRotation(*(None if tensor is None else tensor.to(device) for tensor in self))
+
+    def num_tokens(self) -> int:
+        return self.cos_sin.shape[2]
+
+    def num_planes(self) -> int:
+        """As [`PlaneRotation.num_planes`]."""
+        return self.cos_sin.shape[3]
+
+    def matrices(self) -> torch.Tensor:
+        """
+        R(p) = U rot(s(p) μ) Uᵀ as (1 or B, 1 or H, N, blocks, b, b) in float64, in the basis of the model and without
+        a gradient.
+        """
+        size, basis = self.basis.shape[-1], self.basis.double().unsqueeze(1)  # (1 or H, 1, blocks, b, b)
+        planes = PlaneRotation(self.cos_sin.detach().double()).matrices().unflatten(3, (-1, size // 2))
+        rotations = planes.new_zeros(*planes.shape[:4], size, size)  # (1 or B, 1 or H, N, blocks, b, b)
+        for plane in range(size // 2):
+            channels = slice(2 * plane, 2 * plane + 2)
+            rotations[..., channels, channels] = planes[..., plane, :, :]
+        return basis @ rotations @ basis.transpose(-1, -2)
 
 
-Rotation = torch.Tensor | EigenRotation
+Rotation = PlaneRotation | BlockRotation | EigenRotation
 
 
-def rotate(states: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """
-    R(p) applied to consecutive blocks of channels of every token and head (LieRE §4: q′ = R(p) q, k′ = R(p) k).
-
-    Args:
-        states: (B, H, N, D) queries or keys.
-        rotation: (1 or B, 1 or H, N, blocks, 2) with cos and sin, or (1 or B, 1 or H, N, blocks, b, b); channels
-            beyond blocks · b are passed through.
-
-    Returns:
-        (B, H, N, D) in the type of `states`.
-    """
-    width = rotation.shape[3] * rotation.shape[-1]
-    rotated, tail = states[..., :width], states[..., width:]
-    if rotation.ndim == 5:
-        rotated = _turn(rotated, rotation)
-    elif rotation.shape[0] == 1 and not torch.compiler.is_compiling():
-        rotated = _multiply((rotated,), rotation)[0]
-    else:
-        rotation = rotation.to(states.dtype)
-        rotated = (rotation @ rotated.unflatten(-1, (-1, rotation.shape[-1])).unsqueeze(-1)).squeeze(-1).flatten(-2)
-    return torch.cat([rotated, tail], dim=-1) if tail.shape[-1] else rotated
-
-
-def rotate_query_key(query: torch.Tensor, key: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Query and key of one layer, (B, H, N, D) each, rotated as in [`rotate`].
-
-    With an [`EigenRotation`] they must be in its basis already, see [`fold`], and stay in it.
-    """
-    eigen = rotation if isinstance(rotation, EigenRotation) else EigenRotation(rotation, None)
-    width = eigen.planes.shape[3] * eigen.planes.shape[-1]
-    fused = find_backend("apply_rotation", query, eigen.planes.shape[-1]) is not None
-    whole = fused or width == query.shape[-1]
-    states = (query, key) if whole else (query[..., :width], key[..., :width])
-    differentiable = eigen.generators is None and torch.compiler.is_compiling()
-    if differentiable or (eigen.planes.ndim == 6 and eigen.planes.shape[0] > 1 and not fused):
-        # Compilers fuse plain operations themselves, and the samples' own matrices have no sum to be saved.
-        rotated = tuple(rotate(part, eigen.planes) for part in states)
-    else:
-        rotated = _Rotate.apply(*states, eigen.planes, eigen.generators, eigen.scalars)
-    if whole:
-        return rotated
-    return tuple(torch.cat([part, source[..., width:]], dim=-1) for part, source in zip(rotated, (query, key)))
-
-
-def fold(projected: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+def change_basis(projected: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """
     Uᵀ applied to what a query or key projection puts out, or to its weight or bias.
 
@@ -97,83 +174,127 @@ def fold(projected: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     _, blocks, size, _ = basis.shape
     with maybe_autocast(projected.device.type, enabled=False):
         dtype = torch.promote_types(projected.dtype, torch.float32)
-        states = projected.to(dtype).reshape(-1, blocks, size, projected[0].numel())
-        folded = torch.matmul(basis.to(dtype).transpose(-1, -2), states)
-    return folded.view(projected.shape).to(projected.dtype)
+        rows = projected.to(dtype).reshape(-1, blocks, size, projected[0].numel())  # (H, blocks, b, …)
+        changed = torch.matmul(basis.to(dtype).transpose(-1, -2), rows)
+    return changed.view(projected.shape).to(projected.dtype)
 
 
-def fold_states(states: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+def _rotate_planes(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos_sin: torch.Tensor,
+    generators: torch.Tensor | None = None,
+    phases: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate(*states):
+        if generators is None and torch.compiler.is_compiling():
+            # Compilers fuse plain operations themselves.
+            return tuple(_planes_of(part, cos_sin) for part in states)
+        return _RotatePlanes.apply(*states, cos_sin, generators, phases)
+
+    if find_backend("apply_rotation", query, 2) is not None:
+        return rotate(query, key)
+    return _on_leading(query, key, 2 * cos_sin.shape[3], rotate)
+
+
+def _rotate_blocks(query: torch.Tensor, key: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    fused = find_backend("apply_rotation", query, blocks.shape[-1]) is not None
+
+    def rotate(*states):
+        if torch.compiler.is_compiling() or (blocks.shape[0] > 1 and not fused):
+            # Samples with matrices of their own have no sum to be saved.
+            return tuple(_blocks_of(part, blocks) for part in states)
+        return _RotateBlocks.apply(*states, blocks)
+
+    return rotate(query, key) if fused else _on_leading(query, key, blocks.shape[3] * blocks.shape[-1], rotate)
+
+
+def _on_leading(query: torch.Tensor, key: torch.Tensor, width: int, rotate: Callable):
+    """`rotate` for the first channels of query and key; the others are passed through."""
+    if width == query.shape[-1]:
+        return rotate(query, key)
+    rotated = rotate(query[..., :width], key[..., :width])
+    return tuple(torch.cat([part, states[..., width:]], dim=-1) for part, states in zip(rotated, (query, key)))
+
+
+class _RotatePlanes(torch.autograd.Function):
     """
-    Uᵀ applied to (B, H, N, D) queries or keys, where the weights that made them cannot be turned by [`fold`].
-
-    Exactly the same numbers where U is the identity.
-    """
-    batch, heads, tokens, width = states.shape
-    _, blocks, size, _ = basis.shape
-    with maybe_autocast(states.device.type, enabled=False):
-        # One product per head and block, with all tokens of all samples as rows.
-        rows = states.unflatten(-1, (blocks, size)).permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
-        turn = basis.to(states.dtype).expand(heads, blocks, size, size).flatten(0, 1)
-        turned = torch.bmm(rows, turn).view(heads, blocks, batch, tokens, size).permute(2, 3, 0, 1, 4)
-    return turned.reshape(batch, tokens, heads, width).transpose(1, 2)
-
-
-class _Rotate(torch.autograd.Function):
-    """
-    Query and key rotated alike. The backward pass returns the gradient of dense blocks, or that of angles, through
-    cos and sin, with the rest of the gradient of the generators for an [`EigenRotation`].
+    Query and key by [`PlaneRotation`] or [`EigenRotation`]. The backward pass returns the gradient of the angles,
+    through cos and sin, with the rest of the gradient of the generators where these are given.
     """
 
     @staticmethod
-    def forward(ctx, query, key, rotation, generators, scalars):
-        rotated = _apply((query, key), rotation)
-        # Rotated states are kept by attention anyway; the ones before are never needed.
+    def forward(ctx, query, key, cos_sin, generators, phases):
+        rotated = _apply_planes((query, key), cos_sin)
+        # Attention keeps the rotated states anyway; those before are never needed.
         states = rotated if ctx.needs_input_grad[2] else (None, None)
-        ctx.save_for_backward(*states, rotation, generators, scalars)
+        ctx.save_for_backward(*states, cos_sin, generators, phases)
         return rotated
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, *gradients):
-        *states, rotation, generators, scalars = ctx.saved_tensors
-        turned_back = _apply(gradients, rotation, inverse=True)
+        *states, cos_sin, generators, phases = ctx.saved_tensors
+        rotated_back = _apply_planes(gradients, cos_sin, inverse=True)
         if not ctx.needs_input_grad[2]:
-            return *turned_back, None, None, None
-        if rotation.ndim == 6:
-            # g qᵀ with q = Rᵀ r, r being the rotated state.
-            outer = _outer_products(gradients, states, rotation.shape[:4], rotation.shape[-1], rotation)
-            return *turned_back, outer.to(rotation.dtype), None, None
-        (cos, sin), generators_gradient = rotation.unbind(-1), None
+            return *rotated_back, None, None, None
+        (cos, sin), generators_gradient = cos_sin.unbind(-1), None
         if generators is None:
-            slopes = _angle_gradients(gradients, states, rotation)
+            by_angle = angle_gradients(gradients, states, cos_sin)
         else:
-            outer = _outer_products(gradients, states, scalars.shape, generators.shape[-1])
-            slopes, generators_gradient = _eigen_gradients(outer, generators, scalars)
-            slopes = slopes.reshape(cos.shape)
+            outer = outer_products(gradients, states, phases.shape, generators.shape[-1])
+            by_angle, generators_gradient = eigen_gradients(outer, generators, phases)
+            by_angle = by_angle.reshape(cos.shape)
         # The direction in which cos and sin change with the angle: any other part would be lost in it.
-        rotation_gradient = torch.stack([-sin * slopes, cos * slopes], dim=-1)
-        return *turned_back, rotation_gradient, generators_gradient, None
+        cos_sin_gradient = torch.stack([-sin * by_angle, cos * by_angle], dim=-1)
+        return *rotated_back, cos_sin_gradient, generators_gradient, None
 
 
-def _apply(states, rotation: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    if backend := find_backend("apply_rotation", states[0], rotation.shape[-1]):
-        return backend.apply_rotation(*states, rotation, inverse)
-    if rotation.ndim == 6:
-        return _multiply(states, rotation, inverse)
+class _RotateBlocks(torch.autograd.Function):
+    """Query and key by a [`BlockRotation`] that all samples share, or any with a backend."""
+
+    @staticmethod
+    def forward(ctx, query, key, blocks):
+        rotated = _apply_blocks((query, key), blocks)
+        ctx.save_for_backward(*(rotated if ctx.needs_input_grad[2] else (None, None)), blocks)
+        return rotated
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, *gradients):
+        *states, blocks = ctx.saved_tensors
+        rotated_back = _apply_blocks(gradients, blocks, inverse=True)
+        if not ctx.needs_input_grad[2]:
+            return *rotated_back, None
+        # g qᵀ with q = Rᵀ r, r being the rotated state.
+        outer = outer_products(gradients, states, blocks.shape[:4], blocks.shape[-1], blocks)
+        return *rotated_back, outer.to(blocks.dtype)
+
+
+def _apply_planes(states, cos_sin: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    if backend := find_backend("apply_rotation", states[0], 2):
+        return backend.apply_rotation(*states, cos_sin, inverse)
     if inverse:
-        rotation = rotation * rotation.new_tensor([1.0, -1.0])
-    return tuple(_turn(part, rotation) for part in states)
+        cos_sin = cos_sin * cos_sin.new_tensor([1.0, -1.0])
+    return tuple(_planes_of(part, cos_sin) for part in states)
 
 
-def _turn(states: torch.Tensor, planes: torch.Tensor) -> torch.Tensor:
-    planes = planes.to(torch.promote_types(states.dtype, torch.float32))
-    wide = states.to(planes.dtype)
+def _apply_blocks(states, blocks: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    if backend := find_backend("apply_rotation", states[0], blocks.shape[-1]):
+        return backend.apply_rotation(*states, blocks, inverse)
+    return _shared_blocks_of(states, blocks, inverse)
+
+
+def _planes_of(states: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """(B, H, N, 2 · planes) states, rotated."""
+    cos_sin = cos_sin.to(torch.promote_types(states.dtype, torch.float32))
+    wide = states.to(cos_sin.dtype)
     if _as_complex(wide):
         # One pass over memory instead of six.
-        rotated = torch.view_as_complex(wide.unflatten(-1, (-1, 2))) * torch.view_as_complex(planes.contiguous())
-        rotated = torch.view_as_real(rotated)
+        rotated = torch.view_as_complex(wide.unflatten(-1, (-1, 2))) * torch.view_as_complex(cos_sin.contiguous())
+        rotated = torch.view_as_real(rotated)  # (B, H, N, planes, 2)
     else:
-        (cos, sin), (first, second) = planes.unbind(-1), wide.unflatten(-1, (-1, 2)).unbind(-1)
+        (cos, sin), (first, second) = cos_sin.unbind(-1), wide.unflatten(-1, (-1, 2)).unbind(-1)
         rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
     return rotated.flatten(-2).to(states.dtype)
 
@@ -185,144 +306,32 @@ def _as_complex(states: torch.Tensor) -> bool:
     return states.stride(-1) == 1 and all(s % 2 == 0 for s in (states.storage_offset(), *states.stride()[:-1]))
 
 
-def _multiply(
-    states: tuple[torch.Tensor, ...], rotation: torch.Tensor, inverse: bool = False
+def _blocks_of(states: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """(B, H, N, blocks · b) states, rotated."""
+    blocks = blocks.to(states.dtype)
+    columns = states.unflatten(-1, (-1, blocks.shape[-1])).unsqueeze(-1)  # (B, H, N, blocks, b, 1)
+    return (blocks @ columns).squeeze(-1).flatten(-2)
+
+
+def _shared_blocks_of(
+    states: tuple[torch.Tensor, ...], blocks: torch.Tensor, inverse: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """(B, H, N, D) states, all times the same (1, 1 or H, N, blocks, b, b) blocks or their transposes."""
-    batch, heads, tokens, width = states[0].shape
-    blocks, size = rotation.shape[3], rotation.shape[-1]
-    rotation = rotation[0].expand(heads, *rotation.shape[2:]).transpose(0, 1).reshape(-1, size, size)
-    rotation = rotation.to(states[0].dtype)
+    """(B, H, N, blocks · b) states, all rotated by the same (1, 1 or H, N, blocks, b, b) blocks or their transposes."""
+    batch, heads, tokens, _ = states[0].shape
+    count, size = blocks.shape[3], blocks.shape[-1]
+    matrices = blocks[0].expand(heads, *blocks.shape[2:]).transpose(0, 1).reshape(-1, size, size)
+    matrices = matrices.to(states[0].dtype)  # (N · H · blocks, b, b)
     # In memory as a projection leaves it, tokens before heads.
-    rotated = tuple(part.new_empty(batch, tokens, heads, width).transpose(1, 2) for part in states)
+    rotated = tuple(part.new_empty(batch, tokens, heads, count * size).transpose(1, 2) for part in states)
     # One product per token, head and block takes several samples as its columns; more than these fall out of cache.
     for start in range(0, batch, SAMPLES_AT_ONCE):
         samples = slice(start, start + SAMPLES_AT_ONCE)
-        rows = _rows(torch.cat([part[samples].transpose(1, 2) for part in states]).transpose(1, 2), size)
+        rows = block_rows(torch.cat([part[samples].transpose(1, 2) for part in states]).transpose(1, 2), size)
         if inverse:
-            product = torch.bmm(rows, rotation)
+            product = torch.bmm(rows, matrices)
         else:
-            product = torch.bmm(rotation, rows.transpose(1, 2)).transpose(1, 2)
-        product = product.unflatten(0, (tokens, heads, blocks)).permute(3, 1, 0, 2, 4)
+            product = torch.bmm(matrices, rows.transpose(1, 2)).transpose(1, 2)
+        product = product.unflatten(0, (tokens, heads, count)).permute(3, 1, 0, 2, 4)  # (B, H, N, blocks, b)
         for whole, part in zip(rotated, product.chunk(len(states))):
-            whole[samples].unflatten(-1, (blocks, size)).copy_(part)
+            whole[samples].unflatten(-1, (count, size)).copy_(part)
     return rotated
-
-
-def _rows(states: torch.Tensor, size: int) -> torch.Tensor:
-    """(B, H, N, blocks · size) → (N · H · blocks, B, size)."""
-    return states.unflatten(-1, (-1, size)).permute(2, 1, 3, 0, 4).flatten(0, 2)
-
-
-def _angle_gradients(gradients, rotated, planes: torch.Tensor) -> torch.Tensor:
-    """Derivative along the angles, summed over query, key and what shares an angle: (1 or B, 1 or H, N, planes)."""
-    if backend := find_backend("angle_gradients", rotated[0], 2):
-        return backend.angle_gradients(gradients, rotated, planes.shape[:4]).to(planes.dtype)
-    slopes = 0
-    for gradient, states in zip(gradients, rotated):
-        first, second = gradient.to(planes.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-        rotated_first, rotated_second = states.to(planes.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-        slope = (second * rotated_first).addcmul_(first, rotated_second, value=-1)
-        slopes = slopes + slope.sum_to_size(planes.shape[:-1])
-    return slopes
-
-
-def _outer_products(
-    gradients, rotated, shape: torch.Size, size: int, rotation: torch.Tensor | None = None
-) -> torch.Tensor:
-    """
-    Σ g rᵀ over query, key, and the samples and heads that share a rotation, times that `rotation` if given:
-    (1 or B, 1 or H, N, blocks, b, b).
-    """
-    if backend := find_backend("outer_products", rotated[0], size):
-        return backend.outer_products(gradients, rotated, shape, size, rotation)
-    batch, heads, tokens, blocks = shape
-    outer = None
-    with maybe_autocast(rotated[0].device.type, enabled=False):
-        for gradient, states in zip(gradients, rotated):
-            dtype = torch.promote_types(states.dtype, torch.float32)
-            gradient, states = gradient.to(dtype), states.to(dtype)
-            if batch > 1:
-                gradient, states = (x.unflatten(-1, (blocks, size)).transpose(1, 2) for x in (gradient, states))
-                product = gradient.unsqueeze(-1) * states.unsqueeze(-2)
-                outer = product if outer is None else outer.add_(product)
-            else:
-                factors = _rows(gradient, size).transpose(1, 2), _rows(states, size)
-                # Fresh memory is what small products wait for.
-                outer = torch.bmm(*factors) if outer is None else outer.baddbmm_(*factors)
-    outer = outer.view(batch, tokens, -1, blocks, size, size)
-    outer = (outer.sum(2, keepdim=True) if heads == 1 else outer).transpose(1, 2)
-    return outer if rotation is None else outer @ rotation.to(outer.dtype)
-
-
-def _eigen_gradients(
-    outer: torch.Tensor, generators: torch.Tensor, scalars: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Gradients of the angles and of UᵀSU off its diagonal planes, from Σ g rᵀ.
-
-    With D = UᵀSU, ∂exp(sD) along T contracted with g is ⟨∫₀ˢ e^(−uD) (g rᵀ) e^(uD) du, T⟩ (Daleckii–Krein). On the 2×2
-    block of the planes j and k, written as (a + ib) and (c + id) for its parts that commute and anticommute with a
-    rotation, the integral is a product with s e^(−iα/2) sinc(α/2), α = s (μ_j ∓ μ_k): finite for equal frequencies.
-
-    Args:
-        outer: (1 or B, 1 or H, N, blocks, b, b).
-        generators: (1 or H, blocks, b, b).
-        scalars: (1 or B, 1 or H, N, blocks).
-
-    Returns:
-        (1 or B, 1 or H, N, blocks, b/2) and (1 or H, blocks, b, b).
-    """
-    size = generators.shape[-1]
-    planes = size // 2
-    if size <= GATHERED_SIZE:
-        # The parts are linear in the blocks: one product for all of them.
-        every = torch.eye(size**2, dtype=outer.dtype, device=outer.device).view(-1, size, size)
-        # In the order of memory, tokens before heads.
-        parts = (outer.transpose(1, 2).flatten(-2) @ torch.cat(_plane_parts(every), dim=-1)).transpose(1, 2)
-        pairs = planes * (planes - 1) // 2
-        angles_gradient, a, b, c, d = parts.split([planes, pairs, pairs, pairs, pairs], dim=-1)
-    else:
-        angles_gradient, a, b, c, d = _plane_parts(outer)
-    frequencies = torch.stack([generators[..., 2 * j + 1, 2 * j] for j in range(planes)], dim=-1).to(scalars.dtype)
-    j, k = torch.triu_indices(planes, planes, offset=1, device=outer.device)
-    scalars = scalars.unsqueeze(-1)
-
-    def integrate(real, imaginary, frequency):
-        half = scalars * (frequency / 2).unsqueeze(-3)
-        cos, sin = half.cos(), half.sin()
-        length = scalars * torch.where(half == 0, 1, sin / half)
-        cos, sin = cos * length, sin * length
-        return (real * cos + imaginary * sin).sum((0, 2)), (imaginary * cos - real * sin).sum((0, 2))
-
-    a, b = integrate(a, b, frequencies[..., j] - frequencies[..., k])
-    c, d = integrate(c, d, frequencies[..., j] + frequencies[..., k])
-    # Half for the block, half for its mirror image below.
-    blocks = torch.stack([torch.stack([a + c, d - b], -1), torch.stack([b + d, a - c], -1)], -2) / 4
-    gradient = blocks.new_zeros(*blocks.shape[:-3], planes, planes, 2, 2)
-    gradient[..., j, k, :, :] = blocks
-    gradient = gradient.transpose(-3, -2).flatten(-2).flatten(-3, -2)
-    return angles_gradient, (gradient - gradient.transpose(-1, -2)).to(generators.dtype)
-
-
-def _plane_parts(matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """
-    Parts of the skew part of (…, b, b): the one within each plane, (…, b/2), and for the block of every pair of planes
-    j < k twice the a, b, c and d of aI + bJ + cK + dL, K = diag(1, −1), L = [[0, 1], [1, 0]], (…, pairs) each.
-    """
-    planes = matrices.shape[-1] // 2
-    skew = matrices - matrices.transpose(-1, -2)
-    # (…, j, k, 2, 2)
-    blocks = skew.unflatten(-1, (planes, 2)).unflatten(-3, (planes, 2)).transpose(-2, -3)
-    within = blocks[..., 1, 0].diagonal(dim1=-2, dim2=-1)
-    j, k = torch.triu_indices(planes, planes, offset=1, device=matrices.device)
-    (upper_left, upper_right), (lower_left, lower_right) = (
-        row.unbind(-1) for row in blocks[..., j, k, :, :].unbind(-2)
-    )
-    return (
-        within,
-        upper_left + lower_right,
-        lower_left - upper_right,
-        upper_left - lower_right,
-        upper_right + lower_left,
-    )

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_liere import LieREVideoConfig, LieREVideoForVideoClassification, LieREViTConfig, LieREViTForImageClassification
 from hf_liere.models.configuration_liere import LieREConfig
-from hf_liere.models.encodings import build_rotary_encoding
+from hf_liere.models.folding import build_rotary_encoding
 from hf_liere.models.positions import grid_positions, with_prefix
 
 

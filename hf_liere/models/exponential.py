@@ -1,0 +1,339 @@
+"""Rotations of dense blocks from their generators: the one owner of matrix exponentials."""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from transformers.utils.generic import maybe_autocast
+
+from .backends import find_backend
+from .exponential_gradient import POLYNOMIAL_NORM, GradientMoments, derivative
+from .tracing import first_derivative_only, values_are_unknown
+
+
+# P(x) of degree 18 in five products (scheme of Bader, Blanes and Casas 2019, eq. 23): with the combinations B₁ … B₅ of
+# 1, x, x², x³, x⁶ in the rows below, Q = B₁B₅ + B₄ and P = B₂ + (B₃ + Q) Q. The numbers solve for the polynomial with
+# P(0) = 1 that interpolates e^(iφ) in the Chebyshev points of |φ| ≤ POLYNOMIAL_NORM, where it errs by 2e-13: the
+# spectrum of a skew-symmetric matrix is imaginary, so the exponential needs no accuracy elsewhere.
+POLYNOMIAL = (
+    (0.046014031967345956404, -0.12829239509055682887, -0.0086190452043831576574, -0.0009708167894662686554, 0.0),
+    (
+        -7.4360710401678762515,
+        1.0967138264914147804,
+        0.98056214911195570085,
+        -0.016487091429580077,
+        -0.00053250217893578,
+    ),
+    (2.3637198439526685953, 1.9469494375136080881, 0.0975735182129525, 0.002290955806307134, 0.00003501107180980672),
+    (1.9489950753324255, -0.6227656338610917167, 0.06987186799980863, 0.026504164510235873, -0.000012858941845688914),
+    (0.10615836313296318, 0.3127635065704058389, -0.09672525453016817, -0.014771321279952634, -0.000012114218070775968),
+)
+# Used where values cannot be looked at, as in a compiled graph: enough for norms up to 209,715 in float64. Every
+# squaring doubles the rounding error, so float32 has fewer and reaches 3,276. Beyond, the rotations are NaN.
+TRACED_SQUARINGS = {torch.float64: 16, torch.float32: 10}
+# The backward pass squares in float32, where each squaring doubles the error: every so many squares one is saved.
+KEPT_SQUARES = 4
+# Chunks of matrices stay in a core's cache, 512 KiB of float64; on other devices they only bound memory.
+CHUNK_ELEMENTS = 1 << 16
+DEVICE_CHUNK_ELEMENTS = 1 << 22
+
+
+class Rays(NamedTuple):
+    """
+    Tokens whose positions are the multiples 1, 2, … of a first one: R(kp) = R(p)ᵏ, one product instead of an
+    exponential. On a grid that starts at zero these are all tokens but those with coprime indices.
+
+    Attributes:
+        tokens: (rays, longest ray) index of the token at each multiple, −1 beyond the end of a ray. Tokens that are in
+            no ray sit at position zero.
+    """
+
+    tokens: torch.Tensor
+
+    @classmethod
+    def from_lists(cls, rays: list[list[int]]) -> "Rays":
+        longest = max(map(len, rays), default=1)
+        tokens = torch.tensor([ray + [-1] * (longest - len(ray)) for ray in rays], dtype=torch.long, device="cpu")
+        return cls(tokens.view(len(rays), longest))
+
+
+class _Chunk(NamedTuple):
+    """Rays that are squared equally often, longest first; `multiples[k − 1]` are the k-th tokens of those that long."""
+
+    squarings: int
+    multiples: tuple[torch.Tensor, ...]
+
+
+def block_rotations(
+    positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype = torch.float32, rays: Rays | None = None
+) -> torch.Tensor:
+    """
+    exp(Σ_a p_a A_a) for b > 2 (LieRE eq. 4, ComRoPE eq. 3), by scaling and squaring with matrix products only.
+
+    A change of X = Σ_a p_a A_a has the tangent R⁻¹ dR = φ(ad X) dX with φ(z) = (1 − e⁻ᶻ)/z and ad X: W ↦ XW − WX
+    (Hall 2015, theorem 5.4), exact at zero and at repeated eigenvalues. The backward pass applies the adjoint to W, the
+    skew part of Rᵀ dL/dR: with X = 2ˢY it is φ(−ad Y) Π_{j<s} ½(1 + e^(2ʲ ad Y)), of which the exponentials conjugate W
+    with the squares that led to R, and the rest is [`exponential_gradient.GradientMoments`]. Kept for it are the
+    rotations and one square, or one for every `KEPT_SQUARES` of them.
+
+    Args:
+        positions: (P, A) in the working type.
+        generators: (A, …, K, b, b), skew-symmetric.
+        dtype: Type of the result.
+        rays: Which positions are multiples of others, if that is known.
+
+    Returns:
+        (…, K, P, b, b) rotations in `dtype`; in memory, tokens come before the K blocks.
+    """
+    leading = generators.shape[1:-3]
+    layers = generators.reshape(generators.shape[0], -1, *generators.shape[-3:])
+    rotations = layer_block_rotations(positions, layers, dtype, rays)
+    return torch.stack(rotations).unflatten(0, leading) if leading else rotations[0]
+
+
+def layer_block_rotations(
+    positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype = torch.float32, rays: Rays | None = None
+) -> tuple[torch.Tensor, ...]:
+    """[`block_rotations`] of (A, G, K, b, b) generators, as a (K, P, b, b) tensor for each of the G."""
+    if values_are_unknown(positions, generators):
+        squarings = TRACED_SQUARINGS[positions.dtype]
+        bounds = positions.detach().abs() @ _norm_bounds(positions, generators.detach())
+        fitting = torch.where(bounds <= POLYNOMIAL_NORM * 2.0**squarings, 1.0, torch.nan).to(positions.dtype)
+        return _transposed(_TracedBlockRotations.apply(positions * fitting.unsqueeze(-1), generators, squarings, dtype))
+    tokens = torch.arange(len(positions), device="cpu").unsqueeze(-1) if rays is None else rays.tokens
+    squarings = _squarings(positions.detach(), generators.detach(), tokens[:, 0])
+    # The kernels know no gradient of positions and make float32 from float64.
+    compiled = positions.dtype == torch.float64 and dtype == torch.float32 and not positions.requires_grad
+    backend = find_backend("block_rotations", generators, generators.shape[-1], torch.float32) if compiled else None
+    if backend is not None:
+        return _transposed(_CompiledBlockRotations.apply(positions, generators, tokens, squarings, backend))
+    chunks = _chunks(tokens, squarings, generators[0, 0].numel(), positions.device)
+    return _transposed(_BlockRotations.apply(positions, generators, chunks, dtype))
+
+
+def _transposed(layers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(layer.transpose(0, 1) for layer in layers)
+
+
+def _norm_bounds(positions: torch.Tensor, generators: torch.Tensor) -> torch.Tensor:
+    """(A,) bounds of the spectral norms of each axis' generators, in the type of `positions`."""
+    # The spectral norm of a skew-symmetric A is at most (‖A⁴‖ / √2)^¼ in the Frobenius norm, and hardly less.
+    squares = generators.to(positions.dtype).flatten(1, -3) @ generators.to(positions.dtype).flatten(1, -3)
+    return ((squares @ squares).flatten(2).norm(dim=-1).amax(1) / math.sqrt(2)) ** 0.25
+
+
+def _squarings(positions: torch.Tensor, generators: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """How often the exponential of a part of the exponent, of at most `POLYNOMIAL_NORM`, is squared; one per token."""
+    norms = positions.abs() @ _norm_bounds(positions, generators)
+    norms = norms[tokens.to(positions.device)].cpu().nan_to_num(0.0, 0.0, 0.0)
+    return (norms / POLYNOMIAL_NORM).clamp(min=1.0).log2().ceil().long()
+
+
+def _chunks(tokens: torch.Tensor, squarings: torch.Tensor, elements: int, device: torch.device) -> list[_Chunk]:
+    """Chunks of rays whose first rotations have so many elements."""
+    lengths = (tokens >= 0).sum(1)
+    most = max(1, _chunk_elements(device) // elements)
+    chunks = []
+    done = -1
+    for count in squarings.unique().tolist():
+        chosen = ((squarings > done) & (squarings <= count)).nonzero().squeeze(-1)
+        # One squaring too many costs less than a launch for a few rays.
+        if len(chosen) * 8 < len(squarings) and count < squarings.max():
+            continue
+        done = count
+        chosen = chosen[lengths[chosen].argsort(descending=True, stable=True)]
+        for part in chosen.split(most):
+            multiples = tuple(
+                tokens[part[: int((lengths[part] > k).sum())], k].to(device) for k in range(int(lengths[part].max()))
+            )
+            chunks.append(_Chunk(count, multiples))
+    return chunks
+
+
+def _chunk_elements(device: torch.device) -> int:
+    return CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
+
+
+class _CompiledBlockRotations(torch.autograd.Function):
+    """[`_BlockRotations`] by a backend, where every ray has its own number of squarings."""
+
+    @staticmethod
+    def forward(ctx, positions, generators, tokens, squarings, backend):
+        ctx.backend = backend
+        kept_squares = KEPT_SQUARES if any(ctx.needs_input_grad) else None
+        rotations, saved_squares, offsets = backend.block_rotations(
+            positions, generators, tokens, squarings, POLYNOMIAL, kept_squares
+        )
+        ctx.save_for_backward(positions, generators, tokens, squarings, saved_squares, offsets, *rotations)
+        return rotations
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, *gradients):
+        positions, generators, tokens, squarings, saved_squares, offsets, *rotations = ctx.saved_tensors
+        coordinates = torch.ldexp(positions[tokens[:, 0]], -squarings.unsqueeze(-1))
+        with maybe_autocast("cpu", enabled=False):
+            moments = GradientMoments([coordinates], generators, torch.float32)
+            entries = ctx.backend.block_turns(
+                rotations, gradients, tokens, squarings, saved_squares, offsets, KEPT_SQUARES
+            )
+            for group, tangents in enumerate(entries):
+                moments.add(group, [(0, tangents)])
+            return None, moments.generators_gradient().to(generators.dtype), None, None, None
+
+
+class _BlockRotations(torch.autograd.Function):
+    """(P, A) positions and (A, G, K, b, b) generators → G times (P, K, b, b)."""
+
+    @staticmethod
+    def forward(ctx, positions, generators, chunks, dtype):
+        _, groups, blocks, size, _ = generators.shape
+        saved_squares = []
+        with maybe_autocast(positions.device.type, enabled=False):
+            # Tokens at the origin belong to no ray.
+            identity = torch.eye(size, dtype=dtype, device=positions.device)
+            shape = (positions.shape[0], blocks, size, size)
+            rotations = tuple(identity.expand(shape).contiguous() for _ in range(groups))
+            memory = positions.new_empty(9, 0, size, size)
+            for group, (squarings, multiples) in itertools.product(range(groups), chunks):
+                exponents = _exponents(positions[multiples[0]], generators[:, group], squarings)
+                # Buffers are reused: small products spend most of their time on allocations.
+                if memory.shape[1] != exponents.shape[0]:
+                    memory = exponents.new_empty(9, *exponents.shape)
+                square, spare = _exponential(exponents, memory), memory[0]
+                for squaring in range(squarings):
+                    if squaring % KEPT_SQUARES == 0 and any(ctx.needs_input_grad):
+                        saved_squares.append(square.to(dtype, copy=True))
+                    square, spare = torch.bmm(square, square, out=spare), square
+                first = square.view(-1, blocks, size, size)
+                rotations[group].index_copy_(0, multiples[0], first.to(dtype))
+                rotation = first
+                for tokens in multiples[1:]:
+                    rotation = rotation[: len(tokens)] @ first[: len(tokens)]
+                    rotations[group].index_copy_(0, tokens, rotation.to(dtype))
+        ctx.chunks = chunks
+        ctx.save_for_backward(positions, generators, *rotations, *saved_squares)
+        return rotations
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, *gradients):
+        positions, generators, *saved = ctx.saved_tensors
+        rotations, saved_squares = saved[: len(gradients)], iter(saved[len(gradients) :])
+        coordinates = [positions[multiples[0]] * 2.0**-squarings for squarings, multiples in ctx.chunks]
+        positions_gradient = torch.zeros_like(positions)
+
+        def tangents_of(group):
+            for chunk, (squarings, multiples) in enumerate(ctx.chunks):
+                chosen = [rotations[group].index_select(0, tokens) for tokens in multiples]
+                tangents = [
+                    rotation.transpose(-1, -2) @ gradients[group].index_select(0, tokens)
+                    for rotation, tokens in zip(chosen, multiples)
+                ]
+                tangents = _tangent_of_first(chosen[0], tangents).flatten(0, 1)
+                for squaring in range(0, squarings, KEPT_SQUARES):
+                    tangents = _conjugated(tangents, next(saved_squares), min(KEPT_SQUARES, squarings - squaring))
+                if ctx.needs_input_grad[0]:
+                    # Positions that are multiples of others come from a grid and learn nothing.
+                    exponents = _exponents(positions[multiples[0]], generators[:, group], squarings)
+                    change = derivative(exponents.to(tangents.dtype), tangents).view(len(chosen[0]), -1)
+                    flat = generators[:, group].to(positions.dtype).flatten(1)
+                    positions_gradient[multiples[0]] += change.to(positions.dtype) @ flat.T * 2.0**-squarings
+                # The halves of the squarings are the halves of the exponents.
+                yield chunk, moments.entries(tangents.view(chosen[0].shape))
+
+        with maybe_autocast(positions.device.type, enabled=False):
+            moments = GradientMoments(coordinates, generators, gradients[0].dtype)
+            for group in range(generators.shape[1]):
+                moments.add(group, tangents_of(group))
+            generators_gradient = moments.generators_gradient()
+        return positions_gradient, generators_gradient.to(generators.dtype), None, None
+
+
+class _TracedBlockRotations(_BlockRotations):
+    """[`_BlockRotations`] for graphs: all tokens are squared equally often, and nothing is written in place."""
+
+    @staticmethod
+    def forward(ctx, positions, generators, squarings, dtype):
+        _, groups, blocks, size, _ = generators.shape
+        rotations, saved_squares = [], []
+        with maybe_autocast(positions.device.type, enabled=False):
+            for group in range(groups):
+                square = _exponential(_exponents(positions, generators[:, group], squarings))
+                for squaring in range(squarings):
+                    if squaring % KEPT_SQUARES == 0 and any(ctx.needs_input_grad):
+                        saved_squares.append(square.to(dtype))
+                    square = torch.bmm(square, square)
+                rotations.append(square.view(-1, blocks, size, size).to(dtype))
+        ctx.chunks = [_Chunk(squarings, (torch.arange(positions.shape[0], device=positions.device),))]
+        ctx.save_for_backward(positions, generators, *rotations, *saved_squares)
+        return tuple(rotations)
+
+
+def _tangent_of_first(first: torch.Tensor, tangents: list[torch.Tensor]) -> torch.Tensor:
+    """
+    The gradient of a tangent Ω of R, R → R(1 + Ω), from the gradients Wₖ = (Rᵏ)ᵀ dL/d(Rᵏ) of tangents of R, R², …:
+    Σₖ Σ_{j<k} Rʲ Wₖ R⁻ʲ, by Horner's rule.
+
+    Args:
+        first: (rays, k, b, b), R.
+        tangents: One (rays that are this long, k, b, b) for each multiple; their memory is used.
+    """
+    tail, *shorter = reversed(tangents)
+    total = tail
+    for tangent in shorter:
+        longer = first[: len(tail)]
+        tangent[: len(tail)] += tail
+        conjugated = longer @ total @ longer.transpose(-1, -2)
+        tail, total = tangent, tangent.clone()
+        total[: len(longer)] += conjugated
+    return total
+
+
+def _conjugated(tangents: torch.Tensor, square: torch.Tensor, squarings: int) -> torch.Tensor:
+    """Π_{j<s} (1 + e^(2ʲ ad Z)) W for the square e^Z; (n, b, b)."""
+    size = tangents.shape[-1]
+    # The next square and half of this conjugation in one product: narrow ones cost nearly as much as wide ones.
+    both = torch.cat([square, tangents], dim=-1)
+    for _ in range(squarings):
+        square, tangents = both.split(size, dim=-1)
+        both = torch.bmm(square, both)
+        half = both[..., size:]
+        half.copy_(torch.baddbmm(tangents, half, square.transpose(-1, -2)))
+    return both[..., size:]
+
+
+def _exponents(positions: torch.Tensor, generators: torch.Tensor, squarings: int) -> torch.Tensor:
+    """(p·k, b, b) scaled exponents 2^−s Σ_a p_a A_a."""
+    flat = generators.to(positions.dtype).flatten(1)
+    return ((positions * 2.0**-squarings) @ flat).view(-1, *generators.shape[-2:])
+
+
+def _exponential(exponents: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+    """
+    exp by [`POLYNOMIAL`], without squarings; (n, b, b), in the (9, n, b, b) `memory` if given, of which it overwrites
+    all.
+    """
+    if memory is None:
+        second = torch.bmm(exponents, exponents)
+        third = torch.bmm(second, exponents)
+        powers = torch.stack([exponents, second, third, torch.bmm(third, third)])
+        coefficients = powers.new_tensor(POLYNOMIAL)
+        identity = torch.eye(exponents.shape[-1], dtype=exponents.dtype, device=exponents.device)
+        combinations = (coefficients[:, 1:] @ powers.flatten(1)).view(5, *exponents.shape)
+        b1, b2, b3, b4, b5 = combinations + coefficients[:, 0].view(5, 1, 1, 1) * identity
+        product = torch.baddbmm(b4, b1, b5)
+        return torch.baddbmm(b2, b3 + product, product)
+    powers, combinations = memory[:4], memory[4:]
+    first, second, third, sixth = powers
+    first.copy_(exponents)
+    torch.bmm(first, first, out=second)
+    torch.bmm(second, first, out=third)
+    torch.bmm(third, third, out=sixth)
+    coefficients = powers.new_tensor(POLYNOMIAL)
+    torch.mm(coefficients[:, 1:], powers.flatten(1), out=combinations.flatten(1))
+    combinations.diagonal(dim1=-2, dim2=-1).add_(coefficients[:, 0].view(5, 1, 1))
+    b1, b2, b3, b4, b5 = combinations
+    product = b4.baddbmm_(b1, b5)
+    return b2.baddbmm_(b3.add_(product), product)

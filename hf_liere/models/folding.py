@@ -1,0 +1,152 @@
+"""Models for inference: encodings whose rotations are constants, or in the weights, and what makes them."""
+
+import copy
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .configuration_liere import ROTARY_ENCODINGS as ROTARY_NAMES
+from .encodings import ROTARY_ENCODINGS, ComRoPEAxialPartition, LieRE, RotaryEncoding
+from .positions import TokenPositions
+from .rotation import BlockRotation, Rotation
+
+
+class FoldedLieRE(LieRE):
+    """
+    LieRE for inference, with the rotations of some grids as constants; those of other grids are computed on the fly.
+
+    Attributes:
+        grids: For each of `config.folded_grids`, under the name "14x14", the rotations of its tokens, prefix included:
+            (layers or 1, tokens, heads or 1, blocks, b, b).
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        self.grids = nn.ParameterDict()
+        for grid in config.folded_grids:
+            tokens = config.num_prefix_tokens + math.prod(grid)
+            shape = (self.layers, tokens, self.heads, self.num_blocks, self.block_size, self.block_size)
+            self.grids[grid_name(grid)] = self.new_parameter(*shape).requires_grad_(False)
+
+    def layer_rotations(self, positions: TokenPositions) -> Iterable[Rotation]:
+        if positions.grid is None or grid_name(positions.grid) not in self.grids:
+            return super().layer_rotations(positions)
+        # from_pretrained makes every parameter trainable; constants are not.
+        layers = self.grids[grid_name(positions.grid)].detach()  # (layers, N, heads or 1, blocks, b, b)
+        rotations = [BlockRotation(layer.transpose(0, 1).unsqueeze(0)) for layer in layers]
+        return rotations * (self.num_layers // self.layers)
+
+    @torch.no_grad()
+    def take_over(self, encoding: LieRE, rotations: dict[str, Iterable[BlockRotation]]) -> None:
+        """The generators of `encoding` and its rotations on every grid, by the name of the grid."""
+        self.generators.copy_(encoding.generators)
+        for name, layers in rotations.items():
+            for constant, rotation in zip(self.grids[name], layers):
+                constant.copy_(rotation.blocks[0].transpose(0, 1))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for constants in self.grids.values():
+            init.copy_(constants, torch.eye(self.block_size).expand_as(constants))
+
+
+class FoldedComRoPE(RotaryEncoding):
+    """
+    ComRoPE for inference: RoPE with a frequency per axis and plane, its eigenbasis being in the query and key weights.
+
+    The channel that an odd block leaves without a plane comes after all planes of its head.
+
+    Attributes:
+        frequencies: (A, layers or 1, heads or 1, planes).
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        planes = self.num_blocks * (self.block_size // 2)
+        self.frequencies = self.new_parameter(num_axes, self.layers, self.heads, planes).requires_grad_(False)
+        self.block_size = 2
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        return self.frequencies.detach().unsqueeze(-1)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        init.zeros_(self.frequencies)
+
+
+def grid_name(grid: tuple[int, ...]) -> str:
+    """(14, 14) → "14x14"."""
+    return "x".join(map(str, grid))
+
+
+FOLDED_ENCODINGS = {"liere": FoldedLieRE, "comrope_ap": FoldedComRoPE, "comrope_ld": FoldedComRoPE}
+
+
+def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
+    """
+    The module for `config.position_encoding`, initialised as `rotary_init` says, or `None` for `none` and `absolute`,
+    which rotate nothing.
+
+    Raises:
+        ValueError: if the encoding does not exist on that many axes.
+    """
+    encoding = ROTARY_ENCODINGS.get(config.position_encoding)
+    if config.folded_grids is not None:
+        encoding = FOLDED_ENCODINGS.get(config.position_encoding, encoding)
+    if encoding is None:
+        return None
+    encoding = encoding(config, num_axes)
+    encoding.reset_parameters()
+    return encoding
+
+
+@torch.no_grad()
+def fold_rotations(model: nn.Module, encoder_class: type, grids: Iterable[tuple[int, ...]] | None) -> nn.Module:
+    """A copy of a model around an encoder, see `LieREPreTrainedModel.fold_rotations`."""
+    config = model.config
+    if config.folded_grids is not None or config.position_encoding not in ROTARY_NAMES:
+        raise ValueError(
+            f"There is nothing to fold in a model with position_encoding={config.position_encoding!r} and "
+            f"folded_grids={config.folded_grids}."
+        )
+    folded = _copied(model)
+    encoder = next(module for module in folded.modules() if isinstance(module, encoder_class))
+    constant = config.position_encoding == "liere" and config.block_size > 2
+    grids = [config.train_grid] if grids is None else list(grids)
+    # The configuration is one object for all modules.
+    folded.config.folded_grids = [list(grid) for grid in grids] if constant else []
+    folded.config.position_perturbation = 0.0
+    folded.config.validate()
+    encoding = encoder.rotary_encoding
+    reference = next(encoding.parameters(), encoder.layers[0].attention.q_proj.weight)
+    rotations = {}
+    if constant:
+        for grid in map(tuple, grids):
+            rotations[grid_name(grid)] = encoder.rotations(encoder.grid_positions(grid, None, reference.device))
+    encoder.rotary_encoding = build_rotary_encoding(folded.config, config.num_axes).to(reference)
+    if constant:
+        encoder.rotary_encoding.take_over(encoding, rotations)
+    elif isinstance(encoding, ComRoPEAxialPartition):
+        encoder.rotary_encoding.frequencies.copy_(encoding.folded_frequencies())
+        for layer, basis in zip(encoder.layers, encoding.bases()):
+            layer.attention.fold(basis)
+    else:
+        encoder.rotary_encoding = encoding
+    return folded.requires_grad_(False)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    elsewhere = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if elsewhere:
+        raise ValueError(f"{len(elsewhere)} weights are offloaded ({elsewhere[0]} …); fold before offloading.")
+    try:
+        return copy.deepcopy(model).eval()
+    except RuntimeError as error:
+        raise ValueError(
+            "The model cannot be copied to be folded, because weights of it are computed from others; make pruning "
+            f"and parametrizations permanent first. {error}"
+        ) from error

@@ -1,0 +1,84 @@
+"""The transformer block around attention."""
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .attention import LieREAttention
+from .configuration_liere import LieREConfig
+from .rotation import Rotation
+
+
+class LieREMLP(nn.Module):
+    def __init__(self, config: LieREConfig):
+        super().__init__()
+        self.activation = ACT2FN[config.hidden_act]
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.activation(self.fc1(hidden_states)))
+
+
+class LieRELayerScale(nn.Module):
+    """A learned factor per channel (CaiT, Touvron et al. 2021, eq. 4)."""
+
+    def __init__(self, config: LieREConfig):
+        super().__init__()
+        self.initial_value = config.layerscale_value
+        self.scale = nn.Parameter(torch.empty(config.hidden_size))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states * self.scale
+
+
+class LieREDropPath(nn.Module):
+    """Stochastic depth: drops the residual branch of whole samples while training (Huang et al. 2016)."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.rate == 0:
+            return branch
+        kept = torch.rand(branch.shape[0], *[1] * (branch.ndim - 1), device=branch.device) >= self.rate
+        return branch * kept.to(branch.dtype) / (1 - self.rate)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate}"
+
+
+class LieRELayer(GradientCheckpointingLayer):
+    """Pre-norm transformer block."""
+
+    def __init__(self, config: LieREConfig, index: int):
+        super().__init__()
+        scaled = config.layerscale_value is not None
+        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.attention = LieREAttention(config)
+        self.layer_scale1 = LieRELayerScale(config) if scaled else nn.Identity()
+        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = LieREMLP(config)
+        self.layer_scale2 = LieRELayerScale(config) if scaled else nn.Identity()
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.drop_path = LieREDropPath(config.drop_path_rate * index / max(config.num_hidden_layers - 1, 1))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *rotation: torch.Tensor | None,
+        kind: type[Rotation] | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """
+        The tensors of this layer's rotation, of the class `kind`, come one by one, because reentrant checkpointing
+        differentiates with respect to arguments that are tensors and nothing else.
+        """
+        rotation = None if kind is None else kind(*rotation)
+        attended, _ = self.attention(self.layernorm_before(hidden_states), rotation, attention_mask, **kwargs)
+        hidden_states = hidden_states + self.drop_path(self.layer_scale1(self.dropout(attended)))
+        transformed = self.mlp(self.layernorm_after(hidden_states))
+        return hidden_states + self.drop_path(self.layer_scale2(self.dropout(transformed)))
