@@ -147,10 +147,10 @@ def test_rotate_prefix_puts_the_class_token_at_the_centre(tiny):
     for rotate_prefix in (False, True):
         model = classifier(tiny(rotate_prefix=rotate_prefix, num_register_tokens=1, **fields_of("comrope_ld")))
         positions = model.liere.grid_positions((4, 4), None, torch.device("cpu"))
-        rotation = model.liere.rotations(positions)[0].matrices().float()
-        centre = model.liere.rotary_encoding(torch.tensor([[0.5, 0.5]]))[0].matrices().float()
-        expected = centre if rotate_prefix else torch.eye(4).expand_as(centre)
-        assert torch.equal(rotation[:, :, :2], expected.expand(-1, -1, 2, -1, -1, -1))
+        rotation = model.liere.rotations(positions)[0].cos_sin
+        centre = model.liere.rotary_encoding(torch.tensor([[0.5, 0.5]]))[0].cos_sin
+        expected = centre if rotate_prefix else torch.tensor([1.0, 0.0]).expand_as(centre)
+        assert torch.equal(rotation[:, :, :2], expected.expand(-1, -1, 2, -1, -1))
         outputs[rotate_prefix] = model(images(2, 3, 16, 16)).logits
     assert (outputs[False] - outputs[True]).abs().max() > 1e-3
 
@@ -295,7 +295,7 @@ def test_devices_without_float64(tiny, encoding, monkeypatch):
     pixel_values = images(2, 3, 8, 12)
     expected = model(pixel_values).logits
     for module in ("encodings", "modeling_liere"):
-        monkeypatch.setattr(f"hf_liere.{module}.working_dtype", lambda device: torch.float32)
+        monkeypatch.setattr(f"hf_liere.models.{module}.working_dtype", lambda device: torch.float32)
     with WithoutFloat64():
         # Six squarings in float32, and two layers.
         torch.testing.assert_close(model(pixel_values).logits, expected, rtol=0, atol=1e-3)
@@ -306,7 +306,7 @@ def test_rotations_do_not_depend_on_the_batch(tiny):
     model = classifier(tiny(**fields_of("liere")))
     shapes = []
     for layer in model.liere.layers:
-        layer.attention.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[1].shape)))
+        layer.attention.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[1].blocks.shape)))
     model(images(5, 3, 16, 16))
     assert shapes == [(1, 2, 17, 6, 4, 4)] * 2
 

@@ -44,8 +44,9 @@ class PlaneRotation(NamedTuple):
         """(B, H, N, D) queries or keys in the basis in which `rotate` takes them."""
         return states
 
-    def to(self, device: torch.device) -> "PlaneRotation":
-        return PlaneRotation(self.cos_sin.to(device))
+    def to(self, *args, **kwargs) -> "PlaneRotation":
+        """With all tensors as `torch.Tensor.to` makes them."""
+        return PlaneRotation(self.cos_sin.to(*args, **kwargs))
 
     def num_tokens(self) -> int:
         return self.cos_sin.shape[2]
@@ -80,8 +81,9 @@ class BlockRotation(NamedTuple):
         """As [`PlaneRotation.change_basis`]."""
         return states
 
-    def to(self, device: torch.device) -> "BlockRotation":
-        return BlockRotation(self.blocks.to(device))
+    def to(self, *args, **kwargs) -> "BlockRotation":
+        """As [`PlaneRotation.to`]."""
+        return BlockRotation(self.blocks.to(*args, **kwargs))
 
     def num_tokens(self) -> int:
         return self.blocks.shape[2]
@@ -133,8 +135,9 @@ class EigenRotation(NamedTuple):
             changed = torch.bmm(rows, basis).view(heads, blocks, batch, tokens, size).permute(2, 3, 0, 1, 4)
         return changed.reshape(batch, tokens, heads, width).transpose(1, 2)
 
-    def to(self, device: torch.device) -> "EigenRotation":
-        return EigenRotation(*(None if tensor is None else tensor.to(device) for tensor in self))
+    def to(self, *args, **kwargs) -> "EigenRotation":
+        """As [`PlaneRotation.to`]."""
+        return EigenRotation(*(None if tensor is None else tensor.to(*args, **kwargs) for tensor in self))
 
     def num_tokens(self) -> int:
         return self.cos_sin.shape[2]

@@ -11,7 +11,7 @@ from training.data.arrows import LABELS, Arrows
 from training.data.image_formats import EIGHT_BIT_MODES, GREY_MODES
 from training.data.sources import PARTS, DataRequest, LabelledImages, fraction_of
 from training.data.tables import (
-    infer_columns,
+    infer_column,
     label_names,
     load_tables,
     numbered_labels,
@@ -123,9 +123,10 @@ def _load_decoded(arguments: DataArguments, request: DataRequest) -> LabelledIma
     tables = load_tables(arguments)
     chosen, splits = pick_splits(tables, arguments, request)
     some_table = next(iter(chosen.values()))
-    image_column, label_column = infer_columns(some_table.features, arguments)
+    image_column = infer_column(some_table.features, "image", arguments.image_column_name)
     if arguments.image_folder:
         require_class_folders(tables, image_column, arguments)
+    label_column = infer_column(some_table.features, "label", arguments.label_column_name)
     names, named = label_names(some_table, label_column)
     files = {"training": arguments.train_files, "evaluation": arguments.validation_files or arguments.train_files}
     sources = {}

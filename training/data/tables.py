@@ -217,11 +217,11 @@ def numbered_labels(table: datasets.Dataset, label_column: str, label_names: lis
 def infer_columns(features: datasets.Features, arguments: DataArguments) -> tuple[str, str]:
     """The columns of images and of classes: the given ones, else the only ones of their types or with usual names."""
     given = {"image": arguments.image_column_name, "label": arguments.label_column_name}
-    image, label = (_infer_column(features, kind, column) for kind, column in given.items())
+    image, label = (infer_column(features, kind, column) for kind, column in given.items())
     return image, label
 
 
-def _infer_column(features: datasets.Features, kind: str, given: str | None) -> str:
+def infer_column(features: datasets.Features, kind: str, given: str | None) -> str:
     columns = ", ".join(f"{name} ({_type_name(feature)})" for name, feature in features.items())
     flag, (feature_type, usual_names) = f"--{kind}_column_name", COLUMNS[kind]
     if given is not None:
