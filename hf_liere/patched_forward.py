@@ -282,7 +282,7 @@ def rotations_of_tokens(embeddings: nn.Module, args, kwargs, output) -> None:
         return
     tower = passes[-1].tower
     tokens = output[0] if isinstance(output, tuple) else output
-    device = next(tower.rotary_encoding.parameters(), tokens).device
+    device = [*tower.rotary_encoding.parameters(), tokens][0].device
     # Offloaded generators come to the tokens.
     device = tokens.device if device.type == "meta" else device
     if tower.rotary_patch.is_flexible:

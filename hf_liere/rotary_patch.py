@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from typing import get_args, get_type_hints
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -26,7 +27,15 @@ from .patched_forward import (
     rotations_of_tokens,
     see_grid,
 )
-from .vision_towers import Tower, find_towers, head_shape, position_table, table_method
+from .vision_towers import (
+    Tower,
+    find_towers,
+    head_shape,
+    position_table,
+    refuse_other_tokens,
+    refuse_rotating,
+    table_method,
+)
 
 
 FORMAT_VERSION = 1
@@ -76,6 +85,7 @@ class RotaryPatchConfig:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self):
+        self._check_types()
         if self.format_version > FORMAT_VERSION:
             raise ValueError(
                 f"format_version={self.format_version} was written by a newer hf_liere; this one reads up to "
@@ -99,15 +109,28 @@ class RotaryPatchConfig:
                 f"rotary_init={self.rotary_init!r}: axial_rope learns nothing and never starts neutral; pass "
                 "rotary_init=None to accept that, or another position_encoding."
             )
-        if self.layers is not None:
+
+    def _check_types(self) -> None:
+        if isinstance(self.layers, (list, tuple, range, set)) and all(type(layer) is int for layer in self.layers):
             self.layers = sorted(set(self.layers))
+        elif self.layers is not None:
+            raise ValueError(f"layers={self.layers!r} must be a list of indices from 0, or None.")
+        for name, hint in get_type_hints(type(self)).items():
+            value, kinds = getattr(self, name), get_args(hint) or (hint,)
+            # An int is a float here, and a bool is no number.
+            kind = float if type(value) is int and float in kinds else type(value)
+            if name != "layers" and kind not in kinds:
+                accepted = ("None" if accepted is type(None) else accepted.__name__ for accepted in kinds)
+                raise ValueError(f"{name}={value!r} must be {' or '.join(accepted)}.")
 
     def to_dict(self) -> dict:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict) -> "RotaryPatchConfig":
-        """Raises `ValueError` for names that are no fields."""
+        """Raises `ValueError` for names that are no fields and values that these do not take."""
+        if not isinstance(values, dict):
+            raise ValueError(f"rotary_patch={values!r} must be a dictionary of fields of RotaryPatchConfig.")
         known = {field.name for field in fields(cls)}
         if unknown := set(values) - known:
             raise ValueError(f"{sorted(unknown)} are no fields of RotaryPatchConfig; accepted: {sorted(known)}.")
@@ -160,6 +183,7 @@ def plan(model: nn.Module, config: RotaryPatchConfig) -> list[Plan]:
 
 
 def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> Plan:
+    refuse_rotating(tower.module, tower.attentions)
     available = list(range(len(tower.attentions)))
     layers = available if config.layers is None else config.layers
     if not layers or set(layers) - set(available):
@@ -168,6 +192,7 @@ def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> Plan:
             f"{[f'{index}: {name}' for index, (name, _) in enumerate(tower.attentions)]}."
         )
     attentions = [tower.attentions[layer] for layer in layers]
+    refuse_other_tokens(tower, attentions)
     shapes = {head_shape(attention) for _, attention in attentions}
     if len(shapes) != 1:
         raise ValueError(f"The layers have different (heads, head_dim): {sorted(shapes)}; name equal ones in layers.")

@@ -5,10 +5,15 @@ dispatches through transformers' attention interface, below a module with a patc
 
 import inspect
 import math
+import re
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+
+# As in `apply_rotary_pos_emb`, `q_rope` and `rotate_half`, not in `properties`; classes as `Sam3ViTRoPEAttention`.
+ROTATING_NAME = re.compile(r"(?:^|_)(?:rope|rotary|rotat)|Ro[Pp][Ee]|Rotary")
 
 
 @dataclass
@@ -28,10 +33,22 @@ class Tower:
 
     @property
     def train_grid(self) -> tuple[int, ...]:
-        config = self.module.config
+        """
+        Patches of the trained size along each axis: (frames,) rows and columns.
+
+        Raises:
+            ValueError: if the configuration of the tower does not name that size.
+        """
+        config, extent = getattr(self.module, "config", None), getattr(self.patch_embedding, "kernel_size", ())
+        needed = ("num_patches",) if self.is_flexible else ("image_size", "num_frames")[: len(extent) - 1]
+        missing = [name for name in needed if getattr(config, name, None) is None]
+        if missing:
+            raise ValueError(
+                f"{type(self.module).__name__} has no {' and no '.join(missing)} in its configuration, so the size "
+                "that positions refer to is unknown; accepted: models of images (or clips) of one configured size."
+            )
         if self.is_flexible:
             return (math.isqrt(config.num_patches),) * 2
-        extent = self.patch_embedding.kernel_size
         size = config.image_size
         sizes = (size, size) if isinstance(size, int) else tuple(size)
         sizes = (config.num_frames, *sizes) if len(extent) == 3 else sizes
@@ -57,6 +74,7 @@ def find_towers(model: nn.Module) -> list[Tower]:
             if inside:
                 embeddings = modules[".".join(path[: depth + 1])]
                 if embeddings is patch_embedding and not takes(patch_embedding, "spatial_shapes"):
+                    refuse_rotating(modules[tower_name], inside)
                     raise ValueError(
                         f"The patch embedding {name!r} has no module around it that adds class tokens and positions, "
                         "so the tokens that reach attention cannot be told apart."
@@ -81,11 +99,67 @@ def find_towers(model: nn.Module) -> list[Tower]:
     )
 
 
+def refuse_rotating(tower: nn.Module, attentions: list[tuple[str, nn.Module]]) -> None:
+    """
+    Raises:
+        ValueError: if a tower rotates queries and keys by itself: attention whose forward names a rotation, or a
+            module inside that is named as one or holds frequencies (`inv_freq`). Of two rotations with different axes
+            the product R₂(p)R₁(p) does not depend on the difference of positions alone.
+    """
+    found = [
+        f"{type(attention).__name__}.forward uses {name}"
+        for _, attention in attentions
+        for name in _names_in_forward(attention)
+        if ROTATING_NAME.search(name)
+    ]
+    found += [
+        f"{name} ({type(module).__name__})"
+        for name, module in tower.named_modules()
+        if module is not tower
+        and (
+            ROTATING_NAME.search(name.rpartition(".")[2])
+            or ROTATING_NAME.search(type(module).__name__)
+            or "inv_freq" in dict(module.named_buffers(recurse=False))
+        )
+    ]
+    if found:
+        raise ValueError(
+            f"{type(tower).__name__} rotates query and key by itself ({found[0]}), and would rotate them twice. "
+            "Accepted: models whose attention does not rotate, such as CLIP, SigLIP, DINOv2 or ViT."
+        )
+
+
+def refuse_other_tokens(tower: Tower, attentions: list[tuple[str, nn.Module]]) -> None:
+    """
+    Raises:
+        ValueError: if not all of `attentions` see the tokens that the embeddings make: they belong to several stacks
+            (of windows, frames or messages), or the tower learns further ones outside its embeddings.
+    """
+    kind = type(tower.module).__name__
+    stacks = {re.sub(r"\d+", "*", name) for name, _ in attentions}
+    if len(stacks) > 1:
+        raise ValueError(
+            f"The attention of {kind} is that of several stacks, {', '.join(sorted(stacks))}, which do not see the "
+            "same tokens; accepted: layers of the one that sees all patches."
+        )
+    embeddings = set(tower.embeddings.modules())
+    for name, module in tower.module.named_modules():
+        if isinstance(module, nn.Embedding) and module not in embeddings:
+            raise ValueError(
+                f"{kind} learns {name} ({module.num_embeddings} vectors) outside the embeddings of its patches, for "
+                "queries that join between the layers or images packed into one sequence: which token is which patch "
+                "is unknown; accepted: models whose embeddings make all tokens."
+            )
+
+
 def _uses_interface(module: nn.Module) -> bool:
-    if not hasattr(module, "config"):
-        return False
+    return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in _names_in_forward(module)
+
+
+def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """Globals and attributes that the forward of a module's class reads."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    return () if code is None else code.co_names
 
 
 def _is_patch_embedding(module: nn.Module) -> bool:

@@ -1,12 +1,15 @@
 """Families with random weights for the tests of patching: one table, small but with every part of the real models."""
 
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Callable
 
 import torch
 import transformers
 from torch import nn
+
+import hf_liere
 
 
 SMALL = {
@@ -78,6 +81,14 @@ def clip_config(**vision):
 
 def model(config_name, model_name, **fields):
     return lambda: getattr(transformers, model_name)(getattr(transformers, config_name)(**fields))
+
+
+def part(family, config_name, model_name, **fields):
+    """A tower that transformers does not export."""
+    folder = f"transformers.models.{family}"
+    configs = importlib.import_module(f"{folder}.configuration_{family}")
+    models = importlib.import_module(f"{folder}.modeling_{family}")
+    return lambda: getattr(models, model_name)(getattr(configs, config_name)(**fields))
 
 
 CASES = {
@@ -160,6 +171,32 @@ CASES = {
         other_size=None,
     ),
     "vivit": Case(model("VivitConfig", "VivitModel", **VIDEO, tubelet_size=[2, 4, 4]), clips),
+}
+
+
+QWEN = {"hidden_size": 32, "depth": 2, "num_heads": 2, "patch_size": 4}
+# They rotate queries and keys by themselves.
+ROTATING = {
+    "dinov3": model("DINOv3ViTConfig", "DINOv3ViTModel", **IMAGE),
+    "mlcd": model("MLCDVisionConfig", "MLCDVisionModel", **IMAGE),
+    "pixtral": model("PixtralVisionConfig", "PixtralVisionModel", **IMAGE),
+    "vjepa2": model("VJEPA2Config", "VJEPA2Model", **SMALL, crop_size=16, patch_size=4, frames_per_clip=4),
+    "qwen2_vl": part("qwen2_vl", "Qwen2VLVisionConfig", "Qwen2VisionTransformerPretrainedModel", **QWEN, embed_dim=32),
+    "qwen2_5_vl": part(
+        "qwen2_5_vl", "Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel", **QWEN, intermediate_size=48
+    ),
+    "qwen3_vl": part("qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionModel", **QWEN, intermediate_size=48),
+    "eomt_dinov3": model("EomtDinov3Config", "EomtDinov3ForUniversalSegmentation", **IMAGE, num_queries=5),
+    "liere": lambda: hf_liere.LieREViTModel(hf_liere.LieREViTConfig(**IMAGE, position_encoding="rope_mixed")),
+}
+# Which of their tokens is which patch cannot be told.
+UNFIT = {
+    "eomt": model("EomtConfig", "EomtForUniversalSegmentation", **IMAGE, num_queries=5, num_blocks=1),
+    "x_clip": model("XCLIPVisionConfig", "XCLIPVisionModel", **IMAGE, mit_hidden_size=32),
+    "segformer": model(
+        "SegformerConfig", "SegformerModel", hidden_sizes=[8] * 4, num_attention_heads=[1] * 4, decoder_hidden_size=8
+    ),
+    "hunyuan": part("hunyuan_vl", "HunYuanVLVisionConfig", "HunYuanVLVisionTransformer", **SMALL, patch_size=4),
 }
 
 

@@ -1,7 +1,9 @@
 """training/clip_finetuning.py end to end on tiny models and pictures: what is learnt, saved, resumed and refused."""
 
 import json
+import re
 import shutil
+import subprocess
 import sys
 
 import datasets
@@ -9,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from patching_cases import CASES, IMAGE, VIT_B, clip_config
+from patching_cases import CASES, IMAGE, ROTATING, VIT_B, clip_config
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from training_helpers import ROOT, assert_same_weights, run_process, write_parquet
 
+import hf_liere
 from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, rotary_parameters
 from training.arguments import AugmentationArguments, DataArguments, parse_arguments
 from training.clip_arguments import FineTuningArguments, FineTuningTrainingArguments, PatchArguments
@@ -299,6 +302,17 @@ def test_bad_input_is_refused_before_any_training(flags, message, clip_folder, d
     with pytest.raises(ValueError, match=message):
         train(tmp_path, clip_folder, data, *flags)
     assert not list(tmp_path.glob("**/checkpoint-*"))
+
+
+def test_models_that_cannot_be_patched_are_refused_before_anything_is_written(data, tmp_path):
+    hf_liere.LieREViTForImageClassification(hf_liere.LieREViTConfig(**IMAGE)).save_pretrained(tmp_path / "liere")
+    ROTATING["dinov3"]().save_pretrained(tmp_path / "dinov3")
+    for name, message in (("liere", "rotates query and key by itself"), ("dinov3", "Unrecognized configuration class")):
+        arguments = ["--output_dir", tmp_path / "out", "--model_name_or_path", tmp_path / name, *data, *TINY_RUN]
+        process = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
+        last = process.stderr.splitlines()[-1]
+        assert process.returncode == 1 and re.match(f"error: .*{message}", last), process.stderr
+        assert "Traceback" not in process.stderr and not (tmp_path / "out").exists()
 
 
 def test_encoding_that_learns_nothing(clip_folder, data, tmp_path):

@@ -160,7 +160,40 @@ def test_families_without_a_counterpart_are_refused():
         complete_model(patch(model, RotaryPatchConfig(block_size=4)))
 
 
-def test_complete_model_can_be_unpatched():
-    _, whole, inputs = complete("clip_classifier")
-    plain, _ = build("clip_classifier")
-    assert same_bits(outputs_of(unpatch(whole), inputs), outputs_of(plain, inputs))
+@pytest.mark.parametrize("name", [*AUTO_CLASSES, "clip_projection"])
+def test_unpatched_complete_model_is_the_plain_model_again(name, tmp_path):
+    """In memory and after saving: class, configuration and bits."""
+    _, whole, inputs = complete(name)
+    rotated = outputs_of(whole, inputs)
+    plain, _ = build(name)
+    unpatched = unpatch(whole)
+    unpatched.save_pretrained(tmp_path)
+    plain.save_pretrained(tmp_path / "plain")
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path, tmp_path / "plain")]
+    assert configs[0] == configs[1] and not (tmp_path / "modeling_patched.py").exists()
+    loaded, report = type(plain).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    for model in (unpatched, loaded):
+        assert type(model) is type(plain) and not is_patched(model)
+        assert same_bits(outputs_of(model, inputs), outputs_of(plain, inputs))
+    assert same_bits(outputs_of(whole, inputs), rotated)
+
+
+def test_complete_model_inside_another_module_is_not_taken_apart():
+    """It would save as a patched model with new generators."""
+    _, whole, inputs = complete("vit")
+    rotated = outputs_of(whole, inputs)
+    with pytest.raises(ValueError, match="0 .RotaryViTForImageClassification. is a complete model.*what it returns"):
+        unpatch(torch.nn.Sequential(whole))
+    with pytest.raises(ValueError, match="This .ViTModel. is a complete model or a part of one"):
+        unpatch(whole.vit)
+    assert same_bits(outputs_of(whole, inputs), rotated)
+
+
+def test_adapters_are_to_be_merged_before_the_class_changes():
+    peft = pytest.importorskip("peft")
+    model, _ = build("clip_vision")
+    lora = peft.LoraConfig(target_modules=["q_proj"], r=2)
+    injected = peft.inject_adapter_in_model(lora, patch(model, RotaryPatchConfig(block_size=4)))
+    with pytest.raises(ValueError, match="has not the parameters of RotaryCLIPVisionModel: .*Merge or unload"):
+        complete_model(injected)

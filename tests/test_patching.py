@@ -1,6 +1,7 @@
 """Rotations inside pretrained models: the unpatched model and explicit float64 attention are the references."""
 
 import copy
+import inspect
 import itertools
 import json
 import math
@@ -15,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from patching_cases import CASES, IMAGE, REAL_SIZES, build, clip_config, randomize, run
+from patching_cases import CASES, IMAGE, REAL_SIZES, ROTATING, UNFIT, build, clip_config, randomize, run
 from reference import head_rotation
+from safetensors.torch import load_file, save_file
 
 from hf_liere import (
     RotaryPatchConfig,
@@ -370,6 +372,22 @@ def test_readme_example_runs_as_written(tmp_path):
     assert (tmp_path / "clip-comrope-complete" / "modeling_patched.py").exists()
 
 
+def test_docstring_example_with_peft_runs_as_written(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    (example,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(patch), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(example, names)
+    model, restored = names["model"].eval(), names["restored"].eval()
+    trained, loaded = dict(rotary_parameters(model)), dict(rotary_parameters(restored))
+    assert len(loaded) == 2 and loaded.keys() == trained.keys()
+    # Two projections in two layers, each with two matrices of its adapter.
+    assert sum(len(group["params"]) for group in names["groups"]) == 2 * 2 * 2 + len(trained)
+    assert all(torch.equal(loaded[name], trained[name]) and loaded[name].any() for name in trained)
+    pixels = torch.randn(1, 3, 64, 64)
+    assert torch.equal(restored(pixels).pooler_output, model(pixels).pooler_output)
+
+
 class TestRefusals:
     """Every refusal leaves the model as it was."""
 
@@ -407,6 +425,11 @@ class TestRefusals:
             ({"absolute_weight": 0.5}, "belongs to keep_absolute='fade'"),
             ({"position_encoding": "axial_rope"}, "never starts neutral"),
             ({"format_version": 99}, "newer hf_liere"),
+            ({"block_size": "8"}, "block_size='8' must be int or None"),
+            ({"rotate_prefix": 1}, "rotate_prefix=1 must be bool"),
+            ({"block_size": True}, "block_size=True must be int or None"),
+            ({"absolute_weight": "1"}, "absolute_weight='1' must be float"),
+            ({"layers": 3}, "layers=3 must be a list of indices"),
         ],
     )
     def test_configuration_for_no_model(self, fields, message):
@@ -421,6 +444,22 @@ class TestRefusals:
         self.refuse(own, "not routed through.*MultiheadAttention", patch, SHARED_CONFIG)
         swin = transformers.ConvNextModel(transformers.ConvNextConfig(hidden_sizes=[8] * 4, depths=[1] * 4))
         self.refuse(swin, "not routed through", patch, SHARED_CONFIG)
+
+    @pytest.mark.parametrize("name", ROTATING)
+    def test_models_that_rotate_already(self, name):
+        self.refuse(ROTATING[name](), "rotates query and key by itself .*Accepted: models", patch, SHARED_CONFIG)
+
+    @pytest.mark.parametrize(
+        "name, message",
+        [
+            ("eomt", "EomtForUniversalSegmentation learns query .5 vectors. outside the embeddings"),
+            ("x_clip", r"several stacks, encoder.layers.\*.message_attn, encoder.layers.\*.self_attn"),
+            ("segformer", "SegformerLayer has no image_size"),
+            ("hunyuan", "HunYuanVLVisionTransformer has no image_size"),
+        ],
+    )
+    def test_models_whose_tokens_cannot_be_placed(self, name, message):
+        self.refuse(UNFIT[name](), message, patch, SHARED_CONFIG)
 
     def test_patched_twice_and_not_at_all(self):
         model, _ = build("clip")
@@ -447,6 +486,51 @@ class TestRefusals:
         self.refuse(build("clip_vision")[0], "multipliers", load_rotary, tmp_path)
         (tmp_path / "rotary_config.json").unlink()
         self.refuse(build("clip_vision")[0], "holds no rotary_config.json", load_rotary, tmp_path)
+
+    @pytest.mark.parametrize(
+        "damage, message",
+        [
+            (lambda path: edit(path, lambda content: content.pop("base")), "has no list 'base'"),
+            (lambda path: edit(path, lambda content: content["base"][0].pop("heads")), "base has no heads"),
+            (lambda path: edit(path, lambda content: content["base"][0].update(weights=[["a"]])), "other weights"),
+            (
+                lambda path: edit(path, lambda content: content["rotary_patch"].update(format_version="1")),
+                "='1' must be",
+            ),
+            (
+                lambda path: edit(path, lambda content: content["rotary_patch"].update(layers="01")),
+                "layers='01' must be",
+            ),
+            (lambda path: (path / "rotary_config.json").write_text("{"), "rotary_config.json is no json"),
+            (lambda path: (path / "rotary_config.json").write_text("[]"), "has no dict 'rotary_patch'"),
+            (lambda path: (path / "rotary_config.json").write_bytes(b"\xff\xfe{"), "rotary_config.json is no json"),
+            (lambda path: os.truncate(path / "rotary.safetensors", 500), "rotary.safetensors cannot be read"),
+            (lambda path: os.truncate(path / "rotary.safetensors", 0), "rotary.safetensors cannot be read"),
+            (lambda path: edit_weights(path, float("nan")), "generators with values that are not finite"),
+            (lambda path: edit_weights(path, float("inf")), "generators with values that are not finite"),
+        ],
+    )
+    def test_damaged_adapter(self, damage, message, tmp_path):
+        model, _ = build("clip_vision")
+        save_rotary(patch(model, SHARED_CONFIG), tmp_path)
+        damage(tmp_path)
+        self.refuse(unpatch(model), message, load_rotary, tmp_path)
+
+
+def edit(path, change):
+    content = json.loads((path / "rotary_config.json").read_text())
+    change(content)
+    (path / "rotary_config.json").write_text(json.dumps(content))
+
+
+def edit_patch(path, **fields):
+    edit(path, lambda content: content["rotary_patch"].update(fields))
+
+
+def edit_weights(path, value):
+    tensors = load_file(path / "rotary.safetensors")
+    tensors["0.generators"][0, 0, 0, 0] = value
+    save_file(tensors, path / "rotary.safetensors")
 
 
 def test_adapter_knows_its_base_in_another_precision_and_not_one_that_was_trained(tmp_path):

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from transformers import (
+    AutoModelForImageClassification,
     AutoModelForZeroShotImageClassification,
     AutoTokenizer,
     PreTrainedConfig,
@@ -41,6 +42,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_liere import RotaryPatchConfig, is_patched, patch
+from hf_liere.rotary_patch import plan
 from training.arguments import AugmentationArguments, DataArguments, InputError, parse_arguments
 from training.augmentation import Collator, EvaluationImages, TrainingImages
 from training.checkpoints import require_free
@@ -110,6 +112,7 @@ class Run:
         )
         self.config = resolve_config(self.model_args)
         self.patches = self._resolve_patches()
+        self._check_patches()
         self.image_size = resolve_image_size(self.model_args, self.config)
         sizes = self.model_args.eval_image_sizes or []
         self.eval_sizes = [
@@ -161,6 +164,19 @@ class Run:
         except ValueError as error:
             raise InputError(str(error)) from error
         return {"patched": config, **({"unpatched": None} if self.model_args.baseline else {})}
+
+    def _check_patches(self) -> None:
+        """Refuses what the model cannot take, before data are loaded or a folder is written."""
+        is_zero_shot = self.model_args.head == "zero_shot"
+        auto_class = AutoModelForZeroShotImageClassification if is_zero_shot else AutoModelForImageClassification
+        for patch_config in filter(None, self.patches.values()):
+            try:
+                with torch.device("meta"):
+                    model = auto_class.from_config(copy.deepcopy(self.config))
+                plan(model, patch_config)
+            except ValueError as error:
+                # transformers goes on with a list of all classes.
+                raise InputError(str(error).splitlines()[0]) from error
 
     def arguments_of(self, name: str) -> FineTuningTrainingArguments:
         arguments = copy.copy(self.args)
