@@ -26,6 +26,8 @@ from .attention_analysis import (
     AttentionMaps,
     attention_distances,
     attention_maps,
+    attention_relativity,
+    class_probabilities,
     overlay,
     size_options,
     vision_tower,
@@ -35,10 +37,12 @@ from .encoding_analysis import (
     AngleStatistics,
     Commutators,
     Frequencies,
+    Initialization,
     RelativityError,
     angle_statistics,
     commutators,
     generators,
+    initialization,
     learned_frequencies,
     patch_steps,
     relativity_error,
@@ -47,7 +51,7 @@ from .encoding_analysis import (
 )
 from .encodings import FoldedComRoPE, FoldedLieRE
 from .patching import is_patched
-from .vision_towers import Tower, head_shape
+from .vision_towers import Tower, head_shape, position_table
 
 
 JSON_NAME, ARRAYS_NAME = "analysis.json", "analysis.npz"
@@ -76,6 +80,7 @@ class EncodingAnalysis:
         positions: (P, A) coordinates of `rotations`, one patch apart from the origin on each axis, then on all of them.
         rotations: (layers, heads, blocks, P, b, b).
         commutators, relativity, angles, frequencies: See [`encoding_analysis`].
+        initialization: What untrained generators are like; `None` for those that are never trained.
     """
 
     generators: torch.Tensor
@@ -85,6 +90,7 @@ class EncodingAnalysis:
     relativity: RelativityError
     angles: AngleStatistics
     frequencies: Frequencies | None
+    initialization: Initialization | None
 
 
 @dataclass
@@ -98,6 +104,7 @@ class InputAnalysis:
         attention, distances: See [`attention_maps`] and [`attention_distances`]; `None` where no input was given.
         output_change: See [`output_change`]; of the first size only; `None` where no input was given
             or nothing rotates.
+        probabilities: See [`class_probabilities`]; `None` where no input was given or the model is no classifier.
     """
 
     size: tuple[int, ...]
@@ -105,6 +112,7 @@ class InputAnalysis:
     attention: AttentionMaps | None = None
     distances: torch.Tensor | None = None
     output_change: OutputChange | None = None
+    probabilities: torch.Tensor | None = None
 
 
 @dataclass
@@ -113,12 +121,15 @@ class Analysis:
     Attributes:
         model: What the model is: names and numbers from its configuration.
         encoding: `None` for a model without rotations.
+        attention_relativity: Of the whole model, see [`attention_relativity`]; `None` where nothing rotates or it could
+            not be measured.
         inputs: One entry for each input size.
         remarks: What could not be measured and why, what a figure does not say, one sentence each.
     """
 
     model: dict
     encoding: EncodingAnalysis | None
+    attention_relativity: torch.Tensor | None = None
     inputs: list[InputAnalysis] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
@@ -150,16 +161,22 @@ def analyse(
         progress: Whether to show progress bars.
 
     Raises:
-        ValueError: if the model has no vision tower, or refuses an input.
+        ValueError: if the model has no vision tower, has weights that are not finite, or refuses an input.
     """
     tower = vision_tower(model)
+    _check_finite(tower.module)
     encoding = rotary_encoding(tower.module)
     analysis = Analysis(describe(model), None if encoding is None else _analyse_encoding(encoding, progress))
     analysis.remarks += _remarks(tower, encoding, bool(inputs))
     if tower.is_flexible:
         return analysis
-    was_training = [module for module in tower.module.modules() if module.training]
-    tower.module.eval()
+    if encoding is not None:
+        try:
+            analysis.attention_relativity = attention_relativity(model)
+        except ValueError as error:
+            analysis.remarks.append(f"Whether the model's attention is relative is not measured: {error}")
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
     try:
         for pixel_values in inputs or [black_input(tower)]:
             device = next(tower.module.parameters()).device
@@ -169,6 +186,7 @@ def analyse(
                 options = {"batch_size": batch_size, "progress": progress}
                 measured.attention = attention_maps(model, pixel_values, **options)
                 measured.distances = attention_distances(model, pixel_values, **options)
+                measured.probabilities = class_probabilities(model, pixel_values, **options)
                 if encoding is not None and not analysis.inputs:
                     measured.output_change = output_change(model, pixel_values, **options)
             analysis.inputs.append(measured)
@@ -178,17 +196,29 @@ def analyse(
     return analysis
 
 
+def _check_finite(tower: nn.Module) -> None:
+    wrong = [name for name, parameter in tower.named_parameters() if not parameter.isfinite().all()]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"{wrong[0]}{more} of {type(tower).__name__} holds NaN or infinity; needed are finite weights."
+        )
+
+
 def describe(model: nn.Module) -> dict:
     """What a model is, in the names of its configuration."""
     tower = vision_tower(model)
     heads, head_dim = head_shape(tower.attentions[0][1])
     encoding = rotary_encoding(tower.module)
     config = tower.module.config
+    labels = getattr(getattr(model, "config", None), "id2label", None) or {}
+    names = [str(labels[index]) for index in sorted(labels)]
     description = {
         "class": type(model).__name__,
         "model_type": getattr(getattr(model, "config", config), "model_type", None),
         "patched": is_patched(model),
         "position_encoding": getattr(config, "position_encoding", None),
+        "absolute_table": _reads_table(tower),
         "layers": len(tower.attentions),
         "heads": heads,
         "head_dim": head_dim,
@@ -196,7 +226,8 @@ def describe(model: nn.Module) -> dict:
         "train_grid": list(tower.train_grid),
         "patch_size": None if tower.is_flexible else list(tower.patch_embedding.kernel_size),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "labels": len(getattr(model.config, "id2label", None) or {}) if hasattr(model, "config") else 0,
+        "labels": len(names),
+        "classes": names,
     }
     if encoding is not None:
         names = ("position_encoding", "block_size", "coordinates", "share_heads", "share_layers", "rotate_prefix")
@@ -206,6 +237,14 @@ def describe(model: nn.Module) -> dict:
             encoding.config.folded_grids is not None
         )
     return description
+
+
+def _reads_table(tower: Tower) -> bool:
+    """Whether absolute positions are added to the patches, by a table or by sinusoids."""
+    patch = getattr(tower.module, "rotary_patch", None)
+    if patch is not None and (patch.config.keep_absolute == "drop" or patch.config.absolute_weight == 0):
+        return False
+    return position_table(tower.embeddings) is not None
 
 
 def _analyse_encoding(encoding, progress: bool) -> EncodingAnalysis:
@@ -220,6 +259,7 @@ def _analyse_encoding(encoding, progress: bool) -> EncodingAnalysis:
         relativity=relativity_error(encoding, progress=progress),
         angles=angle_statistics(encoding),
         frequencies=learned_frequencies(encoding),
+        initialization=initialization(encoding),
     )
 
 
@@ -265,7 +305,8 @@ def output_change(
 
     A relative encoding leaves attention between patches as it is, and therefore the output, if class and register
     tokens move too (`rotate_prefix`) or there are none; where they are not rotated, what they see of the patches moves.
-    A learned table stays where it is.
+    A table of absolute positions, and whatever else tells positions, stays where it is, so that a change of 0 speaks of
+    these rotations alone; see [`attention_relativity`] for the whole model.
 
     Args:
         offsets: The c on every axis, in patches of the trained grid.
@@ -362,6 +403,7 @@ __all__ = [
     "analyse",
     "attention_distances",
     "attention_maps",
+    "attention_relativity",
     "output_change",
     "overlay",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -115,6 +116,75 @@ def attention_distances(
     return observe_attention(vision_tower(model), pixel_values, distance, batch_size, progress)[0]
 
 
+def attention_relativity(model: nn.Module) -> torch.Tensor:
+    """
+    How far the model's attention is from a function of the differences of positions, whatever tells it positions: on an
+    input of the trained size whose patches are all alike, the first layer's logit s_ij − s_ii is the same for all pairs
+    of patches i and j with the same j − i, if nothing but that difference is seen (the RoPE equation, ComRoPE eq. 2).
+
+    Returns:
+        (heads,) the largest spread of s_ij − s_ii over pairs with the same difference, in nats: attention weights of
+        such pairs differ by a factor of up to e to it. 0 up to rounding in float32 for relative attention.
+
+    Raises:
+        ValueError: as [`attention_maps`].
+    """
+    tower = vision_tower(model)
+    if next(tower.module.parameters()).dtype != torch.float32:
+        (tower,) = find_towers(copy.deepcopy(tower.module).float())
+
+    def spread(weights: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+        prefix = weights.shape[-1] - math.prod(grid)
+        weights = weights[0, :, prefix:, prefix:].cpu()
+        logits = weights.log()
+        logits = (logits - logits.diagonal(dim1=1, dim2=2).unsqueeze(-1)).flatten(1)
+        places, extents = torch.cartesian_prod(*map(torch.arange, grid)), torch.tensor(grid)
+        differences = places - places.unsqueeze(1) + extents - 1
+        strides = (2 * extents - 1).flip(0).cumprod(0).roll(1)
+        strides[0] = 1
+        index = (differences * strides.flip(0)).sum(-1).flatten().expand_as(logits)
+        # Of weights that small the logarithm has lost its digits.
+        seen = weights.flatten(1) > 1e-30
+        ends = logits.new_full((len(logits), math.prod(2 * size - 1 for size in grid)), -math.inf)
+        highest = ends.scatter_reduce(1, index, logits.where(seen, -math.inf), "amax")
+        negative = ends.scatter_reduce(1, index, (-logits).where(seen, -math.inf), "amax")
+        return (highest + negative).clamp(min=0).amax(1, keepdim=True).T
+
+    return observe_attention(tower, patches_alike(tower), spread)[0][0, 0]
+
+
+def patches_alike(tower: Tower) -> torch.Tensor:
+    """One image or clip of the trained size, whose patches are all the same one, drawn from a fixed seed."""
+    extent, grid = tower.patch_embedding.kernel_size, tower.train_grid
+    generator = torch.Generator().manual_seed(0)
+    patch = torch.randn(tower.patch_embedding.in_channels, *extent, generator=generator)
+    pixels = patch.repeat(1, *grid[-len(extent) :])
+    return (pixels.transpose(0, 1) if len(extent) == 3 else pixels).unsqueeze(0)
+
+
+@torch.no_grad()
+def class_probabilities(
+    model: nn.Module, pixel_values: torch.Tensor, batch_size: int = 8, *, progress: bool = False
+) -> torch.Tensor | None:
+    """
+    (images, labels) probabilities of a classifier in evaluation mode, of each label by itself where several may hold;
+    `None` for other models. Arguments as in [`attention_maps`].
+    """
+    if not type(model).__name__.endswith(("ForImageClassification", "ForVideoClassification")):
+        return None
+    parameter, options = next(model.parameters()), size_options(vision_tower(model), pixel_values)
+    batches = pixel_values.split(batch_size)
+    logits = torch.cat(
+        [
+            model(pixel_values=batch.to(parameter.device, parameter.dtype), **options).logits.float().cpu()
+            for batch in tqdm(batches, desc="predictions", disable=not progress)
+        ]
+    )
+    if getattr(model.config, "problem_type", None) == "multi_label_classification":
+        return logits.sigmoid()
+    return logits.softmax(-1)
+
+
 @torch.no_grad()
 def observe_attention(
     tower: Tower,
@@ -181,25 +251,34 @@ def _recording(tower: Tower, reduce) -> Iterator[tuple[dict[int, torch.Tensor], 
 
         return hook
 
-    # Attention modules may see their configuration through that of another module.
-    configs = [tower.module.config, *(getattr(a.config, "base", a.config) for _, a in tower.attentions)]
-    configs = {id(config): config for config in configs}.values()
-    implementations = [config._attn_implementation_internal for config in configs]
     modes = [(module, module.training) for module in tower.module.modules()]
     hooks = [tower.patch_embedding.register_forward_hook(see_grid)]
     hooks += [attention.register_forward_hook(see_weights(i)) for i, (_, attention) in enumerate(tower.attentions)]
     try:
-        for config in configs:
-            config._attn_implementation_internal = "eager"
         tower.module.eval()
-        yield record, grids
+        with eager_attention(tower):
+            yield record, grids
     finally:
-        for config, implementation in zip(configs, implementations):
-            config._attn_implementation_internal = implementation
         for module, mode in modes:
             module.training = mode
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def eager_attention(tower: Tower) -> Iterator[None]:
+    """Attention in matrix products that can be seen, whatever implementation is configured."""
+    # Attention modules may see their configuration through that of another module.
+    configs = [tower.module.config, *(getattr(a.config, "base", a.config) for _, a in tower.attentions)]
+    configs = {id(config): config for config in configs}.values()
+    implementations = [config._attn_implementation_internal for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for config, implementation in zip(configs, implementations):
+            config._attn_implementation_internal = implementation
 
 
 def overlay(

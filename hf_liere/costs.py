@@ -2,12 +2,15 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from .attention_analysis import eager_attention
 from .encodings import RotaryEncoding
 from .patching import is_patched, unpatch
 from .rotation import EigenRotation
@@ -52,15 +55,20 @@ class Cost:
 
 def count_products(run: Callable[[], object]) -> int:
     """Multiply-accumulates of the matrix products, convolutions and attentions that `run()` executes."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        # Its hooks on all modules, which tell where products are made, would be a reason not to read weights.
+    # Releases of torch differ in the fused kernels that they count; products of matrices all of them do.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        # Its hooks on all modules, which tell where products are made, would be a reason not to read weights, and fail
+        # where a module returns a view of a trainable parameter that was made without gradients.
         counter.mod_tracker.__exit__()
         run()
     return counter.get_total_flops() // 2
 
 
 def count_forward(model: nn.Module, pixels: torch.Tensor, **options) -> tuple[int, int]:
-    """Products of the forward pass on `pixels`, and elements that its layer norms see; `options` are the model's."""
+    """
+    Products of the forward pass on `pixels`, the same for every attention implementation, and elements that its layer
+    norms see; `options` are the model's.
+    """
     elements = []
 
     def count(module, inputs, output):
@@ -68,7 +76,10 @@ def count_forward(model: nn.Module, pixels: torch.Tensor, **options) -> tuple[in
 
     hooks = [module.register_forward_hook(count) for module in model.modules() if isinstance(module, nn.LayerNorm)]
     try:
-        products = count_products(lambda: model(pixels, **options))
+        with ExitStack() as stack:
+            for tower in find_towers(model):
+                stack.enter_context(eager_attention(tower))
+            products = count_products(lambda: model(pixels, **options))
     finally:
         for hook in hooks:
             hook.remove()

@@ -4,6 +4,7 @@ What a rotary encoding has learned, from its generators alone, in float64: nothi
 Layers or heads that share generators count once: "layers" is 1 then.
 """
 
+import copy
 import itertools
 import math
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from .encodings import ComRoPEAxialPartition, RotaryEncoding
+from .encodings import ComRoPEAxialPartition, FoldedComRoPE, RotaryEncoding, build_rotary_encoding
 from .lie_algebra import block_rotations, plane_rotations, skew
 from .positions import grid_positions
 
@@ -22,6 +23,9 @@ from .positions import grid_positions
 PAIRS = 24
 OFFSETS = 12
 HISTOGRAM_BINS = 61
+# Of untrained generators: what learned ones are compared with.
+DRAWS = 10
+ELEMENTS_COMPARED = 20_000
 
 
 class Commutators(NamedTuple):
@@ -71,6 +75,31 @@ class AngleStatistics(NamedTuple):
     layer_std: torch.Tensor
     edges: torch.Tensor
     density: torch.Tensor
+
+
+class Initialization(NamedTuple):
+    """
+    Elements of generators as `rotary_init` and `rotary_init_scale` draw them, beside those of [`AngleStatistics`]; the
+    ones that training started from are not in a checkpoint, so that distributions are all that can be compared.
+
+    Attributes:
+        name, scale: `rotary_init` and `rotary_init_scale`.
+        std: Standard deviation over everything.
+        edges, density: As in [`AngleStatistics`], over the range of both.
+        learned_density: Of the learned elements, over the same edges.
+        distance: Largest difference between the cumulative distributions of learned and untrained elements
+            (Kolmogorov and Smirnov's statistic), from 0 to 1; of `ELEMENTS_COMPARED` elements where there are more.
+        chance: The largest distance of one of `DRAWS` draws of untrained generators from the others.
+    """
+
+    name: str
+    scale: float
+    std: float
+    edges: torch.Tensor
+    density: torch.Tensor
+    learned_density: torch.Tensor
+    distance: float
+    chance: float
 
 
 class Frequencies(NamedTuple):
@@ -188,18 +217,72 @@ def _pairs(grid: tuple[int, ...], count: int) -> tuple[torch.Tensor, torch.Tenso
 
 def angle_statistics(encoding: RotaryEncoding) -> AngleStatistics:
     """Of the generators' elements, see [`AngleStatistics`]."""
-    matrices = generators(encoding)
-    row, column = torch.triu_indices(*matrices.shape[-2:], offset=1)
-    # (layers, axes · blocks, heads · elements)
-    elements = matrices[..., row, column].permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
-    if encoding.config.position_encoding in ("comrope_ap", "axial_rope"):
-        served = (elements != 0).any(2).any(0)
-        elements = elements[:, served] if served.any() else elements
-    bound = max(elements.abs().max().item(), torch.finfo(torch.float32).tiny)
-    density, edges = torch.histogram(elements, bins=HISTOGRAM_BINS, range=(-bound, bound), density=True)
+    elements = _elements(generators(encoding), encoding.config.position_encoding)
+    edges, density = _densities(elements)
     return AngleStatistics(
         elements.std(correction=0).item(), elements.flatten(1).std(dim=1, correction=0), edges, density
     )
+
+
+def _elements(matrices: torch.Tensor, position_encoding: str) -> torch.Tensor:
+    """(layers, axes · blocks, heads · elements) of the upper triangles."""
+    row, column = torch.triu_indices(*matrices.shape[-2:], offset=1)
+    elements = matrices[..., row, column].permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
+    if position_encoding in ("comrope_ap", "axial_rope"):
+        served = (elements != 0).any(2).any(0)
+        elements = elements[:, served] if served.any() else elements
+    return elements
+
+
+def _densities(*samples: torch.Tensor) -> list[torch.Tensor]:
+    """Edges that hold all samples, and the density of each."""
+    bound = max(*(sample.abs().max().item() for sample in samples), torch.finfo(torch.float32).tiny)
+    densities = [torch.histogram(sample, HISTOGRAM_BINS, range=(-bound, bound), density=True) for sample in samples]
+    return [densities[0].bin_edges, *(density.hist for density in densities)]
+
+
+def initialization(encoding: RotaryEncoding) -> Initialization | None:
+    """What training started from, see [`Initialization`]; `None` for `axial_rope`, which is not trained."""
+    config = copy.deepcopy(encoding.config)
+    if config.position_encoding == "axial_rope":
+        return None
+    config.folded_grids = None
+    untrained, draws = build_rotary_encoding(config, encoding.num_axes), []
+    learned = _elements(generators(encoding), config.position_encoding).flatten()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for _ in range(DRAWS):
+            untrained.reset_parameters()
+            if isinstance(encoding, FoldedComRoPE):
+                matrices = skew(untrained.folded_frequencies().detach().double().unsqueeze(-1), 2)
+            else:
+                matrices = generators(untrained)
+            draws.append(_some(_elements(matrices, config.position_encoding).flatten()))
+        compared = _some(learned)
+    drawn = torch.cat(draws)
+    edges, density, learned_density = _densities(drawn, learned)
+    return Initialization(
+        config.rotary_init,
+        config.rotary_init_scale,
+        drawn.std(correction=0).item(),
+        edges,
+        density,
+        learned_density,
+        _distance(compared, drawn),
+        max(_distance(draw, torch.cat(draws[:index] + draws[index + 1 :])) for index, draw in enumerate(draws)),
+    )
+
+
+def _some(elements: torch.Tensor) -> torch.Tensor:
+    """At most `ELEMENTS_COMPARED`: a distribution is known well enough by then."""
+    return elements[torch.randperm(len(elements))[:ELEMENTS_COMPARED]]
+
+
+def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Kolmogorov and Smirnov's statistic."""
+    values = torch.cat([first, second])
+    shares = [torch.searchsorted(sample.sort().values, values, right=True) / len(sample) for sample in (first, second)]
+    return (shares[0] - shares[1]).abs().max().item()
 
 
 def learned_frequencies(encoding: RotaryEncoding) -> Frequencies | None:

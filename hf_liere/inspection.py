@@ -5,13 +5,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from .analysis import Analysis, analyse, black_input, vision_tower
+from .analysis import analyse, black_input, vision_tower
 from .attention_analysis import size_options
 from .auto import load_checkpoint
-from .inspection_inputs import InspectionError, Preparation, read_samples
+from .inspection_inputs import InspectionError, Preparation, Sample, read_samples
 from .patching import CONFIG_NAME
+from .targets import new_directory
 from .vision_towers import Tower
 
 
@@ -35,7 +37,7 @@ def inspect_checkpoint(
     progress: bool = False,
 ) -> Path:
     """
-    Write `report.html`, `analysis.json` and `analysis.npz`.
+    Write `report.html`, `analysis.json` and `analysis.npz`, in a directory that appears when it is complete.
 
     Args:
         checkpoint: Directory or repository on the Hub, of any vision transformer that `from_pretrained` reads.
@@ -52,51 +54,49 @@ def inspect_checkpoint(
         The path of the report.
 
     Raises:
-        InspectionError: if the checkpoint is none of these, images cannot be read or the model refuses a size.
+        InspectionError: if the checkpoint is none of these, images cannot be read or the model refuses a
+            size; InputError: if nothing can be written beside `output`.
         FileExistsError: if there is something in `output`.
     """
-    output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"{output} exists already and is not empty.")
     missing = [name for name in ("matplotlib", "PIL") if importlib.util.find_spec(name) is None]
     if missing:
         raise InspectionError(f"A report needs {' and '.join(missing)}: pip install 'hf-liere[inspect]'.")
-    model, processor = _load(checkpoint, revision, trust_remote_code)
-    tower = vision_tower(model)
-    is_video = len(tower.train_grid) == 3
-    samples = read_samples(images, dataset, split, max_samples, is_video)
-    remarks, shown, inputs = [], [], []
-    if tower.is_flexible:
-        samples = []
-    if samples:
-        blank = black_input(tower)
-        num_frames = blank.shape[1] if is_video else None
-        preparation = Preparation.of(processor, blank.shape[-3], num_frames)
-        if processor is None:
-            remarks.append("The checkpoint has no processor that can be read: pixels are scaled to −1 … 1, as for ViT.")
-        sizes, refused = _sizes(tower, blank, image_sizes)
-        remarks += refused
-        for size in sizes:
-            shown.append([preparation.resize(sample, size) for sample in samples])
-            inputs.append(preparation.pixel_values(shown[-1]))
-    elif image_sizes is not None:
-        raise InspectionError(f"--image_sizes {image_sizes} are sizes of images; give some with --image or --dataset.")
-
-    analysis = analyse(model, inputs, batch_size, progress)
-    analysis.remarks += remarks
-    # Before anything is drawn, because it takes longer to compute.
-    analysis.save(output)
-    return _write_report(analysis, shown, _name(checkpoint), [sample.name for sample in samples], output)
-
-
-def _write_report(analysis: Analysis, shown, name: str, sources: list[str], output: Path) -> Path:
-    import numpy as np
-
     from .inspection_report import render
 
-    page = render(analysis, [np.stack(clips) for clips in shown], name, sources)
-    (output / REPORT_NAME).write_text(page, encoding="utf-8")
-    return output / REPORT_NAME
+    with new_directory(output) as partial:
+        model, processor = _load(checkpoint, revision, trust_remote_code)
+        tower = vision_tower(model)
+        samples = read_samples(images, dataset, split, max_samples, len(tower.train_grid) == 3)
+        if not samples and image_sizes is not None:
+            raise InspectionError(
+                f"--image_sizes {image_sizes} are sizes of images; give some with --image or --dataset."
+            )
+        if tower.is_flexible:
+            samples = []
+        shown, inputs, remarks = _prepare(tower, processor, samples, image_sizes)
+        analysis = analyse(model, inputs, batch_size, progress)
+        analysis.remarks += remarks
+        page = render(analysis, [np.stack(clips) for clips in shown], _name(checkpoint), [s.name for s in samples])
+        try:
+            analysis.save(partial)
+            (partial / REPORT_NAME).write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise InspectionError(f"{output} cannot be written: {error.strerror or error}.") from error
+    return Path(output) / REPORT_NAME
+
+
+def _prepare(tower: Tower, processor, samples: Sequence[Sample], image_sizes: Sequence[int] | None):
+    """For each size the samples as they are shown and as the model takes them, and remarks on what is left out."""
+    if not samples:
+        return [], [], []
+    blank, remarks, shown = black_input(tower), [], []
+    preparation = Preparation.of(processor, blank.shape[-3], blank.shape[1] if blank.ndim == 5 else None)
+    if processor is None:
+        remarks.append("The checkpoint has no processor that can be read: pixels are scaled to −1 … 1, as for ViT.")
+    sizes, refused = _sizes(tower, blank, image_sizes)
+    for size in sizes:
+        shown.append([preparation.resize(sample, size) for sample in samples])
+    return shown, [preparation.pixel_values(clips) for clips in shown], remarks + refused
 
 
 def _load(checkpoint: str | os.PathLike, revision: str | None, trust_remote_code: bool):

@@ -191,8 +191,18 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
         )
     # A table alone is called "train" whatever is in it.
     origin = Path(name).name if suffix in TABLE_SUFFIXES else chosen
-    for index, row in enumerate(rows):
-        yield _checked(Sample(f"{origin} {index}", _frames(row[column])), is_video)
+    rows, index = iter(rows), 0
+    while True:
+        place = f"{origin} {index}"
+        try:
+            frames = _frames(next(rows)[column])
+        except StopIteration:
+            return
+        except Exception as error:
+            # As broken files, which rows may hold.
+            raise InspectionError(f"{place} of {name} cannot be read: {type(error).__name__}: {error}") from error
+        yield _checked(Sample(place, frames), is_video)
+        index += 1
 
 
 def _frames(value) -> np.ndarray:

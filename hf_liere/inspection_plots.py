@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from matplotlib import cm, colormaps, colors, rc_context
+from matplotlib import cm, colormaps, colors, rc_context, ticker
 from matplotlib.figure import Figure
 
 from .analysis import Analysis, EncodingAnalysis, InputAnalysis, OutputChange
@@ -119,7 +119,7 @@ def plot_mosaics(panels: Sequence[tuple[str, torch.Tensor]], label: str, limit: 
             for border in range(heads + 1):
                 axis.axvline(border * tile[1] - 0.5, color=theme["line"], linewidth=0.5)
         bar = {"location": "bottom", "fraction": 0.05, "shrink": 0.5, "aspect": 40, "extend": extend}
-        figure.colorbar(shown, ax=list(axes), label=label, **bar)
+        few_ticks(figure.colorbar(shown, ax=list(axes), label=label, **bar).ax.xaxis)
 
     across = 9.0 if stacked else min(9.0 / columns, 4.5)
     return draw(paint, across * columns + 0.6, (across * height / width + 0.6) * rows + 0.6)
@@ -212,33 +212,54 @@ def plot_output_change(found: OutputChange) -> dict[str, str]:
 
 
 def plot_angles(encoding: EncodingAnalysis) -> dict[str, str]:
-    found = encoding.angles
-    centres = ((found.edges[1:] + found.edges[:-1]) / 2).numpy()
+    found, start = encoding.angles, encoding.initialization
+    edges = found.edges if start is None else start.edges
+    centres = ((edges[1:] + edges[:-1]) / 2).numpy()
     layer_std = found.layer_std.numpy()
 
     def paint(figure: Figure, theme: dict) -> None:
         linear, logarithmic, layers = figure.subplots(1, 3)
+        untrained = {"color": theme["text"], "linestyle": "--", "linewidth": 1}
+        densities = [(found.density if start is None else start.learned_density, "in the model", {"color": COLOURS[0]})]
+        if start is not None and start.std:
+            densities.append((start.density, f"at the start: rotary_init={start.name!r}", untrained))
         for axis, scale in ((linear, "linear"), (logarithmic, "log")):
-            density = found.density.where(found.density > 0, math.nan) if scale == "log" else found.density
-            axis.step(centres, density.numpy(), where="mid", color=COLOURS[0])
+            for values, label, style in densities:
+                shown = values.where(values > 0, math.nan) if scale == "log" else values
+                axis.step(centres, shown.numpy(), where="mid", label=label, **style)
+            if start is not None and not start.std:
+                axis.axvline(0, label="at the start: all zero", **untrained)
             axis.set_yscale(scale)
             axis.set(xlabel="element (radians per unit)", ylabel="density (per radian)", title=f"{scale} scale")
-        layers.plot(range(1, len(layer_std) + 1), layer_std, "o-", color=COLOURS[5], markersize=4)
+            few_ticks(axis.xaxis)
+        few_ticks(linear.yaxis)
+        layers.plot(range(1, len(layer_std) + 1), layer_std, "o-", color=COLOURS[0], markersize=4)
+        if start is not None:
+            layers.axhline(start.std, **untrained)
         layers.set(xlabel="layer", ylabel="standard deviation (radians)", title="by layer")
-        layers.set_ylim(0, 1.15 * layer_std.max() or 1.0)
+        layers.set_ylim(0, 1.15 * max(layer_std.max(), 0 if start is None else start.std) or 1.0)
         layers.xaxis.get_major_locator().set_params(integer=True)
+        few_ticks(layers.yaxis)
         for axis in (linear, logarithmic, layers):
             axis.title.set_fontsize(9)
             axis.grid(alpha=0.4)
+        if start is not None:
+            figure.legend(*linear.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
 
-    return draw(paint, 10.0, 2.9)
+    return draw(paint, 10.0, 3.1)
+
+
+def few_ticks(axis) -> None:
+    """Labels that do not touch each other, for numbers of any size."""
+    axis.set_major_locator(ticker.MaxNLocator(4))
+    axis.set_major_formatter(ticker.StrMethodFormatter("{x:.4g}"))
 
 
 def plot_frequencies(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:
     frequencies = encoding.frequencies.per_patch
     layers = frequencies.shape[1]
     pairs = encoding.commutators.axes
-    bound = max(frequencies.abs().max().item() * 1.08, 0.1)
+    bound = frequencies.abs().max().item() * 1.08 or 0.1
     size = 14 if frequencies[0].numel() < 500 else 5
 
     def paint(figure: Figure, theme: dict) -> None:
@@ -255,6 +276,8 @@ def plot_frequencies(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[st
             axis.axvline(0, color=theme["line"], linewidth=0.6)
             axis.set(xlim=(-bound, bound), ylim=(bound, -bound), aspect="equal")
             axis.set(xlabel=f"{axes[second]}: radians per patch", ylabel=f"{axes[first]}: radians per patch")
+            few_ticks(axis.xaxis)
+            few_ticks(axis.yaxis)
         panels[0].legend(fontsize=8, loc="upper right")
 
     return draw(paint, min(10.0, 4.6 * len(pairs)), 4.4)

@@ -7,7 +7,7 @@ from pathlib import Path
 import jinja2
 import numpy as np
 
-from .analysis import Analysis
+from .analysis import Analysis, EncodingAnalysis
 from .inspection_plots import (
     Plot,
     axis_names,
@@ -27,6 +27,9 @@ from .version import __version__
 
 TEMPLATE = "report.html.jinja"
 IMAGES_SHOWN = 3
+CLASSES_SHOWN = 3
+# Of attention logits, in nats: a thousand times what rounding makes of them.
+RELATIVE_UP_TO = 1e-3
 ENCODINGS = {
     "none": "no positions at all",
     "absolute": "a learned table of absolute positions",
@@ -69,6 +72,8 @@ def render(analysis: Analysis, shown: Sequence[np.ndarray], name: str, sources: 
         remarks=analysis.remarks,
         learned=learned_plots(analysis),
         looks=attention_plots(analysis, shown, sources),
+        sizes=[size_name(entry.size) for entry in analysis.inputs],
+        predictions=prediction_rows(analysis, sources),
         costs=cost_rows(analysis),
         cost_summary=cost_summary(analysis),
     )
@@ -94,7 +99,9 @@ def summary(analysis: Analysis) -> str:
         kind += f", in blocks of {model['block_size']} channels"
     text += f"Its position encoding is {encoding} — {kind}"
     if model["patched"]:
-        text += ", put into a pretrained model beside its own table of positions"
+        text += ", put into a pretrained model"
+    if model["absolute_table"] and encoding != "absolute":
+        text += ", beside absolute positions that the model adds to its patches"
     return text + "."
 
 
@@ -108,6 +115,7 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
             ("coordinates", f"{model['coordinates']} ({COORDINATES[model['coordinates']]})"),
             ("share_heads, share_layers", f"{model['share_heads']}, {model['share_layers']}"),
             ("rotate_prefix", model["rotate_prefix"]),
+            ("absolute positions", "added to the patches" if model["absolute_table"] else "none"),
             ("rotated layers", f"{model['rotated_layers']} of {model['layers']}"),
             ("folded", model["folded"]),
         ]
@@ -146,9 +154,9 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
         Plot(
             "Elements of the angle matrices",
             "Distribution of the upper triangles of the generators (ComRoPE App. F, Fig. 8). Their standard deviation "
-            f"is {encoding.angles.std:.3f} radians per unit of the coordinate{paper}.",
+            f"is {encoding.angles.std:.3g} radians per unit of the coordinate{paper}. {start_of(encoding)}",
             "Density of the generators' elements on a linear and on a logarithmic scale, and their standard deviation "
-            "by layer.",
+            "by layer, beside those of untrained generators.",
             plot_angles(encoding),
         )
     )
@@ -170,6 +178,28 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
     return plots
 
 
+def start_of(encoding: EncodingAnalysis) -> str:
+    """What the generators were before training, by the configuration, and whether they have moved."""
+    start = encoding.initialization
+    if start is None:
+        return "They are fixed, not learned."
+    if not start.std:
+        if not encoding.angles.std:
+            return "They are all zero, as rotary_init='zeros' made them: nothing has been learned."
+        return "They were all zero at the start (rotary_init='zeros'): all that is here was learned."
+    drawn = (
+        f"Untrained ones, as rotary_init={start.name!r} with rotary_init_scale={start.scale:.4g} draws them, have "
+        f"{start.std:.3g}. The cumulative distributions of both differ by at most {start.distance:.2g} (Kolmogorov and "
+        f"Smirnov); untrained ones differ from each other by up to {start.chance:.2g}"
+    )
+    if start.distance <= start.chance:
+        return (
+            f"{drawn}, so that their distribution does not show that anything was learned. Single elements may have "
+            "moved all the same: the ones that training started from are not in a checkpoint."
+        )
+    return f"{drawn}: this is not the distribution of untrained ones."
+
+
 def _name(analysis: Analysis) -> str:
     return analysis.model["position_encoding"] or ""
 
@@ -179,7 +209,8 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
     if encoding.commutators.axes:
         largest = encoding.commutators.relative.max().item()
         verdict = (
-            "The generators commute: attention between patches depends on the difference of their positions alone."
+            f"The generators commute: these rotations compare patches by the difference of their positions alone. "
+            f"{relativity_of_model(analysis)}"
             if largest < 1e-9
             else "The generators do not commute: attention between patches depends on where both are."
         )
@@ -194,7 +225,7 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
         )
     largest = encoding.relativity.largest.max().item()
     price = (
-        "Zero up to rounding in float64: the encoding is exactly relative."
+        "Zero up to rounding in float64: these rotations are exactly relative."
         if largest < 1e-5
         else "This is the price of generators that do not commute; 2 is the most there can be."
     )
@@ -214,12 +245,31 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
                 "What a common offset does to the output",
                 "Change of the pooled output if the coordinates of all patches move by the same offset (ComRoPE "
                 f"Fig. 5) at {size_name(entry.size)}, mean and quartiles over images. Class and register tokens that "
-                "are not rotated stay where they are, so that what they see of the patches changes for every encoding.",
+                "are not rotated stay where they are, so that what they see of the patches changes for every encoding. "
+                "All else that tells positions, such as a table, stays too: 0 speaks of these rotations alone.",
                 "Curve of the relative change of the output over the offset.",
                 plot_output_change(entry.output_change),
             )
         )
     return plots
+
+
+def relativity_of_model(analysis: Analysis) -> str:
+    """Whether the same holds for the model's attention, with the measured figure."""
+    found = analysis.attention_relativity
+    reason = "absolute positions are added to its patches" if analysis.model["absolute_table"] else None
+    if found is None:
+        return f"The model's attention does not: {reason}." if reason else "The model's attention was not measured."
+    largest = found.max().item()
+    measured = (
+        "On an input whose patches are all alike, logits of the first layer for pairs of patches with the same "
+        f"difference of positions vary by up to {largest:.2g}"
+    )
+    if reason is None and largest > RELATIVE_UP_TO:
+        reason = "something else in it tells where a patch is"
+    if reason is not None:
+        return f"The model's attention does not: {reason}. {measured}."
+    return f"So does the model's attention. {measured}, which is rounding."
 
 
 def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Sequence[str]) -> list[Plot]:
@@ -260,6 +310,22 @@ def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Se
         )
     )
     return plots
+
+
+def prediction_rows(analysis: Analysis, sources: Sequence[str]) -> list[list[str]]:
+    """For each image its name and, for each size, the likeliest classes; nothing of a model that is no classifier."""
+    entries = [entry for entry in analysis.inputs if entry.probabilities is not None]
+    if not entries:
+        return []
+    names = analysis.model["classes"]
+
+    def likeliest(probabilities) -> str:
+        found = probabilities.topk(min(CLASSES_SHOWN, len(names)))
+        return ", ".join(f"{names[index]} {value:.1%}" for value, index in zip(*(part.tolist() for part in found)))
+
+    return [
+        [source, *(likeliest(entry.probabilities[image]) for entry in entries)] for image, source in enumerate(sources)
+    ]
 
 
 def cost_rows(analysis: Analysis) -> list[list[str]]:

@@ -1,21 +1,33 @@
 """What `hf_liere.analysis` measures, against numbers made by hand."""
 
+import itertools
 import json
 import math
 
 import numpy as np
 import patching_cases
 import pytest
+import reference
 import torch
 import transformers
 
 import hf_liere
-from hf_liere.analysis import analyse, attention_distances, attention_maps, output_change, overlay, vision_tower
+from hf_liere.analysis import (
+    analyse,
+    attention_distances,
+    attention_maps,
+    attention_relativity,
+    output_change,
+    overlay,
+    vision_tower,
+)
+from hf_liere.attention_analysis import patches_alike
 from hf_liere.costs import count_cost
 from hf_liere.encoding_analysis import (
     angle_statistics,
     commutators,
     generators,
+    initialization,
     learned_frequencies,
     relativity_error,
     rotary_encoding,
@@ -76,7 +88,7 @@ def test_relativity_error_of_liere_by_hand(classifier):
     assert torch.equal(generators(encoding_of(model))[:, 0, 0, 0], torch.stack([first, second]))
 
     def rotation(row, column):
-        return torch.matrix_exp(row * first + column * second)
+        return reference.exponential(row * first + column * second)
 
     found = relativity_error(encoding_of(model), offsets=[0.0, 2.5], pairs=1)
     difference = rotation(2.5, 2.5).T @ rotation(3.5, 3.5) - rotation(0, 0).T @ rotation(1, 1)
@@ -101,7 +113,9 @@ def test_relativity_error_of_liere_off_the_diagonal(classifier):
                 for shift in (0.0, 1.5):
                     # Three patches per axis: the coordinates are 0, ½ and 1.
                     ends = [[(i // 3 + shift) / 2, (i % 3 + shift) / 2] for i in (p, q)]
-                    r, s = (torch.matrix_exp(sum(c * m[head, block] for c, m in zip(end, matrices))) for end in ends)
+                    r, s = (
+                        reference.exponential(sum(c * m[head, block] for c, m in zip(end, matrices))) for end in ends
+                    )
                     turns.append(r.T @ s)
                 errors.append(torch.linalg.svdvals(turns[1] - turns[0]).max().item())
         assert found.largest[0, 0, head].item() == pytest.approx(max(errors), rel=1e-9)
@@ -257,6 +271,114 @@ def test_output_change(classifier):
         output_change(classifier(position_encoding="absolute"), images)
 
 
+def test_relativity_of_attention_is_that_of_the_whole_model(classifier):
+    # Rounding of float32, in logits below 1.
+    for encoding in ("comrope_ld", "none"):
+        assert attention_relativity(classifier(position_encoding=encoding)).max() < 1e-5
+    for fields in ({}, {"position_encoding": "comrope_ld", "use_absolute_position_embeddings": True}):
+        assert attention_relativity(classifier(**fields)).max() > 1e-3
+
+
+def test_rotations_of_the_model_itself_are_noticed():
+    """Relative ones, below relative ones in other planes: together they are not, and the generators do not show it."""
+    model, inputs = patching_cases.build("clip_vision")
+    hf_liere.patch(model, hf_liere.RotaryPatchConfig(rotary_init="normal", keep_absolute="drop"))
+    assert attention_relativity(model).max() < 1e-5
+    turns = torch.polar(torch.ones(17, 16), torch.arange(17.0).unsqueeze(-1) * torch.rand(16))
+
+    def turn(module, inputs, output):
+        return torch.view_as_real(torch.view_as_complex(output.unflatten(-1, (16, 2))) * turns).flatten(-2)
+
+    attention = vision_tower(model).attentions[0][1]
+    for projection in (attention.q_proj, attention.k_proj):
+        projection.register_forward_hook(turn)
+    analysis = analyse(model, [inputs["pixel_values"]])
+    assert analysis.encoding.relativity.largest.max() < 1e-10
+    assert analysis.attention_relativity.max() > 0.1
+
+
+def test_relativity_of_attention_by_hand(classifier):
+    """LieRE, whose generators do not commute: every pair of pairs with the same difference, in float64."""
+    model = classifier(num_hidden_layers=1, image_size=12)
+    pixels = patches_alike(vision_tower(model))
+    assert torch.equal(pixels[..., :4, :4], pixels[..., 8:, 4:8])
+    model.set_attn_implementation("eager")
+    weights = model(pixels, output_attentions=True).attentions[0][0, :, 1:, 1:].detach().double()
+    places, expected = list(itertools.product(range(3), repeat=2)), [0.0, 0.0]
+    for (a, i), (b, j), (c, k), (d, m) in itertools.product(enumerate(places), repeat=4):
+        if (j[0] - i[0], j[1] - i[1]) == (m[0] - k[0], m[1] - k[1]):
+            for head in range(2):
+                first, second = (weights[head, p, q].log() - weights[head, p, p].log() for p, q in ((a, b), (c, d)))
+                expected[head] = max(expected[head], (first - second).item())
+    # Attention weights are float32.
+    assert attention_relativity(model).tolist() == pytest.approx(expected, abs=2e-6)
+
+
+@pytest.mark.parametrize("keep_absolute", ["interpolate", "drop"])
+def test_relativity_of_a_patched_model(keep_absolute):
+    model, _ = patching_cases.build("clip_vision")
+    config = hf_liere.RotaryPatchConfig(rotary_init="normal", keep_absolute=keep_absolute)
+    hf_liere.patch(model, config)
+    analysis = analyse(model)
+    assert analysis.model["absolute_table"] == (keep_absolute == "interpolate")
+    assert (analysis.attention_relativity.max() > 0.1) == (keep_absolute == "interpolate")
+    half = attention_relativity(model.to(torch.bfloat16))
+    # The weights lose digits, measuring does not.
+    assert (half.max() < 1e-5) == (keep_absolute == "drop")
+
+
+@pytest.mark.parametrize("fields", [{}, {"position_encoding": "rope_mixed"}, {"position_encoding": "comrope_ld"}])
+@pytest.mark.parametrize("fold", [False, True])
+def test_untrained_generators_are_told_from_trained_ones(classifier, fields, fold):
+    model = classifier(**fields, num_hidden_layers=4)
+    parameters = [parameter for _, parameter in model.rotary_parameters()]
+    # From the distribution itself; of ten draws that are like these, one is farther off in all but a tenth of cases.
+    fresh = initialization(encoding_of(model.fold_rotations() if fold else model))
+    assert fresh.name == model.config.rotary_init and fresh.distance < 2 * fresh.chance
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.3)
+    trained = initialization(encoding_of(model.fold_rotations() if fold else model))
+    assert trained.distance > 0.2 and trained.distance > trained.chance
+    assert trained.std == pytest.approx(fresh.std, rel=1e-6) and trained.chance == fresh.chance
+    assert (trained.density * trained.edges.diff()).sum().item() == pytest.approx(1, rel=1e-12)
+
+
+def test_what_training_started_from(classifier):
+    """The uniform distribution of LieRE from 0 to 2π, whose spread is known; zeros; nothing that is learned."""
+    start = initialization(encoding_of(classifier(num_hidden_layers=8)))
+    # Of some ten thousand elements.
+    assert start.std == pytest.approx(2 * math.pi / math.sqrt(12), rel=0.02) and start.scale == 2 * math.pi
+    assert initialization(encoding_of(classifier(position_encoding="axial_rope"))) is None
+    model, _ = patching_cases.build("clip_vision")
+    hf_liere.patch(model, hf_liere.RotaryPatchConfig())
+    assert initialization(encoding_of(model))[:3] == ("zeros", initialization(encoding_of(model)).scale, 0.0)
+    state = torch.get_rng_state()
+    analyse(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", ["vit", "clip_classifier"])
+def test_probabilities_are_those_of_the_model(name):
+    model, _ = patching_cases.build(name)
+    images = torch.randn(3, 3, 24, 16)
+    found = analyse(model.train(), [images], batch_size=2)
+    logits = model.eval()(pixel_values=images, interpolate_pos_encoding=True).logits.detach()
+    # Batches of two and three sum in another order.
+    assert torch.allclose(found.inputs[0].probabilities, logits.softmax(-1), atol=1e-6)
+    assert found.model["classes"] == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    model.config.problem_type = "multi_label_classification"
+    assert torch.allclose(analyse(model, [images]).inputs[0].probabilities, logits.sigmoid(), atol=1e-6)
+
+
+def test_weights_that_are_not_finite_are_named(classifier):
+    model = classifier()
+    with torch.no_grad():
+        model.liere.rotary_encoding.generators[0, 0, 0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="rotary_encoding.generators of LieREViTModel holds NaN"):
+        analyse(model)
+
+
 def test_cost_by_counting(classifier):
     """LieRE8: 2 layers, 17 tokens, 2 heads of 24; two axes of 28 entries in 3 blocks; 8 products per channel."""
     cost = count_cost(classifier(), torch.zeros(1, 3, 16, 16))
@@ -271,6 +393,34 @@ def test_cost_by_counting(classifier):
     # Two products per channel of query and key turn a plane.
     mixed = count_cost(classifier(position_encoding="rope_mixed"), torch.zeros(1, 3, 16, 16))
     assert mixed.rotating_operations == 2 * 2 * 17 * 48 * 2
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
+def test_attention_is_counted_however_it_is_computed(classifier, implementation):
+    """24 patches and a class token in 2 layers of 2 heads of 24, written out, and a patched model."""
+    model = classifier(position_encoding="absolute")
+    model.set_attn_implementation(implementation)
+    width, tokens, inner = 48, 25, model.config.intermediate_size
+    layer = 4 * tokens * width * width + 2 * tokens * tokens * width + 2 * tokens * width * inner
+    norms = 5 * (2 * 2 + 1) * tokens * width
+    patches = 24 * 3 * 4 * 4 * width
+    head = width * model.config.num_labels
+    cost = count_cost(model, torch.zeros(1, 3, 16, 24))
+    assert cost.operations == patches + 2 * layer + norms + head
+    assert model.config._attn_implementation == implementation
+    # Attention of its pooling head is a fused kernel that no configuration chooses.
+    fields = {**patching_cases.SMALL, "image_size": 16, "patch_size": 4, "use_head": True, "qkv_bias": False}
+    other = transformers.Aimv2VisionModel(transformers.Aimv2VisionConfig(**fields)).eval()
+    hf_liere.patch(other, hf_liere.RotaryPatchConfig(position_encoding="liere", rotary_init="normal"))
+    other.set_attn_implementation(implementation)
+    counted = count_cost(other, torch.zeros(1, 3, 16, 16))
+    width, tokens, inner = 32, 16, 48
+    layer = 4 * tokens * width * width + 2 * tokens * tokens * width + 3 * tokens * width * inner
+    head = 2 * tokens * width * width + 2 * tokens * width + width * width
+    patches = tokens * 48 * width
+    rotating = 2 * 2 * tokens * width * 8
+    assert counted.rotating_operations == rotating
+    assert counted.operations - counted.rotation_operations == patches + 2 * layer + head + rotating
 
 
 PATCHED = ["clip", "vit", "siglip", "dinov2_registers", "videomae", "vivit"]
@@ -322,11 +472,18 @@ def test_what_cannot_be_measured_is_said():
         analyse(transformers.BertModel(transformers.BertConfig(**patching_cases.SMALL, vocab_size=8)))
 
 
+@pytest.mark.parametrize("reload", [False, True])
 @pytest.mark.parametrize("encoding", ["liere", "comrope_ap", "rope_mixed"])
-def test_folded_models(classifier, encoding):
+def test_folded_models(classifier, encoding, reload, tmp_path):
     model = classifier(position_encoding=encoding, block_size=2 if encoding == "rope_mixed" else 4)
     images = torch.randn(2, 3, 16, 16)
-    whole, folded = analyse(model, [images]), analyse(model.fold_rotations(), [images])
+    whole, folded = analyse(model, [images]), model.fold_rotations()
+    if reload:
+        folded.save_pretrained(tmp_path)
+        folded = type(folded).from_pretrained(tmp_path)
+    trainable = [parameter.requires_grad for parameter in folded.parameters()]
+    folded, model = analyse(folded, [images]), folded
+    assert [parameter.requires_grad for parameter in model.parameters()] == trainable
     assert folded.model["folded"] and not whole.model["folded"]
     # The same logits, up to float32.
     assert torch.allclose(folded.inputs[0].attention.maps, whole.inputs[0].attention.maps, atol=1e-5)

@@ -5,8 +5,11 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
+import datasets
 import numpy as np
+import patching_cases
 import pytest
 import torch
 import transformers
@@ -95,7 +98,8 @@ def test_report_stands_alone(inspected):
     assert not re.search(r"https?://|@import|<script|url\(", text)
     assert len(page.images) == 8 and all(image["alt"] for image in page.images)
     text = " ".join(page.text.split())
-    places = [text.index(heading) for heading in ("What it is", "What it learned", "Where it looks", "What it costs")]
+    headings = ("What it is", "What it learned", "Where it looks", "What it predicts", "What it costs")
+    places = [text.index(heading) for heading in headings]
     assert places == sorted(places)
     assert "Its position encoding is liere" in text and "block_size8" in text.replace(" ", "") and "32 × 32 px" in text
 
@@ -111,8 +115,12 @@ def test_numbers_are_those_of_the_analysis(inspected):
     with np.load(folder / "report" / "analysis.npz", allow_pickle=False) as arrays:
         found = arrays["inputs.1.attention.maps"]
         largest = arrays["encoding.relativity.largest"].max()
+        probabilities = arrays["inputs.1.probabilities"][0]
     assert np.allclose(found, attention_maps(model, values).maps.numpy(), atol=1e-6)
+    logits = model(values).logits[0]
+    assert np.allclose(probabilities, logits.softmax(-1).detach().numpy(), atol=1e-6)
     text = (folder / "report" / "report.html").read_text(encoding="utf-8")
+    assert f"{model.config.id2label[int(logits.argmax())]} {probabilities.max():.1%}, " in text
     cost = analyse(model).inputs[0].cost
     assert f"At most {largest:.2g}." in text and f"{cost.operations / 1e6:,.2f}" in text
     assert f"{cost.encoding_parameters:,} belong to rotations" in text
@@ -157,6 +165,7 @@ def test_without_images(tiny, tmp_path):
     assert inspect(save(model, tmp_path / "model"), "--output", tmp_path / "r") == 0
     page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
     assert "Not measured." in page.text and "no image was given" in page.text and "eigenbasis" in page.text
+    assert "So does the model's attention." in page.text and "Untrained ones, as rotary_init='normal'" in page.text
     assert "exactly relative" in page.text and any("frequencies" in image["alt"] for image in page.images)
 
 
@@ -170,6 +179,22 @@ def test_a_patched_model(tmp_path):
     assert inspect(tmp_path / "model", *arguments) == 0
     page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
     assert "put into a pretrained model" in page.text and "24 × 24 px" in page.text
+
+
+def test_claims_about_a_patched_model_with_its_table(tmp_path):
+    """Small generators, which commute, beside a table: what was learned is not rounded away, and no more is claimed."""
+    model, _ = patching_cases.build("clip_vision")
+    hf_liere.patch(model, hf_liere.RotaryPatchConfig())
+    with torch.no_grad():
+        for name, parameter in hf_liere.rotary_parameters(model):
+            parameter.normal_(std=2e-5 if "generators" in name else 1.0)
+    hf_liere.complete_model(model).save_pretrained(tmp_path / "model")
+    assert inspect(tmp_path / "model", "--output", tmp_path / "r") == 0
+    text = " ".join(Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8")).text.split())
+    assert "The generators commute: these rotations compare patches" in text
+    assert "attention does not: absolute positions are added to its patches" in text
+    assert re.search(r"standard deviation is \d.*?e-05 radians", text) and "all zero at the start" in text
+    assert "difference of their positions alone: attention" not in text and "What it predicts" not in text
 
 
 def test_a_video_model(tiny_video, tmp_path):
@@ -214,7 +239,59 @@ def test_what_is_refused(tiny, tmp_path, capsys):
         errors = [line for line in captured.err.splitlines() if line.startswith("hf-liere inspect: ")]
         assert captured.out == "" and len(errors) == 1 and message in errors[0], captured.err
         assert not (tmp_path / "r").exists()
-    assert inspect(folder, "--output", folder) == 1 and "not empty" in capsys.readouterr().err
+    assert inspect(folder, "--output", folder) == 1 and "not an empty" in capsys.readouterr().err
+
+
+def test_broken_inputs_are_named(tiny, tmp_path, capsys):
+    folder = save(hf_liere.LieREViTForImageClassification(tiny()), tmp_path / "model")
+    whole = Path(picture(tmp_path / "whole.png")).read_bytes()
+    (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
+    images = [{"bytes": content, "path": None} for content in (whole, whole[: len(whole) // 2])]
+    rows = datasets.Dataset.from_dict({"image": images}, features=datasets.Features({"image": datasets.Image()}))
+    rows.to_parquet(tmp_path / "rows.parquet")
+    broken = hf_liere.LieREViTForImageClassification(tiny())
+    with torch.no_grad():
+        broken.liere.rotary_encoding.generators.fill_(float("nan"))
+    save(broken, tmp_path / "nan")
+    (tmp_path / "file").write_text("")
+    capsys.readouterr()
+    for arguments, output, message in (
+        ([folder, "--image", tmp_path / "half.png"], "r", "half.png cannot be read: OSError"),
+        ([folder, "--dataset", tmp_path / "rows.parquet"], "r", "rows.parquet 1 of"),
+        ([tmp_path / "nan"], "r", "rotary_encoding.generators"),
+        ([folder], "file/r", "file/r cannot be written"),
+        ([folder], "/proc/r", "/proc/r cannot be written"),
+    ):
+        assert inspect(*arguments, "--output", tmp_path / output) == 1
+        captured = capsys.readouterr()
+        errors = [line for line in captured.err.splitlines() if line.startswith("hf-liere inspect: ")]
+        assert captured.out == "" and len(errors) == 1 and message in errors[0], captured.err
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".r", "r-"))]
+
+
+@pytest.mark.parametrize("error", ["limit", "interrupt"])
+def test_a_report_is_complete_or_absent(tiny, tmp_path, error):
+    """Where no file may grow beyond 20 kB, as on a full disk, or Ctrl-C comes; the next run is not refused."""
+    folder = save(hf_liere.LieREViTForImageClassification(tiny()), tmp_path / "model")
+    program = {
+        "limit": "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))",
+        "interrupt": "import hf_liere.inspection_report as report; "
+        "report.render = lambda *arguments: __import__('signal').raise_signal(2)",
+    }[error]
+    program += "; import sys; from hf_liere.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "inspect", folder, "--output", tmp_path / "out" / "r"]
+    process = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert process.returncode != 0
+    if error == "limit":
+        assert "r cannot be written: File too large" in process.stderr and "Traceback" not in process.stderr
+    assert not (tmp_path / "out").exists()
+    assert inspect(folder, "--output", tmp_path / "out" / "r") == 0
+    assert sorted(path.name for path in (tmp_path / "out" / "r").iterdir()) == [
+        "analysis.json",
+        "analysis.npz",
+        "report.html",
+    ]
 
 
 def test_code_of_a_checkpoint_runs_only_if_asked(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,7 +80,7 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
         return rotate_query_key(*(part.transpose(-1, -2) for part in folded), rotation)
 
     def dense(matrices, query, key):
-        rotation = torch.matrix_exp(scalars[..., None, None] * matrices.unsqueeze(-4))
+        rotation = reference.exponential(scalars[..., None, None] * matrices.unsqueeze(-4))
         return tuple(
             (rotation @ part.unflatten(-1, (blocks, size)).unsqueeze(-1)).squeeze(-1).flatten(-2)
             for part in (query, key)
@@ -93,7 +94,7 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
         gradients = torch.autograd.grad((products * weight).sum(), leaves)
         # Only the skew part of the gradient reaches the entries.
         results.append([products, gradients[0] - gradients[0].transpose(-1, -2), *gradients[1:]])
-    # The splitting of kernels, 2e-12 of the norm, turns by the scalars; matrix_exp loses as much at norms of 1e3.
+    # The splitting of kernels, 2e-12 of the norm, turns by the scalars.
     tolerance = 1e-9 * (1 + scale)
     for ours, expected in zip(*results):
         torch.testing.assert_close(ours, expected, rtol=1e-8, atol=tolerance)
@@ -123,8 +124,8 @@ def test_rays_change_neither_rotations_nor_gradients(coordinates, size, scale):
     for given_rays in (rays, None):
         rotations = block_rotations(positions, skew(entries, size), torch.float64, given_rays)
         results.append((rotations, *torch.autograd.grad((rotations * weight).sum(), entries)))
-    exact = torch.matrix_exp(torch.einsum("pa,aglij->glpij", positions, skew(entries, size)).contiguous())
-    # Powers and squarings of matrices of norm up to 2,000 lose five to six digits of sixteen, matrix_exp as many.
+    exact = reference.exponential(torch.einsum("pa,aglij->glpij", positions, skew(entries, size)))
+    # Powers and squarings of matrices of norm up to 2,000 lose five to six digits of sixteen.
     torch.testing.assert_close(results[0][0], exact, rtol=0, atol=1e-8)
     torch.testing.assert_close(results[0], results[1], rtol=1e-7, atol=1e-7)
 
@@ -139,7 +140,7 @@ def test_float32_gradients_of_dense_rotations(seed, size, scale):
     ours, exact = entries.clone().requires_grad_(), entries.double().requires_grad_()
     rays = Rays.from_lists(grid_rays((3, 4), 0))
     (block_rotations(positions, skew(ours, size), rays=rays) * weight).sum().backward()
-    rotations = torch.matrix_exp(torch.einsum("pa,akij->kpij", positions, skew(exact, size)).contiguous())
+    rotations = reference.exponential(torch.einsum("pa,akij->kpij", positions, skew(exact, size)))
     (rotations * weight).sum().backward()
     # The derivative is computed in float32, a few dozen products and sums over the tokens.
     torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=0, atol=3e-6 * exact.grad.abs().max().item() + 1e-9)

@@ -254,7 +254,14 @@ def test_the_demo_runs_stops_and_finishes(tmp_path):
     command = [sys.executable, str(ROOT / "training" / "demo.py"), "--images", "512", "--output_dir", str(tmp_path)]
     first = subprocess.run(command, capture_output=True, text=True)
     assert first.returncode == 1 and "did not beat counting arrows" in first.stdout, first.stdout + first.stderr
-    for name in ("accuracy.png", "example.png", "table.md", "liere8/model.safetensors", "comrope_ld/config.json"):
+    for name in (
+        "accuracy.png",
+        "example.png",
+        "table.md",
+        "puzzles/7_left.png",
+        "liere8/model.safetensors",
+        "comrope_ld/config.json",
+    ):
         assert (tmp_path / name).stat().st_size > 0
     assert first.stdout.count("| ") > 15 and "new images right" in first.stdout
     before = load_file(tmp_path / "liere8" / "model.safetensors")

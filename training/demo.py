@@ -3,8 +3,9 @@
     python training/demo.py                  # about five minutes on two cores
     python training/demo.py --images 5120    # a quick look at whether everything runs
 
-Everything lands in outputs/arrows: checkpoints, accuracy.png, example.png, table.md. A demo that was interrupted goes
-on where it stopped. The exit code is not zero if a run failed or LieRE did no better than counting arrows.
+Everything lands in outputs/arrows: checkpoints, accuracy.png, example.png, table.md, and images in puzzles/ for
+`hf-liere inspect`. A demo that was interrupted goes on where it stopped. The exit code is not zero if a run failed or
+LieRE did no better than counting arrows.
 """
 
 import argparse
@@ -36,6 +37,7 @@ RUNS = {
     "comrope_ld": ("ComRoPE-LD", ["--position_encoding", "comrope_ld"], "#009E73", "-."),
 }
 RUNS_AT_ONCE = 2
+PUZZLES = 8
 
 
 def main() -> int:
@@ -52,6 +54,7 @@ def main() -> int:
         parser.error(f"--images {arguments.images}: accepted are {BATCH_SIZE} (one batch) and more")
 
     start = time.perf_counter()
+    save_puzzles(arguments.output_dir / "puzzles")
     failed = train_all(arguments.output_dir, arguments.images)
     results = {name: read_result(arguments.output_dir / name) for name in RUNS if name not in failed}
     table = format_table(results)
@@ -65,6 +68,8 @@ def main() -> int:
     print(f"An image and the answer: {arguments.output_dir / 'example.png'}\n", flush=True)
     # A process that has seen nothing of the training, as a user of the checkpoint.
     subprocess.run([sys.executable, __file__, "--classify", str(arguments.output_dir / "liere8")], check=True)
+    inspect = f"hf-liere inspect {arguments.output_dir / 'liere8'} --dataset {arguments.output_dir / 'puzzles'}"
+    print(f"What it has learnt and where it looks: {inspect} --output REPORT")
     print("Side by side in the browser: python training/app.py")
     print(f"\nFinished after {time.perf_counter() - start:.0f} s.")
     if results["liere8"]["eval_accuracy"] <= BAG_OF_ARROWS_ACCURACY:
@@ -219,6 +224,17 @@ def draw_example(checkpoint: Path, path: Path) -> None:
     axes.set_title(f"The Y points at an arrow that points {LABELS[label]}.\nLieRE8 says: {answer}.")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def save_puzzles(folder: Path) -> None:
+    """Images that no run was trained on, with their answers as names."""
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    images = Arrows("test", PUZZLES)
+    for index in range(PUZZLES):
+        pixels, label = images[index]
+        Image.fromarray(pixels.squeeze(-1)).save(folder / f"{index}_{LABELS[label]}.png")
 
 
 def answers(checkpoint: Path, images: Arrows) -> list[str]:

@@ -1,0 +1,81 @@
+"""Files and folders that appear under their name when they are complete, or not at all."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import InputError
+
+
+def require_new_directory(output: str | os.PathLike) -> None:
+    """
+    Raises:
+        FileExistsError: if `output` is there and not an empty directory.
+    """
+    output = Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FileExistsError(f"{output} exists already and is not an empty directory.")
+
+
+@contextmanager
+def new_directory(output: str | os.PathLike) -> Iterator[Path]:
+    """
+    A folder to fill, which becomes `output` unless an error leaves the block.
+
+    Raises:
+        FileExistsError: if `output` is there and not an empty directory.
+        InputError: if nothing can be written beside it.
+    """
+    output = Path(output)
+    require_new_directory(output)
+    with _beside(output) as partial:
+        yield partial
+        # Temporary directories are private, what is made here is not.
+        partial.chmod(0o755)
+        os.replace(partial, output)
+
+
+@contextmanager
+def new_file(output: str | os.PathLike) -> Iterator[Path]:
+    """
+    A path of the same name to write to, which becomes `output`, with what lies beside it, unless an error leaves the
+    block.
+
+    Raises:
+        FileExistsError: if `output` exists.
+        InputError: if nothing can be written beside it.
+    """
+    output = Path(output)
+    if output.exists():
+        raise FileExistsError(f"{output} exists.")
+    with _beside(output) as partial:
+        yield partial / output.name
+        # The file itself last: it is what says that all is there.
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == output.name):
+            os.replace(path, output.parent / path.name)
+
+
+@contextmanager
+def _beside(output: Path) -> Iterator[Path]:
+    """A temporary folder on the file system of `output`; of parents that had to be made, empty ones are removed."""
+    parents = [parent for parent in output.parents if not parent.exists()]
+    partial = None
+    try:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            partial = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+        except OSError as error:
+            raise InputError(f"{output} cannot be written: {error.strerror}.") from error
+        yield partial
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        for parent in parents:
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+
+
+__all__ = ["new_directory", "new_file", "require_new_directory"]
