@@ -3,8 +3,12 @@
 // Small matrices are kept row by row, each row padded to whole vectors, and multiplied in tiles that stay in registers.
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #ifdef __linux__
@@ -54,6 +58,19 @@ INLINE void store(T* target, Vector vector) {
     std::memcpy(target, &vector, sizeof(Vector));
 }
 
+// The numbers at these places of two vectors, one after the other. GCC has __builtin_shufflevector from 12 on only, and
+// clang has no __builtin_shuffle.
+template <int... PLACES, typename Vector>
+INLINE Vector shuffle(Vector first, Vector second) {
+#ifdef __clang__
+    return __builtin_shufflevector(first, second, PLACES...);
+#else
+    using Integer = std::conditional_t<sizeof(Vector) / sizeof...(PLACES) == 8, int64_t, int32_t>;
+    typedef Integer Places __attribute__((vector_size(sizeof(Vector))));
+    return __builtin_shuffle(first, second, Places{PLACES...});
+#endif
+}
+
 // 8×8 numbers, in registers, by swapping halves, quarters and pairs.
 template <typename T>
 INLINE void transpose_square(T* target, int target_step, const T* source, int step, T sign = 1) {
@@ -61,16 +78,16 @@ INLINE void transpose_square(T* target, int target_step, const T* source, int st
     Eight a[8], b[8];
     for (int k = 0; k < 8; ++k) a[k] = load<Eight>(source + k * step);
     for (int k = 0; k < 4; ++k) {
-        b[k] = __builtin_shufflevector(a[k], a[k + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-        b[k + 4] = __builtin_shufflevector(a[k], a[k + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+        b[k] = shuffle<0, 1, 2, 3, 8, 9, 10, 11>(a[k], a[k + 4]);
+        b[k + 4] = shuffle<4, 5, 6, 7, 12, 13, 14, 15>(a[k], a[k + 4]);
     }
     for (int k : {0, 1, 4, 5}) {
-        a[k] = __builtin_shufflevector(b[k], b[k + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-        a[k + 2] = __builtin_shufflevector(b[k], b[k + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        a[k] = shuffle<0, 1, 8, 9, 4, 5, 12, 13>(b[k], b[k + 2]);
+        a[k + 2] = shuffle<2, 3, 10, 11, 6, 7, 14, 15>(b[k], b[k + 2]);
     }
     for (int k : {0, 2, 4, 6}) {
-        b[k] = __builtin_shufflevector(a[k], a[k + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-        b[k + 1] = __builtin_shufflevector(a[k], a[k + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+        b[k] = shuffle<0, 8, 2, 10, 4, 12, 6, 14>(a[k], a[k + 1]);
+        b[k + 1] = shuffle<1, 9, 3, 11, 5, 13, 7, 15>(a[k], a[k + 1]);
     }
     for (int k = 0; k < 8; ++k) store(target + k * target_step, sign * b[k]);
 }
@@ -183,6 +200,20 @@ void multiply_half(Matrix<T>& out, const Matrix<T>& left, const Matrix<T>& right
                 transpose_square(out.row(row) + column, L::STEP, out.row(column) + row, L::STEP, T(SIGN));
     }
 }
+
+// Whether every thread got its memory: an exception that leaves a parallel region ends the process.
+struct Memory {
+    std::atomic<bool> enough{true};
+
+    template <typename Allocate>
+    void get(Allocate allocate) {
+        try {
+            allocate();
+        } catch (const std::bad_alloc&) {
+            enough = false;
+        }
+    }
+};
 
 // A matrix that is needed next, where it is too large for the hardware to have seen it coming.
 INLINE void prefetch(const float* matrix) {
@@ -338,48 +369,56 @@ INLINE void outer_columns(float* out, const std::vector<const float*>& gradients
 }
 
 typedef float Lanes __attribute__((vector_size(VECTOR_BYTES)));
-typedef int32_t Places __attribute__((vector_size(VECTOR_BYTES)));
 
 // Each pair (x₀, x₁) replaced by (x_EVEN, x_ODD).
+template <int EVEN, int ODD, int... LANES>
+INLINE Lanes pairwise(Lanes vector, std::integer_sequence<int, LANES...>) {
+    return shuffle<(LANES % 2 ? LANES - 1 + ODD : LANES + EVEN)...>(vector, vector);
+}
+
 template <int EVEN, int ODD>
 INLINE Lanes pairwise(Lanes vector) {
-    Places places;
-    for (int i = 0; i < PLANE_LANES; i += 2) {
-        places[i] = i + EVEN;
-        places[i + 1] = i + ODD;
-    }
-    return __builtin_shuffle(vector, places);
+    return pairwise<EVEN, ODD>(vector, std::make_integer_sequence<int, PLANE_LANES>{});
 }
 
 }  // namespace
 
 extern "C" {
 
+// All but the first return whether there was enough memory for what they need besides their arguments.
+int hf_liere_block_size() { return SIZE; }
+
 // Fresh memory costs more to get, page by page, than to fill.
-void hf_liere_prefer_huge_pages(void* memory, int64_t bytes, int) {
+int hf_liere_prefer_huge_pages(void* memory, int64_t bytes, int) {
 #ifdef MADV_HUGEPAGE
     constexpr uintptr_t HUGE_PAGE = 1 << 21;
     const uintptr_t start = (reinterpret_cast<uintptr_t>(memory) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / HUGE_PAGE * HUGE_PAGE;
     if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 #endif
+    return true;
 }
 
 // cpu_kernels.block_rotations: a ray of a group at a time.
-void hf_liere_rotations(const double* positions, const double* generators, int64_t axes, int64_t groups, int64_t blocks,
+int hf_liere_rotations(const double* positions, const double* generators, int64_t axes, int64_t groups, int64_t blocks,
                         int64_t tokens, const int64_t* rays, int64_t ray_count, int64_t longest,
                         const int64_t* squarings, const int64_t* slots, float* kept, int64_t kept_count,
                         int64_t kept_squares, const double* polynomial, float* const* out, int threads) {
     const int64_t block_numbers = SIZE * SIZE, group_numbers = blocks * block_numbers;
-    std::vector<char> reached(tokens, 0);
+    Memory memory;
+    std::vector<char> reached;
+    memory.get([&] { reached.resize(tokens); });
+    if (!memory.enough) return false;
     for (int64_t i = 0; i < ray_count * longest; ++i)
         if (rays[i] >= 0) reached[rays[i]] = 1;
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<Scratch> own(1);
-        Scratch& scratch = own[0];
+        std::vector<Scratch> own;
+        memory.get([&] { own.resize(1); });
 #pragma omp for schedule(dynamic, 1)
         for (int64_t work = 0; work < groups * (ray_count + 1); ++work) {
+            if (!memory.enough) continue;
+            Scratch& scratch = own[0];
             const int64_t group = work / (ray_count + 1), ray = work % (ray_count + 1);
             if (ray == ray_count) {
                 for (int64_t token = 0; token < tokens; ++token)
@@ -422,21 +461,25 @@ void hf_liere_rotations(const double* positions, const double* generators, int64
             }
         }
     }
+    return memory.enough;
 }
 
 // cpu_kernels.block_turns: a ray of a group at a time.
-void hf_liere_turns(int64_t groups, int64_t blocks, const int64_t* rays, int64_t ray_count, int64_t longest,
+int hf_liere_turns(int64_t groups, int64_t blocks, const int64_t* rays, int64_t ray_count, int64_t longest,
                     const int64_t* squarings, const int64_t* slots, const float* kept, int64_t kept_count,
                     int64_t kept_squares, const float* const* rotations, const float* const* gradients, float* entries,
                     int threads) {
     const int64_t block_numbers = SIZE * SIZE, group_numbers = blocks * block_numbers;
+    Memory memory;
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<Matrix<float>> scratch(9);
-        Matrix<float>&rotation = scratch[0], &gradient = scratch[1], &turn = scratch[2], &total = scratch[3];
-        Matrix<float>&first = scratch[4], &tail = scratch[5], &spare = scratch[6];
+        std::vector<Matrix<float>> scratch;
+        memory.get([&] { scratch.resize(9); });
 #pragma omp for schedule(dynamic, 1)
         for (int64_t work = 0; work < groups * ray_count; ++work) {
+            if (!memory.enough) continue;
+            Matrix<float>&rotation = scratch[0], &gradient = scratch[1], &turn = scratch[2], &total = scratch[3];
+            Matrix<float>&first = scratch[4], &tail = scratch[5], &spare = scratch[6];
             const int64_t group = work / ray_count, ray = work % ray_count;
             const int64_t* multiples = rays + ray * longest;
             int64_t length = 0;
@@ -478,18 +521,27 @@ void hf_liere_turns(int64_t groups, int64_t blocks, const int64_t* rays, int64_t
             }
         }
     }
+    return memory.enough;
 }
 
 // cpu_kernels.moments_gradient, as exponential_gradient.GradientMoments._gradient: a block of a group at a time.
-void hf_liere_moments_gradient(const float* generators, int64_t axes, int64_t groups, int64_t blocks,
+int hf_liere_moments_gradient(const float* generators, int64_t axes, int64_t groups, int64_t blocks,
                                const float* moments, int64_t monomials, const double* coefficients, int64_t degrees,
                                const int64_t* level_sizes, const int64_t* raised, float* out, int threads) {
     const int64_t numbers = SIZE * SIZE, widest = *std::max_element(level_sizes, level_sizes + degrees);
+    Memory memory;
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<Matrix<float>> factors(axes), level(widest), higher(widest), spare(1);
+        std::vector<Matrix<float>> factors, level, higher, spare;
+        memory.get([&] {
+            factors.resize(axes);
+            level.resize(widest);
+            higher.resize(widest);
+            spare.resize(1);
+        });
 #pragma omp for schedule(dynamic, 1)
         for (int64_t work = 0; work < groups * blocks; ++work) {
+            if (!memory.enough) continue;
             const int64_t group = work / blocks, block = work % blocks;
             for (int64_t axis = 0; axis < axes; ++axis)
                 factors[axis].read(generators + (axis * groups * blocks + work) * numbers);
@@ -524,21 +576,29 @@ void hf_liere_moments_gradient(const float* generators, int64_t axes, int64_t gr
                 higher[axis].write(out + (axis * groups * blocks + work) * numbers);
         }
     }
+    return memory.enough;
 }
 
 // cpu_kernels.apply_rotation for blocks: those of a token and head at a time, for all samples that share them.
-void hf_liere_multiply(const Shape* shape, const Pair* states, const Pair* out, const float* rotation,
+int hf_liere_multiply(const Shape* shape, const Pair* states, const Pair* out, const float* rotation,
                        const Steps* rotation_steps, int inverse, int threads) {
     const int64_t samples = shape->samples();
     const int64_t width = shape->blocks * SIZE;
+    Memory memory;
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<Matrix<float>> own(1);
-        Matrix<float>& right = own[0];
-        std::vector<const float*> from(2 * samples);
-        std::vector<float*> to(2 * samples);
+        std::vector<Matrix<float>> own;
+        std::vector<const float*> from;
+        std::vector<float*> to;
+        memory.get([&] {
+            own.resize(1);
+            from.resize(2 * samples);
+            to.resize(2 * samples);
+        });
 #pragma omp for schedule(static)
         for (int64_t work = 0; work < shape->rotations(); ++work) {
+            if (!memory.enough) continue;
+            Matrix<float>& right = own[0];
             const auto [first, head, token] = Place(work, *shape);
             for (int64_t sample = 0; sample < samples; ++sample)
                 for (int which = 0; which < 2; ++which) {
@@ -560,23 +620,35 @@ void hf_liere_multiply(const Shape* shape, const Pair* states, const Pair* out, 
             }
         }
     }
+    return memory.enough;
 }
 
 // cpu_kernels.outer_products, likewise.
-void hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pair* states, float* out,
+int hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pair* states, float* out,
                              const Steps* out_steps, const float* rotation, const Steps* rotation_steps, int threads) {
     const int64_t samples = shape->samples();
     // Few states are sooner turned back one by one: (Σ g rᵀ) R = Σ g (Rᵀ r)ᵀ.
     const bool by_states = rotation && 2 * samples < SIZE;
+    Memory memory;
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<Matrix<float>> scratch(3);
-        std::vector<const float*> left(2 * samples), right(2 * samples), turned_back(2 * samples);
-        std::vector<float> numbers(2 * samples * SIZE);
-        std::vector<float*> rows(2 * samples);
-        for (int64_t i = 0; i < 2 * samples; ++i) turned_back[i] = rows[i] = &numbers[i * SIZE];
+        std::vector<Matrix<float>> scratch;
+        std::vector<const float*> left, right, turned_back;
+        std::vector<float> numbers;
+        std::vector<float*> rows;
+        memory.get([&] {
+            scratch.resize(3);
+            left.resize(2 * samples);
+            right.resize(2 * samples);
+            if (by_states) numbers.resize(2 * samples * SIZE);
+            for (size_t i = 0; i < numbers.size(); i += SIZE) {
+                rows.push_back(&numbers[i]);
+                turned_back.push_back(&numbers[i]);
+            }
+        });
 #pragma omp for schedule(static)
         for (int64_t work = 0; work < shape->rotations(); ++work) {
+            if (!memory.enough) continue;
             const auto [first, head, token] = Place(work, *shape);
             for (int64_t sample = 0; sample < samples; ++sample)
                 for (int which = 0; which < 2; ++which) {
@@ -599,10 +671,11 @@ void hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pa
             }
         }
     }
+    return memory.enough;
 }
 
 // cpu_kernels.apply_rotation for planes: a token of a sample at a time.
-void hf_liere_turn_planes(const Shape* shape, const Pair* states, const Pair* out, const float* planes,
+int hf_liere_turn_planes(const Shape* shape, const Pair* states, const Pair* out, const float* planes,
                           const Steps* plane_steps, int inverse, int threads) {
     const int64_t width = 2 * shape->blocks;
     Lanes signs;
@@ -630,10 +703,11 @@ void hf_liere_turn_planes(const Shape* shape, const Pair* states, const Pair* ou
                 std::copy(from + width, from + shape->head_dim, to + width);
             }
     }
+    return true;
 }
 
 // cpu_kernels.angle_gradients: a token and head at a time.
-void hf_liere_angle_gradients(const Shape* shape, const Pair* gradients, const Pair* states, float* out,
+int hf_liere_angle_gradients(const Shape* shape, const Pair* gradients, const Pair* states, float* out,
                               const Steps* out_steps, int threads) {
     const int64_t samples = shape->samples(), width = 2 * shape->blocks;
 #pragma omp parallel for schedule(static) num_threads(threads)
@@ -661,6 +735,7 @@ void hf_liere_angle_gradients(const Shape* shape, const Pair* gradients, const P
             target[i / 2] = slope;
         }
     }
+    return true;
 }
 
 }  // extern "C"

@@ -1,35 +1,21 @@
 """
 Rotations, their gradients and their application on CPUs, compiled from cpu_kernels.cpp by the C++ compiler of the
-machine when they are first needed. Never needed: where there is no compiler, no such file (in code that came with a
-checkpoint) or another type than float32, the plain operations do the same, several times slower for small blocks.
-
-Libraries are kept in `hf_liere` in the user's cache directory, one for each block size, source, compiler and kind of
-CPU. HF_LIERE_CPU_KERNELS=0 in the environment leaves them alone.
+machine when they are first needed, see `cpu_library`. Never needed: where there is no compiler, no such file (in code
+that came with a checkpoint) or another type than float32, the plain operations do the same, several times slower for
+small blocks. HF_LIERE_CPU_KERNELS=0 in the environment leaves the kernels alone.
 """
 
 import ctypes
-import functools
-import hashlib
 import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from transformers.utils import logging
+
+from .cpu_library import library
+from .triton_kernels import empty_like, rows
 
 
-logger = logging.get_logger(__name__)
-
-SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
-# In seconds; a few are usual.
-COMPILE_TIMEOUT = 120
 # Two huge pages of the usual 2 MiB, of which at least one is whole.
 HUGE_BYTES = 1 << 22
 
@@ -57,73 +43,16 @@ def is_available(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> b
         return False
     if tensor.device.type != "cpu" or dtype != torch.float32 or type(tensor) is not torch.Tensor:
         return False
-    return os.environ.get("HF_LIERE_CPU_KERNELS", "1") != "0" and _library(block_size) is not None
-
-
-@functools.cache
-def _library(block_size: int) -> ctypes.CDLL | None:
-    compiler = shlex.split(os.environ.get("CXX") or "g++")
-    if shutil.which(compiler[0]) is None or not SOURCE.is_file() or os.name != "posix":
-        logger.info(
-            "Rotations on the CPU are computed by plain operations: there is no %s, or no %s.", compiler[0], SOURCE.name
-        )
-        return None
-    command = [*compiler, *FLAGS, f"-DBLOCK_SIZE={block_size}"]
-    try:
-        path = _directory() / f"cpu_kernels-{block_size}-{_digest(command)}.so"
-        if not path.is_file():
-            _compile(command, path)
-        return ctypes.CDLL(str(path))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip()
-        logger.warning(
-            "Rotations on the CPU are computed by plain operations, which are slower, because %s did not compile or "
-            "load: %s",
-            SOURCE.name,
-            reason[-2000:],
-        )
-        return None
-
-
-def _directory() -> Path:
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_liere"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return directory
-
-
-def _digest(command: list[str]) -> str:
-    """What a library depends on: a home directory may be shared by machines of several kinds."""
-    version = _run([*command, "--version"])
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().split("\n\n")[0].splitlines() if information.is_file() else []
-    kinds = ("flags", "Features", "model name", "CPU implementer", "CPU part")
-    cpu = [platform.machine(), *(line for line in lines if line.startswith(kinds))]
-    return hashlib.sha256("\n".join([SOURCE.read_text(), *command, version, *cpu]).encode()).hexdigest()[:16]
-
-
-def _compile(command: list[str], path: Path) -> None:
-    # Several processes may come here at once; none may load half a file.
-    descriptor, unfinished = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(descriptor)
-    try:
-        _run([*command, "-o", unfinished, str(SOURCE)])
-        os.replace(unfinished, path)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
-
-
-def _run(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT).stdout
+    return os.environ.get("HF_LIERE_CPU_KERNELS", "1") != "0" and library(block_size) is not None
 
 
 def apply_rotation(
     query: torch.Tensor, key: torch.Tensor, rotation: torch.Tensor, inverse: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As [`triton_kernels.apply_rotation`], on CPUs."""
-    query, key, rotation = _rows(query), _rows(key), _blocks(rotation)
+    query, key, rotation = rows(query), rows(key), _blocks(rotation)
     size = 2 if rotation.ndim == 5 else rotation.shape[-1]
-    out = _prefer_huge_pages(torch.empty_like(query), size), _prefer_huge_pages(torch.empty_like(key), size)
+    out = _prefer_huge_pages(empty_like(query), size), _prefer_huge_pages(empty_like(key), size)
     name = "hf_liere_turn_planes" if rotation.ndim == 5 else "hf_liere_multiply"
     _call(size, name, _shape(query, rotation.shape), _pair((query, key)), _pair(out), *_shared(rotation), inverse)
     return out
@@ -131,7 +60,7 @@ def apply_rotation(
 
 def angle_gradients(gradients, rotated, shape: torch.Size) -> torch.Tensor:
     """As [`triton_kernels.angle_gradients`], on CPUs."""
-    gradients, rotated = [_rows(each) for each in gradients], [_rows(each) for each in rotated]
+    gradients, rotated = [rows(each) for each in gradients], [rows(each) for each in rotated]
     shapes = _shape(rotated[0], shape)
     out = _empty(2, shape[0], shape[2], rotated[0].shape[1], shape[3]).transpose(1, 2)
     _call(2, "hf_liere_angle_gradients", shapes, _pair(gradients), _pair(rotated), *_shared(out))
@@ -142,7 +71,7 @@ def outer_products(
     gradients, rotated, shape: torch.Size, block_size: int, rotation: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As [`triton_kernels.outer_products`], on CPUs."""
-    gradients, rotated = [_rows(each) for each in gradients], [_rows(each) for each in rotated]
+    gradients, rotated = [rows(each) for each in gradients], [rows(each) for each in rotated]
     out = _empty(block_size, shape[0], shape[2], rotated[0].shape[1], shape[3], block_size, block_size)
     out = out.transpose(1, 2)
     factor = (None, None) if rotation is None else _shared(_blocks(rotation))
@@ -175,7 +104,7 @@ def block_rotations(
     """
     groups, blocks, size = generators.shape[1:4]
     positions, generators = positions.contiguous(), generators.to(torch.float64).contiguous()
-    rays, squarings = rays.contiguous(), squarings.contiguous()
+    rays, squarings = _checked_rays(rays, squarings, len(positions))
     coefficients = torch.tensor(polynomial, dtype=torch.float64, device="cpu")
     rotations = tuple(_empty(size, len(positions), blocks, size, size) for _ in range(groups))
     counts = (squarings + (kept_squares or 1) - 1) // (kept_squares or 1)
@@ -215,7 +144,7 @@ def block_turns(
     """
     _, blocks, size, _ = rotations[0].shape
     gradients = tuple(gradient.contiguous() for gradient in gradients)
-    rays, squarings = rays.contiguous(), squarings.contiguous()
+    rays, squarings = _checked_rays(rays, squarings, len(rotations[0]))
     entries = _empty(size, len(rotations), len(rays), blocks * (size * (size - 1) // 2))
     _call(
         size,
@@ -267,7 +196,12 @@ def moments_gradient(
 
 
 def _call(block_size: int, name: str, *arguments) -> None:
-    """Tensors, sequences of them and structures are passed by their addresses, bools as int, and `None` as null."""
+    """
+    Tensors, sequences of them and structures are passed by their addresses, bools as int, and `None` as null.
+
+    Raises:
+        MemoryError: if the kernel found too little memory for its scratch.
+    """
     passed = []
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
@@ -279,7 +213,8 @@ def _call(block_size: int, name: str, *arguments) -> None:
         elif isinstance(argument, bool):
             argument = ctypes.c_int(argument)
         passed.append(argument)
-    getattr(_library(block_size), name)(*passed, ctypes.c_int(torch.get_num_threads()))
+    if not getattr(library(block_size), name)(*passed, ctypes.c_int(torch.get_num_threads())):
+        raise MemoryError(f"There is too little memory for {name} with {torch.get_num_threads()} threads.")
 
 
 def _empty(block_size: int, *shape: int) -> torch.Tensor:
@@ -297,13 +232,27 @@ def _sizes(*sizes: int) -> list[ctypes.c_int64]:
     return [ctypes.c_int64(size) for size in sizes]
 
 
+def _checked_rays(rays: torch.Tensor, squarings: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous and int64. A token beyond the last would be written to all the same."""
+    if rays.ndim != 2 or squarings.shape != rays.shape[:1]:
+        raise ValueError(
+            f"Rays must be (rays, longest ray) and squarings (rays,); they are {tuple(rays.shape)} and "
+            f"{tuple(squarings.shape)}."
+        )
+    rays, squarings = (tensor.to("cpu", torch.int64).contiguous() for tensor in (rays, squarings))
+    if len(rays) and (rays.shape[1] == 0 or rays[:, 0].min() < 0 or rays.min() < -1 or rays.max() >= tokens):
+        raise ValueError(
+            f"Rays must hold tokens from 0 to {tokens - 1}, one at least, and -1 beyond the end of a ray; in a tensor "
+            f"of shape {tuple(rays.shape)} they hold {rays.unique().tolist()}."
+        )
+    if len(squarings) and squarings.min() < 0:
+        raise ValueError(f"Squarings must not be negative; they are {squarings.tolist()}.")
+    return rays, squarings
+
+
 def _rays(rays, squarings, slots, kept, kept_squares) -> list:
     kept_count = 0 if kept is None else kept.shape[1]
     return [rays, *_sizes(*rays.shape), squarings, slots, kept, *_sizes(kept_count, kept_squares or 1)]
-
-
-def _rows(states: torch.Tensor) -> torch.Tensor:
-    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _blocks(rotation: torch.Tensor) -> torch.Tensor:

@@ -43,10 +43,10 @@ def apply_rotation(
             beyond blocks · b are passed through.
 
     Returns:
-        Both (B, H, N, D), in their type and their layout in memory.
+        Both (B, H, N, D), in their type and their layout in memory, or contiguous where theirs overlaps.
     """
-    query, key = _rows(query), _rows(key)
-    out = torch.empty_like(query), torch.empty_like(key)
+    query, key = rows(query), rows(key)
+    out = empty_like(query), empty_like(key)
     batch, heads, tokens, head_dim = query.shape
     rotation = rotation.contiguous()
     width = rotation.shape[3] * rotation.shape[-1]
@@ -97,7 +97,7 @@ def angle_gradients(gradients, rotated, shape: torch.Size) -> torch.Tensor:
     Returns:
         float32 of this shape.
     """
-    gradients, rotated = [_rows(each) for each in gradients], [_rows(each) for each in rotated]
+    gradients, rotated = [rows(each) for each in gradients], [rows(each) for each in rotated]
     batch, heads, tokens, head_dim = rotated[0].shape
     block_dim = max(16, triton.next_power_of_2(head_dim))
     block_tokens = _block_tokens(block_dim)
@@ -137,7 +137,7 @@ def outer_products(
     Returns:
         (*shape, b, b) in float32.
     """
-    gradients, rotated = [_rows(each) for each in gradients], [_rows(each) for each in rotated]
+    gradients, rotated = [rows(each) for each in gradients], [rows(each) for each in rotated]
     batch, heads, tokens, head_dim = rotated[0].shape
     block_dim = max(16, triton.next_power_of_2(head_dim))
     samples = _samples(shape[0], batch, tokens * heads)
@@ -162,8 +162,19 @@ def outer_products(
     return outer if rotation is None else outer @ rotation.to(outer.dtype)
 
 
-def _rows(states: torch.Tensor) -> torch.Tensor:
-    return states if states.stride(-1) == 1 else states.contiguous()
+def rows(states: torch.Tensor) -> torch.Tensor:
+    """The same numbers with the channels of a token side by side in memory."""
+    # A negative view holds the numbers with the other sign.
+    return (states if states.stride(-1) == 1 else states.contiguous()).resolve_neg()
+
+
+def empty_like(states: torch.Tensor) -> torch.Tensor:
+    """
+    Memory for a result, in the layout of `states` but always dense, with the channels of a token side by side:
+    `torch.empty_like` of sliding windows, which overlap, has them further apart.
+    """
+    out = torch.empty_like(states)
+    return out if out.stride(-1) == 1 else torch.empty_like(states, memory_format=torch.contiguous_format)
 
 
 def _pointers(*tensors: torch.Tensor) -> list:

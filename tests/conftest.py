@@ -7,6 +7,7 @@ import transformers
 from browser import browser, chromium  # noqa: F401 (fixtures)
 
 import hf_liere
+from hf_liere import cpu_library
 from hf_liere.cpu_kernels import CPU_KERNELS
 
 
@@ -31,8 +32,10 @@ def both_paths(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_LIERE_CPU_KERNELS", str(int(request.param == "compiled")))
         if request.param == "compiled" and not CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 2):
-            pytest.skip("the kernels for CPUs need g++")
+            pytest.skip("the kernels for CPUs need a C++ compiler")
         yield
+        failed = [size for size, library in cpu_library._libraries.items() if library is None]
+        assert not failed, f"Plain operations were tested twice for blocks of {failed}."
 
 
 @pytest.fixture

@@ -1,75 +1,20 @@
-"""The kernels for CPUs as programs that are compiled on the user's machine: when they are used, and when not."""
+"""The kernels for CPUs: when they are used and when not, and what they refuse."""
 
 import subprocess
 import sys
 
 import pytest
-import reference
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_liere.cpu_kernels import CPU_KERNELS, _library
+from hf_liere.cpu_kernels import CPU_KERNELS
 from hf_liere.lie_algebra import KEPT_SQUARES, POLYNOMIAL, block_rotations, skew
 from hf_liere.rotation import rotate_query_key
 
 
 AVAILABLE = CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 8)
 needs_compiler = pytest.mark.skipif(not AVAILABLE, reason="the kernels for CPUs need g++")
-
-ROTATE = """
-import torch
-from hf_liere.cpu_kernels import CPU_KERNELS
-from hf_liere.lie_algebra import block_rotations, skew
-rotations = block_rotations(torch.rand(6, 2, dtype=torch.float64), skew(torch.rand(2, 3, 28), 8))
-orthogonal = torch.allclose(rotations.mT @ rotations, torch.eye(8), atol=1e-6)
-print(CPU_KERNELS.is_available(rotations, torch.float32, 8) and orthogonal)
-"""
-
-
-@pytest.fixture
-def nothing_loaded():
-    """As in a new process."""
-    _library.cache_clear()
-    yield
-    _library.cache_clear()
-
-
-@pytest.mark.parametrize(
-    "environment, message",
-    [
-        # A compiler that fails, as `false` does, and one that does not exist.
-        ({"CXX": "false"}, "plain operations"),
-        ({"CXX": "no-such-compiler"}, None),
-        ({"HF_LIERE_CPU_KERNELS": "0"}, None),
-        ({"XDG_CACHE_HOME": "/dev/null/cache"}, "/dev/null/cache"),
-    ],
-)
-def test_without_kernels_the_plain_operations_do_the_same(
-    tmp_path, monkeypatch, nothing_loaded, caplog, environment, message
-):
-    for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
-        monkeypatch.setenv(name, value)
-    positions, generators = torch.rand(6, 2, dtype=torch.float64), skew(torch.rand(2, 3, 28) * 6, 8)
-    rotations = block_rotations(positions, generators)
-    assert not CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 8)
-    exact = reference.exponential(torch.einsum("pa,akij->kpij", positions, generators.double()))
-    # float32 rounding of numbers up to one.
-    torch.testing.assert_close(rotations.double(), exact, rtol=0, atol=2e-7)
-    assert message in caplog.text if message and AVAILABLE else not caplog.text
-
-
-@needs_compiler
-def test_processes_that_start_at_once_share_one_library(tmp_path, monkeypatch, nothing_loaded):
-    """As those of a distributed run do on a new machine."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    command = [sys.executable, "-c", ROTATE]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert [process.communicate(timeout=300)[0].strip() for process in processes] == ["True"] * 3
-    (library,) = (tmp_path / "hf_liere").iterdir()
-    assert library.name.startswith("cpu_kernels-8-") and library.suffix == ".so"
-    written = library.stat().st_mtime_ns
-    assert _library(8) is not None and library.stat().st_mtime_ns == written
 
 
 @needs_compiler
@@ -162,3 +107,53 @@ def test_what_does_not_fit_is_refused():
         CPU_KERNELS.apply_rotation(states, states, planes)
     with pytest.raises(ValueError, match=r"\(2, 3, 5, 8\) .* \(2, 3, 4, 8\)"):
         CPU_KERNELS.apply_rotation(states, states[:, :, :4], torch.randn(1, 3, 5, 4, 2))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "rays, squarings, message",
+    [
+        ([[0, 4]], [6], r"from 0 to 3, .* they hold \[0, 4\]"),
+        ([[0, -2]], [6], r"they hold \[-2, 0\]"),
+        ([[-1, 1]], [6], r"they hold \[-1, 1\]"),
+        ([[]], [6], r"shape \(1, 0\)"),
+        ([0, 1], [6, 6], r"they are \(2,\) and \(2,\)"),
+        ([[0], [1]], [6], r"they are \(2, 1\) and \(1,\)"),
+        ([[0], [1]], [6, -1], r"negative; they are \[6, -1\]"),
+    ],
+)
+def test_rays_that_lead_elsewhere_are_refused(rays, squarings, message):
+    """Kernels would read and write beyond the rotations."""
+    generators = skew(torch.randn(2, 1, 3, 28), 8)
+    rays, squarings = torch.tensor(rays, dtype=torch.long), torch.tensor(squarings)
+    with pytest.raises(ValueError, match=message):
+        CPU_KERNELS.block_rotations(torch.rand(4, 2).double(), generators, rays, squarings, POLYNOMIAL, KEPT_SQUARES)
+    rotations, gradients, _, _, *kept = saved(torch.rand(4, 2).double(), generators[:, 0])
+    with pytest.raises(ValueError, match=message):
+        CPU_KERNELS.block_turns(rotations, gradients, rays, squarings, *kept)
+
+
+TOO_LITTLE_MEMORY = """
+import resource, torch
+from hf_liere.cpu_kernels import CPU_KERNELS
+states = torch.ones(1, 1, 1, 8).expand(1 << 27, -1, -1, -1)
+CPU_KERNELS.is_available(states, torch.float32, 8)
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), -1))
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    try:
+        CPU_KERNELS.outer_products((states, states), (states, states), torch.Size((1, 1, 1, 1)), 8)
+    except MemoryError as error:
+        print(error)
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")
+def test_too_little_memory_does_not_end_the_process():
+    process = subprocess.run([sys.executable, "-c", TOO_LITTLE_MEMORY], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
+    assert len(lines) == 2 and all("too little memory for hf_liere_outer_products" in line for line in lines)

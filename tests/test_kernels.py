@@ -156,6 +156,48 @@ def test_inverse_and_strides(kernels, shape):
         torch.testing.assert_close(states, expected, rtol=0, atol=5e-6)
 
 
+LAYOUTS = {
+    "sliding windows": lambda: torch.randn(3, 2, 29).unfold(-1, 24, 1),
+    "windows two apart": lambda: torch.randn(3, 2, 34).unfold(-1, 24, 2),
+    "windows over heads": lambda: torch.randn(3, 30).unfold(-1, 29, 1).unfold(-1, 24, 1),
+    "one sample for all": lambda: torch.randn(1, 2, 6, 24).expand(3, -1, -1, -1),
+    "one head for all": lambda: torch.randn(3, 1, 6, 24).expand(-1, 2, -1, -1),
+    "one token for all": lambda: torch.randn(3, 2, 1, 24).expand(-1, -1, 6, -1),
+    "one number for all": lambda: torch.randn(1, 1, 1, 1).expand(3, 2, 6, 24),
+    "a part, off by one": lambda: torch.randn(3, 6, 99)[..., 1:97].unflatten(-1, (2, 48)).transpose(1, 2)[..., 7:31],
+    "every other channel": lambda: torch.randn(3, 2, 6, 48)[..., ::2],
+    "a conjugate": lambda: torch.randn(3, 2, 6, 24, dtype=torch.complex64).conj().imag,
+    "a negative view": lambda: torch._neg_view(torch.randn(3, 2, 6, 24)),
+    **{
+        f"in the order {order}": lambda order=order: torch.randn([(3, 2, 6, 24)[i] for i in order]).permute(
+            [order.index(i) for i in range(4)]
+        )
+        for order in [(0, 2, 1, 3), (2, 1, 0, 3), (1, 0, 2, 3), (0, 1, 3, 2), (3, 2, 1, 0)]
+    },
+}
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 6, 12, 2), (1, 1, 6, 3, 8, 8)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_in_memory(kernels, layout, shape):
+    """Of queries, keys and the gradients of rotated ones: results are dense, and those of float64."""
+    query, key, *weights = (LAYOUTS[layout]().to(kernels.device) for _ in range(4))
+    rotation = random_rotation(shape).float().to(kernels.device).requires_grad_()
+    for states in kernels.apply_rotation(query, key, rotation.detach()):
+        assert sorted(states.stride())[0] == states.stride(-1) == 1 and len(set(states.stride())) == 4
+    leaves = [query.detach().requires_grad_(), key.detach().requires_grad_(), rotation]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    found = rotate_query_key(*leaves)
+    expected = [rotate(states, exact[2]) for states in exact[:2]]
+    found = [*found, *torch.autograd.grad(found, leaves, weights)]
+    expected = [*expected, *torch.autograd.grad(expected, exact, [weight.double() for weight in weights])]
+    if len(shape) == 5:
+        found[4], expected[4] = along_angles(found[4], rotation), along_angles(expected[4], exact[2])
+    for result, reference in zip(found, expected):
+        # float32 sums of up to 24 products of numbers up to four or so.
+        torch.testing.assert_close(result.double(), reference, rtol=1e-5, atol=5e-5)
+
+
 def test_gradients_are_summed_over_many_samples(kernels, monkeypatch):
     """With Triton, divided among several programs, the last of them with fewer."""
     if kernels.module:

@@ -14,7 +14,8 @@ PACKAGE = Path(hf_liere.__file__).parent
 ALLOWED = {
     "tracing": {"torch"},
     "positions": {"torch", ".tracing"},
-    "cpu_kernels": {"torch", "transformers"},
+    "cpu_library": {"transformers"},
+    "cpu_kernels": {"torch", ".cpu_library", ".triton_kernels"},
     "triton_kernels": {"torch", "triton"},
     "exponential_gradient": {"torch", ".cpu_kernels"},
     "lie_algebra": {"torch", "transformers", ".tracing", ".cpu_kernels", ".exponential_gradient"},

@@ -1,0 +1,302 @@
+"""
+Finds the compiled form of cpu_kernels.cpp, or makes it with the C++ compiler of the machine: $CXX, else g++ or clang++.
+
+Libraries are kept in `hf_liere` in the user's cache directory, one for each block size, source, compiler and kind of
+CPU. A library is code that this process runs, so it is loaded only from a directory and a file that belong to the user
+and that nobody else may write to, and only if its bytes have the digest that its name ends in.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import secrets
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers.utils import logging
+
+
+try:
+    import fcntl
+    import pwd
+except ImportError:
+    # Windows has neither them nor kernels.
+    fcntl = pwd = None
+
+logger = logging.get_logger(__name__)
+
+SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
+# Where a compiler has no OpenMP, the kernels use one thread.
+THREADS = (("-fopenmp",), ())
+COMPILERS = ("g++", "clang++")
+# In seconds; a few are usual.
+COMPILE_TIMEOUT = 120
+KERNELS = (
+    "hf_liere_block_size",
+    "hf_liere_prefer_huge_pages",
+    "hf_liere_rotations",
+    "hf_liere_turns",
+    "hf_liere_moments_gradient",
+    "hf_liere_multiply",
+    "hf_liere_outer_products",
+    "hf_liere_turn_planes",
+    "hf_liere_angle_gradients",
+)
+REMEDY = (
+    "Rotations on the CPU are computed by plain operations, which are slower. GCC and clang compile the kernels (known "
+    "to work: GCC 11 and 12, clang 14): install one (Debian and Ubuntu: apt-get install g++) or name it in CXX. "
+    "HF_LIERE_CPU_KERNELS=0 turns the kernels and this warning off."
+)
+
+_libraries: dict[int, ctypes.CDLL | None] = {}
+_lock = threading.Lock()
+
+
+class Unusable(Exception):
+    """A directory or library that is not there for this process or that others may have written to."""
+
+
+def library(block_size: int) -> ctypes.CDLL | None:
+    """
+    The kernels for blocks of this size, compiled now if they were not before, or `None` where plain operations must do;
+    a warning says why, unless there is just no compiler.
+    """
+    # Without the lock where there is nothing to wait for.
+    if block_size not in _libraries:
+        with _lock:
+            if block_size not in _libraries:
+                _libraries[block_size] = _find(block_size)
+    return _libraries[block_size]
+
+
+def forget() -> None:
+    """As in a new process."""
+    _libraries.clear()
+    _compiler.cache_clear()
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    # A thread that held it is not in the child.
+    os.register_at_fork(after_in_child=_new_lock)
+
+
+def _find(block_size: int) -> ctypes.CDLL | None:
+    compiler = _compiler() if fcntl and SOURCE.is_file() else None
+    if compiler is None:
+        logger.info("Rotations on the CPU are computed by plain operations: no C++ compiler, or no %s.", SOURCE.name)
+        return None
+    try:
+        with _cache_directory() as directory:
+            return _load_or_compile(compiler, block_size, directory)
+    except Unusable as error:
+        logger.warning_once(
+            f"Rotations on the CPU are computed by plain operations, which are slower, because {error}. Compiled "
+            "code is kept and loaded only where nobody but the user can write: set XDG_CACHE_HOME to such a directory, "
+            "or HF_LIERE_CPU_KERNELS=0 to do without."
+        )
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.warning_once(f"{SOURCE.name} did not compile or load: {_reason(error)}\n{REMEDY}")
+    return None
+
+
+@functools.cache
+def _compiler() -> tuple[str, ...] | None:
+    """The words of $CXX if they name a program, else the first of `COMPILERS` that is there."""
+    asked, problem = os.environ.get("CXX", ""), "names no program"
+    try:
+        words = tuple(shlex.split(asked))
+        if words and shutil.which(words[0]):
+            return words
+        problem = f"names {words[0]}, which is not installed" if words else problem
+    except ValueError as error:
+        problem = f"is no command ({error})"
+    found = next((program for program in COMPILERS if shutil.which(program)), None)
+    if asked:
+        instead = f"{found} compiles" if found else f"no {' or '.join(COMPILERS)} either compiles"
+        logger.warning_once(f"CXX={asked!r} {problem}; {instead} the kernels for rotations on the CPU instead.")
+    return found and (found,)
+
+
+@contextlib.contextmanager
+def _cache_directory() -> Iterator[int]:
+    """
+    A descriptor of the directory of libraries, which only one process at a time has: those that come later find what
+    the first one compiled. Of what is in it nothing is looked up by the path, which may lead elsewhere by then.
+    """
+    path = _cache_path()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        kind = "is a link and not a directory" if path.is_symlink() else "cannot be used"
+        raise Unusable(f"{path} {kind} ({error.strerror})") from error
+    try:
+        _check_owner(os.fstat(directory), path)
+        _wait_for(directory)
+        yield directory
+    finally:
+        # A copy of the descriptor in a forked process must not hold the lock.
+        with contextlib.suppress(OSError):
+            fcntl.flock(directory, fcntl.LOCK_UN)
+        os.close(directory)
+
+
+def _cache_path() -> Path:
+    # Relative paths mean another directory in each working directory, where anybody may have left libraries.
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():
+        home = Path(os.environ.get("HOME", ""))
+        try:
+            home = home if home.is_absolute() else Path(pwd.getpwuid(os.geteuid()).pw_dir)
+        except KeyError:
+            raise Unusable("there is no home directory for a cache") from None
+        cache = home / ".cache"
+    return cache / "hf_liere"
+
+
+def _check_owner(status: os.stat_result, path: Path | str) -> None:
+    if status.st_uid != os.geteuid():
+        raise Unusable(f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()} who runs this")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Unusable(
+            f"others may write to {path} (mode {stat.S_IMODE(status.st_mode):o}; chmod go-w {path} prevents that)"
+        )
+
+
+def _wait_for(directory: int) -> None:
+    """
+    Until no other process compiles. The system frees the lock of one that dies; one that hangs, and a file system
+    without locks, cost no more than compiling the same twice.
+    """
+    patience = time.monotonic() + COMPILE_TIMEOUT
+    while True:
+        try:
+            return fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > patience:
+                return None
+            time.sleep(0.05)
+        except OSError:
+            return None
+
+
+def _load_or_compile(compiler: tuple[str, ...], block_size: int, directory: int) -> ctypes.CDLL:
+    commands = [(*compiler, *FLAGS, *threads, f"-DBLOCK_SIZE={block_size}") for threads in THREADS]
+    version = _run([*compiler, "--version"])
+    if "clang" in version and _has_llvm_openmp():
+        # Its OpenMP ends a process that has another copy of it.
+        del commands[0]
+    starts = [f"cpu_kernels-{block_size}-{_digest(command, version)}-" for command in commands]
+    for start in starts:
+        for name in sorted(os.listdir(directory)):
+            if name.startswith(start):
+                try:
+                    return _load(directory, block_size, name)
+                except OSError as error:
+                    logger.info("%s in the cache is compiled again: %s", name, error)
+                    os.unlink(name, dir_fd=directory)
+    logger.info("Compiling the kernels for blocks of %d with %s, once for this machine.", block_size, compiler[0])
+    failure = None
+    for start, command in zip(starts, commands):
+        try:
+            loaded = _load(directory, block_size, _store(directory, start, _compile(command)))
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            failure = failure or error
+            continue
+        if "-fopenmp" not in command:
+            logger.warning_once(
+                f"The kernels for rotations on the CPU use one thread: {compiler[0]} compiled them without OpenMP"
+                + (f", with which it fails: {_reason(failure)}" if failure else ", of which PyTorch has a copy.")
+            )
+        return loaded
+    raise failure
+
+
+def _reason(error: Exception) -> str:
+    reason = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
+    return reason.strip()[-2000:]
+
+
+def _has_llvm_openmp() -> bool:
+    return hasattr(ctypes.CDLL(None), "__kmpc_fork_call")
+
+
+def _digest(command: tuple[str, ...], version: str) -> str:
+    """What a library depends on: a home directory may be shared by machines of several kinds."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text(errors="replace").split("\n\n")[0].splitlines() if information.is_file() else []
+    kinds = ("flags", "Features", "model name", "CPU implementer", "CPU part")
+    cpu = [platform.machine(), *(line for line in lines if line.startswith(kinds))]
+    return _hash(SOURCE.read_bytes() + "\n".join([*command, version, *cpu]).encode(errors="surrogateescape"))
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _compile(command: tuple[str, ...]) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="hf_liere-") as folder:
+        path = Path(folder) / "cpu_kernels.so"
+        _run([*command, "-o", str(path), str(SOURCE)])
+        if not path.is_file():
+            raise RuntimeError(f"{command[0]} wrote no library")
+        return path.read_bytes()
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", check=True, timeout=COMPILE_TIMEOUT
+    ).stdout
+
+
+def _store(directory: int, start: str, content: bytes) -> str:
+    """The name under which the content is in the directory, whole and on the disk."""
+    name, unfinished = f"{start}{_hash(content)}.so", f"unfinished-{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        with open(os.open(unfinished, flags, mode=0o700, dir_fd=directory), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished, dir_fd=directory)
+        raise
+    return name
+
+
+def _load(directory: int, block_size: int, name: str) -> ctypes.CDLL:
+    """
+    Raises:
+        Unusable: if others may have written to the file.
+        OSError: if it is damaged or does not load.
+    """
+    with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory), "rb") as file:
+        _check_owner(os.fstat(file.fileno()), _cache_path() / name)
+        if _hash(file.read()) != name.removesuffix(".so").rpartition("-")[2]:
+            raise OSError("its bytes are not those that were written")
+    # By the descriptor, where the system can, because the path may lead elsewhere by now.
+    path = Path(f"/proc/self/fd/{directory}")
+    loaded = ctypes.CDLL(str((path if path.exists() else _cache_path()) / name))
+    if missing := [kernel for kernel in KERNELS if not hasattr(loaded, kernel)]:
+        raise OSError(f"it lacks {', '.join(missing)}")
+    if loaded.hf_liere_block_size() != block_size:
+        raise OSError(f"it is for blocks of {loaded.hf_liere_block_size()}")
+    return loaded
