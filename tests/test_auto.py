@@ -93,7 +93,9 @@ def test_load_train_save_load_in_a_fresh_process(checkpoint, tmp_path, package):
     remote = {} if package else {"trust_remote_code": True}
     code = FINE_TUNE.format(source=path, target=tmp_path / "tuned", remote=remote)
     loaded, tuned, again, same_features, module = json.loads(run(code, tmp_path, package)[-1])
-    torch.testing.assert_close(torch.tensor(loaded), expected, rtol=0, atol=1e-6)
+    # Without the package there are no kernels for CPUs, whose sums are rounded in another order: a few times 1.2e-7.
+    tolerance = {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(torch.tensor(loaded), expected, **tolerance)
     assert (torch.tensor(tuned) - expected).abs().max() > 1e-3
     assert again == tuned and same_features
     assert module.startswith("hf_liere." if package else "transformers_modules.")
@@ -101,7 +103,7 @@ def test_load_train_save_load_in_a_fresh_process(checkpoint, tmp_path, package):
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "tuned").eval()
     assert isinstance(model, hf_liere.LieREViTForImageClassification)
     logits = model(torch.load(tmp_path / "pixels.pt")).logits
-    torch.testing.assert_close(logits, torch.tensor(tuned), rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits, torch.tensor(tuned), **tolerance)
 
 
 def test_every_auto_class_finds_its_model_without_the_package(checkpoint, tiny_video, tmp_path):
