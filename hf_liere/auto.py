@@ -17,6 +17,7 @@ from transformers import (
 from transformers.utils import is_torchvision_available, is_vision_available
 
 from .configuration_liere import LieREVideoConfig, LieREViTConfig
+from .loading import explaining, loading_options, require_finite, require_loaded_keys
 from .modeling_liere import (
     LieREViTBackbone,
     LieREViTForImageClassification,
@@ -117,34 +118,58 @@ def model_class(architecture: str) -> type:
 
 
 def load_checkpoint(
-    checkpoint: str | os.PathLike, revision: str | None = None, trust_remote_code: bool = False
+    checkpoint: str | os.PathLike,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: str = "float32",
 ) -> tuple[transformers.PreTrainedModel, object | None]:
     """
-    Any model that `from_pretrained` reads, of the class that its configuration names, in float32 and evaluation mode,
-    and its image or video processor (`None` if it has none that can be read).
+    Any model that `from_pretrained` reads, of the class that its configuration names, with all of its weights, in
+    evaluation mode, and its image or video processor (`None` if it has none that can be read).
 
     Args:
         checkpoint: Directory or repository on the Hub.
         revision: Branch, tag or commit of the repository.
         trust_remote_code: Whether code that comes with the checkpoint may run, where neither this package nor
             transformers knows its model.
+        dtype: Of the weights; `"auto"` leaves them as they were saved.
 
     Raises:
-        ValueError, OSError: if it cannot be read, or needs code that is not trusted.
+        CheckpointError: if there is none, it cannot be read, needs code that is not trusted, or its weights are
+            missing, left over, of another shape or not finite.
+        HubError: if it is on the Hub, which does not answer or refuses.
     """
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = AutoConfig.from_pretrained(checkpoint, **options)
-    (architecture,) = getattr(config, "architectures", None) or [None]
+    options = {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
+    with explaining(checkpoint):
+        config = AutoConfig.from_pretrained(checkpoint, **options)
+        (architecture,) = getattr(config, "architectures", None) or [None]
+        loader, is_ours = _loader(architecture)
+        # Weights of another shape are listed with the others that do not fit.
+        loading = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, keys = loader.from_pretrained(checkpoint, dtype=dtype, **loading, **options)
+    if loader is AutoModel and architecture not in (None, type(model).__name__):
+        # The bare model of an architecture whose head only the checkpoint's own code knows.
+        keys["unexpected_keys"] = set()
+    # Some of transformers' models were published without the pooler, which comes after all that is looked at.
+    require_loaded_keys(keys, checkpoint, () if is_ours else ("pooler.",))
+    require_finite(model, checkpoint)
+    return model.eval(), _processor(checkpoint, model, options)
+
+
+def _loader(architecture: str | None) -> tuple[type, bool]:
+    """The class that loads an architecture, and whether it is one of ours."""
     try:
-        loader = model_class(architecture)
+        return model_class(architecture), True
     except ValueError:
-        loader = getattr(transformers, architecture or "", AutoModel)
-    model = loader.from_pretrained(checkpoint, dtype="float32", **options)
+        return getattr(transformers, architecture or "", AutoModel), False
+
+
+def _processor(checkpoint: str | os.PathLike, model: transformers.PreTrainedModel, options: dict) -> object | None:
     for auto_class in (AutoVideoProcessor, AutoImageProcessor):
         if auto_class is AutoVideoProcessor and "video" not in getattr(model, "input_modalities", ()):
             continue
         try:
-            return model.eval(), auto_class.from_pretrained(checkpoint, **options)
+            return auto_class.from_pretrained(checkpoint, **options)
         except (ImportError, OSError, ValueError):
             continue
-    return model.eval(), None
+    return None

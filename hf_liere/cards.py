@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from .auto import MODELS, model_class
 from .checked_facts import facts_of_run
 from .configuration_liere import ROTARY_ENCODINGS
+from .errors import require_libraries
 from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, load_facts, pair, size_text
 from .run_records import RESULTS_FILE, result_of_run
 from .version import __version__
@@ -244,10 +245,9 @@ def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> 
 
 def _plot(facts: Facts) -> bytes:
     """Accuracy against image height with intervals, and the paper's figures as open circles."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise FactsError("The plot of the card needs matplotlib: pip install 'hf-liere[train]'.") from None
+    require_libraries("The plot of the card", "train", "matplotlib")
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

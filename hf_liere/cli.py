@@ -2,18 +2,42 @@
 
 import argparse
 import json
+import os
+import runpy
+import signal
 import sys
+from pathlib import Path
 
-from .cards import load_facts, push_card, render
-from .conversion import convert_checkpoint
-from .conversion_sources import SOURCES, ConversionError, option_names
-from .export import ExportError, export_checkpoint
-from .hub import HubError
-from .inspection import inspect_checkpoint
-from .inspection_inputs import InspectionError
-from .publishing import push, saved_weights_digest, verify
-from .pulling import pull
-from .version import __version__
+
+# This file imports only the standard library; a command imports what it needs when it runs, see hf_liere/launcher.
+
+SOURCES = ("liere", "comrope", "naver", "timm", "vit", "clip")
+_WITH_CLIP, _TIMM = ("comrope", "naver", "timm", "vit", "clip"), ("naver", "timm")
+# For every option of `convert` the kinds of source that take it, and what each accepts.
+CONVERT_OPTIONS = {
+    "axis_order": {_TIMM: "columns_first or rows_first"},
+    "axis_scale": {("comrope",): "true or false"},
+    "cls_position": {("comrope",): "a number"},
+    "hidden_act": {_WITH_CLIP: "an activation of transformers, such as gelu or quick_gelu"},
+    "image_size": {("liere", *_WITH_CLIP): "a number, or a list of one for each axis"},
+    "layer_generators": {("liere",): "official or paper"},
+    "layer_norm_eps": {_WITH_CLIP: "a positive number"},
+    "num_attention_heads": {_WITH_CLIP: "a number that divides the width"},
+    "num_axes": {("liere", "comrope"): "2 (images) or 3 (volumes, videos)"},
+    "num_channels": {("liere",): "a number"},
+    "num_frames": {("comrope",): "a number"},
+    "patch_size": {("liere",): "a number, or a list of one for each axis"},
+    "pooling": {("liere", *_TIMM): "cls or mean"},
+    "position_encoding": {
+        ("liere",): "liere, rope_mixed, absolute or visionllama",
+        ("comrope",): "liere, comrope-ap, comrope-ld, vanilla-rope, raw or none",
+        _TIMM: "mixed, axial, absolute or none",
+    },
+    "reference_grid": {_TIMM: "a number of patches, or a list of two"},
+    "rope_theta": {_TIMM: "a positive number"},
+    "scale_factor": {("comrope",): "a number"},
+    "theta_base": {("comrope",): "a positive number"},
+}
 
 
 def value(text: str):
@@ -25,8 +49,10 @@ def value(text: str):
 
 
 def parser() -> argparse.ArgumentParser:
+    # As a file: as a module it would import the package.
+    version = runpy.run_path(str(Path(__file__).with_name("version.py")))["__version__"]
     command = argparse.ArgumentParser(prog="hf-liere", description="Learned Lie-group position encodings for ViTs.")
-    command.add_argument("--version", action="version", version=__version__)
+    command.add_argument("--version", action="version", version=version)
     subcommands = command.add_subparsers(dest="command", required=True)
     _add_convert(subcommands)
     _add_export(subcommands)
@@ -73,12 +99,9 @@ def _add_convert(subcommands) -> None:
     convert.add_argument("--revision", help="branch, tag or commit of the repository")
     convert.add_argument("--image_mean", type=float, nargs="+", metavar="MEAN", help="of each channel in training")
     convert.add_argument("--image_std", type=float, nargs="+", metavar="STD", help="of each channel in training")
-    takers = {}
-    for source in SOURCES:
-        for name in option_names(source):
-            takers.setdefault(name, []).append(source)
-    for name, sources in sorted(takers.items()):
-        convert.add_argument(f"--{name}", type=value, metavar="VALUE", help=f"of {', '.join(sources)}")
+    for name, accepted in CONVERT_OPTIONS.items():
+        text = "; ".join(f"{', '.join(sources)}: {values}" for sources, values in accepted.items())
+        convert.add_argument(f"--{name}", type=value, metavar="VALUE", help=text)
     convert.set_defaults(run=run_convert)
 
 
@@ -156,12 +179,16 @@ def _add_push(subcommands) -> None:
 
 
 def run_convert(checkpoint: str, output: str, **options) -> str:
+    from .conversion import convert_checkpoint
+
     options = {name: given for name, given in options.items() if given is not None}
     conversion = convert_checkpoint(checkpoint, output, **options)
     return f"{output}: {conversion.model_class.__name__} from a checkpoint of kind {conversion.source}"
 
 
 def run_export(checkpoint: str, output: str, image_size: list[int] | None, dynamic_size, **options) -> str:
+    from .export import ExportError, export_checkpoint
+
     if image_size is not None:
         if len(image_size) > 2:
             raise ExportError(f"--image_size {image_size}: accepted are one size, or height and width.")
@@ -172,6 +199,8 @@ def run_export(checkpoint: str, output: str, image_size: list[int] | None, dynam
 
 
 def run_inspect(checkpoint: str, output: str, image: list[str], image_sizes: list[int] | None, **options) -> str:
+    from .inspection import inspect_checkpoint
+
     report = inspect_checkpoint(checkpoint, output, image, image_sizes=image_sizes, progress=True, **options)
     return f"{report}: open it in a browser"
 
@@ -179,35 +208,76 @@ def run_inspect(checkpoint: str, output: str, image: list[str], image_sizes: lis
 def run_push(
     folder: str, repo_id: str, card: str | None, evaluation: list[str], license: str | None, no_reload: bool, **options
 ) -> str:
+    from .cards import push_card
+    from .facts import load_facts
+    from .publishing import push
+    from .saved_weights import saved_weights_digest
+
     facts = load_facts(card) if card else None
     rendered = push_card(folder, saved_weights_digest(folder), repo_id, facts, evaluation, license)
     return str(push(folder, repo_id, card=rendered, reload=not no_reload, **options))
 
 
 def run_verify(folder: str, repo_id: str, revision: str) -> str:
+    from .publishing import verify
+
     published = verify(folder, repo_id, revision=revision)
     return f"{published.url}: the same weights {'and outputs ' if published.reloaded else ''}as {folder}"
 
 
 def run_pull(repo_id: str, folder: str | None, revision: str) -> str:
+    from .pulling import pull
+
     pulled = pull(repo_id, folder, revision=revision)
     return f"{pulled.folder}: commit {pulled.commit}, hashes compared"
 
 
 def run_card(facts: str) -> str:
+    from .cards import render
+    from .facts import load_facts
+
     return render(load_facts(facts)).text.rstrip()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """
+    Run the command; returns its exit status: 1 with one line of explanation for what the user can mend, and what a
+    shell reports of a process that Ctrl-C or a closed pipe ended.
+    """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads the output has seen enough. Python flushes once more at its end, and would fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(arguments: list[str] | None) -> int:
     options = vars(parser().parse_args(arguments))
     command, run = options.pop("command"), options.pop("run")
     try:
-        print(run(**options))
-    except (ConversionError, ExportError, FileExistsError, HubError, InspectionError, ValueError) as error:
-        print(f"hf-liere {command}: {error}", file=sys.stderr)
+        text = run(**options)
+    except KeyboardInterrupt:
+        print(f"hf-liere {command}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except Exception as error:
+        from .hub import HubError
+
+        if not isinstance(error, (HubError, OSError, ValueError)):
+            raise
+        print(f"hf-liere {command}: {_one_line(error)}", file=sys.stderr)
         return 1
+    print(text)
     return 0
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(line.strip() for line in str(error).splitlines())
 
 
 if __name__ == "__main__":

@@ -43,19 +43,17 @@ import hashlib
 import json
 import os
 import pickle
-import re
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from .auto import MODELS
 from .cards import render
 from .checked_facts import CONVERSION_FILE
 from .configuration_liere import LieREConfig, LieREVideoConfig, LieREViTConfig
@@ -65,14 +63,20 @@ from .conversion_sources import (
     ConversionError,
     SourceTensors,
     detect_source,
-    option_names,
     options_from_config,
     require_one_of,
+    require_options,
 )
 from .facts import MODEL_FIELDS, Facts
+from .hub import explained
+from .loading import loading_options, local_path, reason, shards
 from .modeling_liere import LieREPreTrainedModel, LieREViTForImageClassification, LieREViTModel
 from .modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from .saved_weights import saved_weights_digest
+from .targets import new_directory
+
+
+OWN_MODEL_TYPES = tuple(config_class.model_type for config_class in MODELS)
 
 
 @dataclass
@@ -123,14 +127,9 @@ def convert_state_dict(
     tensors = _plain(tensors)
     source = source or detect_source(tensors)
     require_one_of("source", source, SOURCES)
-    unknown = sorted(set(options) - set(option_names(source)))
-    if unknown:
-        raise ConversionError(
-            f"Unknown options {', '.join(unknown)} for a source of kind {source!r}; it takes "
-            f"{', '.join(option_names(source))}."
-        )
     from_config = options_from_config(source, source_config) if source_config else {}
     options = from_config | {name: value for name, value in options.items() if value is not None}
+    require_options(source, options)
     table = SourceTensors(tensors)
     parts = CONVERTERS[source](table, **options)
     table.finish()
@@ -142,6 +141,8 @@ def convert_state_dict(
         labels = len(list(parts.head.values())[-1])
         fields["num_labels"] = labels
         names = (source_config or {}).get("id2label") or {}
+        if not isinstance(names, Mapping) or not all(str(index).isdigit() for index in names):
+            raise ConversionError(f"id2label={names!r} beside the checkpoint: accepted are names by their numbers.")
         if len(names) == labels:
             fields["id2label"] = {int(index): name for index, name in names.items()}
             fields["label2id"] = {name: index for index, name in fields["id2label"].items()}
@@ -188,31 +189,43 @@ def load_checkpoint(
         revision: Branch, tag or commit of the repository.
 
     Raises:
-        ConversionError: if there is no checkpoint, it is damaged, or it is a pickle that needs code to be executed.
+        ConversionError, CheckpointError: if there is no checkpoint, it is damaged, it is one of ours, or it is a pickle
+            that needs code to be executed.
+        HubError: if it is on the Hub, which does not answer or refuses.
     """
     path = _locate(checkpoint, revision)
-    config_file = (path if path.is_dir() else path.parent) / "config.json"
-    try:
-        source_config = json.loads(config_file.read_text()) if config_file.is_file() else None
-    except ValueError as error:
-        raise ConversionError(f"{config_file.name} beside the checkpoint is not JSON: {error}") from error
+    source_config = _json_beside(path, "config.json")
+    if path.is_dir() and (source_config or {}).get("model_type") in OWN_MODEL_TYPES:
+        raise ConversionError(f"{checkpoint} is a model of hf_liere already; from_pretrained reads it as it is.")
     tensors = {}
     for file in _weight_files(path):
         tensors.update(_read(file))
     return tensors, source_config
 
 
+def _json_beside(path: Path, name: str) -> dict | None:
+    """The content of a file beside the weights, if it is there."""
+    file = (path if path.is_dir() else path.parent) / name
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConversionError(f"{name} beside the checkpoint is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{name} beside the checkpoint holds a {type(content).__name__}; accepted is an object.")
+    return content
+
+
 def _locate(checkpoint: str | os.PathLike, revision: str | None) -> Path:
     """The file or directory itself, or the downloaded files of a repository."""
-    if Path(checkpoint).exists():
-        return Path(checkpoint)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(checkpoint)):
-        raise ConversionError(f"{checkpoint} is neither a file, a directory nor the name of a repository.")
+    path = local_path(checkpoint)
+    if path is not None:
+        return path
+    options = loading_options(checkpoint, revision)
     patterns = ["*.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)]
-    try:
-        return Path(snapshot_download(str(checkpoint), revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise ConversionError(f"{checkpoint} is not here and cannot be downloaded: {error}") from error
+    with explained(HfApi(), str(checkpoint), revision):
+        return Path(snapshot_download(str(checkpoint), allow_patterns=patterns, **options))
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -223,7 +236,7 @@ def _weight_files(path: Path) -> list[Path]:
             return [path / name]
         index = path / f"{name}.index.json"
         if index.is_file():
-            return [path / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            return shards(index)
     found = sorted(file for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES)
     if len(found) != 1:
         raise ConversionError(
@@ -239,14 +252,10 @@ def _read(file: Path) -> Mapping:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     # Whatever a reader makes of bytes that are none of its own.
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, LookupError, ValueError) as error:
-        first_line = str(error).partition("\n")[0] or type(error).__name__
-        reason = "it is truncated or no checkpoint at all"
-        if isinstance(error, pickle.UnpicklingError) and "global" in str(error).lower():
-            reason = (
-                "it is a pickle that needs more than tensors, and code in a checkpoint is never executed here; load "
-                "it where you trust it and save its state_dict alone"
-            )
-        raise ConversionError(f"{file.name} cannot be read: {reason} ({first_line}).") from error
+        # Bytes of another kind make torch's reader stumble in as many ways.
+        known = isinstance(error, (SafetensorError, pickle.UnpicklingError, OSError))
+        text = reason(error) if known else f"it is truncated or no checkpoint at all ({type(error).__name__})."
+        raise ConversionError(f"{file.name} cannot be read: {text}") from error
     if not isinstance(checkpoint, Mapping):
         raise ConversionError(f"{file.name} holds a {type(checkpoint).__name__}, not a mapping of names to tensors.")
     return checkpoint
@@ -277,31 +286,21 @@ def convert_checkpoint(
         options: As for [`convert_state_dict`].
 
     Raises:
-        ConversionError: as [`load_checkpoint`] and [`convert_state_dict`].
+        InputError: as [`load_checkpoint`] and [`convert_state_dict`], and if nothing can be written beside `output`.
+        HubError: as [`load_checkpoint`].
         FileExistsError: if `output` is there and not an empty directory.
     """
-    output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"{output} exists already and is not an empty directory.")
-    local = _locate(checkpoint, revision)
-    tensors, source_config = load_checkpoint(local)
-    conversion = convert_state_dict(tensors, source, source_config, **options)
-    model = conversion.model()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        model.save_pretrained(partial)
+    with new_directory(output) as partial:
+        local = _locate(checkpoint, revision)
+        tensors, source_config = load_checkpoint(local)
+        conversion = convert_state_dict(tensors, source, source_config, **options)
+        conversion.model().save_pretrained(partial)
         statistics = {"image_mean": image_mean, "image_std": image_std}
         _save_processor(partial, conversion.config, local, source_config, statistics)
         facts = _facts(checkpoint, revision, conversion, options, partial)
         render(facts).write(partial)
         record = {name: getattr(facts, name) for name in ("weights", "converted_from", "notes")}
         (partial / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        # Temporary directories are private, a checkpoint is not.
-        partial.chmod(0o755)
-        os.replace(partial, output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return conversion
 
 
@@ -317,9 +316,8 @@ def _save_processor(
     trained = (source_config or {}).get("pretrained_cfg") or {}
     if "mean" in trained and "std" in trained:
         known = {"image_mean": list(trained["mean"]), "image_std": list(trained["std"])}
-    beside = (local if local.is_dir() else local.parent) / "preprocessor_config.json"
-    if beside.is_file():
-        processor = json.loads(beside.read_text())
+    processor = _json_beside(local, "preprocessor_config.json")
+    if processor is not None:
         known |= {name: processor[name] for name in ("image_mean", "image_std", "resample") if name in processor}
     known |= {name: value for name, value in statistics.items() if value is not None}
     height, width = config.input_shape[-2:]

@@ -8,15 +8,18 @@ and returns [`ModelParts`]; tensors that nobody took are an error. The options o
 import inspect
 import math
 import re
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from transformers.activations import ACT2FN
 
+from .errors import InputError
 from .lie_algebra import skew_entries
 
 
-class ConversionError(ValueError):
+class ConversionError(InputError):
     """A checkpoint or an option that cannot be converted, with the reason."""
 
 
@@ -86,8 +89,8 @@ class ModelParts:
 
 
 def _sizes(name: str, value: int | Iterable[int], axes: int) -> tuple[int, ...]:
-    sizes = (value,) * axes if isinstance(value, int) else tuple(value)
-    if len(sizes) != axes or any(size < 1 for size in sizes):
+    sizes = (value,) * axes if isinstance(value, int) else tuple(value) if isinstance(value, Iterable) else ()
+    if len(sizes) != axes or any(not isinstance(size, int) or size < 1 for size in sizes):
         raise ConversionError(f"{name}={value!r} must be one positive number, or one for each of {axes} axes.")
     return sizes
 
@@ -920,14 +923,56 @@ def detect_source(keys: Iterable[str]) -> str:
 
 def option_names(source: str) -> list[str]:
     """Names of the options of a kind of source."""
+    return list(_options(source))
+
+
+def _options(source: str) -> dict[str, object]:
+    """Types of the options by name, as the converter declares them."""
     converter = _timm_parts if source in ("timm", "naver") else CONVERTERS[source]
     parameters = inspect.signature(converter).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    return {option.name: option.annotation for option in parameters if option.kind is option.KEYWORD_ONLY}
+
+
+def require_options(source: str, options: Mapping) -> None:
+    """
+    Raises:
+        ConversionError: if the kind of source has no such option, or a value is of another type than the option.
+    """
+    declared = _options(source)
+    unknown = sorted(set(options) - set(declared))
+    if unknown:
+        raise ConversionError(
+            f"Unknown options {', '.join(unknown)} for a source of kind {source!r}; it takes {', '.join(declared)}."
+        )
+    for name, value in options.items():
+        accepted = typing.get_args(declared[name]) or (declared[name],)
+        if not any(_is_of(value, kind) for kind in accepted):
+            names = [TYPE_NAMES[kind] for kind in accepted if kind in TYPE_NAMES]
+            raise ConversionError(f"{name}={value!r}: accepted is {' or '.join(names)}.")
+    if "hidden_act" in options:
+        require_one_of("hidden_act", options["hidden_act"], ACT2FN)
+
+
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a name", Iterable[int]: "a list"}
+
+
+def _is_of(value: object, kind: object) -> bool:
+    if kind == Iterable[int]:
+        return isinstance(value, Iterable) and not isinstance(value, str)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def options_from_config(source: str, source_config: Mapping) -> dict:
     """Options that the `config.json` beside a checkpoint states; the rest of it is not used."""
-    source_config = dict(source_config)
+    try:
+        return _stated_options(source, dict(source_config))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConversionError(f"config.json beside the checkpoint is not understood: {error}") from error
+
+
+def _stated_options(source: str, source_config: dict) -> dict:
     # The vision tower's part of CLIP's configuration.
     source_config |= source_config.get("vision_config") or {}
     names = {name: name for name in option_names(source)}

@@ -148,6 +148,8 @@ def _cache_directory() -> Iterator[int]:
         raise Unusable(f"{path} {kind} ({error.strerror})") from error
     try:
         _check_owner(os.fstat(directory), path)
+        if os.fstatvfs(directory).f_flag & getattr(os, "ST_NOEXEC", 0):
+            raise Unusable(f"{path} is on a file system from which nothing may be executed (noexec)")
         _wait_for(directory)
         yield directory
     finally:
@@ -211,6 +213,8 @@ def _load_or_compile(compiler: tuple[str, ...], block_size: int, directory: int)
                 except OSError as error:
                     logger.info("%s in the cache is compiled again: %s", name, error)
                     os.unlink(name, dir_fd=directory)
+    if not os.access(".", os.W_OK, dir_fd=directory):
+        raise Unusable(f"{_cache_path()} cannot be written to")
     logger.info("Compiling the kernels for blocks of %d with %s, once for this machine.", block_size, compiler[0])
     failure = None
     for start, command in zip(starts, commands):
@@ -266,7 +270,12 @@ def _run(command: list[str]) -> str:
 
 
 def _store(directory: int, start: str, content: bytes) -> str:
-    """The name under which the content is in the directory, whole and on the disk."""
+    """
+    The name under which the content is in the directory, whole and on the disk.
+
+    Raises:
+        Unusable: if it cannot be written there.
+    """
     name, unfinished = f"{start}{_hash(content)}.so", f"unfinished-{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
@@ -275,9 +284,11 @@ def _store(directory: int, start: str, content: bytes) -> str:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, name, src_dir_fd=directory, dst_dir_fd=directory)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(unfinished, dir_fd=directory)
+        if isinstance(error, OSError):
+            raise Unusable(f"{_cache_path()} cannot be written to ({error.strerror})") from error
         raise
     return name
 

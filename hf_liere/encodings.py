@@ -210,7 +210,9 @@ class LieRE(RotaryEncoding):
         numbers = self.layers * self.heads * self.num_blocks * self.block_size**2 * positions[..., 0].numel()
         if self.layers == 1 or numbers * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
             return self.matrices(positions, entries, rays)
-        return (self.matrices(positions, entries[:, layer : layer + 1], rays)[0] for layer in range(self.layers))
+        # Copies, because frameworks that shard parameters take them away when this module returns.
+        parts = [part.clone() for part in entries.split(1, dim=1)]
+        return (self.matrices(positions, part, rays)[0] for part in parts)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -344,7 +346,8 @@ class FoldedLieRE(LieRE):
     def layer_rotations(self, positions: torch.Tensor, grid: tuple[int, ...] | None) -> Iterable[Rotation]:
         if grid is None or grid_name(grid) not in self.grids:
             return super().layer_rotations(positions, grid)
-        rotations = [layer.transpose(0, 1).unsqueeze(0) for layer in self.grids[grid_name(grid)]]
+        # from_pretrained makes every parameter trainable; constants are not.
+        rotations = [layer.transpose(0, 1).unsqueeze(0) for layer in self.grids[grid_name(grid)].detach()]
         return rotations * (self.num_layers // self.layers)
 
     @torch.no_grad()
@@ -379,7 +382,7 @@ class FoldedComRoPE(RotaryEncoding):
         self.block_size = 2
 
     def entries(self, device: torch.device) -> torch.Tensor:
-        return self.frequencies.unsqueeze(-1)
+        return self.frequencies.detach().unsqueeze(-1)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

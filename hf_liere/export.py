@@ -10,6 +10,9 @@ Models outside of Python: ONNX files and `torch.export` archives, image and vide
 | `liere` | rotations of one grid as constants | fixed |
 | `liere` with `dynamic_size=True` | the matrix exponential, as float64 products | dynamic |
 | `absolute`, and any encoding beside a learned table | the table, resized to one grid | fixed |
+
+The outputs of an ONNX file are a list, whose names are in the file. The program in a `.pt2` archive returns a
+dictionary of tensors by name: `torch.export.load("model.pt2").module()(pixel_values)["logits"]`.
 """
 
 import importlib.util
@@ -20,20 +23,24 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from . import modeling_liere, modeling_liere_video
+from .auto import load_checkpoint
 from .configuration_liere import ROTARY_ENCODINGS, LieREConfig
+from .errors import InputError, quiet, require_libraries
 from .modeling_liere import LieREPreTrainedModel
+from .targets import new_file
 
 
 ONNX, TORCH_EXPORT = ".onnx", ".pt2"
 # A protocol buffer cannot be larger; the weights then go to a second file.
 PROTOBUF_LIMIT = 2**31 - 2**24
+# The first with LayerNormalization; the newest is what the installed onnx knows.
+OLDEST_OPSET = 17
 EXPORTABLE_ATTENTION = ("sdpa", "eager")
 # Of exported outputs to their largest entry: float32 with sums in another order stays a hundred times below.
 TOLERANCE = 1e-4
 
 
-class ExportError(ValueError):
+class ExportError(InputError):
     """What cannot be exported as asked; the message says what can."""
 
 
@@ -80,50 +87,68 @@ def export_model(
         dynamic_size: Whether height and width (and frames) may vary by whole patches, at least two on every axis.
             `None` means wherever it costs nothing, see the table above; `True` with LieRE puts the exponential into
             the graph.
-        opset: Version of ONNX's operators; `None` means the one that PyTorch's exporter recommends.
+        opset: Version of ONNX's operators, from 17; `None` means the one that PyTorch's exporter recommends.
 
     Returns:
         The path of the file.
 
     Raises:
-        ExportError: if the model or the options do not allow this export, or a library that it needs is missing.
+        InputError: if the model or the options do not allow this export, a library that it needs is missing, or nothing
+            can be written there.
         FileExistsError: if `output` exists.
     """
     output = Path(output)
+    _require_format(output, opset)
+    with new_file(output) as partial:
+        program = export_program(model, image_size, num_frames, dynamic_size)
+        config = model.config.to_json_string(use_diff=False)
+        if output.suffix == TORCH_EXPORT:
+            torch.export.save(program, partial, extra_files={"config.json": config})
+        else:
+            _save_onnx(program, model.config, config, opset, partial)
+    return output
+
+
+def _require_format(output: Path, opset: int | None) -> None:
     if output.suffix not in (ONNX, TORCH_EXPORT):
         raise ExportError(f"{output}: accepted are names that end in {ONNX} or {TORCH_EXPORT}.")
-    if output.exists():
-        raise FileExistsError(f"{output} exists.")
-    if output.suffix == ONNX:
-        missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ExportError(f"An ONNX file needs {' and '.join(missing)}: pip install 'hf-liere[export]'.")
-    elif opset is not None:
-        raise ExportError(f"opset={opset} is for ONNX files; {output.name} has PyTorch's own operators.")
-
-    program = export_program(model, image_size, num_frames, dynamic_size)
-    config = model.config.to_json_string(use_diff=False)
-    output.parent.mkdir(parents=True, exist_ok=True)
     if output.suffix == TORCH_EXPORT:
-        torch.export.save(program, output, extra_files={"config.json": config})
-        return output
+        if opset is not None:
+            raise ExportError(f"opset={opset} is for ONNX files; {output.name} has PyTorch's own operators.")
+        return
+    require_libraries("An ONNX file", "export", "onnx", "onnxscript")
+    if opset is not None:
+        from onnx.defs import onnx_opset_version
+
+        newest = onnx_opset_version()
+        if not OLDEST_OPSET <= opset <= newest:
+            raise ExportError(f"opset={opset}: accepted are {OLDEST_OPSET} to {newest}.")
+
+
+def _save_onnx(
+    program: torch.export.ExportedProgram, config: LieREConfig, metadata: str, opset: int | None, path: Path
+) -> None:
     program = program.run_decompositions({torch.ops.aten.diagonal_scatter.default: _diagonal_scatter})
     (pixels,) = (node.meta["val"] for node in program.graph.nodes if node.name == "pixel_values")
-    names = {0: "batch", **_size_axes(model.config)}
+    names = {0: "batch", **_size_axes(config)}
     names = {axis: name for axis, name in names.items() if not isinstance(pixels.shape[axis], int)}
-    onnx_program = torch.onnx.export(
-        program,
-        dynamo=True,
-        input_names=["pixel_values"],
-        output_names=list(program.call_spec.out_spec.context),
-        dynamic_shapes={"pixel_values": names},
-        opset_version=opset,
-        verbose=False,
-    )
-    onnx_program.model.metadata_props["config.json"] = config
+    # A version that it cannot convert to is logged, and another one is written.
+    with quiet("torch.onnx", "onnxscript"):
+        onnx_program = torch.onnx.export(
+            program,
+            dynamo=True,
+            input_names=["pixel_values"],
+            output_names=list(program.call_spec.out_spec.context),
+            dynamic_shapes={"pixel_values": names},
+            opset_version=opset,
+            verbose=False,
+        )
+    written = onnx_program.model.opset_imports[""]
+    if opset not in (None, written):
+        raise ExportError(f"opset={opset}: PyTorch's exporter writes this model with {written} only; leave opset out.")
+    onnx_program.model.metadata_props["config.json"] = metadata
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
-    onnx_program.save(output, external_data=size > PROTOBUF_LIMIT)
-    return output
+    onnx_program.save(path, external_data=size > PROTOBUF_LIMIT)
 
 
 def export_program(
@@ -184,23 +209,6 @@ def export_program(
         model.train(was_training)
 
 
-def load_model(checkpoint: str | os.PathLike, revision: str | None = None) -> LieREPreTrainedModel:
-    """
-    The model of a checkpoint, of the class that its configuration names.
-
-    Raises:
-        ExportError: if this is no class of this package's image and video models.
-    """
-    fields, _ = LieREConfig.get_config_dict(checkpoint, revision=revision)
-    modules = (modeling_liere, modeling_liere_video)
-    classes = {name: getattr(module, name) for module in modules for name in module.__all__}
-    classes.pop("LieREPreTrainedModel")
-    architectures = fields.get("architectures") or []
-    if len(architectures) != 1 or architectures[0] not in classes:
-        raise ExportError(f"{checkpoint} holds {architectures}; accepted are {', '.join(sorted(classes))}.")
-    return classes[architectures[0]].from_pretrained(checkpoint, revision=revision)
-
-
 def run_exported(path: str | os.PathLike, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
     """Outputs by name of a file of [`export_model`], from ONNX Runtime or PyTorch, on the CPU."""
     path = Path(path)
@@ -230,12 +238,23 @@ def export_checkpoint(
         A line that says what was written, and by how much its outputs differ.
 
     Raises:
-        ExportError: as [`export_model`], and if the outputs differ by more than 1e-4 of the largest.
+        CheckpointError, HubError: if the checkpoint cannot be loaded, or a weight is missing, left over or not finite.
+        ExportError: as [`export_model`], and if the outputs differ by more than 1e-4 of the largest; nothing is
+            written then.
     """
-    model = load_model(checkpoint, revision)
-    path = export_model(model, output, **options)
+    output = Path(output)
+    _require_format(output, options.get("opset"))
+    with new_file(output) as partial:
+        model, _ = load_checkpoint(checkpoint, revision, dtype="auto")
+        export_model(model, partial, **options)
+        comparison = _comparison(model, partial, options)
+    return f"{output}: {type(model).__name__}{comparison}"
+
+
+def _comparison(model: LieREPreTrainedModel, path: Path, options: Mapping) -> str:
+    """What is said of the exported file beside its model; raises where their outputs differ."""
     if path.suffix == ONNX and importlib.util.find_spec("onnxruntime") is None:
-        return f"{path}: {type(model).__name__}; not compared, for onnxruntime is not installed"
+        return "; not compared, for onnxruntime is not installed"
     grid = _grid(model.config, options.get("image_size"), options.get("num_frames"))
     pixels = _pixels(model.config, grid, batch_size=3).normal_()
     with torch.no_grad():
@@ -247,9 +266,10 @@ def export_checkpoint(
     )
     if not difference <= TOLERANCE:
         raise ExportError(
-            f"{path}: outputs differ from the model's by {difference:.1e} of the largest, more than {TOLERANCE}."
+            f"{path.name} was not written: its outputs would differ from the model's by {difference:.1e} of the "
+            f"largest, more than {TOLERANCE}."
         )
-    return f"{path}: {type(model).__name__} with outputs {', '.join(found)}, within {difference:.1e} of the model's"
+    return f" with outputs {', '.join(found)}, within {difference:.1e} of the model's"
 
 
 def _diagonal_scatter(states, source, offset=0, dim1=0, dim2=1):

@@ -9,6 +9,8 @@ from typing import Any, get_args, get_origin
 
 import yaml
 
+from .errors import InputError
+
 
 METRICS = {"accuracy": "top-1 accuracy", "top5_accuracy": "top-5 accuracy", "loss": "cross entropy"}
 # Fields of a configuration that tell the architecture, in the order in which a card lists them.
@@ -49,7 +51,7 @@ _HERE = Path(__file__).resolve().parent
 FOLDER = next((path for path in (_HERE / "model_cards", _HERE.parent / "model_cards") if path.is_dir()), None)
 
 
-class FactsError(ValueError):
+class FactsError(InputError):
     """Facts that cannot become the card of this checkpoint; the message names the file and what is wrong."""
 
 

@@ -1,6 +1,5 @@
 """A checkpoint explained: numbers, plots and one page, for `hf-liere inspect`."""
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from .analysis import analyse, black_input, vision_tower
 from .attention_analysis import size_options
 from .auto import load_checkpoint
+from .errors import require_libraries
 from .inspection_inputs import InspectionError, Preparation, Sample, read_samples
 from .patching import CONFIG_NAME
 from .targets import new_directory
@@ -58,9 +58,7 @@ def inspect_checkpoint(
             size; InputError: if nothing can be written beside `output`.
         FileExistsError: if there is something in `output`.
     """
-    missing = [name for name in ("matplotlib", "PIL") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InspectionError(f"A report needs {' and '.join(missing)}: pip install 'hf-liere[inspect]'.")
+    require_libraries("A report", "inspect", "matplotlib", "PIL")
     from .inspection_report import render
 
     with new_directory(output) as partial:
@@ -105,11 +103,7 @@ def _load(checkpoint: str | os.PathLike, revision: str | None, trust_remote_code
             f"{checkpoint} holds rotations without a model (save_rotary): load_rotary them into their model and save "
             "complete_model(model), which can be inspected."
         )
-    try:
-        return load_checkpoint(checkpoint, revision, trust_remote_code)
-    except (OSError, ValueError) as error:
-        # One line of what transformers spreads over several.
-        raise InspectionError(f"{checkpoint} cannot be loaded: {' '.join(str(error).split())}") from error
+    return load_checkpoint(checkpoint, revision, trust_remote_code)
 
 
 def _sizes(

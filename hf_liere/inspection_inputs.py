@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers.image_utils import PILImageResampling
+
+from .errors import InputError, require_libraries
 
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
@@ -17,7 +18,7 @@ SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, ARRAY_SUFFIX)
 TABLE_SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
 
 
-class InspectionError(ValueError):
+class InspectionError(InputError):
     """What cannot be inspected as asked; the message says what can."""
 
 
@@ -51,7 +52,8 @@ class Preparation:
     rescale_factor: float = 1 / 255
     mean: Sequence[float] = (0.5,)
     std: Sequence[float] = (0.5,)
-    resample: int = PILImageResampling.BILINEAR
+    # PIL.Image.Resampling.BILINEAR, without importing what only `inspect` needs.
+    resample: int = 2
 
     @classmethod
     def of(cls, processor, num_channels: int, num_frames: int | None) -> "Preparation":
@@ -165,10 +167,8 @@ def _image(source) -> np.ndarray:
 
 
 def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Sample]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise InspectionError(f"Reading {name} needs datasets: pip install 'hf-liere[inspect]'.") from error
+    require_libraries(f"Reading {name}", "inspect", "datasets")
+    import datasets
 
     suffix = Path(name).suffix.lower()
     try:

@@ -321,8 +321,8 @@ class LieREPreTrainedModel(PreTrainedModel):
                 LieRE with a block size above 2 only.
 
         Raises:
-            ValueError: if the model is folded already or has no rotations, or adapters or quantized layers stand where
-                weights would have to be turned.
+            ValueError: if the model is folded already or has no rotations, its weights are offloaded or made by others
+                (pruning), or adapters or quantized layers stand where weights would have to be turned.
             `huggingface_hub.errors.StrictDataclassError`: if a grid does not fit the model.
         """
         config = self.config
@@ -331,7 +331,16 @@ class LieREPreTrainedModel(PreTrainedModel):
                 f"There is nothing to fold in a model with position_encoding={config.position_encoding!r} and "
                 f"folded_grids={config.folded_grids}."
             )
-        folded = copy.deepcopy(self).eval()
+        elsewhere = [name for name, parameter in self.named_parameters() if parameter.is_meta]
+        if elsewhere:
+            raise ValueError(f"{len(elsewhere)} weights are offloaded ({elsewhere[0]} …); fold before offloading.")
+        try:
+            folded = copy.deepcopy(self).eval()
+        except RuntimeError as error:
+            raise ValueError(
+                "The model cannot be copied to be folded, because weights of it are computed from others; make pruning "
+                f"and parametrizations permanent first. {error}"
+            ) from error
         encoder = next(module for module in folded.modules() if isinstance(module, LieREEncoderModel))
         constant = config.position_encoding == "liere" and config.block_size > 2
         grids = [config.train_grid] if grids is None else list(grids)

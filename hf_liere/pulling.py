@@ -8,7 +8,6 @@ local cache, whose file names are the hashes.
 import os
 import re
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from .hub import (
     remote_digests,
     retrying,
 )
+from .targets import new_directory
 
 
 logger = logging.get_logger(__name__)
@@ -66,25 +66,32 @@ def pull(
 
     Raises:
         FileExistsError: if the folder holds something.
-        HubError: if the Hub refuses or delivers a file twice with a wrong hash, or the folder cannot be written.
+        InputError: if nothing can be written beside it.
+        HubError: if the Hub refuses or delivers a file twice with a wrong hash, or the folder cannot be filled.
         UnreachableError: if it cannot be reached and the cache does not hold everything.
     """
     api = api or HfApi()
-    if folder is not None and Path(folder).exists() and (not Path(folder).is_dir() or any(Path(folder).iterdir())):
-        raise FileExistsError(f"{folder} exists already and is not an empty directory.")
+    if folder is None:
+        source, commit = _pulled(api, repo_id, revision, path, cache_dir)
+        return Pulled(source, commit)
+    with new_directory(folder) as partial:
+        source, commit = _pulled(api, repo_id, revision, path, cache_dir)
+        try:
+            shutil.copytree(source, partial, dirs_exist_ok=True)
+        except OSError as error:
+            raise HubError(f"{folder} cannot be written: {error.strerror or error}.") from None
+    return Pulled(Path(folder), commit)
+
+
+def _pulled(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> tuple[Path, str]:
+    """The folder in the cache and its commit."""
     with explained(api, repo_id, revision):
         snapshot = _checked_snapshot(api, repo_id, revision, path, cache_dir)
     commit = snapshot.name
     source = snapshot if path is None else snapshot / path
     if not source.is_dir():
         raise HubError(f"{repo_id} at {commit} on {api.endpoint} has no folder {path!r}.")
-    if folder is None:
-        return Pulled(source, commit)
-    try:
-        _copy(source, Path(folder))
-    except OSError as error:
-        raise HubError(f"{folder} cannot be written: {error.strerror or error}.") from None
-    return Pulled(Path(folder), commit)
+    return source, commit
 
 
 def _checked_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> Path:
@@ -166,18 +173,6 @@ def _forget(snapshot: Path, names: list[str]) -> None:
             link.unlink()
             link = target
         link.unlink(missing_ok=True)
-
-
-def _copy(source: Path, folder: Path) -> None:
-    """A copy that appears complete or not at all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        shutil.copytree(source, partial, dirs_exist_ok=True)
-        partial.chmod(0o755)
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 __all__ = ["Pulled", "pull"]

@@ -133,7 +133,8 @@ def refuse_other_tokens(tower: Tower, attentions: list[tuple[str, nn.Module]]) -
     """
     Raises:
         ValueError: if not all of `attentions` see the tokens that the embeddings make: they belong to several stacks
-            (of windows, frames or messages), or the tower learns further ones outside its embeddings.
+            (of windows, frames or messages), or the tower learns further ones outside its embeddings, or in them under
+            a name that does not tell that they stand before the patches.
     """
     kind = type(tower.module).__name__
     stacks = {re.sub(r"\d+", "*", name) for name, _ in attentions}
@@ -142,6 +143,14 @@ def refuse_other_tokens(tower: Tower, attentions: list[tuple[str, nn.Module]]) -
             f"The attention of {kind} is that of several stacks, {', '.join(sorted(stacks))}, which do not see the "
             "same tokens; accepted: layers of the one that sees all patches."
         )
+    for name, parameter in tower.embeddings.named_parameters(recurse=False):
+        vectors = parameter.ndim == 3 and parameter.shape[0] == 1
+        if vectors and not re.search("class|cls|dist|register|mask|pos", name):
+            raise ValueError(
+                f"The embeddings of {kind} learn {name} ({parameter.shape[1]} vectors), which may come after the "
+                "patches: which token is which patch is unknown; accepted are class, distillation, register and mask "
+                "tokens."
+            )
     embeddings = set(tower.embeddings.modules())
     for name, module in tower.module.named_modules():
         if isinstance(module, nn.Embedding) and module not in embeddings:

@@ -1,6 +1,11 @@
 import os
 from pathlib import Path
 
+
+# Nothing in the tests may reach a hub; the local server of the hub tests sets its own endpoint. The libraries read it
+# when they are imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 import pytest
 import torch
 import transformers
@@ -10,9 +15,6 @@ import hf_liere
 from hf_liere import cpu_library
 from hf_liere.cpu_kernels import CPU_KERNELS
 
-
-# Nothing in the tests may reach a hub; the local server of the hub tests sets its own endpoint.
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -192,6 +192,7 @@ ROTATING = {
 # Which of their tokens is which patch cannot be told.
 UNFIT = {
     "eomt": model("EomtConfig", "EomtForUniversalSegmentation", **IMAGE, num_queries=5, num_blocks=1),
+    "yolos": model("YolosConfig", "YolosModel", **{**IMAGE, "image_size": [16, 16]}, num_detection_tokens=3),
     "x_clip": model("XCLIPVisionConfig", "XCLIPVisionModel", **IMAGE, mit_hidden_size=32),
     "segformer": model(
         "SegformerConfig", "SegformerModel", hidden_sizes=[8] * 4, num_attention_heads=[1] * 4, decoder_hidden_size=8

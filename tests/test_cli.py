@@ -1,16 +1,27 @@
 """The console command, as it is called."""
 
+import json
+import os
 import re
+import signal
 import subprocess
 import sys
-from pathlib import Path
 
+import huggingface_hub.constants as constants
+import pytest
 import torch
-from test_conversion import images, liere_weights
+from hub_client import ROOT
+from safetensors.torch import load_file, save_file
+from test_conversion import Code, images, liere_weights
 from transformers import AutoModelForImageClassification
 
-from hf_liere.cli import main
+import hf_liere
+from hf_liere import conversion_sources
+from hf_liere.cli import CONVERT_OPTIONS, SOURCES, main
 from hf_liere.conversion import convert_state_dict
+from hf_liere.errors import InputError
+from training.arguments import ModelArguments
+from training.models import resolve_config
 
 
 def test_convert_writes_what_from_pretrained_reads(tmp_path, capsys):
@@ -29,7 +40,7 @@ def test_a_refused_checkpoint_is_one_line_on_stderr(tmp_path, capsys):
     (tmp_path / "cut.safetensors").write_bytes(b"{")
     for arguments, message in (
         (["cut.safetensors", "out"], "truncated"),
-        (["absent", "out"], "neither a file"),
+        (["absent", "out"], "no such file or directory"),
         (["cut.safetensors", ""], "exists already"),
     ):
         assert main(["convert", *(str(tmp_path / argument) for argument in arguments)]) == 1
@@ -38,14 +49,206 @@ def test_a_refused_checkpoint_is_one_line_on_stderr(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["cut.safetensors"]
 
 
-def test_help_names_every_option_and_who_takes_it():
-    process = subprocess.run(
-        [sys.executable, "-m", "hf_liere.cli", "convert", "--help"], capture_output=True, text=True, check=True
+def test_convert_declares_the_options_that_the_converters_take():
+    """The table of the parser, which may not import the converters, against the converters."""
+    assert SOURCES == conversion_sources.SOURCES
+    for source in SOURCES:
+        declared = [name for name, accepted in CONVERT_OPTIONS.items() if any(source in kinds for kinds in accepted)]
+        assert declared == sorted(conversion_sources.option_names(source))
+    assert not {source for kinds in CONVERT_OPTIONS.values() for group in kinds for source in group} - set(SOURCES)
+
+
+def test_help_names_every_option_and_what_it_accepts(capsys):
+    with pytest.raises(SystemExit):
+        main(["convert", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--layer_generators VALUE liere: official or paper" in text and "naver, timm: mixed, axial, absolute" in text
+
+
+LAUNCHED = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("hf_liere_launcher", {launcher!r})
+launcher = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(launcher)
+sys.argv = ["hf-liere", *{arguments!r}]
+try:
+    status = launcher.main()
+except SystemExit as stopped:
+    status = stopped.code
+heavy = sorted({{"torch", "transformers", "numpy", "hf_liere"}} & set(sys.modules))
+print(status, heavy, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments, status",
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["inspct", "model"], 2),
+        (["inspect", "model", "--ouptut", "page"], 2),
+        *(([command, "--help"], 0) for command in ("card", "convert", "export", "inspect", "pull", "push", "verify")),
+    ],
+)
+def test_help_and_typos_import_nothing_heavy(arguments, status):
+    launcher = str(ROOT / "hf_liere" / "launcher" / "__init__.py")
+    code = LAUNCHED.format(launcher=launcher, arguments=arguments)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert process.stderr.splitlines()[-1] == f"{status} []", process.stderr
+    assert bool(process.stdout) == (status == 0)
+
+
+def test_a_name_that_is_no_directory_is_refused_without_asking_the_hub(tmp_path, monkeypatch, capsys):
+    """With a Hub that may not be asked: a request would raise another error."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    for name in ("outputs/typo", "typo", "./owner/name", "owner/name/more", str(tmp_path / "typo")):
+        for command in (
+            ["inspect", name, "--output", "page"],
+            ["export", name, "model.pt2"],
+            ["convert", name, "converted"],
+        ):
+            assert main(command) == 1
+            assert f"{command[0]}: {name}: no such file or directory" in capsys.readouterr().err
+        arguments = ModelArguments(model_name_or_path=name)
+        with pytest.raises(InputError, match="no such file or directory"):
+            resolve_config(arguments)
+    assert main(["inspect", "owner/name", "--output", "page"]) == 1
+    error = capsys.readouterr().err
+    assert "HF_HUB_OFFLINE is set, and owner/name is not" in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+
+
+def only_error(capsys):
+    """The one line that a command left, besides the progress of loading."""
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line and not line.startswith("Loading weights: ")]
+    assert captured.out == "" and len(lines) == 1 and lines[0].startswith("hf-liere "), captured.err
+    return lines[0]
+
+
+@pytest.fixture
+def saved(tiny, tmp_path):
+    folder = tmp_path / "model"
+    model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="comrope_ld", num_hidden_layers=1))
+    model.save_pretrained(folder)
+    return folder
+
+
+def removed(weights):
+    return {name: tensor for name, tensor in weights.items() if "layers.0" not in name}
+
+
+def renamed(weights):
+    return weights | {"classifier.other": weights["classifier.bias"].clone()}
+
+
+def reshaped(weights):
+    return weights | {"classifier.bias": torch.zeros(4)}
+
+
+def not_a_number(weights):
+    return weights | {"classifier.bias": torch.full((3,), float("nan"))}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (removed, "Missing: liere.layers.0.attention.k_proj.bias, .* and 6 more"),
+        (renamed, "Unexpected: classifier.other"),
+        (reshaped, "Missing: classifier.bias"),
+        (not_a_number, "holds NaN or infinity in classifier.bias"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(saved, tmp_path, capsys, change, message):
+    save_file(change(load_file(saved / "model.safetensors")), saved / "model.safetensors", metadata={"format": "pt"})
+    for command in (["inspect", str(saved), "--output"], ["export", str(saved)]):
+        assert main([*command, str(tmp_path / "new" / "out.pt2")]) == 1
+        assert re.search(message, only_error(capsys))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def cut(folder):
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+
+
+def with_code(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": Code()}, folder / "pytorch_model.bin")
+
+
+def configured(**fields):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (cut, "truncated or no checkpoint"),
+        (with_code, "code in a checkpoint is never executed"),
+        (configured(position_encoding="evil"), "position_encoding"),
+        (configured(format_version=99), "99"),
+        (configured(hidden_size=64), "Missing: classifier.weight"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot be loaded"),
+    ],
+)
+def test_damaged_checkpoints_are_one_line_on_stderr(saved, tmp_path, capsys, damage, message):
+    damage(saved)
+    assert main(["export", str(saved), str(tmp_path / "out.pt2")]) == 1
+    error = only_error(capsys)
+    assert message in error and "weights_only" not in error
+
+
+def test_yaml_that_is_none_is_one_line(tmp_path, capsys):
+    (tmp_path / "facts.yaml").write_text("title: [1\n")
+    assert main(["card", str(tmp_path / "facts.yaml")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("hf-liere card: facts.yaml is no yaml file: ") and error.count("\n") == 1
+
+
+def test_targets_that_cannot_be_written_are_refused_first(saved, tmp_path, capsys):
+    """A file in the place of a folder, since a superuser may write to everything that is read-only."""
+    (tmp_path / "file").touch()
+    for command in (
+        ["export", str(saved), str(tmp_path / "file" / "model.pt2")],
+        ["convert", "absent", str(tmp_path / "file" / "out")],
+        ["pull", "owner/name", str(tmp_path / "file" / "out")],
+    ):
+        assert main(command) == 1
+        error = capsys.readouterr().err
+        assert "file/" in error and "cannot be written: " in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["card", "arrows_liere8"], ["convert", "--help"]])
+def test_a_reader_that_stops_early_is_no_error(arguments):
+    # A pipe that nobody reads any more.
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "hf_liere.cli", *arguments]
+    # With a buffer, as in a shell.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    os.close(writer)
+    assert process.returncode == 128 + signal.SIGPIPE and process.stderr == ""
+
+
+def test_interrupts_end_in_one_line(tmp_path):
+    """A fifo in the place of the facts holds the command up until the interrupt comes."""
+    os.mkfifo(tmp_path / "facts.yaml")
+    # Background jobs of a shell ignore SIGINT. A fifo is no file; reading one waits for a writer.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from hf_liere import cli, cards; cards.Path.is_file = lambda path: True; sys.exit(cli.main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "card", str(tmp_path / "facts.yaml")], stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
-    text = " ".join(process.stdout.split())
-    assert "--layer_generators VALUE of liere" in text and "--layer_norm_eps VALUE of comrope, naver, timm" in text
-
-
-def test_the_command_is_declared():
-    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    assert re.search(r'\[project\.scripts\]\nhf-liere = "hf_liere\.cli:main"\n', project)
+    # Opening succeeds when the command has opened it for reading.
+    with open(tmp_path / "facts.yaml", "w"):
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
+    assert process.stderr.read() == "hf-liere card: interrupted\n"

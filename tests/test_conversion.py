@@ -18,6 +18,8 @@ from hf_liere.conversion import (
     convert_state_dict,
     load_checkpoint,
 )
+from hf_liere.errors import InputError
+from hf_liere.hub import HubError
 from hf_liere.publishing import saved_weights_digest
 
 
@@ -483,12 +485,13 @@ def test_damaged_and_dangerous_files_leave_nothing_behind(tmp_path, monkeypatch)
         "code.ckpt": "never executed",
         "list.pt": "holds a list",
         "two": "'a.pt', 'b.pt'.*name one",
-        "absent.pt": "neither a file",
-        "some/repository": "cannot be downloaded",
+        "absent.pt": "no such file or directory",
+        "some/repository": "HF_HUB_OFFLINE is set, and some/repository is not",
     }
     for name, message in cases.items():
-        with pytest.raises(ConversionError, match=f"(?s){message}"):
+        with pytest.raises((InputError, HubError), match=f"(?s){message}") as refused:
             convert_checkpoint(name, tmp_path / "out")
+        assert "weights_only" not in str(refused.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
@@ -507,3 +510,45 @@ def test_a_failure_while_writing_leaves_nothing_behind(tmp_path, monkeypatch):
     convert_checkpoint(tmp_path / "whole.safetensors", tmp_path / "out")
     with pytest.raises(FileExistsError, match="not an empty directory"):
         convert_checkpoint(tmp_path / "whole.safetensors", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"image_size": "16"}, "image_size='16': accepted is a whole number or a list"),
+        ({"hidden_act": "evil"}, "hidden_act='evil' must be one of .*'gelu'"),
+        ({"id2label": ["a", "b", "c"]}, "id2label=.*accepted are names by their numbers"),
+        ({"vision_config": "none"}, "config.json beside the checkpoint is not understood"),
+        ([1], "config.json beside the checkpoint holds a list"),
+    ],
+)
+def test_configurations_beside_a_checkpoint_that_mean_nothing(tmp_path, config, message):
+    width = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    vit = transformers.ViTConfig(**width, image_size=16, patch_size=4, num_labels=3)
+    transformers.ViTForImageClassification(vit).save_pretrained(tmp_path / "vit")
+    saved = json.loads((tmp_path / "vit" / "config.json").read_text())
+    (tmp_path / "vit" / "config.json").write_text(json.dumps(saved | config if isinstance(config, dict) else config))
+    with pytest.raises(ConversionError, match=message):
+        convert_checkpoint(tmp_path / "vit", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "index, message",
+    [
+        ({"metadata": {}}, "has no weight_map"),
+        ({"weight_map": {"a": "../other.safetensors"}}, r"'\.\./other.safetensors'; accepted are files beside it"),
+        ({"weight_map": {"a": "absent.safetensors"}}, "'absent.safetensors', which is not beside it"),
+    ],
+)
+def test_an_index_names_files_beside_it(tmp_path, index, message):
+    save_file(liere_weights(), tmp_path / "other.safetensors")
+    (tmp_path / "sharded").mkdir()
+    (tmp_path / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=message):
+        convert_checkpoint(tmp_path / "sharded", tmp_path / "out")
+
+
+def test_a_model_of_ours_needs_no_conversion(tiny, tmp_path):
+    hf_liere.LieREViTForImageClassification(tiny()).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ConversionError, match="is a model of hf_liere already"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "out")

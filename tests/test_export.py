@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hf_liere
+from hf_liere import export
 from hf_liere.cli import main
 from hf_liere.export import ExportError, export_model, run_exported
 
@@ -174,6 +175,30 @@ def test_command(tiny, tmp_path, capsys):
     assert main([*command, str(tmp_path / "model.onnx")]) == 1 and "exists" in capsys.readouterr().err
     assert main([*command, str(tmp_path / "other.onnx"), "--dynamic_size", "maybe"]) == 1
     assert "maybe: accepted are true and false" in capsys.readouterr().err
+
+
+def test_an_export_that_fails_leaves_nothing(tiny, tmp_path, monkeypatch, capsys):
+    model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="rope_mixed", num_hidden_layers=1))
+    model.save_pretrained(tmp_path / "model")
+    # Whatever the outputs are, they are further from the model's than this.
+    monkeypatch.setattr(export, "TOLERANCE", -1.0)
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "new" / "model.pt2")]) == 1
+    assert "model.pt2 was not written" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_operators_that_cannot_be_written_are_refused(tiny, tmp_path):
+    model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="none", num_hidden_layers=1))
+    newest = onnx.defs.onnx_opset_version()
+    for opset in (3, newest + 1):
+        with pytest.raises(ExportError, match=f"opset={opset}: accepted are 17 to {newest}"):
+            export_model(model, tmp_path / "model.onnx", opset=opset)
+    try:
+        export_model(model, tmp_path / "model.onnx", opset=newest)
+    except ExportError as error:
+        assert f"opset={newest}: PyTorch's exporter writes" in str(error) and not list(tmp_path.iterdir())
+    else:
+        assert onnx.load(tmp_path / "model.onnx").opset_import[0].version == newest
 
 
 def test_file_needs_neither_package_nor_transformers(tiny, tmp_path):

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 
+import accelerate
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch.nn.utils.prune import l1_unstructured
 from transformers import AutoModelForImageClassification
 
 import hf_liere
@@ -116,6 +118,15 @@ assert model.config.folded_grids == [] and not model.training
     subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
 
 
+@pytest.mark.parametrize("encoding", ["liere", "comrope_ld"])
+def test_constants_of_a_loaded_model_learn_nothing(tiny, tmp_path, encoding):
+    model_of(tiny, encoding, {"block_size": 8}).fold_rotations().save_pretrained(tmp_path)
+    folded = hf_liere.LieREViTForImageClassification.from_pretrained(tmp_path)
+    folded(torch.randn(1, 3, 16, 16)).logits.sum().backward()
+    assert folded.classifier.weight.grad is not None
+    assert all(parameter.grad is None for parameter in folded.liere.rotary_encoding.parameters())
+
+
 def test_folded_models_do_not_train(tiny):
     folded = model_of(tiny, "comrope_ld", {"block_size": 8}).fold_rotations()
     with pytest.raises(ValueError, match=r"folded_grids=\[\]\), which is for inference"):
@@ -140,3 +151,10 @@ def test_bad_input(tiny):
     adapted.liere.layers[1].attention.k_proj = torch.nn.Sequential(adapted.liere.layers[1].attention.k_proj)
     with pytest.raises(ValueError, match="not into Sequential: merge adapters"):
         adapted.fold_rotations()
+    with pytest.raises(ValueError, match="weights are offloaded .*fold before offloading"):
+        accelerate.cpu_offload(model_of(tiny, "liere", {"block_size": 8})).fold_rotations()
+    pruned = model_of(tiny, "liere", {"block_size": 8})
+    l1_unstructured(pruned.classifier, "weight", amount=0.5)
+    pruned(torch.randn(1, 3, 16, 16))
+    with pytest.raises(ValueError, match="cannot be copied to be folded.*make pruning and parametrizations permanent"):
+        pruned.fold_rotations()

@@ -221,7 +221,7 @@ def test_what_is_refused(tiny, tmp_path, capsys):
     image = picture(tmp_path / "a.png")
     capsys.readouterr()
     for arguments, message in (
-        ([tmp_path / "absent"], "absent cannot be loaded"),
+        ([tmp_path / "absent"], "absent: no such file or directory"),
         ([tmp_path / "empty"], "empty cannot be loaded"),
         ([tmp_path / "adapter"], "load_rotary"),
         ([folder, "--image", tmp_path / "text.png"], "text.png cannot be read"),

@@ -453,6 +453,7 @@ class TestRefusals:
         "name, message",
         [
             ("eomt", "EomtForUniversalSegmentation learns query .5 vectors. outside the embeddings"),
+            ("yolos", "YolosModel learn detection_tokens .3 vectors., which may come after the patches"),
             ("x_clip", r"several stacks, encoder.layers.\*.message_attn, encoder.layers.\*.self_attn"),
             ("segformer", "SegformerLayer has no image_size"),
             ("hunyuan", "HunYuanVLVisionTransformer has no image_size"),

@@ -4,6 +4,7 @@ A recipe is a yaml file of the same names as the command-line flags. It is put i
 so that both are converted and checked alike and the command line, coming last, wins.
 """
 
+import argparse
 import dataclasses
 import difflib
 import json
@@ -20,10 +21,7 @@ from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from hf_liere import LieREVideoConfig, LieREViTConfig
-
-
-class InputError(ValueError):
-    """What the user asked for cannot be done; the message names the value and what is accepted."""
+from hf_liere.errors import InputError
 
 
 @dataclass
@@ -302,13 +300,22 @@ def require_numbers(arguments: Any, *names: str, lowest: float = 0, highest: flo
             raise InputError(f"--{name} {value}; accepted: {accepted}.")
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Help texts as they are written: argparse itself takes a percent sign for the start of a format."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = self._get_help_string(action).replace("%(default)s", str(action.default))
+        # TrainingArguments writes its percent signs for argparse.
+        return text.replace("%%", "%")
+
+
 def parse_arguments(arguments: list[str], argument_classes: tuple[type, ...]) -> tuple:
     """Instances of the argument classes from a recipe (`--recipe file` or first positional) and flags.
 
     Raises:
         InputError: for a key or flag that does not exist, with the ones it resembles.
     """
-    parser = HfArgumentParser(argument_classes, allow_abbrev=False)
+    parser = HfArgumentParser(argument_classes, allow_abbrev=False, formatter_class=HelpFormatter)
     known = {action.dest for action in parser._actions}
     recipe, arguments = _take_recipe(list(arguments))
     if recipe is not None:

@@ -42,6 +42,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_liere import RotaryPatchConfig, is_patched, patch
+from hf_liere.loading import require_all_keys
 from hf_liere.rotary_patch import plan
 from training.arguments import AugmentationArguments, DataArguments, InputError, parse_arguments
 from training.augmentation import Collator, EvaluationImages, TrainingImages
@@ -63,7 +64,6 @@ from training.clip_arguments import (
     resolve_config,
 )
 from training.data import Relabelled, load_images
-from training.loaded_keys import require_all_keys
 from training.models import (
     build_model,
     check_checkpoint_keys,

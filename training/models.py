@@ -2,12 +2,11 @@
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -22,10 +21,10 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_liere import LieREVideoConfig
+from hf_liere.loading import CheckpointError, explaining, loading_options, require_all_keys, require_loaded_keys
 from hf_liere.video_processing_liere import LieREVideoProcessor
 from training.arguments import CheckpointArguments, InputError, SampleArguments
 from training.data import LabelledImages
-from training.loaded_keys import require_all_keys, require_loaded_keys
 
 
 logger = logging.get_logger(__name__)
@@ -35,7 +34,6 @@ logger = logging.get_logger(__name__)
 CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "position_perturbation")
 SIZE_FIELDS = ("image_size", "num_frames")
 BICUBIC = 3
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 # How the names of classifiers end.
 HEADS = ("ForImageClassification", "ForVideoClassification")
 # What a classifier leaves of a model of images and text.
@@ -75,17 +73,11 @@ def checkpoint_config(flag: str, name: str, revision: str = "main") -> PreTraine
     The configuration of a checkpoint, before anything else of it is looked for.
 
     Raises:
-        InputError: if `name` is neither a folder with a configuration nor can be a model on the Hub, or is not there.
+        InputError: if there is none, or it cannot be read.
+        HubError: if it is on the Hub, which does not answer or refuses.
     """
-    # Else a folder that is not there would be asked of the Hub, again and again where that cannot be reached.
-    is_beside_others = "/" in name and Path(name).parent.is_dir()
-    if not Path(name).is_dir() and (is_beside_others or not HUB_NAME.fullmatch(name)):
-        raise InputError(
-            f"{flag} {name!r}: there is no such folder; accepted: a folder, or a model on the Hub as owner/name, where "
-            "owner is no folder here."
-        )
     with loadable(flag, name):
-        return AutoConfig.from_pretrained(name, revision=revision)
+        return AutoConfig.from_pretrained(name, **loading_options(name, revision))
 
 
 @contextlib.contextmanager
@@ -97,12 +89,10 @@ def loadable(flag: str, name: str) -> Iterator[None]:
         InputError: with the reason, if its files are missing, damaged or of no known model.
     """
     try:
-        yield
-    except InputError:
-        raise
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{flag} {name!r} cannot be read: {reason}") from error
+        with explaining(name):
+            yield
+    except CheckpointError as error:
+        raise InputError(f"{flag} {error}") from error
 
 
 def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from hf_liere import LieREViTBackbone
+from hf_liere.loading import require_loaded_keys
 from training.arguments import InputError, ModelArguments, RunArguments, parse_arguments
 from training.data import fraction_of
 from training.detection_data import (
@@ -42,7 +43,6 @@ from training.detection_data import (
     Detections,
     load_detections,
 )
-from training.loaded_keys import require_loaded_keys
 from training.models import (
     checkpoint_config,
     loadable,

@@ -23,10 +23,10 @@ from transformers import (
 from hf_liere.analysis import AttentionMaps, attention_maps, overlay
 from hf_liere.auto import MODELS
 from hf_liere.hub import HubError
+from hf_liere.loading import require_loaded_keys
 from hf_liere.pulling import pull
 from training.arguments import InputError
 from training.arrows import CELL, LABELS, SMALLEST_GRID
-from training.loaded_keys import require_loaded_keys
 
 
 logger = logging.getLogger(__name__)

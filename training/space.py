@@ -15,7 +15,7 @@ from training.playground import ROOT, Checkpoint
 
 
 # What app.py imports of training/; the package hf_liere is copied as a whole.
-MODULES = ("app", "arguments", "arrows", "loaded_keys", "pictures", "playground")
+MODULES = ("app", "arguments", "arrows", "pictures", "playground")
 CHECKPOINT_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "model*.safetensors*")
 # gradio itself is installed as the card's sdk_version says, in a version of huggingface_hub that suits it.
 REQUIREMENTS = ("matplotlib", "numpy", "pillow", "pyyaml", "torch", "torchvision", "transformers")

@@ -1,0 +1,163 @@
+"""From the name of a checkpoint to weights that are whole: what is checked before a model is used."""
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
+from torch import nn
+
+from .errors import InputError, quiet
+from .hub import HubError, UnreachableError, explained, retrying
+
+
+class CheckpointError(InputError):
+    """A checkpoint that is not there, cannot be read or does not hold what its model needs."""
+
+
+def local_path(checkpoint: str | os.PathLike) -> Path | None:
+    """
+    The file or folder that a name stands for; `None` if it is the name of a repository on the Hub, `owner/name`.
+
+    Raises:
+        CheckpointError: if it is neither, or its first part is a folder that does not have the second.
+    """
+    path = Path(checkpoint)
+    if path.exists():
+        return path
+    text = str(checkpoint)
+    try:
+        validate_repo_id(text)
+        is_repository = text.count("/") == 1
+    except HFValidationError:
+        is_repository = False
+    if isinstance(checkpoint, os.PathLike) or not is_repository or path.parent.is_dir():
+        raise CheckpointError(f"{checkpoint}: no such file or directory; a repository on the Hub would be owner/name.")
+    return None
+
+
+def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) -> dict:
+    """
+    Arguments of `from_pretrained` that find a checkpoint, without long attempts to reach a Hub that does not answer.
+
+    Raises:
+        CheckpointError: if there is no such directory.
+        HubError: if the Hub has no such repository or refuses, or neither it nor the cache can be asked.
+    """
+    if local_path(checkpoint) is not None:
+        return {"revision": revision}
+    repo_id, api = str(checkpoint), HfApi()
+    try:
+        with explained(api, repo_id, revision):
+            retrying(lambda: api.model_info(repo_id, revision=revision), attempts=2)
+    except UnreachableError:
+        if not isinstance(try_to_load_from_cache(repo_id, "config.json", revision=revision), str):
+            raise
+        return {"revision": revision, "local_files_only": True}
+    return {"revision": revision}
+
+
+@contextmanager
+def explaining(checkpoint: str | os.PathLike) -> Iterator[None]:
+    """Turns whatever readers and models make of a damaged or foreign checkpoint into [`CheckpointError`]."""
+    try:
+        # Its report of keys is a table over many lines.
+        with quiet("transformers.modeling_utils"):
+            yield
+    except (InputError, HubError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{checkpoint} cannot be loaded: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """One sentence about why something cannot be read."""
+    text = " ".join(str(error).split())
+    if isinstance(error, pickle.UnpicklingError):
+        # torch's own message goes on to recommend weights_only=False.
+        needed = re.search(r"GLOBAL (\S+)", text)
+        if needed:
+            return (
+                f"it is a pickle that needs more than tensors ({needed[1]}), and code in a checkpoint is never "
+                "executed here; load it where you trust it and save its state_dict alone."
+            )
+        return "it is truncated or no checkpoint at all."
+    # torch's reader of archives has no error class of its own.
+    if isinstance(error, (SafetensorError, EOFError)) or "PytorchStreamReader" in text:
+        return f"it is truncated or no checkpoint at all ({type(error).__name__})."
+    return text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__}: {text}"
+
+
+def shards(index: Path) -> list[Path]:
+    """
+    Files that the index of a sharded checkpoint names.
+
+    Raises:
+        CheckpointError: if it is no index, or a file is missing or lies outside of the folder.
+    """
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{index.name} is not JSON: {error}") from error
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(f"{index.name} has no weight_map from the names of tensors to files.")
+    files = sorted(set(names.values()))
+    for name in files:
+        if Path(name).name != name:
+            raise CheckpointError(f"{index.name} names the file {name!r}; accepted are files beside it.")
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"{index.name} names the file {name!r}, which is not beside it.")
+    return [index.parent / name for name in files]
+
+
+def require_loaded_keys(loading: Mapping, checkpoint: str | os.PathLike, besides: tuple[str, ...] = ()) -> None:
+    """
+    Args:
+        loading: what `from_pretrained` says about its keys with `output_loading_info=True`.
+        checkpoint: where they come from, for the message.
+        besides: prefixes of keys that may be missing or left over.
+
+    Raises:
+        CheckpointError: naming the keys that are missing, of another shape or left over.
+    """
+    mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in loading["mismatched_keys"]}
+    missing, unexpected = set(loading["missing_keys"]) | mismatched, loading["unexpected_keys"]
+    missing, unexpected = ({key for key in keys if not key.startswith(besides)} for keys in (missing, unexpected))
+    require_all_keys(missing, unexpected, checkpoint)
+
+
+def require_all_keys(missing: Collection[str], unexpected: Collection[str], checkpoint: str | os.PathLike) -> None:
+    """
+    Raises:
+        CheckpointError: if there are any.
+    """
+    if missing or unexpected:
+        raise CheckpointError(
+            f"The checkpoint {checkpoint} does not fit the model. Missing: {_listed(missing)}. "
+            f"Unexpected: {_listed(unexpected)}."
+        )
+
+
+def require_finite(model: nn.Module, checkpoint: str | os.PathLike) -> None:
+    """
+    Raises:
+        CheckpointError: naming the parameters that hold NaN or infinity.
+    """
+    broken = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
+    if broken:
+        raise CheckpointError(f"The checkpoint {checkpoint} holds NaN or infinity in {_listed(broken)}.")
+
+
+def _listed(keys: Iterable[str], most: int = 10) -> str:
+    keys = sorted(keys)
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return f"{', '.join(keys[:most])}{more}" if keys else "none"

@@ -1,0 +1,178 @@
+"""What a user meets first: the wheel with its core dependencies alone, every command, and the help of every script."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import Distribution, PathDistribution, distribution
+from pathlib import Path
+
+import pytest
+import torch
+from hub_client import ROOT
+from packaging.requirements import Requirement
+from published_models import CARD
+from test_conversion import liere_weights
+
+import hf_liere
+
+
+OPTIONAL = ("PIL", "accelerate", "datasets", "evaluate", "gradio", "matplotlib", "onnx", "onnxscript", "peft")
+OPTIONAL += ("scipy", "timm", "torchvision")
+SCRIPTS = sorted(
+    path.name
+    for path in (ROOT / "training").glob("*.py")
+    if any(isinstance(part, ast.If) and "__main__" in ast.dump(part.test) for part in ast.parse(path.read_text()).body)
+)
+
+
+def requirements(found: Distribution) -> list[str]:
+    """Names of what a distribution needs here without any of its extras."""
+    needed = (Requirement(text) for text in found.requires or [])
+    return [one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+
+
+def place(found: Distribution, site: Path) -> None:
+    """Links what a distribution installed into another folder of packages."""
+    origin = Path(found.locate_file(""))
+    for file in found.files or []:
+        if file.parts[0] in ("..", "__pycache__"):
+            continue
+        # Folders that distributions share, such as nvidia's, are made again; the rest is linked whole.
+        depth = 1 if (origin / file.parts[0] / "__init__.py").is_file() or file.parts[0].endswith("-info") else None
+        part = Path(*file.parts[:depth])
+        (site / part).parent.mkdir(parents=True, exist_ok=True)
+        if not (site / part).exists():
+            (site / part).symlink_to(origin / part)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The folder of scripts of an environment with the wheel, its core dependencies and theirs, and nothing else."""
+    folder = tmp_path_factory.mktemp("installed")
+    # Setuptools writes beside the sources.
+    source = folder / "source"
+    for name in ("hf_liere", "model_cards"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run(
+        [*pip, "wheel", str(source), "--no-deps", "--no-index", "--no-build-isolation", "-w", str(folder)], check=True
+    )
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
+    (site,) = (folder / "env" / "lib").glob("python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        (info,) = {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+        archive.extractall(folder / "unpacked")
+    waiting, seen = requirements(PathDistribution(folder / "unpacked" / info)), set()
+    while waiting:
+        found = distribution(waiting.pop())
+        if found.name not in seen:
+            seen.add(found.name)
+            place(found, site)
+            waiting += requirements(found)
+    python = folder / "env" / "bin" / "python"
+    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    return python.parent
+
+
+def run(command: list, folder: Path) -> subprocess.CompletedProcess:
+    """A command outside of the checkout, with nothing of this environment but the machine's settings."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "cache")}
+    return subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_console_script_helps_without_any_extra(installed, tmp_path):
+    absent = f"import importlib.util; print([name for name in {OPTIONAL} if importlib.util.find_spec(name)])"
+    assert run([installed / "python", "-c", absent], tmp_path).stdout == "[]\n"
+    for arguments, status, message in (
+        (["--version"], 0, hf_liere.__version__),
+        (["inspect", "--help"], 0, "--output"),
+        (["inspct"], 2, "invalid choice: 'inspct'"),
+    ):
+        process = run([installed / "hf-liere", *arguments], tmp_path)
+        assert process.returncode == status and message in process.stdout + process.stderr, process.stderr
+
+
+COMMANDS = """
+import contextlib, io, json, sys
+from hf_liere.cli import main
+
+results = []
+for arguments in json.loads(sys.argv[1]):
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        status = main(arguments)
+    results.append([status, output.getvalue(), errors.getvalue()])
+print(json.dumps(results))
+"""
+
+
+def test_every_command_without_any_extra(installed, tiny, tmp_path):
+    """It runs, or names in one line what it needs."""
+    hf_liere.LieREViTForImageClassification(tiny(num_hidden_layers=1)).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "README.md").write_text(CARD)
+    torch.save(liere_weights(), tmp_path / "official.pt")
+    expected = {
+        ("card", "arrows_liere8"): (0, "# "),
+        ("convert", "official.pt", "converted"): (0, "LieREViTForImageClassification"),
+        ("export", "model", "model.pt2"): (0, "of the model's"),
+        ("export", "model", "model.onnx"): (1, "needs onnx and onnxscript; in a checkout of hf_liere, pip install -e"),
+        ("inspect", "model", "--output", "page"): (1, "needs matplotlib and PIL; in a checkout of hf_liere, pip inst"),
+        ("push", "model", "tester/model"): (1, "There is no token"),
+        ("verify", "model", "tester/model"): (1, "HF_HUB_OFFLINE is set"),
+        ("pull", "tester/model", "pulled"): (1, "HF_HUB_OFFLINE is set"),
+    }
+    process = run([installed / "python", "-c", COMMANDS, json.dumps(list(expected))], tmp_path)
+    assert process.returncode == 0, process.stderr
+    found = json.loads(process.stdout.splitlines()[-1])
+    for (command, (status, message)), (found_status, output, errors) in zip(expected.items(), found, strict=True):
+        assert found_status == status and message in (errors if status else output), (command, output, errors)
+        if status:
+            assert errors.splitlines()[-1].startswith(f"hf-liere {command[0]}: "), errors
+
+
+HELP = """
+import contextlib, io, json, runpy, sys, traceback
+
+texts = {}
+for script in sys.argv[1:]:
+    output = io.StringIO()
+    sys.argv = [script, "--help"]
+    with contextlib.redirect_stdout(output):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as stopped:
+            texts[script] = [stopped.code, output.getvalue()]
+        except BaseException:
+            texts[script] = [1, traceback.format_exc()]
+print(json.dumps(texts))
+"""
+
+
+@pytest.fixture(scope="module")
+def help_texts():
+    """What the training scripts print, one after another in one process: most of the time goes into their imports."""
+    scripts = [str(ROOT / "training" / name) for name in SCRIPTS]
+    process = subprocess.run([sys.executable, "-c", HELP, *scripts], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return {Path(name).name: found for name, found in json.loads(process.stdout.splitlines()[-1]).items()}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_training_scripts_print_their_help(help_texts, script):
+    status, text = help_texts[script]
+    assert status == 0 and text.startswith("usage: "), text
+
+
+def test_help_prints_percent_signs_and_defaults(help_texts):
+    text = " ".join(help_texts["image_classification.py"][1].split())
+    assert "a rectangle of 2 … 33% of the image" in text and "~20% slower training" in text
+    assert "%%" not in text and "%(default)s" not in text
+    assert "Probability of a horizontal flip. (default: 0.0)" in text
