@@ -247,9 +247,10 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
     if config.position_encoding == "axial_rope":
         return None
     config.folded_grids = None
-    untrained, draws = build_rotary_encoding(config, encoding.num_axes), []
+    draws = []
     learned = _elements(generators(encoding), config.position_encoding).flatten()
     with torch.random.fork_rng(devices=[]):
+        untrained = build_rotary_encoding(config, encoding.num_axes)
         torch.manual_seed(0)
         for _ in range(DRAWS):
             untrained.reset_parameters()

@@ -209,7 +209,10 @@ def test_yaml_that_is_none_is_one_line(tmp_path, capsys):
     (tmp_path / "facts.yaml").write_text("title: [1\n")
     assert main(["card", str(tmp_path / "facts.yaml")]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("hf-liere card: facts.yaml is no yaml file: ") and error.count("\n") == 1
+    assert (
+        error.startswith("hf-liere card: facts.yaml is no yaml file that can be read, line 2: ")
+        and error.count("\n") == 1
+    )
 
 
 def test_targets_that_cannot_be_written_are_refused_first(saved, tmp_path, capsys):

@@ -22,7 +22,6 @@ AVAILABLE = CPU_KERNELS.is_available(torch.zeros(1), torch.float32, 2)
 needs_compiler = pytest.mark.skipif(not AVAILABLE, reason="the kernels for CPUs need a C++ compiler")
 
 ROTATE = """
-import reference
 import torch
 from hf_liere.cpu_kernels import CPU_KERNELS
 from hf_liere.lie_algebra import block_rotations, skew
