@@ -7,7 +7,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import LieREAttention
 from .configuration_liere import LieREConfig
-from .rotation import Rotation
+from .rotation import ROTATIONS
 
 
 class LieREMLP(nn.Module):
@@ -70,14 +70,14 @@ class LieRELayer(GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *rotation: torch.Tensor | None,
-        kind: type[Rotation] | None = None,
+        kind: str | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """
-        The tensors of this layer's rotation, of the class `kind`, come one by one, because reentrant checkpointing
-        differentiates with respect to arguments that are tensors and nothing else.
+        The tensors of this layer's rotation, of the class that `kind` names, come one by one, because reentrant
+        checkpointing differentiates with respect to arguments that are tensors and nothing else.
         """
-        rotation = None if kind is None else kind(*rotation)
+        rotation = None if kind is None else ROTATIONS[kind](*rotation)
         attended, _ = self.attention(self.layernorm_before(hidden_states), rotation, attention_mask, **kwargs)
         hidden_states = hidden_states + self.drop_path(self.layer_scale1(self.dropout(attended)))
         transformed = self.mlp(self.layernorm_after(hidden_states))

@@ -234,7 +234,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
         )
         for layer, rotation in zip(self.layers, self.rotations(positions)):
-            kind, tensors = (None, ()) if rotation is None else (type(rotation), rotation)
+            kind, tensors = (None, ()) if rotation is None else (type(rotation).__name__, rotation)
             hidden_states = layer(hidden_states, attention_mask, *tensors, kind=kind, **kwargs)
         if self.config.final_norm == "pooled":
             pooled = self.layernorm(self._pool(hidden_states, visible))

@@ -161,6 +161,7 @@ class EigenRotation(NamedTuple):
 
 
 Rotation = PlaneRotation | BlockRotation | EigenRotation
+ROTATIONS = {kind.__name__: kind for kind in (PlaneRotation, BlockRotation, EigenRotation)}
 
 
 def change_basis(projected: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
