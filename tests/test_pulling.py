@@ -5,6 +5,7 @@ from hub_client import OTHER, READ, WRITE, client, online
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
 
+from hf_liere.errors import InputError
 from hf_liere.hub.publishing import publish
 from hf_liere.hub.pulling import pull
 from hf_liere.storage.client import HubError, UnreachableError
@@ -65,7 +66,7 @@ def test_revisions(hub, published, storage, tmp_path):
     with pytest.raises(FileExistsError, match="not an empty directory"):
         pull("tester/model", tmp_path / "states", api=client(hub))
     (tmp_path / "file").write_text("x")
-    with pytest.raises(HubError, match="file/inside cannot be written: "):
+    with pytest.raises(InputError, match="file/inside cannot be written: "):
         pull("tester/model", tmp_path / "file" / "inside", api=client(hub))
 
 
