@@ -246,7 +246,8 @@ def test_interrupts_end_in_one_line(tmp_path):
     os.mkfifo(tmp_path / "facts.yaml")
     # Background jobs of a shell ignore SIGINT. A fifo is no file; reading one waits for a writer.
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code += "from hf_liere import cli, cards; cards.Path.is_file = lambda path: True; sys.exit(cli.main(sys.argv[1:]))"
+    code += "from hf_liere import cli; from hf_liere.hub import cards; cards.Path.is_file = lambda path: True; "
+    code += "sys.exit(cli.main(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "card", str(tmp_path / "facts.yaml")], stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
