@@ -14,8 +14,7 @@ from .conversion.reading import json_beside, locate, read_checkpoint
 from .hub.cards import facts_of_run, render
 from .hub.checked_facts import CONVERSION_FILE
 from .models.configuration_liere import LieREConfig
-from .storage.client import file_digest
-from .storage.saved_weights import saved_weights_digest
+from .storage.saved_weights import file_digest, saved_weights_digest
 from .storage.targets import new_directory
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..models.encodings import ComRoPEAxialPartition, FoldedComRoPE, RotaryEncoding, build_rotary_encoding
+from ..models.encodings import ComRoPEAxialPartition, RotaryEncoding
 from ..models.exponential import block_rotations
+from ..models.folding import FoldedComRoPE, build_rotary_encoding
 from ..models.lie_algebra import plane_rotations, skew
 from ..models.positions import grid_positions
 

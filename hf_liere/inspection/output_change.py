@@ -1,6 +1,5 @@
 """How much the output of a vision transformer changes when the coordinates of all patches move together."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,6 +7,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..models.positions import TokenPositions
 from .attention import size_options, vision_tower
 from .encodings import patch_steps, rotary_encoding
 
@@ -58,12 +58,11 @@ def output_change(
     steps, offset = patch_steps(encoding), 0.0
 
     def move(module, inputs, options):
-        positions, grid, *rest = inputs
-        moved = positions.clone()
-        first = 0 if encoding.config.rotate_prefix else positions.shape[-2] - math.prod(grid)
-        moved[..., first:, :] += offset * steps.to(positions)
-        # Without a grid: rotations of a regular one are those of its corner at the origin, whatever the positions.
-        return (moved, None, *rest), options
+        (positions,) = inputs
+        moved = positions.coordinates.clone()
+        first = 0 if encoding.config.rotate_prefix else positions.num_prefix_tokens
+        moved[..., first:, :] += offset * steps.to(moved)
+        return (TokenPositions(moved, positions.num_prefix_tokens),), options
 
     parameter = next(tower.module.parameters())
     options = size_options(tower, pixel_values)
