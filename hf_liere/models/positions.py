@@ -15,8 +15,8 @@ PROPORTIONAL = ("index", "train_grid", "train_index")
 
 class TokenPositions(NamedTuple):
     """
-    Where the tokens of an input sit, class and register tokens first. Made by [`of_grid`] and [`of_coordinates`] only,
-    so that a grid is never kept beside coordinates that are not its own.
+    Where the tokens of an input sit, class and register tokens first. Only [`of_grid`] sets
+    `grid`, so that a grid is never kept beside coordinates that are not its own.
 
     Attributes:
         coordinates: (N, A), or (B, N, A) for samples with positions of their own, prefix tokens included.
