@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .. import reference
 from ..models.folding import FoldedComRoPE, FoldedLieRE
 from ..models.vision_towers import Tower, head_shape, position_table
 from ..patching.apply import is_patched
@@ -48,7 +49,6 @@ from .encodings import (
     patch_steps,
     relativity_error,
     rotary_encoding,
-    rotations,
 )
 from .output_change import OutputChange, output_change
 
@@ -235,7 +235,7 @@ def _analyse_encoding(encoding, progress: bool) -> EncodingAnalysis:
     return EncodingAnalysis(
         generators=matrices.float(),
         positions=positions,
-        rotations=rotations(matrices, positions).float(),
+        rotations=reference.rotations(matrices, positions).float(),
         commutators=commutators(matrices),
         relativity=relativity_error(encoding, progress=progress),
         angles=angle_statistics(encoding),

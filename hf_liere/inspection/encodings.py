@@ -18,7 +18,7 @@ from ..models.encodings import ComRoPEAxialPartition, RotaryEncoding
 from ..models.exponential import block_rotations
 from ..models.folding import FoldedComRoPE, build_rotary_encoding
 from ..models.lie_algebra import plane_rotations, skew
-from ..models.positions import grid_positions
+from ..models.positions import of_grid
 
 
 # Pairs of patches whose products of rotations are compared; each takes an eigenvalue decomposition per block.
@@ -134,7 +134,7 @@ def generators(encoding: RotaryEncoding) -> torch.Tensor:
 def patch_positions(encoding: RotaryEncoding, grid: tuple[int, ...] | None = None) -> torch.Tensor:
     """(N, A) coordinates of the patches of a grid, by default the trained one, without prefix tokens."""
     config = encoding.config
-    return grid_positions(grid or config.train_grid, config.train_grid, config.coordinates)
+    return of_grid(grid or config.train_grid, config.train_grid, config.coordinates).coordinates
 
 
 def patch_steps(encoding: RotaryEncoding) -> torch.Tensor:
