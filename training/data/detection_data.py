@@ -4,7 +4,7 @@ import contextlib
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from training.data.augmentation import resized
 from training.data.moving_shapes import SHAPES, SPLITS, shape_mask
 from training.data.sources import PARTS, DataRequest
 from training.data.tables import require_files
-from training.engine.arguments import SampleArguments
+from training.engine.arguments import SampleArguments, flag
 from training.engine.records import write_text
 
 
@@ -33,18 +33,13 @@ MOST_SHAPES = 4
 
 @dataclass
 class DetectionDataArguments(SampleArguments):
-    train_files: list[str] | None = field(
-        default=None, metadata={"help": "COCO json to train on; generated shapes where no json is given."}
+    train_files: list[str] | None = flag(None, "COCO json to train on; generated shapes where no json is given.")
+    validation_files: list[str] | None = flag(None, "COCO json to evaluate.")
+    image_folder: str | None = flag(
+        None, "Folder of the pictures; by default the json's, the one of its name beside it, or COCO's own."
     )
-    validation_files: list[str] | None = field(default=None, metadata={"help": "COCO json to evaluate."})
-    image_folder: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder of the pictures; by default the json's, the one of its name beside it, or COCO's own."
-        },
-    )
-    shapes_folder: str = field(default="outputs/shapes", metadata={"help": "Where the shapes are written."})
-    flip_probability: float = field(default=0.5, metadata={"help": "Probability of a horizontal flip."})
+    shapes_folder: str = flag("outputs/shapes", "Where the shapes are written.")
+    flip_probability: float = flag(0.5, "Probability of a horizontal flip.")
 
     def __post_init__(self):
         super().__post_init__()

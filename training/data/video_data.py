@@ -6,7 +6,7 @@ decided by those who train or evaluate.
 
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from training.data.clips import Clip, ClipArray, ClipFile, frames_needed
 from training.data.moving_shapes import DEFAULT_SIZES, SPLITS, write_moving_shapes
 from training.data.sources import PARTS, DataRequest, LabelledImages
 from training.data.video_files import FrameReader, UnreadableError, is_clip
-from training.engine.arguments import SampleArguments
+from training.engine.arguments import SampleArguments, flag
 
 
 logger = logging.get_logger(__name__)
@@ -30,38 +30,27 @@ USUAL_SPLITS = ("validation", "valid", "dev", "val", "test")
 
 @dataclass
 class VideoDataArguments(SampleArguments):
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "`moving_shapes`, generated; the default where no other data are given."}
+    dataset_name: str | None = flag(None, "`moving_shapes`, generated; the default where no other data are given.")
+    moving_shapes_folder: str = flag("outputs/moving_shapes", "Where the moving shapes are written, once per size.")
+    video_folder: str | None = flag(
+        None,
+        "Folder with train/ and validation/ of one folder per class of videos, volumes (.nii, .nii.gz, "
+        ".npz, .npy) or folders of frames; with split files the folder that their paths start from.",
     )
-    moving_shapes_folder: str = field(
-        default="outputs/moving_shapes", metadata={"help": "Where the moving shapes are written, once per size."}
+    train_files: list[str] | None = flag(
+        None, "Split files to train on, a path and maybe a class number per line, as UCF101's."
     )
-    video_folder: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder with train/ and validation/ of one folder per class of videos, volumes (.nii, .nii.gz, "
-            ".npz, .npy) or folders of frames; with split files the folder that their paths start from."
-        },
+    validation_files: list[str] | None = flag(None, "Split files to evaluate.")
+    volume_file: str | None = flag(
+        None, "npz of arrays train_images (N, slices, height, width), train_labels (N, 1), val_images, …"
     )
-    train_files: list[str] | None = field(
-        default=None,
-        metadata={"help": "Split files to train on, a path and maybe a class number per line, as UCF101's."},
+    eval_split: str | None = flag(None, "Split to evaluate; by default the first of validation, valid, dev, val, test.")
+    frame_stride: int | None = flag(
+        None, "Distance of the frames of a clip; by default they are spread over the video."
     )
-    validation_files: list[str] | None = field(default=None, metadata={"help": "Split files to evaluate."})
-    volume_file: str | None = field(
-        default=None,
-        metadata={"help": "npz of arrays train_images (N, slices, height, width), train_labels (N, 1), val_images, …"},
-    )
-    eval_split: str | None = field(
-        default=None, metadata={"help": "Split to evaluate; by default the first of validation, valid, dev, val, test."}
-    )
-    frame_stride: int | None = field(
-        default=None, metadata={"help": "Distance of the frames of a clip; by default they are spread over the video."}
-    )
-    eval_clips: int = field(default=1, metadata={"help": "Clips per video whose probabilities are averaged."})
-    intensity_range: list[float] | None = field(
-        default=None,
-        metadata={"help": "Intensities of volumes that become black and white; by default each volume's extremes."},
+    eval_clips: int = flag(1, "Clips per video whose probabilities are averaged.")
+    intensity_range: list[float] | None = flag(
+        None, "Intensities of volumes that become black and white; by default each volume's extremes."
     )
 
     def __post_init__(self):

@@ -6,7 +6,7 @@ permuting their tokens before they get positions.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_liere.errors import InputError
 from hf_liere.models.configuration_liere import LieREConfig
+from training.engine.arguments import flag
 
 
 SHUFFLES = ("none", "patches", "frames")
@@ -23,20 +24,15 @@ COUNTING_COORDINATES = ("index", "train_index")
 
 @dataclass
 class ConditionArguments:
-    evaluation_shuffle: str = field(
-        default="none",
-        metadata={
-            "help": "Evaluate with permuted `patches` (of clips tubelets) or `frames`; the same permutation for all."
-        },
+    evaluation_shuffle: str = flag(
+        "none", "Evaluate with permuted `patches` (of clips tubelets) or `frames`; the same permutation for all."
     )
-    evaluation_offset: float = field(
-        default=0.0,
-        metadata={
-            "help": "ρ: evaluate with coordinates shifted by a common offset from N(0, ρ²) per axis, in extents of a "
-            "training input."
-        },
+    evaluation_offset: float = flag(
+        0.0,
+        "ρ: evaluate with coordinates shifted by a common offset from N(0, ρ²) per axis, in extents of a "
+        "training input.",
     )
-    evaluation_seed: int = field(default=0, metadata={"help": "Seed of the permutation and of the offset."})
+    evaluation_seed: int = flag(0, "Seed of the permutation and of the offset.")
 
     def __post_init__(self):
         if self.evaluation_shuffle not in SHUFFLES:
