@@ -11,8 +11,8 @@ from pathlib import Path
 
 from .conversion.checkpoints import Conversion, convert_state_dict
 from .conversion.reading import json_beside, locate, read_checkpoint
-from .hub.cards import facts_of_run, render
-from .hub.checked_facts import CONVERSION_FILE
+from .hub.cards import render
+from .hub.checked_facts import CONVERSION_FILE, facts_of_run
 from .models.configuration_liere import LieREConfig
 from .storage.saved_weights import file_digest, saved_weights_digest
 from .storage.targets import new_directory

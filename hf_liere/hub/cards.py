@@ -19,8 +19,8 @@ from ..errors import require_libraries
 from ..models.configuration_liere import ROTARY_ENCODINGS
 from ..version import __version__
 from .checked_facts import facts_of_run
-from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, load_facts, pair, size_text
-from .run_records import RESULTS_FILE, result_of_run
+from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, pair, size_text
+from .run_records import RESULTS_FILE
 
 
 CARD = "README.md"
@@ -320,6 +320,3 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return " × ".join(map(str, value)) if all(isinstance(item, int) for item in value) else str(value)
     return str(value)
-
-
-__all__ = ["Card", "Facts", "FactsError", "facts_of_run", "load_facts", "push_card", "render", "result_of_run"]

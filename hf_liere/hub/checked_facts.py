@@ -269,6 +269,3 @@ def _same(first: Any, second: Any) -> bool:
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-__all__ = ["contradictions", "facts_of_run"]

@@ -218,6 +218,3 @@ def pair(size: int | Iterable[int]) -> list[int]:
 
 def size_text(size: int | Iterable[int]) -> str:
     return " × ".join(map(str, pair(size)))
-
-
-__all__ = ["Facts", "FactsError", "common_facts", "load_facts"]

@@ -352,6 +352,3 @@ def _same_settings(folder: Path, pulled: Pulled, name: str) -> bool:
         return both[0].read_bytes() == both[1].read_bytes()
     ours, theirs = ({key: value for key, value in read_json(path).items() if key != "auto_map"} for path in both)
     return ours == theirs
-
-
-__all__ = ["ConcurrentCommitError", "Published", "ensure_repository", "publish", "push", "verify"]

@@ -166,6 +166,3 @@ def _forget(snapshot: Path, names: list[str]) -> None:
             link.unlink()
             link = target
         link.unlink(missing_ok=True)
-
-
-__all__ = ["Pulled", "pull"]

@@ -174,14 +174,3 @@ def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> Non
             found.append("a token")
         if found:
             raise ValueError(f"{path.relative_to(folder)} holds {found[0]}, so nothing was published; remove it there.")
-
-
-__all__ = [
-    "PROCESSOR_FILES",
-    "REPLACED",
-    "check_adapter",
-    "complete_video_processor",
-    "load_complete",
-    "refuse_private",
-    "stage",
-]

@@ -168,20 +168,3 @@ def require_finite(folder: Path) -> None:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
-
-
-__all__ = [
-    "ADAPTER_CONFIG",
-    "ADAPTER_WEIGHTS",
-    "differing_files",
-    "file_digest",
-    "first_line",
-    "read_json",
-    "require_finite",
-    "require_folder",
-    "saved_names",
-    "saved_parameters",
-    "saved_weights_digest",
-    "weight_files",
-    "weights_digest",
-]

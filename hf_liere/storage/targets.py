@@ -76,6 +76,3 @@ def _beside(output: Path) -> Iterator[Path]:
         for parent in parents:
             if parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()
-
-
-__all__ = ["new_directory", "new_file", "require_new_directory"]

@@ -40,6 +40,7 @@ _GLYPHS = """
 def _stamps() -> np.ndarray:
     """All glyphs as black on white, (13, CELL, CELL): four arrows, four Ys by the direction of their base, A … E."""
     ink = np.array([[list(glyph) for glyph in line.split()] for line in _GLYPHS.split("\n") if line]) == "#"
+    # (rows, glyphs, columns) to (glyphs, rows, columns), with white around each.
     margin = (CELL - len(ink)) // 2
     stamps = np.where(np.pad(ink.swapaxes(0, 1), ((0, 0), (margin, margin), (margin, margin))), 0, 255).astype(np.uint8)
     arrow, *letters, y = stamps

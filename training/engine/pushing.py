@@ -20,7 +20,8 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
-from hf_liere.hub.cards import facts_of_run, push_card, render
+from hf_liere.hub.cards import push_card, render
+from hf_liere.hub.checked_facts import facts_of_run
 from hf_liere.hub.publishing import Published, ensure_repository, publish, push
 from hf_liere.hub.pulling import pull
 from hf_liere.hub.staging import PROCESSOR_FILES, refuse_private
