@@ -52,8 +52,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     train = train and fraction_of(train, data_args.train_fraction, args.order_seed)
     reader, resample = ClipReader(num_frames, data_args.frame_stride), int(processor.resample)
     datasets = {
-        "train": train and TrainingClips(train, reader, given.augment(image_size, resample)),
-        "evaluation": evaluation and EvaluationClips(evaluation, reader, image_size, resample, data_args.eval_clips),
+        "train": train and TrainingClips(train, given.augment(image_size, resample), reader),
+        "evaluation": evaluation and EvaluationClips(evaluation, image_size, resample, reader, data_args.eval_clips),
     }
     return train_classifier(given, model, processor, (num_frames, *image_size), datasets, clips.splits, checkpoint)
 

@@ -55,10 +55,7 @@ def option_names(source: str) -> list[str]:
 
 
 def require_options(source: str, options: Mapping) -> None:
-    """
-    Raises:
-        ConversionError: if the kind of source has no such option, or a value is of another type than the option.
-    """
+    """Raises [`ConversionError`] if the kind of source has no such option or takes no value of that type."""
     declared = CONVERTERS[source].options()
     unknown = sorted(set(options) - set(declared))
     if unknown:

@@ -72,13 +72,8 @@ def upgrade_encoding(
             f"position_encoding={position_encoding!r} has nothing to learn rotations with; accepted are "
             f"{', '.join(LEARNED_ENCODINGS)}."
         )
-    config = _upgraded_config(
-        model.config,
-        position_encoding=position_encoding,
-        block_size=block_size,
-        share_heads=share_heads,
-        share_layers=share_layers,
-    )
+    changes = {"block_size": block_size, "share_heads": share_heads, "share_layers": share_layers}
+    config = _upgraded_config(model.config, {"position_encoding": position_encoding, **changes})
     encoder = getattr(model, model.base_model_prefix, model)
     entries, order = _upgraded_entries(model, encoder.rotary_encoding, config)
     state_dict = {name: tensor for name, tensor in model.state_dict().items() if "rotary_encoding." not in name}
@@ -94,7 +89,7 @@ def upgrade_encoding(
     return upgraded.train(model.training)
 
 
-def _upgraded_config(config: LieREConfig, **changes) -> LieREConfig:
+def _upgraded_config(config: LieREConfig, changes: dict[str, object]) -> LieREConfig:
     learned = config.position_encoding in LEARNED_ENCODINGS
     for name in ("share_heads", "share_layers"):
         if changes[name] is None:

@@ -72,7 +72,7 @@ def facts_of_run(
     known.results = measured + [result for result in known.results if result["image_size"] not in sizes]
     for result in known.results:
         _require_weights(result, weights)
-    found["model"] = {name: found["model"][name] for name in MODEL_FIELDS if found["model"].get(name) is not None}
+    found["model"] = _given(found["model"], MODEL_FIELDS)
     found["cost"] = {**(found["cost"] if run else known.cost), "parameters": saved_parameters(folder)}
     for name, value in found.items():
         setattr(known, name, value)
@@ -112,7 +112,7 @@ def _measured(
         _require_weights(result, weights)
         then = part(record(place, RUN_FILE), "model")
         fields = [name for name in MODEL_FIELDS if name not in OF_TRAINING]
-        if differing := _differences(_only(fields, then), checkpoint["model"], "config.json", str(place)):
+        if differing := _differences(_given(then, fields), checkpoint["model"], "config.json", str(place)):
             raise FactsError(f"{place} was measured with another configuration: {'; '.join(differing)}.")
         first, data = results[0]
         if differing := _data_differences("data", data["data"], result["data"], DATA_DETAILS, str(place), str(first)):
@@ -129,10 +129,6 @@ def _require_weights(result: Mapping[str, Any], weights: str) -> None:
         )
 
 
-def _only(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: values[name] for name in names if values.get(name) is not None}
-
-
 def _facts_of_records(folder: Path, run: Mapping[str, Any], measured: list[dict], weights: str) -> dict[str, Any]:
     found: dict[str, Any] = {"weights": weights, "cost": {}}
     if measured:
@@ -144,7 +140,7 @@ def _facts_of_records(folder: Path, run: Mapping[str, Any], measured: list[dict]
         found["seeds"] = [training["seed"]] if "seed" in training else []
         environment = record(folder, "environment.json")
         found["environment"] = environment if isinstance(environment.get("libraries"), dict) else {}
-        found["cost"] = _only(COST_FIELDS, metrics)
+        found["cost"] = _given(metrics, COST_FIELDS)
     return found
 
 
@@ -267,5 +263,6 @@ def _same(first: Any, second: Any) -> bool:
     return values[0] == values[1]
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def _given(values: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
+    """The values that are not `None`; of `names` alone where these are told."""
+    return {name: values[name] for name in (values if names is None else names) if values.get(name) is not None}

@@ -6,12 +6,12 @@ local cache, whose file names are the hashes.
 """
 
 import os
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.utils import filter_repo_objects
 from transformers.utils import logging
 
 from ..storage.client import HubError, UnreachableError, explained, remote_digests, retrying
@@ -23,7 +23,6 @@ logger = logging.get_logger(__name__)
 
 # States to go on training from are nothing to load a model with.
 IGNORED = ["last-checkpoint/*", "checkpoint-*/*", "runs/*"]
-IGNORED_PATHS = re.compile(r"^(last-checkpoint|checkpoint-[^/]*|runs)/")
 
 
 @dataclass(frozen=True)
@@ -120,12 +119,7 @@ def _listing(api: HfApi, repo_id: str, revision: str, path: str | None) -> tuple
         # An endpoint that is down must not keep a user with a warm cache waiting for long.
         commit = retrying(lambda: api.model_info(repo_id, revision=revision), attempts=2).sha
         digests = retrying(lambda: remote_digests(api, repo_id, commit))
-    wanted = re.compile(re.escape(path) + "/") if path else None
-    return commit, {
-        name: digest
-        for name, digest in digests.items()
-        if (wanted.match(name) if wanted else not IGNORED_PATHS.match(name))
-    }
+    return commit, {name: digests[name] for name in filter_repo_objects(digests, **_patterns(path))}
 
 
 def _patterns(path: str | None) -> dict[str, list[str]]:

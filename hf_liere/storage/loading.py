@@ -136,10 +136,7 @@ def require_loaded_keys(loading: Mapping, checkpoint: str | os.PathLike, besides
 
 
 def require_all_keys(missing: Collection[str], unexpected: Collection[str], checkpoint: str | os.PathLike) -> None:
-    """
-    Raises:
-        CheckpointError: if there are any.
-    """
+    """Raises [`CheckpointError`] naming the keys, if there are any."""
     if missing or unexpected:
         raise CheckpointError(
             f"The checkpoint {checkpoint} does not fit the model. Missing: {_listed(missing)}. "
@@ -148,10 +145,7 @@ def require_all_keys(missing: Collection[str], unexpected: Collection[str], chec
 
 
 def require_finite(model: nn.Module, checkpoint: str | os.PathLike) -> None:
-    """
-    Raises:
-        CheckpointError: naming the parameters that hold NaN or infinity.
-    """
+    """Raises [`CheckpointError`] naming the parameters that hold NaN or infinity, if there are any."""
     broken = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
     if broken:
         raise CheckpointError(f"The checkpoint {checkpoint} holds NaN or infinity in {_listed(broken)}.")

@@ -71,10 +71,7 @@ def file_digest(path: Path, kind: str) -> str:
     Returns:
         `"sha256:…"` or `"git:…"`, hexadecimal.
     """
-    if kind == "sha256":
-        digest = hashlib.sha256()
-    else:
-        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
@@ -104,22 +101,19 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _saved_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in a folder in order of name, one in memory at a time."""
-    places = {}
+    files = {}
     for path in weight_files(folder):
         with _opened(path) as file:
-            places.update({name: path for name in file.keys()})
-    for name in sorted(places):
-        with _opened(places[name]) as file:
+            files |= dict.fromkeys(file.keys(), path)
+    for name in sorted(files):
+        with _opened(files[name]) as file:
             tensor = file.get_tensor(name)
         yield name, tensor
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 over name, dtype, shape and bytes of every tensor in order of name: independent of shards and files."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        _add_tensor(digest, name, tensors[name])
-    return digest.hexdigest()
+    return _digest((name, tensors[name]) for name in sorted(tensors))
 
 
 def saved_weights_digest(folder: str | Path) -> str:
@@ -129,24 +123,15 @@ def saved_weights_digest(folder: str | Path) -> str:
     Raises:
         ValueError: if the folder holds no safetensors, or one that cannot be read.
     """
+    return _digest(_saved_tensors(Path(folder)))
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
-    for name, tensor in _saved_tensors(Path(folder)):
-        _add_tensor(digest, name, tensor)
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _add_tensor(digest, name: str, tensor: torch.Tensor) -> None:
-    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def saved_names(folder: Path) -> list[str]:
-    """Names of the tensors in a folder."""
-    names = []
-    for path in weight_files(folder):
-        with _opened(path) as file:
-            names += file.keys()
-    return names
 
 
 def saved_parameters(folder: Path) -> int:

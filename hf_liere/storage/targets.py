@@ -11,10 +11,7 @@ from ..errors import InputError
 
 
 def require_new_directory(output: str | os.PathLike) -> None:
-    """
-    Raises:
-        FileExistsError: if `output` is there and not an empty directory.
-    """
+    """Raises `FileExistsError` if `output` is there and not an empty directory."""
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"{output} exists already and is not an empty directory.")

@@ -7,15 +7,15 @@ pixels. The epoch travels with the index, `(epoch, index)`, because persistent w
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset
 from torchvision.transforms import RandAugment, RandomErasing
 
-from training.data.sources import Source
+from training.data.sources import SourceDataset
 from training.engine.arguments import AugmentationArguments
 
 
@@ -60,16 +60,15 @@ class EpochSampler(torch.utils.data.Sampler):
             yield epoch, PADDING
 
 
-class TrainingImages(Dataset):
+@dataclass
+class TrainingImages(SourceDataset):
     """Augmented images of a source by key `(epoch, index)`: `image` (height, width, C) uint8, `label`, `key`."""
 
-    def __init__(self, source: Source, augment: "Augmentation"):
-        self.source = source
-        self.augment = augment
-        self.repeats = augment.arguments.repeated_augmentation
+    augment: "Augmentation"
 
-    def __len__(self) -> int:
-        return len(self.source)
+    @property
+    def repeats(self) -> int:
+        return self.augment.arguments.repeated_augmentation
 
     def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
         epoch, index = key
@@ -79,16 +78,12 @@ class TrainingImages(Dataset):
         return {"image": self.augment(image, epoch, index), "label": label, "key": key}
 
 
-class EvaluationImages(Dataset):
+@dataclass
+class EvaluationImages(SourceDataset):
     """Images of a source resized to the model's input, as the saved image processor does."""
 
-    def __init__(self, source: Source, image_size: tuple[int, int], resample: int):
-        self.source = source
-        self.image_size = image_size
-        self.resample = resample
-
-    def __len__(self) -> int:
-        return len(self.source)
+    image_size: tuple[int, int]
+    resample: int
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, label = self.source[index]

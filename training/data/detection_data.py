@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from PIL import Image
 from pycocotools.coco import COCO
-from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
 from training.data.augmentation import resized
 from training.data.moving_shapes import SHAPES, SPLITS, shape_mask
-from training.data.sources import PARTS, DataRequest
+from training.data.sources import PARTS, DataRequest, SourceDataset
 from training.data.tables import require_files
 from training.engine.arguments import SampleArguments, flag
 from training.engine.records import write_text
@@ -91,21 +90,17 @@ def is_trained(entry: dict[str, Any]) -> bool:
     return not entry.get("iscrowd") and entry["bbox"][2] > 0 and entry["bbox"][3] > 0
 
 
-class DetectionExamples(Dataset):
+@dataclass
+class DetectionExamples(SourceDataset):
     """
     What the collator needs, by key `(epoch, index)` in training and by index in an evaluation: `image`, `boxes` as
     centre and size in shares of the picture, `class_labels`, `index`.
     """
 
-    def __init__(self, source: Dataset, image_size: tuple[int, int], resample: int, flip_probability: float, seed: int):
-        self.source = source
-        self.image_size = image_size
-        self.resample = resample
-        self.flip_probability = flip_probability
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return len(self.source)
+    image_size: tuple[int, int]
+    resample: int
+    flip_probability: float
+    seed: int
 
     def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Any]:
         epoch, index = key if isinstance(key, tuple) else (None, key)

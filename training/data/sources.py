@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 
 
 PARTS = ("training", "evaluation")
@@ -57,15 +57,21 @@ class LabelledImages:
     splits: dict[str, str] = field(default_factory=dict)
 
 
-class Relabelled:
-    """A source whose label n is `numbers[n]` to the model."""
+@dataclass
+class SourceDataset(Dataset):
+    """Examples that are made of a source, one of each of its inputs."""
 
-    def __init__(self, source: Source, numbers: Sequence[int]):
-        self.source = source
-        self.numbers = numbers
+    source: Source
 
     def __len__(self) -> int:
         return len(self.source)
+
+
+@dataclass
+class Relabelled(SourceDataset):
+    """A source whose label n is `numbers[n]` to the model."""
+
+    numbers: Sequence[int]
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         image, label = self.source[index]

@@ -145,7 +145,7 @@ def open_stream(arguments: DataArguments, request: DataRequest) -> tuple[Labelle
         rows = tables[split].cast_column(image_column, datasets.Image(decode=False))
         rows = rows.take(arguments.max_eval_samples) if arguments.max_eval_samples else rows
         # An evaluation is exact only where every process knows all indices; kept on disk, not in memory.
-        table = datasets.Dataset.from_generator(_Rows(rows), features=rows.features)
+        table = datasets.Dataset.from_generator(rows.__iter__, features=rows.features)
         labels = table.with_format("numpy")[label_column][:]
         cache_bytes = arguments.image_cache_gigabytes * 2**30
         source = DecodedImages(table, image_column, labels, request.num_channels, cache_bytes)
@@ -161,16 +161,6 @@ def _size(arguments: DataArguments, table: datasets.IterableDataset) -> int | No
         return sum(ParquetFile(name).metadata.num_rows for name in arguments.train_files)
     split = (table.info.splits or {}).get(arguments.train_split)
     return split.num_examples if split else None
-
-
-class _Rows:
-    """A stream as the generator function that `datasets` asks for."""
-
-    def __init__(self, rows: datasets.IterableDataset):
-        self.rows = rows
-
-    def __call__(self):
-        yield from self.rows
 
 
 def _streams(arguments: DataArguments) -> dict[str, datasets.IterableDataset]:

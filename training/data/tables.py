@@ -57,10 +57,7 @@ def load_tables(arguments: DataArguments) -> datasets.DatasetDict:
 
 
 def require_files(names: Sequence[str]) -> None:
-    """
-    Raises:
-        InputError: naming the first of these files that is not there.
-    """
+    """Raises [`InputError`] naming the first of these files that is not there."""
     for name in names:
         if not Path(name).is_file():
             raise InputError(f"There is no file {name!r}.")

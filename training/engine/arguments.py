@@ -270,10 +270,7 @@ def launched_on_cpus() -> bool:
 
 
 def require_numbers(arguments: Any, *names: str, lowest: float = 0, highest: float = math.inf) -> None:
-    """
-    Raises:
-        InputError: if one of these fields is not a finite number between the two.
-    """
+    """Raises [`InputError`] if one of these fields is not a finite number between the two."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and not (lowest <= value <= highest and math.isfinite(value)):

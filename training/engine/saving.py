@@ -48,10 +48,7 @@ def last_complete_checkpoint(folder: str | Path) -> str | None:
 
 
 def require_writable(folder: str | Path) -> None:
-    """
-    Raises:
-        InputError: if nothing can be written to the folder, before anything else is done.
-    """
+    """Raises [`InputError`] if nothing can be written to the folder, before anything else is done."""
     probe = Path(folder) / f"{ASIDE}-probe"
     try:
         probe.mkdir(parents=True, exist_ok=True)
@@ -101,10 +98,7 @@ class WholeCheckpoints:
         self.add_callback(self.stop_request)
 
     def train(self, *args, **kwargs):
-        """
-        Raises:
-            StoppedError: if SIGTERM or SIGINT came while training; the step under way was finished and saved.
-        """
+        """Raises [`StoppedError`] if SIGTERM or SIGINT came while training, after finishing and saving the step."""
         result = super().train(*args, **kwargs)
         if self.stop_request.stopped:
             # The signal may have reached another process.

@@ -93,9 +93,8 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
     def _get_train_sampler(self, train_dataset=None) -> EpochSampler:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         multiple = self._train_batch_size * self.args.world_size if self.args.world_size > 1 else 1
-        return EpochSampler(
-            len(dataset), self.args.order_seed, multiple, lambda: self.state, getattr(dataset, "repeats", 1)
-        )
+        repeats = getattr(dataset, "repeats", 1)
+        return EpochSampler(len(dataset), self.args.order_seed, multiple, lambda: self.state, repeats)
 
     def get_train_dataloader(self) -> DataLoader:
         if isinstance(self.train_dataset, IterableDataset):

@@ -109,14 +109,11 @@ class Row:
 
 
 def check_row(settings: Settings, row: Row) -> None:
-    """
-    Raises:
-        BenchmarkError: if the row does not exist at this setting, before anything is measured.
-    """
+    """Raises [`BenchmarkError`] if the row does not exist at this setting, before anything is measured."""
     if row.kind == "timm":
         if settings.num_frames is not None:
             raise BenchmarkError(f"{row.name}: timm has no video model; leave it out of --rows.")
-        if importlib.util.find_spec("timm") is None:
+        if not timm_installed():
             raise BenchmarkError(f"{row.name}: timm is not installed; leave it out of --rows.")
         return
     build_config(settings, row)
