@@ -120,8 +120,7 @@ def push(
         options = {"revision": revision, "private": private, "parent_commit": parent_commit, "api": api}
         published = publish(staged, repo_id, message=message or f"Publish {kind}", **options)
         if reload and model is not None:
-            check_reload(model, published, api)
-            published = replace(published, reloaded=True)
+            published = check_reload(model, published, api)
     if card.license is None:
         logger.warning(
             "No licence was chosen for these weights, and the card says so; `hf-liere push --license NAME`, "
@@ -272,9 +271,10 @@ def compare(folder: Path, published: Published, api: HfApi) -> None:
         )
 
 
-def check_reload(model: PreTrainedModel, published: Published, api: HfApi) -> None:
+def check_reload(model: PreTrainedModel, published: Published, api: HfApi) -> Published:
     """
-    Load a commit in a process of its own, with an empty cache and the code of the commit, and compare its outputs.
+    Load a commit in a process of its own, with an empty cache and the code of the commit, and compare its outputs; the
+    same commit, marked as `reloaded`.
 
     Raises:
         HubError: if it does not load, or gives other outputs than the model here.
@@ -299,6 +299,7 @@ def check_reload(model: PreTrainedModel, published: Published, api: HfApi) -> No
     different = [name for name in ours.keys() | theirs.keys() if not _close(ours.get(name), theirs.get(name))]
     if different:
         raise HubError(f"{published.url} was written but gives other outputs than the model here: {different}.")
+    return replace(published, reloaded=True)
 
 
 def _close(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
@@ -338,8 +339,7 @@ def verify(folder: str | Path, repo_id: str, *, revision: str = "main", api: HfA
         files = tuple(sorted(path.name for path in pulled.folder.iterdir()))
         published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", files)
         if model is not None:
-            check_reload(model, published, api)
-            published = replace(published, reloaded=True)
+            published = check_reload(model, published, api)
     return published
 
 

@@ -134,13 +134,18 @@ def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def saved_parameters(folder: Path) -> int:
-    """Number of values in the weights of a folder; our models save parameters only."""
-    count = 0
+def saved_shapes(folder: Path) -> dict[str, torch.Size]:
+    """Shapes of the tensors in a folder, by name."""
+    shapes = {}
     for path in weight_files(folder):
         with _opened(path) as file:
-            count += sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())
-    return count
+            shapes |= {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}
+    return shapes
+
+
+def saved_parameters(folder: Path) -> int:
+    """Number of values in the weights of a folder; our models save parameters only."""
+    return sum(shape.numel() for shape in saved_shapes(folder).values())
 
 
 def require_finite(folder: Path) -> None:

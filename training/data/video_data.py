@@ -28,6 +28,10 @@ CLASS_INDEX = "classInd.txt"
 USUAL_SPLITS = ("validation", "valid", "dev", "val", "test")
 
 
+# Paths of clips with the numbers of their classes, by the part of the data.
+Files = dict[str, list[tuple[Path, int]]]
+
+
 @dataclass
 class VideoDataArguments(SampleArguments):
     dataset_name: str | None = flag(None, "`moving_shapes`, generated; the default where no other data are given.")
@@ -106,7 +110,7 @@ def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledI
     return LabelledImages(parts.get("training"), parts.get("evaluation"), names)
 
 
-def _require_trained(files: dict[str, list[tuple[Path, int]]], names: list[str]) -> None:
+def _require_trained(files: Files, names: list[str]) -> None:
     trained, evaluated = ({label for _, label in files[part]} for part in ("training", "evaluation"))
     missing = ", ".join(names[label] for label in sorted(evaluated - trained))
     if missing:
@@ -141,9 +145,7 @@ def _evaluation_split(given: str | None, splits: Sequence[str]) -> str:
     return next((name for name in usual if name in splits), usual[0])
 
 
-def _class_folders(
-    folder: Path, eval_split: str | None, request: DataRequest
-) -> tuple[dict[str, list[tuple[Path, int]]], list[str]]:
+def _class_folders(folder: Path, eval_split: str | None, request: DataRequest) -> tuple[Files, list[str]]:
     """Clips of `folder/<split>/<class>/…`."""
     if not folder.is_dir():
         raise InputError(f"--video_folder {str(folder)!r} is no folder.")
@@ -178,9 +180,7 @@ def _mixed(entries: list[tuple[Path, int]]) -> list[tuple[Path, int]]:
     return [entries[index] for index in order]
 
 
-def _split_files(
-    arguments: VideoDataArguments, request: DataRequest
-) -> tuple[dict[str, list[tuple[Path, int]]], list[str]]:
+def _split_files(arguments: VideoDataArguments, request: DataRequest) -> tuple[Files, list[str]]:
     """
     Clips of files with a path and maybe a class number per line. The class is the one that classInd.txt beside the
     file gives that number, or without numbers the folder of the clip.
@@ -270,7 +270,7 @@ def _volumes(
     return found, [str(number) for number in range(highest + 1)]
 
 
-def _moving_shapes(arguments: VideoDataArguments, request: DataRequest) -> dict[str, list[tuple[Path, int]]]:
+def _moving_shapes(arguments: VideoDataArguments, request: DataRequest) -> Files:
     side = request.image_size[0]
     if side != request.image_size[1]:
         raise InputError(

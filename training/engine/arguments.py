@@ -62,7 +62,6 @@ def _model_arguments(name: str, config_class: type[PreTrainedConfig]) -> type[Ch
 
 ModelArguments = _model_arguments("ModelArguments", LieREViTConfig)
 VideoModelArguments = _model_arguments("VideoModelArguments", LieREVideoConfig)
-ARCHITECTURE_FIELDS = architecture_fields(LieREViTConfig)
 
 
 @dataclass

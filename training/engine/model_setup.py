@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,8 +27,8 @@ from hf_liere.storage.loading import (
     loading_options,
     require_all_keys,
     require_loaded_keys,
-    shards,
 )
+from hf_liere.storage.saved_weights import saved_shapes
 from training.data.image_formats import height_and_width
 from training.data.sources import LabelledImages
 from training.engine.arguments import CheckpointArguments, SampleArguments
@@ -239,14 +238,10 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
         InputError: naming the keys that are missing, left over or of another shape.
     """
     folder = Path(checkpoint)
-    index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
-    if not index.is_file() and not single.is_file():
+    if not any((folder / name).is_file() for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)):
         # Shards of FSDP, which its own loader checks.
         return
-    saved = {}
-    for file in shards(index) if index.is_file() else [single]:
-        with safe_open(file, framework="pt") as weights:
-            saved.update({key: list(weights.get_slice(key).get_shape()) for key in weights.keys()})
+    saved = {key: list(shape) for key, shape in saved_shapes(folder).items()}
     expected = {key: list(value.shape) for key, value in model.state_dict().items()}
     require_all_keys(set(expected) - set(saved), set(saved) - set(expected), str(checkpoint))
     for key, shape in expected.items():

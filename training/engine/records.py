@@ -1,4 +1,4 @@
-"""What a run leaves beside its checkpoint: resolved configuration and environment, and what it may not overwrite.
+"""What a run leaves beside its checkpoint: the names of its files, its resolved configuration and its environment.
 
 The files describe the run to others, so they hold no folders, host names or tokens.
 """
@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import shutil
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,8 +18,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import hf_liere
-from hf_liere.errors import InputError
-from training.engine.arguments import RunArguments
 
 
 CONFIG_FILE = "run_config.json"
@@ -40,28 +37,6 @@ RUN_FILES = (
 LIBRARIES = "torch torchvision transformers accelerate datasets evaluate huggingface_hub numpy pillow".split()
 # Folders, addresses and identities: they say where a run happened, not what it did.
 PRIVATE_ARGUMENTS = re.compile(r"(^|_)(dir|token|hub|run_name|local_rank|n_gpu|resume_from_checkpoint|trackio)(_|$)")
-
-
-def claim_output_dir(arguments: RunArguments) -> None:
-    """
-    Makes sure that the run overwrites no other one; with `overwrite_output_dir` the other one is deleted.
-
-    Raises:
-        InputError: if the output directory holds a run and neither resuming nor overwriting was asked for.
-    """
-    folder = Path(arguments.output_dir)
-    checkpoints = [path for path in folder.glob("checkpoint-*") if path.is_dir()]
-    found = checkpoints + [folder / name for name in RUN_FILES if (folder / name).exists()]
-    if not found or arguments.resumes:
-        return
-    if not arguments.overwrite_output_dir:
-        names = ", ".join(path.name for path in found[:5])
-        raise InputError(
-            f"--output_dir {arguments.output_dir!r} holds another run ({names}); accepted: another folder, "
-            "--resume_from_checkpoint last to go on with it, or --overwrite_output_dir to delete it."
-        )
-    for path in found:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def write_record(folder: str | Path, name: str, content: dict[str, Any]) -> None:

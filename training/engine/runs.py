@@ -1,6 +1,7 @@
 """What every script does once its data and model are known: train, evaluate, and leave records of both."""
 
 import errno
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -20,8 +21,8 @@ from training.engine.records import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     EXAMPLES_FILE,
+    RUN_FILES,
     WEIGHTS_FILE,
-    claim_output_dir,
     environment,
     portable,
     write_record,
@@ -70,20 +71,29 @@ def claim(args: RunArguments) -> str | None:
     return checkpoint
 
 
-def claim_folder(args: RunArguments, besides: tuple[str, ...] = ()) -> None:
+def claim_folder(args: RunArguments) -> None:
     """
-    Makes sure that a run can write into its folder and that it is nobody else's.
-
-    Args:
-        besides: names that may be there already.
+    Makes sure that a run can write into its folder and that it is nobody else's; with `overwrite_output_dir` another
+    run there is deleted.
 
     Raises:
         InputError: naming the folder, what it holds and what is accepted.
     """
-    claim_output_dir(args)
-    if not args.overwrite_output_dir and not args.resumes:
-        require_free(args.output_dir, besides)
-    require_writable(args.output_dir)
+    folder = Path(args.output_dir)
+    found = [path for path in folder.glob("checkpoint-*") if path.is_dir()]
+    found += [folder / name for name in RUN_FILES if (folder / name).exists()]
+    if args.overwrite_output_dir and not args.resumes:
+        for path in found:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    elif found and not args.resumes:
+        names = ", ".join(path.name for path in found[:5])
+        raise InputError(
+            f"--output_dir {args.output_dir!r} holds another run ({names}); accepted: another folder, "
+            "--resume_from_checkpoint last to go on with it, or --overwrite_output_dir to delete it."
+        )
+    elif not args.resumes:
+        require_free(folder)
+    require_writable(folder)
 
 
 def run(
