@@ -36,7 +36,7 @@ from training.speed.tables import encodings_table, failures, growth_table
 
 
 ENCODING_ROWS = "absolute none axial_rope rope_mixed comrope_ap8 comrope_ld8 liere8 liere64".split()
-# naive_liere64 takes minutes a step: by name only.
+# naive_liere64 is measured only where --rows names it: a step takes minutes.
 REFERENCE_ROWS = "naive_liere8 naive_comrope_ld8".split()
 TIMM_ROWS = "timm_absolute timm_rope_mixed".split()
 GROWTH_ROWS = "absolute rope_mixed comrope_ld8 liere8 liere64".split()

@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     fields = {name: getattr(plain, name) for name in ("size", "image_mean", "image_std", "resample")}
     processor = DeformableDetrImageProcessor(do_pad=False, **fields)
     with args.main_process_first(desc="finding the pictures"):
-        # The first process writes what is generated, the others find it.
+        # The first process writes generated pictures, and the others find them.
         train, evaluation, names = load_detections(data_args, DataRequest(image_size, parts=args.parts))
     set_seed(args.seed)
     model = build_detector(model_args, detector_args, config, names)

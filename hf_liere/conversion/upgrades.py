@@ -145,7 +145,7 @@ def _parameters(entries: torch.Tensor, position_encoding: str) -> dict[str, torc
         return _proportional(entries)
     if position_encoding == "comrope_ap":
         block = torch.arange(entries.shape[3])
-        # A block serves one axis, the axes in turn.
+        # Each block serves one axis, and the axes alternate.
         entries = entries.movedim(3, 0)[block, block % len(entries)].movedim(0, 2)
     return {"generators": entries}
 
@@ -179,7 +179,7 @@ def _blocks_by_axis(entries: torch.Tensor, joined: int) -> list[int]:
         raise ConversionError(
             f"No exact upgrade to comrope_ap: {blocks} blocks cannot be grouped by {joined} for each of {axes} axes."
         )
-    # Axial RoPE serves the axes one after the other, ComRoPE-AP in turn; a block of zeros may serve any.
+    # The blocks of Axial RoPE come axis by axis, those of ComRoPE-AP alternate; a block of zeros may serve any axis.
     activity = entries.abs().amax(dim=(1, 2, 4))
     contiguous = torch.arange(blocks) // (blocks // axes)
     in_turn = torch.arange(blocks) % axes

@@ -24,13 +24,13 @@ from .run_records import (
 )
 
 
-# Written by `hf-liere convert`: what only it knows.
+# `hf-liere convert` writes this file: it says where the weights come from, which no other record does.
 CONVERSION_FILE = "conversion.json"
 PROCESSOR_CONFIGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 COST_FIELDS = ("train_images_per_second", "train_runtime")
-# What an evaluation may set without changing what is computed.
+# Fields that an evaluation may set without changing what the model computes.
 OF_TRAINING = ("position_perturbation", "image_size", "num_frames")
-# Beside its name, what tells whether data are the same.
+# Beside their name, these tell whether two descriptions are of the same data.
 DATA_DETAILS = ("config", "split", "files")
 
 
@@ -77,7 +77,7 @@ def facts_of_run(
     for name, value in found.items():
         setattr(known, name, value)
     if run:
-        # The plan of a recipe is no fact of the run.
+        # These describe a planned recipe, not the run.
         known.recipe_source, known.dataset = None, None
     known.progress = progress
     known.has_processor = any((folder / name).is_file() for name in PROCESSOR_CONFIGS)
@@ -264,5 +264,5 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def _given(values: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
-    """The values that are not `None`; of `names` alone where these are told."""
+    """The values that are not `None`, either all of them or those of `names`."""
     return {name: values[name] for name in (values if names is None else names) if values.get(name) is not None}

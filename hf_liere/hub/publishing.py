@@ -173,7 +173,7 @@ def publish(
 
 def ensure_repository(api: HfApi, repo_id: str, private: bool | None) -> str:
     """
-    Make a repository, unless it exists; its name with its owner.
+    Make a repository, unless it exists; returns its name with its owner.
 
     Raises:
         HubError: without a token, with one that can only read, or if a private repository is asked for and this one
@@ -287,7 +287,7 @@ def check_reload(model: PreTrainedModel, published: Published, api: HfApi) -> Pu
         token = token_of(api)
         if token:
             environment["HF_TOKEN"] = token
-        # As text, because the folder of a script comes first on the path, and ours has modules of common names.
+        # Passed as text: run as a file, its folder would come first on the path and shadow modules of the same names.
         source = Path(reload_check.__file__).read_text(encoding="utf-8")
         command = [sys.executable, "-c", source, published.repo_id, published.commit, str(output)]
         process = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)
@@ -332,7 +332,7 @@ def verify(folder: str | Path, repo_id: str, *, revision: str = "main", api: HfA
             raise HubError(f"{repo_id} at {commit} holds no weights that can be read.") from None
         if ours != theirs:
             raise HubError(f"{repo_id} at {commit} holds other weights ({theirs[:12]}…) than {folder} ({ours[:12]}…).")
-        # Outputs say nothing of how images become pixels, and those of an adapter nothing of its configuration.
+        # Equal outputs do not show that processors are equal, and an adapter is not run at all.
         names = (ADAPTER_CONFIG, *PROCESSOR_FILES) if is_adapter else PROCESSOR_FILES
         if other := [name for name in names if (folder / name).is_file() and not _same_settings(folder, pulled, name)]:
             raise HubError(f"{repo_id} at {commit} holds no or another {', '.join(other)} than {folder}.")
@@ -344,7 +344,7 @@ def verify(folder: str | Path, repo_id: str, *, revision: str = "main", api: HfA
 
 
 def _same_settings(folder: Path, pulled: Pulled, name: str) -> bool:
-    """Whether a file is the same in both folders, but for the code that a push adds to the file of a processor."""
+    """Whether a file is the same in both folders, apart from the code that a push adds to the file of a processor."""
     both = [place / name for place in (folder, pulled.folder)]
     if not both[1].is_file():
         return False

@@ -21,7 +21,7 @@ from ..storage.targets import new_directory
 
 logger = logging.get_logger(__name__)
 
-# States to go on training from are nothing to load a model with.
+# States for resuming a training are not needed to load a model.
 IGNORED = ["last-checkpoint/*", "checkpoint-*/*", "runs/*"]
 
 
@@ -97,7 +97,7 @@ def _checked_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None,
             commit, digests = _listing(api, repo_id, revision, path)
         except UnreachableError as unreachable:
             return _cached_snapshot(repo_id, revision, path, cache_dir, unreachable)
-        # By the name that was given, so that the cache knows it without a connection; the branch may move meanwhile.
+        # Asked for by the name that was given, which the cache then knows offline; the branch may move in between.
         snapshot = download(revision, **_patterns(path))
     wrong = differing_files(snapshot, digests, digests)
     if wrong:
@@ -116,7 +116,7 @@ def _checked_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None,
 
 def _listing(api: HfApi, repo_id: str, revision: str, path: str | None) -> tuple[str, dict[str, str]]:
     with explained(api, repo_id, revision):
-        # An endpoint that is down must not keep a user with a warm cache waiting for long.
+        # Few attempts: where the endpoint is down, a user whose cache holds everything should not wait long.
         commit = retrying(lambda: api.model_info(repo_id, revision=revision), attempts=2).sha
         digests = retrying(lambda: remote_digests(api, repo_id, commit))
     return commit, {name: digests[name] for name in filter_repo_objects(digests, **_patterns(path))}
@@ -146,7 +146,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _is_intact(file: Path) -> bool:
     """Whether a file in the cache has the hash that its blob is named after."""
-    # The blob may be a link itself, to a store that repositories share and that has names of its own.
+    # The blob may itself be a link to a store that repositories share, whose file names are not hashes.
     name = Path(os.readlink(file)).name if file.is_symlink() else ""
     kind = {64: "sha256", 40: "git"}.get(len(name))
     return kind is None or file_digest(file, kind) == f"{kind}:{name}"

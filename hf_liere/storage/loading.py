@@ -69,7 +69,7 @@ def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) 
 def explaining(checkpoint: str | os.PathLike) -> Iterator[None]:
     """Turns whatever readers and models make of a damaged or foreign checkpoint into [`CheckpointError`]."""
     try:
-        # Its report of keys is a table over many lines.
+        # transformers would also log the keys as a table of many lines.
         with quiet("transformers.modeling_utils"):
             yield
     except (InputError, HubError):
@@ -82,7 +82,7 @@ def reason(error: Exception) -> str:
     """One sentence about why something cannot be read."""
     text = " ".join(str(error).split())
     if isinstance(error, pickle.UnpicklingError):
-        # torch's own message goes on to recommend weights_only=False.
+        # torch's own message recommends weights_only=False, which would execute the code.
         needed = re.search(r"GLOBAL (\S+)", text)
         if needed:
             return (

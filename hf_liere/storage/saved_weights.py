@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from .loading import shards
 
 
-# Of rotations that were saved without their model.
+# Files of an adapter: rotations that were saved without their model.
 ADAPTER_CONFIG = "rotary_config.json"
 ADAPTER_WEIGHTS = "rotary.safetensors"
 
@@ -52,7 +52,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors of a saved model or adapter, without those of another model beside it."""
     require_folder(folder)
     index = folder / "model.safetensors.index.json"
-    # The order in which transformers looks for them.
+    # transformers looks for the single file first, too.
     if index.is_file() and not (folder / "model.safetensors").is_file():
         return shards(index)
     files = [folder / name for name in ("model.safetensors", ADAPTER_WEIGHTS) if (folder / name).is_file()]

@@ -30,7 +30,7 @@ def new_directory(output: str | os.PathLike) -> Iterator[Path]:
     require_new_directory(output)
     with _beside(output) as partial:
         yield partial
-        # Temporary directories are private, what is made here is not.
+        # mkdtemp makes folders that only their owner can read.
         partial.chmod(0o755)
         os.replace(partial, output)
 
@@ -50,7 +50,7 @@ def new_file(output: str | os.PathLike) -> Iterator[Path]:
         raise FileExistsError(f"{output} exists.")
     with _beside(output) as partial:
         yield partial / output.name
-        # The file itself last: it is what says that all is there.
+        # The file itself is moved last: where it exists, everything is complete.
         for path in sorted(partial.iterdir(), key=lambda path: path.name == output.name):
             os.replace(path, output.parent / path.name)
 

@@ -88,7 +88,7 @@ class ZeroShotClassifier(Classifier):
         self.register_buffer("text_embeddings", _embed(model, tokenizer, class_names, prompts), persistent=False)
 
     def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
-        # peft wraps only the forward that this does without; its layers are in the model itself.
+        # peft wraps only `forward`, which is not called here; its LoRA layers are in the model itself.
         model = self.pretrained
         features = model.get_image_features(pixel_values, **self.any_size).pooler_output
         return {"logits": model.logit_scale.exp() * nn.functional.normalize(features, dim=-1) @ self.text_embeddings.T}

@@ -165,7 +165,7 @@ class Comparison:
         except ValueError as error:
             raise InputError(str(error)) from error
         if trains and arguments.trainable == "lora+rotary":
-            # The generators have drawn random numbers, which the unpatched model has not.
+            # Only patching draws random numbers; from the same seed LoRA starts alike in both models.
             set_seed(self.args.seed)
             add_lora(classifier, arguments.lora_rank, arguments.lora_alpha)
         return classifier
@@ -233,7 +233,7 @@ class Comparison:
         return count
 
     def _evaluate(self, trainer: FineTuningTrainer, name: str) -> list[dict[str, Any]]:
-        # Data sets have names here because Trainer keeps loaders with persistent workers by name.
+        # The data sets have names because Trainer caches loaders with persistent workers by name.
         trainer.eval_dataset = {
             str(size[0]): EvaluationImages(self.evaluation, size, int(self.processor.resample))
             for size in self.eval_sizes

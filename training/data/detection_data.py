@@ -202,7 +202,7 @@ def read_coco(file: Path, image_folder: str | None) -> tuple[COCO, Path]:
     if empty:
         logger.warning(f"{file.name}: {empty} boxes without an area are left out.")
     name = content["images"][0]["file_name"]
-    # COCO's own are in annotations/instances_train2017.json and train2017.
+    # COCO's own files are annotations/instances_train2017.json and the pictures in train2017.
     of_coco = file.absolute().parent.parent / file.stem.removeprefix("instances_")
     folders = [Path(image_folder)] if image_folder else [file.parent, file.with_suffix(""), of_coco]
     for folder in folders:

@@ -23,9 +23,9 @@ class DataRequest:
     Args:
         image_size: height and width of the model's input; what is generated is drawn at that size.
         parts: those of `PARTS` that are needed.
-        num_frames: of a clip.
+        num_frames: number of frames of a clip.
         writes: whether this process writes the files of generated clips.
-        seed: of the arrows, and of the parts that `validation_fraction` and `train_fraction` make.
+        seed: seed of the arrows, and of the parts that `validation_fraction` and `train_fraction` make.
     """
 
     image_size: tuple[int, int]
@@ -52,7 +52,7 @@ class LabelledImages:
     train: Source | None
     evaluation: Source | None
     label_names: list[str]
-    # False where the data set only numbers its classes.
+    # `named` is False where the data set only numbers its classes.
     named: bool = True
     splits: dict[str, str] = field(default_factory=dict)
 

@@ -47,7 +47,7 @@ def load_tables(arguments: DataArguments) -> datasets.DatasetDict:
         builders.add(builder)
     if len(builders) != 1:
         raise InputError(f"The files are of several types ({', '.join(sorted(builders))}); accepted: one.")
-    # Every split by itself: features such as the number of classes may differ, and are compared below.
+    # Each split is loaded alone: features such as the number of classes may differ, and are compared later.
     tables = datasets.DatasetDict()
     for split, names in files.items():
         if names:
@@ -76,7 +76,7 @@ def readable(what: str) -> Iterator[None]:
     except InputError:
         raise
     except (OSError, ValueError, DatasetsError, pyarrow.ArrowException) as error:
-        # `datasets` says of empty files that a split has no data, and wraps what went wrong in reading.
+        # For empty files `datasets` says that a split has no data; other errors of reading are the cause of its own.
         why = "it has no rows" if "corresponds to no data" in str(error) else reason(error.__cause__ or error)
         raise InputError(f"{what} cannot be read ({why}).") from error
 

@@ -24,7 +24,7 @@ from training.engine.arguments import SampleArguments, flag
 
 logger = logging.get_logger(__name__)
 CLASS_INDEX = "classInd.txt"
-# By default the first that there is of these is evaluated; some data sets shorten the name.
+# Without --eval_split the first of these that exists is evaluated; some data sets abbreviate the name.
 USUAL_SPLITS = ("validation", "valid", "dev", "val", "test")
 
 
@@ -98,7 +98,7 @@ def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledI
         elif arguments.video_folder is not None:
             files, names = _class_folders(Path(arguments.video_folder), arguments.eval_split, request)
         else:
-            # For the record of the run.
+            # Set because the record of the run holds the arguments.
             arguments.dataset_name = "moving_shapes"
             files, names = _moving_shapes(arguments, request), list(LABELS)
         if len(files) == 2 and arguments.video_folder is not None:
@@ -158,7 +158,7 @@ def _class_folders(folder: Path, eval_split: str | None, request: DataRequest) -
                 f"--video_folder {str(folder)!r} has no folder {split!r}, only {', '.join(splits) or 'none'}; "
                 "accepted: train/ and validation/ with one folder per class, or split files."
             )
-    # Of all splits, so that an evaluation knows the classes of the training.
+    # Classes are those of all splits, so that an evaluation knows the classes of the training.
     known = {"train", *USUAL_SPLITS, *parts.values()}.intersection(splits)
     ordered = sorted({path.name for split in known for path in (folder / split).iterdir() if path.is_dir()})
     files = {
@@ -171,7 +171,7 @@ def _class_folders(folder: Path, eval_split: str | None, request: DataRequest) -
         ]
         for part, split in parts.items()
     }
-    # The first ones of a sorted list would be of one class.
+    # In sorted order, the first --max_train_samples clips would be of one class.
     return {part: _mixed(entries) for part, entries in files.items()}, ordered
 
 
@@ -276,7 +276,7 @@ def _moving_shapes(arguments: VideoDataArguments, request: DataRequest) -> Files
         raise InputError(
             f"Moving shapes are square; {request.image_size} is not. Accepted: --image_size 32 and the like."
         )
-    # The same for every seed of a training, so that runs can be compared; another size is another set of files.
+    # The videos are the same for every seed, so that runs can be compared; every size has files of its own.
     folder = Path(arguments.moving_shapes_folder) / f"{side}px"
     splits = {part: split for part, split in zip(PARTS, SPLITS) if part in request.parts}
     sizes = {split: arguments.limits[part] or DEFAULT_SIZES[split] for part, split in splits.items()}
@@ -290,6 +290,6 @@ def _moving_shapes(arguments: VideoDataArguments, request: DataRequest) -> Files
         entries = [
             (path, number) for number, name in enumerate(LABELS) for path in (folder / split / name).glob("*.mp4")
         ]
-        # By their number, so that a folder with more of them gives the same ones.
+        # Sorted by number, so that a folder that holds more of them gives the same ones.
         files[part] = sorted(entries, key=lambda entry: entry[0].stem)[: sizes[split]]
     return files

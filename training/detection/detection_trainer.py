@@ -13,7 +13,7 @@ from training.data.detection_data import Detections
 from training.engine.trainer import RotaryTrainer
 
 
-# In COCOeval's order.
+# Names of COCOeval's statistics, in its order.
 STATISTICS = ("map", "map_50", "map_75", "map_small", "map_medium", "map_large")
 
 

@@ -28,7 +28,7 @@ class DetectorArguments:
     top_k: int = flag(100, "Detections per image that are evaluated.")
 
     def __post_init__(self):
-        # Deformable DETR normalises groups of channels, 32 of them.
+        # Deformable DETR uses GroupNorm with 32 groups of channels.
         if self.d_model % 32 or self.d_model % self.detector_heads:
             raise InputError(
                 f"--d_model {self.d_model}; accepted: multiples of 32 that {self.detector_heads} heads divide."
@@ -52,7 +52,7 @@ def build_config(arguments: ModelArguments, detector: DetectorArguments) -> Defo
         )
     if detector.backbone_name_or_path is not None:
         checkpoint_config("--backbone_name_or_path", detector.backbone_name_or_path)
-    # The last layer's map, before the norm of the backbone.
+    # The detector takes the feature map of the last layer, before the norm of the backbone.
     config.set_output_features_output_indices(out_features=[config.stage_names[-1]], out_indices=None)
     return DeformableDetrConfig(
         backbone_config=config,

@@ -223,7 +223,7 @@ class RunArguments(TrainingArguments):
         require_numbers(self, "label_smoothing_factor", highest=1)
         require_numbers(self, "per_device_train_batch_size", "per_device_eval_batch_size", lowest=1)
         require_numbers(self, "gradient_accumulation_steps", lowest=1)
-        # Trainer counts -1 steps as not given.
+        # For Trainer, max_steps of -1 means that none are given.
         if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
             raise InputError(f"--num_train_epochs {self.num_train_epochs}; accepted: numbers above 0.")
 
@@ -281,7 +281,7 @@ def _parse_value(text: str) -> Any:
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
     if re.fullmatch(r"\d+(,\d+)+", text):
-        # 96,128 is as good as [96,128].
+        # 96,128 is accepted for [96,128].
         text = f"[{text}]"
     try:
         return json.loads(text)

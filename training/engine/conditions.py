@@ -79,7 +79,7 @@ class Condition:
         if self.arguments.evaluation_shuffle == "frames":
             patch_shape = (1, *pixels.shape[3:])
         if self.arguments.evaluation_shuffle != "none":
-            # What `pixels` does to the axes of a batch undoes itself.
+            # `pixels` exchanges two axes of a batch, so applying it twice restores their order.
             batch["pixel_values"] = self.encoder.pixels(shuffled(pixels, patch_shape, seed)).contiguous()
         if self.arguments.evaluation_offset:
             grid = tuple(size // patch for size, patch in zip(pixels.shape[2:], self.encoder.config.patch_shape))

@@ -90,7 +90,7 @@ def checkpoint_config(flag: str, name: str, revision: str = "main") -> PreTraine
 @contextlib.contextmanager
 def loadable(flag: str, name: str) -> Iterator[None]:
     """
-    Around the loading of a checkpoint.
+    Translates the errors of loading a checkpoint.
 
     Raises:
         InputError: with the reason, if its files are missing, damaged or of no known model.
@@ -159,7 +159,7 @@ def resolve_processor(
         raise InputError(f"--image_std {std}; accepted: positive numbers.")
     fields = {"image_mean": list(mean), "image_std": list(std), "resample": resample}
     fields["size"] = {"height": size[0], "width": size[1]}
-    # Frames are scaled as a whole, as images are, not cut to their middle.
+    # Whole frames are resized, as images are, without a centre crop.
     return LieREVideoProcessor(**fields, do_center_crop=False) if is_video else ViTImageProcessor(**fields)
 
 
@@ -205,7 +205,7 @@ def build_model(
             arguments.model_name_or_path,
             revision=arguments.model_revision,
             config=config,
-            # Small steps are lost in a checkpoint's half precision; --bf16 computes in it nevertheless.
+            # Weights in half precision would lose small updates; with --bf16 the computation is still in bfloat16.
             dtype=torch.float32,
             ignore_mismatched_sizes=not keeps_head,
             output_loading_info=True,
@@ -239,7 +239,7 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
     """
     folder = Path(checkpoint)
     if not any((folder / name).is_file() for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)):
-        # Shards of FSDP, which its own loader checks.
+        # The checkpoint is in shards of FSDP, whose own loader checks them.
         return
     saved = {key: list(shape) for key, shape in saved_shapes(folder).items()}
     expected = {key: list(value.shape) for key, value in model.state_dict().items()}

@@ -34,7 +34,7 @@ from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE,
 logger = logging.get_logger(__name__)
 
 LAST_CHECKPOINT = "last-checkpoint"
-# Beside the checkpoints, so that setting files aside is a hard link; the name starts with a dot, so nothing lists it.
+# Beside the checkpoints, so that files can be set aside as hard links; the dot hides it from listings.
 SNAPSHOTS = ".hub"
 
 
@@ -177,7 +177,7 @@ def warn_of_other_settings(checkpoint: str | Path, resolved: dict) -> None:
     path = Path(checkpoint) / CONFIG_FILE
     if not path.is_file():
         return
-    # Through json, so that the values compare with those of the file.
+    # Converted to json and back, so that the values can be compared with those of the file.
     before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(resolved, default=str))
     different = [
         f"{name} {before[group].get(name)} there, {value} here"

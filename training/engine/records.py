@@ -25,7 +25,7 @@ ENVIRONMENT_FILE = "environment.json"
 WEIGHTS_FILE = "weights.json"
 RESOLUTIONS_FILE = "resolutions.json"
 EXAMPLES_FILE = "eval_examples.safetensors"
-# Where a sweep notes the flags of a run, before it is started.
+# A sweep writes the flags of a run into this file before it starts the run.
 FLAGS_FILE = "flags.json"
 # Records, metrics, model and processor that a run leaves.
 RUN_FILES = (
@@ -35,7 +35,7 @@ RUN_FILES = (
     *"preprocessor_config.json tokenizer.json tokenizer_config.json".split(),
 )
 LIBRARIES = "torch torchvision transformers accelerate datasets evaluate huggingface_hub numpy pillow".split()
-# Folders, addresses and identities: they say where a run happened, not what it did.
+# Names of arguments that hold folders, addresses or identities: where a run happened, not what it did.
 PRIVATE_ARGUMENTS = re.compile(r"(^|_)(dir|token|hub|run_name|local_rank|n_gpu|resume_from_checkpoint|trackio)(_|$)")
 
 

@@ -98,7 +98,7 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         if isinstance(self.train_dataset, IterableDataset):
-            # It knows its share of the process already, which accelerate would share out once more.
+            # The stream is already split among the processes; accelerate would split it once more.
             self.train_dataset.trainer_state = lambda: self.state
             return DataLoader(
                 self.train_dataset,
@@ -156,9 +156,9 @@ class ClassificationTrainer(RotaryTrainer):
         if num_items_in_batch is None:
             num_items_in_batch = (labels != IGNORED_LABEL).sum()
         else:
-            # The count is over all processes, and their gradients are averaged, not added up.
+            # The count is over all processes, but their gradients are averaged, not summed.
             total = total * self.accelerator.num_processes
-        # A step in which no example can be read has nothing to learn from.
+        # In a step in which no example can be read the number is 0, and so is the loss.
         loss = total / max(num_items_in_batch, 1)
         return (loss, outputs) if return_outputs else loss
 

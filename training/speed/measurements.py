@@ -44,7 +44,7 @@ class Records:
         if resume:
             if not path.is_file():
                 raise BenchmarkError(f"--resume: {path} does not exist.")
-            # The last line is cut short where a machine stopped while writing it.
+            # The last line is incomplete if the machine stopped while writing it.
             complete = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
             self.lines = [json.loads(line) for line in complete]
             path.write_text("".join(complete), encoding="utf-8")

@@ -171,7 +171,7 @@ def build_timm(settings: Settings, row: Row, dtype: torch.dtype) -> nn.Module:
         num_heads=size["num_attention_heads"],
         mlp_ratio=size["intermediate_size"] / size["hidden_size"],
         num_classes=NUM_LABELS,
-        # Layer scale, which none of the others has.
+        # Without layer scale, which none of the other models has.
         init_values=None,
     )
     return model.to(settings.device, dtype)
