@@ -27,11 +27,11 @@ from transformers.utils import logging
 
 from ..storage.client import (
     HubError,
-    explained,
     remote_digests,
     retrying,
     status_of,
     token_of,
+    translate_hub_errors,
     wait_to_retry,
     without_tokens,
 )
@@ -149,7 +149,7 @@ def publish(
         ConcurrentCommitError, HubError: as [`push`].
     """
     api, folder = api or HfApi(), Path(folder)
-    with explained(api, repo_id, revision):
+    with translate_hub_errors(api, repo_id, revision):
         repo_id = ensure_repository(api, repo_id, private)
         if revision != "main":
             retrying(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))

@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.utils import filter_repo_objects
 from transformers.utils import logging
 
-from ..storage.client import HubError, UnreachableError, explained, remote_digests, retrying
+from ..storage.client import HubError, UnreachableError, remote_digests, retrying, translate_hub_errors
 from ..storage.saved_weights import differing_files, file_digest
 from ..storage.targets import new_directory
 
@@ -77,7 +77,7 @@ def pull(
 
 def _pulled(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> tuple[Path, str]:
     """The folder in the cache and its commit."""
-    with explained(api, repo_id, revision):
+    with translate_hub_errors(api, repo_id, revision):
         snapshot = _checked_snapshot(api, repo_id, revision, path, cache_dir)
     commit = snapshot.name
     source = snapshot if path is None else snapshot / path
@@ -115,7 +115,7 @@ def _checked_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None,
 
 
 def _listing(api: HfApi, repo_id: str, revision: str, path: str | None) -> tuple[str, dict[str, str]]:
-    with explained(api, repo_id, revision):
+    with translate_hub_errors(api, repo_id, revision):
         # Few attempts: where the endpoint is down, a user whose cache holds everything should not wait long.
         commit = retrying(lambda: api.model_info(repo_id, revision=revision), attempts=2).sha
         digests = retrying(lambda: remote_digests(api, repo_id, commit))

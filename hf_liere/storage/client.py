@@ -102,7 +102,7 @@ def retrying(request: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
 
 
 @contextmanager
-def explained(api: HfApi, repo_id: str, revision: str | None = None) -> Iterator[None]:
+def translate_hub_errors(api: HfApi, repo_id: str, revision: str | None = None) -> Iterator[None]:
     """Turns errors of the client into [`HubError`], without their chain: a traceback must not show requests."""
     try:
         yield

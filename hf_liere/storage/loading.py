@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..errors import InputError, quiet
-from .client import HubError, UnreachableError, explained, retrying
+from .client import HubError, UnreachableError, retrying, translate_hub_errors
 
 
 class CheckpointError(InputError):
@@ -56,7 +56,7 @@ def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) 
         return {"revision": revision}
     repo_id, api = str(checkpoint), HfApi()
     try:
-        with explained(api, repo_id, revision):
+        with translate_hub_errors(api, repo_id, revision):
             retrying(lambda: api.model_info(repo_id, revision=revision), attempts=2)
     except UnreachableError:
         if not isinstance(try_to_load_from_cache(repo_id, "config.json", revision=revision), str):
@@ -66,7 +66,7 @@ def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) 
 
 
 @contextmanager
-def explaining(checkpoint: str | os.PathLike) -> Iterator[None]:
+def translate_loading_errors(checkpoint: str | os.PathLike) -> Iterator[None]:
     """Turns whatever readers and models make of a damaged or foreign checkpoint into [`CheckpointError`]."""
     try:
         # transformers would also log the keys as a table of many lines.

@@ -23,10 +23,10 @@ from hf_liere.errors import InputError
 from hf_liere.models.video_processing_liere import LieREVideoProcessor
 from hf_liere.storage.loading import (
     CheckpointError,
-    explaining,
     loading_options,
     require_all_keys,
     require_loaded_keys,
+    translate_loading_errors,
 )
 from hf_liere.storage.saved_weights import saved_shapes
 from training.data.image_formats import height_and_width
@@ -96,7 +96,7 @@ def loadable(flag: str, name: str) -> Iterator[None]:
         InputError: with the reason, if its files are missing, damaged or of no known model.
     """
     try:
-        with explaining(name):
+        with translate_loading_errors(name):
             yield
     except CheckpointError as error:
         raise InputError(f"{flag} {error}") from error

@@ -25,7 +25,7 @@ from hf_liere.hub.checked_facts import facts_of_run
 from hf_liere.hub.publishing import Published, ensure_repository, publish, push
 from hf_liere.hub.pulling import pull
 from hf_liere.hub.staging import PROCESSOR_FILES, refuse_private
-from hf_liere.storage.client import HubError, explained
+from hf_liere.storage.client import HubError, translate_hub_errors
 from hf_liere.storage.saved_weights import saved_weights_digest, weight_files
 from training.engine.arguments import RunArguments
 from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
@@ -51,7 +51,7 @@ class HubPushes:
             return
         api = hub_client(self.args)
         name = self.args.hub_model_id or Path(self.args.output_dir).resolve().name
-        with explained(api, name):
+        with translate_hub_errors(api, name):
             self.hub_model_id = ensure_repository(api, name, self.args.hub_private_repo)
         self._pushes: dict[int, Future] = {}
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
