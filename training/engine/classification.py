@@ -9,7 +9,7 @@ from hf_liere.models.video_processing_liere import LieREVideoProcessor
 from training.data.augmentation import Augmentation, Collator
 from training.data.sources import LabelledImages, Relabelled, Source
 from training.engine.arguments import AugmentationArguments, CheckpointArguments, RunArguments, SampleArguments
-from training.engine.conditions import Condition, ConditionArguments
+from training.engine.conditions import ConditionArguments, ConditionCollator
 from training.engine.model_setup import build_model, check_checkpoint_keys, order_labels
 from training.engine.records import describe_examples
 from training.engine.runs import run
@@ -69,7 +69,7 @@ def train_classifier(
         args=args,
         train_dataset=train,
         eval_dataset=evaluation,
-        data_collator=Condition(collator, model, arguments.condition),
+        data_collator=ConditionCollator(collator, model, arguments.condition),
         processing_class=processor,
         compute_metrics=ClassificationMetrics(model.config.num_labels),
         preprocess_logits_for_metrics=ranks_and_losses,

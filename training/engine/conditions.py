@@ -41,7 +41,7 @@ class ConditionArguments:
             raise InputError(f"--evaluation_offset {self.evaluation_offset}; accepted: 0 and above.")
 
 
-class Condition:
+class ConditionCollator:
     """
     A collator whose evaluation batches are under the given condition.
 

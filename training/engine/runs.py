@@ -49,7 +49,7 @@ def start(main: Callable[[], Any]) -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def claim(args: RunArguments) -> str | None:
+def prepare_output_dir(args: RunArguments) -> str | None:
     """
     Makes sure that the run can be made and overwrites no other; the checkpoint that it goes on from, if any.
 
