@@ -7,7 +7,7 @@ local cache, whose file names are the hashes.
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
@@ -64,26 +64,23 @@ def pull(
     """
     api = api or HfApi()
     if folder is None:
-        source, commit = _pulled(api, repo_id, revision, path, cache_dir)
-        return Pulled(source, commit)
+        return _pull_to_cache(api, repo_id, revision, path, cache_dir)
     with new_directory(folder) as partial:
-        source, commit = _pulled(api, repo_id, revision, path, cache_dir)
+        pulled = _pull_to_cache(api, repo_id, revision, path, cache_dir)
         try:
-            shutil.copytree(source, partial, dirs_exist_ok=True)
+            shutil.copytree(pulled.folder, partial, dirs_exist_ok=True)
         except OSError as error:
             raise HubError(f"{folder} cannot be written: {error.strerror or error}.") from None
-    return Pulled(Path(folder), commit)
+    return replace(pulled, folder=Path(folder))
 
 
-def _pulled(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> tuple[Path, str]:
-    """The folder in the cache and its commit."""
+def _pull_to_cache(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> Pulled:
     with translate_hub_errors(api, repo_id, revision):
         snapshot = _checked_snapshot(api, repo_id, revision, path, cache_dir)
-    commit = snapshot.name
     source = snapshot if path is None else snapshot / path
     if not source.is_dir():
-        raise HubError(f"{repo_id} at {commit} on {api.endpoint} has no folder {path!r}.")
-    return source, commit
+        raise HubError(f"{repo_id} at {snapshot.name} on {api.endpoint} has no folder {path!r}.")
+    return Pulled(source, commit=snapshot.name)
 
 
 def _checked_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> Path:
@@ -133,15 +130,12 @@ def _cached_snapshot(repo_id: str, revision: str, path: str | None, cache_dir, u
         )
     except OSError:
         raise unreachable from None
-    wrong = [str(file.relative_to(snapshot)) for file in _files(snapshot) if not _is_intact(file)]
+    files = [file for file in sorted(snapshot.rglob("*")) if file.is_file()]
+    wrong = [str(file.relative_to(snapshot)) for file in files if not _is_intact(file)]
     if wrong:
         raise HubError(f"{', '.join(wrong)} of {repo_id} in the local cache is damaged; pull again with a connection.")
     logger.warning(f"The Hub was not asked; {repo_id} comes from the local cache, commit {snapshot.name}.")
     return snapshot
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def _is_intact(file: Path) -> bool:

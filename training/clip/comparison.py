@@ -54,9 +54,9 @@ class FineTuningTrainer(ClassificationTrainer):
     """The classifier may learn at a rate of its own; of the unpatched model no rotations are expected."""
 
     def learning_rate_groups(self, model):
-        head = ("head_learning_rate_factor", self.args.head_learning_rate_factor)
+        head = [parameter for _, parameter in self.accelerator.unwrap_model(model).head_parameters()]
         rotary = super().learning_rate_groups(model) if is_patched(model) else []
-        return [*rotary, (*head, self._named_by("head_parameters", model))]
+        return [*rotary, ("head_learning_rate_factor", self.args.head_learning_rate_factor, head)]
 
 
 class Comparison:

@@ -48,10 +48,6 @@ class DetectionTrainer(RotaryTrainer):
         require_loaded_keys(loading, str(resume_from_checkpoint))
         detector.load_state_dict(saved.state_dict())
 
-    def learning_rate_groups(self, model):
-        rotary = [parameter for name, parameter in model.named_parameters() if "rotary_encoding." in name]
-        return [("rotary_learning_rate_factor", self.args.rotary_learning_rate_factor, rotary)]
-
 
 def best_detections(logits: torch.Tensor, boxes: torch.Tensor, top_k: int) -> torch.Tensor:
     """

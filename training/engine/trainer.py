@@ -80,15 +80,9 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
 
     def learning_rate_groups(self, model: nn.Module) -> list[tuple[str, float, list[nn.Parameter]]]:
         """(flag, factor of the learning rate, parameters) of what may learn at a rate of its own."""
-        rotary = self._named_by("rotary_parameters", model)
+        # By name, because wrappers such as FSDP and detectors do not have the model's method `rotary_parameters`.
+        rotary = [parameter for name, parameter in model.named_parameters() if "rotary_encoding." in name]
         return [("rotary_learning_rate_factor", self.args.rotary_learning_rate_factor, rotary)]
-
-    def _named_by(self, method: str, model: nn.Module) -> list[nn.Parameter]:
-        """The parameters that a method of the bare model names."""
-        bare = self.accelerator.unwrap_model(self.model)
-        named = dict(getattr(bare, method)()) if hasattr(bare, method) else {}
-        # Under FSDP the parameters of the wrapped model, whose names carry a prefix, are the ones to optimise.
-        return [p for name, p in model.named_parameters() if name.replace("_fsdp_wrapped_module.", "") in named]
 
     def _get_train_sampler(self, train_dataset=None) -> EpochSampler:
         dataset = self.train_dataset if train_dataset is None else train_dataset
