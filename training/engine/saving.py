@@ -68,11 +68,8 @@ def require_free(folder: str | Path, besides: tuple[str, ...] = ()) -> None:
     Raises:
         InputError: naming what is in the folder.
     """
-    allowed = {FLAGS_FILE, *besides}
-    if not Path(folder).is_dir():
-        return
-    others = sorted(path.name for path in Path(folder).iterdir() if path.name not in allowed)
-    others = [name for name in others if not name.startswith(".")]
+    found = sorted(path.name for path in Path(folder).glob("*"))
+    others = [name for name in found if name not in (FLAGS_FILE, *besides) and not name.startswith(".")]
     if others:
         raise InputError(
             f"--output_dir {str(folder)!r} holds other files ({', '.join(others[:5])}{' …' if others[5:] else ''}); "
