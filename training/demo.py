@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def train_all(folder: Path, images: int) -> list[str]:
-    """Runs what is not finished yet, two at a time with one thread each; the names of the runs that failed."""
+    """Runs what is not finished yet, two at a time with one thread each; returns the names of failed runs."""
     folder.mkdir(parents=True, exist_ok=True)
     waiting = [name for name in RUNS if not is_finished(folder / name, images)]
     for name in RUNS:
@@ -154,7 +154,7 @@ def is_finished(output_dir: Path, images: int) -> bool:
 
 
 def show_progress(output_dir: Path, bar: tqdm) -> None:
-    """What the newest checkpoint tells: the runs themselves write to their log files."""
+    """Shows the progress that the newest checkpoint records: the runs themselves write to their log files."""
     checkpoint = last_complete_checkpoint(output_dir)
     try:
         state = json.loads((Path(checkpoint or output_dir) / "trainer_state.json").read_text(encoding="utf-8"))

@@ -33,7 +33,7 @@ from training.reporting.sweeps import combinations, flags_of, read_sweep, slug, 
 
 
 def main(arguments: list[str] | None = None) -> Path:
-    """Runs a sweep; the file of its results."""
+    """Runs a sweep; returns the file of its results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

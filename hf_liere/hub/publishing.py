@@ -273,8 +273,8 @@ def compare(folder: Path, published: Published, api: HfApi) -> None:
 
 def check_reload(model: PreTrainedModel, published: Published, api: HfApi) -> Published:
     """
-    Load a commit in a process of its own, with an empty cache and the code of the commit, and compare its outputs; the
-    same commit, marked as `reloaded`.
+    Load a commit in a process of its own, with an empty cache and the code of the commit, and compare its outputs;
+    returns the commit marked as `reloaded`.
 
     Raises:
         HubError: if it does not load, or gives other outputs than the model here.

@@ -34,7 +34,7 @@ TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
 
 
 class HubError(RuntimeError):
-    """What the Hub refused or did not deliver; the message says what to do and holds no token."""
+    """The Hub refused a request or did not deliver; the message says what to do and holds no token."""
 
 
 class UnreachableError(HubError):

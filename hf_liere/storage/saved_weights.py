@@ -79,7 +79,7 @@ def file_digest(path: Path, kind: str) -> str:
 
 
 def differing_files(folder: Path, names: Iterable[str], digests: Mapping[str, str]) -> list[str]:
-    """Those of `names` that are missing in a folder or in a listing of hashes, or are not the same in both."""
+    """Those of `names` that a folder or a listing of hashes lacks, or that have another hash in the folder."""
     return [
         name
         for name in names

@@ -57,7 +57,7 @@ def new_file(output: str | os.PathLike) -> Iterator[Path]:
 
 @contextmanager
 def _beside(output: Path) -> Iterator[Path]:
-    """A temporary folder on the file system of `output`; of parents that had to be made, empty ones are removed."""
+    """A temporary folder on the file system of `output`; parents made for it are removed again if they stay empty."""
     parents = [parent for parent in output.parents if not parent.exists()]
     partial = None
     try:

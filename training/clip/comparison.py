@@ -145,7 +145,7 @@ class Comparison:
         return arguments
 
     def build_classifier(self, patch_config: RotaryPatchConfig | None) -> Classifier:
-        """The pretrained model with its head; the same for both models but for the rotations."""
+        """The pretrained model with its head; the patched and the unpatched one differ in the rotations only."""
         # Loading a model writes its labels into the configuration.
         arguments, config = self.model_args, copy.deepcopy(self.config)
         set_seed(self.args.seed)
@@ -191,7 +191,7 @@ class Comparison:
         )
 
     def run(self, name: str) -> list[dict[str, Any]]:
-        """Trains and evaluates one model; its results, one entry per image size."""
+        """Trains and evaluates one model; returns its results, one entry per image size."""
         folder, patch_config = self.folders[name], self.patches[name]
         if self.is_resumed and (folder / RESOLUTIONS_FILE).is_file():
             return json.loads((folder / RESOLUTIONS_FILE).read_text(encoding="utf-8"))["resolutions"]
@@ -223,7 +223,7 @@ class Comparison:
             save_classifier(classifier, folder, self.model_args.trainable != "rotary")
 
     def _freeze(self, classifier: Classifier, name: str) -> int:
-        """The number of parameters that learn; none of a model without rotations where only these would."""
+        """Freezes what is not trained; returns the number of parameters that learn, 0 without anything to train."""
         count = freeze(classifier, self.model_args.trainable)
         if not count and name != "unpatched":
             raise InputError(

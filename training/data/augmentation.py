@@ -128,7 +128,7 @@ class Augmentation:
 
 @contextlib.contextmanager
 def _seeded_torch(rng: np.random.Generator) -> Iterator[None]:
-    """Inside, the global generator, from which torchvision draws, has a seed from `rng`; afterwards its old state."""
+    """Inside, the global generator, which torchvision draws from, has a seed from `rng`; afterwards its old state."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(rng.integers(2**63)))
         yield
@@ -193,7 +193,7 @@ class Collator:
     def _mix(
         self, pixels: torch.Tensor, labels: torch.Tensor, count: int, examples: list[dict[str, Any]]
     ) -> dict[str, torch.Tensor]:
-        """Mixes the first `count` images in place; what the labels become."""
+        """Mixes the first `count` images in place; returns their mixed labels and weights."""
         epoch = examples[0]["key"][0]
         rng = np.random.default_rng((self.seed, epoch, *(example["key"][1] for example in examples[:count])))
         mixup, cutmix = self.arguments.mixup_alpha, self.arguments.cutmix_alpha
@@ -211,7 +211,7 @@ class Collator:
 
 
 def resized(image: np.ndarray, size: tuple[int, int], resample: int) -> np.ndarray:
-    """A uint8 image (…, height, width, C) at another size, untouched where it has that size."""
+    """A uint8 image (…, height, width, C) at another size; unchanged if it has that size already."""
     if image.shape[-3:-1] == tuple(size):
         return image
     if image.ndim > 3:
@@ -252,7 +252,7 @@ def _random_part(size: tuple[int, int], scale: Sequence[float], rng: np.random.G
 
 
 def _cutmix(pixels: torch.Tensor, partners: torch.Tensor, weight: float, rng: np.random.Generator) -> float:
-    """Pastes a box of about `1 - weight` of the area from the partners; the share that is really left."""
+    """Pastes a box of about `1 - weight` of the area from the partners; returns the exact share that is left."""
     height, width = pixels.shape[-2:]
     side = np.sqrt(1 - weight)
     row, column = int(rng.integers(height)), int(rng.integers(width))

@@ -59,7 +59,7 @@ class ClipArray:
 
 def clip_indices(length: int, num_frames: int, stride: int | None, start: float | np.ndarray) -> np.ndarray:
     """
-    Which frames make a clip, (num_frames,), none before its predecessor.
+    Numbers of the frames of a clip, (num_frames,), in ascending order.
 
     Args:
         length: frames of the video.
@@ -79,7 +79,7 @@ def frames_needed(num_frames: int, stride: int | None) -> int:
 
 @dataclass
 class ClipReader:
-    """Reads clips of a source; what cannot be read is reported once, by name, and is `None`."""
+    """Reads clips of a source; a clip that cannot be read is reported once, by name, and is `None`."""
 
     num_frames: int
     stride: int | None

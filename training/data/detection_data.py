@@ -167,7 +167,7 @@ def load_detections(
 
 def read_coco(file: Path, image_folder: str | None) -> tuple[COCO, Path]:
     """
-    A COCO json, checked, and the folder of its pictures.
+    Reads and checks a COCO json; returns it and the folder of its pictures.
 
     Raises:
         InputError: naming what is missing or wrong.
@@ -231,7 +231,7 @@ def scene(split: str, index: int, image_size: tuple[int, int]) -> tuple[np.ndarr
 
 
 def write_shapes(folder: Path, split: str, size: int, image_size: tuple[int, int]) -> Path:
-    """Writes `folder/<split>_<height>x<width>/<number>.png` and their json, unless that exists; its path."""
+    """Writes `folder/<split>_<height>x<width>/<number>.png` and, unless it exists, their json; returns its path."""
     height, width = image_size
     pictures = folder / f"{split}_{height}x{width}"
     file = pictures.with_name(f"{pictures.name}_{size}.json")

@@ -69,7 +69,7 @@ class DecodedImages:
                     progress.update()
 
     def decode(self, encoded: dict | None, row: int) -> np.ndarray:
-        """An undecoded image as (height, width, num_channels); `row` is for the message of what goes wrong."""
+        """An undecoded image as (height, width, num_channels); error messages name its file or its `row`."""
         try:
             image = datasets.Image().decode_example(encoded)
             mode = image.mode

@@ -57,7 +57,7 @@ SHAPES = (
 
 
 def write_video(path: Path, video: np.ndarray) -> None:
-    """(T, height, width, 3) uint8 as H.264 in mp4; both sizes must be even."""
+    """Writes frames (T, height, width, 3) of uint8 as H.264 in mp4; height and width must be even."""
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=FRAME_RATE, options={"crf": "18", "preset": "veryfast"})
         stream.height, stream.width = video.shape[1:3]

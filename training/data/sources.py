@@ -18,7 +18,7 @@ PARTS = ("training", "evaluation")
 @dataclass(frozen=True)
 class DataRequest:
     """
-    What a run needs of its data.
+    What a run needs from its data.
 
     Args:
         image_size: height and width of the model's input; what is generated is drawn at that size.
@@ -59,7 +59,7 @@ class LabelledImages:
 
 @dataclass
 class SourceDataset(Dataset):
-    """Examples that are made of a source, one of each of its inputs."""
+    """Examples made from a source, one for each of its inputs."""
 
     source: Source
 

@@ -66,7 +66,7 @@ def require_files(names: Sequence[str]) -> None:
 @contextlib.contextmanager
 def readable(what: str) -> Iterator[None]:
     """
-    Around the opening of a data set.
+    Translates the errors of opening a data set.
 
     Raises:
         InputError: with the reason, if it cannot be read or reached.
@@ -134,7 +134,7 @@ def require_columns(features: datasets.Features, image_column: str, label_column
 
 
 def undecoded(table: datasets.Dataset, image_column: str, folder: Path | None) -> datasets.Dataset:
-    """The table with images as bytes or paths: whatever goes wrong in decoding can then be told with its row."""
+    """The table with images as bytes or paths, so that an error in decoding can name the row."""
     if folder is not None and _type_name(table.features[image_column]) == "string":
 
         def resolve(names: list[str]) -> dict[str, list[str]]:
@@ -151,7 +151,7 @@ def undecoded(table: datasets.Dataset, image_column: str, folder: Path | None) -
 
 
 def require_class_folders(tables: datasets.DatasetDict, image_column: str, arguments: DataArguments) -> None:
-    """`datasets` makes classes of folders only where there are several, and of the folders of all splits together."""
+    """`datasets` makes classes only of several folders, and of the folders of all splits together; both are checked."""
     some, folder = next(iter(tables.values())), arguments.image_folder
     if list(some.features) == [image_column]:
         rows = some.cast_column(image_column, datasets.Image(decode=False))[image_column]
@@ -187,7 +187,7 @@ def label_names(table: datasets.Dataset, label_column: str) -> tuple[list[str], 
 
 
 def numbered_labels(table: datasets.Dataset, label_column: str, label_names: list[str], description: str) -> np.ndarray:
-    """Labels as numbers into `label_names`, (rows,); anything else is refused with its row."""
+    """Labels as indices into `label_names`, (rows,); any other label is refused, with its row."""
     feature, values = table.features[label_column], table[label_column][:]
     numbers = {name: number for number, name in enumerate(label_names)}
     if isinstance(feature, datasets.ClassLabel):

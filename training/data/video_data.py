@@ -140,7 +140,7 @@ def _long_enough(clips: list[tuple[Clip, int]], needed: int, part: str) -> list[
 
 
 def _evaluation_split(given: str | None, splits: Sequence[str]) -> str:
-    """The given one, else the first of the usual names among the splits, or of all where there is none."""
+    """The given split, else the first usual name among the splits; `validation` where there is none."""
     usual = [given] if given else USUAL_SPLITS
     return next((name for name in usual if name in splits), usual[0])
 
@@ -205,7 +205,7 @@ def _split_files(arguments: VideoDataArguments, request: DataRequest) -> tuple[F
 
 
 def _split_lines(file: Path, folder: Path, flag: str) -> tuple[list[tuple[Path, str]], set[str]]:
-    """Paths with the names of their classes, and all names, those of classInd.txt included."""
+    """Paths with the names of their classes, and the names of all classes, including those of classInd.txt."""
     if not file.is_file():
         raise InputError(f"{flag}: there is no file {str(file)!r}.")
     index = file.with_name(CLASS_INDEX)

@@ -130,7 +130,7 @@ def frame_files(folder: Path) -> list[Path]:
 
 
 def _volume(path: Path) -> np.ndarray:
-    """(slices, height, width) or (slices, height, width, channels), in the type of the file."""
+    """A volume (slices, height, width) or (slices, height, width, channels), in the type of the file."""
     if path.suffix == ".npy":
         volume = np.load(path, allow_pickle=False)
     elif path.suffix == ".npz":

@@ -27,7 +27,7 @@ class DetectionTrainer(RotaryTrainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """No loss; detections (B, top_k, 6) as score, label and corners in shares of the image; indices (B,)."""
+        """Returns no loss; detections (B, top_k, 6): score, label, corners in shares of the image; indices (B,)."""
         inputs = self._prepare_inputs(inputs)
         indices = torch.cat([label["index"] for label in inputs["labels"]])
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -65,7 +65,7 @@ def best_detections(logits: torch.Tensor, boxes: torch.Tensor, top_k: int) -> to
 
 
 class CocoMetrics:
-    """Trainer's `compute_metrics`: COCO's average precisions, those without any object of their size left out."""
+    """Trainer's `compute_metrics`: COCO's average precisions, except for sizes that no object has."""
 
     def __init__(self, source: Detections):
         self.source = source

@@ -76,7 +76,7 @@ class SampleArguments:
 
     @property
     def limits(self) -> dict[str, int | None]:
-        """Most examples of each part of the data."""
+        """The largest number of examples of each part of the data."""
         return {"training": self.max_train_samples, "evaluation": self.max_eval_samples}
 
     def __post_init__(self):

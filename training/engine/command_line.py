@@ -19,7 +19,7 @@ from training.engine.arguments import architecture_fields
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help texts as they are written: argparse itself takes a percent sign for the start of a format."""
+    """Shows help texts as they are written, whereas argparse takes a percent sign for the start of a format."""
 
     def _expand_help(self, action: argparse.Action) -> str:
         text = self._get_help_string(action).replace("%(default)s", str(action.default))

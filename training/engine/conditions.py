@@ -88,7 +88,7 @@ class ConditionCollator:
 
 
 def shuffled(pixels: torch.Tensor, patch_shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """(B, C, *sizes) with its patches permuted, all inputs alike."""
+    """Inputs (B, C, *sizes) with their patches permuted, all of them alike."""
     axes = len(patch_shape)
     counts = [size // patch for size, patch in zip(pixels.shape[2:], patch_shape)]
     split = [extent for pair in zip(counts, patch_shape) for extent in pair]

@@ -77,7 +77,7 @@ def resolve_config(arguments: CheckpointArguments) -> PreTrainedConfig:
 
 def checkpoint_config(flag: str, name: str, revision: str = "main") -> PreTrainedConfig:
     """
-    The configuration of a checkpoint, before anything else of it is looked for.
+    The configuration of a checkpoint, read before any other of its files.
 
     Raises:
         InputError: if there is none, or it cannot be read.
@@ -123,7 +123,7 @@ def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig)
 
 def resolve_num_frames(arguments: CheckpointArguments, config: LieREVideoConfig) -> int:
     """
-    Frames of the clips of this run.
+    Number of frames of the clips of this run.
 
     Raises:
         InputError: if they do not consist of whole tubelets.
@@ -250,7 +250,7 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
 
 
 def _same_classes(config: PreTrainedConfig, images: LabelledImages) -> bool:
-    """Numbered classes of a data set, and classes that a checkpoint calls LABEL_0 …, only have a number to compare."""
+    """Numbers of classes are compared where the data set only numbers them or the checkpoint calls them LABEL_0 …."""
     if not images.named:
         return len(images.label_names) <= config.num_labels
     if _is_anonymous(config):

@@ -44,7 +44,7 @@ def write_record(folder: str | Path, name: str, content: dict[str, Any]) -> None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file, which has its new content or is as it was, whatever happens meanwhile."""
+    """Writes a file that has its new content as a whole or, after an interruption, its old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f"{path.name}.part")
     written.write_text(text, encoding="utf-8")
@@ -99,7 +99,7 @@ def describe_examples(arguments: Any, splits: dict[str, str], train: int | None,
 
 
 def environment() -> dict[str, Any]:
-    """Versions, processes and hardware, as far as they may explain a result."""
+    """Versions, processes and hardware that may explain a result."""
     state = PartialState()
     return {
         "python": platform.python_version(),

@@ -35,7 +35,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def start(main: Callable[[], Any]) -> None:
-    """Runs a script from the command line: what its user can mend is told in a sentence, without a traceback."""
+    """Runs a script from the command line: errors that its user can correct are one sentence, without a traceback."""
     try:
         main()
     except (InputError, HubError, FloatingPointError) as error:
@@ -51,10 +51,10 @@ def start(main: Callable[[], Any]) -> None:
 
 def prepare_output_dir(args: RunArguments) -> str | None:
     """
-    Makes sure that the run can be made and overwrites no other; the checkpoint that it goes on from, if any.
+    Makes sure that the run can be made and overwrites no other; returns the checkpoint to resume from, if any.
 
     Raises:
-        InputError: if the output directory holds another run, or not the checkpoint to go on from, or is not writable.
+        InputError: if the output directory holds another run, lacks the checkpoint to resume from or is not writable.
     """
     if args.n_gpu > 1:
         raise InputError(f"{args.n_gpu} GPUs in one process; accepted: torchrun, accelerate launch or one visible GPU.")
@@ -109,7 +109,7 @@ def run(
     Args:
         trainer: one with datasets, `evaluation_seconds` and, to keep the results of single examples, metrics that hold
             them as `examples`.
-        checkpoint: where to go on from.
+        checkpoint: the checkpoint to resume from, if any.
         input_size: sizes of the model's input in this run, for the record.
         described: dataclasses of arguments for the record, by name.
 
@@ -154,7 +154,7 @@ def _record(trainer: Trainer, checkpoint: str | None, resolved: dict[str, Any]) 
 
 
 def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
-    """Trains and saves the model with its records; the metrics of the training."""
+    """Trains and saves the model with its records; returns the metrics of the training."""
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     # Trainer's own rate counts the evaluations in between as training.
     training_seconds = max(metrics["train_runtime"] - trainer.evaluation_seconds, 1e-3)
@@ -172,7 +172,7 @@ def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
 
 
 def _resumed_checkpoint(args: RunArguments) -> str | None:
-    """The checkpoint to go on from."""
+    """The checkpoint to resume from, `None` where the run starts anew."""
     given = args.resume_from_checkpoint
     if not args.resumes:
         return None

@@ -79,7 +79,7 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
         return optimizer
 
     def learning_rate_groups(self, model: nn.Module) -> list[tuple[str, float, list[nn.Parameter]]]:
-        """(flag, factor of the learning rate, parameters) of what may learn at a rate of its own."""
+        """(flag, factor of the learning rate, parameters) of each group with a learning rate of its own."""
         # By name, because wrappers such as FSDP and detectors do not have the model's method `rotary_parameters`.
         rotary = [parameter for name, parameter in model.named_parameters() if "rotary_encoding." in name]
         return [("rotary_learning_rate_factor", self.args.rotary_learning_rate_factor, rotary)]
@@ -108,7 +108,7 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
         return _with_own_generator(super().get_eval_dataloader(eval_dataset))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds to the losses how fast the training is, evaluations aside, and how many hours it has to go."""
+        """Adds to the losses the speed of training, without evaluations, and the hours that remain."""
         now, step = time.perf_counter() - self.evaluation_seconds, self.state.global_step
         if "loss" in logs and self._last_log is not None and step > self._last_log[1]:
             seconds = (now - self._last_log[0]) / (step - self._last_log[1])
