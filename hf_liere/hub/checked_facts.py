@@ -161,10 +161,9 @@ def contradictions(
         if getattr(facts, name) and name in checkpoint:
             differing += _differences({name: getattr(facts, name)}, {name: checkpoint[name]})
     differing += _differences(facts.model, model)
-    absent = [name for name in facts.model if name not in model]
-    differing += [
-        f"{name} is {facts.model[name]!r} in the facts, and the checkpoint has no such field" for name in absent
-    ]
+    for name, value in facts.model.items():
+        if name not in model:
+            differing.append(f"{name} is {value!r} in the facts, and the checkpoint has no such field")
     stated = {"parameters": facts.cost.get("parameters"), "weights": facts.weights}
     differing += _differences(_given(stated), {"parameters": saved_parameters(folder), "weights": found["weights"]})
     differing += _contradictions_of_run(facts, folder, run, model)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,17 @@ class FineTuningTrainer(ClassificationTrainer):
         return [*rotary, ("head_learning_rate_factor", self.args.head_learning_rate_factor, head)]
 
 
+@dataclass
 class Comparison:
     """Trains and evaluates the patched and the unpatched model of one command line, from the same seed and data."""
 
-    def __init__(
-        self,
-        model_args: FineTuningArguments,
-        patch_args: PatchArguments,
-        data_args: DataArguments,
-        augmentation_args: AugmentationArguments,
-        args: FineTuningTrainingArguments,
-    ):
-        self.model_args, self.patch_args, self.args = model_args, patch_args, args
-        self.data_args, self.augmentation_args = data_args, augmentation_args
+    model_args: FineTuningArguments
+    patch_args: PatchArguments
+    data_args: DataArguments
+    augmentation_args: AugmentationArguments
+    args: FineTuningTrainingArguments
+
+    def __post_init__(self):
         self.config = resolve_config(self.model_args)
         self.patches = self._resolve_patches()
         self._check_patches()
