@@ -59,7 +59,7 @@ class ClipArray:
 
 def clip_indices(length: int, num_frames: int, stride: int | None, start: float | np.ndarray) -> np.ndarray:
     """
-    Numbers of the frames of a clip, (num_frames,), in ascending order.
+    Numbers of the frames of a clip, (num_frames,), never descending; a short video repeats frames.
 
     Args:
         length: frames of the video.
