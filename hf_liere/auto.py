@@ -36,7 +36,7 @@ from .models.modeling_patched import (
     RotaryViTForMaskedImageModeling,
     RotaryViTModel,
 )
-from .storage.loading import explaining, loading_options, require_finite, require_loaded_keys
+from .storage.loading import loading_options, require_finite, require_loaded_keys, translate_loading_errors
 
 
 MODELS = {
@@ -140,7 +140,7 @@ def load_checkpoint(
         HubError: if it is on the Hub, which does not answer or refuses.
     """
     options = {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
-    with explaining(checkpoint):
+    with translate_loading_errors(checkpoint):
         config = AutoConfig.from_pretrained(checkpoint, **options)
         (architecture,) = getattr(config, "architectures", None) or [None]
         loader, is_ours = _loader(architecture)

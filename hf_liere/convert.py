@@ -11,8 +11,8 @@ from pathlib import Path
 
 from .conversion.checkpoints import Conversion, convert_state_dict
 from .conversion.reading import json_beside, locate, read_checkpoint
-from .hub.cards import facts_of_run, render
-from .hub.checked_facts import CONVERSION_FILE
+from .hub.cards import render
+from .hub.checked_facts import CONVERSION_FILE, facts_of_run
 from .models.configuration_liere import LieREConfig
 from .storage.saved_weights import file_digest, saved_weights_digest
 from .storage.targets import new_directory
@@ -77,7 +77,7 @@ def convert_checkpoint(
 
 
 def _save_processor(directory: Path, config: LieREConfig, statistics: Mapping[str, object]) -> None:
-    """The processor file, for inputs of the trained size and pixels with these statistics or ½."""
+    """Writes the processor file for inputs of the trained size; `statistics` come before a mean and deviation of ½."""
     height, width = config.input_shape[-2:]
     fields = {
         "size": {"height": height, "width": width},
@@ -86,7 +86,7 @@ def _save_processor(directory: Path, config: LieREConfig, statistics: Mapping[st
         **statistics,
     }
     if config.num_axes == 3:
-        # The class needs torchvision; the file does not.
+        # The class of this processor needs torchvision, but its file can be written without it.
         kind, name = {"video_processor_type": "LieREVideoProcessor"}, "video_preprocessor_config.json"
         fields |= {"do_center_crop": False}
     else:
@@ -104,7 +104,7 @@ def _statistics(source: Path, source_config: Mapping | None) -> dict[str, object
 
 
 def _origin(checkpoint: str | os.PathLike, revision: str | None) -> tuple[str, str]:
-    """Name of a checkpoint without its folder, and what identifies it."""
+    """The name of a checkpoint without its folder, and text that identifies it."""
     path = Path(checkpoint)
     if path.is_file():
         digest = file_digest(path, "sha256").removeprefix("sha256:")

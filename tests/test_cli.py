@@ -54,7 +54,7 @@ def test_convert_declares_the_options_that_the_converters_take():
     assert SOURCES == conversion_sources.SOURCES
     for source in SOURCES:
         declared = [name for name, accepted in CONVERT_OPTIONS.items() if any(source in kinds for kinds in accepted)]
-        assert declared == sorted(conversion_sources.option_names(source))
+        assert declared == sorted(conversion_sources.CONVERTERS[source].options())
     assert not {source for kinds in CONVERT_OPTIONS.values() for group in kinds for source in group} - set(SOURCES)
 
 

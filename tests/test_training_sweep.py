@@ -11,7 +11,7 @@ from training_helpers import TINY_MODEL, TINY_RUN, main, train, weights, write_p
 import hf_liere
 from training import evaluate_sweep
 from training.engine.arguments import InputError
-from training.engine.conditions import Condition, ConditionArguments, shifted_positions, shuffled
+from training.engine.conditions import ConditionArguments, ConditionCollator, shifted_positions, shuffled
 from training.reporting import result_lines, result_table, sweeps
 
 
@@ -93,13 +93,15 @@ def test_the_offset_is_in_extents_of_a_training_image(tiny):
 )
 def test_conditions_that_mean_nothing_are_refused(fields, arguments, message, tiny):
     with pytest.raises(InputError, match=message):
-        Condition(None, hf_liere.LieREViTForImageClassification(tiny(**fields)), ConditionArguments(**arguments))
+        ConditionCollator(
+            None, hf_liere.LieREViTForImageClassification(tiny(**fields)), ConditionArguments(**arguments)
+        )
 
 
 def test_frames_are_shuffled_as_wholes(tiny_video):
     model = hf_liere.LieREVideoForVideoClassification(tiny_video())
     clips = torch.randn(2, 4, 3, 8, 8)
-    condition = Condition(lambda examples: {"pixel_values": clips}, model, ConditionArguments("frames"))
+    condition = ConditionCollator(lambda examples: {"pixel_values": clips}, model, ConditionArguments("frames"))
     result = condition([{}])["pixel_values"]
     order = torch.randperm(4, generator=torch.Generator().manual_seed(0))
     assert torch.equal(result, clips[:, order]) and order.tolist() != [0, 1, 2, 3]

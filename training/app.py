@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         checkpoints = find_checkpoints(options.checkpoints)
         if options.write_space is not None:
-            # Not part of a Space.
+            # Imported here because the module is not part of a Space.
             from training.playground.space import write_space
 
             print(write_space(options.write_space, checkpoints))

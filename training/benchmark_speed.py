@@ -36,7 +36,7 @@ from training.speed.tables import encodings_table, failures, growth_table
 
 
 ENCODING_ROWS = "absolute none axial_rope rope_mixed comrope_ap8 comrope_ld8 liere8 liere64".split()
-# naive_liere64 takes minutes a step: by name only.
+# naive_liere64 is measured only where --rows names it: a step takes minutes.
 REFERENCE_ROWS = "naive_liere8 naive_comrope_ld8".split()
 TIMM_ROWS = "timm_absolute timm_rope_mixed".split()
 GROWTH_ROWS = "absolute rope_mixed comrope_ld8 liere8 liere64".split()
@@ -89,21 +89,12 @@ def read_rows(options) -> list[Row]:
 
 
 def read_cases(options) -> list[Case]:
-    device = options.device
-    if device is None:
-        device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    settings = Settings(
-        model_size=options.model_size,
-        num_hidden_layers=options.num_hidden_layers or SIZES[options.model_size]["num_hidden_layers"],
-        batch_size=options.batch_size,
-        image_size=options.image_size,
-        patch_size=options.patch_size,
-        num_frames=options.num_frames,
-        device=device,
-        dtype=options.dtype,
-        attn_implementation=options.attn_implementation,
-        compile=options.compile,
-    )
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
+    given["num_hidden_layers"] = given["num_hidden_layers"] or SIZES[options.model_size]["num_hidden_layers"]
+    if given["device"] is None:
+        is_available = torch.accelerator.is_available()
+        given["device"] = torch.accelerator.current_accelerator().type if is_available else "cpu"
+    settings = Settings(**given)
     rows = read_rows(options)
     cases = [Case(settings, tuple(rows))]
     if options.table == "growth":

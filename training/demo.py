@@ -74,7 +74,7 @@ def main() -> int:
     draw_example(arguments.output_dir / "liere8", arguments.output_dir / "example.png")
     print(f"Accuracy over training: {arguments.output_dir / 'accuracy.png'}")
     print(f"An image and the answer: {arguments.output_dir / 'example.png'}\n", flush=True)
-    # A process that has seen nothing of the training, as a user of the checkpoint.
+    # A fresh process loads the checkpoint, as its users do.
     subprocess.run([sys.executable, __file__, "--classify", str(arguments.output_dir / "liere8")], check=True)
     inspect = f"hf-liere inspect {arguments.output_dir / 'liere8'} --dataset {arguments.output_dir / 'puzzles'}"
     print(f"What it has learnt and where it looks: {inspect} --output REPORT")
@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def train_all(folder: Path, images: int) -> list[str]:
-    """Runs what is not finished yet, two at a time with one thread each; the names of the runs that failed."""
+    """Runs what is not finished yet, two at a time with one thread each; returns the names of failed runs."""
     folder.mkdir(parents=True, exist_ok=True)
     waiting = [name for name in RUNS if not is_finished(folder / name, images)]
     for name in RUNS:
@@ -120,7 +120,7 @@ def train_all(folder: Path, images: int) -> list[str]:
         for process in running.values():
             process.terminate()
         for process in running.values():
-            # It saves a checkpoint first.
+            # A run that is terminated saves a checkpoint before it ends.
             process.wait()
     return failed
 
@@ -154,12 +154,12 @@ def is_finished(output_dir: Path, images: int) -> bool:
 
 
 def show_progress(output_dir: Path, bar: tqdm) -> None:
-    """What the newest checkpoint tells: the runs themselves write to their log files."""
+    """Shows the progress that the newest checkpoint records: the runs themselves write to their log files."""
     checkpoint = last_complete_checkpoint(output_dir)
     try:
         state = json.loads((Path(checkpoint or output_dir) / "trainer_state.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
-        # Not written yet, or being written just now.
+        # The file is not there yet, or is just being written.
         return
     accuracies = [entry["eval_accuracy"] for entry in state["log_history"] if "eval_accuracy" in entry]
     if accuracies:

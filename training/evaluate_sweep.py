@@ -33,7 +33,7 @@ from training.reporting.sweeps import combinations, flags_of, read_sweep, slug, 
 
 
 def main(arguments: list[str] | None = None) -> Path:
-    """Runs a sweep; the file of its results."""
+    """Runs a sweep; returns the file of its results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -47,13 +47,13 @@ def main(arguments: list[str] | None = None) -> Path:
     sweep = read_sweep(given.sweep, given.mini)
     if given.recipe:
         sweep["recipe"] = given.recipe
-    # One line per run, in the order in which they are made.
+    # Every run with the conditions of its evaluations, in the order in which they are made.
     runs = [(settings, combinations(sweep.get("evaluate", []))) for settings in combinations(sweep["train"])]
     if given.dry_run:
         for settings, conditions in runs:
             print(" ".join(flags_of(sweep, settings, passed)), f"  # evaluated under {len(conditions)} conditions")
         return given.output_dir
-    # Before a script says it, so that the processes know of each other from the start.
+    # Made before a script makes it, so that the processes know of each other from the start.
     PartialState(cpu=launched_on_cpus())
     results_file = given.output_dir / f"{given.sweep.stem}.jsonl"
     results = []

@@ -37,7 +37,7 @@ from training.engine.classification import ClassifierArguments, build_classifier
 from training.engine.command_line import parse_arguments
 from training.engine.conditions import ConditionArguments
 from training.engine.model_setup import order_labels, resolve_config, resolve_image_size, resolve_processor
-from training.engine.runs import claim, start
+from training.engine.runs import prepare_output_dir, start
 
 
 ARGUMENT_CLASSES = (ModelArguments, DataArguments, AugmentationArguments, ConditionArguments, RunArguments)
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Runs the script with the given command line, by default the process's own; returns the last metrics."""
     given = ClassifierArguments(*parse_arguments(arguments, ARGUMENT_CLASSES))
     model_args, data_args, args = given.model, given.data, given.run
-    checkpoint = claim(args)
+    checkpoint = prepare_output_dir(args)
     config = resolve_config(model_args)
     image_size = resolve_image_size(model_args, config)
     processor = resolve_processor(model_args, data_args, image_size, config)

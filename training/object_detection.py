@@ -27,7 +27,7 @@ from training.detection.detectors import DetectorArguments, build_config, build_
 from training.engine.arguments import ModelArguments, RunArguments
 from training.engine.command_line import parse_arguments
 from training.engine.model_setup import resolve_image_size, resolve_processor
-from training.engine.runs import claim, run, start
+from training.engine.runs import prepare_output_dir, run, start
 
 
 ARGUMENT_CLASSES = (ModelArguments, DetectorArguments, DetectionDataArguments, RunArguments)
@@ -38,14 +38,14 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     model_args, detector_args, data_args, args = parse_arguments(arguments, ARGUMENT_CLASSES)
     if args.push_to_hub:
         raise InputError("--push_to_hub: detectors are not published by this script; accepted: without it.")
-    checkpoint = claim(args)
+    checkpoint = prepare_output_dir(args)
     config = build_config(model_args, detector_args)
     image_size = resolve_image_size(model_args, config.backbone_config)
     plain = resolve_processor(model_args, data_args, image_size, config.backbone_config)
     fields = {name: getattr(plain, name) for name in ("size", "image_mean", "image_std", "resample")}
     processor = DeformableDetrImageProcessor(do_pad=False, **fields)
     with args.main_process_first(desc="finding the pictures"):
-        # The first process writes what is generated, the others find it.
+        # The first process writes generated pictures, and the others find them.
         train, evaluation, names = load_detections(data_args, DataRequest(image_size, parts=args.parts))
     set_seed(args.seed)
     model = build_detector(model_args, detector_args, config, names)

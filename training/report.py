@@ -39,7 +39,7 @@ circles.
 
 
 def main(arguments: list[str] | None = None) -> Path:
-    """Writes the report of the given files; its path."""
+    """Writes the report of the given files; returns its path."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", help="json lines of evaluate_sweep.py")
     parser.add_argument("--output_dir", type=Path, required=True)

@@ -31,7 +31,7 @@ from training.engine.classification import ClassifierArguments, build_classifier
 from training.engine.command_line import parse_arguments
 from training.engine.conditions import ConditionArguments
 from training.engine.model_setup import resolve_config, resolve_image_size, resolve_num_frames, resolve_processor
-from training.engine.runs import claim, start
+from training.engine.runs import prepare_output_dir, start
 
 
 ARGUMENT_CLASSES = (VideoModelArguments, VideoDataArguments, AugmentationArguments, ConditionArguments, RunArguments)
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Runs the script with the given command line, by default the process's own; returns the last metrics."""
     given = ClassifierArguments(*parse_arguments(arguments, ARGUMENT_CLASSES))
     model_args, data_args, args = given.model, given.data, given.run
-    checkpoint = claim(args)
+    checkpoint = prepare_output_dir(args)
     config = resolve_config(model_args)
     image_size, num_frames = resolve_image_size(model_args, config), resolve_num_frames(model_args, config)
     processor = resolve_processor(model_args, data_args, image_size, config)
@@ -52,8 +52,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     train = train and fraction_of(train, data_args.train_fraction, args.order_seed)
     reader, resample = ClipReader(num_frames, data_args.frame_stride), int(processor.resample)
     datasets = {
-        "train": train and TrainingClips(train, reader, given.augment(image_size, resample)),
-        "evaluation": evaluation and EvaluationClips(evaluation, reader, image_size, resample, data_args.eval_clips),
+        "train": train and TrainingClips(train, given.augment(image_size, resample), reader),
+        "evaluation": evaluation and EvaluationClips(evaluation, image_size, resample, reader, data_args.eval_clips),
     }
     return train_classifier(given, model, processor, (num_frames, *image_size), datasets, clips.splits, checkpoint)
 

@@ -89,7 +89,7 @@ class Source:
     A checkpoint of one kind. The fields that a subclass adds are its options, with the types that they accept.
 
     Attributes:
-        tensors: Of the checkpoint.
+        tensors: The tensors of the checkpoint.
         patch: Extents of a patch, one for each axis.
         fields: Fields of the configuration.
         encoder: Tensors of the encoder, under our names.
@@ -120,7 +120,7 @@ class Source:
         return {name: source_config[name] for name in cls.options() if source_config.get(name) is not None}
 
     def copy(self, ours: str, official: str, *shape: int | None, bias: bool = True) -> None:
-        """The weight of a norm (size) or of a linear map (rows, columns), and its bias (size or rows)."""
+        """Copies the weight of a norm (size) or of a linear map (rows, columns), and its bias (size or rows)."""
         self.encoder[f"{ours}.weight"] = weight = self.tensors.take(f"{official}.weight", *shape)
         if bias:
             self.encoder[f"{ours}.bias"] = self.tensors.take(f"{official}.bias", len(weight))
@@ -143,13 +143,13 @@ class Source:
                 self.copy(f"layers.{index}.{ours}", key, *shape, bias=ours not in without_bias)
 
     def copy_head(self, official: str) -> None:
-        """A linear classifier, if there is one under this name."""
+        """Copies a linear classifier, if there is one under this name."""
         if f"{official}.weight" in self.tensors:
             weight = self.tensors.take(f"{official}.weight", None, self.fields["hidden_size"])
             self.head = {"weight": weight, "bias": self.tensors.take(f"{official}.bias", len(weight))}
 
     def set_transformer(self, kernel: torch.Tensor, layers: int, found_heads: int | None = None) -> None:
-        """Patches and fields of a ViT whose patches have this kernel (hidden_size, channels, *patch), and options."""
+        """Sets what follows from the patch projection's kernel (hidden_size, channels, *patch) and from the options."""
         hidden_size, channels, *patch = kernel.shape
         self.patch = tuple(patch)
         self.fields |= {
@@ -162,12 +162,12 @@ class Source:
         }
 
     def set_projection(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
-        """Of patches, (hidden_size, channels, *patch) and (hidden_size,)."""
+        """The patch projection: weight (hidden_size, channels, *patch) and bias (hidden_size,)."""
         names = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.projection.bias")
         self.encoder |= dict(zip(names, (weight, bias)))
 
     def set_shape(self, image: tuple[int, ...]) -> None:
-        """Fields for patches and inputs of these extents; with three axes, those of the video configuration."""
+        """Sets the fields for patches and inputs of these extents, with three axes those of the video configuration."""
 
         def extent(sizes):
             return sizes[0] if sizes[0] == sizes[1] else list(sizes)
@@ -200,7 +200,7 @@ class Source:
         self.encoder["rotary_encoding.generators"] = entries.view(axes, 1, 1, -1, 1).float()
 
     def set_square_table(self, table: torch.Tensor, prefix_rows: int, image_size: int | Iterable[int] | None) -> None:
-        """From a table of `prefix_rows` and the patches, the rows of the class token and of the patches."""
+        """Copies the rows of the class token and of the patches from a table that starts with `prefix_rows`."""
         patches = table.shape[1] - prefix_rows
         if image_size is None:
             image_size = tuple(square_root("image_size", patches) * extent for extent in self.patch)
@@ -231,7 +231,7 @@ def square_root(name: str, number: int) -> int:
 
 
 def number_of_heads(hidden_size: int, given: int | None, found: int | None = None) -> int:
-    """What the checkpoint or the option says, else as many heads as have 64 channels each."""
+    """The number that the checkpoint or the option gives; without either, as many heads as have 64 channels each."""
     if given is not None and found is not None and given != found:
         raise ConversionError(f"num_attention_heads={given} contradicts the checkpoint's {found}.")
     heads = found or given or max(1, hidden_size // 64)

@@ -125,7 +125,7 @@ def convert_state_dict(
 
 
 def _labels(count: int, names: Mapping) -> dict:
-    """Fields for a classifier of so many classes, whose names are kept if they are as many."""
+    """Fields for a classifier of `count` classes; the names are kept if there is one for each class."""
     if not isinstance(names, Mapping) or not all(str(index).isdigit() for index in names):
         raise ConversionError(f"id2label={names!r} beside the checkpoint: accepted are names by their numbers.")
     if len(names) != count:

@@ -33,7 +33,7 @@ class CLIPTower(Source):
         return self.tensors.take(f"{self.prefix}embeddings.class_embedding", None)
 
     def convert_tower(self, found_heads: int | None = None, axes: int = 2) -> None:
-        """Everything but positions, the norm after the layers and the classifier."""
+        """Converts everything but positions, the norm after the layers and the classifier."""
         prefix, class_token = self.prefix, self.take_class_token()
         hidden_size = len(class_token)
         weight = self.tensors.take(f"{prefix}embeddings.patch_embedding.weight", hidden_size, None, None, None)

@@ -20,7 +20,7 @@ ENCODINGS = {
     "raw": "absolute",
     "none": "none",
 }
-# Where neither an option nor a table of positions gives them.
+# Used where neither an option nor a table of positions gives them.
 DEFAULT_FRAMES, DEFAULT_PATCHES = 8, 14
 
 
@@ -44,7 +44,7 @@ class ComRoPE(CLIPTower):
         if source_config.get("custom_pe_type") is not None:
             options["position_encoding"] = source_config["custom_pe_type"]
         if options.get("position_encoding") != "liere":
-            # All configurations of ComRoPE hold it and only liere reads it; its default would give generators of NaN.
+            # All configurations of ComRoPE hold it, only liere reads it, and its default would make generators of NaN.
             options.pop("scale_factor", None)
         return options
 
@@ -78,7 +78,7 @@ class ComRoPE(CLIPTower):
         return f"{self.prefix}encoder.layers.{index}.self_attn.{name}"
 
     def _encoding(self, table: torch.Tensor | None) -> tuple[str, int, int | None]:
-        """Our name of the encoding, the number of axes and, of learned rotations, that of heads."""
+        """Our name of the encoding, the number of axes and, for learned rotations, the number of heads."""
         frequencies, multiplier = self._in_layer(0, "freqs"), self._in_layer(0, "multiplier")
         found_heads, found_axes, accepted = None, None, ("none", "vanilla-rope")
         if table is not None:
@@ -127,7 +127,7 @@ class ComRoPE(CLIPTower):
         self.fields["classifier_hidden_size"] = sizes[1]
 
     def _set_powers(self, head_dim: int) -> None:
-        """Frequencies theta_base^j, j = 0, 1, …, axis by axis."""
+        """Sets the frequencies theta_base^j, j = 0, 1, …, of each axis."""
         axes = len(self.patch)
         if head_dim % (2 * axes):
             raise ConversionError(f"A head of {head_dim} channels is not divisible into planes of {axes} axes.")
@@ -141,7 +141,7 @@ class ComRoPE(CLIPTower):
         self.set_frequencies(base ** torch.arange(planes, dtype=torch.float64), theta, head_dim)
 
     def _set_generators(self) -> None:
-        """F − Fᵀ of all layers, and multipliers."""
+        """Sets the generators F − Fᵀ of all layers, and for comrope_ld the multipliers."""
         axes, depth, heads = len(self.patch), self.fields["num_hidden_layers"], self.fields["num_attention_heads"]
         encoding, any_shape = self.fields["position_encoding"], [None] * 5
         size = self.tensors.take(self._in_layer(0, "freqs"), *any_shape).shape[-1]

@@ -18,7 +18,7 @@ NAMES = {
     "mlp.fc1": "1.fn.net.0",
     "mlp.fc2": "1.fn.net.3",
 }
-# The same in every official model.
+# These are the same in every official model.
 HEAD_DIM = 64
 HARD_WIRED = {
     "head_dim": HEAD_DIM,

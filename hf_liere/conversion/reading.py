@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..auto import MODELS
-from ..storage.client import explained
+from ..storage.client import translate_hub_errors
 from ..storage.loading import loading_options, local_path, reason, shards
 from .base import ConversionError
 
@@ -71,7 +71,7 @@ def locate(checkpoint: str | os.PathLike, revision: str | None) -> Path:
         return path
     options = loading_options(checkpoint, revision)
     patterns = ["*.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)]
-    with explained(HfApi(), str(checkpoint), revision):
+    with translate_hub_errors(HfApi(), str(checkpoint), revision):
         return Path(snapshot_download(str(checkpoint), allow_patterns=patterns, **options))
 
 

@@ -49,16 +49,8 @@ def detect_source(keys: Iterable[str]) -> str:
     )
 
 
-def option_names(source: str) -> list[str]:
-    """Names of the options of a kind of source."""
-    return list(CONVERTERS[source].options())
-
-
 def require_options(source: str, options: Mapping) -> None:
-    """
-    Raises:
-        ConversionError: if the kind of source has no such option, or a value is of another type than the option.
-    """
+    """Raises [`ConversionError`] if the kind of source has no such option or takes no value of that type."""
     declared = CONVERTERS[source].options()
     unknown = sorted(set(options) - set(declared))
     if unknown:

@@ -77,7 +77,7 @@ class Timm(Source):
         prefix_rows = self._set_tokens(default_size=224 if columns_first else 256)
         encoding = self.position_encoding or self._default_encoding(frequencies, prefix_rows)
         self.copy_layers(LAYER, NAMES)
-        # Ours are rows first, so the half of a head that columns rotate changes places with the other.
+        # Our heads begin with the planes of the rows, so the half that columns rotate is exchanged with the other.
         self._copy_attention(is_swapped=encoding == "axial" and columns_first)
         self._copy_layer_scales()
         self.copy("layernorm", "fc_norm" if "fc_norm.weight" in self.tensors else "norm", hidden_size)
@@ -95,7 +95,7 @@ class Timm(Source):
                 )
 
     def _frequencies(self, hidden_size: int, layers: int) -> torch.Tensor | None:
-        """Learned ones, (columns and rows, layers, heads, planes)."""
+        """Learned frequencies, (columns and rows, layers, heads, planes); `None` where there are none."""
         if "rope.freqs" in self.tensors:
             return self.tensors.take("rope.freqs", 2, layers, None, None)
         if "freqs" not in self.tensors:
@@ -183,7 +183,7 @@ class Timm(Source):
     def _copy_layer_scales(self) -> None:
         for name in LAYER_SCALES:
             if self.tensors.any(rf"blocks\.\d+\.{name.format('[12]')}"):
-                # timm's initial value; the learned scales are in the weights.
+                # This is timm's initial value; the learned scales are in the weights.
                 self.fields["layerscale_value"] = 1e-5
                 for index in range(self.fields["num_hidden_layers"]):
                     for number in (1, 2):

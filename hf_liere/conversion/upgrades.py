@@ -72,13 +72,8 @@ def upgrade_encoding(
             f"position_encoding={position_encoding!r} has nothing to learn rotations with; accepted are "
             f"{', '.join(LEARNED_ENCODINGS)}."
         )
-    config = _upgraded_config(
-        model.config,
-        position_encoding=position_encoding,
-        block_size=block_size,
-        share_heads=share_heads,
-        share_layers=share_layers,
-    )
+    changes = {"block_size": block_size, "share_heads": share_heads, "share_layers": share_layers}
+    config = _upgraded_config(model.config, {"position_encoding": position_encoding, **changes})
     encoder = getattr(model, model.base_model_prefix, model)
     entries, order = _upgraded_entries(model, encoder.rotary_encoding, config)
     state_dict = {name: tensor for name, tensor in model.state_dict().items() if "rotary_encoding." not in name}
@@ -94,7 +89,7 @@ def upgrade_encoding(
     return upgraded.train(model.training)
 
 
-def _upgraded_config(config: LieREConfig, **changes) -> LieREConfig:
+def _upgraded_config(config: LieREConfig, changes: dict[str, object]) -> LieREConfig:
     learned = config.position_encoding in LEARNED_ENCODINGS
     for name in ("share_heads", "share_layers"):
         if changes[name] is None:
@@ -150,7 +145,7 @@ def _parameters(entries: torch.Tensor, position_encoding: str) -> dict[str, torc
         return _proportional(entries)
     if position_encoding == "comrope_ap":
         block = torch.arange(entries.shape[3])
-        # A block serves one axis, the axes in turn.
+        # Each block serves one axis, and the axes alternate.
         entries = entries.movedim(3, 0)[block, block % len(entries)].movedim(0, 2)
     return {"generators": entries}
 
@@ -184,7 +179,7 @@ def _blocks_by_axis(entries: torch.Tensor, joined: int) -> list[int]:
         raise ConversionError(
             f"No exact upgrade to comrope_ap: {blocks} blocks cannot be grouped by {joined} for each of {axes} axes."
         )
-    # Axial RoPE serves the axes one after the other, ComRoPE-AP in turn; a block of zeros may serve any.
+    # The blocks of Axial RoPE come axis by axis, those of ComRoPE-AP alternate; a block of zeros may serve any axis.
     activity = entries.abs().amax(dim=(1, 2, 4))
     contiguous = torch.arange(blocks) // (blocks // axes)
     in_turn = torch.arange(blocks) % axes

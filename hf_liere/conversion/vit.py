@@ -17,7 +17,7 @@ RENAMED = {
     r"(layers\.\d+)\.output\.dense\.": r"\1.mlp.fc2.",
 }
 QUERY_KEY_VALUE = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
-# After the renaming they have our names.
+# `RENAMED` has given these modules our names already.
 NAMES = {
     name: name
     for name in ("layernorm_before", "layernorm_after", *QUERY_KEY_VALUE, "attention.o_proj", "mlp.fc1", "mlp.fc2")

@@ -19,14 +19,14 @@ from ..errors import require_libraries
 from ..models.configuration_liere import ROTARY_ENCODINGS
 from ..version import __version__
 from .checked_facts import facts_of_run
-from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, load_facts, pair, size_text
-from .run_records import RESULTS_FILE, result_of_run
+from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, pair, size_text
+from .run_records import RESULTS_FILE
 
 
 CARD = "README.md"
 PICTURE = "accuracy_by_image_size.png"
 NO_LICENSE = "No licence was chosen for these weights."
-# Class names that a card lists.
+# A card lists at most this number of class names.
 SHOWN_CLASSES = 20
 
 
@@ -44,7 +44,7 @@ class Card:
 
     @property
     def license(self) -> str | None:
-        """As the metadata call it."""
+        """The licence that the metadata name."""
         return ModelCard(self.text, ignore_metadata_errors=True).data.get("license")
 
     def with_license(self, license: str) -> "Card":
@@ -283,7 +283,7 @@ def _evaluated(facts: Facts) -> dict[str, Any]:
 
 
 def _height(figure: Mapping[str, Any]) -> int:
-    """Of the images, also where the size starts with a number of frames."""
+    """Height of the images, also where the size starts with a number of frames."""
     return figure["image_size"][-2]
 
 
@@ -295,7 +295,7 @@ def _as_trained(facts: Facts, result: Mapping[str, Any]) -> bool:
 
 
 def _code(text: str) -> str:
-    """A name from outside as code in Markdown, in one line and without an end of its own."""
+    """A name from outside as inline code in Markdown: on one line, and without backticks that would end it."""
     return f"`{' '.join(str(text).replace('`', chr(39)).split())}`"
 
 
@@ -320,6 +320,3 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return " × ".join(map(str, value)) if all(isinstance(item, int) for item in value) else str(value)
     return str(value)
-
-
-__all__ = ["Card", "Facts", "FactsError", "facts_of_run", "load_facts", "push_card", "render", "result_of_run"]

@@ -24,13 +24,13 @@ from .run_records import (
 )
 
 
-# Written by `hf-liere convert`: what only it knows.
+# `hf-liere convert` writes this file: it says where the weights come from, which no other record does.
 CONVERSION_FILE = "conversion.json"
 PROCESSOR_CONFIGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 COST_FIELDS = ("train_images_per_second", "train_runtime")
-# What an evaluation may set without changing what is computed.
+# Fields that an evaluation may set without changing what the model computes.
 OF_TRAINING = ("position_perturbation", "image_size", "num_frames")
-# Beside its name, what tells whether data are the same.
+# Beside their name, these tell whether two descriptions are of the same data.
 DATA_DETAILS = ("config", "split", "files")
 
 
@@ -72,12 +72,12 @@ def facts_of_run(
     known.results = measured + [result for result in known.results if result["image_size"] not in sizes]
     for result in known.results:
         _require_weights(result, weights)
-    found["model"] = {name: found["model"][name] for name in MODEL_FIELDS if found["model"].get(name) is not None}
+    found["model"] = _given(found["model"], MODEL_FIELDS)
     found["cost"] = {**(found["cost"] if run else known.cost), "parameters": saved_parameters(folder)}
     for name, value in found.items():
         setattr(known, name, value)
     if run:
-        # The plan of a recipe is no fact of the run.
+        # These describe a planned recipe, not the run.
         known.recipe_source, known.dataset = None, None
     known.progress = progress
     known.has_processor = any((folder / name).is_file() for name in PROCESSOR_CONFIGS)
@@ -112,7 +112,7 @@ def _measured(
         _require_weights(result, weights)
         then = part(record(place, RUN_FILE), "model")
         fields = [name for name in MODEL_FIELDS if name not in OF_TRAINING]
-        if differing := _differences(_only(fields, then), checkpoint["model"], "config.json", str(place)):
+        if differing := _differences(_given(then, fields), checkpoint["model"], "config.json", str(place)):
             raise FactsError(f"{place} was measured with another configuration: {'; '.join(differing)}.")
         first, data = results[0]
         if differing := _data_differences("data", data["data"], result["data"], DATA_DETAILS, str(place), str(first)):
@@ -129,10 +129,6 @@ def _require_weights(result: Mapping[str, Any], weights: str) -> None:
         )
 
 
-def _only(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: values[name] for name in names if values.get(name) is not None}
-
-
 def _facts_of_records(folder: Path, run: Mapping[str, Any], measured: list[dict], weights: str) -> dict[str, Any]:
     found: dict[str, Any] = {"weights": weights, "cost": {}}
     if measured:
@@ -144,7 +140,7 @@ def _facts_of_records(folder: Path, run: Mapping[str, Any], measured: list[dict]
         found["seeds"] = [training["seed"]] if "seed" in training else []
         environment = record(folder, "environment.json")
         found["environment"] = environment if isinstance(environment.get("libraries"), dict) else {}
-        found["cost"] = _only(COST_FIELDS, metrics)
+        found["cost"] = _given(metrics, COST_FIELDS)
     return found
 
 
@@ -165,10 +161,9 @@ def contradictions(
         if getattr(facts, name) and name in checkpoint:
             differing += _differences({name: getattr(facts, name)}, {name: checkpoint[name]})
     differing += _differences(facts.model, model)
-    absent = [name for name in facts.model if name not in model]
-    differing += [
-        f"{name} is {facts.model[name]!r} in the facts, and the checkpoint has no such field" for name in absent
-    ]
+    for name, value in facts.model.items():
+        if name not in model:
+            differing.append(f"{name} is {value!r} in the facts, and the checkpoint has no such field")
     stated = {"parameters": facts.cost.get("parameters"), "weights": facts.weights}
     differing += _differences(_given(stated), {"parameters": saved_parameters(folder), "weights": found["weights"]})
     differing += _contradictions_of_run(facts, folder, run, model)
@@ -267,8 +262,6 @@ def _same(first: Any, second: Any) -> bool:
     return values[0] == values[1]
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-__all__ = ["contradictions", "facts_of_run"]
+def _given(values: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
+    """The values that are not `None`, either all of them or those of `names`."""
+    return {name: values[name] for name in (values if names is None else names) if values.get(name) is not None}

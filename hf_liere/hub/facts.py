@@ -46,7 +46,7 @@ DATA_FIELDS = (
     "description",
     "terms",
 )
-# In a checkout beside the package, in a wheel inside it.
+# The folder lies beside the package in a checkout, and inside it in a wheel.
 _HERE = Path(__file__).resolve().parents[1]
 FOLDER = next((path for path in (_HERE / "model_cards", _HERE.parent / "model_cards") if path.is_dir()), None)
 
@@ -66,17 +66,17 @@ class Facts:
         dataset: Key of `datasets` in common.yaml, or a mapping of the same form: what is trained on and evaluated.
         training_data, evaluation_data: The same for either, with `split`, `files` and `samples`, as far as they are
             known; they take from `dataset` what they do not say.
-        class_names: Of the classifier, in the order of its outputs.
+        class_names: Names of the classes, in the order of the classifier's outputs.
         model: Fields of the configuration that tell the architecture.
         recipe: How it is trained, by name; `recipe_source` says whose recipe that is.
         results: Evaluations, see [`run_records.result_of_run`].
         paper_figures: `image_size`, `accuracy` (a share of 1), optionally `low` and `high`, and `where` in which paper.
-        cost: What training took, by name.
+        cost: Time and speed of training and the number of parameters, by name.
         environment: Versions and hardware of training.
         architecture: Name of the model class; `None` means a classifier of images or, with `num_frames`, of videos.
-        seeds: Of the training runs behind the results.
+        seeds: Seeds of the training runs behind the results.
         intended_use, limits, notes: Paragraphs.
-        license: As the Hub calls it; `None` where nobody has chosen one.
+        license: The licence under the name that the Hub has for it; `None` where nobody has chosen one.
         base_model: Repository of the model that an adapter or a fine-tuned model starts from.
         converted_from: Where the weights come from, if they were not trained with this library.
         progress: `step`, `max_steps` and `metrics` (of this step, or `None`) of a run that has not finished.
@@ -218,6 +218,3 @@ def pair(size: int | Iterable[int]) -> list[int]:
 
 def size_text(size: int | Iterable[int]) -> str:
     return " × ".join(map(str, pair(size)))
-
-
-__all__ = ["Facts", "FactsError", "common_facts", "load_facts"]

@@ -27,11 +27,11 @@ from transformers.utils import logging
 
 from ..storage.client import (
     HubError,
-    explained,
     remote_digests,
     retrying,
     status_of,
     token_of,
+    translate_hub_errors,
     wait_to_retry,
     without_tokens,
 )
@@ -120,8 +120,7 @@ def push(
         options = {"revision": revision, "private": private, "parent_commit": parent_commit, "api": api}
         published = publish(staged, repo_id, message=message or f"Publish {kind}", **options)
         if reload and model is not None:
-            check_reload(model, published, api)
-            published = replace(published, reloaded=True)
+            published = check_reload(model, published, api)
     if card.license is None:
         logger.warning(
             "No licence was chosen for these weights, and the card says so; `hf-liere push --license NAME`, "
@@ -150,7 +149,7 @@ def publish(
         ConcurrentCommitError, HubError: as [`push`].
     """
     api, folder = api or HfApi(), Path(folder)
-    with explained(api, repo_id, revision):
+    with translate_hub_errors(api, repo_id, revision):
         repo_id = ensure_repository(api, repo_id, private)
         if revision != "main":
             retrying(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
@@ -174,7 +173,7 @@ def publish(
 
 def ensure_repository(api: HfApi, repo_id: str, private: bool | None) -> str:
     """
-    Make a repository, unless it exists; its name with its owner.
+    Make a repository, unless it exists; returns its name with its owner.
 
     Raises:
         HubError: without a token, with one that can only read, or if a private repository is asked for and this one
@@ -272,9 +271,10 @@ def compare(folder: Path, published: Published, api: HfApi) -> None:
         )
 
 
-def check_reload(model: PreTrainedModel, published: Published, api: HfApi) -> None:
+def check_reload(model: PreTrainedModel, published: Published, api: HfApi) -> Published:
     """
-    Load a commit in a process of its own, with an empty cache and the code of the commit, and compare its outputs.
+    Load a commit in a process of its own, with an empty cache and the code of the commit, and compare its outputs;
+    returns the commit marked as `reloaded`.
 
     Raises:
         HubError: if it does not load, or gives other outputs than the model here.
@@ -287,7 +287,7 @@ def check_reload(model: PreTrainedModel, published: Published, api: HfApi) -> No
         token = token_of(api)
         if token:
             environment["HF_TOKEN"] = token
-        # As text, because the folder of a script comes first on the path, and ours has modules of common names.
+        # Passed as text: run as a file, its folder would come first on the path and shadow modules of the same names.
         source = Path(reload_check.__file__).read_text(encoding="utf-8")
         command = [sys.executable, "-c", source, published.repo_id, published.commit, str(output)]
         process = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)
@@ -299,6 +299,7 @@ def check_reload(model: PreTrainedModel, published: Published, api: HfApi) -> No
     different = [name for name in ours.keys() | theirs.keys() if not _close(ours.get(name), theirs.get(name))]
     if different:
         raise HubError(f"{published.url} was written but gives other outputs than the model here: {different}.")
+    return replace(published, reloaded=True)
 
 
 def _close(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
@@ -331,20 +332,19 @@ def verify(folder: str | Path, repo_id: str, *, revision: str = "main", api: HfA
             raise HubError(f"{repo_id} at {commit} holds no weights that can be read.") from None
         if ours != theirs:
             raise HubError(f"{repo_id} at {commit} holds other weights ({theirs[:12]}…) than {folder} ({ours[:12]}…).")
-        # Outputs say nothing of how images become pixels, and those of an adapter nothing of its configuration.
+        # Equal outputs do not show that processors are equal, and an adapter is not run at all.
         names = (ADAPTER_CONFIG, *PROCESSOR_FILES) if is_adapter else PROCESSOR_FILES
         if other := [name for name in names if (folder / name).is_file() and not _same_settings(folder, pulled, name)]:
             raise HubError(f"{repo_id} at {commit} holds no or another {', '.join(other)} than {folder}.")
         files = tuple(sorted(path.name for path in pulled.folder.iterdir()))
         published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", files)
         if model is not None:
-            check_reload(model, published, api)
-            published = replace(published, reloaded=True)
+            published = check_reload(model, published, api)
     return published
 
 
 def _same_settings(folder: Path, pulled: Pulled, name: str) -> bool:
-    """Whether a file is the same in both folders, but for the code that a push adds to the file of a processor."""
+    """Whether a file is the same in both folders, apart from the code that a push adds to the file of a processor."""
     both = [place / name for place in (folder, pulled.folder)]
     if not both[1].is_file():
         return False
@@ -352,6 +352,3 @@ def _same_settings(folder: Path, pulled: Pulled, name: str) -> bool:
         return both[0].read_bytes() == both[1].read_bytes()
     ours, theirs = ({key: value for key, value in read_json(path).items() if key != "auto_map"} for path in both)
     return ours == theirs
-
-
-__all__ = ["ConcurrentCommitError", "Published", "ensure_repository", "publish", "push", "verify"]

@@ -6,24 +6,23 @@ local cache, whose file names are the hashes.
 """
 
 import os
-import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.utils import filter_repo_objects
 from transformers.utils import logging
 
-from ..storage.client import HubError, UnreachableError, explained, remote_digests, retrying
+from ..storage.client import HubError, UnreachableError, remote_digests, retrying, translate_hub_errors
 from ..storage.saved_weights import differing_files, file_digest
 from ..storage.targets import new_directory
 
 
 logger = logging.get_logger(__name__)
 
-# States to go on training from are nothing to load a model with.
+# States for resuming a training are not needed to load a model.
 IGNORED = ["last-checkpoint/*", "checkpoint-*/*", "runs/*"]
-IGNORED_PATHS = re.compile(r"^(last-checkpoint|checkpoint-[^/]*|runs)/")
 
 
 @dataclass(frozen=True)
@@ -65,26 +64,23 @@ def pull(
     """
     api = api or HfApi()
     if folder is None:
-        source, commit = _pulled(api, repo_id, revision, path, cache_dir)
-        return Pulled(source, commit)
+        return _pull_to_cache(api, repo_id, revision, path, cache_dir)
     with new_directory(folder) as partial:
-        source, commit = _pulled(api, repo_id, revision, path, cache_dir)
+        pulled = _pull_to_cache(api, repo_id, revision, path, cache_dir)
         try:
-            shutil.copytree(source, partial, dirs_exist_ok=True)
+            shutil.copytree(pulled.folder, partial, dirs_exist_ok=True)
         except OSError as error:
             raise HubError(f"{folder} cannot be written: {error.strerror or error}.") from None
-    return Pulled(Path(folder), commit)
+    return replace(pulled, folder=Path(folder))
 
 
-def _pulled(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> tuple[Path, str]:
-    """The folder in the cache and its commit."""
-    with explained(api, repo_id, revision):
+def _pull_to_cache(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> Pulled:
+    with translate_hub_errors(api, repo_id, revision):
         snapshot = _checked_snapshot(api, repo_id, revision, path, cache_dir)
-    commit = snapshot.name
     source = snapshot if path is None else snapshot / path
     if not source.is_dir():
-        raise HubError(f"{repo_id} at {commit} on {api.endpoint} has no folder {path!r}.")
-    return source, commit
+        raise HubError(f"{repo_id} at {snapshot.name} on {api.endpoint} has no folder {path!r}.")
+    return Pulled(source, commit=snapshot.name)
 
 
 def _checked_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> Path:
@@ -98,7 +94,7 @@ def _checked_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None,
             commit, digests = _listing(api, repo_id, revision, path)
         except UnreachableError as unreachable:
             return _cached_snapshot(repo_id, revision, path, cache_dir, unreachable)
-        # By the name that was given, so that the cache knows it without a connection; the branch may move meanwhile.
+        # Asked for by the name that was given, which the cache then knows offline; the branch may move in between.
         snapshot = download(revision, **_patterns(path))
     wrong = differing_files(snapshot, digests, digests)
     if wrong:
@@ -116,16 +112,11 @@ def _checked_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None,
 
 
 def _listing(api: HfApi, repo_id: str, revision: str, path: str | None) -> tuple[str, dict[str, str]]:
-    with explained(api, repo_id, revision):
-        # An endpoint that is down must not keep a user with a warm cache waiting for long.
+    with translate_hub_errors(api, repo_id, revision):
+        # Few attempts: where the endpoint is down, a user whose cache holds everything should not wait long.
         commit = retrying(lambda: api.model_info(repo_id, revision=revision), attempts=2).sha
         digests = retrying(lambda: remote_digests(api, repo_id, commit))
-    wanted = re.compile(re.escape(path) + "/") if path else None
-    return commit, {
-        name: digest
-        for name, digest in digests.items()
-        if (wanted.match(name) if wanted else not IGNORED_PATHS.match(name))
-    }
+    return commit, {name: digests[name] for name in filter_repo_objects(digests, **_patterns(path))}
 
 
 def _patterns(path: str | None) -> dict[str, list[str]]:
@@ -139,20 +130,17 @@ def _cached_snapshot(repo_id: str, revision: str, path: str | None, cache_dir, u
         )
     except OSError:
         raise unreachable from None
-    wrong = [str(file.relative_to(snapshot)) for file in _files(snapshot) if not _is_intact(file)]
+    files = [file for file in sorted(snapshot.rglob("*")) if file.is_file()]
+    wrong = [str(file.relative_to(snapshot)) for file in files if not _is_intact(file)]
     if wrong:
         raise HubError(f"{', '.join(wrong)} of {repo_id} in the local cache is damaged; pull again with a connection.")
     logger.warning(f"The Hub was not asked; {repo_id} comes from the local cache, commit {snapshot.name}.")
     return snapshot
 
 
-def _files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
-
-
 def _is_intact(file: Path) -> bool:
     """Whether a file in the cache has the hash that its blob is named after."""
-    # The blob may be a link itself, to a store that repositories share and that has names of its own.
+    # The blob may itself be a link to a store that repositories share, whose file names are not hashes.
     name = Path(os.readlink(file)).name if file.is_symlink() else ""
     kind = {64: "sha256", 40: "git"}.get(len(name))
     return kind is None or file_digest(file, kind) == f"{kind}:{name}"
@@ -166,6 +154,3 @@ def _forget(snapshot: Path, names: list[str]) -> None:
             link.unlink()
             link = target
         link.unlink(missing_ok=True)
-
-
-__all__ = ["Pulled", "pull"]

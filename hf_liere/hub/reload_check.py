@@ -19,7 +19,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 
 def example_inputs(config) -> dict[str, torch.Tensor]:
-    """One input of the size that a model was trained on; text too, where the model takes it."""
+    """One input of the size that a model was trained on."""
     vision = getattr(config, "vision_config", config)
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else size

@@ -92,7 +92,7 @@ def result_of_run(folder: str | Path, metrics: Mapping[str, Any] | None = None) 
     samples = data.get("samples") if samples is None else samples
     result = {
         "image_size": run.get("image_size"),
-        # Examples that could not be read are counted apart and in no metric.
+        # Examples that could not be read are counted separately and enter no metric.
         "samples": samples and samples - metrics.get("eval_unreadable", 0),
         "weights": record(folder, "weights.json").get("sha256"),
         "data": data,

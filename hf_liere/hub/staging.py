@@ -50,8 +50,8 @@ RECORD_FILES = (
     CONVERSION_FILE,
 )
 VIDEO_PROCESSOR = "video_processing_liere.LieREVideoProcessor"
-# What earlier pushes of ours or of Trainer may have left in a repository and must not stay beside new weights, as do
-# records, which tell of other weights.
+# Files that earlier pushes, ours or Trainer's, may have left in a repository. They are deleted with a new push, because
+# they contradict the new weights; so do records, which describe other weights.
 REPLACED = re.compile(
     r"^(last-checkpoint|checkpoint-\d+|runs)/|^(pytorch_model|model|adapter_model|rotary)[^/]*\.(bin|safetensors|json)$"
     r"|^(training_args|optimizer|scheduler|scaler)\.(bin|pt)$|^rng_state[^/]*\.pth$|^trainer_state\.json$"
@@ -174,14 +174,3 @@ def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> Non
             found.append("a token")
         if found:
             raise ValueError(f"{path.relative_to(folder)} holds {found[0]}, so nothing was published; remove it there.")
-
-
-__all__ = [
-    "PROCESSOR_FILES",
-    "REPLACED",
-    "check_adapter",
-    "complete_video_processor",
-    "load_complete",
-    "refuse_private",
-    "stage",
-]

@@ -25,7 +25,7 @@ logger = logging.get_logger(__name__)
 
 Result = TypeVar("Result")
 
-# httpx's in huggingface_hub 1, httpx2's in huggingface_hub 2: timeouts, refused and broken connections.
+# Timeouts, refused and broken connections: a class of httpx in huggingface_hub 1, and of httpx2 in huggingface_hub 2.
 TransportError = HfHubHTTPError.__bases__[0]
 TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
 ATTEMPTS = 5
@@ -34,7 +34,7 @@ TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
 
 
 class HubError(RuntimeError):
-    """What the Hub refused or did not deliver; the message says what to do and holds no token."""
+    """The Hub refused a request or did not deliver; the message says what to do and holds no token."""
 
 
 class UnreachableError(HubError):
@@ -62,7 +62,7 @@ def is_transient(error: BaseException) -> bool:
     status = status_of(error)
     if status is not None:
         return status in TRANSIENT_STATUS
-    # The client's own check of the length of a download raises an OSError of no class of its own.
+    # The client's check of the length of a download raises a plain OSError, so its message is looked at.
     return isinstance(error, TransportError) or "Consistency check failed" in str(error)
 
 
@@ -102,7 +102,7 @@ def retrying(request: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
 
 
 @contextmanager
-def explained(api: HfApi, repo_id: str, revision: str | None = None) -> Iterator[None]:
+def translate_hub_errors(api: HfApi, repo_id: str, revision: str | None = None) -> Iterator[None]:
     """Turns errors of the client into [`HubError`], without their chain: a traceback must not show requests."""
     try:
         yield

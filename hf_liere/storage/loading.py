@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..errors import InputError, quiet
-from .client import HubError, UnreachableError, explained, retrying
+from .client import HubError, UnreachableError, retrying, translate_hub_errors
 
 
 class CheckpointError(InputError):
@@ -56,7 +56,7 @@ def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) 
         return {"revision": revision}
     repo_id, api = str(checkpoint), HfApi()
     try:
-        with explained(api, repo_id, revision):
+        with translate_hub_errors(api, repo_id, revision):
             retrying(lambda: api.model_info(repo_id, revision=revision), attempts=2)
     except UnreachableError:
         if not isinstance(try_to_load_from_cache(repo_id, "config.json", revision=revision), str):
@@ -66,10 +66,10 @@ def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) 
 
 
 @contextmanager
-def explaining(checkpoint: str | os.PathLike) -> Iterator[None]:
+def translate_loading_errors(checkpoint: str | os.PathLike) -> Iterator[None]:
     """Turns whatever readers and models make of a damaged or foreign checkpoint into [`CheckpointError`]."""
     try:
-        # Its report of keys is a table over many lines.
+        # transformers would also log the keys as a table of many lines.
         with quiet("transformers.modeling_utils"):
             yield
     except (InputError, HubError):
@@ -82,7 +82,7 @@ def reason(error: Exception) -> str:
     """One sentence about why something cannot be read."""
     text = " ".join(str(error).split())
     if isinstance(error, pickle.UnpicklingError):
-        # torch's own message goes on to recommend weights_only=False.
+        # torch's own message recommends weights_only=False, which would execute the code.
         needed = re.search(r"GLOBAL (\S+)", text)
         if needed:
             return (
@@ -136,10 +136,7 @@ def require_loaded_keys(loading: Mapping, checkpoint: str | os.PathLike, besides
 
 
 def require_all_keys(missing: Collection[str], unexpected: Collection[str], checkpoint: str | os.PathLike) -> None:
-    """
-    Raises:
-        CheckpointError: if there are any.
-    """
+    """Raises [`CheckpointError`] naming the keys, if there are any."""
     if missing or unexpected:
         raise CheckpointError(
             f"The checkpoint {checkpoint} does not fit the model. Missing: {_listed(missing)}. "
@@ -148,10 +145,7 @@ def require_all_keys(missing: Collection[str], unexpected: Collection[str], chec
 
 
 def require_finite(model: nn.Module, checkpoint: str | os.PathLike) -> None:
-    """
-    Raises:
-        CheckpointError: naming the parameters that hold NaN or infinity.
-    """
+    """Raises [`CheckpointError`] naming the parameters that hold NaN or infinity, if there are any."""
     broken = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
     if broken:
         raise CheckpointError(f"The checkpoint {checkpoint} holds NaN or infinity in {_listed(broken)}.")

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from .loading import shards
 
 
-# Of rotations that were saved without their model.
+# Files of an adapter: rotations that were saved without their model.
 ADAPTER_CONFIG = "rotary_config.json"
 ADAPTER_WEIGHTS = "rotary.safetensors"
 
@@ -52,7 +52,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors of a saved model or adapter, without those of another model beside it."""
     require_folder(folder)
     index = folder / "model.safetensors.index.json"
-    # The order in which transformers looks for them.
+    # transformers looks for the single file first, too.
     if index.is_file() and not (folder / "model.safetensors").is_file():
         return shards(index)
     files = [folder / name for name in ("model.safetensors", ADAPTER_WEIGHTS) if (folder / name).is_file()]
@@ -71,10 +71,7 @@ def file_digest(path: Path, kind: str) -> str:
     Returns:
         `"sha256:…"` or `"git:…"`, hexadecimal.
     """
-    if kind == "sha256":
-        digest = hashlib.sha256()
-    else:
-        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
@@ -82,7 +79,7 @@ def file_digest(path: Path, kind: str) -> str:
 
 
 def differing_files(folder: Path, names: Iterable[str], digests: Mapping[str, str]) -> list[str]:
-    """Those of `names` that are missing in a folder or in a listing of hashes, or are not the same in both."""
+    """Those of `names` that a folder or a listing of hashes lacks, or that have another hash in the folder."""
     return [
         name
         for name in names
@@ -104,22 +101,19 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _saved_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in a folder in order of name, one in memory at a time."""
-    places = {}
+    files = {}
     for path in weight_files(folder):
         with _opened(path) as file:
-            places.update({name: path for name in file.keys()})
-    for name in sorted(places):
-        with _opened(places[name]) as file:
+            files |= dict.fromkeys(file.keys(), path)
+    for name in sorted(files):
+        with _opened(files[name]) as file:
             tensor = file.get_tensor(name)
         yield name, tensor
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 over name, dtype, shape and bytes of every tensor in order of name: independent of shards and files."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        _add_tensor(digest, name, tensors[name])
-    return digest.hexdigest()
+    return _digest((name, tensors[name]) for name in sorted(tensors))
 
 
 def saved_weights_digest(folder: str | Path) -> str:
@@ -129,33 +123,29 @@ def saved_weights_digest(folder: str | Path) -> str:
     Raises:
         ValueError: if the folder holds no safetensors, or one that cannot be read.
     """
+    return _digest(_saved_tensors(Path(folder)))
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
-    for name, tensor in _saved_tensors(Path(folder)):
-        _add_tensor(digest, name, tensor)
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _add_tensor(digest, name: str, tensor: torch.Tensor) -> None:
-    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def saved_names(folder: Path) -> list[str]:
-    """Names of the tensors in a folder."""
-    names = []
+def saved_shapes(folder: Path) -> dict[str, torch.Size]:
+    """Shapes of the tensors in a folder, by name."""
+    shapes = {}
     for path in weight_files(folder):
         with _opened(path) as file:
-            names += file.keys()
-    return names
+            shapes |= {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}
+    return shapes
 
 
 def saved_parameters(folder: Path) -> int:
     """Number of values in the weights of a folder; our models save parameters only."""
-    count = 0
-    for path in weight_files(folder):
-        with _opened(path) as file:
-            count += sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())
-    return count
+    return sum(shape.numel() for shape in saved_shapes(folder).values())
 
 
 def require_finite(folder: Path) -> None:
@@ -168,20 +158,3 @@ def require_finite(folder: Path) -> None:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
-
-
-__all__ = [
-    "ADAPTER_CONFIG",
-    "ADAPTER_WEIGHTS",
-    "differing_files",
-    "file_digest",
-    "first_line",
-    "read_json",
-    "require_finite",
-    "require_folder",
-    "saved_names",
-    "saved_parameters",
-    "saved_weights_digest",
-    "weight_files",
-    "weights_digest",
-]

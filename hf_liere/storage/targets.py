@@ -11,10 +11,7 @@ from ..errors import InputError
 
 
 def require_new_directory(output: str | os.PathLike) -> None:
-    """
-    Raises:
-        FileExistsError: if `output` is there and not an empty directory.
-    """
+    """Raises `FileExistsError` if `output` is there and not an empty directory."""
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"{output} exists already and is not an empty directory.")
@@ -33,7 +30,7 @@ def new_directory(output: str | os.PathLike) -> Iterator[Path]:
     require_new_directory(output)
     with _beside(output) as partial:
         yield partial
-        # Temporary directories are private, what is made here is not.
+        # mkdtemp makes folders that only their owner can read.
         partial.chmod(0o755)
         os.replace(partial, output)
 
@@ -53,14 +50,14 @@ def new_file(output: str | os.PathLike) -> Iterator[Path]:
         raise FileExistsError(f"{output} exists.")
     with _beside(output) as partial:
         yield partial / output.name
-        # The file itself last: it is what says that all is there.
+        # The file itself is moved last: where it exists, everything is complete.
         for path in sorted(partial.iterdir(), key=lambda path: path.name == output.name):
             os.replace(path, output.parent / path.name)
 
 
 @contextmanager
 def _beside(output: Path) -> Iterator[Path]:
-    """A temporary folder on the file system of `output`; of parents that had to be made, empty ones are removed."""
+    """A temporary folder on the file system of `output`; parents made for it are removed again if they stay empty."""
     parents = [parent for parent in output.parents if not parent.exists()]
     partial = None
     try:
@@ -76,6 +73,3 @@ def _beside(output: Path) -> Iterator[Path]:
         for parent in parents:
             if parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()
-
-
-__all__ = ["new_directory", "new_file", "require_new_directory"]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import CLIPConfig, PreTrainedConfig
@@ -10,7 +10,7 @@ from transformers import CLIPConfig, PreTrainedConfig
 from hf_liere import RotaryPatchConfig
 from hf_liere.errors import InputError
 from training.clip.classifiers import TRAINABLE
-from training.engine.arguments import CheckpointArguments, RunArguments
+from training.engine.arguments import CheckpointArguments, RunArguments, flag
 from training.engine.model_setup import checkpoint_config
 
 
@@ -20,36 +20,25 @@ UNPATCHED = "none"
 
 @dataclass
 class FineTuningArguments(CheckpointArguments):
-    vision_config: str | None = field(
-        default=None,
-        metadata={"help": "json of CLIPVisionConfig's fields: a new CLIP vision tower instead of a checkpoint."},
+    vision_config: str | None = flag(
+        None, "json of CLIPVisionConfig's fields: a new CLIP vision tower instead of a checkpoint."
     )
-    image_size: int | None = field(
-        default=None, metadata={"help": "Height and width to train at; by default the checkpoint's."}
+    image_size: int | None = flag(None, "Height and width to train at; by default the checkpoint's.")
+    eval_image_sizes: list[int] | None = flag(
+        None, "Heights (and widths) to evaluate at in the end; by default image_size."
     )
-    eval_image_sizes: list[int] | None = field(
-        default=None, metadata={"help": "Heights (and widths) to evaluate at in the end; by default image_size."}
+    head: str = flag("classifier", "What tells classes apart: a linear layer, or the text tower.", choices=list(HEADS))
+    prompts: list[str] = flag(
+        ["a photo of a {}."], "Templates for --head zero_shot, {} stands for the name of a class."
     )
-    head: str = field(
-        default="classifier",
-        metadata={"help": "What tells classes apart: a linear layer, or the text tower.", "choices": list(HEADS)},
+    trainable: str = flag(
+        "all",
+        "What learns: the rotations, also the classifier, also LoRA in attention, or all of the tower.",
+        choices=list(TRAINABLE),
     )
-    prompts: list[str] = field(
-        default_factory=lambda: ["a photo of a {}."],
-        metadata={"help": "Templates for --head zero_shot, {} stands for the name of a class."},
-    )
-    trainable: str = field(
-        default="all",
-        metadata={
-            "help": "What learns: the rotations, also the classifier, also LoRA in attention, or all of the tower.",
-            "choices": list(TRAINABLE),
-        },
-    )
-    lora_rank: int = field(default=8, metadata={"help": "Rank of LoRA's matrices."})
-    lora_alpha: float = field(default=16.0, metadata={"help": "LoRA's products are scaled by this over the rank."})
-    baseline: bool = field(
-        default=True, metadata={"help": "Train the unpatched model beside it, from the same seed for as many steps."}
-    )
+    lora_rank: int = flag(8, "Rank of LoRA's matrices.")
+    lora_alpha: float = flag(16.0, "LoRA's products are scaled by this over the rank.")
+    baseline: bool = flag(True, "Train the unpatched model beside it, from the same seed for as many steps.")
 
     def architecture(self) -> dict[str, Any]:
         return {} if self.image_size is None else {"image_size": self.image_size}
@@ -65,7 +54,7 @@ def _patch_fields() -> list[tuple[str, type, dataclasses.Field]]:
             kind, default = str | None, None
             text += f" {UNPATCHED} patches nothing; by default a checkpoint that is patched keeps its own."
         if patch_field.name != "format_version":
-            fields.append((patch_field.name, kind, field(default=default, metadata={"help": text})))
+            fields.append((patch_field.name, kind, flag(default, text)))
     return fields
 
 
@@ -74,9 +63,7 @@ PatchArguments = dataclasses.make_dataclass("PatchArguments", _patch_fields())
 
 @dataclass
 class FineTuningTrainingArguments(RunArguments):
-    head_learning_rate_factor: float = field(
-        default=1.0, metadata={"help": "Learning rate of the classifier over that of the others."}
-    )
+    head_learning_rate_factor: float = flag(1.0, "Learning rate of the classifier over that of the others.")
 
     def __post_init__(self):
         super().__post_init__()

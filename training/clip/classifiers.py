@@ -54,14 +54,14 @@ class Classifier(nn.Module):
                 yield name, parameter
 
     def frozen_parameters(self) -> Iterator[nn.Parameter]:
-        """What no run trains."""
+        """Parameters that stay frozen whatever `--trainable` says."""
         return iter(())
 
     def gradient_checkpointing_enable(self, **kwargs) -> None:
         self.model.gradient_checkpointing_enable(**kwargs)
 
     def activation_checkpointing_enable(self, **kwargs) -> None:
-        """The same under the name that newer releases of transformers call."""
+        """The name under which newer releases of transformers call `gradient_checkpointing_enable`."""
         self.model.activation_checkpointing_enable(**kwargs)
 
 
@@ -88,7 +88,7 @@ class ZeroShotClassifier(Classifier):
         self.register_buffer("text_embeddings", _embed(model, tokenizer, class_names, prompts), persistent=False)
 
     def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
-        # peft wraps only the forward that this does without; its layers are in the model itself.
+        # peft wraps only `forward`, which is not called here; its LoRA layers are in the model itself.
         model = self.pretrained
         features = model.get_image_features(pixel_values, **self.any_size).pooler_output
         return {"logits": model.logit_scale.exp() * nn.functional.normalize(features, dim=-1) @ self.text_embeddings.T}
@@ -108,7 +108,7 @@ def _arguments(module: nn.Module) -> set[str]:
 def _embed(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, class_names: Sequence[str], prompts: Sequence[str]
 ) -> torch.Tensor:
-    """(classes, projection_dim), of length one."""
+    """The normalised embeddings of the classes, (classes, projection_dim)."""
     if not hasattr(model, "get_text_features") or not hasattr(model, "logit_scale"):
         raise InputError(
             f"--head zero_shot: {type(model).__name__} does not embed text; accepted: CLIP and the like, or --head "
@@ -146,7 +146,7 @@ def add_lora(classifier: Classifier, rank: int, alpha: float) -> None:
 
 
 def freeze(classifier: Classifier, trainable: str) -> int:
-    """Lets only what `trainable` names learn; the number of parameters that do."""
+    """Freezes all parameters but those that `trainable` names; returns how many are left to learn."""
     lora = [parameter for name, parameter in classifier.named_parameters() if "lora_" in name]
     chosen = {
         "rotary": [],

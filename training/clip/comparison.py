@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +55,22 @@ class FineTuningTrainer(ClassificationTrainer):
     """The classifier may learn at a rate of its own; of the unpatched model no rotations are expected."""
 
     def learning_rate_groups(self, model):
-        head = ("head_learning_rate_factor", self.args.head_learning_rate_factor)
+        head = [parameter for _, parameter in self.accelerator.unwrap_model(model).head_parameters()]
         rotary = super().learning_rate_groups(model) if is_patched(model) else []
-        return [*rotary, (*head, self._named_by("head_parameters", model))]
+        return [*rotary, ("head_learning_rate_factor", self.args.head_learning_rate_factor, head)]
 
 
+@dataclass
 class Comparison:
     """Trains and evaluates the patched and the unpatched model of one command line, from the same seed and data."""
 
-    def __init__(
-        self,
-        model_args: FineTuningArguments,
-        patch_args: PatchArguments,
-        data_args: DataArguments,
-        augmentation_args: AugmentationArguments,
-        args: FineTuningTrainingArguments,
-    ):
-        self.model_args, self.patch_args, self.args = model_args, patch_args, args
-        self.data_args, self.augmentation_args = data_args, augmentation_args
+    model_args: FineTuningArguments
+    patch_args: PatchArguments
+    data_args: DataArguments
+    augmentation_args: AugmentationArguments
+    args: FineTuningTrainingArguments
+
+    def __post_init__(self):
         self.config = resolve_config(self.model_args)
         self.patches = self._resolve_patches()
         self._check_patches()
@@ -145,7 +144,7 @@ class Comparison:
         return arguments
 
     def build_classifier(self, patch_config: RotaryPatchConfig | None) -> Classifier:
-        """The pretrained model with its head; the same for both models but for the rotations."""
+        """The pretrained model with its head; the patched and the unpatched one differ in the rotations only."""
         # Loading a model writes its labels into the configuration.
         arguments, config = self.model_args, copy.deepcopy(self.config)
         set_seed(self.args.seed)
@@ -165,7 +164,7 @@ class Comparison:
         except ValueError as error:
             raise InputError(str(error)) from error
         if trains and arguments.trainable == "lora+rotary":
-            # The generators have drawn random numbers, which the unpatched model has not.
+            # Only patching draws random numbers; from the same seed LoRA starts alike in both models.
             set_seed(self.args.seed)
             add_lora(classifier, arguments.lora_rank, arguments.lora_alpha)
         return classifier
@@ -191,7 +190,7 @@ class Comparison:
         )
 
     def run(self, name: str) -> list[dict[str, Any]]:
-        """Trains and evaluates one model; its results, one entry per image size."""
+        """Trains and evaluates one model; returns its results, one entry per image size."""
         folder, patch_config = self.folders[name], self.patches[name]
         if self.is_resumed and (folder / RESOLUTIONS_FILE).is_file():
             return json.loads((folder / RESOLUTIONS_FILE).read_text(encoding="utf-8"))["resolutions"]
@@ -223,7 +222,7 @@ class Comparison:
             save_classifier(classifier, folder, self.model_args.trainable != "rotary")
 
     def _freeze(self, classifier: Classifier, name: str) -> int:
-        """The number of parameters that learn; none of a model without rotations where only these would."""
+        """Freezes what is not trained; returns the number of parameters that learn, 0 without anything to train."""
         count = freeze(classifier, self.model_args.trainable)
         if not count and name != "unpatched":
             raise InputError(
@@ -233,7 +232,7 @@ class Comparison:
         return count
 
     def _evaluate(self, trainer: FineTuningTrainer, name: str) -> list[dict[str, Any]]:
-        # Data sets have names here because Trainer keeps loaders with persistent workers by name.
+        # The data sets have names because Trainer caches loaders with persistent workers by name.
         trainer.eval_dataset = {
             str(size[0]): EvaluationImages(self.evaluation, size, int(self.processor.resample))
             for size in self.eval_sizes

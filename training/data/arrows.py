@@ -22,105 +22,31 @@ SMALLEST_GRID = 5
 # E[max of multinomial(8, ¼)] / 8, the expected share of the most frequent direction.
 BAG_OF_ARROWS_ACCURACY = 0.4422607421875
 
-# Bitmaps instead of a font, so that every platform draws the same pixels.
-_GLYPHS = {
-    "arrow": """
-        . . . . # # . . . .
-        . . . # # # # . . .
-        . . # # # # # # . .
-        . # # . # # . # # .
-        # # . . # # . . # #
-        . . . . # # . . . .
-        . . . . # # . . . .
-        . . . . # # . . . .
-        . . . . # # . . . .
-        . . . . # # . . . .
-    """,
-    "A": """
-        . . . # # # # . . .
-        . . # # . . # # . .
-        . # # . . . . # # .
-        . # # . . . . # # .
-        . # # . . . . # # .
-        . # # # # # # # # .
-        . # # # # # # # # .
-        . # # . . . . # # .
-        . # # . . . . # # .
-        . # # . . . . # # .
-    """,
-    "B": """
-        . # # # # # # . . .
-        . # # . . . # # . .
-        . # # . . . # # . .
-        . # # . . . # # . .
-        . # # # # # # . . .
-        . # # # # # # # . .
-        . # # . . . . # # .
-        . # # . . . . # # .
-        . # # . . . . # # .
-        . # # # # # # # . .
-    """,
-    "C": """
-        . . . # # # # # . .
-        . . # # . . . # # .
-        . # # . . . . . . .
-        . # # . . . . . . .
-        . # # . . . . . . .
-        . # # . . . . . . .
-        . # # . . . . . . .
-        . # # . . . . . . .
-        . . # # . . . # # .
-        . . . # # # # # . .
-    """,
-    "D": """
-        . # # # # # . . . .
-        . # # . . # # . . .
-        . # # . . . # # . .
-        . # # . . . . # # .
-        . # # . . . . # # .
-        . # # . . . . # # .
-        . # # . . . . # # .
-        . # # . . . # # . .
-        . # # . . # # . . .
-        . # # # # # . . . .
-    """,
-    "E": """
-        . # # # # # # # # .
-        . # # . . . . . . .
-        . # # . . . . . . .
-        . # # . . . . . . .
-        . # # # # # # . . .
-        . # # # # # # . . .
-        . # # . . . . . . .
-        . # # . . . . . . .
-        . # # . . . . . . .
-        . # # # # # # # # .
-    """,
-    "Y": """
-        # # . . . . . . # #
-        # # # . . . . # # #
-        . # # # . . # # # .
-        . . # # # # # # . .
-        . . . # # # # . . .
-        . . . . # # . . . .
-        . . . . # # . . . .
-        . . . . # # . . . .
-        . . . . # # . . . .
-        . . . . # # . . . .
-    """,
-}
+# An arrow, the letters A … E and the Y, side by side. Bitmaps instead of a font, so that every platform draws the same.
+_GLYPHS = """
+    ....##....  ...####...  .######...  ...#####..  .#####....  .########.  ##......##
+    ...####...  ..##..##..  .##...##..  ..##...##.  .##..##...  .##.......  ###....###
+    ..######..  .##....##.  .##...##..  .##.......  .##...##..  .##.......  .###..###.
+    .##.##.##.  .##....##.  .##...##..  .##.......  .##....##.  .##.......  ..######..
+    ##..##..##  .##....##.  .######...  .##.......  .##....##.  .######...  ...####...
+    ....##....  .########.  .#######..  .##.......  .##....##.  .######...  ....##....
+    ....##....  .########.  .##....##.  .##.......  .##....##.  .##.......  ....##....
+    ....##....  .##....##.  .##....##.  .##.......  .##...##..  .##.......  ....##....
+    ....##....  .##....##.  .##....##.  ..##...##.  .##..##...  .##.......  ....##....
+    ....##....  .##....##.  .#######..  ...#####..  .#####....  .########.  ....##....
+"""
 
 
 def _stamps() -> np.ndarray:
     """All glyphs as black on white, (13, CELL, CELL): four arrows, four Ys by the direction of their base, A … E."""
-
-    def stamp(glyph: str) -> np.ndarray:
-        ink = np.array([line.split() for line in _GLYPHS[glyph].split("\n") if line.strip()]) == "#"
-        return np.where(np.pad(ink, (CELL - len(ink)) // 2), 0, 255).astype(np.uint8)
-
-    arrows = [np.rot90(stamp("arrow"), -direction) for direction in range(4)]
-    ys = [np.rot90(stamp("Y"), LABELS.index("down") - direction) for direction in range(4)]
-    return np.stack([*arrows, *ys, *(stamp(letter) for letter in LETTERS)])
+    ink = np.array([[list(glyph) for glyph in line.split()] for line in _GLYPHS.split("\n") if line]) == "#"
+    # (rows, glyphs, columns) to (glyphs, rows, columns), with white around each.
+    margin = (CELL - len(ink)) // 2
+    stamps = np.where(np.pad(ink.swapaxes(0, 1), ((0, 0), (margin, margin), (margin, margin))), 0, 255).astype(np.uint8)
+    arrow, *letters, y = stamps
+    arrows = [np.rot90(arrow, -direction) for direction in range(4)]
+    ys = [np.rot90(y, LABELS.index("down") - direction) for direction in range(4)]
+    return np.stack([*arrows, *ys, *letters])
 
 
 _STAMPS = _stamps()

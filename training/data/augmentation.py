@@ -7,15 +7,15 @@ pixels. The epoch travels with the index, `(epoch, index)`, because persistent w
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset
 from torchvision.transforms import RandAugment, RandomErasing
 
-from training.data.sources import Source
+from training.data.sources import SourceDataset
 from training.engine.arguments import AugmentationArguments
 
 
@@ -60,16 +60,15 @@ class EpochSampler(torch.utils.data.Sampler):
             yield epoch, PADDING
 
 
-class TrainingImages(Dataset):
+@dataclass
+class TrainingImages(SourceDataset):
     """Augmented images of a source by key `(epoch, index)`: `image` (height, width, C) uint8, `label`, `key`."""
 
-    def __init__(self, source: Source, augment: "Augmentation"):
-        self.source = source
-        self.augment = augment
-        self.repeats = augment.arguments.repeated_augmentation
+    augment: "Augmentation"
 
-    def __len__(self) -> int:
-        return len(self.source)
+    @property
+    def repeats(self) -> int:
+        return self.augment.arguments.repeated_augmentation
 
     def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
         epoch, index = key
@@ -79,16 +78,12 @@ class TrainingImages(Dataset):
         return {"image": self.augment(image, epoch, index), "label": label, "key": key}
 
 
-class EvaluationImages(Dataset):
+@dataclass
+class EvaluationImages(SourceDataset):
     """Images of a source resized to the model's input, as the saved image processor does."""
 
-    def __init__(self, source: Source, image_size: tuple[int, int], resample: int):
-        self.source = source
-        self.image_size = image_size
-        self.resample = resample
-
-    def __len__(self) -> int:
-        return len(self.source)
+    image_size: tuple[int, int]
+    resample: int
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, label = self.source[index]
@@ -133,7 +128,7 @@ class Augmentation:
 
 @contextlib.contextmanager
 def _seeded_torch(rng: np.random.Generator) -> Iterator[None]:
-    """Inside, the global generator, from which torchvision draws, has a seed from `rng`; afterwards its old state."""
+    """Inside, the global generator, which torchvision draws from, has a seed from `rng`; afterwards its old state."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(rng.integers(2**63)))
         yield
@@ -198,7 +193,7 @@ class Collator:
     def _mix(
         self, pixels: torch.Tensor, labels: torch.Tensor, count: int, examples: list[dict[str, Any]]
     ) -> dict[str, torch.Tensor]:
-        """Mixes the first `count` images in place; what the labels become."""
+        """Mixes the first `count` images in place; returns their mixed labels and weights."""
         epoch = examples[0]["key"][0]
         rng = np.random.default_rng((self.seed, epoch, *(example["key"][1] for example in examples[:count])))
         mixup, cutmix = self.arguments.mixup_alpha, self.arguments.cutmix_alpha
@@ -216,7 +211,7 @@ class Collator:
 
 
 def resized(image: np.ndarray, size: tuple[int, int], resample: int) -> np.ndarray:
-    """A uint8 image (…, height, width, C) at another size, untouched where it has that size."""
+    """A uint8 image (…, height, width, C) at another size; unchanged if it has that size already."""
     if image.shape[-3:-1] == tuple(size):
         return image
     if image.ndim > 3:
@@ -257,7 +252,7 @@ def _random_part(size: tuple[int, int], scale: Sequence[float], rng: np.random.G
 
 
 def _cutmix(pixels: torch.Tensor, partners: torch.Tensor, weight: float, rng: np.random.Generator) -> float:
-    """Pastes a box of about `1 - weight` of the area from the partners; the share that is really left."""
+    """Pastes a box of about `1 - weight` of the area from the partners; returns the exact share that is left."""
     height, width = pixels.shape[-2:]
     side = np.sqrt(1 - weight)
     row, column = int(rng.integers(height)), int(rng.integers(width))

@@ -1,16 +1,14 @@
 """Clips of videos: which frames they are made of, and the data sets that read and augment them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from torch.utils.data import Dataset
 from transformers.utils import logging
 
-from training.data.augmentation import IGNORED_LABEL, PADDING, Augmentation, TrainingImages, resized
-from training.data.sources import Source
+from training.data.augmentation import IGNORED_LABEL, PADDING, EvaluationImages, TrainingImages, resized
 from training.data.video_files import FrameReader, UnreadableError
 
 
@@ -61,7 +59,7 @@ class ClipArray:
 
 def clip_indices(length: int, num_frames: int, stride: int | None, start: float | np.ndarray) -> np.ndarray:
     """
-    Which frames make a clip, (num_frames,), none before its predecessor.
+    Numbers of the frames of a clip, (num_frames,), never descending; a short video repeats frames.
 
     Args:
         length: frames of the video.
@@ -79,13 +77,13 @@ def frames_needed(num_frames: int, stride: int | None) -> int:
     return num_frames if stride is None else (num_frames - 1) * stride + 1
 
 
+@dataclass
 class ClipReader:
-    """Reads clips of a source; what cannot be read is reported once, by name, and is `None`."""
+    """Reads clips of a source; a clip that cannot be read is reported once, by name, and is `None`."""
 
-    def __init__(self, num_frames: int, stride: int | None):
-        self.num_frames = num_frames
-        self.stride = stride
-        self.reported: set[str] = set()
+    num_frames: int
+    stride: int | None
+    reported: set[str] = field(default_factory=set)
 
     def indices(self, clip: Clip, start: float | np.ndarray) -> np.ndarray:
         return clip_indices(len(clip), self.num_frames, self.stride, start)
@@ -100,15 +98,14 @@ class ClipReader:
             return None
 
 
+@dataclass
 class TrainingClips(TrainingImages):
     """Augmented random clips of a source by key `(epoch, index)`: `image` (T, height, width, C), `label`, `key`.
 
     A clip that cannot be read has no `image`, and the label that the loss ignores.
     """
 
-    def __init__(self, source: Source, reader: ClipReader, augment: Augmentation):
-        super().__init__(source, augment)
-        self.reader = reader
+    reader: ClipReader
 
     def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
         epoch, index = key
@@ -123,22 +120,17 @@ class TrainingClips(TrainingImages):
         return {"image": self.augment(frames, epoch, index), "label": label, "key": key}
 
 
-class EvaluationClips(Dataset):
+@dataclass
+class EvaluationClips(EvaluationImages):
     """Evenly spread clips of each video of a source: `image` (clips, T, height, width, C), for one clip (T, …)."""
 
-    def __init__(self, source: Source, reader: ClipReader, image_size: tuple[int, int], resample: int, num_clips: int):
-        self.source = source
-        self.reader = reader
-        self.image_size = image_size
-        self.resample = resample
-        self.starts = (np.arange(num_clips) + 0.5) / num_clips
-
-    def __len__(self) -> int:
-        return len(self.source)
+    reader: ClipReader
+    num_clips: int
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         clip, label = self.source[index]
-        indices = np.stack([self.reader.indices(clip, start) for start in self.starts])
+        starts = (np.arange(self.num_clips) + 0.5) / self.num_clips
+        indices = np.stack([self.reader.indices(clip, start) for start in starts])
         needed, places = np.unique(indices, return_inverse=True)
         frames = self.reader.read(clip, needed)
         if frames is None:

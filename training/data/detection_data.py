@@ -4,7 +4,7 @@ import contextlib
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,15 @@ import numpy as np
 import torch
 from PIL import Image
 from pycocotools.coco import COCO
-from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
 from training.data.augmentation import resized
 from training.data.moving_shapes import SHAPES, SPLITS, shape_mask
-from training.data.sources import PARTS, DataRequest
+from training.data.sources import PARTS, DataRequest, SourceDataset
 from training.data.tables import require_files
-from training.engine.arguments import SampleArguments
+from training.engine.arguments import SampleArguments, flag
 from training.engine.records import write_text
 
 
@@ -33,18 +32,13 @@ MOST_SHAPES = 4
 
 @dataclass
 class DetectionDataArguments(SampleArguments):
-    train_files: list[str] | None = field(
-        default=None, metadata={"help": "COCO json to train on; generated shapes where no json is given."}
+    train_files: list[str] | None = flag(None, "COCO json to train on; generated shapes where no json is given.")
+    validation_files: list[str] | None = flag(None, "COCO json to evaluate.")
+    image_folder: str | None = flag(
+        None, "Folder of the pictures; by default the json's, the one of its name beside it, or COCO's own."
     )
-    validation_files: list[str] | None = field(default=None, metadata={"help": "COCO json to evaluate."})
-    image_folder: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder of the pictures; by default the json's, the one of its name beside it, or COCO's own."
-        },
-    )
-    shapes_folder: str = field(default="outputs/shapes", metadata={"help": "Where the shapes are written."})
-    flip_probability: float = field(default=0.5, metadata={"help": "Probability of a horizontal flip."})
+    shapes_folder: str = flag("outputs/shapes", "Where the shapes are written.")
+    flip_probability: float = flag(0.5, "Probability of a horizontal flip.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -96,21 +90,17 @@ def is_trained(entry: dict[str, Any]) -> bool:
     return not entry.get("iscrowd") and entry["bbox"][2] > 0 and entry["bbox"][3] > 0
 
 
-class DetectionExamples(Dataset):
+@dataclass
+class DetectionExamples(SourceDataset):
     """
     What the collator needs, by key `(epoch, index)` in training and by index in an evaluation: `image`, `boxes` as
     centre and size in shares of the picture, `class_labels`, `index`.
     """
 
-    def __init__(self, source: Dataset, image_size: tuple[int, int], resample: int, flip_probability: float, seed: int):
-        self.source = source
-        self.image_size = image_size
-        self.resample = resample
-        self.flip_probability = flip_probability
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return len(self.source)
+    image_size: tuple[int, int]
+    resample: int
+    flip_probability: float
+    seed: int
 
     def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Any]:
         epoch, index = key if isinstance(key, tuple) else (None, key)
@@ -177,7 +167,7 @@ def load_detections(
 
 def read_coco(file: Path, image_folder: str | None) -> tuple[COCO, Path]:
     """
-    A COCO json, checked, and the folder of its pictures.
+    Reads and checks a COCO json; returns it and the folder of its pictures.
 
     Raises:
         InputError: naming what is missing or wrong.
@@ -212,7 +202,7 @@ def read_coco(file: Path, image_folder: str | None) -> tuple[COCO, Path]:
     if empty:
         logger.warning(f"{file.name}: {empty} boxes without an area are left out.")
     name = content["images"][0]["file_name"]
-    # COCO's own are in annotations/instances_train2017.json and train2017.
+    # COCO's own files are annotations/instances_train2017.json and the pictures in train2017.
     of_coco = file.absolute().parent.parent / file.stem.removeprefix("instances_")
     folders = [Path(image_folder)] if image_folder else [file.parent, file.with_suffix(""), of_coco]
     for folder in folders:
@@ -241,7 +231,7 @@ def scene(split: str, index: int, image_size: tuple[int, int]) -> tuple[np.ndarr
 
 
 def write_shapes(folder: Path, split: str, size: int, image_size: tuple[int, int]) -> Path:
-    """Writes `folder/<split>_<height>x<width>/<number>.png` and their json, unless that exists; its path."""
+    """Writes `folder/<split>_<height>x<width>/<number>.png` and, unless it exists, their json; returns its path."""
     height, width = image_size
     pictures = folder / f"{split}_{height}x{width}"
     file = pictures.with_name(f"{pictures.name}_{size}.json")

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 
-# What PIL converts to 8-bit grey or RGB without losing range.
+# Modes that PIL converts to 8-bit grey or RGB without losing range.
 EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 GREY_MODES = ("1", "L", "LA")
 
 
 def height_and_width(size: int | Sequence[int]) -> tuple[int, int]:
-    """Of a size in a configuration, where a single number is the side of a square."""
+    """Height and width of a size in a configuration, where a single number is the side of a square."""
     height, width = (size, size) if isinstance(size, int) else size
     return height, width

@@ -1,5 +1,6 @@
 """Where images and labels come from: the Hub, folders and files, decoded as arrays, or the built-in arrows."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import datasets
@@ -24,6 +25,7 @@ from training.engine.arguments import DataArguments
 from training.engine.messages import reason
 
 
+@dataclass
 class DecodedImages:
     """
     Images of a `datasets.Dataset`, all decoded in advance where they fit in memory, else each time they are asked for.
@@ -39,16 +41,12 @@ class DecodedImages:
             of channels.
     """
 
-    def __init__(
-        self, table: datasets.Dataset, image_column: str, labels: np.ndarray, num_channels: int, cache_bytes: float
-    ):
-        self.table = table
-        self.image_column = image_column
-        self.labels = labels
-        self.num_channels = num_channels
-        self.cache_bytes = cache_bytes
-        self.cache: dict[int, np.ndarray] = {}
-        self._decoder = datasets.Image()
+    table: datasets.Dataset
+    image_column: str
+    labels: np.ndarray
+    num_channels: int
+    cache_bytes: float
+    cache: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -71,9 +69,9 @@ class DecodedImages:
                     progress.update()
 
     def decode(self, encoded: dict | None, row: int) -> np.ndarray:
-        """An undecoded image as (height, width, num_channels); `row` is for the message of what goes wrong."""
+        """An undecoded image as (height, width, num_channels); error messages name its file or its `row`."""
         try:
-            image = self._decoder.decode_example(encoded)
+            image = datasets.Image().decode_example(encoded)
             mode = image.mode
             if mode not in EIGHT_BIT_MODES:
                 raise InputError(f"mode {mode}; accepted are 8-bit images, modes {', '.join(EIGHT_BIT_MODES)}")

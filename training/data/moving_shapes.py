@@ -2,7 +2,7 @@
 
 Two shapes stand on a noisy ground; one of them moves up, right, down or left and comes back on the other side where it
 leaves the picture. A single frame says nothing about the class, and frames without their order only tell the axis of
-the motion: `BAG_OF_FRAMES_ACCURACY`.
+the motion, because forwards and backwards are equally likely: half of the answers are right.
 """
 
 from pathlib import Path
@@ -18,8 +18,6 @@ from training.data.arrows import LABELS, STEPS
 NUM_FRAMES = 16
 SPLITS = ("train", "validation")
 DEFAULT_SIZES = {"train": 2000, "validation": 500}
-# With the same frames forwards and backwards, up and down are equally likely, and so are left and right.
-BAG_OF_FRAMES_ACCURACY = 0.5
 FRAME_RATE = 8
 
 
@@ -59,7 +57,7 @@ SHAPES = (
 
 
 def write_video(path: Path, video: np.ndarray) -> None:
-    """(T, height, width, 3) uint8 as H.264 in mp4; both sizes must be even."""
+    """Writes frames (T, height, width, 3) of uint8 as H.264 in mp4; height and width must be even."""
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=FRAME_RATE, options={"crf": "18", "preset": "veryfast"})
         stream.height, stream.width = video.shape[1:3]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 
 
 PARTS = ("training", "evaluation")
@@ -18,14 +18,14 @@ PARTS = ("training", "evaluation")
 @dataclass(frozen=True)
 class DataRequest:
     """
-    What a run needs of its data.
+    What a run needs from its data.
 
     Args:
         image_size: height and width of the model's input; what is generated is drawn at that size.
         parts: those of `PARTS` that are needed.
-        num_frames: of a clip.
+        num_frames: number of frames of a clip.
         writes: whether this process writes the files of generated clips.
-        seed: of the arrows, and of the parts that `validation_fraction` and `train_fraction` make.
+        seed: seed of the arrows, and of the parts that `validation_fraction` and `train_fraction` make.
     """
 
     image_size: tuple[int, int]
@@ -52,20 +52,26 @@ class LabelledImages:
     train: Source | None
     evaluation: Source | None
     label_names: list[str]
-    # False where the data set only numbers its classes.
+    # `named` is False where the data set only numbers its classes.
     named: bool = True
     splits: dict[str, str] = field(default_factory=dict)
 
 
-class Relabelled:
-    """A source whose label n is `numbers[n]` to the model."""
+@dataclass
+class SourceDataset(Dataset):
+    """Examples made from a source, one for each of its inputs."""
 
-    def __init__(self, source: Source, numbers: Sequence[int]):
-        self.source = source
-        self.numbers = numbers
+    source: Source
 
     def __len__(self) -> int:
         return len(self.source)
+
+
+@dataclass
+class Relabelled(SourceDataset):
+    """A source whose label n is `numbers[n]` to the model."""
+
+    numbers: Sequence[int]
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         image, label = self.source[index]

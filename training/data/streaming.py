@@ -24,7 +24,7 @@ from training.data.tables import infer_columns, pick_evaluation_split, readable,
 from training.engine.arguments import DataArguments, RunArguments
 
 
-# The next image is drawn among this number of images.
+# Size of the buffer that the next image is drawn from at random.
 SHUFFLE_BUFFER = 10_000
 
 
@@ -98,7 +98,7 @@ class StreamedImages(IterableDataset):
                 image = self.decoder.decode(row[self.stream.image_column], number)
                 label = self.numbers[row[self.stream.label_column]]
                 for _ in range(min(self.repeats, left)):
-                    # A number that no other view of the epoch has, whoever reads it.
+                    # No other view of the epoch has this number, in any process or worker.
                     index = number * self.world_size * parts + share
                     yield {"image": self.augment(image, epoch, index), "label": label, "key": (epoch, index)}
                     number, left = number + 1, left - 1
@@ -144,8 +144,8 @@ def open_stream(arguments: DataArguments, request: DataRequest) -> tuple[Labelle
         splits["evaluation"] = split = pick_evaluation_split(list(tables), arguments)
         rows = tables[split].cast_column(image_column, datasets.Image(decode=False))
         rows = rows.take(arguments.max_eval_samples) if arguments.max_eval_samples else rows
-        # An evaluation is exact only where every process knows all indices; kept on disk, not in memory.
-        table = datasets.Dataset.from_generator(_Rows(rows), features=rows.features)
+        # An evaluation is exact only where every process can index all images, so they are kept on disk.
+        table = datasets.Dataset.from_generator(rows.__iter__, features=rows.features)
         labels = table.with_format("numpy")[label_column][:]
         cache_bytes = arguments.image_cache_gigabytes * 2**30
         source = DecodedImages(table, image_column, labels, request.num_channels, cache_bytes)
@@ -157,20 +157,10 @@ def open_stream(arguments: DataArguments, request: DataRequest) -> tuple[Labelle
 def _size(arguments: DataArguments, table: datasets.IterableDataset) -> int | None:
     """Number of images of the training split, if it is known."""
     if arguments.train_files:
-        # What `datasets` knows of several files is what the first one says about itself.
+        # For several files, `datasets` only knows the number of rows of the first.
         return sum(ParquetFile(name).metadata.num_rows for name in arguments.train_files)
     split = (table.info.splits or {}).get(arguments.train_split)
     return split.num_examples if split else None
-
-
-class _Rows:
-    """A stream as the generator function that `datasets` asks for."""
-
-    def __init__(self, rows: datasets.IterableDataset):
-        self.rows = rows
-
-    def __call__(self):
-        yield from self.rows
 
 
 def _streams(arguments: DataArguments) -> dict[str, datasets.IterableDataset]:
@@ -184,7 +174,7 @@ def _streams(arguments: DataArguments) -> dict[str, datasets.IterableDataset]:
     names = [name for some in files.values() for name in some]
     require_files(names)
     with readable(", ".join(names)):
-        # What is no parquet would else be found in the middle of the training.
+        # Otherwise a damaged file would only be found in the middle of the training.
         for name in names:
             ParquetFile(name).close()
         return datasets.load_dataset("parquet", data_files=files, streaming=True)

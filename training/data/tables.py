@@ -47,7 +47,7 @@ def load_tables(arguments: DataArguments) -> datasets.DatasetDict:
         builders.add(builder)
     if len(builders) != 1:
         raise InputError(f"The files are of several types ({', '.join(sorted(builders))}); accepted: one.")
-    # Every split by itself: features such as the number of classes may differ, and are compared below.
+    # Each split is loaded alone: features such as the number of classes may differ, and are compared later.
     tables = datasets.DatasetDict()
     for split, names in files.items():
         if names:
@@ -57,10 +57,7 @@ def load_tables(arguments: DataArguments) -> datasets.DatasetDict:
 
 
 def require_files(names: Sequence[str]) -> None:
-    """
-    Raises:
-        InputError: naming the first of these files that is not there.
-    """
+    """Raises [`InputError`] naming the first of these files that is not there."""
     for name in names:
         if not Path(name).is_file():
             raise InputError(f"There is no file {name!r}.")
@@ -69,7 +66,7 @@ def require_files(names: Sequence[str]) -> None:
 @contextlib.contextmanager
 def readable(what: str) -> Iterator[None]:
     """
-    Around the opening of a data set.
+    Translates the errors of opening a data set.
 
     Raises:
         InputError: with the reason, if it cannot be read or reached.
@@ -79,7 +76,7 @@ def readable(what: str) -> Iterator[None]:
     except InputError:
         raise
     except (OSError, ValueError, DatasetsError, pyarrow.ArrowException) as error:
-        # `datasets` says of empty files that a split has no data, and wraps what went wrong in reading.
+        # For empty files `datasets` says that a split has no data; other errors of reading are the cause of its own.
         why = "it has no rows" if "corresponds to no data" in str(error) else reason(error.__cause__ or error)
         raise InputError(f"{what} cannot be read ({why}).") from error
 
@@ -137,7 +134,7 @@ def require_columns(features: datasets.Features, image_column: str, label_column
 
 
 def undecoded(table: datasets.Dataset, image_column: str, folder: Path | None) -> datasets.Dataset:
-    """The table with images as bytes or paths: whatever goes wrong in decoding can then be told with its row."""
+    """The table with images as bytes or paths, so that an error in decoding can name the row."""
     if folder is not None and _type_name(table.features[image_column]) == "string":
 
         def resolve(names: list[str]) -> dict[str, list[str]]:
@@ -154,7 +151,7 @@ def undecoded(table: datasets.Dataset, image_column: str, folder: Path | None) -
 
 
 def require_class_folders(tables: datasets.DatasetDict, image_column: str, arguments: DataArguments) -> None:
-    """`datasets` makes classes of folders only where there are several, and of the folders of all splits together."""
+    """`datasets` makes classes only of several folders, and of the folders of all splits together; both are checked."""
     some, folder = next(iter(tables.values())), arguments.image_folder
     if list(some.features) == [image_column]:
         rows = some.cast_column(image_column, datasets.Image(decode=False))[image_column]
@@ -190,7 +187,7 @@ def label_names(table: datasets.Dataset, label_column: str) -> tuple[list[str], 
 
 
 def numbered_labels(table: datasets.Dataset, label_column: str, label_names: list[str], description: str) -> np.ndarray:
-    """Labels as numbers into `label_names`, (rows,); anything else is refused with its row."""
+    """Labels as indices into `label_names`, (rows,); any other label is refused, with its row."""
     feature, values = table.features[label_column], table[label_column][:]
     numbers = {name: number for number, name in enumerate(label_names)}
     if isinstance(feature, datasets.ClassLabel):

@@ -6,7 +6,7 @@ decided by those who train or evaluate.
 
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,49 +19,42 @@ from training.data.clips import Clip, ClipArray, ClipFile, frames_needed
 from training.data.moving_shapes import DEFAULT_SIZES, SPLITS, write_moving_shapes
 from training.data.sources import PARTS, DataRequest, LabelledImages
 from training.data.video_files import FrameReader, UnreadableError, is_clip
-from training.engine.arguments import SampleArguments
+from training.engine.arguments import SampleArguments, flag
 
 
 logger = logging.get_logger(__name__)
 CLASS_INDEX = "classInd.txt"
-# By default the first that there is of these is evaluated; some data sets shorten the name.
+# Without --eval_split the first of these that exists is evaluated; some data sets abbreviate the name.
 USUAL_SPLITS = ("validation", "valid", "dev", "val", "test")
+
+
+# Paths of clips with the numbers of their classes, by the part of the data.
+Files = dict[str, list[tuple[Path, int]]]
 
 
 @dataclass
 class VideoDataArguments(SampleArguments):
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "`moving_shapes`, generated; the default where no other data are given."}
+    dataset_name: str | None = flag(None, "`moving_shapes`, generated; the default where no other data are given.")
+    moving_shapes_folder: str = flag("outputs/moving_shapes", "Where the moving shapes are written, once per size.")
+    video_folder: str | None = flag(
+        None,
+        "Folder with train/ and validation/ of one folder per class of videos, volumes (.nii, .nii.gz, "
+        ".npz, .npy) or folders of frames; with split files the folder that their paths start from.",
     )
-    moving_shapes_folder: str = field(
-        default="outputs/moving_shapes", metadata={"help": "Where the moving shapes are written, once per size."}
+    train_files: list[str] | None = flag(
+        None, "Split files to train on, a path and maybe a class number per line, as UCF101's."
     )
-    video_folder: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder with train/ and validation/ of one folder per class of videos, volumes (.nii, .nii.gz, "
-            ".npz, .npy) or folders of frames; with split files the folder that their paths start from."
-        },
+    validation_files: list[str] | None = flag(None, "Split files to evaluate.")
+    volume_file: str | None = flag(
+        None, "npz of arrays train_images (N, slices, height, width), train_labels (N, 1), val_images, …"
     )
-    train_files: list[str] | None = field(
-        default=None,
-        metadata={"help": "Split files to train on, a path and maybe a class number per line, as UCF101's."},
+    eval_split: str | None = flag(None, "Split to evaluate; by default the first of validation, valid, dev, val, test.")
+    frame_stride: int | None = flag(
+        None, "Distance of the frames of a clip; by default they are spread over the video."
     )
-    validation_files: list[str] | None = field(default=None, metadata={"help": "Split files to evaluate."})
-    volume_file: str | None = field(
-        default=None,
-        metadata={"help": "npz of arrays train_images (N, slices, height, width), train_labels (N, 1), val_images, …"},
-    )
-    eval_split: str | None = field(
-        default=None, metadata={"help": "Split to evaluate; by default the first of validation, valid, dev, val, test."}
-    )
-    frame_stride: int | None = field(
-        default=None, metadata={"help": "Distance of the frames of a clip; by default they are spread over the video."}
-    )
-    eval_clips: int = field(default=1, metadata={"help": "Clips per video whose probabilities are averaged."})
-    intensity_range: list[float] | None = field(
-        default=None,
-        metadata={"help": "Intensities of volumes that become black and white; by default each volume's extremes."},
+    eval_clips: int = flag(1, "Clips per video whose probabilities are averaged.")
+    intensity_range: list[float] | None = flag(
+        None, "Intensities of volumes that become black and white; by default each volume's extremes."
     )
 
     def __post_init__(self):
@@ -105,7 +98,7 @@ def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledI
         elif arguments.video_folder is not None:
             files, names = _class_folders(Path(arguments.video_folder), arguments.eval_split, request)
         else:
-            # For the record of the run.
+            # Set because the record of the run holds the arguments.
             arguments.dataset_name = "moving_shapes"
             files, names = _moving_shapes(arguments, request), list(LABELS)
         if len(files) == 2 and arguments.video_folder is not None:
@@ -117,7 +110,7 @@ def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledI
     return LabelledImages(parts.get("training"), parts.get("evaluation"), names)
 
 
-def _require_trained(files: dict[str, list[tuple[Path, int]]], names: list[str]) -> None:
+def _require_trained(files: Files, names: list[str]) -> None:
     trained, evaluated = ({label for _, label in files[part]} for part in ("training", "evaluation"))
     missing = ", ".join(names[label] for label in sorted(evaluated - trained))
     if missing:
@@ -147,14 +140,12 @@ def _long_enough(clips: list[tuple[Clip, int]], needed: int, part: str) -> list[
 
 
 def _evaluation_split(given: str | None, splits: Sequence[str]) -> str:
-    """The given one, else the first of the usual names among the splits, or of all where there is none."""
+    """The given split, else the first usual name among the splits; `validation` where there is none."""
     usual = [given] if given else USUAL_SPLITS
     return next((name for name in usual if name in splits), usual[0])
 
 
-def _class_folders(
-    folder: Path, eval_split: str | None, request: DataRequest
-) -> tuple[dict[str, list[tuple[Path, int]]], list[str]]:
+def _class_folders(folder: Path, eval_split: str | None, request: DataRequest) -> tuple[Files, list[str]]:
     """Clips of `folder/<split>/<class>/…`."""
     if not folder.is_dir():
         raise InputError(f"--video_folder {str(folder)!r} is no folder.")
@@ -167,7 +158,7 @@ def _class_folders(
                 f"--video_folder {str(folder)!r} has no folder {split!r}, only {', '.join(splits) or 'none'}; "
                 "accepted: train/ and validation/ with one folder per class, or split files."
             )
-    # Of all splits, so that an evaluation knows the classes of the training.
+    # Classes are those of all splits, so that an evaluation knows the classes of the training.
     known = {"train", *USUAL_SPLITS, *parts.values()}.intersection(splits)
     ordered = sorted({path.name for split in known for path in (folder / split).iterdir() if path.is_dir()})
     files = {
@@ -180,7 +171,7 @@ def _class_folders(
         ]
         for part, split in parts.items()
     }
-    # The first ones of a sorted list would be of one class.
+    # In sorted order, the first --max_train_samples clips would be of one class.
     return {part: _mixed(entries) for part, entries in files.items()}, ordered
 
 
@@ -189,9 +180,7 @@ def _mixed(entries: list[tuple[Path, int]]) -> list[tuple[Path, int]]:
     return [entries[index] for index in order]
 
 
-def _split_files(
-    arguments: VideoDataArguments, request: DataRequest
-) -> tuple[dict[str, list[tuple[Path, int]]], list[str]]:
+def _split_files(arguments: VideoDataArguments, request: DataRequest) -> tuple[Files, list[str]]:
     """
     Clips of files with a path and maybe a class number per line. The class is the one that classInd.txt beside the
     file gives that number, or without numbers the folder of the clip.
@@ -216,7 +205,7 @@ def _split_files(
 
 
 def _split_lines(file: Path, folder: Path, flag: str) -> tuple[list[tuple[Path, str]], set[str]]:
-    """Paths with the names of their classes, and all names, those of classInd.txt included."""
+    """Paths with the names of their classes, and the names of all classes, including those of classInd.txt."""
     if not file.is_file():
         raise InputError(f"{flag}: there is no file {str(file)!r}.")
     index = file.with_name(CLASS_INDEX)
@@ -281,13 +270,13 @@ def _volumes(
     return found, [str(number) for number in range(highest + 1)]
 
 
-def _moving_shapes(arguments: VideoDataArguments, request: DataRequest) -> dict[str, list[tuple[Path, int]]]:
+def _moving_shapes(arguments: VideoDataArguments, request: DataRequest) -> Files:
     side = request.image_size[0]
     if side != request.image_size[1]:
         raise InputError(
             f"Moving shapes are square; {request.image_size} is not. Accepted: --image_size 32 and the like."
         )
-    # The same for every seed of a training, so that runs can be compared; another size is another set of files.
+    # The videos are the same for every seed, so that runs can be compared; every size has files of its own.
     folder = Path(arguments.moving_shapes_folder) / f"{side}px"
     splits = {part: split for part, split in zip(PARTS, SPLITS) if part in request.parts}
     sizes = {split: arguments.limits[part] or DEFAULT_SIZES[split] for part, split in splits.items()}
@@ -301,6 +290,6 @@ def _moving_shapes(arguments: VideoDataArguments, request: DataRequest) -> dict[
         entries = [
             (path, number) for number, name in enumerate(LABELS) for path in (folder / split / name).glob("*.mp4")
         ]
-        # By their number, so that a folder with more of them gives the same ones.
+        # Sorted by number, so that a folder that holds more of them gives the same ones.
         files[part] = sorted(entries, key=lambda entry: entry[0].stem)[: sizes[split]]
     return files

@@ -70,7 +70,7 @@ class FrameReader:
             return len(_volume(path))
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
-            # Some containers do not say; a frame is a packet then.
+            # Some containers do not state the number of frames; then their packets are counted.
             return stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
 
     def _read(self, path: Path, indices: list[int]) -> np.ndarray:
@@ -130,7 +130,7 @@ def frame_files(folder: Path) -> list[Path]:
 
 
 def _volume(path: Path) -> np.ndarray:
-    """(slices, height, width) or (slices, height, width, channels), in the type of the file."""
+    """A volume (slices, height, width) or (slices, height, width, channels), in the type of the file."""
     if path.suffix == ".npy":
         volume = np.load(path, allow_pickle=False)
     elif path.suffix == ".npz":
@@ -139,7 +139,7 @@ def _volume(path: Path) -> np.ndarray:
                 raise UnreadableError(f"holds the arrays {arrays.files}; accepted: a single one.")
             volume = arrays[arrays.files[0]]
     else:
-        # Only NIfTI needs it.
+        # Imported here because only NIfTI needs it.
         import nibabel
 
         # NIfTI's first axis is the fastest, left to right; its last is that of the slices.

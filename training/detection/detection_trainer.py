@@ -13,7 +13,7 @@ from training.data.detection_data import Detections
 from training.engine.trainer import RotaryTrainer
 
 
-# In COCOeval's order.
+# Names of COCOeval's statistics, in its order.
 STATISTICS = ("map", "map_50", "map_75", "map_small", "map_medium", "map_large")
 
 
@@ -27,7 +27,7 @@ class DetectionTrainer(RotaryTrainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """No loss; detections (B, top_k, 6) as score, label and corners in shares of the image; indices (B,)."""
+        """Returns no loss; detections (B, top_k, 6): score, label, corners in shares of the image; indices (B,)."""
         inputs = self._prepare_inputs(inputs)
         indices = torch.cat([label["index"] for label in inputs["labels"]])
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -48,10 +48,6 @@ class DetectionTrainer(RotaryTrainer):
         require_loaded_keys(loading, str(resume_from_checkpoint))
         detector.load_state_dict(saved.state_dict())
 
-    def learning_rate_groups(self, model):
-        rotary = [parameter for name, parameter in model.named_parameters() if "rotary_encoding." in name]
-        return [("rotary_learning_rate_factor", self.args.rotary_learning_rate_factor, rotary)]
-
 
 def best_detections(logits: torch.Tensor, boxes: torch.Tensor, top_k: int) -> torch.Tensor:
     """
@@ -69,7 +65,7 @@ def best_detections(logits: torch.Tensor, boxes: torch.Tensor, top_k: int) -> to
 
 
 class CocoMetrics:
-    """Trainer's `compute_metrics`: COCO's average precisions, those without any object of their size left out."""
+    """Trainer's `compute_metrics`: COCO's average precisions, except for sizes that no object has."""
 
     def __init__(self, source: Detections):
         self.source = source

@@ -1,13 +1,13 @@
 """Detectors: Deformable DETR of transformers on a backbone of this library, new or from a checkpoint."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import AutoModelForObjectDetection, DeformableDetrConfig, PreTrainedModel
 
 from hf_liere import LieREViTBackbone
 from hf_liere.errors import InputError
 from hf_liere.storage.loading import require_loaded_keys
-from training.engine.arguments import ModelArguments
+from training.engine.arguments import ModelArguments, flag
 from training.engine.model_setup import checkpoint_config, loadable, resolve_config
 
 
@@ -15,22 +15,20 @@ from training.engine.model_setup import checkpoint_config, loadable, resolve_con
 class DetectorArguments:
     """The detector around the backbone, with the names of DeformableDetrConfig."""
 
-    backbone_name_or_path: str | None = field(
-        default=None, metadata={"help": "Classifier or encoder of this library to take the backbone's weights from."}
+    backbone_name_or_path: str | None = flag(
+        None, "Classifier or encoder of this library to take the backbone's weights from."
     )
-    d_model: int = field(default=256, metadata={"help": "Width of the detector."})
-    encoder_layers: int = field(default=6, metadata={"help": "Encoder layers of the detector."})
-    decoder_layers: int = field(default=6, metadata={"help": "Decoder layers of the detector."})
-    detector_ffn_dim: int = field(default=1024, metadata={"help": "Width of the detector's feed-forward layers."})
-    detector_heads: int = field(default=8, metadata={"help": "Attention heads of the detector."})
-    num_queries: int = field(default=300, metadata={"help": "Most objects that can be found in an image."})
-    num_feature_levels: int = field(
-        default=4, metadata={"help": "Resolutions that the detector sees: the backbone's, and halved ones."}
-    )
-    top_k: int = field(default=100, metadata={"help": "Detections per image that are evaluated."})
+    d_model: int = flag(256, "Width of the detector.")
+    encoder_layers: int = flag(6, "Encoder layers of the detector.")
+    decoder_layers: int = flag(6, "Decoder layers of the detector.")
+    detector_ffn_dim: int = flag(1024, "Width of the detector's feed-forward layers.")
+    detector_heads: int = flag(8, "Attention heads of the detector.")
+    num_queries: int = flag(300, "Most objects that can be found in an image.")
+    num_feature_levels: int = flag(4, "Resolutions that the detector sees: the backbone's, and halved ones.")
+    top_k: int = flag(100, "Detections per image that are evaluated.")
 
     def __post_init__(self):
-        # Deformable DETR normalises groups of channels, 32 of them.
+        # Deformable DETR uses GroupNorm with 32 groups of channels.
         if self.d_model % 32 or self.d_model % self.detector_heads:
             raise InputError(
                 f"--d_model {self.d_model}; accepted: multiples of 32 that {self.detector_heads} heads divide."
@@ -54,7 +52,7 @@ def build_config(arguments: ModelArguments, detector: DetectorArguments) -> Defo
         )
     if detector.backbone_name_or_path is not None:
         checkpoint_config("--backbone_name_or_path", detector.backbone_name_or_path)
-    # The last layer's map, before the norm of the backbone.
+    # The detector takes the feature map of the last layer, before the norm of the backbone.
     config.set_output_features_output_indices(out_features=[config.stage_names[-1]], out_indices=None)
     return DeformableDetrConfig(
         backbone_config=config,

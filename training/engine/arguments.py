@@ -16,17 +16,23 @@ from hf_liere import LieREVideoConfig, LieREViTConfig
 from hf_liere.errors import InputError
 
 
+def flag(default: Any, help: str, **metadata) -> Any:
+    """A field of a dataclass that `HfArgumentParser` reads: a command-line flag, its default and its help text."""
+    metadata["help"] = help
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
 @dataclass
 class CheckpointArguments:
     config_class: ClassVar[type[PreTrainedConfig]]
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Checkpoint to fine-tune or evaluate: a local folder or a name on the Hub."}
+    model_name_or_path: str | None = flag(
+        None, "Checkpoint to fine-tune or evaluate: a local folder or a name on the Hub."
     )
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a checkpoint on the Hub."})
-    num_labels: int | None = field(
-        default=None, metadata={"help": "Number of classes, for a check: it must be the data set's."}
-    )
+    model_revision: str = flag("main", "Branch, tag or commit of a checkpoint on the Hub.")
+    num_labels: int | None = flag(None, "Number of classes, for a check: it must be the data set's.")
 
     def architecture(self) -> dict[str, Any]:
         """The fields of the model's configuration that were given, converted from text."""
@@ -46,41 +52,31 @@ def architecture_fields(config_class: type[PreTrainedConfig]) -> dict[str, datac
 
 def _model_arguments(name: str, config_class: type[PreTrainedConfig]) -> type[CheckpointArguments]:
     """Every field of a configuration as a flag. The configuration validates the values, so the flags are text."""
-
-    def flag(config_field: dataclasses.Field) -> dataclasses.Field:
-        help_text = f"{config_field.name} of {config_class.__name__}, there {config_field.default!r}."
-        return field(default=None, metadata={"help": help_text})
-
-    flags = [(name, str | None, flag(entry)) for name, entry in architecture_fields(config_class).items()]
-    return dataclasses.make_dataclass(
-        name, flags, bases=(CheckpointArguments,), namespace={"config_class": config_class}
-    )
+    flags = [
+        (field_name, str | None, flag(None, f"{field_name} of {config_class.__name__}, there {entry.default!r}."))
+        for field_name, entry in architecture_fields(config_class).items()
+    ]
+    namespace = {"config_class": config_class}
+    return dataclasses.make_dataclass(name, flags, bases=(CheckpointArguments,), namespace=namespace)
 
 
 ModelArguments = _model_arguments("ModelArguments", LieREViTConfig)
 VideoModelArguments = _model_arguments("VideoModelArguments", LieREVideoConfig)
-ARCHITECTURE_FIELDS = architecture_fields(LieREViTConfig)
 
 
 @dataclass
 class SampleArguments:
     """What the data of all scripts have in common."""
 
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first N examples only."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate the first N examples only."})
-    train_fraction: float = field(
-        default=1.0, metadata={"help": "Share of the training examples to train on, drawn at random with the seed."}
-    )
-    image_mean: list[float] | None = field(
-        default=None, metadata={"help": "Mean per channel; by default the checkpoint's, else 0.5."}
-    )
-    image_std: list[float] | None = field(
-        default=None, metadata={"help": "Standard deviation per channel; by default the checkpoint's, else 0.5."}
-    )
+    max_train_samples: int | None = flag(None, "Train on the first N examples only.")
+    max_eval_samples: int | None = flag(None, "Evaluate the first N examples only.")
+    train_fraction: float = flag(1.0, "Share of the training examples to train on, drawn at random with the seed.")
+    image_mean: list[float] | None = flag(None, "Mean per channel; by default the checkpoint's, else 0.5.")
+    image_std: list[float] | None = flag(None, "Standard deviation per channel; by default the checkpoint's, else 0.5.")
 
     @property
     def limits(self) -> dict[str, int | None]:
-        """Most examples of each part of the data."""
+        """The largest number of examples of each part of the data."""
         return {"training": self.max_train_samples, "evaluation": self.max_eval_samples}
 
     def __post_init__(self):
@@ -90,33 +86,22 @@ class SampleArguments:
 
 @dataclass
 class DataArguments(SampleArguments):
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "A data set on the Hub, or `arrows` for the generated task of LieRE 5.2."}
+    dataset_name: str | None = flag(None, "A data set on the Hub, or `arrows` for the generated task of LieRE 5.2.")
+    dataset_config_name: str | None = flag(None, "Configuration of the data set.")
+    image_folder: str | None = flag(
+        None, "Folder with one folder of images per class, or train/ and validation/ of these."
     )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
-    image_folder: str | None = field(
-        default=None,
-        metadata={"help": "Folder with one folder of images per class, or train/ and validation/ of these."},
+    train_files: list[str] | None = flag(None, "Parquet, json or csv files to train on.")
+    validation_files: list[str] | None = flag(None, "Parquet, json or csv files to evaluate.")
+    train_split: str = flag("train", "Split to train on.")
+    eval_split: str | None = flag(None, "Split to evaluate; by default the first of validation, valid, dev and test.")
+    validation_fraction: float | None = flag(
+        None, "Share of the training split to hold out where there is no other split."
     )
-    train_files: list[str] | None = field(default=None, metadata={"help": "Parquet, json or csv files to train on."})
-    validation_files: list[str] | None = field(
-        default=None, metadata={"help": "Parquet, json or csv files to evaluate."}
-    )
-    train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    eval_split: str | None = field(
-        default=None, metadata={"help": "Split to evaluate; by default the first of validation, valid, dev and test."}
-    )
-    validation_fraction: float | None = field(
-        default=None, metadata={"help": "Share of the training split to hold out where there is no other split."}
-    )
-    image_column_name: str | None = field(default=None, metadata={"help": "By default the only column of images."})
-    label_column_name: str | None = field(default=None, metadata={"help": "By default the only column of classes."})
-    streaming: bool = field(
-        default=False, metadata={"help": "Read training images while they are needed instead of downloading all first."}
-    )
-    image_cache_gigabytes: float = field(
-        default=2.0, metadata={"help": "Decoded images are kept in memory up to this size, per process."}
-    )
+    image_column_name: str | None = flag(None, "By default the only column of images.")
+    label_column_name: str | None = flag(None, "By default the only column of classes.")
+    streaming: bool = flag(False, "Read training images while they are needed instead of downloading all first.")
+    image_cache_gigabytes: float = flag(2.0, "Decoded images are kept in memory up to this size, per process.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -126,32 +111,22 @@ class DataArguments(SampleArguments):
 
 @dataclass
 class AugmentationArguments:
-    random_resized_crop: bool = field(
-        default=False, metadata={"help": "Crop a random part of the image and resize it, as for ImageNet."}
+    random_resized_crop: bool = flag(False, "Crop a random part of the image and resize it, as for ImageNet.")
+    random_resized_crop_scale: list[float] = flag([0.08, 1.0], "Smallest and largest share of the area of that crop.")
+    crop_padding: int = flag(0, "Pad by N black pixels and crop back at random, as for CIFAR.")
+    flip_probability: float = flag(0.0, "Probability of a horizontal flip.")
+    rand_augment_ops: int = flag(0, "Operations of RandAugment per image; 0 for none.")
+    rand_augment_magnitude: int = flag(9, "Magnitude of RandAugment, 0 … 30.")
+    random_erasing_probability: float = flag(
+        0.0, "Probability that a rectangle of 2 … 33% of the image is replaced by noise, after normalising."
     )
-    random_resized_crop_scale: list[float] = field(
-        default_factory=lambda: [0.08, 1.0], metadata={"help": "Smallest and largest share of the area of that crop."}
+    repeated_augmentation: int = flag(
+        1, "Views of an image in a batch; an epoch has as many examples, of N times fewer images."
     )
-    crop_padding: int = field(
-        default=0, metadata={"help": "Pad by N black pixels and crop back at random, as for CIFAR."}
-    )
-    flip_probability: float = field(default=0.0, metadata={"help": "Probability of a horizontal flip."})
-    rand_augment_ops: int = field(default=0, metadata={"help": "Operations of RandAugment per image; 0 for none."})
-    rand_augment_magnitude: int = field(default=9, metadata={"help": "Magnitude of RandAugment, 0 … 30."})
-    random_erasing_probability: float = field(
-        default=0.0,
-        metadata={
-            "help": "Probability that a rectangle of 2 … 33% of the image is replaced by noise, after normalising."
-        },
-    )
-    repeated_augmentation: int = field(
-        default=1,
-        metadata={"help": "Views of an image in a batch; an epoch has as many examples, of N times fewer images."},
-    )
-    mixup_alpha: float = field(default=0.0, metadata={"help": "α of Mixup's Beta(α, α); 0 for no Mixup."})
-    cutmix_alpha: float = field(default=0.0, metadata={"help": "α of CutMix's Beta(α, α); 0 for no CutMix."})
-    mixing_probability: float = field(
-        default=1.0, metadata={"help": "Share of the batches that are mixed; with both, half by Mixup, half by CutMix."}
+    mixup_alpha: float = flag(0.0, "α of Mixup's Beta(α, α); 0 for no Mixup.")
+    cutmix_alpha: float = flag(0.0, "α of CutMix's Beta(α, α); 0 for no CutMix.")
+    mixing_probability: float = flag(
+        1.0, "Share of the batches that are mixed; with both, half by Mixup, half by CutMix."
     )
 
     def __post_init__(self):
@@ -174,34 +149,25 @@ class AugmentationArguments:
 class RunArguments(TrainingArguments):
     """Trainer's own arguments, and what this project adds or needs otherwise."""
 
-    recipe: str | None = field(default=None, metadata={"help": "yaml file of flags, which the command line overrides."})
-    overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Delete the run that output_dir holds instead of refusing to start."}
+    recipe: str | None = flag(None, "yaml file of flags, which the command line overrides.")
+    overwrite_output_dir: bool = flag(False, "Delete the run that output_dir holds instead of refusing to start.")
+    resume_from_hub: bool = flag(
+        False, "Go on from the last checkpoint in hub_model_id, pushed with hub_strategy checkpoint."
     )
-    resume_from_hub: bool = field(
-        default=False,
-        metadata={"help": "Go on from the last checkpoint in hub_model_id, pushed with hub_strategy checkpoint."},
+    hub_license: str | None = flag(None, "Licence of the weights as the Hub calls it, such as apache-2.0; else none.")
+    total_train_batch_size: int | None = flag(
+        None,
+        "Examples per step of the optimizer over all processes and accumulated batches, instead of "
+        "per_device_train_batch_size: the same run on any number of processes.",
     )
-    hub_license: str | None = field(
-        default=None, metadata={"help": "Licence of the weights as the Hub calls it, such as apache-2.0; else none."}
+    rotary_learning_rate_factor: float = flag(
+        1.0, "Learning rate of the rotations' parameters over that of the others."
     )
-    total_train_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Examples per step of the optimizer over all processes and accumulated batches, instead of "
-            "per_device_train_batch_size: the same run on any number of processes."
-        },
+    per_device_eval_batch_size: int = flag(64, "Examples per process in an evaluation.")
+    remove_unused_columns: bool = flag(
+        False, "Must stay off: the data loader yields examples, not columns of the model."
     )
-    rotary_learning_rate_factor: float = field(
-        default=1.0, metadata={"help": "Learning rate of the rotations' parameters over that of the others."}
-    )
-    per_device_eval_batch_size: int = field(default=64, metadata={"help": "Examples per process in an evaluation."})
-    remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Must stay off: the data loader yields examples, not columns of the model."}
-    )
-    logging_nan_inf_filter: bool = field(
-        default=False, metadata={"help": "Must stay off: a loss that is not finite stops the training."}
-    )
+    logging_nan_inf_filter: bool = flag(False, "Must stay off: a loss that is not finite stops the training.")
 
     def __post_init__(self):
         self._check_numbers()
@@ -257,7 +223,7 @@ class RunArguments(TrainingArguments):
         require_numbers(self, "label_smoothing_factor", highest=1)
         require_numbers(self, "per_device_train_batch_size", "per_device_eval_batch_size", lowest=1)
         require_numbers(self, "gradient_accumulation_steps", lowest=1)
-        # Trainer counts -1 steps as not given.
+        # For Trainer, max_steps of -1 means that none are given.
         if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
             raise InputError(f"--num_train_epochs {self.num_train_epochs}; accepted: numbers above 0.")
 
@@ -303,10 +269,7 @@ def launched_on_cpus() -> bool:
 
 
 def require_numbers(arguments: Any, *names: str, lowest: float = 0, highest: float = math.inf) -> None:
-    """
-    Raises:
-        InputError: if one of these fields is not a finite number between the two.
-    """
+    """Raises [`InputError`] if one of these fields is not a finite number between the two."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and not (lowest <= value <= highest and math.isfinite(value)):
@@ -318,7 +281,7 @@ def _parse_value(text: str) -> Any:
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
     if re.fullmatch(r"\d+(,\d+)+", text):
-        # 96,128 is as good as [96,128].
+        # 96,128 is accepted for [96,128].
         text = f"[{text}]"
     try:
         return json.loads(text)

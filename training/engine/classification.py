@@ -9,7 +9,7 @@ from hf_liere.models.video_processing_liere import LieREVideoProcessor
 from training.data.augmentation import Augmentation, Collator
 from training.data.sources import LabelledImages, Relabelled, Source
 from training.engine.arguments import AugmentationArguments, CheckpointArguments, RunArguments, SampleArguments
-from training.engine.conditions import Condition, ConditionArguments
+from training.engine.conditions import ConditionArguments, ConditionCollator
 from training.engine.model_setup import build_model, check_checkpoint_keys, order_labels
 from training.engine.records import describe_examples
 from training.engine.runs import run
@@ -17,7 +17,7 @@ from training.engine.trainer import ClassificationMetrics, ClassificationTrainer
 
 
 class ClassifierArguments(NamedTuple):
-    """The command line of such a script."""
+    """The command line of a script that trains a classifier."""
 
     model: CheckpointArguments
     data: SampleArguments
@@ -32,7 +32,7 @@ class ClassifierArguments(NamedTuple):
 def build_classifier(
     arguments: ClassifierArguments, config: PreTrainedConfig, images: LabelledImages, checkpoint: str | None
 ) -> tuple[PreTrainedModel, Source | None, Source | None]:
-    """The model, and the sources to train on and to evaluate, with its labels; `checkpoint` is to be gone on from."""
+    """The model, and the sources to train on and to evaluate with its labels; a run may resume from `checkpoint`."""
     set_seed(arguments.run.seed)
     model = build_model(arguments.model, config, images, arguments.run.do_train)
     if checkpoint is not None:
@@ -52,14 +52,14 @@ def train_classifier(
     checkpoint: str | None,
 ) -> dict[str, float]:
     """
-    Trains and evaluates as the command line says; the last metrics.
+    Trains and evaluates as the command line says; returns the last metrics.
 
     Args:
         processor: saved with the model; the batches have its mean and deviation.
         input_size: of the model in this run, (height, width) or (frames, height, width).
         datasets: to `train` on and for the `evaluation`.
         splits: where these come from, as `LabelledImages` has them.
-        checkpoint: where to go on from.
+        checkpoint: the checkpoint to resume from, if any.
     """
     args, train, evaluation = arguments.run, datasets["train"], datasets["evaluation"]
     mean, std = processor.image_mean, processor.image_std
@@ -69,7 +69,7 @@ def train_classifier(
         args=args,
         train_dataset=train,
         eval_dataset=evaluation,
-        data_collator=Condition(collator, model, arguments.condition),
+        data_collator=ConditionCollator(collator, model, arguments.condition),
         processing_class=processor,
         compute_metrics=ClassificationMetrics(model.config.num_labels),
         preprocess_logits_for_metrics=ranks_and_losses,

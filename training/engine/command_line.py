@@ -19,7 +19,7 @@ from training.engine.arguments import architecture_fields
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help texts as they are written: argparse itself takes a percent sign for the start of a format."""
+    """Shows help texts as they are written, whereas argparse takes a percent sign for the start of a format."""
 
     def _expand_help(self, action: argparse.Action) -> str:
         text = self._get_help_string(action).replace("%(default)s", str(action.default))
@@ -79,10 +79,7 @@ def _recipe_flags(recipe: Path, known: set[str], whole: set[str]) -> list[str]:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """
-    Raises:
-        InputError: naming the file and the place that is no yaml of `name: value` lines.
-    """
+    """The content of a yaml file. Raises [`InputError`] naming the place that is no yaml of `name: value` lines."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

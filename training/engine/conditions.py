@@ -6,7 +6,7 @@ permuting their tokens before they get positions.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_liere.errors import InputError
 from hf_liere.models.configuration_liere import LieREConfig
+from training.engine.arguments import flag
 
 
 SHUFFLES = ("none", "patches", "frames")
@@ -23,20 +24,15 @@ COUNTING_COORDINATES = ("index", "train_index")
 
 @dataclass
 class ConditionArguments:
-    evaluation_shuffle: str = field(
-        default="none",
-        metadata={
-            "help": "Evaluate with permuted `patches` (of clips tubelets) or `frames`; the same permutation for all."
-        },
+    evaluation_shuffle: str = flag(
+        "none", "Evaluate with permuted `patches` (of clips tubelets) or `frames`; the same permutation for all."
     )
-    evaluation_offset: float = field(
-        default=0.0,
-        metadata={
-            "help": "ρ: evaluate with coordinates shifted by a common offset from N(0, ρ²) per axis, in extents of a "
-            "training input."
-        },
+    evaluation_offset: float = flag(
+        0.0,
+        "ρ: evaluate with coordinates shifted by a common offset from N(0, ρ²) per axis, in extents of a "
+        "training input.",
     )
-    evaluation_seed: int = field(default=0, metadata={"help": "Seed of the permutation and of the offset."})
+    evaluation_seed: int = flag(0, "Seed of the permutation and of the offset.")
 
     def __post_init__(self):
         if self.evaluation_shuffle not in SHUFFLES:
@@ -45,7 +41,7 @@ class ConditionArguments:
             raise InputError(f"--evaluation_offset {self.evaluation_offset}; accepted: 0 and above.")
 
 
-class Condition:
+class ConditionCollator:
     """
     A collator whose evaluation batches are under the given condition.
 
@@ -83,7 +79,7 @@ class Condition:
         if self.arguments.evaluation_shuffle == "frames":
             patch_shape = (1, *pixels.shape[3:])
         if self.arguments.evaluation_shuffle != "none":
-            # What `pixels` does to the axes of a batch undoes itself.
+            # `pixels` exchanges two axes of a batch, so applying it twice restores their order.
             batch["pixel_values"] = self.encoder.pixels(shuffled(pixels, patch_shape, seed)).contiguous()
         if self.arguments.evaluation_offset:
             grid = tuple(size // patch for size, patch in zip(pixels.shape[2:], self.encoder.config.patch_shape))
@@ -92,7 +88,7 @@ class Condition:
 
 
 def shuffled(pixels: torch.Tensor, patch_shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """(B, C, *sizes) with its patches permuted, all inputs alike."""
+    """Inputs (B, C, *sizes) with their patches permuted, all of them alike."""
     axes = len(patch_shape)
     counts = [size // patch for size, patch in zip(pixels.shape[2:], patch_shape)]
     split = [extent for pair in zip(counts, patch_shape) for extent in pair]

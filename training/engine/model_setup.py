@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -24,12 +23,12 @@ from hf_liere.errors import InputError
 from hf_liere.models.video_processing_liere import LieREVideoProcessor
 from hf_liere.storage.loading import (
     CheckpointError,
-    explaining,
     loading_options,
     require_all_keys,
     require_loaded_keys,
-    shards,
+    translate_loading_errors,
 )
+from hf_liere.storage.saved_weights import saved_shapes
 from training.data.image_formats import height_and_width
 from training.data.sources import LabelledImages
 from training.engine.arguments import CheckpointArguments, SampleArguments
@@ -78,7 +77,7 @@ def resolve_config(arguments: CheckpointArguments) -> PreTrainedConfig:
 
 def checkpoint_config(flag: str, name: str, revision: str = "main") -> PreTrainedConfig:
     """
-    The configuration of a checkpoint, before anything else of it is looked for.
+    The configuration of a checkpoint, read before any other of its files.
 
     Raises:
         InputError: if there is none, or it cannot be read.
@@ -91,13 +90,13 @@ def checkpoint_config(flag: str, name: str, revision: str = "main") -> PreTraine
 @contextlib.contextmanager
 def loadable(flag: str, name: str) -> Iterator[None]:
     """
-    Around the loading of a checkpoint.
+    Translates the errors of loading a checkpoint.
 
     Raises:
         InputError: with the reason, if its files are missing, damaged or of no known model.
     """
     try:
-        with explaining(name):
+        with translate_loading_errors(name):
             yield
     except CheckpointError as error:
         raise InputError(f"{flag} {error}") from error
@@ -124,7 +123,7 @@ def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig)
 
 def resolve_num_frames(arguments: CheckpointArguments, config: LieREVideoConfig) -> int:
     """
-    Frames of the clips of this run.
+    Number of frames of the clips of this run.
 
     Raises:
         InputError: if they do not consist of whole tubelets.
@@ -160,7 +159,7 @@ def resolve_processor(
         raise InputError(f"--image_std {std}; accepted: positive numbers.")
     fields = {"image_mean": list(mean), "image_std": list(std), "resample": resample}
     fields["size"] = {"height": size[0], "width": size[1]}
-    # Frames are scaled as a whole, as images are, not cut to their middle.
+    # Whole frames are resized, as images are, without a centre crop.
     return LieREVideoProcessor(**fields, do_center_crop=False) if is_video else ViTImageProcessor(**fields)
 
 
@@ -206,7 +205,7 @@ def build_model(
             arguments.model_name_or_path,
             revision=arguments.model_revision,
             config=config,
-            # Small steps are lost in a checkpoint's half precision; --bf16 computes in it nevertheless.
+            # Weights in half precision would lose small updates; with --bf16 the computation is still in bfloat16.
             dtype=torch.float32,
             ignore_mismatched_sizes=not keeps_head,
             output_loading_info=True,
@@ -239,14 +238,10 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
         InputError: naming the keys that are missing, left over or of another shape.
     """
     folder = Path(checkpoint)
-    index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
-    if not index.is_file() and not single.is_file():
-        # Shards of FSDP, which its own loader checks.
+    if not any((folder / name).is_file() for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)):
+        # The checkpoint is in shards of FSDP, whose own loader checks them.
         return
-    saved = {}
-    for file in shards(index) if index.is_file() else [single]:
-        with safe_open(file, framework="pt") as weights:
-            saved.update({key: list(weights.get_slice(key).get_shape()) for key in weights.keys()})
+    saved = {key: list(shape) for key, shape in saved_shapes(folder).items()}
     expected = {key: list(value.shape) for key, value in model.state_dict().items()}
     require_all_keys(set(expected) - set(saved), set(saved) - set(expected), str(checkpoint))
     for key, shape in expected.items():
@@ -255,7 +250,7 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
 
 
 def _same_classes(config: PreTrainedConfig, images: LabelledImages) -> bool:
-    """Numbered classes of a data set, and classes that a checkpoint calls LABEL_0 …, only have a number to compare."""
+    """Numbers of classes are compared where the data set only numbers them or the checkpoint calls them LABEL_0 …."""
     if not images.named:
         return len(images.label_names) <= config.num_labels
     if _is_anonymous(config):

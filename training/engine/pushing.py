@@ -20,11 +20,12 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
-from hf_liere.hub.cards import facts_of_run, push_card, render
+from hf_liere.hub.cards import push_card, render
+from hf_liere.hub.checked_facts import facts_of_run
 from hf_liere.hub.publishing import Published, ensure_repository, publish, push
 from hf_liere.hub.pulling import pull
 from hf_liere.hub.staging import PROCESSOR_FILES, refuse_private
-from hf_liere.storage.client import HubError, explained
+from hf_liere.storage.client import HubError, translate_hub_errors
 from hf_liere.storage.saved_weights import saved_weights_digest, weight_files
 from training.engine.arguments import RunArguments
 from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
@@ -33,7 +34,7 @@ from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE,
 logger = logging.get_logger(__name__)
 
 LAST_CHECKPOINT = "last-checkpoint"
-# Beside the checkpoints, so that setting files aside is a hard link; the name starts with a dot, so nothing lists it.
+# Beside the checkpoints, so that files can be set aside as hard links; the dot hides it from listings.
 SNAPSHOTS = ".hub"
 
 
@@ -50,7 +51,7 @@ class HubPushes:
             return
         api = hub_client(self.args)
         name = self.args.hub_model_id or Path(self.args.output_dir).resolve().name
-        with explained(api, name):
+        with translate_hub_errors(api, name):
             self.hub_model_id = ensure_repository(api, name, self.args.hub_private_repo)
         self._pushes: dict[int, Future] = {}
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
@@ -176,7 +177,7 @@ def warn_of_other_settings(checkpoint: str | Path, resolved: dict) -> None:
     path = Path(checkpoint) / CONFIG_FILE
     if not path.is_file():
         return
-    # Through json, so that the values compare with those of the file.
+    # Converted to json and back, so that the values can be compared with those of the file.
     before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(resolved, default=str))
     different = [
         f"{name} {before[group].get(name)} there, {value} here"

@@ -1,4 +1,4 @@
-"""What a run leaves beside its checkpoint: resolved configuration and environment, and what it may not overwrite.
+"""What a run leaves beside its checkpoint: the names of its files, its resolved configuration and its environment.
 
 The files describe the run to others, so they hold no folders, host names or tokens.
 """
@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import shutil
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,8 +18,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import hf_liere
-from hf_liere.errors import InputError
-from training.engine.arguments import RunArguments
 
 
 CONFIG_FILE = "run_config.json"
@@ -28,7 +25,7 @@ ENVIRONMENT_FILE = "environment.json"
 WEIGHTS_FILE = "weights.json"
 RESOLUTIONS_FILE = "resolutions.json"
 EXAMPLES_FILE = "eval_examples.safetensors"
-# Where a sweep notes the flags of a run, before it is started.
+# A sweep writes the flags of a run into this file before it starts the run.
 FLAGS_FILE = "flags.json"
 # Records, metrics, model and processor that a run leaves.
 RUN_FILES = (
@@ -38,30 +35,8 @@ RUN_FILES = (
     *"preprocessor_config.json tokenizer.json tokenizer_config.json".split(),
 )
 LIBRARIES = "torch torchvision transformers accelerate datasets evaluate huggingface_hub numpy pillow".split()
-# Folders, addresses and identities: they say where a run happened, not what it did.
+# Names of arguments that hold folders, addresses or identities: where a run happened, not what it did.
 PRIVATE_ARGUMENTS = re.compile(r"(^|_)(dir|token|hub|run_name|local_rank|n_gpu|resume_from_checkpoint|trackio)(_|$)")
-
-
-def claim_output_dir(arguments: RunArguments) -> None:
-    """
-    Makes sure that the run overwrites no other one; with `overwrite_output_dir` the other one is deleted.
-
-    Raises:
-        InputError: if the output directory holds a run and neither resuming nor overwriting was asked for.
-    """
-    folder = Path(arguments.output_dir)
-    checkpoints = [path for path in folder.glob("checkpoint-*") if path.is_dir()]
-    found = checkpoints + [folder / name for name in RUN_FILES if (folder / name).exists()]
-    if not found or arguments.resumes:
-        return
-    if not arguments.overwrite_output_dir:
-        names = ", ".join(path.name for path in found[:5])
-        raise InputError(
-            f"--output_dir {arguments.output_dir!r} holds another run ({names}); accepted: another folder, "
-            "--resume_from_checkpoint last to go on with it, or --overwrite_output_dir to delete it."
-        )
-    for path in found:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def write_record(folder: str | Path, name: str, content: dict[str, Any]) -> None:
@@ -69,7 +44,7 @@ def write_record(folder: str | Path, name: str, content: dict[str, Any]) -> None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file, which has its new content or is as it was, whatever happens meanwhile."""
+    """Writes a file that has its new content as a whole or, after an interruption, its old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f"{path.name}.part")
     written.write_text(text, encoding="utf-8")
@@ -124,7 +99,7 @@ def describe_examples(arguments: Any, splits: dict[str, str], train: int | None,
 
 
 def environment() -> dict[str, Any]:
-    """Versions, processes and hardware, as far as they may explain a result."""
+    """Versions, processes and hardware that may explain a result."""
     state = PartialState()
     return {
         "python": platform.python_version(),

@@ -1,6 +1,7 @@
 """What every script does once its data and model are known: train, evaluate, and leave records of both."""
 
 import errno
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -20,8 +21,8 @@ from training.engine.records import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     EXAMPLES_FILE,
+    RUN_FILES,
     WEIGHTS_FILE,
-    claim_output_dir,
     environment,
     portable,
     write_record,
@@ -34,7 +35,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def start(main: Callable[[], Any]) -> None:
-    """Runs a script from the command line: what its user can mend is told in a sentence, without a traceback."""
+    """Runs a script from the command line: errors that its user can correct are one sentence, without a traceback."""
     try:
         main()
     except (InputError, HubError, FloatingPointError) as error:
@@ -48,12 +49,12 @@ def start(main: Callable[[], Any]) -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def claim(args: RunArguments) -> str | None:
+def prepare_output_dir(args: RunArguments) -> str | None:
     """
-    Makes sure that the run can be made and overwrites no other; the checkpoint that it goes on from, if any.
+    Makes sure that the run can be made and overwrites no other; returns the checkpoint to resume from, if any.
 
     Raises:
-        InputError: if the output directory holds another run, or not the checkpoint to go on from, or is not writable.
+        InputError: if the output directory holds another run, lacks the checkpoint to resume from or is not writable.
     """
     if args.n_gpu > 1:
         raise InputError(f"{args.n_gpu} GPUs in one process; accepted: torchrun, accelerate launch or one visible GPU.")
@@ -70,20 +71,29 @@ def claim(args: RunArguments) -> str | None:
     return checkpoint
 
 
-def claim_folder(args: RunArguments, besides: tuple[str, ...] = ()) -> None:
+def claim_folder(args: RunArguments) -> None:
     """
-    Makes sure that a run can write into its folder and that it is nobody else's.
-
-    Args:
-        besides: names that may be there already.
+    Makes sure that a run can write into its folder and that it is nobody else's; with `overwrite_output_dir` another
+    run there is deleted.
 
     Raises:
         InputError: naming the folder, what it holds and what is accepted.
     """
-    claim_output_dir(args)
-    if not args.overwrite_output_dir and not args.resumes:
-        require_free(args.output_dir, besides)
-    require_writable(args.output_dir)
+    folder = Path(args.output_dir)
+    found = [path for path in folder.glob("checkpoint-*") if path.is_dir()]
+    found += [folder / name for name in RUN_FILES if (folder / name).exists()]
+    if args.overwrite_output_dir and not args.resumes:
+        for path in found:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    elif found and not args.resumes:
+        names = ", ".join(path.name for path in found[:5])
+        raise InputError(
+            f"--output_dir {args.output_dir!r} holds another run ({names}); accepted: another folder, "
+            "--resume_from_checkpoint last to go on with it, or --overwrite_output_dir to delete it."
+        )
+    elif not args.resumes:
+        require_free(folder)
+    require_writable(folder)
 
 
 def run(
@@ -99,7 +109,7 @@ def run(
     Args:
         trainer: one with datasets, `evaluation_seconds` and, to keep the results of single examples, metrics that hold
             them as `examples`.
-        checkpoint: where to go on from.
+        checkpoint: the checkpoint to resume from, if any.
         input_size: sizes of the model's input in this run, for the record.
         described: dataclasses of arguments for the record, by name.
 
@@ -144,7 +154,7 @@ def _record(trainer: Trainer, checkpoint: str | None, resolved: dict[str, Any]) 
 
 
 def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
-    """Trains and saves the model with its records; the metrics of the training."""
+    """Trains and saves the model with its records; returns the metrics of the training."""
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     # Trainer's own rate counts the evaluations in between as training.
     training_seconds = max(metrics["train_runtime"] - trainer.evaluation_seconds, 1e-3)
@@ -162,7 +172,7 @@ def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
 
 
 def _resumed_checkpoint(args: RunArguments) -> str | None:
-    """The checkpoint to go on from."""
+    """The checkpoint to resume from, `None` where the run starts anew."""
     given = args.resume_from_checkpoint
     if not args.resumes:
         return None

@@ -24,7 +24,7 @@ from training.engine.messages import reason
 from training.engine.records import FLAGS_FILE
 
 
-# In the output directory, so that a rename is one on the same file system; the dot hides it from those who list.
+# Inside the output directory, so that a rename stays on one file system; the dot hides it from listings.
 ASIDE = ".incomplete"
 # Batch systems send SIGTERM, Ctrl-C sends SIGINT.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -48,10 +48,7 @@ def last_complete_checkpoint(folder: str | Path) -> str | None:
 
 
 def require_writable(folder: str | Path) -> None:
-    """
-    Raises:
-        InputError: if nothing can be written to the folder, before anything else is done.
-    """
+    """Raises [`InputError`] if nothing can be written to the folder, before anything else is done."""
     probe = Path(folder) / f"{ASIDE}-probe"
     try:
         probe.mkdir(parents=True, exist_ok=True)
@@ -71,11 +68,8 @@ def require_free(folder: str | Path, besides: tuple[str, ...] = ()) -> None:
     Raises:
         InputError: naming what is in the folder.
     """
-    allowed = {FLAGS_FILE, *besides}
-    if not Path(folder).is_dir():
-        return
-    others = sorted(path.name for path in Path(folder).iterdir() if path.name not in allowed)
-    others = [name for name in others if not name.startswith(".")]
+    found = sorted(path.name for path in Path(folder).glob("*"))
+    others = [name for name in found if name not in (FLAGS_FILE, *besides) and not name.startswith(".")]
     if others:
         raise InputError(
             f"--output_dir {str(folder)!r} holds other files ({', '.join(others[:5])}{' …' if others[5:] else ''}); "
@@ -101,13 +95,10 @@ class WholeCheckpoints:
         self.add_callback(self.stop_request)
 
     def train(self, *args, **kwargs):
-        """
-        Raises:
-            StoppedError: if SIGTERM or SIGINT came while training; the step under way was finished and saved.
-        """
+        """Raises [`StoppedError`] if SIGTERM or SIGINT came while training, after finishing and saving the step."""
         result = super().train(*args, **kwargs)
         if self.stop_request.stopped:
-            # The signal may have reached another process.
+            # The signal may have reached another process only.
             number = next(iter(self.stop_request.received), signal.SIGTERM)
             step = self.state.global_step
             if self.is_world_process_zero():
@@ -144,7 +135,7 @@ class WholeCheckpoints:
 
     @contextlib.contextmanager
     def _written_aside(self, folder: Path, what: str) -> Iterator[None]:
-        """Inside, files are written into `ASIDE`; of what fails nothing is left, and it is said what there is."""
+        """Inside, files are written into `ASIDE`; an error deletes them, and its message says what remains."""
         aside = folder / ASIDE
         if self.args.should_save:
             # Files of a run that was killed while it was saving.
@@ -218,7 +209,7 @@ class StopRequest(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             return
         for number in STOP_SIGNALS:
-            # Shells let what they start in the background ignore Ctrl-C.
+            # Shells make processes in the background ignore SIGINT, which has to stay so.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._receive)
 
@@ -233,7 +224,7 @@ class StopRequest(TrainerCallback):
             control.should_save = control.should_training_stop = self.stopped = True
 
     def _receive(self, number, frame):
-        # Workers of a data loader have inherited this. Ctrl-C reaches them too, but the step under way needs them.
+        # Workers of a data loader inherit this handler. Ctrl-C reaches them too, but the current step still needs them.
         is_worker = os.getpid() != self._process
         if is_worker and number == signal.SIGINT:
             return

@@ -79,27 +79,20 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
         return optimizer
 
     def learning_rate_groups(self, model: nn.Module) -> list[tuple[str, float, list[nn.Parameter]]]:
-        """(flag, factor of the learning rate, parameters) of what may learn at a rate of its own."""
-        rotary = self._named_by("rotary_parameters", model)
+        """(flag, factor of the learning rate, parameters) of each group with a learning rate of its own."""
+        # By name, because wrappers such as FSDP and detectors do not have the model's method `rotary_parameters`.
+        rotary = [parameter for name, parameter in model.named_parameters() if "rotary_encoding." in name]
         return [("rotary_learning_rate_factor", self.args.rotary_learning_rate_factor, rotary)]
-
-    def _named_by(self, method: str, model: nn.Module) -> list[nn.Parameter]:
-        """The parameters that a method of the bare model names."""
-        bare = self.accelerator.unwrap_model(self.model)
-        named = dict(getattr(bare, method)()) if hasattr(bare, method) else {}
-        # Under FSDP the parameters of the wrapped model, whose names carry a prefix, are the ones to optimise.
-        return [p for name, p in model.named_parameters() if name.replace("_fsdp_wrapped_module.", "") in named]
 
     def _get_train_sampler(self, train_dataset=None) -> EpochSampler:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         multiple = self._train_batch_size * self.args.world_size if self.args.world_size > 1 else 1
-        return EpochSampler(
-            len(dataset), self.args.order_seed, multiple, lambda: self.state, getattr(dataset, "repeats", 1)
-        )
+        repeats = getattr(dataset, "repeats", 1)
+        return EpochSampler(len(dataset), self.args.order_seed, multiple, lambda: self.state, repeats)
 
     def get_train_dataloader(self) -> DataLoader:
         if isinstance(self.train_dataset, IterableDataset):
-            # It knows its share of the process already, which accelerate would share out once more.
+            # The stream is already split among the processes; accelerate would split it once more.
             self.train_dataset.trainer_state = lambda: self.state
             return DataLoader(
                 self.train_dataset,
@@ -115,7 +108,7 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
         return _with_own_generator(super().get_eval_dataloader(eval_dataset))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds to the losses how fast the training is, evaluations aside, and how many hours it has to go."""
+        """Adds to the losses the speed of training, without evaluations, and the hours that remain."""
         now, step = time.perf_counter() - self.evaluation_seconds, self.state.global_step
         if "loss" in logs and self._last_log is not None and step > self._last_log[1]:
             seconds = (now - self._last_log[0]) / (step - self._last_log[1])
@@ -157,9 +150,9 @@ class ClassificationTrainer(RotaryTrainer):
         if num_items_in_batch is None:
             num_items_in_batch = (labels != IGNORED_LABEL).sum()
         else:
-            # The count is over all processes, and their gradients are averaged, not added up.
+            # The count is over all processes, but their gradients are averaged, not summed.
             total = total * self.accelerator.num_processes
-        # A step in which no example can be read has nothing to learn from.
+        # In a step in which no example can be read the number is 0, and so is the loss.
         loss = total / max(num_items_in_batch, 1)
         return (loss, outputs) if return_outputs else loss
 

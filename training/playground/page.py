@@ -32,11 +32,11 @@ from training.playground.predictions import (
 PUZZLE, UPLOAD = "Arrows puzzle", "Your image"
 NO_SECOND = "(none)"
 CLASSES_SHOWN = 5
-# Verdict, probabilities and attention of no model.
+# What is shown as verdict, probabilities and attention where there is no model.
 EMPTY = ("", None, "")
 REQUESTS_AT_ONCE = 2
 REQUESTS_WAITING = 32
-# Seconds after which files of visitors are deleted, looked for as often.
+# Uploaded files older than this number of seconds are deleted; it is also the interval of looking for them.
 KEPT_FOR = 600
 INTRODUCTION = """# Where does it look?
 Vision transformers with learned position encodings, side by side. **The puzzle** (LieRE §5.2): which way does the arrow
@@ -53,11 +53,11 @@ figcaption { margin-top: 4px; font-size: var(--text-sm); color: var(--body-text-
 .viridis { display: inline-block; width: 5em; height: 0.8em; margin: 0 2px;
     background: linear-gradient(90deg, #440154, #3b528b, #21918c, #5ec962, #fde725); }
 """
-# Half a number is no resolution: it is shown, and the slider changes it.
+# A number that is half typed is no resolution, so the field only shows it and the slider changes it.
 READ_ONLY = "() => { document.querySelector('#size input[type=number]').readOnly = true; }"
 # When the smallest size changes, browsers round the slider to the step it had.
 SHOW_SIZE = "(...inputs) => { document.querySelector('#size input[type=range]').value = inputs[3]; return inputs; }"
-# What models pool, in words.
+# Captions for the token or tokens that a model pools.
 QUERIES = {"class token": "class token", "mean of patches": "patches, on average,"}
 
 
@@ -82,7 +82,7 @@ class App:
             chosen = self.chosen(first, second)
             sizes = image_sizes(chosen, source == PUZZLE)
         except InputError:
-            # `compare` follows and says it.
+            # `compare` is called next and shows the error.
             return gr.skip()
         value = size if size in sizes else nearest(sizes, chosen[0].image_size)
         return gr.Slider(minimum=sizes[0], maximum=sizes[-1], step=sizes.step, value=value)
@@ -241,12 +241,12 @@ def _picture_controls(app: App, source: str, sizes: range) -> PictureControls:
 
 
 def _connect(app: App, page: gr.Blocks, controls: PictureControls, models: tuple, outputs: list) -> None:
-    """What happens when somebody touches a control."""
+    """Connects the controls with what they do."""
     inputs = [*models, controls.source, controls.size, controls.number, controls.upload]
     private = {"api_visibility": "private", "show_progress": "hidden"}
 
     def compare_after(event, **options):
-        # Of what a dragged slider asks for, the last counts.
+        # A dragged slider makes many requests, of which only the last is answered.
         event(
             app.compare,
             inputs,

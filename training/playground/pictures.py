@@ -54,7 +54,7 @@ def _read(path: Path) -> tuple[Image.Image, list[str]]:
 
 
 def _decode(image: Image.Image) -> tuple[Image.Image, list[str]]:
-    # The header tells it before anything is decoded.
+    # The header holds the size, so this is checked before anything is decoded.
     if image.width * image.height > MAX_MEGAPIXELS * 10**6:
         raise InputError(
             f"it has {image.width} × {image.height} pixels; accepted are up to {MAX_MEGAPIXELS} megapixels."

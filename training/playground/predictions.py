@@ -250,10 +250,7 @@ class Classifier:
         return self.processor(picture, do_resize=True, size=square, return_tensors="pt", **crop).pixel_values
 
     def answer(self, picture: Image.Image, size: int) -> Answer:
-        """
-        Raises:
-            InputError: as [`pixel_values`], or if the model itself refuses the size.
-        """
+        """Raises [`InputError`] as [`pixel_values`] does, or if the model itself refuses the size."""
         pixel_values = self.pixel_values(picture, size)
         try:
             with self._lock, torch.no_grad():

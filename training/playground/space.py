@@ -96,7 +96,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> str:
-    # Names of sweeps hold characters that not every file system takes.
+    # Folders of sweeps have characters in their names that not every file system accepts.
     place = Path("checkpoints") / re.sub(r"[^\w.-]+", "-", checkpoint.name)
     for pattern in CHECKPOINT_FILES:
         for path in checkpoint.folder.glob(pattern):
@@ -105,7 +105,7 @@ def _copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> str:
 
 
 def _requirements() -> str:
-    # A local part, as of torch's builds for the CPU, is no version that an index has.
+    # Package indexes have no versions with a local part, as torch's builds for the CPU have (+cpu).
     return "".join(f"{name}=={version(name).partition('+')[0]}\n" for name in REQUIREMENTS)
 
 

@@ -28,7 +28,7 @@ AXES = {
     "position_perturbation": "perturbation σ in training (patches)",
     "hidden_size": "channels",
 }
-# The least that an axis spans, accuracies in percent, so that small differences look small.
+# Smallest span of the axis, in percent for accuracies, so that small differences look small.
 LEAST_SPAN = {"accuracy": 5.0, "AUC": 0.05, "mAP": 0.05}
 # Beyond this ratio of the largest to the smallest number the axis counts doublings.
 LOGARITHMIC = 8
@@ -93,7 +93,7 @@ def lines_of(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
             row = method({name: value for name, value in given.items() if name != varying[0]})
             row = row.replace("LieRE8", "LieRE, b = 2: RoPE-Mixed") if varying[0] == "block_size" else row
             lines[row].append((given[varying[0]], next(iter(cells.values()))))
-    # Encodings beside each other are no line, though some of them have a number.
+    # A comparison of encodings is not drawn as a line, even where some of them have a number.
     return (lines, varying[0]) if all(len(points) > 1 for points in lines.values()) else ({}, "")
 
 
@@ -152,7 +152,7 @@ def _draw(
 
 
 def _styles(rows: list[str]) -> dict[str, dict[str, Any]]:
-    """The style of each row's encoding; what finds it taken takes one that is left."""
+    """The style of each row's encoding; a row whose style is taken gets one that is left."""
     owners = {}
     for row in rows:
         owners.setdefault(_encoding(row), row)

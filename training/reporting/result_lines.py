@@ -35,7 +35,7 @@ RESULT_KEYS = (
     "command",
 )
 OPTIONAL_KEYS = ("command",)
-# These are written whole where they change, because the entries of another line have other names.
+# These are written as a whole where they change, because their entries differ in name from line to line.
 NOT_ENTRY_BY_ENTRY = ("settings", "condition", "metrics")
 
 
@@ -95,7 +95,7 @@ def _as_changes(lines: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     before: dict[str, Any] = {}
     for line in lines:
         changes = _changes(before, line)
-        # An entry that is gone cannot be told as a change.
+        # Changes cannot express that an entry is gone; then the whole line is written.
         yield changes if before and _changed(before, changes) == line else line
         before = line
 

@@ -129,7 +129,7 @@ def _is_mini(result: dict[str, Any]) -> bool:
 
 
 def _command(folder: str, result: dict[str, Any]) -> str:
-    """What made the sweep; names of files elsewhere are without their folders."""
+    """The command that ran the sweep; files outside of the repository are named without their folders."""
     if "command" in result:
         return f"    {shlex.join(['python', 'training/evaluate_sweep.py', *result['command']])}"
     # Older results do not hold the command. What was passed stands between the recipe and what the sweep sets.
@@ -160,7 +160,7 @@ def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> str
 
 
 def _tests(table: Table, against: str, conditions: list[str]) -> str | None:
-    """Differences to one row under every condition."""
+    """Paired tests of every row against one of them, under every condition."""
     bases = {column: cell.correct() for column, cell in table.get(against, {}).items()}
     rows = []
     for row, cells in table.items():
@@ -184,7 +184,7 @@ def _p_value(value: float) -> str:
 
 
 def _epochs_to_baseline(table: Table) -> str | None:
-    """As LieRE's Figure 9: by how much fewer epochs than Absolute's all of them."""
+    """As in LieRE's Figure 9: the epochs after which each model reaches the final accuracy of Absolute."""
     histories = {}
     for row, cells in table.items():
         runs = [dict(map(tuple, result["history"])) for result in next(iter(cells.values())).results]

@@ -123,7 +123,7 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
 
 
 def _still_to_do(folder: Path, flags: list[str]) -> list[str] | None:
-    """With which flags a run is to be made or finished, `None` where it is; its own are noted for the next time."""
+    """Further flags to start or resume a run with, `None` where it is finished; `flags` are kept in its folder."""
     described = portable(flags)
     file = folder / FLAGS_FILE
     is_ours = file.is_file()

@@ -44,7 +44,7 @@ class Records:
         if resume:
             if not path.is_file():
                 raise BenchmarkError(f"--resume: {path} does not exist.")
-            # The last line is cut short where a machine stopped while writing it.
+            # The last line is incomplete if the machine stopped while writing it.
             complete = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
             self.lines = [json.loads(line) for line in complete]
             path.write_text("".join(complete), encoding="utf-8")
@@ -83,26 +83,19 @@ class Records:
 
 def growth_cases(settings: Settings, rows: list[Row], axes: list[str]) -> list[Case]:
     """Resolution once, twice and four times the given one, half to twice the depth, block sizes, and frames."""
-    cases = []
-
-    def add(axis: str, value: str, compared: list[Row] = rows, **changed) -> None:
-        cases.append(Case(dataclasses.replace(settings, **changed), tuple(compared), axis, value))
-
-    for axis in axes:
-        if axis == "resolution":
-            for size in (factor * settings.image_size for factor in (1, 2, 4)):
-                add(axis, f"{(size // settings.patch_size) ** 2} tokens", image_size=size)
-        elif axis == "depth":
-            layers = settings.num_hidden_layers
-            for depth in (max(1, layers // 2), layers, 2 * layers):
-                add(axis, f"{depth} layers", num_hidden_layers=depth)
-        elif axis == "block_size":
-            for size in BLOCK_SIZES:
-                names = [BASELINE, f"comrope_ld{size}", f"liere{size}"]
-                if any(row.kind == "folded" for row in rows):
-                    names += [f"folded_{name}" for name in names[1:]]
-                add(axis, f"b = {size}", [Row.parse(name) for name in names])
-        else:
-            for frames in (4, 8, 16):
-                add(axis, f"{frames} frames", num_frames=frames)
-    return cases
+    size, patch, layers = settings.image_size, settings.patch_size, settings.num_hidden_layers
+    names = ["comrope_ld{}", "liere{}"]
+    if any(row.kind == "folded" for row in rows):
+        names += [f"folded_{name}" for name in names]
+    grown = {
+        "resolution": {f"{(side // patch) ** 2} tokens": {"image_size": side} for side in (size, 2 * size, 4 * size)},
+        "depth": {f"{n} layers": {"num_hidden_layers": n} for n in (max(1, layers // 2), layers, 2 * layers)},
+        "block_size": {f"b = {b}": {} for b in BLOCK_SIZES},
+        "frames": {f"{frames} frames": {"num_frames": frames} for frames in (4, 8, 16)},
+    }
+    blocks = {f"b = {b}": [Row.parse(name.format(b)) for name in (BASELINE, *names)] for b in BLOCK_SIZES}
+    return [
+        Case(dataclasses.replace(settings, **changed), tuple(blocks.get(value, rows)), axis, value)
+        for axis in axes
+        for value, changed in grown[axis].items()
+    ]

@@ -109,14 +109,11 @@ class Row:
 
 
 def check_row(settings: Settings, row: Row) -> None:
-    """
-    Raises:
-        BenchmarkError: if the row does not exist at this setting, before anything is measured.
-    """
+    """Raises [`BenchmarkError`] if the row does not exist at this setting, before anything is measured."""
     if row.kind == "timm":
         if settings.num_frames is not None:
             raise BenchmarkError(f"{row.name}: timm has no video model; leave it out of --rows.")
-        if importlib.util.find_spec("timm") is None:
+        if not timm_installed():
             raise BenchmarkError(f"{row.name}: timm is not installed; leave it out of --rows.")
         return
     build_config(settings, row)
@@ -174,7 +171,7 @@ def build_timm(settings: Settings, row: Row, dtype: torch.dtype) -> nn.Module:
         num_heads=size["num_attention_heads"],
         mlp_ratio=size["intermediate_size"] / size["hidden_size"],
         num_classes=NUM_LABELS,
-        # Layer scale, which none of the others has.
+        # Without layer scale, which none of the other models has.
         init_values=None,
     )
     return model.to(settings.device, dtype)

@@ -155,7 +155,7 @@ def measure(case: Case, records: Records, rounds: int, warmup: int, steps: int, 
                     records.add(case=case.key, quantity="memory", row=row.name, value=runner.peak_memory())
                 runner.model.zero_grad(set_to_none=True)
         except (RuntimeError, TypeError) as error:
-            # Out of memory, or an operation that the device lacks: the other rows are still of use.
+            # The device lacks memory or an operation; the other rows can still be measured.
             records.add(case=case.key, quantity="failed", row=row.name, value=f"{type(error).__name__}: {error}")
             for phase in PHASES:
                 runners.pop((row, phase), None)
@@ -167,7 +167,7 @@ def measure(case: Case, records: Records, rounds: int, warmup: int, steps: int, 
             for phase in PHASES:
                 order = [key for key in runners if key[1] == phase]
                 shift = number % max(len(order), 1)
-                # No model always runs after the same other one.
+                # The order rotates, so that no model always runs after the same other one.
                 for key in order[shift:] + order[:shift]:
                     baseline = runners.get((Row.parse(BASELINE), phase))
                     fields = {} if baseline is None else {"baseline": baseline.seconds(steps)}
