@@ -24,10 +24,19 @@ from transformers.conversion_mapping import (
 from .rotary_patch import RotaryPatchConfig, attach, patched_towers, plan
 
 
+class RotaryConfigMixin:
+    """Configurations whose `rotary_patch` is checked and complete, and which name every Auto class in `auto_map`."""
+
+    def __post_init__(self, **kwargs):
+        self.rotary_patch = RotaryPatchConfig.from_dict(self.rotary_patch or {}).to_dict()
+        kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
+        super().__post_init__(**kwargs)
+
+
 class RotaryModelMixin:
     """A model class of transformers whose configuration says how it is patched; reloads like any other model."""
 
-    # A generator rounded to bfloat16 turns far patches by several degrees too much.
+    # A generator rounded to bfloat16 rotates distant patches by several degrees too much.
     _keep_in_fp32_modules_strict = ["rotary_encoding"]
 
     def __init__(self, config):
@@ -36,20 +45,14 @@ class RotaryModelMixin:
 
     def initialize_weights(self) -> None:
         super().initialize_weights()
-        # Below a tower that is a model of its own, transformers asks that model, which does not know generators. Those
-        # that were loaded are marked and left alone.
+        # transformers leaves the initialisation of a nested PreTrainedModel to that model, which knows no generators.
+        # Parameters that were loaded are marked and keep their values.
         for _, tower in patched_towers(self):
             tower.rotary_encoding.reset_parameters()
 
 
-def _finish_config(config, kwargs: dict, auto_map: dict) -> None:
-    """`rotary_patch` in full, checked, and every Auto class in `auto_map`."""
-    config.rotary_patch = RotaryPatchConfig.from_dict(config.rotary_patch or {}).to_dict()
-    kwargs["auto_map"] = {**auto_map, **(kwargs.get("auto_map") or {})}
-
-
 @strict
-class RotaryCLIPVisionConfig(CLIPVisionConfig):
+class RotaryCLIPVisionConfig(RotaryConfigMixin, CLIPVisionConfig):
     r"""
     Configuration of CLIP's vision tower with learned rotations.
 
@@ -66,13 +69,9 @@ class RotaryCLIPVisionConfig(CLIPVisionConfig):
         "AutoModel": "modeling_patched.RotaryCLIPVisionModel",
     }
 
-    def __post_init__(self, **kwargs):
-        _finish_config(self, kwargs, self._auto_map)
-        super().__post_init__(**kwargs)
-
 
 @strict
-class RotaryCLIPConfig(CLIPConfig):
+class RotaryCLIPConfig(RotaryConfigMixin, CLIPConfig):
     r"""
     Configuration of CLIP with learned rotations in its vision tower.
 
@@ -90,13 +89,9 @@ class RotaryCLIPConfig(CLIPConfig):
         "AutoModelForZeroShotImageClassification": "modeling_patched.RotaryCLIPModel",
     }
 
-    def __post_init__(self, **kwargs):
-        _finish_config(self, kwargs, self._auto_map)
-        super().__post_init__(**kwargs)
-
 
 @strict
-class RotaryViTConfig(ViTConfig):
+class RotaryViTConfig(RotaryConfigMixin, ViTConfig):
     r"""
     Configuration of ViT with learned rotations.
 
@@ -114,58 +109,47 @@ class RotaryViTConfig(ViTConfig):
         "AutoModelForMaskedImageModeling": "modeling_patched.RotaryViTForMaskedImageModeling",
     }
 
-    def __post_init__(self, **kwargs):
-        _finish_config(self, kwargs, self._auto_map)
-        super().__post_init__(**kwargs)
-
 
 class RotaryCLIPVisionModel(RotaryModelMixin, CLIPVisionModel):
     """[`CLIPVisionModel`] with learned rotations."""
 
     config: RotaryCLIPVisionConfig
-    config_class = RotaryCLIPVisionConfig
 
 
 class RotaryCLIPVisionModelWithProjection(RotaryModelMixin, CLIPVisionModelWithProjection):
     """[`CLIPVisionModelWithProjection`] with learned rotations."""
 
     config: RotaryCLIPVisionConfig
-    config_class = RotaryCLIPVisionConfig
 
 
 class RotaryCLIPModel(RotaryModelMixin, CLIPModel):
     """[`CLIPModel`] with learned rotations in its vision tower."""
 
     config: RotaryCLIPConfig
-    config_class = RotaryCLIPConfig
 
 
 class RotaryCLIPForImageClassification(RotaryModelMixin, CLIPForImageClassification):
     """[`CLIPForImageClassification`] with learned rotations."""
 
     config: RotaryCLIPConfig
-    config_class = RotaryCLIPConfig
 
 
 class RotaryViTModel(RotaryModelMixin, ViTModel):
     """[`ViTModel`] with learned rotations."""
 
     config: RotaryViTConfig
-    config_class = RotaryViTConfig
 
 
 class RotaryViTForImageClassification(RotaryModelMixin, ViTForImageClassification):
     """[`ViTForImageClassification`] with learned rotations."""
 
     config: RotaryViTConfig
-    config_class = RotaryViTConfig
 
 
 class RotaryViTForMaskedImageModeling(RotaryModelMixin, ViTForMaskedImageModeling):
     """[`ViTForMaskedImageModeling`] with learned rotations."""
 
     config: RotaryViTConfig
-    config_class = RotaryViTConfig
 
 
 COMPLETE_MODELS = {

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from .attention import eager_attention_forward
-from .configuration_liere import ROTARY_ENCODINGS, LieREVideoConfig, LieREViTConfig
+from .configuration_liere import LieREVideoConfig, LieREViTConfig
 from .encodings import RotaryEncoding
 from .folding import build_rotary_encoding
 from .patched_forward import (
@@ -28,6 +28,7 @@ from .patched_forward import (
     rotations_of_tokens,
     see_grid,
 )
+from .validation import ROTARY_ENCODINGS, check_format_version
 from .vision_towers import (
     Tower,
     find_towers,
@@ -87,11 +88,7 @@ class RotaryPatchConfig:
 
     def __post_init__(self):
         self._check_types()
-        if self.format_version > FORMAT_VERSION:
-            raise ValueError(
-                f"format_version={self.format_version} was written by a newer hf_liere; this one reads up to "
-                f"{FORMAT_VERSION}. Please upgrade hf_liere."
-            )
+        check_format_version(self.format_version, FORMAT_VERSION)
         if self.position_encoding not in ROTARY_ENCODINGS:
             raise ValueError(
                 f"position_encoding={self.position_encoding!r} is not a rotary encoding; accepted: "
@@ -247,8 +244,6 @@ def attach(plans: list[Plan], encodings: list[RotaryEncoding] | None = None) -> 
         encoding = planned.build_encoding() if encodings is None else encodings[index]
         # Quantized projections may have no parameters.
         weight = next(planned.attentions[0][1].parameters(), next(tower.module.parameters()))
-        if encodings is None and not weight.is_meta:
-            encoding.reset_parameters()
         prefix = len(tower.name) + 1 if tower.name else 0
         tower.module.rotary_encoding = encoding.to(weight.device).train(tower.module.training)
         tower.module.rotary_patch = RotaryPatch(
