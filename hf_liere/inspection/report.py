@@ -1,4 +1,4 @@
-"""One HTML page that says what a model is, what its position encoding has learned and what it costs."""
+"""The inspection report: one HTML page about a model, what its position encoding has learned, and its cost."""
 
 import base64
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from .plots import (
 TEMPLATE = "report.html.jinja"
 IMAGES_SHOWN = 3
 CLASSES_SHOWN = 3
-# Deviation of attention logits that counts as none, in nats: a thousand times their rounding errors.
+# Accepted deviation of relative attention logits in nats: a thousand times their rounding errors.
 RELATIVE_UP_TO = 1e-3
 ENCODINGS = {
     "none": "no positions at all",
@@ -53,7 +53,7 @@ def render(analysis: Analysis, shown: Sequence[np.ndarray], name: str, sources: 
     Args:
         shown: For each entry of `analysis.inputs`, (images, T, H, W, C) uint8 as the model saw them; empty without
             images.
-        name: What the report is about.
+        name: Name of the model.
         sources: Names of the images.
     """
     environment = jinja2.Environment(
@@ -169,7 +169,11 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
             Plot(
                 "Frequencies in the plane",
                 "Each point is a plane of channels, which turns by f · (q − p) between patches p and q"
-                + (" (in the eigenbasis that the generators share)" if "comrope" in _name(analysis) else "")
+                + (
+                    " (in the eigenbasis that the generators share)"
+                    if "comrope" in analysis.model["position_encoding"]
+                    else ""
+                )
                 + f". The largest component is {largest:.3g} radians per patch.{beyond}",
                 "Scatter plot of the learned angular frequencies, by layer.",
                 plot_frequencies(encoding, axes),
@@ -179,7 +183,7 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
 
 
 def start_of(encoding: EncodingAnalysis) -> str:
-    """What the generators were before training, by the configuration, and whether they have moved."""
+    """A comparison of the generators with untrained ones of the same configuration."""
     start = encoding.initialization
     if start is None:
         return "They are fixed, not learned."
@@ -198,10 +202,6 @@ def start_of(encoding: EncodingAnalysis) -> str:
             "moved all the same: the ones that training started from are not in a checkpoint."
         )
     return f"{drawn}: this is not the distribution of untrained ones."
-
-
-def _name(analysis: Analysis) -> str:
-    return analysis.model["position_encoding"] or ""
 
 
 def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
@@ -255,7 +255,7 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
 
 
 def relativity_of_model(analysis: Analysis) -> str:
-    """Whether the same holds for the model's attention, with the measured figure."""
+    """Whether the model's attention depends on differences of positions only, with the measured figure."""
     found = analysis.attention_relativity
     reason = "absolute positions are added to its patches" if analysis.model["absolute_table"] else None
     if found is None:
@@ -329,7 +329,7 @@ def prediction_rows(analysis: Analysis, sources: Sequence[str]) -> list[list[str
 
 
 def cost_rows(analysis: Analysis) -> list[list[str]]:
-    """Size, million operations, those of making the rotations and of applying them, share of both."""
+    """Size, million operations, those for computing and for applying rotations, and the share of both."""
     return [
         [
             size_name(entry.size),

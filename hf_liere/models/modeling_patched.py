@@ -1,6 +1,6 @@
 """
-CLIP and ViT with learned rotations as classes with a `model_type` of their own: `from_pretrained` and the Auto classes
-restore what `patch` did to them, with this package or by the code that travels with a checkpoint.
+CLIP and ViT with learned rotations, as classes with their own `model_type`. `from_pretrained` and the Auto classes
+restore them with their rotations, by this package or by the code that is saved with a checkpoint.
 """
 
 from huggingface_hub.dataclasses import strict
@@ -11,6 +11,8 @@ from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
     CLIPVisionModelWithProjection,
+    PreTrainedConfig,
+    PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
     ViTForMaskedImageModeling,
@@ -25,7 +27,7 @@ from .rotary_patch import RotaryPatchConfig, attach, patched_towers, plan
 
 
 class RotaryConfigMixin:
-    """Configurations whose `rotary_patch` is checked and complete, and which name every Auto class in `auto_map`."""
+    """Configurations that check and complete `rotary_patch`, and name every Auto class in `auto_map`."""
 
     def __post_init__(self, **kwargs):
         self.rotary_patch = RotaryPatchConfig.from_dict(self.rotary_patch or {}).to_dict()
@@ -34,7 +36,7 @@ class RotaryConfigMixin:
 
 
 class RotaryModelMixin:
-    """A model class of transformers whose configuration says how it is patched; reloads like any other model."""
+    """Model classes that attach the rotations which `config.rotary_patch` describes."""
 
     # A generator rounded to bfloat16 rotates distant patches by several degrees too much.
     _keep_in_fp32_modules_strict = ["rotary_encoding"]
@@ -53,12 +55,7 @@ class RotaryModelMixin:
 
 @strict
 class RotaryCLIPVisionConfig(RotaryConfigMixin, CLIPVisionConfig):
-    r"""
-    Configuration of CLIP's vision tower with learned rotations.
-
-    Args:
-        rotary_patch (`dict`, *optional*): Fields of [`RotaryPatchConfig`].
-    """
+    """Configuration of CLIP's vision tower with learned rotations; `rotary_patch`: see [`RotaryPatchConfig`]."""
 
     model_type = "rotary_clip_vision_model"
     base_config_key = ""
@@ -72,12 +69,7 @@ class RotaryCLIPVisionConfig(RotaryConfigMixin, CLIPVisionConfig):
 
 @strict
 class RotaryCLIPConfig(RotaryConfigMixin, CLIPConfig):
-    r"""
-    Configuration of CLIP with learned rotations in its vision tower.
-
-    Args:
-        rotary_patch (`dict`, *optional*): Fields of [`RotaryPatchConfig`].
-    """
+    """Configuration of CLIP with learned rotations in its vision tower; `rotary_patch`: see [`RotaryPatchConfig`]."""
 
     model_type = "rotary_clip"
     rotary_patch: dict | None = None
@@ -92,12 +84,7 @@ class RotaryCLIPConfig(RotaryConfigMixin, CLIPConfig):
 
 @strict
 class RotaryViTConfig(RotaryConfigMixin, ViTConfig):
-    r"""
-    Configuration of ViT with learned rotations.
-
-    Args:
-        rotary_patch (`dict`, *optional*): Fields of [`RotaryPatchConfig`].
-    """
+    """Configuration of ViT with learned rotations; `rotary_patch`: see [`RotaryPatchConfig`]."""
 
     model_type = "rotary_vit"
     rotary_patch: dict | None = None
@@ -110,47 +97,19 @@ class RotaryViTConfig(RotaryConfigMixin, ViTConfig):
     }
 
 
-class RotaryCLIPVisionModel(RotaryModelMixin, CLIPVisionModel):
-    """[`CLIPVisionModel`] with learned rotations."""
-
-    config: RotaryCLIPVisionConfig
-
-
-class RotaryCLIPVisionModelWithProjection(RotaryModelMixin, CLIPVisionModelWithProjection):
-    """[`CLIPVisionModelWithProjection`] with learned rotations."""
-
-    config: RotaryCLIPVisionConfig
+def _with_rotations(model_class: type[PreTrainedModel], config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    """The class `Rotary…`: `model_class` with the rotations that its configuration, a `config_class`, describes."""
+    members = {"__doc__": f"[`{model_class.__name__}`] with learned rotations.", "config_class": config_class}
+    return type(f"Rotary{model_class.__name__}", (RotaryModelMixin, model_class), members)
 
 
-class RotaryCLIPModel(RotaryModelMixin, CLIPModel):
-    """[`CLIPModel`] with learned rotations in its vision tower."""
-
-    config: RotaryCLIPConfig
-
-
-class RotaryCLIPForImageClassification(RotaryModelMixin, CLIPForImageClassification):
-    """[`CLIPForImageClassification`] with learned rotations."""
-
-    config: RotaryCLIPConfig
-
-
-class RotaryViTModel(RotaryModelMixin, ViTModel):
-    """[`ViTModel`] with learned rotations."""
-
-    config: RotaryViTConfig
-
-
-class RotaryViTForImageClassification(RotaryModelMixin, ViTForImageClassification):
-    """[`ViTForImageClassification`] with learned rotations."""
-
-    config: RotaryViTConfig
-
-
-class RotaryViTForMaskedImageModeling(RotaryModelMixin, ViTForMaskedImageModeling):
-    """[`ViTForMaskedImageModeling`] with learned rotations."""
-
-    config: RotaryViTConfig
-
+RotaryCLIPVisionModel = _with_rotations(CLIPVisionModel, RotaryCLIPVisionConfig)
+RotaryCLIPVisionModelWithProjection = _with_rotations(CLIPVisionModelWithProjection, RotaryCLIPVisionConfig)
+RotaryCLIPModel = _with_rotations(CLIPModel, RotaryCLIPConfig)
+RotaryCLIPForImageClassification = _with_rotations(CLIPForImageClassification, RotaryCLIPConfig)
+RotaryViTModel = _with_rotations(ViTModel, RotaryViTConfig)
+RotaryViTForImageClassification = _with_rotations(ViTForImageClassification, RotaryViTConfig)
+RotaryViTForMaskedImageModeling = _with_rotations(ViTForMaskedImageModeling, RotaryViTConfig)
 
 COMPLETE_MODELS = {
     CLIPVisionModel: RotaryCLIPVisionModel,
@@ -162,8 +121,7 @@ COMPLETE_MODELS = {
     ViTForMaskedImageModeling: RotaryViTForMaskedImageModeling,
 }
 
-
-# transformers renames the keys of older checkpoints, and of what it saves, by the name of the class.
+# transformers looks up by class name how the keys of weights are renamed when they are loaded and saved.
 for plain in (CLIPVisionModel, ViTModel):
     renaming = get_checkpoint_conversion_mapping(plain.__name__)
     if renaming is not None:

@@ -1,6 +1,6 @@
 """
-Vision towers inside models of transformers, found by what their modules do, never by class name: attention that
-dispatches through transformers' attention interface, below a module with a patch embedding.
+Vision towers inside models of transformers. They are found by what their modules do, never by class name: attention
+that uses transformers' attention interface, inside a module with a patch embedding.
 """
 
 import inspect
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 
-# As in `apply_rotary_pos_emb`, `q_rope` and `rotate_half`, not in `properties`; classes as `Sam3ViTRoPEAttention`.
+# Matches `apply_rotary_pos_emb`, `q_rope`, `rotate_half` and `Sam3ViTRoPEAttention`, but not `properties`.
 ROTATING_NAME = re.compile(r"(?:^|_)(?:rope|rotary|rotat)|Ro[Pp][Ee]|Rotary")
 
 
@@ -60,7 +60,7 @@ def find_towers(model: nn.Module) -> list[Tower]:
     All vision towers in a model.
 
     Raises:
-        ValueError: if there is none, with the reason and what there is instead.
+        ValueError: if there is none; the message says why, and which modules there are.
     """
     modules = dict(model.named_modules())
     attentions = {name: module for name, module in modules.items() if _uses_interface(module)}
@@ -102,9 +102,9 @@ def find_towers(model: nn.Module) -> list[Tower]:
 def refuse_rotating(tower: nn.Module, attentions: list[tuple[str, nn.Module]]) -> None:
     """
     Raises:
-        ValueError: if a tower rotates queries and keys by itself: attention whose forward names a rotation, or a
-            module inside that is named as one or holds frequencies (`inv_freq`). Of two rotations with different axes
-            the product R₂(p)R₁(p) does not depend on the difference of positions alone.
+        ValueError: if a tower rotates queries and keys by itself: the forward of its attention names a rotation, or a
+            module inside has the name of one or holds frequencies (`inv_freq`). With two rotations R₂(p)R₁(p) about
+            different axes, attention would no longer depend on the difference of positions alone.
     """
     found = [
         f"{type(attention).__name__}.forward uses {name}"
@@ -132,9 +132,9 @@ def refuse_rotating(tower: nn.Module, attentions: list[tuple[str, nn.Module]]) -
 def refuse_other_tokens(tower: Tower, attentions: list[tuple[str, nn.Module]]) -> None:
     """
     Raises:
-        ValueError: if not all of `attentions` see the tokens that the embeddings make: they belong to several stacks
-            (of windows, frames or messages), or the tower learns further ones outside its embeddings, or in them under
-            a name that does not tell that they stand before the patches.
+        ValueError: if some of `attentions` may see other tokens than the embeddings return: if they belong to several
+            stacks (of windows, frames or messages), or if the tower learns further tokens, outside of its embeddings,
+            or in them under a name that does not say that they come before the patches.
     """
     kind = type(tower.module).__name__
     stacks = {re.sub(r"\d+", "*", name) for name, _ in attentions}
@@ -166,7 +166,7 @@ def _uses_interface(module: nn.Module) -> bool:
 
 
 def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    """Globals and attributes that the forward of a module's class reads."""
+    """Names of globals and attributes that the forward of a module's class reads."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names
 
@@ -192,7 +192,7 @@ def _children(module: nn.Module) -> str:
 
 
 def projections(attention: nn.Module) -> list[nn.Module]:
-    """The query and key projections of an attention module, or the one that makes both."""
+    """The query and key projections of an attention module, or its one projection for both."""
     for names in (("q_proj", "k_proj"), ("query", "key"), ("qkv",)):
         found = [getattr(attention, name, None) for name in names]
         if all(isinstance(module, nn.Module) for module in found):
@@ -205,7 +205,7 @@ def head_shape(attention: nn.Module) -> tuple[int, int]:
     (heads, head_dim) of an attention module.
 
     Raises:
-        ValueError: if they cannot be told, or keys have another number of heads than queries.
+        ValueError: if they are unknown, or if keys and queries have different numbers of heads.
     """
     heads = next((getattr(attention, n) for n in ("num_heads", "num_attention_heads") if hasattr(attention, n)), None)
     heads = heads or getattr(attention.config, "num_attention_heads", None)
@@ -231,6 +231,6 @@ def position_table(embeddings: nn.Module) -> torch.Tensor | None:
 
 
 def table_method(embeddings: nn.Module) -> str | None:
-    """Name of the method by which a module reads its table for another grid, or `None`."""
+    """Name of the method by which a module resizes its table for another grid, or `None`."""
     names = ("interpolate_pos_encoding", "resize_positional_embeddings")
     return next((name for name in names if hasattr(type(embeddings), name)), None)
