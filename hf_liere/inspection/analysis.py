@@ -35,49 +35,11 @@ from .attention import (
     vision_tower,
 )
 from .costs import Cost, count_cost
-from .encodings import (
-    AngleStatistics,
-    Commutators,
-    Frequencies,
-    Initialization,
-    RelativityError,
-    angle_statistics,
-    commutators,
-    generators,
-    initialization,
-    learned_frequencies,
-    patch_steps,
-    relativity_error,
-    rotary_encoding,
-    rotations,
-)
+from .encodings import EncodingAnalysis, analyse_encoding, rotary_encoding
 from .output_change import OutputChange, output_change
 
 
 JSON_NAME, ARRAYS_NAME = "analysis.json", "analysis.npz"
-
-
-@dataclass
-class EncodingAnalysis:
-    """
-    What a rotary encoding has learned.
-
-    Attributes:
-        generators: (A, layers, heads, blocks, b, b).
-        positions: (P, A) coordinates of `rotations`: one patch from the origin along each axis, then along all of them.
-        rotations: (layers, heads, blocks, P, b, b).
-        commutators, relativity, angles, frequencies: See [`encoding_analysis`].
-        initialization: Elements of untrained generators; `None` for those that are never trained.
-    """
-
-    generators: torch.Tensor
-    positions: torch.Tensor
-    rotations: torch.Tensor
-    commutators: Commutators
-    relativity: RelativityError
-    angles: AngleStatistics
-    frequencies: Frequencies | None
-    initialization: Initialization | None
 
 
 @dataclass
@@ -158,7 +120,7 @@ def analyse(
     tower = vision_tower(model)
     _check_finite(tower.module)
     encoding = rotary_encoding(tower.module)
-    analysis = Analysis(describe(model), None if encoding is None else _analyse_encoding(encoding, progress))
+    analysis = Analysis(describe(model), None if encoding is None else analyse_encoding(encoding, progress))
     analysis.remarks += _remarks(tower, encoding, bool(inputs))
     if tower.is_flexible:
         return analysis
@@ -232,22 +194,6 @@ def _reads_table(tower: Tower) -> bool:
     if adapter is not None and (adapter.config.keep_absolute == "drop" or adapter.config.absolute_weight == 0):
         return False
     return position_table(tower.embeddings) is not None
-
-
-def _analyse_encoding(encoding, progress: bool) -> EncodingAnalysis:
-    matrices = generators(encoding)
-    steps = torch.diag(patch_steps(encoding))
-    positions = torch.cat([steps, steps.sum(0, keepdim=True)])
-    return EncodingAnalysis(
-        generators=matrices.float(),
-        positions=positions,
-        rotations=rotations(matrices, positions).float(),
-        commutators=commutators(matrices),
-        relativity=relativity_error(encoding, progress=progress),
-        angles=angle_statistics(encoding),
-        frequencies=learned_frequencies(encoding),
-        initialization=initialization(encoding),
-    )
 
 
 def _remarks(tower: Tower, encoding, has_inputs: bool) -> list[str]:

@@ -8,6 +8,7 @@ import copy
 import itertools
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -114,6 +115,30 @@ class Frequencies(NamedTuple):
 
     per_coordinate: torch.Tensor
     per_patch: torch.Tensor
+
+
+@dataclass
+class EncodingAnalysis:
+    """
+    What a rotary encoding has learned.
+
+    Attributes:
+        generators: (A, layers, heads, blocks, b, b).
+        positions: (P, A) coordinates of `rotations`: one patch from the origin along each axis, then along all of them.
+        rotations: (layers, heads, blocks, P, b, b).
+        commutators, relativity, angles: See their classes.
+        frequencies: See [`learned_frequencies`].
+        initialization: Elements of untrained generators; `None` for those that are never trained.
+    """
+
+    generators: torch.Tensor
+    positions: torch.Tensor
+    rotations: torch.Tensor
+    commutators: Commutators
+    relativity: RelativityError
+    angles: AngleStatistics
+    frequencies: Frequencies | None
+    initialization: Initialization | None
 
 
 def rotary_encoding(tower: nn.Module) -> RotaryEncoding | None:
@@ -298,3 +323,20 @@ def learned_frequencies(encoding: RotaryEncoding) -> Frequencies | None:
     else:
         return None
     return Frequencies(frequencies, frequencies * patch_steps(encoding).view(-1, 1, 1, 1))
+
+
+def analyse_encoding(encoding: RotaryEncoding, progress: bool = False) -> EncodingAnalysis:
+    """All measurements of this file."""
+    matrices = generators(encoding)
+    steps = torch.diag(patch_steps(encoding))
+    positions = torch.cat([steps, steps.sum(0, keepdim=True)])
+    return EncodingAnalysis(
+        generators=matrices.float(),
+        positions=positions,
+        rotations=rotations(matrices, positions).float(),
+        commutators=commutators(matrices),
+        relativity=relativity_error(encoding, progress=progress),
+        angles=angle_statistics(encoding),
+        frequencies=learned_frequencies(encoding),
+        initialization=initialization(encoding),
+    )

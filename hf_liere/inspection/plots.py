@@ -11,8 +11,9 @@ from matplotlib import cm, colormaps, colors, rc_context, ticker
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from .analysis import Analysis, EncodingAnalysis, InputAnalysis
+from .analysis import Analysis, InputAnalysis
 from .attention import overlay
+from .encodings import EncodingAnalysis
 from .output_change import OutputChange
 
 

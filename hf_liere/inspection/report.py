@@ -8,7 +8,8 @@ import jinja2
 import numpy as np
 
 from ..version import __version__
-from .analysis import Analysis, EncodingAnalysis
+from .analysis import Analysis
+from .encodings import EncodingAnalysis
 from .plots import (
     Plot,
     axis_names,

@@ -79,9 +79,8 @@ def find_towers(model: nn.Module) -> list[Tower]:
                         f"The patch embedding {name!r} has no module around it that adds class tokens and positions, "
                         "so the tokens that reach attention cannot be told apart."
                     )
-                towers.setdefault(
-                    tower_name, Tower(tower_name, modules[tower_name], embeddings, patch_embedding, inside)
-                )
+                tower = Tower(tower_name, modules[tower_name], embeddings, patch_embedding, inside)
+                towers.setdefault(tower_name, tower)
                 break
     if towers:
         return list(towers.values())
