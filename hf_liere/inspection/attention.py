@@ -174,13 +174,10 @@ def class_probabilities(
     if not type(model).__name__.endswith(("ForImageClassification", "ForVideoClassification")):
         return None
     parameter, options = next(model.parameters()), size_options(vision_tower(model), pixel_values)
-    batches = pixel_values.split(batch_size)
-    logits = torch.cat(
-        [
-            model(pixel_values=batch.to(parameter.device, parameter.dtype), **options).logits.float().cpu()
-            for batch in tqdm(batches, desc="predictions", disable=not progress)
-        ]
-    )
+    logits = []
+    for batch in tqdm(pixel_values.split(batch_size), desc="predictions", disable=not progress):
+        logits.append(model(pixel_values=batch.to(parameter.device, parameter.dtype), **options).logits.float().cpu())
+    logits = torch.cat(logits)  # (images, labels)
     if getattr(model.config, "problem_type", None) == "multi_label_classification":
         return logits.sigmoid()
     return logits.softmax(-1)

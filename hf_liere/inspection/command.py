@@ -125,19 +125,17 @@ def _sizes(
         ]
     accepted, remarks = [], []
     for size in dict.fromkeys(sizes):
-        fits = all(side >= extent and side % extent == 0 for side, extent in zip(size, patch))
-        reason = None if fits else f"it is not divisible into patches of {patch}"
-        if fits:
-            try:
-                pixels = blank.new_zeros(*blank.shape[:-2], *size)
-                with torch.no_grad():
-                    tower.module(pixels, **size_options(tower, pixels))
-                accepted.append(size)
-            except (RuntimeError, ValueError) as error:
-                reason = str(error).splitlines()[0]
-        if reason is not None and image_sizes is not None:
-            raise InspectionError(f"--image_sizes {size[0]}: {reason}")
-        if reason is not None:
+        try:
+            if any(side < extent or side % extent for side, extent in zip(size, patch)):
+                raise ValueError(f"it is not divisible into patches of {patch}")
+            pixels = blank.new_zeros(*blank.shape[:-2], *size)
+            with torch.no_grad():
+                tower.module(pixels, **size_options(tower, pixels))
+            accepted.append(size)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            if image_sizes is not None:
+                raise InspectionError(f"--image_sizes {size[0]}: {reason}") from error
             remarks.append(f"Inputs of {size[0]} × {size[1]} px are not looked at: the model refuses them ({reason})")
     return accepted, remarks
 

@@ -69,14 +69,11 @@ def count_forward(model: nn.Module, pixels: torch.Tensor, **options) -> tuple[in
     that layer norms process; `options` are further arguments of the model.
     """
     elements = []
-
-    def count(module, inputs, output):
-        elements.append(output.numel())
-
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
-                stack.enter_context(module.register_forward_hook(count))
+                hook = module.register_forward_hook(lambda module, inputs, output: elements.append(output.numel()))
+                stack.enter_context(hook)
         for tower in find_towers(model):
             stack.enter_context(eager_attention(tower))
         products = count_products(lambda: model(pixels, **options))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -172,10 +172,8 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
 
     suffix = Path(name).suffix.lower()
     try:
-        if suffix in TABLE_SUFFIXES:
-            found = datasets.load_dataset(TABLE_SUFFIXES[suffix], data_files=name, streaming=True)
-        else:
-            found = datasets.load_dataset(name, streaming=True)
+        source = {"path": TABLE_SUFFIXES[suffix], "data_files": name} if suffix in TABLE_SUFFIXES else {"path": name}
+        found = datasets.load_dataset(**source, streaming=True)
     except Exception as error:
         raise InspectionError(f"The data set {name} cannot be read: {type(error).__name__}: {error}") from error
     chosen = split or next((part for part in ("test", "validation") if part in found), next(iter(found)))
@@ -191,8 +189,8 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
         )
     # The split of a single file is always called "train", so samples are named after the file.
     origin = Path(name).name if suffix in TABLE_SUFFIXES else chosen
-    rows, index = iter(rows), 0
-    while True:
+    rows = iter(rows)
+    for index in count():
         place = f"{origin} {index}"
         try:
             frames = _frames(next(rows)[column])
@@ -202,7 +200,6 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
             # A row can contain a broken file.
             raise InspectionError(f"{place} of {name} cannot be read: {type(error).__name__}: {error}") from error
         yield _checked(Sample(place, frames), is_video)
-        index += 1
 
 
 def _frames(value) -> np.ndarray:

@@ -297,6 +297,3 @@ def pair(name: str, value: int | list[int] | tuple[int, ...]) -> tuple[int, int]
     if len(sides) != 2:
         raise ValueError(f"{name}={value!r} must be one integer or (height, width).")
     return sides
-
-
-__all__ = ["LieREConfig", "LieREVideoConfig", "LieREViTConfig"]

@@ -52,27 +52,22 @@ def derivative(exponents: torch.Tensor, tangents: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _powers(axes: int, degree: int) -> list[tuple[int, ...]]:
-    """Exponents of all monomials of a degree; those of degree 1 in the order of the axes."""
-    if axes == 1:
-        return [(degree,)]
-    return [(first, *rest) for first in range(degree, -1, -1) for rest in _powers(axes - 1, degree - first)]
+def _monomials(axes: int, degree: int) -> list[tuple[int, ...]]:
+    """All monomials of a degree as tuples of axes, like (0, 0, 1) for x₀²x₁; those of degree 1 in the order of axes."""
+    return list(itertools.combinations_with_replacement(range(axes), degree))
 
 
 def _raised(axes: int, degree: int) -> list[list[int]]:
     """For each axis a and each monomial of `degree`, the index of its product with x_a among those of `degree` + 1."""
-    places = {powers: place for place, powers in enumerate(_powers(axes, degree + 1))}
-    return [
-        [
-            places[tuple(power + (axis == other) for other, power in enumerate(powers))]
-            for powers in _powers(axes, degree)
-        ]
-        for axis in range(axes)
-    ]
+    places = {monomial: place for place, monomial in enumerate(_monomials(axes, degree + 1))}
+    return [[places[tuple(sorted((*factors, axis)))] for factors in _monomials(axes, degree)] for axis in range(axes)]
 
 
-# By the number of axes, for each degree from 1.
-POWERS = {axes: [_powers(axes, degree) for degree in range(1, 26)] for axes in (1, 2, 3)}
+# By the number of axes, for each degree from 1: the exponents of the monomials, and what [`_raised`] returns.
+POWERS = {
+    axes: [[tuple(map(factors.count, range(axes))) for factors in _monomials(axes, degree)] for degree in range(1, 26)]
+    for axes in (1, 2, 3)
+}
 RAISED = {axes: [_raised(axes, degree) for degree in range(1, 25)] for axes in (1, 2, 3)}
 
 

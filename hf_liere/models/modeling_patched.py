@@ -97,10 +97,15 @@ class RotaryViTConfig(RotaryConfigMixin, ViTConfig):
     }
 
 
+# The class with rotations for each class of transformers.
+COMPLETE_MODELS: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+
+
 def _with_rotations(model_class: type[PreTrainedModel], config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     """The class `Rotary…`: `model_class` with the rotations that its configuration, a `config_class`, describes."""
     members = {"__doc__": f"[`{model_class.__name__}`] with learned rotations.", "config_class": config_class}
-    return type(f"Rotary{model_class.__name__}", (RotaryModelMixin, model_class), members)
+    COMPLETE_MODELS[model_class] = type(f"Rotary{model_class.__name__}", (RotaryModelMixin, model_class), members)
+    return COMPLETE_MODELS[model_class]
 
 
 RotaryCLIPVisionModel = _with_rotations(CLIPVisionModel, RotaryCLIPVisionConfig)
@@ -110,16 +115,6 @@ RotaryCLIPForImageClassification = _with_rotations(CLIPForImageClassification, R
 RotaryViTModel = _with_rotations(ViTModel, RotaryViTConfig)
 RotaryViTForImageClassification = _with_rotations(ViTForImageClassification, RotaryViTConfig)
 RotaryViTForMaskedImageModeling = _with_rotations(ViTForMaskedImageModeling, RotaryViTConfig)
-
-COMPLETE_MODELS = {
-    CLIPVisionModel: RotaryCLIPVisionModel,
-    CLIPVisionModelWithProjection: RotaryCLIPVisionModelWithProjection,
-    CLIPModel: RotaryCLIPModel,
-    CLIPForImageClassification: RotaryCLIPForImageClassification,
-    ViTModel: RotaryViTModel,
-    ViTForImageClassification: RotaryViTForImageClassification,
-    ViTForMaskedImageModeling: RotaryViTForMaskedImageModeling,
-}
 
 # transformers looks up by class name how the keys of weights are renamed when they are loaded and saved.
 for plain in (CLIPVisionModel, ViTModel):

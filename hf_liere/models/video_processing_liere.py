@@ -15,6 +15,3 @@ class LieREVideoProcessor(VideoMAEVideoProcessor):
         if isinstance(video_url_or_urls, list):
             return list(zip(*[self.fetch_videos(video, sample_indices_fn) for video in video_url_or_urls]))
         return load_video(video_url_or_urls, backend="pyav", sample_indices_fn=sample_indices_fn)
-
-
-__all__ = ["LieREVideoProcessor"]
