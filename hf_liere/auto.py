@@ -165,9 +165,8 @@ def _loader(architecture: str | None) -> tuple[type, bool]:
 
 
 def _processor(checkpoint: str | os.PathLike, model: transformers.PreTrainedModel, options: dict) -> object | None:
-    for auto_class in (AutoVideoProcessor, AutoImageProcessor):
-        if auto_class is AutoVideoProcessor and "video" not in getattr(model, "input_modalities", ()):
-            continue
+    is_video = "video" in getattr(model, "input_modalities", ())
+    for auto_class in (AutoVideoProcessor, AutoImageProcessor) if is_video else (AutoImageProcessor,):
         try:
             return auto_class.from_pretrained(checkpoint, **options)
         except (ImportError, OSError, ValueError):

@@ -1,62 +1,13 @@
-"""Plain float64 references: loops over layers, heads, tokens and blocks, nothing shared with the package."""
+"""What tests add to the reference of the package: its gradient, and loops over layers, heads and tokens."""
 
 import torch
 
-
-def block_generators(parameters, encoding, num_axes, layer, head, block, block_size, rope_theta=None, head_dim=None):
-    """One (b, b) float64 generator per axis for a block, read from the named parameters of a rotary encoding."""
-    if encoding == "axial_rope":
-        planes = head_dim // (2 * num_axes)
-        generators = [torch.zeros(2, 2, dtype=torch.float64) for _ in range(num_axes)]
-        frequency = rope_theta ** (-(block % planes) / planes)
-        generators[block // planes] = torch.tensor([[0.0, -frequency], [frequency, 0.0]], dtype=torch.float64)
-        return generators
-    entries = parameters["generators"].double()
-    generators = []
-    for axis in range(num_axes):
-        if encoding in ("liere", "rope_mixed"):
-            source, factor = _pick(entries[axis], layer, head)[block], 1.0
-        elif encoding == "comrope_ap":
-            source, factor = _pick(entries, layer, head)[block], float(block % num_axes == axis)
-        else:
-            source = _pick(entries, layer, head)[block]
-            factor = _pick(parameters["multipliers"].double()[axis], layer, head)[block].item()
-        generator = torch.zeros(block_size, block_size, dtype=torch.float64)
-        index = 0
-        for i in range(block_size):
-            for j in range(i + 1, block_size):
-                generator[j, i] = factor * source[index]
-                generator[i, j] = -factor * source[index]
-                index += 1
-        generators.append(generator)
-    return generators
+from hf_liere.reference import generators, rotations
 
 
 def head_rotation(position, parameters, config, num_axes, layer, head):
     """(head_dim, head_dim) rotation of one token in one head; channels without a block keep the identity."""
-    rotation = torch.eye(config.head_dim, dtype=torch.float64)
-    size = config.block_size
-    blocks = config.head_dim // size
-    if config.position_encoding == "axial_rope":
-        blocks = config.head_dim // (2 * num_axes) * num_axes
-    for block in range(blocks):
-        generators = block_generators(
-            parameters,
-            config.position_encoding,
-            num_axes,
-            layer,
-            head,
-            block,
-            size,
-            config.rope_theta,
-            config.head_dim,
-        )
-        exponent = torch.zeros(size, size, dtype=torch.float64)
-        for axis in range(num_axes):
-            exponent += position[axis].double() * generators[axis]
-        channels = slice(block * size, (block + 1) * size)
-        rotation[channels, channels] = exponential(exponent)
-    return rotation
+    return rotations(generators(parameters, config, num_axes, layer, head), position.cpu().view(1, -1))[0]
 
 
 def exponential(matrices):
@@ -115,8 +66,3 @@ def attention(hidden_states, attention_module, rotations):
             attended.append(torch.softmax(query @ key.T / head_dim**0.5, dim=-1) @ value)
         output[sample] = torch.cat(attended, -1) @ parameters["o_proj.weight"].T + parameters["o_proj.bias"]
     return output
-
-
-def _pick(entries, layer, head):
-    """Entry of a layer and head where either may be shared (size one)."""
-    return entries[min(layer, entries.shape[0] - 1), min(head, entries.shape[1] - 1)]

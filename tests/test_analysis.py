@@ -33,6 +33,7 @@ from hf_liere.inspection.encodings import (
     rotary_encoding,
     rotations,
 )
+from hf_liere.models.positions import of_coordinates
 
 
 @pytest.fixture
@@ -140,7 +141,7 @@ def test_rotations_are_those_of_attention(classifier):
         model = classifier(**fields).liere
         positions = model.grid_positions((4, 4), None, torch.device("cpu")).coordinates[1:]
         ours = rotations(generators(model.rotary_encoding), positions)
-        for layer, rotation in enumerate(model.rotary_encoding(positions)):
+        for layer, rotation in enumerate(model.rotary_encoding(of_coordinates(positions))):
             rotation = rotation.matrices()[0].transpose(1, 2).double()
             # The model rounds to float32.
             assert torch.allclose(ours[layer], rotation, atol=1e-6)

@@ -5,6 +5,7 @@ from rotating import rotate
 
 from hf_liere.models.attention import LieREAttention
 from hf_liere.models.folding import build_rotary_encoding
+from hf_liere.models.positions import of_coordinates
 
 
 def layer_inputs(tiny, encoding, batch=None, **overrides):
@@ -13,7 +14,7 @@ def layer_inputs(tiny, encoding, batch=None, **overrides):
     encoding = build_rotary_encoding(config, 2)
     encoding.reset_parameters()
     positions = torch.rand(*((batch,) if batch else ()), 6, 2)
-    return config, encoding(positions)[0]
+    return config, encoding(of_coordinates(positions))[0]
 
 
 CASES = [("rope_mixed", 2), ("liere", 5), ("liere", 8), ("comrope_ld", 4), ("axial_rope", 2)]
@@ -58,6 +59,7 @@ def test_attention_under_a_common_shift(tiny, encoding, relative):
     rotary, module = build_rotary_encoding(config, 2), LieREAttention(config)
     rotary.reset_parameters()
     states, positions = torch.randn(2, 6, 48) * 5, torch.rand(6, 2)
-    weights = [module(states, rotary(p)[0])[1] for p in (positions, positions + torch.tensor([0.3, -2.0]))]
+    shifted = (of_coordinates(positions), of_coordinates(positions + torch.tensor([0.3, -2.0])))
+    weights = [module(states, rotary(p)[0])[1] for p in shifted]
     deviation = (weights[0] - weights[1]).abs().max()
     assert deviation < 1e-5 if relative else deviation > 1e-3

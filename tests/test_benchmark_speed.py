@@ -44,7 +44,7 @@ def test_pseudo_code_is_the_reference(tiny, tiny_video, encoding, video):
     rotary = benchmark_models.build_rotary_encoding(config, config.num_axes)
     rotary.reset_parameters()
     parameters = {name: parameter.detach() for name, parameter in rotary.named_parameters()}
-    positions = benchmark_models.grid_positions(config.train_grid, config.train_grid, config.coordinates)
+    positions = benchmark_models.of_grid(config.train_grid, config.train_grid, config.coordinates).coordinates
     for layer in range(2):
         matrices = NaiveRotation(config, parameters, layer).double().dense()
         assert torch.equal(matrices[0], torch.eye(24, dtype=torch.float64).expand_as(matrices[0]))

@@ -9,7 +9,7 @@ from transformers.utils import logging
 import hf_liere
 from hf_liere.models.encodings import ROTARY_ENCODINGS
 from hf_liere.models.folding import build_rotary_encoding
-from hf_liere.models.positions import grid_positions
+from hf_liere.models.positions import of_coordinates, of_grid
 
 
 PLANAR = ("axial_rope", "rope_mixed")
@@ -32,7 +32,7 @@ def build(tiny, encoding, axes, **overrides):
 
 
 def rotations_of(module, positions, config):
-    return [reference.dense(rotation, config.head_dim, 2) for rotation in module(positions)]
+    return [reference.dense(rotation, config.head_dim, 2) for rotation in module(of_coordinates(positions))]
 
 
 @pytest.mark.parametrize("encoding, axes, block_size", CASES)
@@ -44,7 +44,7 @@ def test_rotations_match_the_reference_and_are_orthogonal(tiny, encoding, axes, 
         module.reset_parameters()
     else:
         config, module = build(tiny, encoding, axes, block_size=block_size)
-    positions = grid_positions(GRIDS[axes], GRIDS[axes], config.coordinates)
+    positions = of_grid(GRIDS[axes], GRIDS[axes], config.coordinates).coordinates
     parameters = dict(module.named_parameters())
     for layer, rotation in enumerate(rotations_of(module, positions, config)):
         for head in range(2):
@@ -79,11 +79,11 @@ def test_sharing(tiny, encoding, share_heads, share_layers):
 def test_positions_of_each_sample(tiny, encoding):
     _, module = build(tiny, encoding, 2, block_size=2 if encoding in PLANAR else 4)
     positions = torch.rand(3, 5, 2)
-    for layer, rotation in enumerate(rotation.matrices() for rotation in module(positions)):
+    for layer, rotation in enumerate(rotation.matrices() for rotation in module(of_coordinates(positions))):
         assert rotation.shape[0] == 3
         for sample in range(3):
             torch.testing.assert_close(
-                rotation[sample], module(positions[sample])[layer].matrices()[0], rtol=0, atol=1e-7
+                rotation[sample], module(of_coordinates(positions[sample]))[layer].matrices()[0], rtol=0, atol=1e-7
             )
 
 
@@ -180,7 +180,7 @@ def test_initialisations(tiny):
 @pytest.mark.parametrize("encoding", ["liere", "comrope_ap", "comrope_ld"])
 def test_zero_generators_are_the_identity_and_get_a_gradient(tiny, encoding):
     config, module = build(tiny, encoding, 2, block_size=4, rotary_init="zeros")
-    rotations = module(torch.rand(5, 2) * 100)
+    rotations = module(of_coordinates(torch.rand(5, 2) * 100))
     assert torch.equal(rotations[0].matrices().float(), torch.eye(4).expand_as(rotations[0].matrices()))
     query, key = torch.randn(2, 1, 2, 5, 24)
     rotated = [state for rotation in rotations for state in rotation.rotate(query, key)]

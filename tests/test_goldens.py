@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from hf_liere.conversion.checkpoints import convert_state_dict
 from hf_liere.conversion.upgrades import upgrade_encoding
-from hf_liere.models.positions import grid_positions
+from hf_liere.models.positions import of_grid
 
 
 SHIPPED = Path(__file__).with_name("goldens")
@@ -129,7 +129,7 @@ def run_case(golden, run, model, **kwargs):
         # Official code that does not look at the shape of an input with as many patches as in training.
         grid = model.liere.embeddings.patch_embeddings.grid(pixels)
         if math.prod(grid) == math.prod(model.config.train_grid):
-            positions = grid_positions(model.config.train_grid, model.config.train_grid, "index")
+            positions = of_grid(model.config.train_grid, model.config.train_grid, "index").coordinates
     if positions is not None and model.config.coordinates is not None:
         kwargs["positions"] = positions
     outputs = model(pixels, output_hidden_states=True, **kwargs)

@@ -82,6 +82,11 @@ def test_only_auto_touches_the_auto_classes():
         assert path.stem == "auto" or not any(name.startswith("Auto") for name in names), path.name
 
 
+def test_the_reference_shares_nothing():
+    """Else a mistake of the fast path could be in both."""
+    assert set(imports(PACKAGE / "reference.py")) == {"collections", "torch"}
+
+
 def test_package_never_imports_training():
     for path in PACKAGE.rglob("*.py"):
         assert "training" not in set(imports(path)), path.name

@@ -3,28 +3,30 @@ import math
 import pytest
 import torch
 
-from hf_liere.models.positions import check_positions, grid_positions, perturbation, with_prefix
+from hf_liere.models.positions import check_positions, of_grid, perturbation, with_prefix
 
 
 def test_raster_order_and_conventions():
-    index = grid_positions((2, 3), (2, 3), "index")
+    index = of_grid((2, 3), (2, 3), "index").coordinates
     assert index.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
-    unit = grid_positions((2, 4), (2, 4), "unit")
+    unit = of_grid((2, 4), (2, 4), "unit").coordinates
     assert unit[0].tolist() == [0.25, 0.125] and unit[-1].tolist() == [0.75, 0.875]
 
 
 @pytest.mark.parametrize("size, trained", [(1, 4), (2, 4), (4, 4), (7, 4), (8, 4)])
 def test_train_grid_is_linspace(size, trained):
     expected = torch.linspace(0, size / trained, size, dtype=torch.float64)
-    torch.testing.assert_close(grid_positions((size,), (trained,), "train_grid")[:, 0], expected)
+    torch.testing.assert_close(of_grid((size,), (trained,), "train_grid").coordinates[:, 0], expected)
 
 
 @pytest.mark.parametrize("coordinates", ["index", "train_grid", "train_index", "unit", "unit_width"])
 def test_offsets_are_patch_extents(coordinates):
     """Displacing every patch by one patch extent moves it to its neighbour's coordinate."""
     grid = (4, 5, 3)
-    positions = grid_positions(grid, grid, coordinates).view(*grid, 3)
-    moved = grid_positions(grid, grid, coordinates, torch.ones(math.prod(grid), 3, dtype=torch.float64)).view(*grid, 3)
+    offsets = torch.ones(math.prod(grid), 3, dtype=torch.float64)
+    positions, moved = (
+        of_grid(grid, grid, coordinates, offsets=given).coordinates.view(*grid, 3) for given in (None, offsets)
+    )
     torch.testing.assert_close(moved[:-1, :-1, :-1], positions[1:, 1:, 1:])
 
 
@@ -58,7 +60,7 @@ def test_bad_input():
     with pytest.raises(
         ValueError, match="'pixels' must be one of 'index', 'train_grid', 'train_index', 'unit', 'unit_width'"
     ):
-        grid_positions((2,), (2,), "pixels")
+        of_grid((2,), (2,), "pixels")
     with pytest.raises(ValueError, match=r"\(3, 2\).*\(4, 2\).*\(5, 4, 2\)"):
         check_positions(torch.zeros(3, 2), 5, 4, 2)
     with pytest.raises(ValueError, match="torch.int64"):

@@ -14,7 +14,7 @@ import hf_liere.models.encodings
 from hf_liere.models.exponential import POLYNOMIAL, Rays, block_rotations
 from hf_liere.models.exponential_gradient import POLYNOMIAL_NORM
 from hf_liere.models.lie_algebra import eigenbasis, skew
-from hf_liere.models.positions import grid_positions, grid_rays, with_prefix
+from hf_liere.models.positions import of_grid
 from hf_liere.models.rotation import EigenRotation, change_basis
 
 
@@ -107,8 +107,8 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
 
 @pytest.mark.parametrize("grid", [(4, 6), (1, 5), (1, 1), (3, 2, 4)])
 def test_rays_are_the_multiples_of_a_grid(grid):
-    rays = Rays.from_lists(grid_rays(grid, 2)).tokens
-    indices = with_prefix(grid_positions(grid, grid, "index"), 2, 0.0)
+    positions = of_grid(grid, grid, "index", 2)
+    rays, indices = Rays.from_lists(positions.rays()).tokens, positions.coordinates
     seen = rays[rays >= 0]
     assert len(seen.unique()) == len(seen) == math.prod(grid) - 1
     for ray in rays:
@@ -121,8 +121,8 @@ def test_rays_are_the_multiples_of_a_grid(grid):
 @pytest.mark.parametrize("coordinates", ["index", "train_grid", "train_index"])
 @pytest.mark.parametrize("size, scale", [(3, 1.0), (8, 2 * math.pi), (16, 30.0)])
 def test_rays_change_neither_rotations_nor_gradients(coordinates, size, scale):
-    positions = with_prefix(grid_positions((6, 9), (4, 4), coordinates), 1, 0.0)
-    rays = Rays.from_lists(grid_rays((6, 9), 1))
+    placed = of_grid((6, 9), (4, 4), coordinates, 1)
+    rays, positions = Rays.from_lists(placed.rays()), placed.coordinates
     entries = (torch.rand(2, 3, 2, size * (size - 1) // 2, dtype=torch.float64) * scale).requires_grad_()
     weight = torch.randn(3, 2, len(positions), size, size, dtype=torch.float64)
     results = []
@@ -139,11 +139,12 @@ def test_rays_change_neither_rotations_nor_gradients(coordinates, size, scale):
 @given(st.integers(0, 10**6), st.sampled_from([3, 4, 8, 16]), st.sampled_from([0.0, 0.1, 6.0, 100.0, 1000.0]))
 def test_float32_gradients_of_dense_rotations(seed, size, scale):
     generator = torch.Generator().manual_seed(seed)
-    positions = grid_positions((3, 4), (3, 4), "train_grid")
+    placed = of_grid((3, 4), (3, 4), "train_grid")
+    positions = placed.coordinates
     entries = torch.rand(2, 2, size * (size - 1) // 2, generator=generator) * scale
     weight = torch.randn(2, len(positions), size, size, generator=generator)
     ours, exact = entries.clone().requires_grad_(), entries.double().requires_grad_()
-    rays = Rays.from_lists(grid_rays((3, 4), 0))
+    rays = Rays.from_lists(placed.rays())
     (block_rotations(positions, skew(ours, size), rays=rays) * weight).sum().backward()
     rotations = reference.exponential(torch.einsum("pa,akij->kpij", positions, skew(exact, size)))
     (rotations * weight).sum().backward()

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from .. import reference
 from ..models.encodings import ComRoPEAxialPartition, RotaryEncoding
 from ..models.exponential import block_rotations
 from ..models.folding import FoldedComRoPE, build_rotary_encoding
 from ..models.lie_algebra import plane_rotations, skew
-from ..models.positions import grid_positions
+from ..models.positions import of_grid
 from ..models.rotation import PlaneRotation
 
 
@@ -160,7 +161,7 @@ def generators(encoding: RotaryEncoding) -> torch.Tensor:
 def patch_positions(encoding: RotaryEncoding, grid: tuple[int, ...] | None = None) -> torch.Tensor:
     """(N, A) coordinates of the patches of a grid, by default the trained one, without prefix tokens."""
     config = encoding.config
-    return grid_positions(grid or config.train_grid, config.train_grid, config.coordinates)
+    return of_grid(grid or config.train_grid, config.train_grid, config.coordinates).coordinates
 
 
 def patch_steps(encoding: RotaryEncoding) -> torch.Tensor:
@@ -222,10 +223,10 @@ def relativity_error(
     mean = largest.clone()
     with tqdm(total=largest[..., 0].numel(), desc="relativity", disable=not progress) as bar:
         for layer, layer_matrices in enumerate(matrices.unbind(1)):
-            reference = rotations(layer_matrices, first).transpose(-1, -2) @ rotations(layer_matrices, second)
+            unmoved = rotations(layer_matrices, first).transpose(-1, -2) @ rotations(layer_matrices, second)
             for index, offset in enumerate(offsets):
                 shifted = [rotations(layer_matrices, points + offset * steps) for points in (first, second)]
-                difference = shifted[0].transpose(-1, -2) @ shifted[1] - reference
+                difference = shifted[0].transpose(-1, -2) @ shifted[1] - unmoved
                 # The Gram matrix gives the largest singular value faster than an SVD, with enough accuracy.
                 squares = torch.linalg.eigvalsh(difference.transpose(-1, -2) @ difference)[..., -1]
                 errors = squares.clamp(min=0).sqrt().flatten(1)
@@ -333,7 +334,7 @@ def analyse_encoding(encoding: RotaryEncoding, progress: bool = False) -> Encodi
     return EncodingAnalysis(
         generators=matrices.float(),
         positions=positions,
-        rotations=rotations(matrices, positions).float(),
+        rotations=reference.rotations(matrices, positions).float(),
         commutators=commutators(matrices),
         relativity=relativity_error(encoding, progress=progress),
         angles=angle_statistics(encoding),

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..models.positions import of_coordinates
 from .attention import size_options, vision_tower
 from .encodings import patch_steps, rotary_encoding
 
@@ -61,7 +62,7 @@ def output_change(
         moved = positions.coordinates.clone()  # (N, A) or (B, N, A)
         first = 0 if encoding.config.rotate_prefix else positions.num_prefix_tokens
         moved[..., first:, :] += offset * steps.to(moved)
-        return (moved,), options
+        return (of_coordinates(moved, positions.num_prefix_tokens, None),), options
 
     parameter = next(tower.module.parameters())
     options = size_options(tower, pixel_values)

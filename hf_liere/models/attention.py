@@ -12,6 +12,7 @@ from .tracing import first_derivative_only
 
 # Hooks of all modules have no public name; a release without this one is taken to have none.
 _has_global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
+HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
 def eager_attention_forward(
@@ -137,12 +138,7 @@ def _obstacle(projection: nn.Module) -> str | None:
     if type(projection) is not nn.Linear:
         # Adapters, quantized layers, parametrizations and FSDP2 have classes of their own.
         return type(projection).__name__
-    if (
-        projection._forward_hooks
-        or projection._forward_pre_hooks
-        or projection._backward_hooks
-        or projection._backward_pre_hooks
-    ):
+    if any(getattr(projection, f"_{kind}_hooks") for kind in HOOKS):
         # Pruning and DeepSpeed make or gather the weight in them.
         return "a Linear with hooks"
     if "forward" in projection.__dict__:

@@ -128,9 +128,21 @@ class LieREEmbeddings(nn.Module):
         bool_masked_pos: torch.Tensor | None = None,
         positions: TokenPositions | None = None,
     ) -> torch.Tensor:
-        """(B, C, *sizes) pixels → (B, prefix + patches, hidden_size); `positions` are those of all tokens."""
+        """
+        (B, C, *sizes) pixels → (B, prefix + patches, hidden_size); `positions` are those of all tokens.
+
+        Raises:
+            ValueError: if patches are to be masked without a mask token or by a mask of another shape.
+        """
+        batch_size, num_patches = pixels.shape[0], math.prod(grid)
+        if bool_masked_pos is not None and self.mask_token is None:
+            raise ValueError("bool_masked_pos was given, but this model was built without use_mask_token=True.")
+        if bool_masked_pos is not None and tuple(bool_masked_pos.shape) != (batch_size, num_patches):
+            raise ValueError(
+                f"bool_masked_pos of shape {tuple(bool_masked_pos.shape)} must be (batch, patches) = "
+                f"{(batch_size, num_patches)}."
+            )
         embeddings = self.patch_embeddings(pixels)  # (B, patches, hidden_size)
-        batch_size = embeddings.shape[0]
         if bool_masked_pos is not None:
             mask = bool_masked_pos.unsqueeze(-1).to(embeddings.dtype)
             embeddings = embeddings * (1 - mask) + self.mask_token * mask

@@ -12,7 +12,7 @@ from transformers.utils.generic import maybe_autocast
 from .exponential import Rays, layer_block_rotations
 from .exponential_gradient import POWERS
 from .lie_algebra import cos_sin, eigenbasis, plane_rotations, skew, working_dtype
-from .positions import TokenPositions, of_coordinates
+from .positions import TokenPositions
 from .rotation import BlockRotation, EigenRotation, PlaneRotation, Rotation
 from .tracing import values_are_unknown
 
@@ -70,27 +70,11 @@ class RotaryEncoding(nn.Module):
         """
         raise NotImplementedError
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialise the parameters as `rotary_init` says, leaving alone those that came from a checkpoint."""
+    def forward(self, positions: TokenPositions) -> Iterable[Rotation]:
+        """One rotation per layer for all tokens, in the form that attention applies fastest."""
+        return self.rotations_from(positions, self.entries(positions.coordinates.device))
 
-    def forward(self, positions: TokenPositions | torch.Tensor) -> Iterable[Rotation]:
-        """
-        Args:
-            positions: Of all tokens; coordinates alone, (N, A) or (B, N, A), are those of tokens without a prefix.
-
-        Returns:
-            One rotation per layer, in the form that attention applies fastest. Shared layers get the same.
-        """
-        if isinstance(positions, torch.Tensor):
-            positions = of_coordinates(positions)
-        return self.layer_rotations(positions)
-
-    def layer_rotations(self, positions: TokenPositions) -> Iterable[Rotation]:
-        """The rotations that `forward` returns."""
-        return self.explicit_rotations(positions, self.entries(positions.coordinates.device))
-
-    def explicit_rotations(
+    def rotations_from(
         self, positions: TokenPositions, entries: torch.Tensor, rays: Rays | None = None
     ) -> list[Rotation]:
         """
@@ -126,17 +110,18 @@ class RotaryEncoding(nn.Module):
         is_double = any(parameter.dtype == torch.float64 for parameter in self.parameters())
         return torch.float64 if is_double else torch.float32
 
-    def initialize(self, parameter: nn.Parameter) -> None:
-        """Fill generators as `rotary_init` and `rotary_init_scale` say."""
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill `generators` as `rotary_init` and `rotary_init_scale` say, unless they came from a checkpoint."""
         name, scale = self.config.rotary_init, self.config.rotary_init_scale
         if name == "uniform":
-            init.uniform_(parameter, 0.0, scale)
+            init.uniform_(self.generators, 0.0, scale)
         elif name == "normal":
-            init.normal_(parameter, 0.0, scale)
+            init.normal_(self.generators, 0.0, scale)
         elif name == "zeros":
-            init.zeros_(parameter)
-        else:
-            init.copy_(parameter, self.frequency_entries().to(parameter).mul(scale))
+            init.zeros_(self.generators)
+        elif name == "frequencies":
+            init.copy_(self.generators, self.frequency_entries().to(self.generators).mul(scale))
 
     def frequency_entries(self) -> torch.Tensor:
         """
@@ -151,8 +136,7 @@ class RotaryEncoding(nn.Module):
         # Half types have no QR decomposition.
         shape = (self.layers, self.heads, self.num_axes, self.num_axes)
         frames, _ = torch.linalg.qr(torch.randn(shape, dtype=torch.float32))
-        # (layers, heads, axes, planes) -> axes first
-        frequencies = (frames[..., plane // group_size] * magnitudes).permute(2, 0, 1, 3)
+        frequencies = (frames[..., plane // group_size] * magnitudes).permute(2, 0, 1, 3)  # (A, layers, heads, planes)
         entries = frequencies.new_zeros(*frequencies.shape[:3], self.num_blocks, self.num_entries)
         row, column = torch.triu_indices(self.block_size, self.block_size, offset=1)
         in_plane = (row % 2 == 0) & (column == row + 1)
@@ -201,7 +185,7 @@ class LieRE(RotaryEncoding):
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
 
-    def layer_rotations(self, positions: TokenPositions) -> Iterable[Rotation]:
+    def forward(self, positions: TokenPositions) -> Iterable[Rotation]:
         """
         On a grid that starts at zero the positions of most patches are multiples of another's, see
         [`exponential.Rays`]. Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it asks for them.
@@ -212,14 +196,10 @@ class LieRE(RotaryEncoding):
             rays = Rays.from_lists(positions.rays())
         elements = self.layers * self.heads * self.num_blocks * self.block_size**2 * coordinates[..., 0].numel()
         if self.layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
-            return self.explicit_rotations(positions, entries, rays)
+            return self.rotations_from(positions, entries, rays)
         # Copies, because frameworks that shard parameters take them away when this module returns.
         parts = [part.clone() for part in entries.split(1, dim=1)]
-        return (self.explicit_rotations(positions, part, rays)[0] for part in parts)
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        self.initialize(self.generators)
+        return (self.rotations_from(positions, part, rays)[0] for part in parts)
 
 
 class ComRoPEAxialPartition(RotaryEncoding):
@@ -249,7 +229,7 @@ class ComRoPEAxialPartition(RotaryEncoding):
         dtype = working_dtype(device)
         return self.axis_multipliers(device).to(dtype).unsqueeze(-1) * self.generators.to(dtype)
 
-    def layer_rotations(self, positions: TokenPositions) -> list[Rotation]:
+    def forward(self, positions: TokenPositions) -> list[Rotation]:
         """
         Without an exponential: every block is diagonalised once, whatever the number of tokens.
 
@@ -258,7 +238,7 @@ class ComRoPEAxialPartition(RotaryEncoding):
             [`rotation.BlockRotation`].
         """
         if self.block_size % 2:
-            return super().layer_rotations(positions)
+            return super().forward(positions)
         coordinates = positions.coordinates
         dtype, device = working_dtype(coordinates.device), coordinates.device
         batch, tokens = coordinates.shape[:-2] or (1,), coordinates.shape[-2]
@@ -299,10 +279,6 @@ class ComRoPEAxialPartition(RotaryEncoding):
         generators = basis.transpose(-1, -2) @ generators @ basis
         planes = range(0, self.block_size - 1, 2)
         return basis, generators, torch.stack([generators[..., plane + 1, plane] for plane in planes], dim=-1)
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        self.initialize(self.generators)
 
 
 class ComRoPELinearlyDependent(ComRoPEAxialPartition):

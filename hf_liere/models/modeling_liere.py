@@ -8,6 +8,7 @@ Vision transformers with learned rotary position encodings. Unusual in this file
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -33,9 +34,9 @@ from .encodings import RotaryEncoding
 from .folding import build_rotary_encoding, fold_rotations
 from .layers import LieRELayer, LieRELayerScale
 from .lie_algebra import working_dtype
+from .pooling import pool, visible_tokens
 from .positions import TokenPositions, check_positions, of_coordinates, of_grid, perturbation
 from .rotation import Rotation
-from .tracing import values_are_unknown
 
 
 class LieREPreTrainedModel(PreTrainedModel):
@@ -106,7 +107,7 @@ class LieREPreTrainedModel(PreTrainedModel):
 
         Raises:
             ValueError: if the model is folded already or has no rotations, its weights are offloaded or made by others
-                (pruning), or adapters or quantized layers stand where weights would have to be turned.
+                (pruning), or adapters or quantized layers stand where weights would have to be changed.
             `huggingface_hub.errors.StrictDataclassError`: if a grid does not fit the model.
         """
         return fold_rotations(self, LieREEncoderModel, grids)
@@ -123,17 +124,12 @@ class LieREEncoderModel(LieREPreTrainedModel):
 
     def __init__(self, config: LieREConfig, use_mask_token: bool = False):
         super().__init__(config)
+        norm = partial(nn.LayerNorm, config.hidden_size, eps=config.layer_norm_eps)
         self.embeddings = LieREEmbeddings(config, use_mask_token)
-        self.pre_layernorm = (
-            nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.use_pre_layernorm else nn.Identity()
-        )
+        self.pre_layernorm = norm() if config.use_pre_layernorm else nn.Identity()
         self.rotary_encoding = build_rotary_encoding(config, config.num_axes)
         self.layers = nn.ModuleList([LieRELayer(config, index) for index in range(config.num_hidden_layers)])
-        self.layernorm = (
-            nn.Identity()
-            if config.final_norm == "none"
-            else nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        )
+        self.layernorm = nn.Identity() if config.final_norm == "none" else norm()
         self.post_init()
 
     def pixels(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -147,24 +143,31 @@ class LieREEncoderModel(LieREPreTrainedModel):
         config = self.config
         if config.coordinates is None:
             return None
-        dtype = working_dtype(device)
-        return of_grid(
-            grid, config.train_grid, config.coordinates, config.num_prefix_tokens, self._prefix_coordinate, offsets,
-            device, dtype,
-        )  # fmt: skip
+        prefix = config.num_prefix_tokens, config.prefix_coordinate if self._prefix_is_placed else 0.0
+        return of_grid(grid, config.train_grid, config.coordinates, *prefix, offsets, device, working_dtype(device))
 
-    def given_positions(self, positions: torch.Tensor, num_patches: int) -> TokenPositions:
-        """Positions of all tokens from (…, N, A) coordinates of the patches, or (…, prefix + N, A) of all."""
-        prefix_length = self.config.num_prefix_tokens
-        if positions.shape[-2] > num_patches:
-            return TokenPositions(positions, prefix_length)
-        return of_coordinates(positions, prefix_length, self._prefix_coordinate)
+    def given_positions(self, coordinates: torch.Tensor, batch_size: int, grid: tuple[int, ...]) -> TokenPositions:
+        """
+        Positions of all tokens from coordinates of the patches, or of all tokens, as `forward` takes them.
+
+        Raises:
+            ValueError: as [`check_positions`], or if nothing in the model asks for positions.
+        """
+        config, num_patches = self.config, math.prod(grid)
+        if config.coordinates is None:
+            raise ValueError(
+                f"positions were given, but position_encoding={config.position_encoding!r} has no rotations."
+            )
+        placed = config.num_prefix_tokens if self._prefix_is_placed else 0
+        check_positions(coordinates, batch_size, num_patches, len(grid), placed)
+        prefix_coordinate = config.prefix_coordinate if placed else 0.0
+        has_prefix = coordinates.shape[-2] > num_patches
+        return of_coordinates(coordinates, config.num_prefix_tokens, None if has_prefix else prefix_coordinate)
 
     @property
-    def _prefix_coordinate(self) -> float:
-        """Where class and register tokens sit, for rotations or for a table that is read at coordinates."""
-        placed = self.config.rotate_prefix or self.config.position_table_size is not None
-        return self.config.prefix_coordinate if placed else 0.0
+    def _prefix_is_placed(self) -> bool:
+        """Whether class and register tokens sit somewhere, for rotations or a table that is read at coordinates."""
+        return self.config.rotate_prefix or self.config.position_table_size is not None
 
     def rotations(self, positions: TokenPositions | None) -> Iterable[Rotation | None]:
         """One rotation per layer for tokens at these positions, or `None` for each."""
@@ -206,21 +209,6 @@ class LieREEncoderModel(LieREPreTrainedModel):
         """
         pixels = self.pixels(pixel_values)
         grid = self.embeddings.patch_embeddings.grid(pixels)
-        num_patches = math.prod(grid)
-        if positions is not None:
-            if self.config.coordinates is None:
-                raise ValueError(
-                    f"positions were given, but position_encoding={self.config.position_encoding!r} has no rotations."
-                )
-            placed_prefix = self.config.rotate_prefix or self.config.position_table_size is not None
-            prefix_length = self.config.num_prefix_tokens if placed_prefix else 0
-            check_positions(positions, pixels.shape[0], num_patches, len(grid), prefix_length)
-        if bool_masked_pos is not None:
-            self._check_mask(bool_masked_pos, pixels.shape[0], num_patches)
-        visible = None
-        if attention_mask is not None:
-            visible = self._visible_tokens(attention_mask, pixels.shape[0], self.config.num_prefix_tokens + num_patches)
-
         offsets = None
         if self.training and self.config.position_perturbation:
             dtype = working_dtype(pixels.device)
@@ -228,7 +216,9 @@ class LieREEncoderModel(LieREPreTrainedModel):
         if positions is None:
             positions = self.grid_positions(grid, offsets, pixels.device)
         else:
-            positions = self.given_positions(positions, num_patches)
+            positions = self.given_positions(positions, pixels.shape[0], grid)
+        num_tokens = self.config.num_prefix_tokens + math.prod(grid)
+        visible = visible_tokens(self.config, attention_mask, pixels.shape[0], num_tokens)
         hidden_states = self.pre_layernorm(self.embeddings(pixels, grid, offsets, bool_masked_pos, positions))
         attention_mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
@@ -237,73 +227,12 @@ class LieREEncoderModel(LieREPreTrainedModel):
             kind, tensors = (None, ()) if rotation is None else (type(rotation).__name__, rotation)
             hidden_states = layer(hidden_states, attention_mask, *tensors, kind=kind, **kwargs)
         if self.config.final_norm == "pooled":
-            pooled = self.layernorm(self._pool(hidden_states, visible))
+            pooled = self.layernorm(pool(self.config, hidden_states, visible))
         else:
             hidden_states = self.layernorm(hidden_states)
-            pooled = self._pool(hidden_states, visible)
+            pooled = pool(self.config, hidden_states, visible)
         # A single pooled token, or class and register tokens side by side.
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled.flatten(1))
-
-    def _pool(self, hidden_states: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        """(B, tokens, hidden_size) states, of which a mean takes those that are `visible`, (1 or B, tokens)."""
-        if self.config.pooling == "cls":
-            return hidden_states[:, 0]
-        if self.config.pooling == "prefix":
-            return hidden_states[:, : self.config.num_prefix_tokens]
-        first = self._first_pooled
-        if visible is None:
-            return hidden_states[:, first:].mean(dim=1)
-        visible = visible[:, first:, None].to(hidden_states.device)
-        return hidden_states[:, first:].masked_fill(~visible, 0.0).sum(dim=1) / visible.sum(dim=1)
-
-    @property
-    def _first_pooled(self) -> int:
-        """Index of the first token that `pooling` averages."""
-        return self.config.num_prefix_tokens if self.config.pooling == "mean" else 0
-
-    def _visible_tokens(self, mask: torch.Tensor, batch_size: int, num_tokens: int) -> torch.Tensor | None:
-        """(1 or B, tokens), true for tokens that a query attends to; `None` where a mask that is no tensor hides it."""
-        averaged = self.config.pooling in ("mean", "mean_all")
-        if not isinstance(mask, torch.Tensor):
-            if averaged:
-                raise ValueError(
-                    f"pooling={self.config.pooling!r} cannot tell which tokens a {type(mask).__name__} hides; pass an "
-                    f"attention_mask of shape {(batch_size, num_tokens)}."
-                )
-            return None
-        pairs = ((1, batch_size), (1, self.config.num_attention_heads), (1, num_tokens), (num_tokens,))
-        exact = mask.dtype == torch.bool or mask.is_floating_point()
-        if mask.ndim == 4 and exact and all(size in accepted for size, accepted in zip(mask.shape, pairs)):
-            # Masks that are added to the logits hide a token by the smallest number of their type, or minus infinity.
-            attended = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-            visible = attended.flatten(1, 2).any(dim=1)
-        elif tuple(mask.shape) == (batch_size, num_tokens):
-            if not values_are_unknown(mask) and (mask < 0).any():
-                raise ValueError(
-                    f"attention_mask of shape {tuple(mask.shape)} holds {mask.min().item()}: a mask of tokens is true "
-                    "or 1 for those that are attended to, 0 for others; only a mask of pairs is added to the logits."
-                )
-            visible = mask.bool()
-        else:
-            raise ValueError(
-                f"attention_mask of shape {tuple(mask.shape)} in {mask.dtype} must be {(batch_size, num_tokens)} "
-                "(batch, class and register tokens and patches), or one for pairs of tokens, Boolean or floating "
-                f"point, (1 or {batch_size}, 1 or {self.config.num_attention_heads}, 1 or {num_tokens}, {num_tokens})."
-            )
-        pooled = visible[:, self._first_pooled :] if averaged else visible
-        if not values_are_unknown(visible) and not pooled.any(dim=1).all():
-            samples = (~pooled.any(dim=1)).nonzero().flatten().tolist()
-            raise ValueError(f"attention_mask hides all {pooled.shape[1]} tokens to be pooled of samples {samples}.")
-        return visible
-
-    def _check_mask(self, bool_masked_pos: torch.Tensor, batch_size: int, num_patches: int) -> None:
-        if self.embeddings.mask_token is None:
-            raise ValueError("bool_masked_pos was given, but this model was built without use_mask_token=True.")
-        if tuple(bool_masked_pos.shape) != (batch_size, num_patches):
-            raise ValueError(
-                f"bool_masked_pos of shape {tuple(bool_masked_pos.shape)} must be (batch, patches) = "
-                f"{(batch_size, num_patches)}."
-            )
 
 
 class LieREViTModel(LieREEncoderModel):
@@ -354,9 +283,7 @@ class LieREForClassification(LieREPreTrainedModel):
         outputs = self.liere(pixel_values, positions=positions, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
-        return ImageClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+        return ImageClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
 
 class LieREViTForImageClassification(LieREForClassification):
@@ -393,24 +320,18 @@ class LieREViTForMaskedImageModeling(LieREPreTrainedModel):
         outputs = self.liere(pixel_values, positions=positions, bool_masked_pos=bool_masked_pos, **kwargs)
         batch_size, channels, height, width = pixel_values.shape
         patch_height, patch_width = self.config.patch_shape
+        grid = height // patch_height, width // patch_width
         patches = self.decoder(outputs.last_hidden_state[:, self.config.num_prefix_tokens :])
-        patches = patches.view(
-            batch_size, height // patch_height, width // patch_width, channels, patch_height, patch_width
-        )
+        patches = patches.view(batch_size, *grid, channels, patch_height, patch_width)
         reconstruction = patches.permute(0, 3, 1, 4, 2, 5).reshape(pixel_values.shape)
 
         loss = None
         if bool_masked_pos is not None:
-            mask = bool_masked_pos.view(batch_size, 1, height // patch_height, width // patch_width).bool()
+            mask = bool_masked_pos.view(batch_size, 1, *grid).bool()
             mask = mask.repeat_interleave(patch_height, 2).repeat_interleave(patch_width, 3)
             error = nn.functional.l1_loss(pixel_values.to(reconstruction.dtype), reconstruction, reduction="none")
             loss = (error * mask).sum() / (mask.sum() + 1e-5) / channels
-        return MaskedImageModelingOutput(
-            loss=loss,
-            reconstruction=reconstruction,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return MaskedImageModelingOutput(loss, reconstruction, outputs.hidden_states, outputs.attentions)
 
 
 class LieREViTBackbone(BackboneMixin, LieREViTModel):

@@ -9,7 +9,16 @@ import torch
 from .tracing import values_are_unknown
 
 
-# Coordinates of a grid that are multiples of the index of a patch.
+# The coordinate of a patch on an axis of n patches that had n₀ in training, from its index, n, n₀ and the n of the last
+# axis: see `of_grid`.
+COORDINATES = {
+    "index": lambda index, size, trained, width: index,
+    "train_grid": lambda index, size, trained, width: index * (size / trained / max(size - 1, 1)),
+    "train_index": lambda index, size, trained, width: index * (trained / size),
+    "unit": lambda index, size, trained, width: (index + 0.5) / size,
+    "unit_width": lambda index, size, trained, width: (index + 0.5) / width,
+}
+# Those that are multiples of the index.
 PROPORTIONAL = ("index", "train_grid", "train_index")
 
 
@@ -36,7 +45,15 @@ class TokenPositions(NamedTuple):
 
         `None` where the positions are not known to be proportional to indices.
         """
-        return grid_rays(self.grid, self.num_prefix_tokens) if self.proportional else None
+        if not self.proportional:
+            return None
+        rays = {}
+        for token, index in enumerate(itertools.product(*map(range, self.grid)), start=self.num_prefix_tokens):
+            multiple = math.gcd(*index)
+            if multiple:
+                # Raster order meets the multiples in order.
+                rays.setdefault(tuple(i // multiple for i in index), []).append(token)
+        return list(rays.values())
 
     def prefix_at_zero(self) -> "TokenPositions":
         """The same patches with class and register tokens at zero, where no encoding rotates them."""
@@ -55,34 +72,7 @@ def of_grid(
     dtype: torch.dtype = torch.float64,
 ) -> TokenPositions:
     """
-    The patches of a grid, see [`grid_positions`], after prefix tokens that sit at `prefix_coordinate` of every axis.
-
-    Raises:
-        ValueError: as [`grid_positions`].
-    """
-    patches = grid_positions(grid, train_grid, coordinates, offsets, device, dtype)
-    placed = with_prefix(patches, num_prefix_tokens, prefix_coordinate)
-    if offsets is not None:
-        return TokenPositions(placed, num_prefix_tokens)
-    proportional = coordinates in PROPORTIONAL and (prefix_coordinate == 0 or num_prefix_tokens == 0)
-    return TokenPositions(placed, num_prefix_tokens, tuple(grid), proportional)
-
-
-def of_coordinates(patches: torch.Tensor, num_prefix_tokens: int = 0, prefix_coordinate: float = 0.0) -> TokenPositions:
-    """Patches at any (…, N, A) coordinates, after prefix tokens that sit at `prefix_coordinate` of every axis."""
-    return TokenPositions(with_prefix(patches, num_prefix_tokens, prefix_coordinate), num_prefix_tokens)
-
-
-def grid_positions(
-    grid: tuple[int, ...],
-    train_grid: tuple[int, ...],
-    coordinates: str,
-    offsets: torch.Tensor | None = None,
-    device: torch.device | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
-    """
-    Coordinates of the patches of a grid, first axis slowest (raster order).
+    The patches of a grid, first axis slowest (raster order), after prefix tokens.
 
     With i the index of a patch on an axis of n patches that had n₀ in training: `index` i; `train_grid` i·(n/n₀)/(n−1)
     (LieRE's code: linspace(0, n/n₀, n)); `train_index` i·n₀/n (timm's reference grid); `unit` (i+½)/n (ComRoPE
@@ -92,54 +82,34 @@ def grid_positions(
         grid: Patches per axis, A numbers.
         train_grid: Patches per axis in training.
         coordinates: One of `index`, `train_grid`, `train_index`, `unit`, `unit_width`.
-        offsets: (N, A), displacement of each patch in patch extents, from [`perturbation`].
-
-    Returns:
-        (N, A) coordinates, N the number of patches.
+        prefix_coordinate: Where prefix tokens sit on every axis.
+        offsets: (patches, A), displacement of each patch in patch extents, from [`perturbation`].
 
     Raises:
         ValueError: for any other value of `coordinates`.
     """
-    indices = patch_indices(grid, offsets, device, dtype)
-    columns = []
-    for axis, (size, trained) in enumerate(zip(grid, train_grid)):
-        index = indices[:, axis]
-        if coordinates == "index":
-            columns.append(index)
-        elif coordinates == "train_grid":
-            columns.append(index * (size / trained / max(size - 1, 1)))
-        elif coordinates == "train_index":
-            columns.append(index * (trained / size))
-        elif coordinates == "unit":
-            columns.append((index + 0.5) / size)
-        elif coordinates == "unit_width":
-            columns.append((index + 0.5) / grid[-1])
-        else:
-            raise ValueError(
-                f"coordinates={coordinates!r} must be one of 'index', 'train_grid', 'train_index', 'unit', "
-                "'unit_width'."
-            )
-    return torch.stack(columns, dim=-1)
+    if coordinates not in COORDINATES:
+        raise ValueError(f"coordinates={coordinates!r} must be one of {', '.join(map(repr, COORDINATES))}.")
+    place, indices = COORDINATES[coordinates], patch_indices(grid, offsets, device, dtype)  # (patches, A)
+    axes = zip(indices.unbind(-1), grid, train_grid)
+    patches = torch.stack([place(index, size, trained, grid[-1]) for index, size, trained in axes], dim=-1)
+    placed = with_prefix(patches, num_prefix_tokens, prefix_coordinate)
+    if offsets is not None:
+        return TokenPositions(placed, num_prefix_tokens)
+    proportional = coordinates in PROPORTIONAL and (prefix_coordinate == 0 or num_prefix_tokens == 0)
+    return TokenPositions(placed, num_prefix_tokens, tuple(grid), proportional)
 
 
-def grid_rays(grid: tuple[int, ...], num_prefix_tokens: int) -> list[list[int]]:
+def of_coordinates(
+    coordinates: torch.Tensor, num_prefix_tokens: int = 0, prefix_coordinate: float | None = 0.0
+) -> TokenPositions:
     """
-    Which patches sit at multiples of another one's position, for coordinates that are proportional to the index.
-
-    Args:
-        grid: Patches per axis.
-        num_prefix_tokens: Number of tokens before the patches, all at position zero.
-
-    Returns:
-        For each patch with coprime indices the tokens at its multiples 1, 2, …; all others are at position zero.
+    Patches at any (…, N, A) coordinates, after prefix tokens that sit at `prefix_coordinate` of every axis; `None`
+    where the coordinates of prefix tokens come first already.
     """
-    rays = {}
-    for token, index in enumerate(itertools.product(*map(range, grid)), start=num_prefix_tokens):
-        multiple = math.gcd(*index)
-        if multiple:
-            # Raster order meets the multiples in order.
-            rays.setdefault(tuple(i // multiple for i in index), []).append(token)
-    return list(rays.values())
+    if prefix_coordinate is not None:
+        coordinates = with_prefix(coordinates, num_prefix_tokens, prefix_coordinate)
+    return TokenPositions(coordinates, num_prefix_tokens)
 
 
 def patch_indices(

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_liere import LieREVideoConfig, LieREVideoForVideoClassification, LieREViTConfig, LieREViTForImageClassification
 from hf_liere.models.configuration_liere import LieREConfig
 from hf_liere.models.folding import build_rotary_encoding
-from hf_liere.models.positions import grid_positions, with_prefix
+from hf_liere.models.positions import of_grid
 
 
 SIZES = {
@@ -240,9 +240,9 @@ class NaiveRotation(nn.Module):
         self.multipliers = (
             nn.Parameter(parameters["multipliers"][:, layer].clone()) if "multipliers" in parameters else None
         )
-        positions = grid_positions(config.train_grid, config.train_grid, config.coordinates)
+        placed = of_grid(config.train_grid, config.train_grid, config.coordinates, config.num_prefix_tokens)
         # A rotation at 0 is the identity, which class and register tokens have.
-        self.register_buffer("positions", with_prefix(positions, config.num_prefix_tokens, 0.0))
+        self.register_buffer("positions", placed.coordinates)
 
     def forward(self) -> torch.Tensor:
         """(N, heads, blocks, b, b)."""

@@ -1,0 +1,296 @@
+"""
+What rotations do to queries and keys, forward and backward: planes and blocks applied, and the gradients of angles,
+blocks and commuting generators. Each has a plain implementation here and may have a faster one for a kind of device,
+see `backends`.
+"""
+
+from collections.abc import Callable
+
+import torch
+from transformers.utils.generic import maybe_autocast
+
+from .backends import find_backend
+from .tracing import first_derivative_only
+
+
+# Of query and key each; measured on CPU for blocks of 8.
+SAMPLES_AT_ONCE = 8
+# Above, indexing costs less than one product that gathers the parts of all pairs of planes.
+GATHERED_SIZE = 16
+
+
+def rotate_planes(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos_sin: torch.Tensor,
+    generators: torch.Tensor | None = None,
+    phases: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate(*states):
+        if generators is None and torch.compiler.is_compiling():
+            # Compilers fuse plain operations themselves.
+            return tuple(_planes_of(part, cos_sin) for part in states)
+        return _RotatePlanes.apply(*states, cos_sin, generators, phases)
+
+    if find_backend("apply_rotation", query, 2) is not None:
+        return rotate(query, key)
+    return _on_leading(query, key, 2 * cos_sin.shape[3], rotate)
+
+
+def rotate_blocks(query: torch.Tensor, key: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    fused = find_backend("apply_rotation", query, blocks.shape[-1]) is not None
+
+    def rotate(*states):
+        if torch.compiler.is_compiling() or (blocks.shape[0] > 1 and not fused):
+            # Samples with matrices of their own have no sum to be saved.
+            return tuple(_blocks_of(part, blocks) for part in states)
+        return _RotateBlocks.apply(*states, blocks)
+
+    return rotate(query, key) if fused else _on_leading(query, key, blocks.shape[3] * blocks.shape[-1], rotate)
+
+
+def _on_leading(query: torch.Tensor, key: torch.Tensor, width: int, rotate: Callable):
+    """`rotate` for the first channels of query and key; the others are passed through."""
+    if width == query.shape[-1]:
+        return rotate(query, key)
+    rotated = rotate(query[..., :width], key[..., :width])
+    return tuple(torch.cat([part, states[..., width:]], dim=-1) for part, states in zip(rotated, (query, key)))
+
+
+class _RotatePlanes(torch.autograd.Function):
+    """
+    Query and key by [`PlaneRotation`] or [`EigenRotation`]. The backward pass returns the gradient of the angles,
+    through cos and sin, with the rest of the gradient of the generators where these are given.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, cos_sin, generators, phases):
+        rotated = _apply_planes((query, key), cos_sin)
+        # Attention keeps the rotated states anyway; those before are never needed.
+        states = rotated if ctx.needs_input_grad[2] else (None, None)
+        ctx.save_for_backward(*states, cos_sin, generators, phases)
+        return rotated
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, *gradients):
+        *states, cos_sin, generators, phases = ctx.saved_tensors
+        rotated_back = _apply_planes(gradients, cos_sin, inverse=True)
+        if not ctx.needs_input_grad[2]:
+            return *rotated_back, None, None, None
+        (cos, sin), generators_gradient = cos_sin.unbind(-1), None
+        if generators is None:
+            by_angle = angle_gradients(gradients, states, cos_sin)
+        else:
+            outer = outer_products(gradients, states, phases.shape, generators.shape[-1])
+            by_angle, generators_gradient = eigen_gradients(outer, generators, phases)
+            by_angle = by_angle.reshape(cos.shape)
+        # The direction in which cos and sin change with the angle: any other part would be lost in it.
+        cos_sin_gradient = torch.stack([-sin * by_angle, cos * by_angle], dim=-1)
+        return *rotated_back, cos_sin_gradient, generators_gradient, None
+
+
+class _RotateBlocks(torch.autograd.Function):
+    """Query and key by a [`BlockRotation`] that all samples share, or any with a backend."""
+
+    @staticmethod
+    def forward(ctx, query, key, blocks):
+        rotated = _apply_blocks((query, key), blocks)
+        ctx.save_for_backward(*(rotated if ctx.needs_input_grad[2] else (None, None)), blocks)
+        return rotated
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, *gradients):
+        *states, blocks = ctx.saved_tensors
+        rotated_back = _apply_blocks(gradients, blocks, inverse=True)
+        if not ctx.needs_input_grad[2]:
+            return *rotated_back, None
+        # g qᵀ with q = Rᵀ r, r being the rotated state.
+        outer = outer_products(gradients, states, blocks.shape[:4], blocks.shape[-1], blocks)
+        return *rotated_back, outer.to(blocks.dtype)
+
+
+def _apply_planes(states, cos_sin: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    if backend := find_backend("apply_rotation", states[0], 2):
+        return backend.apply_rotation(*states, cos_sin, inverse)
+    if inverse:
+        cos_sin = cos_sin * cos_sin.new_tensor([1.0, -1.0])
+    return tuple(_planes_of(part, cos_sin) for part in states)
+
+
+def _apply_blocks(states, blocks: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    if backend := find_backend("apply_rotation", states[0], blocks.shape[-1]):
+        return backend.apply_rotation(*states, blocks, inverse)
+    return _shared_blocks_of(states, blocks, inverse)
+
+
+def _planes_of(states: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """(B, H, N, 2 · planes) states, rotated."""
+    cos_sin = cos_sin.to(torch.promote_types(states.dtype, torch.float32))
+    wide = states.to(cos_sin.dtype)
+    if _as_complex(wide):
+        # One pass over memory instead of six.
+        rotated = torch.view_as_complex(wide.unflatten(-1, (-1, 2))) * torch.view_as_complex(cos_sin.contiguous())
+        rotated = torch.view_as_real(rotated)  # (B, H, N, planes, 2)
+    else:
+        (cos, sin), (first, second) = cos_sin.unbind(-1), wide.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    return rotated.flatten(-2).to(states.dtype)
+
+
+def _as_complex(states: torch.Tensor) -> bool:
+    """Whether pairs of channels can be seen as complex numbers; compilers and MPS do better without."""
+    if torch.compiler.is_compiling() or states.device.type == "mps":
+        return False
+    return states.stride(-1) == 1 and all(s % 2 == 0 for s in (states.storage_offset(), *states.stride()[:-1]))
+
+
+def _blocks_of(states: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """(B, H, N, blocks · b) states, rotated."""
+    blocks = blocks.to(states.dtype)
+    columns = states.unflatten(-1, (-1, blocks.shape[-1])).unsqueeze(-1)  # (B, H, N, blocks, b, 1)
+    return (blocks @ columns).squeeze(-1).flatten(-2)
+
+
+def _shared_blocks_of(
+    states: tuple[torch.Tensor, ...], blocks: torch.Tensor, inverse: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """(B, H, N, blocks · b) states, all rotated by the same (1, 1 or H, N, blocks, b, b) blocks or their transposes."""
+    batch, heads, tokens, _ = states[0].shape
+    count, size = blocks.shape[3], blocks.shape[-1]
+    matrices = blocks[0].expand(heads, *blocks.shape[2:]).transpose(0, 1).reshape(-1, size, size)
+    matrices = matrices.to(states[0].dtype)  # (N · H · blocks, b, b)
+    # In memory as a projection leaves it, tokens before heads.
+    rotated = tuple(part.new_empty(batch, tokens, heads, count * size).transpose(1, 2) for part in states)
+    # One product per token, head and block takes several samples as its columns; more than these fall out of cache.
+    for start in range(0, batch, SAMPLES_AT_ONCE):
+        samples = slice(start, start + SAMPLES_AT_ONCE)
+        rows = block_rows(torch.cat([part[samples].transpose(1, 2) for part in states]).transpose(1, 2), size)
+        if inverse:
+            product = torch.bmm(rows, matrices)
+        else:
+            product = torch.bmm(matrices, rows.transpose(1, 2)).transpose(1, 2)
+        product = product.unflatten(0, (tokens, heads, count)).permute(3, 1, 0, 2, 4)  # (B, H, N, blocks, b)
+        for whole, part in zip(rotated, product.chunk(len(states))):
+            whole[samples].unflatten(-1, (count, size)).copy_(part)
+    return rotated
+
+
+def block_rows(states: torch.Tensor, size: int) -> torch.Tensor:
+    """(B, H, N, blocks · size) → (N · H · blocks, B, size)."""
+    return states.unflatten(-1, (-1, size)).permute(2, 1, 3, 0, 4).flatten(0, 2)
+
+
+def angle_gradients(gradients, rotated, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Derivative along the angles, summed over query, key and what shares an angle: (1 or B, 1 or H, N, planes)."""
+    if backend := find_backend("angle_gradients", rotated[0], 2):
+        return backend.angle_gradients(gradients, rotated, cos_sin.shape[:4]).to(cos_sin.dtype)
+    total = 0
+    for gradient, states in zip(gradients, rotated):
+        first, second = gradient.to(cos_sin.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+        rotated_first, rotated_second = states.to(cos_sin.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+        by_angle = (second * rotated_first).addcmul_(first, rotated_second, value=-1)
+        total = total + by_angle.sum_to_size(cos_sin.shape[:-1])
+    return total
+
+
+def outer_products(
+    gradients, rotated, shape: torch.Size, size: int, rotation: torch.Tensor | None = None
+) -> torch.Tensor:
+    """
+    Σ g rᵀ over query, key, and the samples and heads that share a rotation, times that `rotation` if given:
+    (1 or B, 1 or H, N, blocks, b, b).
+    """
+    if backend := find_backend("outer_products", rotated[0], size):
+        return backend.outer_products(gradients, rotated, shape, size, rotation)
+    batch, heads, tokens, blocks = shape
+    outer = None
+    with maybe_autocast(rotated[0].device.type, enabled=False):
+        for gradient, states in zip(gradients, rotated):
+            dtype = torch.promote_types(states.dtype, torch.float32)
+            gradient, states = gradient.to(dtype), states.to(dtype)
+            if batch > 1:
+                gradient, states = (x.unflatten(-1, (blocks, size)).transpose(1, 2) for x in (gradient, states))
+                product = gradient.unsqueeze(-1) * states.unsqueeze(-2)
+                outer = product if outer is None else outer.add_(product)
+            else:
+                factors = block_rows(gradient, size).transpose(1, 2), block_rows(states, size)
+                # Buffers are reused: small products spend most of their time on allocations.
+                outer = torch.bmm(*factors) if outer is None else outer.baddbmm_(*factors)
+    outer = outer.view(batch, tokens, -1, blocks, size, size)
+    outer = (outer.sum(2, keepdim=True) if heads == 1 else outer).transpose(1, 2)
+    return outer if rotation is None else outer @ rotation.to(outer.dtype)
+
+
+def eigen_gradients(
+    outer: torch.Tensor, generators: torch.Tensor, phases: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Gradients of the angles and of UᵀSU off its diagonal planes, from Σ g rᵀ.
+
+    With D = UᵀSU, ∂exp(sD) along T contracted with g is ⟨∫₀ˢ e^(−uD) (g rᵀ) e^(uD) du, T⟩ (Daleckii–Krein). On the 2×2
+    block of the planes j and k, written as (a + ib) and (c + id) for its parts that commute and anticommute with a
+    rotation, the integral is a product with s e^(−iα/2) sinc(α/2), α = s (μ_j ∓ μ_k): finite for equal frequencies.
+
+    Args:
+        outer: (1 or B, 1 or H, N, blocks, b, b).
+        generators: (1 or H, blocks, b, b).
+        phases: (1 or B, 1 or H, N, blocks).
+
+    Returns:
+        (1 or B, 1 or H, N, blocks, b/2) and (1 or H, blocks, b, b).
+    """
+    size = generators.shape[-1]
+    planes = size // 2
+    if size <= GATHERED_SIZE:
+        # The parts are linear in the blocks: one product for all of them.
+        every = torch.eye(size**2, dtype=outer.dtype, device=outer.device).view(-1, size, size)
+        # Tokens come before heads in memory.
+        parts = (outer.transpose(1, 2).flatten(-2) @ torch.cat(_plane_parts(every), dim=-1)).transpose(1, 2)
+        pairs = planes * (planes - 1) // 2
+        angles_gradient, a, b, c, d = parts.split([planes, pairs, pairs, pairs, pairs], dim=-1)
+    else:
+        angles_gradient, a, b, c, d = _plane_parts(outer)
+    frequencies = torch.stack([generators[..., 2 * j + 1, 2 * j] for j in range(planes)], dim=-1).to(phases.dtype)
+    j, k = torch.triu_indices(planes, planes, offset=1, device=outer.device)
+    phases = phases.unsqueeze(-1)
+
+    def integrate(real, imaginary, frequency):
+        half = phases * (frequency / 2).unsqueeze(-3)
+        cos, sin = half.cos(), half.sin()
+        length = phases * torch.where(half == 0, 1, sin / half)
+        cos, sin = cos * length, sin * length
+        return (real * cos + imaginary * sin).sum((0, 2)), (imaginary * cos - real * sin).sum((0, 2))
+
+    a, b = integrate(a, b, frequencies[..., j] - frequencies[..., k])
+    c, d = integrate(c, d, frequencies[..., j] + frequencies[..., k])
+    # Half for the block, half for its mirror image below.
+    blocks = torch.stack([torch.stack([a + c, d - b], -1), torch.stack([b + d, a - c], -1)], -2) / 4
+    gradient = blocks.new_zeros(*blocks.shape[:-3], planes, planes, 2, 2)
+    gradient[..., j, k, :, :] = blocks
+    gradient = gradient.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+    return angles_gradient, (gradient - gradient.transpose(-1, -2)).to(generators.dtype)
+
+
+def _plane_parts(matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """
+    Parts of the skew part of (…, b, b): the one within each plane, (…, b/2), and for the block of every pair of planes
+    j < k twice the a, b, c and d of aI + bJ + cK + dL, K = diag(1, −1), L = [[0, 1], [1, 0]], (…, pairs) each.
+    """
+    planes = matrices.shape[-1] // 2
+    skew = matrices - matrices.transpose(-1, -2)
+    # (…, j, k, 2, 2)
+    blocks = skew.unflatten(-1, (planes, 2)).unflatten(-3, (planes, 2)).transpose(-2, -3)
+    within = blocks[..., 1, 0].diagonal(dim1=-2, dim2=-1)
+    j, k = torch.triu_indices(planes, planes, offset=1, device=matrices.device)
+    (upper_left, upper_right), (lower_left, lower_right) = (
+        row.unbind(-1) for row in blocks[..., j, k, :, :].unbind(-2)
+    )
+    return (
+        within,
+        upper_left + lower_right,
+        lower_left - upper_right,
+        upper_left - lower_right,
+        upper_right + lower_left,
+    )
