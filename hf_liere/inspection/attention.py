@@ -104,17 +104,19 @@ def attention_distances(
     Returns:
         (layers, images, heads) float32, in patches; on video a patch is a tubelet, on each axis.
     """
-    apart: dict[tuple[int, ...], torch.Tensor] = {}
 
     def distance(weights: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
-        if grid not in apart:
-            places = torch.cartesian_prod(*[torch.arange(size, dtype=torch.float32) for size in grid])
-            apart[grid] = torch.cdist(places, places).to(weights.device)
         prefix = weights.shape[-1] - math.prod(grid)
         weights = weights[:, :, prefix:, prefix:]
-        return ((weights * apart[grid]).sum(-1) / weights.sum(-1)).mean(-1)
+        return ((weights * patch_distances(grid).to(weights.device)).sum(-1) / weights.sum(-1)).mean(-1)
 
     return observe_attention(vision_tower(model), pixel_values, distance, batch_size, progress)[0]
+
+
+def patch_distances(grid: tuple[int, ...]) -> torch.Tensor:
+    """(N, N) distances ‖k − q‖ between all patches of a grid, in patches."""
+    places = torch.cartesian_prod(*[torch.arange(size, dtype=torch.float32) for size in grid])
+    return torch.cdist(places, places)
 
 
 def attention_relativity(model: nn.Module) -> torch.Tensor:

@@ -6,7 +6,6 @@ Where layers or heads share generators, "layers" or "heads" is 1 in the shapes b
 
 import copy
 import itertools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -217,7 +216,10 @@ def relativity_error(
         offsets = torch.linspace(0, longest, min(longest, OFFSETS) + 1, dtype=torch.float64).tolist()
     offsets = torch.tensor(list(offsets), dtype=torch.float64)
     steps = patch_steps(encoding)
-    first, second = (patch_positions(encoding)[chosen] for chosen in _pairs(encoding.config.train_grid, pairs))
+    patches = patch_positions(encoding)
+    chosen = torch.randint(len(patches), (2, pairs), generator=torch.Generator().manual_seed(0))
+    chosen[:, 0] = torch.tensor([0, len(patches) - 1])
+    first, second = patches[chosen]  # (pairs, A) each
     matrices = generators(encoding)
     largest = matrices.new_zeros(len(offsets), *matrices.shape[1:3])
     mean = largest.clone()
@@ -233,14 +235,6 @@ def relativity_error(
                 largest[index, layer], mean[index, layer] = errors.amax(1), errors.mean(1)
                 bar.update()
     return RelativityError(offsets, largest, mean)
-
-
-def _pairs(grid: tuple[int, ...], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the patches p and q of each pair."""
-    patches = math.prod(grid)
-    chosen = torch.randint(patches, (2, count), generator=torch.Generator().manual_seed(0))
-    chosen[:, 0] = torch.tensor([0, patches - 1])
-    return chosen[0], chosen[1]
 
 
 def angle_statistics(encoding: RotaryEncoding) -> AngleStatistics:

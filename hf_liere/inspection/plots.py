@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from .analysis import Analysis, InputAnalysis
-from .attention import overlay
+from .attention import overlay, patch_distances
 from .encodings import EncodingAnalysis
 from .output_change import OutputChange
 
@@ -334,7 +334,8 @@ def plot_attention(entries: Sequence[InputAnalysis], shown: Sequence[np.ndarray]
 
 
 def plot_distances(entries: Sequence[InputAnalysis]) -> dict[str, str]:
-    uniform = [uniform_distance(entry.attention.grid) for entry in entries]
+    # If every patch attends to all patches equally.
+    uniform = [patch_distances(entry.attention.grid).mean().item() for entry in entries]
     highest = max(*uniform, *(entry.distances.mean(1).max().item() for entry in entries))
 
     def paint(figure: Figure, theme: dict) -> None:
@@ -354,12 +355,6 @@ def plot_distances(entries: Sequence[InputAnalysis]) -> dict[str, str]:
         panels[0].legend(fontsize=8, loc="lower right")
 
     return draw(paint, min(10.0, 1.2 + 3.2 * len(entries)), 3.2)
-
-
-def uniform_distance(grid: tuple[int, ...]) -> float:
-    """Attention distance if every patch attends to all patches equally."""
-    places = torch.cartesian_prod(*[torch.arange(size, dtype=torch.float32) for size in grid])
-    return torch.cdist(places, places).mean().item()
 
 
 def size_name(size: tuple[int, ...]) -> str:

@@ -239,20 +239,19 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
             plot_relativity(encoding),
         )
     )
-    measured = [entry for entry in analysis.inputs if entry.output_change is not None]
-    for entry in measured:
-        plots.append(
-            Plot(
-                "What a common offset does to the output",
-                "Change of the pooled output if the coordinates of all patches move by the same offset (ComRoPE "
-                f"Fig. 5) at {size_name(entry.size)}, mean and quartiles over images. Class and register tokens that "
-                "are not rotated stay where they are, so that what they see of the patches changes for every encoding. "
-                "All else that tells positions, such as a table, stays too: 0 speaks of these rotations alone.",
-                "Curve of the relative change of the output over the offset.",
-                plot_output_change(entry.output_change),
-            )
+    return plots + [
+        Plot(
+            "What a common offset does to the output",
+            "Change of the pooled output if the coordinates of all patches move by the same offset (ComRoPE "
+            f"Fig. 5) at {size_name(entry.size)}, mean and quartiles over images. Class and register tokens that "
+            "are not rotated stay where they are, so that what they see of the patches changes for every encoding. "
+            "All else that tells positions, such as a table, stays too: 0 speaks of these rotations alone.",
+            "Curve of the relative change of the output over the offset.",
+            plot_output_change(entry.output_change),
         )
-    return plots
+        for entry in analysis.inputs
+        if entry.output_change is not None
+    ]
 
 
 def relativity_of_model(analysis: Analysis) -> str:
@@ -283,10 +282,7 @@ def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Se
     }
     query = query[entries[0].attention.query]
     is_video = len(entries[0].attention.grid) == 3
-    if is_video:
-        entries, shown, sizes = entries[:1], shown[:1], "by frame"
-    else:
-        sizes = "by input size"
+    sizes = "by frame" if is_video else "by input size"
     plots = [
         Plot(
             f"Attention on {sources[image]}",
@@ -294,11 +290,10 @@ def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Se
             + ("layer" if is_video else "map")
             + " is rescaled from its least to its most (LieRE App. G).",
             f"Attention maps of every layer laid over {sources[image]}, {sizes}.",
-            plot_attention(entries, shown, image),
+            plot_attention(entries[:1] if is_video else entries, shown, image),
         )
         for image in range(min(IMAGES_SHOWN, len(sources)))
     ]
-    entries = [entry for entry in analysis.inputs if entry.attention is not None]
     extent = " × ".join(map(str, analysis.model["patch_size"]))
     plots.append(
         Plot(

@@ -149,14 +149,10 @@ class LieREEmbeddings(nn.Module):
         tabulated = self.position_embeddings is not None and self.table_size is None
         if tabulated:
             embeddings = embeddings + self.patch_table(grid, offsets)
-        prefix = []
-        if self.cls_token is not None:
-            cls_token = self.cls_token
-            if tabulated:
-                cls_token = cls_token + self.position_embeddings[:, :1]
-            prefix.append(cls_token.expand(batch_size, -1, -1))
-        if self.register_tokens is not None:
-            prefix.append(self.register_tokens.expand(batch_size, -1, -1))
+        cls_token = self.cls_token
+        if tabulated and cls_token is not None:
+            cls_token = cls_token + self.position_embeddings[:, :1]
+        prefix = [token.expand(batch_size, -1, -1) for token in (cls_token, self.register_tokens) if token is not None]
         embeddings = torch.cat([*prefix, embeddings], dim=1)
         if self.table_size is not None:
             embeddings = embeddings + self.coordinate_table(positions.coordinates)

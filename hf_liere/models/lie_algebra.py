@@ -30,10 +30,10 @@ def skew(entries: torch.Tensor, block_size: int) -> torch.Tensor:
     Raises:
         ValueError: if the number of entries is not b(b−1)/2.
     """
-    if entries.shape[-1] != block_size * (block_size - 1) // 2:
+    found, needed = entries.shape[-1], block_size * (block_size - 1) // 2
+    if found != needed:
         raise ValueError(
-            f"{entries.shape[-1]} entries do not make a skew-symmetric matrix of size {block_size}, which has "
-            f"{block_size * (block_size - 1) // 2}."
+            f"{found} entries do not make a skew-symmetric matrix of size {block_size}, which has {needed}."
         )
     row, column = torch.triu_indices(block_size, block_size, offset=1, device=entries.device)
     lower = entries.new_zeros(*entries.shape[:-1], block_size, block_size)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from .configuration_liere import pair
 from .lie_algebra import working_dtype
 from .positions import TokenPositions, of_coordinates, of_grid, perturbation
 from .rotation import Rotation
@@ -181,7 +182,7 @@ def accept_any_size(embeddings: nn.Module, args, kwargs):
         return None
     pixels = args[0] if args else kwargs["pixel_values"]
     config = passes[-1].tower.config
-    trained = (config.image_size,) * 2 if isinstance(config.image_size, int) else tuple(config.image_size)
+    trained = pair("image_size", config.image_size)
     is_trained_size = tuple(pixels.shape[-2:]) == trained and (pixels.ndim < 5 or pixels.shape[1] == config.num_frames)
     if is_trained_size and passes[-1].tower.rotary_patch.config.keep_absolute == "interpolate":
         return None

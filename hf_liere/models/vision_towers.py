@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .configuration_liere import pair
+
 
 # Matches `apply_rotary_pos_emb`, `q_rope`, `rotate_half` and `Sam3ViTRoPEAttention`, but not `properties`.
 ROTATING_NAME = re.compile(r"(?:^|_)(?:rope|rotary|rotat)|Ro[Pp][Ee]|Rotary")
@@ -49,8 +51,7 @@ class Tower:
             )
         if self.is_flexible:
             return (math.isqrt(config.num_patches),) * 2
-        size = config.image_size
-        sizes = (size, size) if isinstance(size, int) else tuple(size)
+        sizes = pair("image_size", config.image_size)
         sizes = (config.num_frames, *sizes) if len(extent) == 3 else sizes
         return tuple(size // patch for size, patch in zip(sizes, extent))
 
@@ -90,7 +91,8 @@ def find_towers(model: nn.Module) -> list[Tower]:
             f"{kind} has no patch embedding (a convolution whose kernel is its stride, or a module that takes "
             f"spatial_shapes), so it is no vision transformer; its modules are {_children(model)}."
         )
-    candidates = sorted({type(module).__name__ for module in modules.values() if _looks_like_attention(module)})
+    kinds = {type(module).__name__ for module in modules.values()}
+    candidates = sorted(name for name in kinds if "attention" in name.lower())
     raise ValueError(
         f"The attention of {kind} is not routed through transformers' attention interface (ALL_ATTENTION_FUNCTIONS), "
         f"where query and key can be rotated; attention modules found: {candidates or 'none'}, modules: "
@@ -180,10 +182,6 @@ def _is_patch_embedding(module: nn.Module) -> bool:
 
 def takes(module: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(type(module).forward).parameters
-
-
-def _looks_like_attention(module: nn.Module) -> bool:
-    return "attention" in type(module).__name__.lower() or isinstance(module, nn.MultiheadAttention)
 
 
 def _children(module: nn.Module) -> str:
