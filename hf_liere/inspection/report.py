@@ -309,7 +309,7 @@ def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Se
 
 
 def prediction_rows(analysis: Analysis, sources: Sequence[str]) -> list[list[str]]:
-    """For each image its name and, for each size, the likeliest classes; nothing of a model that is no classifier."""
+    """For each image its name and the most probable classes at each size; no rows for models without classes."""
     entries = [entry for entry in analysis.inputs if entry.probabilities is not None]
     if not entries:
         return []

@@ -35,7 +35,7 @@ DEFAULT_ROPE_THETA = {"axial_rope": 100.0, "rope_mixed": 10.0, "liere": 10.0}
 @strict
 class LieREConfig(PreTrainedConfig):
     r"""
-    What the image and the video configuration share: the transformer and its position encoding.
+    Fields of both the image and the video configuration: the transformer and its position encoding.
 
     Args:
         position_encoding (`str`, defaults to `"liere"`):
@@ -51,46 +51,47 @@ class LieREConfig(PreTrainedConfig):
             Whether a learned table is added to the patch embeddings. `None` means yes for `absolute` only; `True`
             puts the table beside a rotary encoding.
         position_table_size (`list[int]`, *optional*):
-            `None`: the table has one entry for each patch of a training input and one for the class token. Given,
-            one number per axis: every token reads a table of this size at its coordinate, linearly between entries,
-            0 at the first and 1 at the last entry of an axis, the border outside (ComRoPE's code).
+            `None`: the table has one entry for each patch of a training input and one for the class token. Otherwise
+            the numbers of entries on each axis: every token reads a table of this size at its coordinate, with linear
+            interpolation, 0 at the first and 1 at the last entry of an axis, and the border outside (ComRoPE's code).
         position_table_resize (`str`, defaults to `"interpolate"`):
-            What the table of training patches becomes on another grid: `"interpolate"` (bicubic, trilinear for
+            How the table of training patches is resized for another grid: `"interpolate"` (bicubic, trilinear for
             video), `"antialias"` (bicubic with antialiasing, as in timm; images only) or `"truncate"` (its first
             entries in raster order, as in LieRE's code for VisionLLaMA; larger grids are refused).
         share_heads (`bool`, defaults to `False`): One set of generators for all heads of a layer.
         share_layers (`bool`, defaults to `False`): One set of generators for all layers.
         coordinates (`str`, *optional*):
-            What a patch index i of n, trained with n₀, becomes: `"index"` i; `"train_grid"` i·(n/n₀)/(n−1), that is
-            linspace(0, n/n₀, n); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n; `"unit_width"`
-            (i+½)/w on every axis, w the number of columns (ComRoPE's code on video). `None` means `index` for the
-            RoPE encodings, `train_grid` for `liere`, `unit` for ComRoPE, as in the papers.
+            The coordinate of the patch with index i on an axis of n patches that had n₀ in training: `"index"` i;
+            `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"train_index"` i·n₀/n (timm's reference
+            grid); `"unit"` (i+½)/n; `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on
+            video). `None` means `index` for the RoPE encodings, `train_grid` for `liere`, `unit` for ComRoPE, as in
+            the papers.
         position_perturbation (`float`, defaults to 0.0):
-            σ of ComRoPE eq. (11): while training, the coordinates of patches are drawn from a normal distribution of
-            standard deviation σ patch extents around the patch centre, truncated to the patch.
+            σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
+            around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch.
         rotate_prefix (`bool`, defaults to `False`):
             Whether class and register tokens are rotated as tokens at `prefix_coordinate` of every axis (official
             ComRoPE) instead of not being rotated (LieRE, RoPE-Mixed).
         prefix_coordinate (`float`, defaults to 0.5):
-            Where class and register tokens sit on every axis, for `rotate_prefix` and `position_table_size`.
+            Coordinate of class and register tokens on every axis, for `rotate_prefix` and `position_table_size`.
         rotary_init (`str`, *optional*):
             `"uniform"` U[0, scale); `"normal"` N(0, scale²); `"frequencies"` (geometric RoPE-Mixed spectrum times
-            scale, for `rope_mixed` and `liere` with even block_size); `"zeros"` (the model starts as one without
-            rotations; the multipliers of `comrope_ld` stay normal, so that gradients flow). `None` means the papers'
-            choice: `uniform` for `liere`, `frequencies` for `rope_mixed`, `normal` for ComRoPE.
+            scale, for `rope_mixed` and `liere` with even block_size); `"zeros"` (the initial model has no rotations;
+            the multipliers of `comrope_ld` are normal, so that the generators get gradients). `None` means the choice
+            of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`, `normal` for ComRoPE.
         rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
             `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1.
         rope_theta (`float`, *optional*):
             Base of the geometric spectrum of `axial_rope` (`None` means 100) and of `rotary_init="frequencies"`
             (`None` means 10), as in RoPE-ViT.
-        use_class_token (`bool`, defaults to `True`): Whether a class token is put in front of the patches.
+        use_class_token (`bool`, defaults to `True`): Whether a class token precedes the patches.
         num_register_tokens (`int`, defaults to 0): Number of register tokens, placed after the class token.
         pooling (`str`, defaults to `"cls"`):
             `"cls"` (class token), `"mean"` (patch tokens), `"mean_all"` (all tokens, as in official LieRE) or
-            `"prefix"` (class and register tokens side by side, as in DeiT with its distillation token).
+            `"prefix"` (class and register tokens concatenated, as in DeiT with its distillation token).
         final_norm (`str`, defaults to `"tokens"`):
-            Whether the last layer norm acts on all tokens before pooling (`"tokens"`), on what is pooled (`"pooled"`,
-            as in LieRE and CLIP; `last_hidden_state` is then not normalised) or is absent (`"none"`).
+            Whether the last layer norm is applied to all tokens before pooling (`"tokens"`), to the pooled output
+            (`"pooled"`, as in LieRE and CLIP; `last_hidden_state` is then not normalised) or not at all (`"none"`).
         use_pre_layernorm (`bool`, defaults to `False`): Layer norm of the embeddings before the first layer (CLIP).
         head_dim (`int`, *optional*):
             Width of an attention head; `None` means `hidden_size / num_attention_heads`. LieRE's code fixes it to 64.
@@ -99,11 +100,11 @@ class LieREConfig(PreTrainedConfig):
         layerscale_value (`float`, *optional*): Initial value of layer scale; `None` builds no layer scale.
         drop_path_rate (`float`, defaults to 0.0): Stochastic depth rate of the last layer, linear from 0 at the first.
         folded_grids (`list`, *optional*):
-            Not `None` for a model that `fold_rotations` made, which is for inference: the patch grids whose rotations
-            are kept as constants (none for encodings whose rotations are in the query and key weights).
-        format_version (`int`): Version of this configuration's meaning; newer ones than the library knows are refused.
+            The patch grids whose rotations are constants of a model for inference that `fold_rotations` returned; an
+            empty list for encodings whose rotations are in the query and key weights, `None` for all other models.
+        format_version (`int`): Version of the configuration format; versions newer than this release are refused.
 
-    The remaining arguments mean what they mean in `ViTConfig`.
+    The remaining arguments have the same meaning as in `ViTConfig`.
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: if a field has the wrong type or the fields do not fit together.
@@ -154,7 +155,7 @@ class LieREConfig(PreTrainedConfig):
     _auto_map = {}
 
     def __post_init__(self, **kwargs):
-        # Other configurations keep whatever they are given, and so do these, but a slip of the pen would go unseen.
+        # As in transformers, unknown names are stored; but a misspelled field must not go unnoticed.
         fields = [field.name for field in dataclasses.fields(self)]
         for name in kwargs:
             if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.85):
@@ -162,7 +163,7 @@ class LieREConfig(PreTrainedConfig):
                     f"{type(self).__name__} has no field {name!r} and ignores it; the closest is {close[0]!r}."
                 )
         encoding = self.position_encoding
-        # A shape that does not divide is left for validation, which says so.
+        # If the division leaves a remainder, validation refuses the configuration.
         if self.head_dim is None and 0 < self.num_attention_heads <= self.hidden_size:
             if self.hidden_size % self.num_attention_heads == 0:
                 self.head_dim = self.hidden_size // self.num_attention_heads
@@ -171,7 +172,7 @@ class LieREConfig(PreTrainedConfig):
         if self.use_absolute_position_embeddings is None:
             self.use_absolute_position_embeddings = encoding == "absolute"
         if self.coordinates is None:
-            # A table that is read at coordinates is ComRoPE's.
+            # A table that is read at coordinates is that of ComRoPE.
             without_rotation = None if self.position_table_size is None else "unit"
             self.coordinates = DEFAULT_COORDINATES.get(encoding, without_rotation)
         if self.rotary_init is None:
@@ -180,7 +181,7 @@ class LieREConfig(PreTrainedConfig):
             self.rotary_init_scale = DEFAULT_ROTARY_INIT_SCALE[self.rotary_init]
         if self.rope_theta is None:
             self.rope_theta = DEFAULT_ROPE_THETA.get(encoding)
-        # save_pretrained only maps the class that is saved; every Auto class must find its model in any checkpoint.
+        # save_pretrained maps only the class of the saved model, but every Auto class should load any checkpoint.
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
 
