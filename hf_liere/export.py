@@ -1,5 +1,5 @@
 """
-Models outside of Python: ONNX files and `torch.export` archives, image and video, with a dynamic batch.
+Export of image and video models to ONNX files and `torch.export` archives, with a dynamic batch size.
 
     export_model(model, "model.onnx")                      # or "model.pt2"
     export_model(model, "model.onnx", image_size=384)      # LieRE at another size than the one of its configuration
@@ -31,21 +31,21 @@ from .storage.targets import new_file
 
 
 ONNX, TORCH_EXPORT = ".onnx", ".pt2"
-# A protocol buffer cannot be larger; the weights of larger models are written to a second file.
+# The largest size of a protocol buffer; the weights of larger models are written to a second file.
 PROTOBUF_LIMIT = 2**31 - 2**24
-# The first with LayerNormalization; the newest is what the installed onnx knows.
+# The first with LayerNormalization; the installed onnx defines the newest.
 OLDEST_OPSET = 17
 EXPORTABLE_ATTENTION = ("sdpa", "eager")
-# Accepted difference of exported outputs, relative to the largest; float32 sums in another order differ by a hundredth.
+# Accepted difference of exported outputs, relative to the largest; sums in another order cause 1% of it in float32.
 TOLERANCE = 1e-4
 
 
 class ExportError(InputError):
-    """What cannot be exported as asked; the message says what can."""
+    """An export that is not possible; the message says what is."""
 
 
 class _TensorOutputs(nn.Module):
-    """A model whose only input is pixels and whose outputs are tensors by name."""
+    """A model with pixels as its only input, and a dictionary of tensors as its output."""
 
     def __init__(self, model: LieREPreTrainedModel):
         super().__init__()
@@ -132,7 +132,7 @@ def _save_onnx(
     (pixels,) = (node.meta["val"] for node in program.graph.nodes if node.name == "pixel_values")
     names = {0: "batch", **_size_axes(config)}
     names = {axis: name for axis, name in names.items() if not isinstance(pixels.shape[axis], int)}
-    # Where it cannot convert to a version, it logs that and writes another one.
+    # If the exporter cannot convert to a version, it logs that and writes another one.
     with quiet("torch.onnx", "onnxscript"):
         onnx_program = torch.onnx.export(
             program,
@@ -169,7 +169,8 @@ def export_program(
             f"attn_implementation={config._attn_implementation!r} cannot be exported; accepted are "
             f"{', '.join(EXPORTABLE_ATTENTION)}, as in model.set_attn_implementation('sdpa')."
         )
-    has_table, has_exponential = config.use_absolute_position_embeddings, _has_exponential(config)
+    has_table = config.use_absolute_position_embeddings
+    has_exponential = config.position_encoding == "liere" and config.block_size > 2
     if dynamic_size and has_table:
         raise ExportError(
             "dynamic_size=True: the learned table of positions is resized for one input size; leave dynamic_size out "
@@ -184,7 +185,7 @@ def export_program(
         dynamic_size = not (has_table or has_exponential or is_given)
     grid = _grid(config, image_size, num_frames)
     if dynamic_size:
-        # From an example with equal sizes, or sizes of one, the exporter would infer constraints.
+        # The exporter would infer constraints from an example with equal sizes, or sizes of one.
         grid = tuple(patches + 1 + axis for axis, patches in enumerate(grid))
     pixels = _pixels(config, grid, batch_size=2)
     dynamic = {0: torch.export.Dim("batch")}
@@ -195,7 +196,7 @@ def export_program(
     was_training = model.training
     model.eval()
     try:
-        # A folded model holds constants for its grids, and computes the rotations of others.
+        # A model that is folded already has constants for its grids, and computes the rotations of others.
         folds = config.position_encoding in ROTARY_ENCODINGS and config.folded_grids is None
         folds = folds and not (dynamic_size and has_exponential)
         exported = model.fold_rotations(grids=[grid]) if folds else model
@@ -252,7 +253,7 @@ def export_checkpoint(
 
 
 def _comparison(model: LieREPreTrainedModel, path: Path, options: Mapping) -> str:
-    """What is said of the exported file beside its model; raises where their outputs differ."""
+    """A description of the exported file and its error. Raises `ExportError` if the outputs differ from the model's."""
     if path.suffix == ONNX and importlib.util.find_spec("onnxruntime") is None:
         return "; not compared, for onnxruntime is not installed"
     grid = _grid(model.config, options.get("image_size"), options.get("num_frames"))
@@ -273,14 +274,10 @@ def _comparison(model: LieREPreTrainedModel, path: Path, options: Mapping) -> st
 
 
 def _diagonal_scatter(states, source, offset=0, dim1=0, dim2=1):
-    """Writes to a diagonal as a selection: PyTorch's own decomposition leaves an operation that ONNX lacks."""
+    """`diagonal_scatter` by `torch.where`: PyTorch's own decomposition contains an operation that ONNX lacks."""
     first, second = torch.arange(states.shape[dim1]), torch.arange(states.shape[dim2])
     diagonal = torch.diag_embed(source, offset, dim1, dim2)
     return torch.where((second == first[:, None] + offset).to(states.device), diagonal, states)
-
-
-def _has_exponential(config: LieREConfig) -> bool:
-    return config.position_encoding == "liere" and config.block_size > 2
 
 
 def _grid(config: LieREConfig, image_size: int | tuple[int, int] | None, num_frames: int | None) -> tuple[int, ...]:

@@ -65,8 +65,8 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
     generator = torch.Generator().manual_seed(seed)
     batch, heads, tokens, blocks = 2, 2, 3, 2
     matrices = generators_of(seed, (1 if shared else heads) * blocks, size, kind, scale).unflatten(0, (-1, blocks))
-    scalars = torch.randn(batch if per_sample else 1, matrices.shape[0], tokens, blocks, generator=generator).double()
-    scalars[:, :, 0] = 0
+    phases = torch.randn(batch if per_sample else 1, matrices.shape[0], tokens, blocks, generator=generator).double()
+    phases[:, :, 0] = 0
     query, key = torch.randn(2, batch, heads, tokens, blocks * size, generator=generator).double()
     weight = torch.randn(batch, heads, tokens, tokens, generator=generator).double()
 
@@ -74,8 +74,8 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
         basis = eigenbasis(matrices)
         inside = basis.transpose(-1, -2) @ matrices @ basis
         frequencies = torch.stack([inside[..., i + 1, i] for i in range(0, size, 2)], -1)
-        angles = (scalars.unsqueeze(-1) * frequencies.unsqueeze(-3)).flatten(-2)
-        rotation = EigenRotation(torch.stack([angles.cos(), angles.sin()], -1), basis, inside, scalars)
+        angles = (phases.unsqueeze(-1) * frequencies.unsqueeze(-3)).flatten(-2)
+        rotation = EigenRotation(torch.stack([angles.cos(), angles.sin()], -1), basis, inside, phases)
         folded = (
             torch.stack(
                 [change_basis(state.permute(0, 2, 1).flatten(0, 1), basis).unflatten(0, (heads, -1)) for state in part]
@@ -85,7 +85,7 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
         return rotate_query_key(*(part.transpose(-1, -2) for part in folded), rotation)
 
     def dense(matrices, query, key):
-        rotation = reference.exponential(scalars[..., None, None] * matrices.unsqueeze(-4))
+        rotation = reference.exponential(phases[..., None, None] * matrices.unsqueeze(-4))
         return tuple(
             (rotation @ part.unflatten(-1, (blocks, size)).unsqueeze(-1)).squeeze(-1).flatten(-2)
             for part in (query, key)
@@ -99,7 +99,7 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
         gradients = torch.autograd.grad((products * weight).sum(), leaves)
         # Only the skew part of the gradient reaches the entries.
         results.append([products, gradients[0] - gradients[0].transpose(-1, -2), *gradients[1:]])
-    # The splitting of kernels, 2e-12 of the norm, turns by the scalars.
+    # The splitting of kernels rotates by 2e-12 of the norm times the phases.
     tolerance = 1e-9 * (1 + scale)
     for ours, expected in zip(*results):
         torch.testing.assert_close(ours, expected, rtol=1e-8, atol=tolerance)

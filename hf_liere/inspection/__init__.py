@@ -1,1 +1,1 @@
-"""What a model's position encoding has learned, where it looks and what it costs."""
+"""Inspection of a model without labels: what its position encoding has learned, its attention, and its cost."""

@@ -1,10 +1,10 @@
 """
-Everything that can be measured on a model without labels, as data: what it is, what its position encoding has learned,
-where it looks, what it costs.
+The whole analysis of a model, without labels: its description, what its position encoding has learned, its attention,
+and its cost.
 
     analysis = analyse(model, [pixel_values])
     analysis.save("outputs/analysis")          # analysis.json and analysis.npz
-    attention_maps(model, pixel_values).maps   # one thing alone
+    attention_maps(model, pixel_values).maps   # a single measurement
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_map_only
 
-from .. import reference
 from ..models.folding import FoldedComRoPE, FoldedLieRE
 from ..models.vision_towers import Tower, head_shape, position_table
 from ..patching.apply import is_patched
@@ -35,21 +35,7 @@ from .attention import (
     vision_tower,
 )
 from .costs import Cost, count_cost
-from .encodings import (
-    AngleStatistics,
-    Commutators,
-    Frequencies,
-    Initialization,
-    RelativityError,
-    angle_statistics,
-    commutators,
-    generators,
-    initialization,
-    learned_frequencies,
-    patch_steps,
-    relativity_error,
-    rotary_encoding,
-)
+from .encodings import EncodingAnalysis, analyse_encoding, rotary_encoding
 from .output_change import OutputChange, output_change
 
 
@@ -57,32 +43,9 @@ JSON_NAME, ARRAYS_NAME = "analysis.json", "analysis.npz"
 
 
 @dataclass
-class EncodingAnalysis:
-    """
-    What a rotary encoding has learned.
-
-    Attributes:
-        generators: (A, layers, heads, blocks, b, b).
-        positions: (P, A) coordinates of `rotations`, one patch apart from the origin on each axis, then on all of them.
-        rotations: (layers, heads, blocks, P, b, b).
-        commutators, relativity, angles, frequencies: See [`encoding_analysis`].
-        initialization: What untrained generators are like; `None` for those that are never trained.
-    """
-
-    generators: torch.Tensor
-    positions: torch.Tensor
-    rotations: torch.Tensor
-    commutators: Commutators
-    relativity: RelativityError
-    angles: AngleStatistics
-    frequencies: Frequencies | None
-    initialization: Initialization | None
-
-
-@dataclass
 class InputAnalysis:
     """
-    What a model does with inputs of one size.
+    The measurements with inputs of one size.
 
     Attributes:
         size: (height, width), or (frames, height, width), in pixels.
@@ -105,12 +68,12 @@ class InputAnalysis:
 class Analysis:
     """
     Attributes:
-        model: What the model is: names and numbers from its configuration.
+        model: Description of the model, see [`describe`].
         encoding: `None` for a model without rotations.
         attention_relativity: Of the whole model, see [`attention_relativity`]; `None` where nothing rotates or it could
             not be measured.
         inputs: One entry for each input size.
-        remarks: What could not be measured and why, what a figure does not say, one sentence each.
+        remarks: One sentence for each measurement that was not possible, or that needs an explanation.
     """
 
     model: dict
@@ -121,11 +84,16 @@ class Analysis:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Every tensor, under the path of its attribute: `encoding.commutators.norm`, `inputs.0.attention.maps`, …"""
-        return {name: value.numpy() for name, value in _leaves(self) if isinstance(value, torch.Tensor)}
+        leaves, _ = tree_flatten_with_path(_nested(self))
+        return {
+            ".".join(str(key.key if isinstance(key, MappingKey) else key.idx) for key in path): value.numpy()
+            for path, value in leaves
+            if isinstance(value, torch.Tensor)
+        }
 
     def facts(self) -> dict:
         """Everything that is no tensor, nested, with the shape of each tensor in its place."""
-        return _facts(self)
+        return tree_map_only(torch.Tensor, lambda value: {"shape": list(value.shape)}, _nested(self))
 
     def save(self, directory: str | Path) -> None:
         """Write `analysis.json`, everything that is no tensor, and `analysis.npz`, the tensors under the same names."""
@@ -152,7 +120,7 @@ def analyse(
     tower = vision_tower(model)
     _check_finite(tower.module)
     encoding = rotary_encoding(tower.module)
-    analysis = Analysis(describe(model), None if encoding is None else _analyse_encoding(encoding, progress))
+    analysis = Analysis(describe(model), None if encoding is None else analyse_encoding(encoding, progress))
     analysis.remarks += _remarks(tower, encoding, bool(inputs))
     if tower.is_flexible:
         return analysis
@@ -187,7 +155,7 @@ def _check_finite(tower: nn.Module) -> None:
 
 
 def describe(model: nn.Module) -> dict:
-    """What a model is, in the names of its configuration."""
+    """Description of a model, by the names of its configuration."""
     tower = vision_tower(model)
     heads, head_dim = head_shape(tower.attentions[0][1])
     encoding = rotary_encoding(tower.module)
@@ -222,26 +190,10 @@ def describe(model: nn.Module) -> dict:
 
 def _reads_table(tower: Tower) -> bool:
     """Whether absolute positions are added to the patches, by a table or by sinusoids."""
-    patch = getattr(tower.module, "rotary_patch", None)
-    if patch is not None and (patch.config.keep_absolute == "drop" or patch.config.absolute_weight == 0):
+    adapter = getattr(tower.module, "rotary_patch", None)
+    if adapter is not None and (adapter.config.keep_absolute == "drop" or adapter.config.absolute_weight == 0):
         return False
     return position_table(tower.embeddings) is not None
-
-
-def _analyse_encoding(encoding, progress: bool) -> EncodingAnalysis:
-    matrices = generators(encoding)
-    steps = torch.diag(patch_steps(encoding))
-    positions = torch.cat([steps, steps.sum(0, keepdim=True)])
-    return EncodingAnalysis(
-        generators=matrices.float(),
-        positions=positions,
-        rotations=reference.rotations(matrices, positions).float(),
-        commutators=commutators(matrices),
-        relativity=relativity_error(encoding, progress=progress),
-        angles=angle_statistics(encoding),
-        frequencies=learned_frequencies(encoding),
-        initialization=initialization(encoding),
-    )
 
 
 def _remarks(tower: Tower, encoding, has_inputs: bool) -> list[str]:
@@ -284,34 +236,19 @@ def input_size(pixel_values: torch.Tensor) -> tuple[int, ...]:
     return (pixel_values.shape[1], height, width) if pixel_values.ndim == 5 else (height, width)
 
 
-def _children(value) -> list[tuple[str, object]]:
+def _nested(value):
+    """Dataclasses and named tuples as dictionaries, at any depth, with the shares of a cost."""
+    if isinstance(value, list):
+        return [_nested(entry) for entry in value]
     if dataclasses.is_dataclass(value):
-        return [(entry.name, getattr(value, entry.name)) for entry in dataclasses.fields(value)]
-    if hasattr(value, "_asdict"):
-        return list(value._asdict().items())
-    if isinstance(value, list) and value and not isinstance(value[0], (str, int)):
-        return [(str(index), entry) for index, entry in enumerate(value)]
-    return []
-
-
-def _leaves(value, name: str = ""):
-    children = _children(value)
-    if not children:
-        yield name, value
-    for child, entry in children:
-        yield from _leaves(entry, f"{name}.{child}" if name else child)
-
-
-def _facts(value):
-    if isinstance(value, torch.Tensor):
-        return {"shape": list(value.shape)}
+        entries = vars(value)
+    elif hasattr(value, "_asdict"):
+        entries = value._asdict()
+    else:
+        return value
     if isinstance(value, Cost):
-        shares = {"parameter_share": value.parameter_share, "operation_share": value.operation_share}
-        return dataclasses.asdict(value) | shares
-    children = _children(value)
-    if isinstance(value, list) and children:
-        return [_facts(entry) for _, entry in children]
-    return {name: _facts(entry) for name, entry in children} if children else value
+        entries = entries | {"parameter_share": value.parameter_share, "operation_share": value.operation_share}
+    return {name: _nested(entry) for name, entry in entries.items()}
 
 
 __all__ = [

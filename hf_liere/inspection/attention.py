@@ -1,4 +1,4 @@
-"""Where a vision transformer looks: attention maps and distances of any model that `find_towers` knows."""
+"""Attention maps, distances and relativity of any vision transformer that `find_towers` finds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ..models.vision_towers import Tower, find_towers, takes
 class AttentionMaps(NamedTuple):
     """
     Attributes:
-        maps: (layers, images, *grid) float32, mean over heads of the attention that one query pays to every patch. Sums
-            to 1 less what goes to class and register tokens.
+        maps: (layers, images, *grid) float32, attention of one query to every patch, mean over heads. The sum is 1
+            minus the attention to class and register tokens.
         grid: Patches per axis: (rows, columns), or (frames, rows, columns) for video.
-        query: Whose attention it is: `"class token"` or `"mean of patches"`.
+        query: `"class token"` or `"mean of patches"`.
         per_head: (layers, images, heads, *grid) float32, where asked for.
     """
 
@@ -60,11 +60,11 @@ def attention_maps(
     progress: bool = False,
 ) -> AttentionMaps:
     """
-    Attention of the pooled query over the patches, layer by layer (LieRE App. G): of the class token, or the mean over
-    patches as queries where the model pools patches or has no class token.
+    Attention of one query to all patches in every layer (LieRE App. G): of the class token, or the mean over all
+    patches as queries if the model pools patches or has no class token.
 
-    Runs the vision tower alone, in evaluation mode and with eager attention; both are as before afterwards. One model
-    can be looked at by one thread at a time.
+    Only the vision tower runs, in evaluation mode and with eager attention; the modes of the model are restored. Not
+    thread-safe.
 
     Args:
         model: A model of this package or of transformers, folded, patched or neither.
@@ -95,7 +95,7 @@ def attention_distances(
     model: nn.Module, pixel_values: torch.Tensor, batch_size: int = 8, *, progress: bool = False
 ) -> torch.Tensor:
     """
-    How far patches look: d = mean_q Σ_k w_qk ‖k − q‖ over patches q and k, w the attention weights among patches,
+    Attention distance d = mean_q Σ_k w_qk ‖k − q‖ over patches q and k, w the attention weights among patches,
     normalised to Σ_k w_qk = 1 (ViT, Dosovitskiy et al. 2021, Fig. 7 and Fig. 11).
 
     Args:
@@ -104,24 +104,27 @@ def attention_distances(
     Returns:
         (layers, images, heads) float32, in patches; on video a patch is a tubelet, on each axis.
     """
-    apart: dict[tuple[int, ...], torch.Tensor] = {}
 
     def distance(weights: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
-        if grid not in apart:
-            places = torch.cartesian_prod(*[torch.arange(size, dtype=torch.float32) for size in grid])
-            apart[grid] = torch.cdist(places, places).to(weights.device)
         prefix = weights.shape[-1] - math.prod(grid)
         weights = weights[:, :, prefix:, prefix:]
-        return ((weights * apart[grid]).sum(-1) / weights.sum(-1)).mean(-1)
+        return ((weights * patch_distances(grid).to(weights.device)).sum(-1) / weights.sum(-1)).mean(-1)
 
     return observe_attention(vision_tower(model), pixel_values, distance, batch_size, progress)[0]
 
 
+def patch_distances(grid: tuple[int, ...]) -> torch.Tensor:
+    """(N, N) distances ‖k − q‖ between all patches of a grid, in patches."""
+    places = torch.cartesian_prod(*[torch.arange(size, dtype=torch.float32) for size in grid])
+    return torch.cdist(places, places)
+
+
 def attention_relativity(model: nn.Module) -> torch.Tensor:
     """
-    How far the model's attention is from a function of the differences of positions, whatever tells it positions: on an
-    input of the trained size whose patches are all alike, the first layer's logit s_ij − s_ii is the same for all pairs
-    of patches i and j with the same j − i, if nothing but that difference is seen (the RoPE equation, ComRoPE eq. 2).
+    How far the model's attention is from a function of the differences of positions, whatever the source of positions.
+    On an input of the trained size whose patches are equal, the logits s_ij − s_ii of the first layer are equal for all
+    pairs of patches i and j with the same j − i, if attention depends on that difference only (the RoPE equation,
+    ComRoPE eq. 2).
 
     Returns:
         (heads,) the largest spread of s_ij − s_ii over pairs with the same difference, in nats: attention weights of
@@ -139,14 +142,13 @@ def attention_relativity(model: nn.Module) -> torch.Tensor:
         weights = weights[0, :, prefix:, prefix:].cpu()
         logits = weights.log()
         logits = (logits - logits.diagonal(dim1=1, dim2=2).unsqueeze(-1)).flatten(1)
-        places, extents = torch.cartesian_prod(*map(torch.arange, grid)), torch.tensor(grid)
-        differences = places - places.unsqueeze(1) + extents - 1
-        strides = (2 * extents - 1).flip(0).cumprod(0).roll(1)
-        strides[0] = 1
-        index = (differences * strides.flip(0)).sum(-1).flatten().expand_as(logits)
+        places, extents = torch.cartesian_prod(*map(torch.arange, grid)), [2 * size - 1 for size in grid]
+        differences = places - places.unsqueeze(1) + torch.tensor(grid) - 1  # (N, N, A), from 0
+        index = np.ravel_multi_index(differences.flatten(0, 1).T.numpy(), extents)
+        index = torch.from_numpy(index).expand_as(logits)  # (heads, N²)
         # The logarithm of smaller weights is inaccurate.
         seen = weights.flatten(1) > 1e-30
-        ends = logits.new_full((len(logits), math.prod(2 * size - 1 for size in grid)), -math.inf)
+        ends = logits.new_full((len(logits), math.prod(extents)), -math.inf)
         highest = ends.scatter_reduce(1, index, logits.where(seen, -math.inf), "amax")
         negative = ends.scatter_reduce(1, index, (-logits).where(seen, -math.inf), "amax")
         return (highest + negative).clamp(min=0).amax(1, keepdim=True).T
@@ -155,7 +157,7 @@ def attention_relativity(model: nn.Module) -> torch.Tensor:
 
 
 def patches_alike(tower: Tower) -> torch.Tensor:
-    """One image or clip of the trained size, whose patches are all the same one, drawn from a fixed seed."""
+    """An image or clip of the trained size whose patches are all equal, from a fixed seed."""
     extent, grid = tower.patch_embedding.kernel_size, tower.train_grid
     generator = torch.Generator().manual_seed(0)
     patch = torch.randn(tower.patch_embedding.in_channels, *extent, generator=generator)
@@ -168,19 +170,16 @@ def class_probabilities(
     model: nn.Module, pixel_values: torch.Tensor, batch_size: int = 8, *, progress: bool = False
 ) -> torch.Tensor | None:
     """
-    (images, labels) probabilities of a classifier in evaluation mode, of each label by itself where several may hold;
+    (images, labels) probabilities of a classifier in evaluation mode, independent ones for multi-label classifiers;
     `None` for other models. Arguments as in [`attention_maps`].
     """
     if not type(model).__name__.endswith(("ForImageClassification", "ForVideoClassification")):
         return None
     parameter, options = next(model.parameters()), size_options(vision_tower(model), pixel_values)
-    batches = pixel_values.split(batch_size)
-    logits = torch.cat(
-        [
-            model(pixel_values=batch.to(parameter.device, parameter.dtype), **options).logits.float().cpu()
-            for batch in tqdm(batches, desc="predictions", disable=not progress)
-        ]
-    )
+    logits = []
+    for batch in tqdm(pixel_values.split(batch_size), desc="predictions", disable=not progress):
+        logits.append(model(pixel_values=batch.to(parameter.device, parameter.dtype), **options).logits.float().cpu())
+    logits = torch.cat(logits)  # (images, labels)
     if getattr(model.config, "problem_type", None) == "multi_label_classification":
         return logits.sigmoid()
     return logits.softmax(-1)
@@ -195,8 +194,14 @@ def observe_attention(
     progress: bool = False,
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """
-    `reduce`, of every layer's attention weights (B, H, N, N) in float32 and the grid of the patches, which are the last
-    tokens: (layers, images, …), and the grid. No more than one layer's weights are held at a time.
+    The values of `reduce` for all layers, and the grid of the patches, which are the last tokens. The attention weights
+    of one layer only are in memory at a time.
+
+    Args:
+        reduce: Function of one layer's (B, H, N, N) attention weights in float32 and the grid, with (B, …) values.
+
+    Returns:
+        (layers, images, …), and the grid.
 
     Raises:
         ValueError: as [`attention_maps`].
@@ -220,7 +225,7 @@ def observe_attention(
 
 
 def size_options(tower: Tower, pixel_values: torch.Tensor) -> dict[str, bool]:
-    """What a vision tower must be told to take inputs of this size: models of transformers that are not patched."""
+    """Options of the forward of a vision tower for inputs of this size; unpatched models of transformers need one."""
     if not takes(tower.module, "interpolate_pos_encoding"):
         return {}
     trained = pair("image_size", tower.module.config.image_size)
@@ -262,7 +267,7 @@ def _recording(tower: Tower, reduce) -> Iterator[tuple[dict[int, torch.Tensor], 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Puts all modules into evaluation mode, and each back into its own at the end."""
+    """Puts all modules into evaluation mode, and restores the mode of each at the end."""
     was_training = [module for module in model.modules() if module.training]
     try:
         model.eval()
@@ -274,8 +279,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eager_attention(tower: Tower) -> Iterator[None]:
-    """Attention in matrix products that can be seen, whatever implementation is configured."""
-    # The configuration of an attention module may be a proxy for another module's.
+    """Selects eager attention, which returns its weights, and restores the configured implementation at the end."""
+    # The configuration of a patched attention module is a view of another one.
     configs = [tower.module.config, *(getattr(a.config, "base", a.config) for _, a in tower.attentions)]
     configs = {id(config): config for config in configs}.values()
     implementations = [config._attn_implementation_internal for config in configs]
@@ -297,8 +302,8 @@ def overlay(
     limits: tuple[float, float] | None = None,
 ) -> np.ndarray:
     """
-    An attention map laid over its input: stretched to the image, scaled to its own smallest and largest value, so that
-    grids of any size compare (LieRE App. G), coloured and blended.
+    An attention map on top of its input: enlarged to the image, scaled to its smallest and largest value, so that grids
+    of any size can be compared (LieRE App. G), coloured and blended.
 
     Args:
         image: A PIL image, or (H, W, 3), (H, W, 1) or (H, W) uint8.
@@ -328,7 +333,7 @@ def overlay(
     if not 0 <= opacity <= 1:
         raise ValueError(f"opacity={opacity} must lie in [0, 1].")
     low, high = limits or (values.min().item(), values.max().item())
-    # Nearest neighbour: the model sees a patch as one token, so its square is kept.
+    # Nearest neighbour, because a patch is one token and has one value.
     rows, columns = (torch.arange(n) * m // n for n, m in zip(pixels.shape[:2], values.shape))
     scaled = ((values - low) / max(high - low, torch.finfo(values.dtype).tiny)).clamp(0, 1)
     colours = colormaps[colormap](scaled[rows][:, columns].numpy())[..., :3] * 255

@@ -1,4 +1,4 @@
-"""The command `hf-liere inspect`: the analysis of a checkpoint as numbers, plots and one page."""
+"""The command `hf-liere inspect`: the analysis of a checkpoint as json, arrays and one HTML page."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from .inputs import InspectionError, Preparation, Sample, read_samples
 
 
 REPORT_NAME = "report.html"
-# Multiples of the trained height and width: encodings differ most on more patches than in training.
+# Multiples of the trained height and width: encodings differ most with more patches than in training.
 DEFAULT_SCALES = (1.0, 1.5, 2.0)
 
 
@@ -37,16 +37,16 @@ def inspect_checkpoint(
     progress: bool = False,
 ) -> Path:
     """
-    Write `report.html`, `analysis.json` and `analysis.npz`, in a directory that appears when it is complete.
+    Write `report.html`, `analysis.json` and `analysis.npz` to a directory, which appears only when it is complete.
 
     Args:
         checkpoint: Directory or repository on the Hub, of any vision transformer that `from_pretrained` reads.
         output: Directory, which must not exist or be empty.
-        images: Images, videos or `.npy` clips to look at.
-        dataset, split, max_samples: More of them, see [`read_samples`].
-        image_sizes: Heights and widths of square inputs; `None` means the trained size, and 1.5 and 2 times as large
-            where the model takes that.
-        batch_size: Inputs at a time.
+        images: Images, videos or `.npy` clips.
+        dataset, split, max_samples: Further inputs, see [`read_samples`].
+        image_sizes: Heights and widths of square inputs; `None` means the trained size, and 1.5 and 2 times that size
+            if the model accepts it.
+        batch_size: Number of inputs in a batch.
         revision, trust_remote_code: See [`load_checkpoint`].
         progress: Whether to show progress bars.
 
@@ -54,9 +54,9 @@ def inspect_checkpoint(
         The path of the report.
 
     Raises:
-        InspectionError: if the checkpoint is none of these, images cannot be read or the model refuses a
-            size; InputError: if nothing can be written beside `output`.
-        FileExistsError: if there is something in `output`.
+        InspectionError: if the checkpoint is none of these, images cannot be read or the model refuses a size.
+        InputError: if nothing can be written beside `output`.
+        FileExistsError: if `output` is not empty.
     """
     require_libraries("A report", "inspect", "matplotlib", "PIL")
     from .report import render
@@ -84,7 +84,7 @@ def inspect_checkpoint(
 
 
 def _prepare(tower: Tower, processor, samples: Sequence[Sample], image_sizes: Sequence[int] | None):
-    """For each size the samples as they are shown and as the model takes them, and remarks on what is left out."""
+    """For each size the samples as they are shown and as `pixel_values`, and remarks on what is left out."""
     if not samples:
         return [], [], []
     blank, remarks, shown = black_input(tower), [], []
@@ -110,10 +110,10 @@ def _sizes(
     tower: Tower, blank: torch.Tensor, image_sizes: Sequence[int] | None
 ) -> tuple[list[tuple[int, int]], list[str]]:
     """
-    (height, width) of inputs that the model takes, and remarks on default sizes that it does not.
+    (height, width) of inputs that the model accepts, and remarks on default sizes that it refuses.
 
     Raises:
-        InspectionError: if it refuses a size that was asked for.
+        InspectionError: if it refuses one of `image_sizes`.
     """
     patch, trained = tower.patch_embedding.kernel_size[-2:], tuple(blank.shape[-2:])
     if image_sizes is not None:
@@ -125,23 +125,21 @@ def _sizes(
         ]
     accepted, remarks = [], []
     for size in dict.fromkeys(sizes):
-        fits = all(side >= extent and side % extent == 0 for side, extent in zip(size, patch))
-        reason = None if fits else f"it is not divisible into patches of {patch}"
-        if fits:
-            try:
-                pixels = blank.new_zeros(*blank.shape[:-2], *size)
-                with torch.no_grad():
-                    tower.module(pixels, **size_options(tower, pixels))
-                accepted.append(size)
-            except (RuntimeError, ValueError) as error:
-                reason = str(error).splitlines()[0]
-        if reason is not None and image_sizes is not None:
-            raise InspectionError(f"--image_sizes {size[0]}: {reason}")
-        if reason is not None:
+        try:
+            if any(side < extent or side % extent for side, extent in zip(size, patch)):
+                raise ValueError(f"it is not divisible into patches of {patch}")
+            pixels = blank.new_zeros(*blank.shape[:-2], *size)
+            with torch.no_grad():
+                tower.module(pixels, **size_options(tower, pixels))
+            accepted.append(size)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            if image_sizes is not None:
+                raise InspectionError(f"--image_sizes {size[0]}: {reason}") from error
             remarks.append(f"Inputs of {size[0]} × {size[1]} px are not looked at: the model refuses them ({reason})")
     return accepted, remarks
 
 
 def _name(checkpoint: str | os.PathLike) -> str:
-    """A repository's name as it is, of a directory the last part."""
+    """The name of a repository, or the last part of a directory's path."""
     return Path(checkpoint).resolve().name if Path(checkpoint).is_dir() else str(checkpoint)

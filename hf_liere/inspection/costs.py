@@ -1,4 +1,4 @@
-"""What a model costs, and what share of it its position encoding has: parameters and multiply-accumulates, counted."""
+"""Parameters and multiply-accumulates of a model, and the share of its position encoding in both."""
 
 import copy
 from collections.abc import Callable
@@ -30,8 +30,8 @@ class Cost:
         encoding_parameters: Of its rotations: generators, multipliers, or the constants of a folded model.
         table_parameters: Of its learned table of absolute positions.
         operations: Of a forward pass, rotations included.
-        rotation_operations: Of making the rotations of all layers, whatever the batch.
-        rotating_operations: Of rotating queries and keys by them.
+        rotation_operations: For computing the rotations of all layers, independent of the batch size.
+        rotating_operations: For applying them to queries and keys.
     """
 
     parameters: int
@@ -43,21 +43,21 @@ class Cost:
 
     @property
     def parameter_share(self) -> float:
-        """Share of all parameters that the position encoding has, table and rotations."""
+        """Share of the position encoding, table and rotations, in all parameters."""
         return (self.encoding_parameters + self.table_parameters) / self.parameters
 
     @property
     def operation_share(self) -> float:
-        """Share of the operations that make rotations and rotate queries and keys by them."""
+        """Share of computing and applying rotations in all operations."""
         return (self.rotation_operations + self.rotating_operations) / self.operations
 
 
 def count_products(run: Callable[[], object]) -> int:
     """Multiply-accumulates of the matrix products, convolutions and attentions that `run()` executes."""
-    # Releases of torch differ in the fused kernels that they count; all of them count products of matrices.
+    # Which fused kernels are counted depends on the release of torch; all releases count matrix products.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        # Its hooks on all modules only attribute products to modules. Attention reads weights directly only without
-        # hooks, and they fail where a module returns a view of a trainable parameter that was made without gradients.
+        # The counter's hooks, which attribute products to modules, are removed: LieREAttention changes the basis of
+        # weights only in modules without hooks, and they fail for views of parameters that were made without gradients.
         counter.mod_tracker.__exit__()
         run()
     return counter.get_total_flops() // 2
@@ -65,18 +65,15 @@ def count_products(run: Callable[[], object]) -> int:
 
 def count_forward(model: nn.Module, pixels: torch.Tensor, **options) -> tuple[int, int]:
     """
-    Products of the forward pass on `pixels`, the same for every attention implementation, and elements that its layer
-    norms see; `options` are the model's.
+    Multiply-accumulates of the forward pass on `pixels`, for any attention implementation, and the number of elements
+    that layer norms process; `options` are further arguments of the model.
     """
     elements = []
-
-    def count(module, inputs, output):
-        elements.append(output.numel())
-
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
-                stack.enter_context(module.register_forward_hook(count))
+                hook = module.register_forward_hook(lambda module, inputs, output: elements.append(output.numel()))
+                stack.enter_context(hook)
         for tower in find_towers(model):
             stack.enter_context(eager_attention(tower))
         products = count_products(lambda: model(pixels, **options))
@@ -86,14 +83,14 @@ def count_forward(model: nn.Module, pixels: torch.Tensor, **options) -> tuple[in
 def count_cost(model: nn.Module, pixels: torch.Tensor, **options) -> Cost:
     """
     Args:
-        model: A vision transformer that is called with pixels, patched or not; it is left as it is.
+        model: A vision transformer that is called with pixels, patched or not; it is not changed.
         pixels: A batch of inputs.
         options: Further arguments of the model.
     """
     tower = find_towers(model)[0]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     table = position_table(tower.embeddings)
-    # A table may be a view of a parameter, or sinusoids that are no parameters.
+    # A table may be a view of a parameter, or sinusoids that are not parameters.
     stored = {parameter.data_ptr() for parameter in tower.embeddings.parameters()}
     table_parameters = table.numel() if table is not None and table.data_ptr() in stored else 0
     encoding = getattr(tower.module, "rotary_encoding", None)
@@ -110,7 +107,7 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options) -> Cost:
         hook.remove()
         args, kwargs = calls[0]
         making = count_products(lambda: rotations.extend(encoding(*args, **kwargs)))
-        # Planes are no matrix products, which are counted anyway: 2 per channel of query and key.
+        # Rotations of planes are no matrix products: 2 multiply-accumulates per channel of query and key.
         planes = sum(rotation.num_tokens() * rotation.num_planes() for rotation in rotations)
         rotating = planes * encoding.config.num_attention_heads * 2 * 2 * 2
         plain_products, _ = count_forward(plain, pixels, **options)

@@ -1,31 +1,33 @@
 """
-What a rotary encoding has learned, from its generators alone, in float64: nothing here runs the model.
+What a rotary encoding has learned, from its generators in float64, without running the model.
 
-Layers or heads that share generators count once: "layers" is 1 then.
+Where layers or heads share generators, "layers" or "heads" is 1 in the shapes below.
 """
 
 import copy
 import itertools
-import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from .. import reference
 from ..models.encodings import ComRoPEAxialPartition, RotaryEncoding
 from ..models.exponential import block_rotations
 from ..models.folding import FoldedComRoPE, build_rotary_encoding
 from ..models.lie_algebra import plane_rotations, skew
 from ..models.positions import of_grid
+from ..models.rotation import PlaneRotation
 
 
-# Pairs of patches whose products of rotations are compared; each takes an eigenvalue decomposition per block.
+# Number of pairs of patches; each needs an eigenvalue decomposition per block.
 PAIRS = 24
 OFFSETS = 12
 HISTOGRAM_BINS = 61
-# Draws of untrained generators, and how many of their elements are compared with learned ones.
+# Number of draws of untrained generators, and of the elements that are compared with learned ones.
 DRAWS = 10
 ELEMENTS_COMPARED = 20_000
 
@@ -48,8 +50,8 @@ class Commutators(NamedTuple):
 class RelativityError(NamedTuple):
     """
     How far R(p)ᵀR(q) is from a function of q − p: e(c) = ‖R(p + c)ᵀR(q + c) − R(p)ᵀR(q)‖ in the spectral norm, 0 for
-    a relative encoding (the RoPE equation, ComRoPE eq. 2) and at most 2. A query and a key of length 1 change their
-    product by no more than that.
+    a relative encoding (the RoPE equation, ComRoPE eq. 2) and at most 2. It bounds the change of the product of a query
+    and a key of length 1.
 
     Attributes:
         offsets: (offsets,), the common displacement c of both tokens on every axis, in patches.
@@ -81,8 +83,8 @@ class AngleStatistics(NamedTuple):
 
 class Initialization(NamedTuple):
     """
-    Elements of generators as `rotary_init` and `rotary_init_scale` draw them, beside those of [`AngleStatistics`]; the
-    ones that training started from are not in a checkpoint, so that distributions are all that can be compared.
+    Elements of generators as `rotary_init` and `rotary_init_scale` draw them, compared with those of
+    [`AngleStatistics`]. Only distributions can be compared, since a checkpoint does not hold the initial generators.
 
     Attributes:
         name, scale: `rotary_init` and `rotary_init_scale`.
@@ -90,8 +92,8 @@ class Initialization(NamedTuple):
         edges, density: As in [`AngleStatistics`], over the range of both.
         learned_density: Of the learned elements, over the same edges.
         distance: Largest difference between the cumulative distributions of learned and untrained elements
-            (Kolmogorov and Smirnov's statistic), from 0 to 1; of `ELEMENTS_COMPARED` elements where there are more.
-        chance: The largest distance of one of `DRAWS` draws of untrained generators from the others.
+            (the Kolmogorov–Smirnov statistic), from 0 to 1; for at most `ELEMENTS_COMPARED` elements.
+        chance: The largest distance between one of `DRAWS` draws of untrained generators and all others.
     """
 
     name: str
@@ -108,11 +110,35 @@ class Frequencies(NamedTuple):
     """
     Attributes:
         per_coordinate: (A, layers, heads, planes) angular frequencies in radians per unit of a coordinate.
-        per_patch: The same in radians per patch of the trained grid. A plane turns by f · (q − p) between two patches.
+        per_patch: The same in radians per patch of the trained grid; f · (q − p) is the angle between two patches.
     """
 
     per_coordinate: torch.Tensor
     per_patch: torch.Tensor
+
+
+@dataclass
+class EncodingAnalysis:
+    """
+    What a rotary encoding has learned.
+
+    Attributes:
+        generators: (A, layers, heads, blocks, b, b).
+        positions: (P, A) coordinates of `rotations`: one patch from the origin along each axis, then along all of them.
+        rotations: (layers, heads, blocks, P, b, b).
+        commutators, relativity, angles: See their classes.
+        frequencies: See [`learned_frequencies`].
+        initialization: Elements of untrained generators; `None` for those that are never trained.
+    """
+
+    generators: torch.Tensor
+    positions: torch.Tensor
+    rotations: torch.Tensor
+    commutators: Commutators
+    relativity: RelativityError
+    angles: AngleStatistics
+    frequencies: Frequencies | None
+    initialization: Initialization | None
 
 
 def rotary_encoding(tower: nn.Module) -> RotaryEncoding | None:
@@ -157,13 +183,12 @@ def rotations(matrices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """
     if matrices.shape[-1] > 2:
         return block_rotations(positions, matrices, torch.float64)
-    cos, sin = plane_rotations(positions, matrices[..., 1, 0].flatten(1), torch.float64).unbind(-1)
-    planes = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
-    return planes.unflatten(0, matrices.shape[1:-2])
+    cos_sin = plane_rotations(positions, matrices[..., 1, 0].flatten(1), torch.float64)  # (planes, P, 2)
+    return PlaneRotation(cos_sin).matrices().unflatten(0, matrices.shape[1:-2])
 
 
 def commutators(matrices: torch.Tensor) -> Commutators:
-    """Of generators (A, layers, heads, blocks, b, b), over all blocks of a head."""
+    """Norms for generators (A, layers, heads, blocks, b, b), over all blocks of a head."""
     axes = tuple(itertools.combinations(range(len(matrices)), 2))
     norms = matrices.flatten(-3).norm(dim=-1)
     absolute = norms.new_zeros(len(axes), *norms.shape[1:])
@@ -183,7 +208,7 @@ def relativity_error(
     """
     Args:
         offsets: In patches; `None` means from 0 to the length of the longest axis of the trained grid.
-        pairs: Number of pairs of patches of the trained grid: two opposite corners, and others drawn from a fixed seed.
+        pairs: Number of pairs of patches of the trained grid: two opposite corners, and others from a fixed seed.
         progress: Whether to show a progress bar.
     """
     if offsets is None:
@@ -191,17 +216,20 @@ def relativity_error(
         offsets = torch.linspace(0, longest, min(longest, OFFSETS) + 1, dtype=torch.float64).tolist()
     offsets = torch.tensor(list(offsets), dtype=torch.float64)
     steps = patch_steps(encoding)
-    first, second = (patch_positions(encoding)[chosen] for chosen in _pairs(encoding.config.train_grid, pairs))
+    patches = patch_positions(encoding)
+    chosen = torch.randint(len(patches), (2, pairs), generator=torch.Generator().manual_seed(0))
+    chosen[:, 0] = torch.tensor([0, len(patches) - 1])
+    first, second = patches[chosen]  # (pairs, A) each
     matrices = generators(encoding)
     largest = matrices.new_zeros(len(offsets), *matrices.shape[1:3])
     mean = largest.clone()
     with tqdm(total=largest[..., 0].numel(), desc="relativity", disable=not progress) as bar:
         for layer, layer_matrices in enumerate(matrices.unbind(1)):
-            reference = rotations(layer_matrices, first).transpose(-1, -2) @ rotations(layer_matrices, second)
+            unmoved = rotations(layer_matrices, first).transpose(-1, -2) @ rotations(layer_matrices, second)
             for index, offset in enumerate(offsets):
                 shifted = [rotations(layer_matrices, points + offset * steps) for points in (first, second)]
-                difference = shifted[0].transpose(-1, -2) @ shifted[1] - reference
-                # The largest singular value, from the Gram matrix: faster than an SVD and as accurate here.
+                difference = shifted[0].transpose(-1, -2) @ shifted[1] - unmoved
+                # The Gram matrix gives the largest singular value faster than an SVD, with enough accuracy.
                 squares = torch.linalg.eigvalsh(difference.transpose(-1, -2) @ difference)[..., -1]
                 errors = squares.clamp(min=0).sqrt().flatten(1)
                 largest[index, layer], mean[index, layer] = errors.amax(1), errors.mean(1)
@@ -209,21 +237,11 @@ def relativity_error(
     return RelativityError(offsets, largest, mean)
 
 
-def _pairs(grid: tuple[int, ...], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices p and q of patches."""
-    patches = math.prod(grid)
-    chosen = torch.randint(patches, (2, count), generator=torch.Generator().manual_seed(0))
-    chosen[:, 0] = torch.tensor([0, patches - 1])
-    return chosen[0], chosen[1]
-
-
 def angle_statistics(encoding: RotaryEncoding) -> AngleStatistics:
-    """Of the generators' elements, see [`AngleStatistics`]."""
+    """Statistics of the generators' elements, see [`AngleStatistics`]."""
     elements = _elements(generators(encoding), encoding.config.position_encoding)
-    edges, density = _densities(elements)
-    return AngleStatistics(
-        elements.std(correction=0).item(), elements.flatten(1).std(dim=1, correction=0), edges, density
-    )
+    layer_std = elements.flatten(1).std(dim=1, correction=0)
+    return AngleStatistics(elements.std(correction=0).item(), layer_std, *_densities(elements))
 
 
 def _elements(matrices: torch.Tensor, position_encoding: str) -> torch.Tensor:
@@ -237,14 +255,14 @@ def _elements(matrices: torch.Tensor, position_encoding: str) -> torch.Tensor:
 
 
 def _densities(*samples: torch.Tensor) -> list[torch.Tensor]:
-    """Edges that hold all samples, and the density of each."""
+    """Edges of bins that contain all samples, and the density of each sample."""
     bound = max(*(sample.abs().max().item() for sample in samples), torch.finfo(torch.float32).tiny)
     densities = [torch.histogram(sample, HISTOGRAM_BINS, range=(-bound, bound), density=True) for sample in samples]
     return [densities[0].bin_edges, *(density.hist for density in densities)]
 
 
 def initialization(encoding: RotaryEncoding) -> Initialization | None:
-    """What training started from, see [`Initialization`]; `None` for `axial_rope`, which is not trained."""
+    """Comparison with untrained generators, see [`Initialization`]; `None` for `axial_rope`, which is not trained."""
     config = copy.deepcopy(encoding.config)
     if config.position_encoding == "axial_rope":
         return None
@@ -277,12 +295,12 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
 
 
 def _some(elements: torch.Tensor) -> torch.Tensor:
-    """At most `ELEMENTS_COMPARED`: a distribution is known well enough by then."""
+    """A random choice of at most `ELEMENTS_COMPARED` elements."""
     return elements[torch.randperm(len(elements))[:ELEMENTS_COMPARED]]
 
 
 def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Kolmogorov and Smirnov's statistic."""
+    """The Kolmogorov–Smirnov statistic."""
     values = torch.cat([first, second])
     shares = [torch.searchsorted(sample.sort().values, values, right=True) / len(sample) for sample in (first, second)]
     return (shares[0] - shares[1]).abs().max().item()
@@ -290,8 +308,8 @@ def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 def learned_frequencies(encoding: RotaryEncoding) -> Frequencies | None:
     """
-    Of encodings that are rotations of planes in some basis: b = 2 as it is, ComRoPE in its eigenbasis (folded or not).
-    `None` for LieRE with larger blocks, whose generators have no planes in common.
+    Frequencies of encodings that rotate planes: those with b = 2, and ComRoPE in its eigenbasis, folded or not. `None`
+    for LieRE with larger blocks, whose generators have no planes in common.
     """
     if encoding.block_size == 2:
         frequencies = generators(encoding)[..., 1, 0]
@@ -300,3 +318,20 @@ def learned_frequencies(encoding: RotaryEncoding) -> Frequencies | None:
     else:
         return None
     return Frequencies(frequencies, frequencies * patch_steps(encoding).view(-1, 1, 1, 1))
+
+
+def analyse_encoding(encoding: RotaryEncoding, progress: bool = False) -> EncodingAnalysis:
+    """All measurements of this file."""
+    matrices = generators(encoding)
+    steps = torch.diag(patch_steps(encoding))
+    positions = torch.cat([steps, steps.sum(0, keepdim=True)])
+    return EncodingAnalysis(
+        generators=matrices.float(),
+        positions=positions,
+        rotations=reference.rotations(matrices, positions).float(),
+        commutators=commutators(matrices),
+        relativity=relativity_error(encoding, progress=progress),
+        angles=angle_statistics(encoding),
+        frequencies=learned_frequencies(encoding),
+        initialization=initialization(encoding),
+    )

@@ -1,8 +1,8 @@
-"""Images and clips for `hf-liere inspect`: read from files or a data set, and prepared as the model takes them."""
+"""Images and clips for `hf-liere inspect`: reading them from files or data sets, and preparing them for a model."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ TABLE_SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".ar
 
 
 class InspectionError(InputError):
-    """What cannot be inspected as asked; the message says what can."""
+    """An inspection that is not possible; the message says what is."""
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Sample:
 @dataclass
 class Preparation:
     """
-    From frames to `pixel_values`, with the numbers of a checkpoint's processor: resized to exactly the size that is
-    asked for instead of being cropped, so that attention maps lie on what is shown.
+    From frames to `pixel_values`, with the constants of a checkpoint's processor. Frames are resized to the requested
+    size and not cropped, so that attention maps fit the frames that are shown.
 
     Attributes:
         num_channels: 1 or 3.
@@ -96,9 +96,9 @@ def read_samples(
     """
     Args:
         files: Images, videos or arrays.
-        dataset: A folder of them, a table with an image or video column, or the name of a data set on the Hub.
-        split: Of a data set; `None` means its test or validation split, or its first.
-        max_samples: How many of the data set.
+        dataset: A folder of such files, a table with an image or video column, or the name of a data set on the Hub.
+        split: Split of the data set; `None` means its test or validation split, or its first.
+        max_samples: Number of samples from the data set.
         is_video: Whether clips are wanted.
 
     Raises:
@@ -113,7 +113,7 @@ def read_samples(
         paths = sorted(path for path in Path(dataset).rglob("*") if path.suffix.lower() in SUFFIXES)
         if not paths:
             raise InspectionError(f"{dataset} holds no images or videos; accepted are files in {', '.join(SUFFIXES)}.")
-        # Spread over the whole folder, since data sets often keep each class in one place.
+        # From the whole folder, since data sets often store each class together.
         places = np.linspace(0, len(paths) - 1, min(max_samples, len(paths))).round().astype(int)
         return samples + [read_file(paths[place], is_video) for place in places]
     return samples + list(islice(_read_dataset(dataset, split, is_video), max_samples))
@@ -172,10 +172,8 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
 
     suffix = Path(name).suffix.lower()
     try:
-        if suffix in TABLE_SUFFIXES:
-            found = datasets.load_dataset(TABLE_SUFFIXES[suffix], data_files=name, streaming=True)
-        else:
-            found = datasets.load_dataset(name, streaming=True)
+        source = {"path": TABLE_SUFFIXES[suffix], "data_files": name} if suffix in TABLE_SUFFIXES else {"path": name}
+        found = datasets.load_dataset(**source, streaming=True)
     except Exception as error:
         raise InspectionError(f"The data set {name} cannot be read: {type(error).__name__}: {error}") from error
     chosen = split or next((part for part in ("test", "validation") if part in found), next(iter(found)))
@@ -189,20 +187,19 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
         raise InspectionError(
             f"{name} has no column of {'images or videos' if is_video else 'images'}: {dict(features) or 'unknown'}."
         )
-    # The split of a single file is called "train" whatever is in it, so the file names the samples.
+    # The split of a single file is always called "train", so samples are named after the file.
     origin = Path(name).name if suffix in TABLE_SUFFIXES else chosen
-    rows, index = iter(rows), 0
-    while True:
+    rows = iter(rows)
+    for index in count():
         place = f"{origin} {index}"
         try:
             frames = _frames(next(rows)[column])
         except StopIteration:
             return
         except Exception as error:
-            # Rows may hold broken files, too.
+            # A row can contain a broken file.
             raise InspectionError(f"{place} of {name} cannot be read: {type(error).__name__}: {error}") from error
         yield _checked(Sample(place, frames), is_video)
-        index += 1
 
 
 def _frames(value) -> np.ndarray:

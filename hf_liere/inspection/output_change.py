@@ -40,10 +40,10 @@ def output_change(
     How much the output changes if the coordinates of all patches move together (ComRoPE §4.3.1, Fig. 5):
     ‖f(x; p + c) − f(x; p)‖ / ‖f(x; p)‖, f the pooled output of the vision tower.
 
-    A relative encoding leaves attention between patches as it is, and therefore the output, if class and register
-    tokens move too (`rotate_prefix`) or there are none; where they are not rotated, what they see of the patches moves.
-    A table of absolute positions, and whatever else tells positions, stays where it is, so that a change of 0 speaks of
-    these rotations alone; see [`attention_relativity`] for the whole model.
+    With a relative encoding, attention between patches does not change. The output does not change either if class and
+    register tokens move too (`rotate_prefix`) or if there are none. A table of absolute positions, or any other source
+    of positions, does not move, so that a change of 0 is a statement about the rotations only; see
+    [`attention_relativity`] for the whole model.
 
     Args:
         offsets: The c on every axis, in patches of the trained grid.
@@ -59,7 +59,7 @@ def output_change(
 
     def move(module, inputs, options):
         (positions,) = inputs
-        moved = positions.coordinates.clone()
+        moved = positions.coordinates.clone()  # (N, A) or (B, N, A)
         first = 0 if encoding.config.rotate_prefix else positions.num_prefix_tokens
         moved[..., first:, :] += offset * steps.to(moved)
         return (of_coordinates(moved, positions.num_prefix_tokens, None),), options
@@ -74,14 +74,12 @@ def output_change(
                 batch = pixel_values[start : start + batch_size].to(parameter.device, parameter.dtype)
                 results = {}
                 for offset in (0.0, *moves):  # noqa: B007 (read by the hook)
-                    results[offset] = _pooled(tower.module(batch, **options)).float().cpu()
+                    output = tower.module(batch, **options)
+                    pooled = getattr(output, "pooler_output", None)
+                    pooled = output.last_hidden_state.flatten(1) if pooled is None else pooled  # (B, features)
+                    results[offset] = pooled.float().cpu()
                     bar.update()
                 reference = results[0.0]
                 changes = [(results[moved] - reference).norm(dim=1) / reference.norm(dim=1) for moved in offsets]
                 outputs.append(torch.stack(changes))
     return OutputChange(torch.tensor(offsets), torch.cat(outputs, dim=1))
-
-
-def _pooled(output) -> torch.Tensor:
-    pooled = getattr(output, "pooler_output", None)
-    return output.last_hidden_state.flatten(1) if pooled is None else pooled

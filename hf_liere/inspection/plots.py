@@ -9,22 +9,24 @@ import numpy as np
 import torch
 from matplotlib import cm, colormaps, colors, rc_context, ticker
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-from .analysis import Analysis, EncodingAnalysis, InputAnalysis
-from .attention import overlay
+from .analysis import Analysis, InputAnalysis
+from .attention import overlay, patch_distances
+from .encodings import EncodingAnalysis
 from .output_change import OutputChange
 
 
-# Distinguishable with any colour vision: cividis for magnitudes; for signed values, maps with the page's colour at 0.
+# For any colour vision: cividis for magnitudes, and for signed values maps with the colour of the page at 0.
 SEQUENTIAL = "cividis"
 THEMES = {
     "light": {"text": "#1f2328", "line": "#8c959f", "signs": "PuOr", "layers": (0.0, 0.75)},
     "dark": {"text": "#e6edf3", "line": "#6e7681", "signs": "berlin", "layers": (0.35, 1.0)},
 }
-# Okabe and Ito's colours that stand out from white and from black.
+# The colours of Okabe and Ito that contrast with white and with black.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-# Widest mosaic of matrices that shares a row with others, in elements.
-NUMBERS_ACROSS = 150
+# Width in elements of the widest mosaic that shares a row with others.
+MOSAIC_WIDTH = 150
 FRAMES_SHOWN = 4
 LAYERS_ACROSS = 6
 
@@ -33,8 +35,8 @@ LAYERS_ACROSS = 6
 class Plot:
     """
     Attributes:
-        title, caption, alt: What is to be seen; `alt` in place of the picture.
-        svg: The picture, for each theme.
+        title, caption, alt: Texts of the picture; `alt` replaces it where it cannot be seen.
+        svg: The picture for each theme.
     """
 
     title: str
@@ -60,7 +62,7 @@ def draw(paint: Callable[[Figure, dict], None], width: float, height: float) -> 
             "grid.color": theme["line"],
             "legend.frameon": False,
             "savefig.facecolor": "none",
-            # The same picture gives the same file.
+            # Equal pictures give equal files.
             "svg.hashsalt": "hf_liere",
         }
         with rc_context(style):
@@ -90,22 +92,22 @@ def mosaic(matrices: torch.Tensor) -> tuple[np.ndarray, tuple[int, int]]:
 
 
 def chosen(count: int, most: int) -> list[int]:
-    """At most so many of the numbers up to `count`, first and last among them."""
+    """At most `most` evenly spaced indices below `count`, with the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
 def plot_mosaics(panels: Sequence[tuple[str, torch.Tensor]], label: str, limit: float | None = None) -> dict[str, str]:
-    """Mosaics on one scale that is symmetric around zero, below each other if they are too wide for one row."""
+    """Mosaics with one colour scale that is symmetric around zero, in a column if they are too wide for a row."""
     layers, heads = panels[0][1].shape[:2]
     mosaics = [mosaic(matrices) for _, matrices in panels]
     height, width = mosaics[0][0].shape
     extend = "neither"
     if limit is None:
-        # The limit is a quantile, since a few large elements would make all others look alike.
+        # The limit is a quantile, because a few large elements would hide the differences of all others.
         sizes = np.abs(np.concatenate([matrices.numpy().ravel() for _, matrices in panels]))
-        # Generators that are all zero have no scale.
+        # The quantile may be zero; if all elements are, any limit serves.
         limit, extend = float(np.quantile(sizes, 0.995)) or float(sizes.max()) or 1.0, "both"
-    stacked = width > NUMBERS_ACROSS
+    stacked = width > MOSAIC_WIDTH
     rows, columns = (len(panels), 1) if stacked else (1, len(panels))
 
     def paint(figure: Figure, theme: dict) -> None:
@@ -127,7 +129,7 @@ def plot_mosaics(panels: Sequence[tuple[str, torch.Tensor]], label: str, limit: 
 
 
 def label_layers_and_heads(axis, layers: int, heads: int, tile: tuple[int, int] = (1, 1)) -> None:
-    """Ticks for tiles of so many numbers, from 1."""
+    """Ticks at the centres of tiles, whose extent is `tile`, numbered from 1."""
     ticks = [[place * extent + (extent - 1) / 2 for place in range(n)] for n, extent in zip((layers, heads), tile)]
     axis.set_yticks(ticks[0], [str(layer + 1) for layer in range(layers)])
     axis.set_xticks(ticks[1], [str(head + 1) for head in range(heads)])
@@ -168,9 +170,12 @@ def plot_commutators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[st
     return draw(paint, min(10.0, 2.2 + len(found.axes) * max(2.6, 0.45 * heads)), max(2.3, 0.22 * layers + 1.2))
 
 
-def layer_colours(count: int, theme: dict) -> np.ndarray:
-    """A colour per layer, from dark to light, without those that vanish on the page."""
-    return colormaps["viridis"](np.linspace(*theme["layers"], count))
+def layer_styles(count: int, theme: dict) -> list[dict]:
+    """A colour for each layer, from dark to light, of those that are visible on the page; labels for a few layers."""
+    shades = colormaps["viridis"](np.linspace(*theme["layers"], count))
+    labelled = range(count) if count <= 6 else (0, count - 1)
+    labels = [f"layer {layer + 1}" if layer in labelled else None for layer in range(count)]
+    return [{"color": colour, "label": label} for colour, label in zip(shades, labels)]
 
 
 def plot_relativity(encoding: EncodingAnalysis) -> dict[str, str]:
@@ -179,10 +184,9 @@ def plot_relativity(encoding: EncodingAnalysis) -> dict[str, str]:
 
     def paint(figure: Figure, theme: dict) -> None:
         axis = figure.subplots()
-        layers = found.mean.shape[1]
-        for layer, colour in enumerate(layer_colours(layers, theme)):
-            label = f"layer {layer + 1}" if layers <= 6 or layer in (0, layers - 1) else None
-            axis.plot(offsets, found.mean[:, layer].mean(-1).numpy(), "o-", markersize=3, color=colour, label=label)
+        curves = found.mean.mean(-1).T.numpy()  # (layers, offsets)
+        for curve, style in zip(curves, layer_styles(len(curves), theme)):
+            axis.plot(offsets, curve, "o-", markersize=3, **style)
         largest = found.largest.amax((1, 2)).numpy()
         axis.plot(offsets, largest, "--", color=theme["text"], label="largest of all")
         axis.set(xlabel="common offset c of both tokens (patches)", ylabel="e(c), spectral norm, no unit")
@@ -205,7 +209,7 @@ def plot_output_change(found: OutputChange) -> dict[str, str]:
         axis.plot(offsets, change.mean(1), "o-", color=COLOURS[0])
         axis.fill_between(offsets, *np.quantile(change, (0.25, 0.75), axis=1), color=COLOURS[0], alpha=0.2, linewidth=0)
         axis.set(xlabel="common offset of all patches (patches)", ylabel="‖change‖ / ‖output‖, no unit")
-        # Rounding errors are not to fill the plot.
+        # Rounding errors should not fill the plot.
         axis.set_ylim(0, max(1.1 * change.max(), 1e-2))
         axis.grid(alpha=0.4)
 
@@ -250,10 +254,11 @@ def plot_angles(encoding: EncodingAnalysis) -> dict[str, str]:
     return draw(paint, 10.0, 3.1)
 
 
-def few_ticks(axis) -> None:
-    """Labels that do not touch each other, for numbers of any size."""
-    axis.set_major_locator(ticker.MaxNLocator(4))
-    axis.set_major_formatter(ticker.StrMethodFormatter("{x:.4g}"))
+def few_ticks(*axes) -> None:
+    """So few labels that they do not overlap, whatever the size of the values."""
+    for axis in axes:
+        axis.set_major_locator(ticker.MaxNLocator(4))
+        axis.set_major_formatter(ticker.StrMethodFormatter("{x:.4g}"))
 
 
 def plot_frequencies(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:
@@ -266,38 +271,30 @@ def plot_frequencies(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[st
     def paint(figure: Figure, theme: dict) -> None:
         panels = figure.subplots(1, len(pairs), squeeze=False)[0]
         for axis, (first, second) in zip(panels, pairs):
-            for layer, colour in enumerate(layer_colours(layers, theme)):
+            for layer, style in enumerate(layer_styles(layers, theme)):
                 points = (frequencies[index, layer].flatten().numpy() for index in (second, first))
-                label = f"layer {layer + 1}" if layers <= 6 or layer in (0, layers - 1) else None
-                axis.scatter(*points, s=size, color=colour, alpha=0.7, linewidths=0, label=label)
+                axis.scatter(*points, s=size, alpha=0.7, linewidths=0, **style)
             if bound > math.pi:
-                corner = (-math.pi, -math.pi)
-                axis.add_patch(_square(corner, 2 * math.pi, theme["line"]))
+                style = {"fill": False, "linestyle": "--", "linewidth": 0.8, "edgecolor": theme["line"]}
+                axis.add_patch(Rectangle((-math.pi, -math.pi), 2 * math.pi, 2 * math.pi, **style))
             axis.axhline(0, color=theme["line"], linewidth=0.6)
             axis.axvline(0, color=theme["line"], linewidth=0.6)
             axis.set(xlim=(-bound, bound), ylim=(bound, -bound), aspect="equal")
             axis.set(xlabel=f"{axes[second]}: radians per patch", ylabel=f"{axes[first]}: radians per patch")
-            few_ticks(axis.xaxis)
-            few_ticks(axis.yaxis)
+            few_ticks(axis.xaxis, axis.yaxis)
         panels[0].legend(fontsize=8, loc="upper right")
 
     return draw(paint, min(10.0, 4.6 * len(pairs)), 4.4)
 
 
-def _square(corner, side, colour):
-    from matplotlib.patches import Rectangle
-
-    return Rectangle(corner, side, side, fill=False, linestyle="--", linewidth=0.8, edgecolor=colour)
-
-
 def plot_attention(entries: Sequence[InputAnalysis], shown: Sequence[np.ndarray], image: int) -> dict[str, str]:
     """
-    Rows of sizes (or of frames of a clip, for one size), columns of layers after the input itself.
+    A row for each size (or for each frame of a clip), with the input and the attention map of each layer.
 
     Args:
         entries: One for each size.
-        shown: (images, T, H, W, C) uint8, what the model was given of each size.
-        image: Which of the images.
+        shown: For each size the (images, T, H, W, C) uint8 inputs of the model.
+        image: Index of the image.
     """
     rows = []
     for entry, inputs in zip(entries, shown):
@@ -337,7 +334,8 @@ def plot_attention(entries: Sequence[InputAnalysis], shown: Sequence[np.ndarray]
 
 
 def plot_distances(entries: Sequence[InputAnalysis]) -> dict[str, str]:
-    uniform = [uniform_distance(entry.attention.grid) for entry in entries]
+    # If every patch attends to all patches equally.
+    uniform = [patch_distances(entry.attention.grid).mean().item() for entry in entries]
     highest = max(*uniform, *(entry.distances.mean(1).max().item() for entry in entries))
 
     def paint(figure: Figure, theme: dict) -> None:
@@ -357,12 +355,6 @@ def plot_distances(entries: Sequence[InputAnalysis]) -> dict[str, str]:
         panels[0].legend(fontsize=8, loc="lower right")
 
     return draw(paint, min(10.0, 1.2 + 3.2 * len(entries)), 3.2)
-
-
-def uniform_distance(grid: tuple[int, ...]) -> float:
-    """Attention distance where every patch looks at all patches alike."""
-    places = torch.cartesian_prod(*[torch.arange(size, dtype=torch.float32) for size in grid])
-    return torch.cdist(places, places).mean().item()
 
 
 def size_name(size: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""One HTML page that says what a model is, what its position encoding has learned and what it costs."""
+"""The inspection report: one HTML page about a model, what its position encoding has learned, and its cost."""
 
 import base64
 from collections.abc import Sequence
@@ -8,7 +8,8 @@ import jinja2
 import numpy as np
 
 from ..version import __version__
-from .analysis import Analysis, EncodingAnalysis
+from .analysis import Analysis
+from .encodings import EncodingAnalysis
 from .plots import (
     Plot,
     axis_names,
@@ -28,7 +29,7 @@ from .plots import (
 TEMPLATE = "report.html.jinja"
 IMAGES_SHOWN = 3
 CLASSES_SHOWN = 3
-# Deviation of attention logits that counts as none, in nats: a thousand times their rounding errors.
+# Accepted deviation of relative attention logits in nats: a thousand times their rounding errors.
 RELATIVE_UP_TO = 1e-3
 ENCODINGS = {
     "none": "no positions at all",
@@ -53,7 +54,7 @@ def render(analysis: Analysis, shown: Sequence[np.ndarray], name: str, sources: 
     Args:
         shown: For each entry of `analysis.inputs`, (images, T, H, W, C) uint8 as the model saw them; empty without
             images.
-        name: What the report is about.
+        name: Name of the model.
         sources: Names of the images.
     """
     environment = jinja2.Environment(
@@ -169,7 +170,11 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
             Plot(
                 "Frequencies in the plane",
                 "Each point is a plane of channels, which turns by f · (q − p) between patches p and q"
-                + (" (in the eigenbasis that the generators share)" if "comrope" in _name(analysis) else "")
+                + (
+                    " (in the eigenbasis that the generators share)"
+                    if "comrope" in analysis.model["position_encoding"]
+                    else ""
+                )
                 + f". The largest component is {largest:.3g} radians per patch.{beyond}",
                 "Scatter plot of the learned angular frequencies, by layer.",
                 plot_frequencies(encoding, axes),
@@ -179,7 +184,7 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
 
 
 def start_of(encoding: EncodingAnalysis) -> str:
-    """What the generators were before training, by the configuration, and whether they have moved."""
+    """A comparison of the generators with untrained ones of the same configuration."""
     start = encoding.initialization
     if start is None:
         return "They are fixed, not learned."
@@ -198,10 +203,6 @@ def start_of(encoding: EncodingAnalysis) -> str:
             "moved all the same: the ones that training started from are not in a checkpoint."
         )
     return f"{drawn}: this is not the distribution of untrained ones."
-
-
-def _name(analysis: Analysis) -> str:
-    return analysis.model["position_encoding"] or ""
 
 
 def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
@@ -238,24 +239,23 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
             plot_relativity(encoding),
         )
     )
-    measured = [entry for entry in analysis.inputs if entry.output_change is not None]
-    for entry in measured:
-        plots.append(
-            Plot(
-                "What a common offset does to the output",
-                "Change of the pooled output if the coordinates of all patches move by the same offset (ComRoPE "
-                f"Fig. 5) at {size_name(entry.size)}, mean and quartiles over images. Class and register tokens that "
-                "are not rotated stay where they are, so that what they see of the patches changes for every encoding. "
-                "All else that tells positions, such as a table, stays too: 0 speaks of these rotations alone.",
-                "Curve of the relative change of the output over the offset.",
-                plot_output_change(entry.output_change),
-            )
+    return plots + [
+        Plot(
+            "What a common offset does to the output",
+            "Change of the pooled output if the coordinates of all patches move by the same offset (ComRoPE "
+            f"Fig. 5) at {size_name(entry.size)}, mean and quartiles over images. Class and register tokens that "
+            "are not rotated stay where they are, so that what they see of the patches changes for every encoding. "
+            "All else that tells positions, such as a table, stays too: 0 speaks of these rotations alone.",
+            "Curve of the relative change of the output over the offset.",
+            plot_output_change(entry.output_change),
         )
-    return plots
+        for entry in analysis.inputs
+        if entry.output_change is not None
+    ]
 
 
 def relativity_of_model(analysis: Analysis) -> str:
-    """Whether the same holds for the model's attention, with the measured figure."""
+    """Whether the model's attention depends on differences of positions only, with the measured figure."""
     found = analysis.attention_relativity
     reason = "absolute positions are added to its patches" if analysis.model["absolute_table"] else None
     if found is None:
@@ -282,10 +282,7 @@ def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Se
     }
     query = query[entries[0].attention.query]
     is_video = len(entries[0].attention.grid) == 3
-    if is_video:
-        entries, shown, sizes = entries[:1], shown[:1], "by frame"
-    else:
-        sizes = "by input size"
+    sizes = "by frame" if is_video else "by input size"
     plots = [
         Plot(
             f"Attention on {sources[image]}",
@@ -293,11 +290,10 @@ def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Se
             + ("layer" if is_video else "map")
             + " is rescaled from its least to its most (LieRE App. G).",
             f"Attention maps of every layer laid over {sources[image]}, {sizes}.",
-            plot_attention(entries, shown, image),
+            plot_attention(entries[:1] if is_video else entries, shown, image),
         )
         for image in range(min(IMAGES_SHOWN, len(sources)))
     ]
-    entries = [entry for entry in analysis.inputs if entry.attention is not None]
     extent = " × ".join(map(str, analysis.model["patch_size"]))
     plots.append(
         Plot(
@@ -313,7 +309,7 @@ def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Se
 
 
 def prediction_rows(analysis: Analysis, sources: Sequence[str]) -> list[list[str]]:
-    """For each image its name and, for each size, the likeliest classes; nothing of a model that is no classifier."""
+    """For each image its name and the most probable classes at each size; no rows for models without classes."""
     entries = [entry for entry in analysis.inputs if entry.probabilities is not None]
     if not entries:
         return []
@@ -329,7 +325,7 @@ def prediction_rows(analysis: Analysis, sources: Sequence[str]) -> list[list[str
 
 
 def cost_rows(analysis: Analysis) -> list[list[str]]:
-    """Size, million operations, those of making the rotations and of applying them, share of both."""
+    """Size, million operations, those for computing and for applying rotations, and the share of both."""
     return [
         [
             size_name(entry.size),

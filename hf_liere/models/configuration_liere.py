@@ -7,20 +7,14 @@ from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneConfigMixin
 from transformers.utils import logging
+
+from .validation import FORMAT_VERSION, PLANAR_ENCODINGS, ROTARY_ENCODINGS, check_architecture
 
 
 logger = logging.get_logger(__name__)
 
-FORMAT_VERSION = 1
-# Of float32.
-LARGEST = 3.4028234e38
-
-PLANAR_ENCODINGS = ("axial_rope", "rope_mixed")
-COMMUTING_ENCODINGS = ("comrope_ap", "comrope_ld")
-ROTARY_ENCODINGS = (*PLANAR_ENCODINGS, "liere", *COMMUTING_ENCODINGS)
 DEFAULT_COORDINATES = {
     "axial_rope": "index",
     "rope_mixed": "index",
@@ -41,7 +35,7 @@ DEFAULT_ROPE_THETA = {"axial_rope": 100.0, "rope_mixed": 10.0, "liere": 10.0}
 @strict
 class LieREConfig(PreTrainedConfig):
     r"""
-    What the image and the video configuration share: the transformer and its position encoding.
+    Fields of both the image and the video configuration: the transformer and its position encoding.
 
     Args:
         position_encoding (`str`, defaults to `"liere"`):
@@ -57,46 +51,47 @@ class LieREConfig(PreTrainedConfig):
             Whether a learned table is added to the patch embeddings. `None` means yes for `absolute` only; `True`
             puts the table beside a rotary encoding.
         position_table_size (`list[int]`, *optional*):
-            `None`: the table has one entry for each patch of a training input and one for the class token. Given,
-            one number per axis: every token reads a table of this size at its coordinate, linearly between entries,
-            0 at the first and 1 at the last entry of an axis, the border outside (ComRoPE's code).
+            `None`: the table has one entry for each patch of a training input and one for the class token. Otherwise
+            the numbers of entries on each axis: every token reads a table of this size at its coordinate, with linear
+            interpolation, 0 at the first and 1 at the last entry of an axis, and the border outside (ComRoPE's code).
         position_table_resize (`str`, defaults to `"interpolate"`):
-            What the table of training patches becomes on another grid: `"interpolate"` (bicubic, trilinear for
+            How the table of training patches is resized for another grid: `"interpolate"` (bicubic, trilinear for
             video), `"antialias"` (bicubic with antialiasing, as in timm; images only) or `"truncate"` (its first
             entries in raster order, as in LieRE's code for VisionLLaMA; larger grids are refused).
         share_heads (`bool`, defaults to `False`): One set of generators for all heads of a layer.
         share_layers (`bool`, defaults to `False`): One set of generators for all layers.
         coordinates (`str`, *optional*):
-            What a patch index i of n, trained with n₀, becomes: `"index"` i; `"train_grid"` i·(n/n₀)/(n−1), that is
-            linspace(0, n/n₀, n); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n; `"unit_width"`
-            (i+½)/w on every axis, w the number of columns (ComRoPE's code on video). `None` means `index` for the
-            RoPE encodings, `train_grid` for `liere`, `unit` for ComRoPE, as in the papers.
+            The coordinate of the patch with index i on an axis of n patches that had n₀ in training: `"index"` i;
+            `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"train_index"` i·n₀/n (timm's reference
+            grid); `"unit"` (i+½)/n; `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on
+            video). `None` means `index` for the RoPE encodings, `train_grid` for `liere`, `unit` for ComRoPE, as in
+            the papers.
         position_perturbation (`float`, defaults to 0.0):
-            σ of ComRoPE eq. (11): while training, the coordinates of patches are drawn from a normal distribution of
-            standard deviation σ patch extents around the patch centre, truncated to the patch.
+            σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
+            around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch.
         rotate_prefix (`bool`, defaults to `False`):
             Whether class and register tokens are rotated as tokens at `prefix_coordinate` of every axis (official
             ComRoPE) instead of not being rotated (LieRE, RoPE-Mixed).
         prefix_coordinate (`float`, defaults to 0.5):
-            Where class and register tokens sit on every axis, for `rotate_prefix` and `position_table_size`.
+            Coordinate of class and register tokens on every axis, for `rotate_prefix` and `position_table_size`.
         rotary_init (`str`, *optional*):
             `"uniform"` U[0, scale); `"normal"` N(0, scale²); `"frequencies"` (geometric RoPE-Mixed spectrum times
-            scale, for `rope_mixed` and `liere` with even block_size); `"zeros"` (the model starts as one without
-            rotations; the multipliers of `comrope_ld` stay normal, so that gradients flow). `None` means the papers'
-            choice: `uniform` for `liere`, `frequencies` for `rope_mixed`, `normal` for ComRoPE.
+            scale, for `rope_mixed` and `liere` with even block_size); `"zeros"` (the initial model has no rotations;
+            the multipliers of `comrope_ld` are normal, so that the generators get gradients). `None` means the choice
+            of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`, `normal` for ComRoPE.
         rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
             `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1.
         rope_theta (`float`, *optional*):
             Base of the geometric spectrum of `axial_rope` (`None` means 100) and of `rotary_init="frequencies"`
             (`None` means 10), as in RoPE-ViT.
-        use_class_token (`bool`, defaults to `True`): Whether a class token is put in front of the patches.
+        use_class_token (`bool`, defaults to `True`): Whether a class token precedes the patches.
         num_register_tokens (`int`, defaults to 0): Number of register tokens, placed after the class token.
         pooling (`str`, defaults to `"cls"`):
             `"cls"` (class token), `"mean"` (patch tokens), `"mean_all"` (all tokens, as in official LieRE) or
-            `"prefix"` (class and register tokens side by side, as in DeiT with its distillation token).
+            `"prefix"` (class and register tokens concatenated, as in DeiT with its distillation token).
         final_norm (`str`, defaults to `"tokens"`):
-            Whether the last layer norm acts on all tokens before pooling (`"tokens"`), on what is pooled (`"pooled"`,
-            as in LieRE and CLIP; `last_hidden_state` is then not normalised) or is absent (`"none"`).
+            Whether the last layer norm is applied to all tokens before pooling (`"tokens"`), to the pooled output
+            (`"pooled"`, as in LieRE and CLIP; `last_hidden_state` is then not normalised) or not at all (`"none"`).
         use_pre_layernorm (`bool`, defaults to `False`): Layer norm of the embeddings before the first layer (CLIP).
         head_dim (`int`, *optional*):
             Width of an attention head; `None` means `hidden_size / num_attention_heads`. LieRE's code fixes it to 64.
@@ -105,11 +100,11 @@ class LieREConfig(PreTrainedConfig):
         layerscale_value (`float`, *optional*): Initial value of layer scale; `None` builds no layer scale.
         drop_path_rate (`float`, defaults to 0.0): Stochastic depth rate of the last layer, linear from 0 at the first.
         folded_grids (`list`, *optional*):
-            Not `None` for a model that `fold_rotations` made, which is for inference: the patch grids whose rotations
-            are kept as constants (none for encodings whose rotations are in the query and key weights).
-        format_version (`int`): Version of this configuration's meaning; newer ones than the library knows are refused.
+            The patch grids whose rotations are constants of a model for inference that `fold_rotations` returned; an
+            empty list for encodings whose rotations are in the query and key weights, `None` for all other models.
+        format_version (`int`): Version of the configuration format; versions newer than this release are refused.
 
-    The remaining arguments mean what they mean in `ViTConfig`.
+    The remaining arguments have the same meaning as in `ViTConfig`.
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: if a field has the wrong type or the fields do not fit together.
@@ -160,7 +155,7 @@ class LieREConfig(PreTrainedConfig):
     _auto_map = {}
 
     def __post_init__(self, **kwargs):
-        # Other configurations keep whatever they are given, and so do these, but a slip of the pen would go unseen.
+        # As in transformers, unknown names are stored; but a misspelled field must not go unnoticed.
         fields = [field.name for field in dataclasses.fields(self)]
         for name in kwargs:
             if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.85):
@@ -168,7 +163,7 @@ class LieREConfig(PreTrainedConfig):
                     f"{type(self).__name__} has no field {name!r} and ignores it; the closest is {close[0]!r}."
                 )
         encoding = self.position_encoding
-        # A shape that does not divide is left for validation, which says so.
+        # If the division leaves a remainder, validation refuses the configuration.
         if self.head_dim is None and 0 < self.num_attention_heads <= self.hidden_size:
             if self.hidden_size % self.num_attention_heads == 0:
                 self.head_dim = self.hidden_size // self.num_attention_heads
@@ -177,7 +172,7 @@ class LieREConfig(PreTrainedConfig):
         if self.use_absolute_position_embeddings is None:
             self.use_absolute_position_embeddings = encoding == "absolute"
         if self.coordinates is None:
-            # A table that is read at coordinates is ComRoPE's.
+            # A table that is read at coordinates is that of ComRoPE.
             without_rotation = None if self.position_table_size is None else "unit"
             self.coordinates = DEFAULT_COORDINATES.get(encoding, without_rotation)
         if self.rotary_init is None:
@@ -186,7 +181,7 @@ class LieREConfig(PreTrainedConfig):
             self.rotary_init_scale = DEFAULT_ROTARY_INIT_SCALE[self.rotary_init]
         if self.rope_theta is None:
             self.rope_theta = DEFAULT_ROPE_THETA.get(encoding)
-        # save_pretrained only maps the class that is saved; every Auto class must find its model in any checkpoint.
+        # save_pretrained maps only the class of the saved model, but every Auto class should load any checkpoint.
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
 
@@ -220,165 +215,7 @@ class LieREConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Raises `ValueError` where fields that are each well-formed do not fit together."""
-        if self.format_version > FORMAT_VERSION:
-            raise ValueError(
-                f"format_version={self.format_version} was written by a newer hf_liere; this one reads up to "
-                f"{FORMAT_VERSION}. Please upgrade hf_liere."
-            )
-        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "num_channels"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.num_register_tokens < 0:
-            raise ValueError(f"num_register_tokens={self.num_register_tokens} must be at least 0.")
-        if self.head_dim is None:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={self.num_attention_heads}."
-            )
-        for name in ("head_dim", "classifier_hidden_size"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        if any(patch < 1 for patch in self.patch_shape):
-            raise ValueError(f"The patch extents {self.patch_shape} must all be at least 1.")
-        if any(size < patch or size % patch for size, patch in zip(self.input_shape, self.patch_shape)):
-            raise ValueError(
-                f"The training input {self.input_shape} is not divisible into patches of {self.patch_shape}."
-            )
-        if self.pooling == "cls" and not self.use_class_token:
-            raise ValueError("pooling='cls' needs use_class_token=True; without it use pooling='mean' or 'mean_all'.")
-        if self.pooling == "prefix" and not self.num_prefix_tokens:
-            raise ValueError("pooling='prefix' needs a class token or register tokens; this model has neither.")
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1).")
-        self._validate_scales()
-        self._validate_table()
-        if self.position_encoding == "absolute" and not self.use_absolute_position_embeddings:
-            raise ValueError(
-                "position_encoding='absolute' is the learned table: use_absolute_position_embeddings=False contradicts "
-                "it. For no positions at all use position_encoding='none'."
-            )
-        if (
-            self.position_perturbation
-            and self.position_encoding == "none"
-            and not self.use_absolute_position_embeddings
-        ):
-            raise ValueError(
-                f"position_perturbation={self.position_perturbation} has nothing to perturb with "
-                "position_encoding='none'."
-            )
-        if self.position_encoding in ROTARY_ENCODINGS:
-            self._validate_rotary()
-        else:
-            self._refuse_rotary_fields()
-
-    def _validate_scales(self):
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(f"hidden_act={self.hidden_act!r} must be one of {', '.join(sorted(ACT2FN))}.")
-        if not 0 < self.initializer_range <= LARGEST:
-            raise ValueError(f"initializer_range={self.initializer_range} must be positive and finite in float32.")
-        for name in ("position_perturbation", "layer_norm_eps", "rotary_init_scale"):
-            number = getattr(self, name)
-            if number is not None and not 0 <= number <= LARGEST:
-                raise ValueError(f"{name}={number} must be at least 0 and finite in float32.")
-        for name in ("layerscale_value", "prefix_coordinate"):
-            number = getattr(self, name)
-            if number is not None and not abs(number) <= LARGEST:
-                raise ValueError(f"{name}={number} must be finite in float32.")
-
-    def _validate_table(self):
-        size, resize = self.position_table_size, self.position_table_resize
-        if (size is not None or resize != "interpolate") and not self.use_absolute_position_embeddings:
-            raise ValueError(
-                f"position_table_size={size} and position_table_resize={resize!r} describe a learned table, but "
-                "use_absolute_position_embeddings is False."
-            )
-        if size is not None and (len(size) != self.num_axes or any(entries < 1 for entries in size)):
-            raise ValueError(f"position_table_size={size} must be {self.num_axes} numbers of at least 1, one per axis.")
-        if size is not None and resize != "interpolate":
-            raise ValueError(
-                f"position_table_resize={resize!r} has no meaning with position_table_size={size}: a table that is "
-                "read at coordinates is never resized."
-            )
-        if resize == "antialias" and self.num_axes != 2:
-            raise ValueError(
-                "position_table_resize='antialias' exists for images only; accepted here: 'interpolate', 'truncate'."
-            )
-        if self.prefix_coordinate != 0.5 and not self.rotate_prefix and size is None:
-            raise ValueError(
-                f"prefix_coordinate={self.prefix_coordinate} would do nothing without rotate_prefix=True or "
-                "position_table_size."
-            )
-
-    def _validate_folding(self):
-        if self.position_perturbation:
-            raise ValueError(
-                f"position_perturbation={self.position_perturbation} is for training, folded_grids={self.folded_grids} "
-                "for inference."
-            )
-        if self.folded_grids and (self.position_encoding != "liere" or self.block_size == 2):
-            raise ValueError(
-                f"folded_grids={self.folded_grids}: only liere with block_size above 2 has rotations to keep; accepted "
-                f"for {self.position_encoding}: [] or None."
-            )
-        for grid in self.folded_grids:
-            if len(grid) != self.num_axes or any(size < 1 for size in grid):
-                raise ValueError(f"folded_grids: {grid} must be {self.num_axes} numbers of patches, one per axis.")
-
-    def _validate_rotary(self):
-        encoding, block_size, head_dim, axes = self.position_encoding, self.block_size, self.head_dim, self.num_axes
-        if head_dim < 2:
-            raise ValueError(
-                f"A head_dim of {head_dim} (hidden_size={self.hidden_size} / num_attention_heads="
-                f"{self.num_attention_heads}) cannot be rotated; {encoding} needs at least 2."
-            )
-        if encoding in PLANAR_ENCODINGS and block_size != 2:
-            raise ValueError(f"block_size={block_size}: {encoding} rotates planes, its only block_size is 2.")
-        if not 2 <= block_size <= head_dim:
-            raise ValueError(
-                f"block_size={block_size} does not fit a head_dim of {head_dim}: {encoding} takes 2 … {head_dim}."
-            )
-        if encoding == "axial_rope" and head_dim < 2 * axes:
-            raise ValueError(
-                f"A head_dim of {head_dim} is too small for axial_rope on {axes} axes: it needs a plane for each axis, "
-                f"so at least {2 * axes}."
-            )
-        if encoding == "comrope_ld" and head_dim % block_size:
-            raise ValueError(
-                f"block_size={block_size} must divide head_dim={head_dim} for comrope_ld; accepted here: "
-                f"{_divisors(head_dim)}."
-            )
-        if encoding == "comrope_ap" and head_dim % (block_size * axes):
-            accepted = [b for b in _divisors(head_dim) if head_dim % (b * axes) == 0]
-            raise ValueError(
-                f"block_size={block_size} times {axes} axes must divide head_dim={head_dim} for comrope_ap (each block "
-                f"serves one axis); accepted here: {accepted or 'none, choose another head_dim'}."
-            )
-        if encoding == "axial_rope" and self.rotary_init is not None:
-            raise ValueError(f"rotary_init={self.rotary_init!r}: axial_rope has no parameters to initialise.")
-        if self.rotary_init == "frequencies" and (encoding in COMMUTING_ENCODINGS or block_size % 2):
-            raise ValueError(
-                f"rotary_init='frequencies' is a spectrum of plane rotations: it is available for rope_mixed and for "
-                f"liere with an even block_size, not for {encoding} with block_size={block_size}."
-            )
-        if self.rope_theta is not None and not 0 < self.rope_theta <= LARGEST:
-            raise ValueError(f"rope_theta={self.rope_theta} must be positive and finite in float32.")
-        if self.folded_grids is not None:
-            self._validate_folding()
-
-    def _refuse_rotary_fields(self):
-        refused = {
-            name: getattr(self, name)
-            for name in ("block_size", "coordinates", "rotary_init", "rope_theta", "folded_grids")
-            if getattr(self, name) is not None
-        }
-        if self.position_table_size is not None:
-            refused.pop("coordinates", None)
-        refused.update({name: True for name in ("share_heads", "share_layers", "rotate_prefix") if getattr(self, name)})
-        if refused:
-            raise ValueError(
-                f"position_encoding={self.position_encoding!r} has no rotations, so {refused} would do nothing; these "
-                f"fields belong to {', '.join(ROTARY_ENCODINGS)}."
-            )
+        check_architecture(self)
 
 
 @strict
@@ -461,10 +298,3 @@ def pair(name: str, value: int | list[int] | tuple[int, ...]) -> tuple[int, int]
     if len(sides) != 2:
         raise ValueError(f"{name}={value!r} must be one integer or (height, width).")
     return sides
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(2, number + 1) if number % divisor == 0]
-
-
-__all__ = ["LieREConfig", "LieREVideoConfig", "LieREViTConfig"]

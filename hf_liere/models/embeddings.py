@@ -1,4 +1,4 @@
-"""From pixels to the embeddings of tokens: patches, class and register tokens, and the learned table of positions."""
+"""Embeddings of tokens: patches, class and register tokens, and the learned position table."""
 
 import math
 
@@ -10,7 +10,7 @@ from .positions import TokenPositions, patch_indices
 
 
 class LieREPatchEmbeddings(nn.Module):
-    """Non-overlapping patches through one linear map: (B, C, *sizes) → (B, patches, hidden_size), raster order."""
+    """Linear embedding of non-overlapping patches: (B, C, *sizes) → (B, patches, hidden_size), in raster order."""
 
     def __init__(self, config: LieREConfig):
         super().__init__()
@@ -82,7 +82,7 @@ class LieREEmbeddings(nn.Module):
         Raises:
             ValueError: if a table that can only be truncated has fewer entries than the grid.
         """
-        table = self.position_embeddings[:, -math.prod(self.train_grid) :]
+        table = self.position_embeddings[:, -math.prod(self.train_grid) :]  # (1, N, hidden_size)
         fits = grid == self.train_grid
         if not fits and self.table_resize == "truncate":
             if math.prod(grid) > table.shape[1]:
@@ -93,7 +93,7 @@ class LieREEmbeddings(nn.Module):
             table, fits = table[:, : math.prod(grid)], True
         if fits and offsets is None:
             return table
-        table = table.transpose(1, 2).unflatten(-1, grid if fits else self.train_grid)
+        table = table.transpose(1, 2).unflatten(-1, grid if fits else self.train_grid)  # (1, hidden_size, *grid)
         if not fits:
             mode = "bicubic" if len(grid) == 2 else "trilinear"
             antialias = self.table_resize == "antialias"
@@ -104,16 +104,18 @@ class LieREEmbeddings(nn.Module):
         if offsets is not None:
             sizes = offsets.new_tensor(grid)
             indices = patch_indices(grid, offsets, offsets.device, offsets.dtype)
-            # grid_sample takes the last axis first and puts −1 and 1 at the outer borders of the first and last entry.
+            # grid_sample takes the last axis first; −1 and 1 are the outer borders of the first and last entry.
             points = ((2 * indices + 1) / sizes - 1).flip(-1).view(1, *grid, len(grid)).to(table.dtype)
             table = nn.functional.grid_sample(table, points, padding_mode="border", align_corners=False)
         return table.flatten(2).transpose(1, 2)
 
     def coordinate_table(self, positions: torch.Tensor) -> torch.Tensor:
-        """(1 or B, tokens, hidden_size) of the table with a size of its own at (tokens, A) or (B, tokens, A)."""
-        table = self.position_embeddings.transpose(1, 2).unflatten(-1, self.table_size).float()
+        """(1 or B, N, hidden_size) values, at positions (N, A) or (B, N, A), of a table with `position_table_size`."""
+        table = (
+            self.position_embeddings.transpose(1, 2).unflatten(-1, self.table_size).float()
+        )  # (1, hidden_size, *size)
         points = (2 * positions - 1).flip(-1).float()
-        points = points.view(-1, *[1] * (len(self.table_size) - 1), *points.shape[-2:])
+        points = points.view(-1, *[1] * (len(self.table_size) - 1), *points.shape[-2:])  # (1 or B, …, N, A)
         table = table.expand(points.shape[0], *table.shape[1:])
         entries = nn.functional.grid_sample(table, points, padding_mode="border", align_corners=True)
         return entries.flatten(2).transpose(1, 2).to(self.position_embeddings.dtype)
@@ -147,14 +149,10 @@ class LieREEmbeddings(nn.Module):
         tabulated = self.position_embeddings is not None and self.table_size is None
         if tabulated:
             embeddings = embeddings + self.patch_table(grid, offsets)
-        prefix = []
-        if self.cls_token is not None:
-            cls_token = self.cls_token
-            if tabulated:
-                cls_token = cls_token + self.position_embeddings[:, :1]
-            prefix.append(cls_token.expand(batch_size, -1, -1))
-        if self.register_tokens is not None:
-            prefix.append(self.register_tokens.expand(batch_size, -1, -1))
+        cls_token = self.cls_token
+        if tabulated and cls_token is not None:
+            cls_token = cls_token + self.position_embeddings[:, :1]
+        prefix = [token.expand(batch_size, -1, -1) for token in (cls_token, self.register_tokens) if token is not None]
         embeddings = torch.cat([*prefix, embeddings], dim=1)
         if self.table_size is not None:
             embeddings = embeddings + self.coordinate_table(positions.coordinates)

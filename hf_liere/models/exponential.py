@@ -13,28 +13,22 @@ from .tracing import first_derivative_only, values_are_unknown
 
 
 # P(x) of degree 18 in five products (scheme of Bader, Blanes and Casas 2019, eq. 23): with the combinations B₁ … B₅ of
-# 1, x, x², x³, x⁶ in the rows below, Q = B₁B₅ + B₄ and P = B₂ + (B₃ + Q) Q. The numbers solve for the polynomial with
-# P(0) = 1 that interpolates e^(iφ) in the Chebyshev points of |φ| ≤ POLYNOMIAL_NORM, where it errs by 2e-13: the
-# spectrum of a skew-symmetric matrix is imaginary, so the exponential needs no accuracy elsewhere.
+# 1, x, x², x³, x⁶ in the rows below, Q = B₁B₅ + B₄ and P = B₂ + (B₃ + Q) Q. P is the polynomial with P(0) = 1 that
+# interpolates e^(iφ) in the Chebyshev points of |φ| ≤ POLYNOMIAL_NORM, with an error of 2e-13: the spectrum of a
+# skew-symmetric matrix is imaginary, so the exponential needs no accuracy elsewhere.
 POLYNOMIAL = (
     (0.046014031967345956404, -0.12829239509055682887, -0.0086190452043831576574, -0.0009708167894662686554, 0.0),
-    (
-        -7.4360710401678762515,
-        1.0967138264914147804,
-        0.98056214911195570085,
-        -0.016487091429580077,
-        -0.00053250217893578,
-    ),
+    (-7.436071040167876, 1.0967138264914148, 0.9805621491119557, -0.016487091429580077, -0.00053250217893578),
     (2.3637198439526685953, 1.9469494375136080881, 0.0975735182129525, 0.002290955806307134, 0.00003501107180980672),
     (1.9489950753324255, -0.6227656338610917167, 0.06987186799980863, 0.026504164510235873, -0.000012858941845688914),
     (0.10615836313296318, 0.3127635065704058389, -0.09672525453016817, -0.014771321279952634, -0.000012114218070775968),
 )
-# Used where values cannot be looked at, as in a compiled graph: enough for norms up to 209,715 in float64. Every
-# squaring doubles the rounding error, so float32 has fewer and reaches 3,276. Beyond, the rotations are NaN.
+# Used where values are unknown, as in a compiled graph: enough for norms up to 209,715 in float64. Every squaring
+# doubles the rounding error, so that float32 has fewer, for norms up to 3,276. For larger norms the result is NaN.
 TRACED_SQUARINGS = {torch.float64: 16, torch.float32: 10}
-# The backward pass squares in float32, where each squaring doubles the error: every so many squares one is saved.
+# The backward pass squares in float32, where each squaring doubles the error: it starts again from every fourth square.
 KEPT_SQUARES = 4
-# Chunks of matrices stay in a core's cache, 512 KiB of float64; on other devices they only bound memory.
+# On CPUs a chunk fits into the cache of a core, 512 KiB of float64; on other devices chunks only limit the memory.
 CHUNK_ELEMENTS = 1 << 16
 DEVICE_CHUNK_ELEMENTS = 1 << 22
 
@@ -59,7 +53,12 @@ class Rays(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Rays that are squared equally often, longest first; `multiples[k − 1]` are the k-th tokens of those that long."""
+    """
+    Rays whose first rotations are squared equally often, longest ray first.
+
+    Attributes:
+        multiples: At k − 1 the k-th tokens of all rays that have so many.
+    """
 
     squarings: int
     multiples: tuple[torch.Tensor, ...]
@@ -74,17 +73,17 @@ def block_rotations(
     A change of X = Σ_a p_a A_a has the tangent R⁻¹ dR = φ(ad X) dX with φ(z) = (1 − e⁻ᶻ)/z and ad X: W ↦ XW − WX
     (Hall 2015, theorem 5.4), exact at zero and at repeated eigenvalues. The backward pass applies the adjoint to W, the
     skew part of Rᵀ dL/dR: with X = 2ˢY it is φ(−ad Y) Π_{j<s} ½(1 + e^(2ʲ ad Y)), of which the exponentials conjugate W
-    with the squares that led to R, and the rest is [`exponential_gradient.GradientMoments`]. Kept for it are the
-    rotations and one square, or one for every `KEPT_SQUARES` of them.
+    with the squares that led to R, and the rest is [`exponential_gradient.GradientMoments`]. The rotations and every
+    `KEPT_SQUARES`-th square are saved for it.
 
     Args:
         positions: (P, A) in the working type.
         generators: (A, …, K, b, b), skew-symmetric.
         dtype: Type of the result.
-        rays: Which positions are multiples of others, if that is known.
+        rays: Which positions are multiples of others, if known.
 
     Returns:
-        (…, K, P, b, b) rotations in `dtype`; in memory, tokens come before the K blocks.
+        (…, K, P, b, b) rotations in `dtype`. The memory order is (…, P, K, b, b).
     """
     leading = generators.shape[1:-3]
     layers = generators.reshape(generators.shape[0], -1, *generators.shape[-3:])
@@ -103,7 +102,7 @@ def layer_block_rotations(
         return _transposed(_TracedBlockRotations.apply(positions * fitting.unsqueeze(-1), generators, squarings, dtype))
     tokens = torch.arange(len(positions), device="cpu").unsqueeze(-1) if rays is None else rays.tokens
     squarings = _squarings(positions.detach(), generators.detach(), tokens[:, 0])
-    # The kernels know no gradient of positions and make float32 from float64.
+    # The kernels compute float32 results in float64, and no gradient of the positions.
     compiled = positions.dtype == torch.float64 and dtype == torch.float32 and not positions.requires_grad
     backend = find_backend("block_rotations", generators, generators.shape[-1], torch.float32) if compiled else None
     if backend is not None:
@@ -117,28 +116,28 @@ def _transposed(layers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def _norm_bounds(positions: torch.Tensor, generators: torch.Tensor) -> torch.Tensor:
-    """(A,) bounds of the spectral norms of each axis' generators, in the type of `positions`."""
-    # The spectral norm of a skew-symmetric A is at most (‖A⁴‖ / √2)^¼ in the Frobenius norm, and hardly less.
+    """(A,) tight upper bounds of the spectral norms of each axis' generators, in the type of `positions`."""
+    # The spectral norm of a skew-symmetric A is at most (‖A⁴‖ / √2)^¼, in the Frobenius norm.
     squares = generators.to(positions.dtype).flatten(1, -3) @ generators.to(positions.dtype).flatten(1, -3)
     return ((squares @ squares).flatten(2).norm(dim=-1).amax(1) / math.sqrt(2)) ** 0.25
 
 
 def _squarings(positions: torch.Tensor, generators: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """How often the exponential of a part of the exponent, of at most `POLYNOMIAL_NORM`, is squared; one per token."""
+    """(tokens,) numbers of squarings, so that the norms of the scaled exponents are at most `POLYNOMIAL_NORM`."""
     norms = positions.abs() @ _norm_bounds(positions, generators)
     norms = norms[tokens.to(positions.device)].cpu().nan_to_num(0.0, 0.0, 0.0)
     return (norms / POLYNOMIAL_NORM).clamp(min=1.0).log2().ceil().long()
 
 
 def _chunks(tokens: torch.Tensor, squarings: torch.Tensor, elements: int, device: torch.device) -> list[_Chunk]:
-    """Chunks of rays whose first rotations have so many elements."""
+    """Chunks of rays, for rotations of so many elements each."""
     lengths = (tokens >= 0).sum(1)
-    most = max(1, _chunk_elements(device) // elements)
+    most = max(1, (CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS) // elements)
     chunks = []
     done = -1
     for count in squarings.unique().tolist():
         chosen = ((squarings > done) & (squarings <= count)).nonzero().squeeze(-1)
-        # One squaring too many costs less than a launch for a few rays.
+        # A few rays join the next group, since one extra squaring costs less than a group of their own.
         if len(chosen) * 8 < len(squarings) and count < squarings.max():
             continue
         done = count
@@ -151,19 +150,15 @@ def _chunks(tokens: torch.Tensor, squarings: torch.Tensor, elements: int, device
     return chunks
 
 
-def _chunk_elements(device: torch.device) -> int:
-    return CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
-
-
 class _CompiledBlockRotations(torch.autograd.Function):
-    """[`_BlockRotations`] by a backend, where every ray has its own number of squarings."""
+    """[`_BlockRotations`] computed by a backend, with a number of squarings for each ray."""
 
     @staticmethod
     def forward(ctx, positions, generators, tokens, squarings, backend):
         ctx.backend = backend
-        kept_squares = KEPT_SQUARES if any(ctx.needs_input_grad) else None
+        interval = KEPT_SQUARES if any(ctx.needs_input_grad) else None
         rotations, saved_squares, offsets = backend.block_rotations(
-            positions, generators, tokens, squarings, POLYNOMIAL, kept_squares
+            positions, generators, tokens, squarings, POLYNOMIAL, interval
         )
         ctx.save_for_backward(positions, generators, tokens, squarings, saved_squares, offsets, *rotations)
         return rotations
@@ -191,13 +186,13 @@ class _BlockRotations(torch.autograd.Function):
         _, groups, blocks, size, _ = generators.shape
         saved_squares = []
         with maybe_autocast(positions.device.type, enabled=False):
-            # Tokens at the origin belong to no ray.
+            # Tokens at the origin belong to no ray: their rotation stays the identity.
             identity = torch.eye(size, dtype=dtype, device=positions.device)
             shape = (positions.shape[0], blocks, size, size)
             rotations = tuple(identity.expand(shape).contiguous() for _ in range(groups))
             memory = positions.new_empty(9, 0, size, size)
             for group, (squarings, multiples) in itertools.product(range(groups), chunks):
-                exponents = _exponents(positions[multiples[0]], generators[:, group], squarings)
+                exponents = _exponents(positions[multiples[0]], generators[:, group], squarings)  # (rays · K, b, b)
                 # Buffers are reused: small products spend most of their time on allocations.
                 if memory.shape[1] != exponents.shape[0]:
                     memory = exponents.new_empty(9, *exponents.shape)
@@ -206,7 +201,7 @@ class _BlockRotations(torch.autograd.Function):
                     if squaring % KEPT_SQUARES == 0 and any(ctx.needs_input_grad):
                         saved_squares.append(square.to(dtype, copy=True))
                     square, spare = torch.bmm(square, square, out=spare), square
-                first = square.view(-1, blocks, size, size)
+                first = square.view(-1, blocks, size, size)  # (rays, K, b, b)
                 rotations[group].index_copy_(0, multiples[0], first.to(dtype))
                 rotation = first
                 for tokens in multiples[1:]:
@@ -235,12 +230,12 @@ class _BlockRotations(torch.autograd.Function):
                 for squaring in range(0, squarings, KEPT_SQUARES):
                     tangents = _conjugated(tangents, next(saved_squares), min(KEPT_SQUARES, squarings - squaring))
                 if ctx.needs_input_grad[0]:
-                    # Positions that are multiples of others come from a grid and learn nothing.
+                    # Only positions that are no multiples of others need a gradient: the others come from a grid.
                     exponents = _exponents(positions[multiples[0]], generators[:, group], squarings)
                     change = derivative(exponents.to(tangents.dtype), tangents).view(len(chosen[0]), -1)
                     flat = generators[:, group].to(positions.dtype).flatten(1)
                     positions_gradient[multiples[0]] += change.to(positions.dtype) @ flat.T * 2.0**-squarings
-                # The halves of the squarings are the halves of the exponents.
+                # The factors ½ of the squarings are those of the scaled exponents, so that they are not applied here.
                 yield chunk, moments.entries(tangents.view(chosen[0].shape))
 
         with maybe_autocast(positions.device.type, enabled=False):
@@ -252,7 +247,7 @@ class _BlockRotations(torch.autograd.Function):
 
 
 class _TracedBlockRotations(_BlockRotations):
-    """[`_BlockRotations`] for graphs: all tokens are squared equally often, and nothing is written in place."""
+    """[`_BlockRotations`] for graphs: one number of squarings for all tokens, and no operation in place."""
 
     @staticmethod
     def forward(ctx, positions, generators, squarings, dtype):
@@ -277,8 +272,8 @@ def _tangent_of_first(first: torch.Tensor, tangents: list[torch.Tensor]) -> torc
     Σₖ Σ_{j<k} Rʲ Wₖ R⁻ʲ, by Horner's rule.
 
     Args:
-        first: (rays, k, b, b), R.
-        tangents: One (rays that are this long, k, b, b) for each multiple; their memory is used.
+        first: (rays, K, b, b), R.
+        tangents: (rays with so many tokens, K, b, b) for each multiple; overwritten.
     """
     tail, *shorter = reversed(tangents)
     total = tail
@@ -294,8 +289,8 @@ def _tangent_of_first(first: torch.Tensor, tangents: list[torch.Tensor]) -> torc
 def _conjugated(tangents: torch.Tensor, square: torch.Tensor, squarings: int) -> torch.Tensor:
     """Π_{j<s} (1 + e^(2ʲ ad Z)) W for the square e^Z; (n, b, b)."""
     size = tangents.shape[-1]
-    # The next square and half of this conjugation in one product: narrow ones cost nearly as much as wide ones.
-    both = torch.cat([square, tangents], dim=-1)
+    # The next square and the first half of the conjugation are one product, as wide products are more efficient.
+    both = torch.cat([square, tangents], dim=-1)  # (n, b, 2b)
     for _ in range(squarings):
         square, tangents = both.split(size, dim=-1)
         both = torch.bmm(square, both)
@@ -305,15 +300,15 @@ def _conjugated(tangents: torch.Tensor, square: torch.Tensor, squarings: int) ->
 
 
 def _exponents(positions: torch.Tensor, generators: torch.Tensor, squarings: int) -> torch.Tensor:
-    """(p·k, b, b) scaled exponents 2^−s Σ_a p_a A_a."""
+    """(P · K, b, b) scaled exponents 2^−s Σ_a p_a A_a."""
     flat = generators.to(positions.dtype).flatten(1)
     return ((positions * 2.0**-squarings) @ flat).view(-1, *generators.shape[-2:])
 
 
 def _exponential(exponents: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
     """
-    exp by [`POLYNOMIAL`], without squarings; (n, b, b), in the (9, n, b, b) `memory` if given, of which it overwrites
-    all.
+    (n, b, b) values of [`POLYNOMIAL`], without squarings. They are a part of `memory`, (9, n, b, b), if it is given,
+    which is overwritten.
     """
     if memory is None:
         second = torch.bmm(exponents, exponents)

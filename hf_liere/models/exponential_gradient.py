@@ -1,7 +1,5 @@
 """
-The last factor of the gradient of exp(Σ_a x_a A_a): φ(−ad Y), applied to what [`exponential.block_rotations`] hands
-over.
-
+The last factor of the gradient of exp(Σ_a x_a A_a), which [`exponential.block_rotations`] applies: φ(−ad Y), with
 φ(−z) = (eᶻ − 1)/z and ad Y: W ↦ YW − WY (Hall 2015, theorem 5.4).
 """
 
@@ -16,15 +14,15 @@ from .backends import find_backend
 
 # Largest spectral norm of Y; the frequencies of ad Y, differences of those of Y, reach twice as far.
 POLYNOMIAL_NORM = 3.2
-# Numbers that are worked on at a time.
+# Elements that are processed at a time, to limit memory.
 SLICE_ELEMENTS = 1 << 22
 
 
 def derivative_coefficients(degree: int) -> tuple[float, ...]:
     """
     Coefficients, from the constant on, of a polynomial near φ(−z) = Σ zⁿ/(n+1)! for imaginary z of at most twice
-    `POLYNOMIAL_NORM`: a long Taylor polynomial whose highest powers are replaced by lower ones with the Chebyshev
-    polynomials iⁿTₙ(z / (2i POLYNOMIAL_NORM)) that they lead (Lanczos 1938).
+    `POLYNOMIAL_NORM`: a longer Taylor polynomial, economized by subtracting multiples of the Chebyshev polynomials
+    iⁿTₙ(z / (2i POLYNOMIAL_NORM)) that cancel its highest powers (Lanczos 1938).
     """
     terms, bound = degree + 40, 2 * POLYNOMIAL_NORM
     chebyshev = [[1.0], [0.0, 1 / bound]]
@@ -38,56 +36,51 @@ def derivative_coefficients(degree: int) -> tuple[float, ...]:
     return tuple(coefficients)
 
 
-# They err by 7e-8 and 4e-14.
+# Their errors are 7e-8 and 4e-14.
 COEFFICIENTS = {torch.float32: derivative_coefficients(16), torch.float64: derivative_coefficients(24)}
 
 
 def derivative(exponents: torch.Tensor, tangents: torch.Tensor) -> torch.Tensor:
-    """φ(−ad Y) W for every token by itself, W the skew part of `tangents`; (n, b, b) in their type."""
+    """(n, b, b) φ(−ad Y) W for each of n exponents Y, W the skew part of `tangents`, in the type of `tangents`."""
     *lower, highest = COEFFICIENTS[tangents.dtype]
     tangents = 0.5 * (tangents - tangents.transpose(-1, -2))
     total = highest * tangents
     for coefficient in reversed(lower):
-        # WY = (YW)ᵀ, so that a commutator is one product.
+        # A commutator needs one product only, since WY = (YW)ᵀ.
         product = torch.bmm(exponents, total)
         total = (product - product.transpose(-1, -2)).add_(tangents, alpha=coefficient)
     return total
 
 
-def _powers(axes: int, degree: int) -> list[tuple[int, ...]]:
-    """Exponents of the monomials of a degree; for degree 1 in the order of the axes."""
-    if axes == 1:
-        return [(degree,)]
-    return [(first, *rest) for first in range(degree, -1, -1) for rest in _powers(axes - 1, degree - first)]
+def _monomials(axes: int, degree: int) -> list[tuple[int, ...]]:
+    """All monomials of a degree as tuples of axes, like (0, 0, 1) for x₀²x₁; those of degree 1 in the order of axes."""
+    return list(itertools.combinations_with_replacement(range(axes), degree))
 
 
 def _raised(axes: int, degree: int) -> list[list[int]]:
-    """For each axis, which monomial of `degree` + 1 is x_a times each of `degree`."""
-    places = {powers: place for place, powers in enumerate(_powers(axes, degree + 1))}
-    return [
-        [
-            places[tuple(power + (axis == other) for other, power in enumerate(powers))]
-            for powers in _powers(axes, degree)
-        ]
-        for axis in range(axes)
-    ]
+    """For each axis a and each monomial of `degree`, the index of its product with x_a among those of `degree` + 1."""
+    places = {monomial: place for place, monomial in enumerate(_monomials(axes, degree + 1))}
+    return [[places[tuple(sorted((*factors, axis)))] for factors in _monomials(axes, degree)] for axis in range(axes)]
 
 
-# By the number of axes, for every degree from 1 on.
-POWERS = {axes: [_powers(axes, degree) for degree in range(1, 26)] for axes in (1, 2, 3)}
+# By the number of axes, for each degree from 1: the exponents of the monomials, and what [`_raised`] returns.
+POWERS = {
+    axes: [[tuple(map(factors.count, range(axes))) for factors in _monomials(axes, degree)] for degree in range(1, 26)]
+    for axes in (1, 2, 3)
+}
 RAISED = {axes: [_raised(axes, degree) for degree in range(1, 25)] for axes in (1, 2, 3)}
 
 
 class GradientMoments:
     """
     Σ_p x_a φ(−ad Σ_a x_a A_a) W_p for all tokens p, as polynomials of the generators that act on the moments
-    Σ_p x₁ⁱ x₂ʲ … W_p: one large product over the tokens, and then a number of commutators that does not depend on them.
+    Σ_p x₁ⁱ x₂ʲ … W_p: one large product over the tokens, then commutators whose number does not depend on the tokens.
 
     Args:
-        coordinates: One (tokens, A) for each set of tokens that will be added, A ≤ 3, so small that no Σ_a x_a A_a has
-            a larger spectral norm than `POLYNOMIAL_NORM`.
+        coordinates: (tokens, A) for each set of tokens that will be added, A ≤ 3. The spectral norms of all Σ_a x_a A_a
+            must be at most `POLYNOMIAL_NORM`.
         generators: (A, G, K, b, b), skew-symmetric.
-        dtype: The type of the W, float32 or float64.
+        dtype: Type of the W, float32 or float64.
     """
 
     def __init__(self, coordinates: list[torch.Tensor], generators: torch.Tensor, dtype: torch.dtype):
@@ -96,27 +89,28 @@ class GradientMoments:
         self.coefficients = COEFFICIENTS[dtype]
         self.levels = POWERS[axes][: len(self.coefficients)]
         powers = torch.tensor([powers for level in self.levels for powers in level], device=generators.device)
-        # Coordinates of at most one have powers that neither over- nor underflow.
+        # Powers of coordinates of at most 1 do not overflow.
         largest = torch.cat([generators.new_zeros(1, axes), *coordinates]).abs().amax(0)
         self.scales = torch.where(largest > 0, largest, 1.0)
+        # (tokens, monomials) for each set of tokens
         self.weights = [(points / self.scales).unsqueeze(1).pow(powers).prod(-1).to(dtype) for points in coordinates]
         self.row, self.column = torch.triu_indices(size, size, offset=1, device=generators.device)
-        # The same places in flattened matrices.
+        # The same elements in flattened matrices.
         self.above, self.below = self.row * size + self.column, self.column * size + self.row
         self.moments = generators.new_zeros(groups, len(powers), blocks * len(self.row), dtype=dtype)
 
     def entries(self, matrices: torch.Tensor) -> torch.Tensor:
-        """What is above the diagonals of M − Mᵀ, row by row: (tokens, K·b(b−1)/2) for M of (tokens, K, b, b)."""
+        """(tokens, K, b, b) matrices M → (tokens, K·b(b−1)/2) upper triangles of M − Mᵀ, row by row."""
         flat = matrices.flatten(2)
         return (flat[..., self.above] - flat[..., self.below]).flatten(1)
 
     def add(self, group: int, tangents: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Adds the skew parts W = ½(M − Mᵀ) of a group, each by its `entries` and the index of its tokens."""
+        """Adds the skew parts W = ½(M − Mᵀ) of a group, given as (index of the set of tokens, `entries` of M)."""
         weights, entries = [], []
         for index, part in tangents:
             weights.append(self.weights[index])
             entries.append(part)
-            # A sum over few tokens spends its time on reading and writing the moments.
+            # Sets are joined, because a product over few tokens mainly reads and writes the moments.
             if not torch.compiler.is_compiling() and sum(part.numel() for part in entries) > SLICE_ELEMENTS:
                 self._sum(group, weights, entries)
                 weights, entries = [], []
@@ -127,7 +121,7 @@ class GradientMoments:
         self.moments[group].addmm_(torch.cat(weights).T, torch.cat(entries), alpha=0.5)
 
     def generators_gradient(self) -> torch.Tensor:
-        """(A, G, K, b, b) in the type of the W."""
+        """(A, G, K, b, b) gradient of the generators, in the type of the W."""
         axes, groups, blocks, size, _ = self.generators.shape
         scales = self.scales.view(-1, 1, 1, 1, 1)
         generators = (self.generators * scales).to(self.dtype)
@@ -146,20 +140,27 @@ class GradientMoments:
 
     def _gradient(self, generators: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
         """
-        Horner's rule in the degree, v_j = c_{|j|−1} M_j + Σ_a [A_a, v_{j+e_a}] for the exponents j of a monomial; those
-        of degree one are the gradients. (A, k, b, b) from (A, k, b, b) generators and (k, monomials, entries).
+        Horner's rule in the degree: v_j = c_{|j|−1} M_j + Σ_a [A_a, v_{j+e_a}] for the exponents j of each monomial.
+        The v of degree one are the gradients.
+
+        Args:
+            generators: (A, k, b, b).
+            moments: (k, monomials, b(b−1)/2).
+
+        Returns:
+            (A, k, b, b).
         """
         axes, blocks, size, _ = generators.shape
-        upper = moments.new_zeros(blocks, size, moments.shape[1], size)
+        upper = moments.new_zeros(blocks, size, moments.shape[1], size)  # (k, b, monomials, b)
         upper[:, self.row, :, self.column] = moments.permute(2, 0, 1)
         levels = upper.split([len(level) for level in self.levels], dim=2)
         total = None
         for degree in range(len(levels), 0, -1):
-            # Above the diagonal first; below it are the same numbers with the other sign.
+            # The part above the diagonal; its negative transpose is added below.
             half = (levels[degree - 1] * self.coefficients[degree - 1]).flatten(2)
             if total is not None:
                 for generator, places in zip(generators, RAISED[axes][degree - 1]):
-                    # Monomials side by side are the columns of one product.
+                    # One product for all monomials, whose matrices are side by side.
                     half.baddbmm_(generator, _take(total, places).flatten(2))
             half = half.view(blocks, size, -1, size)
             total = half - half.transpose(1, 3)
@@ -167,7 +168,7 @@ class GradientMoments:
 
 
 def _take(matrices: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """Columns of (k, b, m, b), as a view where they are consecutive."""
+    """The monomials `places` of (k, b, monomials, b), as a view where they are consecutive."""
     if places == list(range(places[0], places[0] + len(places))):
         return matrices[:, :, places[0] : places[0] + len(places)]
     return matrices[:, :, torch.tensor(places, device=matrices.device)]

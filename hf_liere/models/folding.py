@@ -1,4 +1,4 @@
-"""Models for inference: encodings whose rotations are constants, or in the weights, and what makes them."""
+"""Folding, for inference: rotations become constants, or a part of the query and key weights."""
 
 import copy
 import math
@@ -19,8 +19,8 @@ class FoldedLieRE(LieRE):
     LieRE for inference, with the rotations of some grids as constants; those of other grids are computed on the fly.
 
     Attributes:
-        grids: For each of `config.folded_grids`, under the name "14x14", the rotations of its tokens, prefix included:
-            (layers or 1, tokens, heads or 1, blocks, b, b).
+        grids: The rotations of each of `config.folded_grids`, by names like "14x14", with those of prefix tokens:
+            (layers or 1, N, heads or 1, blocks, b, b).
     """
 
     def __init__(self, config, num_axes: int):
@@ -34,14 +34,14 @@ class FoldedLieRE(LieRE):
     def forward(self, positions: TokenPositions) -> Iterable[Rotation]:
         if positions.grid is None or grid_name(positions.grid) not in self.grids:
             return super().forward(positions)
-        # from_pretrained makes every parameter trainable; constants are not.
+        # from_pretrained makes every parameter trainable; constants must not be.
         layers = self.grids[grid_name(positions.grid)].detach()  # (layers, N, heads or 1, blocks, b, b)
         rotations = [BlockRotation(layer.transpose(0, 1).unsqueeze(0)) for layer in layers]
         return rotations * (self.num_layers // self.layers)
 
     @torch.no_grad()
     def take_over(self, encoding: LieRE, rotations: dict[str, Iterable[BlockRotation]]) -> None:
-        """The generators of `encoding` and its rotations on every grid, by the name of the grid."""
+        """Copy the generators of `encoding` and its rotations on every grid, given by the name of the grid."""
         self.generators.copy_(encoding.generators)
         for name, layers in rotations.items():
             for constant, rotation in zip(self.grids[name], layers):
@@ -56,9 +56,8 @@ class FoldedLieRE(LieRE):
 
 class FoldedComRoPE(RotaryEncoding):
     """
-    ComRoPE for inference: RoPE with a frequency per axis and plane, its eigenbasis being in the query and key weights.
-
-    The channel that an odd block leaves without a plane comes after all planes of its head.
+    ComRoPE for inference: RoPE with a frequency per axis and plane. The eigenbasis is in the query and key weights; it
+    puts the channels that odd blocks leave unrotated after all planes of their head.
 
     Attributes:
         frequencies: (A, layers or 1, heads or 1, planes).
@@ -117,7 +116,7 @@ def fold_rotations(model: nn.Module, encoder_class: type, grids: Iterable[tuple[
     encoder = next(module for module in folded.modules() if isinstance(module, encoder_class))
     constant = config.position_encoding == "liere" and config.block_size > 2
     grids = [config.train_grid] if grids is None else list(grids)
-    # The configuration is one object for all modules.
+    # All modules share one configuration.
     folded.config.folded_grids = [list(grid) for grid in grids] if constant else []
     folded.config.position_perturbation = 0.0
     folded.config.validate()

@@ -43,8 +43,8 @@ class LieREDropPath(nn.Module):
     def forward(self, branch: torch.Tensor) -> torch.Tensor:
         if not self.training or self.rate == 0:
             return branch
-        kept = torch.rand(branch.shape[0], *[1] * (branch.ndim - 1), device=branch.device) >= self.rate
-        return branch * kept.to(branch.dtype) / (1 - self.rate)
+        survives = torch.rand(branch.shape[0], *[1] * (branch.ndim - 1), device=branch.device) >= self.rate
+        return branch * survives.to(branch.dtype) / (1 - self.rate)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate}"
@@ -74,8 +74,8 @@ class LieRELayer(GradientCheckpointingLayer):
         **kwargs,
     ) -> torch.Tensor:
         """
-        The tensors of this layer's rotation, of the class that `kind` names, come one by one, because reentrant
-        checkpointing differentiates with respect to arguments that are tensors and nothing else.
+        (B, N, hidden_size) states → the same shape. The tensors of this layer's rotation, of the class that `kind`
+        names, are separate arguments, because reentrant checkpointing differentiates with respect to tensors only.
         """
         rotation = None if kind is None else ROTATIONS[kind](*rotation)
         attended, _ = self.attention(self.layernorm_before(hidden_states), rotation, attention_mask, **kwargs)

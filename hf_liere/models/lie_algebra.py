@@ -1,4 +1,4 @@
-"""Skew-symmetric generators: their entries, their rotations of planes, and the basis in which they are planes."""
+"""Skew-symmetric generators: their free entries, rotations of planes, and the basis in which they rotate planes."""
 
 import math
 
@@ -8,8 +8,8 @@ from transformers.utils.generic import maybe_autocast
 
 def working_dtype(device: torch.device) -> torch.dtype:
     """
-    The type rotations are computed in: float64, because rounding the exponent to float32 alone costs 3e-5 at LieRE64's
-    initial norm, and float32 on MPS, which has no float64.
+    The type in which rotations are computed: float64, because rounding the exponent to float32 causes an error of 3e-5
+    at LieRE64's initial norm, and float32 on MPS, which has no float64.
     """
     return torch.float32 if device.type == "mps" else torch.float64
 
@@ -30,10 +30,10 @@ def skew(entries: torch.Tensor, block_size: int) -> torch.Tensor:
     Raises:
         ValueError: if the number of entries is not b(b−1)/2.
     """
-    if entries.shape[-1] != block_size * (block_size - 1) // 2:
+    found, needed = entries.shape[-1], block_size * (block_size - 1) // 2
+    if found != needed:
         raise ValueError(
-            f"{entries.shape[-1]} entries do not make a skew-symmetric matrix of size {block_size}, which has "
-            f"{block_size * (block_size - 1) // 2}."
+            f"{found} entries do not make a skew-symmetric matrix of size {block_size}, which has {needed}."
         )
     row, column = torch.triu_indices(block_size, block_size, offset=1, device=entries.device)
     lower = entries.new_zeros(*entries.shape[:-1], block_size, block_size)
@@ -59,15 +59,15 @@ def plane_rotations(
         dtype: Type of the result.
 
     Returns:
-        (K, P, 2) holding cos and sin, in `dtype`.
+        (K, P, 2) cos and sin, in `dtype`.
     """
     with maybe_autocast(positions.device.type, enabled=False):
         return cos_sin(positions @ frequencies.to(positions.dtype), dtype).transpose(0, 1)
 
 
 def cos_sin(angles: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """(…, 2) cos and sin, in `dtype`, of angles in the working type."""
-    # Whole revolutions are taken off in the working type, so that float32 cos and sin see a small, exact argument.
+    """(…, 2) cos and sin, in `dtype`, of (…) angles in the working type."""
+    # Whole revolutions are subtracted in the working type, so that the arguments of float32 cos and sin are small.
     revolutions = (angles.detach() / (2 * math.pi)).round_().mul_(2 * math.pi)
     angles = (angles - revolutions).to(dtype)
     return torch.stack([angles.cos(), angles.sin()], dim=-1)
@@ -79,8 +79,8 @@ def eigenbasis(generators: torch.Tensor) -> torch.Tensor:
     Orthogonal U with UᵀSU = blockdiag(μ₁J, μ₂J, …), J = [[0, −1], [1, 0]], and a last 0 if b is odd, for
     skew-symmetric S.
 
-    Repeated frequencies and kernels are fine. Where S is zero U is exactly the identity, so that a model that starts
-    without rotations computes the same bits as one that has none.
+    S may have repeated frequencies and a kernel. Where S is zero, U is exactly the identity, so that a model with zero
+    generators computes the same bits as one without rotations.
 
     Args:
         generators: (…, b, b) in the working type.
@@ -91,16 +91,16 @@ def eigenbasis(generators: torch.Tensor) -> torch.Tensor:
     size, device = generators.shape[-1], generators.device
     # MPS has neither float64 nor complex eigenvectors; the matrices are few.
     matrices = generators.to("cpu", torch.float64) if device.type == "mps" else generators
-    # In a kernel of two or more dimensions the eigenvectors of iS are not pairs of conjugates. A perturbation of 2e-12
-    # (for float64) splits it.
+    # In a kernel of two or more dimensions the eigenvectors of iS are not pairs of conjugates; a perturbation (2e-12
+    # for float64) splits it.
     row, column = torch.triu_indices(size, size, offset=1)
     splitting = skew(torch.cos(torch.arange(1, len(row) + 1, device=matrices.device, dtype=matrices.dtype)), size)
-    # Values that are not finite still reach the loss through S.
+    # eigh refuses values that are not finite; they still propagate to the loss through S.
     matrices = matrices.nan_to_num(0.0, 0.0, 0.0)
     norms = matrices.flatten(-2).norm(dim=-1)[..., None, None]
     strength = torch.finfo(matrices.dtype).eps ** 0.75
     _, vectors = torch.linalg.eigh(1j * (matrices + strength * norms * splitting))
-    # S x = μ y and S y = −μ x for an eigenvector (x + iy)/√2 of a frequency μ ≥ 0: the upper half.
+    # S x = μ y and S y = −μ x for an eigenvector (x + iy)/√2 of a frequency μ ≥ 0, which are the upper half.
     planes = vectors[..., (size + 1) // 2 :] * math.sqrt(2)
     basis = torch.stack([planes.real, planes.imag], dim=-1).flatten(-2)
     if size % 2:

@@ -35,6 +35,3 @@ class LieREVideoForVideoClassification(LieREForClassification):
     config: LieREVideoConfig
     input_modalities = ("video",)
     encoder_class = LieREVideoModel
-
-
-__all__ = ["LieREVideoForVideoClassification", "LieREVideoModel"]

@@ -1,6 +1,6 @@
 """
-CLIP and ViT with learned rotations as classes with a `model_type` of their own: `from_pretrained` and the Auto classes
-restore what `patch` did to them, with this package or by the code that travels with a checkpoint.
+CLIP and ViT with learned rotations, as classes with their own `model_type`. `from_pretrained` and the Auto classes
+restore them with their rotations, by this package or by the code that is saved with a checkpoint.
 """
 
 from huggingface_hub.dataclasses import strict
@@ -11,6 +11,8 @@ from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
     CLIPVisionModelWithProjection,
+    PreTrainedConfig,
+    PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
     ViTForMaskedImageModeling,
@@ -24,10 +26,19 @@ from transformers.conversion_mapping import (
 from .rotary_patch import RotaryPatchConfig, attach, patched_towers, plan
 
 
-class RotaryModelMixin:
-    """A model class of transformers whose configuration says how it is patched; reloads like any other model."""
+class RotaryConfigMixin:
+    """Configurations that check and complete `rotary_patch`, and name every Auto class in `auto_map`."""
 
-    # A generator rounded to bfloat16 turns far patches by several degrees too much.
+    def __post_init__(self, **kwargs):
+        self.rotary_patch = RotaryPatchConfig.from_dict(self.rotary_patch or {}).to_dict()
+        kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
+        super().__post_init__(**kwargs)
+
+
+class RotaryModelMixin:
+    """Model classes that attach the rotations which `config.rotary_patch` describes."""
+
+    # A generator rounded to bfloat16 rotates distant patches by several degrees too much.
     _keep_in_fp32_modules_strict = ["rotary_encoding"]
 
     def __init__(self, config):
@@ -36,26 +47,15 @@ class RotaryModelMixin:
 
     def initialize_weights(self) -> None:
         super().initialize_weights()
-        # Below a tower that is a model of its own, transformers asks that model, which does not know generators. Those
-        # that were loaded are marked and left alone.
+        # transformers leaves the initialisation of a nested PreTrainedModel to that model, which knows no generators.
+        # Parameters that were loaded are marked and keep their values.
         for _, tower in patched_towers(self):
             tower.rotary_encoding.reset_parameters()
 
 
-def _finish_config(config, kwargs: dict, auto_map: dict) -> None:
-    """`rotary_patch` in full, checked, and every Auto class in `auto_map`."""
-    config.rotary_patch = RotaryPatchConfig.from_dict(config.rotary_patch or {}).to_dict()
-    kwargs["auto_map"] = {**auto_map, **(kwargs.get("auto_map") or {})}
-
-
 @strict
-class RotaryCLIPVisionConfig(CLIPVisionConfig):
-    r"""
-    Configuration of CLIP's vision tower with learned rotations.
-
-    Args:
-        rotary_patch (`dict`, *optional*): Fields of [`RotaryPatchConfig`].
-    """
+class RotaryCLIPVisionConfig(RotaryConfigMixin, CLIPVisionConfig):
+    """Configuration of CLIP's vision tower with learned rotations; `rotary_patch`: see [`RotaryPatchConfig`]."""
 
     model_type = "rotary_clip_vision_model"
     base_config_key = ""
@@ -66,19 +66,10 @@ class RotaryCLIPVisionConfig(CLIPVisionConfig):
         "AutoModel": "modeling_patched.RotaryCLIPVisionModel",
     }
 
-    def __post_init__(self, **kwargs):
-        _finish_config(self, kwargs, self._auto_map)
-        super().__post_init__(**kwargs)
-
 
 @strict
-class RotaryCLIPConfig(CLIPConfig):
-    r"""
-    Configuration of CLIP with learned rotations in its vision tower.
-
-    Args:
-        rotary_patch (`dict`, *optional*): Fields of [`RotaryPatchConfig`].
-    """
+class RotaryCLIPConfig(RotaryConfigMixin, CLIPConfig):
+    """Configuration of CLIP with learned rotations in its vision tower; `rotary_patch`: see [`RotaryPatchConfig`]."""
 
     model_type = "rotary_clip"
     rotary_patch: dict | None = None
@@ -90,19 +81,10 @@ class RotaryCLIPConfig(CLIPConfig):
         "AutoModelForZeroShotImageClassification": "modeling_patched.RotaryCLIPModel",
     }
 
-    def __post_init__(self, **kwargs):
-        _finish_config(self, kwargs, self._auto_map)
-        super().__post_init__(**kwargs)
-
 
 @strict
-class RotaryViTConfig(ViTConfig):
-    r"""
-    Configuration of ViT with learned rotations.
-
-    Args:
-        rotary_patch (`dict`, *optional*): Fields of [`RotaryPatchConfig`].
-    """
+class RotaryViTConfig(RotaryConfigMixin, ViTConfig):
+    """Configuration of ViT with learned rotations; `rotary_patch`: see [`RotaryPatchConfig`]."""
 
     model_type = "rotary_vit"
     rotary_patch: dict | None = None
@@ -114,72 +96,27 @@ class RotaryViTConfig(ViTConfig):
         "AutoModelForMaskedImageModeling": "modeling_patched.RotaryViTForMaskedImageModeling",
     }
 
-    def __post_init__(self, **kwargs):
-        _finish_config(self, kwargs, self._auto_map)
-        super().__post_init__(**kwargs)
+
+# The class with rotations for each class of transformers.
+COMPLETE_MODELS: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 
 
-class RotaryCLIPVisionModel(RotaryModelMixin, CLIPVisionModel):
-    """[`CLIPVisionModel`] with learned rotations."""
-
-    config: RotaryCLIPVisionConfig
-    config_class = RotaryCLIPVisionConfig
-
-
-class RotaryCLIPVisionModelWithProjection(RotaryModelMixin, CLIPVisionModelWithProjection):
-    """[`CLIPVisionModelWithProjection`] with learned rotations."""
-
-    config: RotaryCLIPVisionConfig
-    config_class = RotaryCLIPVisionConfig
+def _with_rotations(model_class: type[PreTrainedModel], config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    """The class `Rotary…`: `model_class` with the rotations that its configuration, a `config_class`, describes."""
+    members = {"__doc__": f"[`{model_class.__name__}`] with learned rotations.", "config_class": config_class}
+    COMPLETE_MODELS[model_class] = type(f"Rotary{model_class.__name__}", (RotaryModelMixin, model_class), members)
+    return COMPLETE_MODELS[model_class]
 
 
-class RotaryCLIPModel(RotaryModelMixin, CLIPModel):
-    """[`CLIPModel`] with learned rotations in its vision tower."""
+RotaryCLIPVisionModel = _with_rotations(CLIPVisionModel, RotaryCLIPVisionConfig)
+RotaryCLIPVisionModelWithProjection = _with_rotations(CLIPVisionModelWithProjection, RotaryCLIPVisionConfig)
+RotaryCLIPModel = _with_rotations(CLIPModel, RotaryCLIPConfig)
+RotaryCLIPForImageClassification = _with_rotations(CLIPForImageClassification, RotaryCLIPConfig)
+RotaryViTModel = _with_rotations(ViTModel, RotaryViTConfig)
+RotaryViTForImageClassification = _with_rotations(ViTForImageClassification, RotaryViTConfig)
+RotaryViTForMaskedImageModeling = _with_rotations(ViTForMaskedImageModeling, RotaryViTConfig)
 
-    config: RotaryCLIPConfig
-    config_class = RotaryCLIPConfig
-
-
-class RotaryCLIPForImageClassification(RotaryModelMixin, CLIPForImageClassification):
-    """[`CLIPForImageClassification`] with learned rotations."""
-
-    config: RotaryCLIPConfig
-    config_class = RotaryCLIPConfig
-
-
-class RotaryViTModel(RotaryModelMixin, ViTModel):
-    """[`ViTModel`] with learned rotations."""
-
-    config: RotaryViTConfig
-    config_class = RotaryViTConfig
-
-
-class RotaryViTForImageClassification(RotaryModelMixin, ViTForImageClassification):
-    """[`ViTForImageClassification`] with learned rotations."""
-
-    config: RotaryViTConfig
-    config_class = RotaryViTConfig
-
-
-class RotaryViTForMaskedImageModeling(RotaryModelMixin, ViTForMaskedImageModeling):
-    """[`ViTForMaskedImageModeling`] with learned rotations."""
-
-    config: RotaryViTConfig
-    config_class = RotaryViTConfig
-
-
-COMPLETE_MODELS = {
-    CLIPVisionModel: RotaryCLIPVisionModel,
-    CLIPVisionModelWithProjection: RotaryCLIPVisionModelWithProjection,
-    CLIPModel: RotaryCLIPModel,
-    CLIPForImageClassification: RotaryCLIPForImageClassification,
-    ViTModel: RotaryViTModel,
-    ViTForImageClassification: RotaryViTForImageClassification,
-    ViTForMaskedImageModeling: RotaryViTForMaskedImageModeling,
-}
-
-
-# transformers renames the keys of older checkpoints, and of what it saves, by the name of the class.
+# transformers looks up by class name how the keys of weights are renamed when they are loaded and saved.
 for plain in (CLIPVisionModel, ViTModel):
     renaming = get_checkpoint_conversion_mapping(plain.__name__)
     if renaming is not None:

@@ -1,10 +1,10 @@
 """
-What a patched vision tower does in its forward pass. Unusual in this file:
+The forward pass of a patched vision tower. Unusual in this file:
 
-- attention modules keep their class and weights: a registered attention function rotates query and key and then calls
+- Attention modules keep their class and weights. A registered attention function rotates query and key and then calls
   the implementation that the model was configured with. It is selected by a view of the configuration that only the
-  attention modules see, so masks, `set_attn_implementation` and `output_attentions` of the model work as before;
-- the rotations of a forward pass live on a stack that belongs to the thread and the pass, never on a module.
+  attention modules see, so masks, `set_attn_implementation` and `output_attentions` of the model work as before.
+- The rotations of a forward pass are stored on a stack that belongs to the thread, never on a module.
 """
 
 import inspect
@@ -18,46 +18,45 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from .configuration_liere import pair
 from .lie_algebra import working_dtype
 from .positions import TokenPositions, of_coordinates, of_grid, perturbation
 from .rotation import Rotation
 from .vision_towers import position_table, takes
 
 
-# Code that came with a checkpoint and the package may be loaded side by side, each with forward passes of its own.
+# The package and a copy of this file that came with a checkpoint can be imported together; each has its own stack.
 ROTARY_ATTENTION = f"rotary:{__name__}"
 
 
-class RotaryAttentionConfig:
-    """What a rotated attention module sees as its configuration: all of `base`, but our attention implementation."""
+class View:
+    """The object `base` with some of its attributes replaced, or with further ones."""
 
-    _attn_implementation = ROTARY_ATTENTION
-
-    def __init__(self, base, layer: int, eager):
+    def __init__(self, base, **replaced):
         self.base = base
-        self.layer = layer
-        self.eager = eager
+        vars(self).update(replaced)
 
     def __getattr__(self, name: str):
-        # Copying and unpickling ask an object without attributes.
+        # copy and pickle read attributes before `base` is set.
         if name == "base" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.base, name)
 
 
-class _Unrotated:
-    """An attention module with its own configuration, for implementations that read their name there."""
-
-    def __init__(self, module: nn.Module):
-        self._module = module
-        self.config = module.config.base
-
-    def __getattr__(self, name: str):
-        return getattr(self._module, name)
+def rotary_attention_config(config, layer: int, eager: Callable) -> View:
+    """The configuration that a rotated attention module sees; only the attention implementation differs."""
+    return View(config, _attn_implementation=ROTARY_ATTENTION, layer=layer, eager=eager)
 
 
 class ForwardPass:
-    """One forward pass of one tower: its grid, once patches are embedded, then its rotations."""
+    """
+    One forward pass of one tower.
+
+    Attributes:
+        grid: Patches per axis, once the patches are embedded.
+        rotations: One rotation per rotated layer, once the embeddings are complete.
+        rotated: Indices of the layers that have applied theirs.
+    """
 
     def __init__(self, tower: nn.Module):
         self.tower = tower
@@ -96,25 +95,26 @@ def rotary_attention_forward(
             "A rotated attention module ran outside the forward pass of its vision tower, so the positions of its "
             "tokens are unknown. Call the vision tower (or a model around it), or unpatch the model."
         )
-    rotation = passes[-1].rotations[config.layer].to(query.device)
+    rotation = passes[-1].rotations[config.layer].to(query.device)  # matrices for (1 or B, 1 or H, N)
     if rotation.num_tokens() != query.shape[2]:
         raise RuntimeError(
             f"Attention sees {query.shape[2]} tokens, but {rotation.num_tokens()} were embedded: models that merge or "
             "window tokens cannot be patched."
         )
     passes[-1].rotated.append(config.layer)
-    # The weights are the model's own, so the basis is that of the states.
+    # The projections are not in the eigenbasis, because the weights of the model are never changed.
     rotated = rotation.rotate(rotation.change_basis(query), rotation.change_basis(key))
     query, key = _as_laid_out(rotated[0], query), _as_laid_out(rotated[1], key)
     implementation = config.base._attn_implementation
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, config.eager)
     if implementation not in ("eager", "sdpa", "flex_attention"):
-        module = _Unrotated(module)
+        # These implementations read their name from the configuration of the module.
+        module = View(module, config=config.base)
     return function(module, query, key, value, attention_mask, **kwargs)
 
 
 def _as_laid_out(states: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """The same numbers in the original's memory order: matrix products round differently in another one."""
+    """The same values with the strides of `original`: the rounding of matrix products depends on the memory layout."""
     if states.stride() == original.stride():
         return states
     return states.transpose(1, 2).contiguous().transpose(1, 2)
@@ -124,14 +124,13 @@ AttentionInterface.register(ROTARY_ATTENTION, rotary_attention_forward)
 
 
 class CheckpointingInPass:
-    """Recomputes a checkpointed layer in the forward pass that it belongs to, whichever thread runs the backward."""
+    """Recomputes a checkpointed layer with the rotations of its forward pass, in whichever thread backward runs."""
 
     def __init__(self, function):
         self.function = function
 
     def __call__(self, layer, *args, **kwargs):
         forward_pass = _passes()[-1]
-
         rotations, structure = tree_flatten(forward_pass.rotations)
 
         def layer_in_pass(*inputs, **named_inputs):
@@ -144,7 +143,7 @@ class CheckpointingInPass:
             finally:
                 _thread.passes = outer
 
-        # As inputs, because reentrant checkpointing differentiates with respect to nothing else.
+        # Rotations are passed as inputs because reentrant checkpointing differentiates with respect to inputs only.
         return self.function(layer_in_pass, *args, *rotations, **kwargs)
 
 
@@ -174,13 +173,16 @@ def end_pass(tower: nn.Module, args, output) -> None:
 
 
 def accept_any_size(embeddings: nn.Module, args, kwargs):
-    """Make the embeddings read their table by the method for other sizes, where the pass or the patch asks for it."""
+    """
+    Make the embeddings interpolate their position table, unless the input has the trained size and the configuration
+    keeps the table as it is.
+    """
     passes = _passes()
     if not passes or not takes(embeddings, "interpolate_pos_encoding"):
         return None
     pixels = args[0] if args else kwargs["pixel_values"]
     config = passes[-1].tower.config
-    trained = (config.image_size,) * 2 if isinstance(config.image_size, int) else tuple(config.image_size)
+    trained = pair("image_size", config.image_size)
     is_trained_size = tuple(pixels.shape[-2:]) == trained and (pixels.ndim < 5 or pixels.shape[1] == config.num_frames)
     if is_trained_size and passes[-1].tower.rotary_patch.config.keep_absolute == "interpolate":
         return None
@@ -188,33 +190,36 @@ def accept_any_size(embeddings: nn.Module, args, kwargs):
 
 
 def see_grid(patch_embedding: nn.Module, args, output: torch.Tensor) -> torch.Tensor | None:
-    """Read the grid off the embedded patches (B, hidden_size, *grid), and add a table that cannot be read for it."""
+    """
+    Record the grid of the embedded patches, (B, hidden_size, *grid), and add the entries of a fixed table, which the
+    model cannot resize itself.
+    """
     passes = _passes()
     if not passes:
         return None
     passes[-1].grid = grid = tuple(output.shape[2:])
-    patch = passes[-1].tower.rotary_patch
-    if patch.fixed_table is None:
+    adapter = passes[-1].tower.rotary_patch
+    if adapter.fixed_table is None:
         return None
-    table = _patch_table(patch, patch.fixed_table.squeeze(0).to(output), grid, None)
+    table = _patch_table(adapter, adapter.fixed_table.squeeze(0).to(output), grid, None)  # (N, hidden_size)
     return output + table.T.unflatten(-1, grid).unsqueeze(0)
 
 
 def interpolated_table(embeddings: nn.Module, tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """(1, prefix + N, hidden_size) for the grid of the pass, in the place of a module's `interpolate_pos_encoding`."""
+    """(1, prefix + N, hidden_size) table for the current grid; replaces `interpolate_pos_encoding` of a module."""
     own = partial(type(embeddings).interpolate_pos_encoding, embeddings, tokens, height, width)
     passes = _passes()
     if not passes:
         return own()
-    patch, grid = passes[-1].tower.rotary_patch, passes[-1].grid
-    table, num_trained = _called_table(embeddings, tokens.device), math.prod(patch.train_grid)
+    adapter, grid = passes[-1].tower.rotary_patch, passes[-1].grid
+    table, num_trained = _called_table(embeddings, tokens.device), math.prod(adapter.train_grid)
     prefix, trained = table.split([len(table) - num_trained, num_trained])
-    patches = _patch_table(patch, trained, grid, lambda: own()[0, -math.prod(grid) :])
+    patches = _patch_table(adapter, trained, grid, lambda: own()[0, -math.prod(grid) :])
     return torch.cat([prefix, patches]).unsqueeze(0)
 
 
 def _called_table(embeddings: nn.Module, device: torch.device) -> torch.Tensor:
-    """[`position_table`], through the module that holds it if there is one: it brings back what is offloaded."""
+    """[`position_table`], by calling the embedding module if there is one, because its hooks load offloaded weights."""
     table = position_table(embeddings)
     for module in embeddings.children():
         if isinstance(module, nn.Embedding) and module.weight is table:
@@ -225,75 +230,75 @@ def _called_table(embeddings: nn.Module, device: torch.device) -> torch.Tensor:
 def resized_tables(
     embeddings: nn.Module, table: torch.Tensor, spatial_shapes: torch.Tensor, max_length: int
 ) -> torch.Tensor:
-    """(B, max_length, hidden_size), one grid per sample, in the place of `resize_positional_embeddings` of a module."""
+    """(B, max_length, hidden_size) tables, one grid per sample; replaces `resize_positional_embeddings` of a module."""
     own = type(embeddings).resize_positional_embeddings(table, spatial_shapes, max_length)
     passes = _passes()
     if not passes:
         return own
-    patch, trained = passes[-1].tower.rotary_patch, table.flatten(0, 1)
+    adapter, trained = passes[-1].tower.rotary_patch, table.flatten(0, 1)
     samples = []
     for sample, grid in zip(own, map(tuple, spatial_shapes.tolist())):
         length = math.prod(grid)
-        patches = _patch_table(patch, trained, grid, lambda sample=sample, length=length: sample[:length])
-        # As in transformers, padding repeats the first patch.
+        patches = _patch_table(adapter, trained, grid, lambda sample=sample, length=length: sample[:length])
+        # transformers also repeats the first patch as padding.
         samples.append(torch.cat([patches, patches[:1].expand(max_length - length, -1)]))
     return torch.stack(samples)
 
 
 def _patch_table(
-    patch, trained: torch.Tensor, grid: tuple[int, ...], interpolate: Callable[[], torch.Tensor] | None
+    adapter, trained: torch.Tensor, grid: tuple[int, ...], interpolate: Callable[[], torch.Tensor] | None
 ) -> torch.Tensor:
     """
-    (N, hidden_size): what `keep_absolute` makes of the trained table for a grid.
+    (N, hidden_size) entries for the patches of a grid, from the trained table, as `keep_absolute` says.
 
     Args:
-        interpolate: The model's own way to read its table between entries; on three axes it is trilinear, because
-            transformers' own takes square frames only.
+        interpolate: The interpolation of the model itself. It is not used on three axes, where that of transformers
+            takes square frames only.
     """
-    keep = patch.config.keep_absolute
+    keep = adapter.config.keep_absolute
     if keep == "drop":
         return trained.new_zeros(math.prod(grid), trained.shape[-1])
-    # A flexible model interpolates to its trained grid too.
-    if grid == patch.train_grid and not patch.is_flexible:
+    # Models with one grid per sample interpolate to the trained grid, too.
+    if grid == adapter.train_grid and not adapter.is_flexible:
         patches = trained
     elif keep == "train_size":
-        patches = trained.unflatten(0, patch.train_grid)
-        for axis, (size, limit) in enumerate(zip(grid, patch.train_grid)):
+        patches = trained.unflatten(0, adapter.train_grid)
+        for axis, (size, limit) in enumerate(zip(grid, adapter.train_grid)):
             nearest = torch.arange(size, device=trained.device).clamp(max=limit - 1)
             patches = patches.index_select(axis, nearest)
         patches = patches.flatten(0, -2)
     elif len(grid) == 3:
-        volume = trained.T.unflatten(-1, patch.train_grid).unsqueeze(0).float()
+        volume = trained.T.unflatten(-1, adapter.train_grid).unsqueeze(0).float()  # (1, hidden_size, *train_grid)
         resized = nn.functional.interpolate(volume, size=grid, mode="trilinear", align_corners=False)
         patches = resized[0].flatten(1).T.to(trained)
     else:
         patches = interpolate()
-    return patches * patch.config.absolute_weight if keep == "fade" else patches
+    return patches * adapter.config.absolute_weight if keep == "fade" else patches
 
 
 def rotations_of_tokens(embeddings: nn.Module, args, kwargs, output) -> None:
-    """Compute the rotations of all layers, outside any checkpointed layer."""
+    """Compute the rotations of all layers once per forward pass, outside of checkpointed layers."""
     passes = _passes()
     if not passes:
         return
     tower = passes[-1].tower
     tokens = output[0] if isinstance(output, tuple) else output
     device = [*tower.rotary_encoding.parameters(), tokens][0].device
-    # Offloaded generators come to the tokens.
+    # Offloaded generators are moved to the device of the tokens.
     device = tokens.device if device.type == "meta" else device
-    patch, grid, patches = tower.rotary_patch, passes[-1].grid, None
-    if patch.is_flexible:
+    adapter, grid, patches = tower.rotary_patch, passes[-1].grid, None
+    if adapter.is_flexible:
         shapes = kwargs["spatial_shapes"] if "spatial_shapes" in kwargs else args[1]
         patches = _flexible_positions(tower, shapes, tokens.shape[1], device)
     else:
-        kept = _kept_patches(math.prod(grid), embeddings, args, kwargs, output)
-        if kept is not None:
-            patches = _positions(tower, grid, device).coordinates[kept.to(device)]
+        visible = _visible_patches(math.prod(grid), embeddings, args, kwargs, output)
+        if visible is not None:
+            patches = _positions(tower, grid, device).coordinates[visible.to(device)]  # (B, visible, A)
     num_patches = math.prod(grid) if patches is None else patches.shape[-2]
     prefix_length = tokens.shape[1] - num_patches
     if prefix_length < 0:
         raise RuntimeError(f"{tokens.shape[1]} tokens were made of {num_patches} patches: which is unknown.")
-    centre = 0.5 if patch.config.rotate_prefix else 0.0
+    centre = 0.5 if adapter.config.rotate_prefix else 0.0
     if patches is None:
         positions = _positions(tower, grid, device, prefix_length, centre)
     else:
@@ -301,11 +306,11 @@ def rotations_of_tokens(embeddings: nn.Module, args, kwargs, output) -> None:
     passes[-1].rotations = list(tower.rotary_encoding(positions))
 
 
-def _kept_patches(num_patches: int, embeddings, args, kwargs, output) -> torch.Tensor | None:
-    """(B, kept) indices of the patches that the embeddings pass on, where these are not all."""
+def _visible_patches(num_patches: int, embeddings, args, kwargs, output) -> torch.Tensor | None:
+    """(B, visible) indices of the patches that the embeddings do not drop, or `None` if they drop none."""
     if isinstance(output, tuple) and hasattr(embeddings, "random_masking"):
-        kept = int(num_patches * (1 - embeddings.config.mask_ratio))
-        return output[2].argsort(dim=1)[:, :kept]
+        num_visible = int(num_patches * (1 - embeddings.config.mask_ratio))
+        return output[2].argsort(dim=1)[:, :num_visible]
     tokens = output[0] if isinstance(output, tuple) else output
     arguments = inspect.signature(type(embeddings).forward).bind(embeddings, *args, **kwargs).arguments
     masked = arguments.get("bool_masked_pos")
@@ -315,7 +320,7 @@ def _kept_patches(num_patches: int, embeddings, args, kwargs, output) -> torch.T
 
 
 def _flexible_positions(tower: nn.Module, shapes: torch.Tensor, length: int, device) -> torch.Tensor:
-    """(B, length, 2) coordinates for one (height, width) per sample; padding gets coordinate 0."""
+    """(B, length, 2) coordinates for one grid (height, width) per sample; padding tokens are at coordinate 0."""
     samples = []
     for grid in map(tuple, shapes.tolist()):
         positions = _positions(tower, grid, device).coordinates
@@ -330,9 +335,9 @@ def _positions(
     num_prefix_tokens: int = 0,
     prefix_coordinate: float = 0.0,
 ) -> TokenPositions:
-    """Positions of all patches of a grid, perturbed in training where that is asked for, after prefix tokens."""
-    patch, offsets, dtype = tower.rotary_patch, None, working_dtype(device)
-    if tower.training and patch.config.position_perturbation:
-        offsets = perturbation(grid, patch.config.position_perturbation, device, dtype)
+    """Positions of prefix tokens and of all patches of a grid, perturbed during training if so configured."""
+    adapter, offsets, dtype = tower.rotary_patch, None, working_dtype(device)
+    if tower.training and adapter.config.position_perturbation:
+        offsets = perturbation(grid, adapter.config.position_perturbation, device, dtype)
     prefix = (num_prefix_tokens, prefix_coordinate)
-    return of_grid(grid, patch.train_grid, patch.coordinates, *prefix, offsets, device, dtype)
+    return of_grid(grid, adapter.train_grid, adapter.coordinates, *prefix, offsets, device, dtype)

@@ -1,6 +1,6 @@
 """
-Rotations put into the vision towers of pretrained models and taken out again (ComRoPE §4.4): what is configured, what
-is refused before a model is touched, and what is attached to it.
+Rotary patches: learned rotations that are attached to the vision towers of pretrained models, and detached again
+(ComRoPE §4.4). The configuration, the plan that checks it against a model before anything is changed, and both steps.
 """
 
 import inspect
@@ -14,20 +14,21 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from .attention import eager_attention_forward
-from .configuration_liere import ROTARY_ENCODINGS, LieREVideoConfig, LieREViTConfig
+from .configuration_liere import LieREConfig, LieREVideoConfig, LieREViTConfig
 from .encodings import RotaryEncoding
 from .folding import build_rotary_encoding
 from .patched_forward import (
     CheckpointingInPass,
-    RotaryAttentionConfig,
     accept_any_size,
     begin_pass,
     end_pass,
     interpolated_table,
     resized_tables,
+    rotary_attention_config,
     rotations_of_tokens,
     see_grid,
 )
+from .validation import ROTARY_ENCODINGS, check_format_version
 from .vision_towers import (
     Tower,
     find_towers,
@@ -59,14 +60,14 @@ class RotaryPatchConfig:
             neutral**: it changes what the pretrained model computes. `axial_rope` learns nothing and takes only `None`.
         rotary_init_scale, rope_theta, coordinates, position_perturbation: See `LieREConfig`.
         rotate_prefix: Whether class and register tokens are rotated as tokens at the centre (official ComRoPE).
-        keep_absolute: What becomes of the model's own position table, for the patches (prefix tokens keep theirs).
+        keep_absolute: How the patches use the model's own position table (prefix tokens always keep their entries).
             `"interpolate"`: as the model interpolates it; `"train_size"`: every patch reads the entry of its index,
             patches beyond the trained grid the nearest one; `"fade"`: interpolated and multiplied by
             `absolute_weight`, which `set_absolute_weight` changes during training; `"drop"`: not used.
         absolute_weight: Weight of the table for `keep_absolute="fade"`.
 
     Raises:
-        ValueError: for values that no model could take; what a given model cannot take is refused by `patch`.
+        ValueError: for values that no model accepts; `patch` refuses those that a given model does not accept.
     """
 
     position_encoding: str = "comrope_ld"
@@ -87,11 +88,7 @@ class RotaryPatchConfig:
 
     def __post_init__(self):
         self._check_types()
-        if self.format_version > FORMAT_VERSION:
-            raise ValueError(
-                f"format_version={self.format_version} was written by a newer hf_liere; this one reads up to "
-                f"{FORMAT_VERSION}. Please upgrade hf_liere."
-            )
+        check_format_version(self.format_version, FORMAT_VERSION)
         if self.position_encoding not in ROTARY_ENCODINGS:
             raise ValueError(
                 f"position_encoding={self.position_encoding!r} is not a rotary encoding; accepted: "
@@ -118,7 +115,7 @@ class RotaryPatchConfig:
             raise ValueError(f"layers={self.layers!r} must be a list of indices from 0, or None.")
         for name, hint in get_type_hints(type(self)).items():
             value, kinds = getattr(self, name), get_args(hint) or (hint,)
-            # An int is a float here, and a bool is no number.
+            # An int is accepted as a float, a bool is not accepted as a number.
             kind = float if type(value) is int and float in kinds else type(value)
             if name != "layers" and kind not in kinds:
                 accepted = ("None" if accepted is type(None) else accepted.__name__ for accepted in kinds)
@@ -129,7 +126,7 @@ class RotaryPatchConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "RotaryPatchConfig":
-        """Raises `ValueError` for names that are no fields and values that these do not take."""
+        """Raises `ValueError` for unknown names, and for values that their fields do not accept."""
         if not isinstance(values, dict):
             raise ValueError(f"rotary_patch={values!r} must be a dictionary of fields of RotaryPatchConfig.")
         known = {field.name for field in fields(cls)}
@@ -140,7 +137,13 @@ class RotaryPatchConfig:
 
 @dataclass
 class RotaryPatch:
-    """What `unpatch` needs to know of a patched tower, kept on it as `rotary_patch`."""
+    """
+    The state of a patched tower, stored on it as `rotary_patch`; the forward pass and `detach` read it.
+
+    Attributes:
+        fixed_table: (1, N, hidden_size) position table that is not a parameter and that the model cannot resize;
+            the patch embedding adds its entries. `None` for other models.
+    """
 
     config: RotaryPatchConfig
     attention_names: list[str]
@@ -149,13 +152,12 @@ class RotaryPatch:
     coordinates: str
     is_flexible: bool
     handles: list
-    # A table that is no parameter and that the model cannot read for another grid; it is added for it.
     fixed_table: torch.Tensor | None = None
 
 
 @dataclass
 class Plan:
-    """Everything of a patch that can be refused, made before a model is touched."""
+    """A rotary patch of one tower whose configuration has been checked, made before the model is modified."""
 
     tower: Tower
     attentions: list[tuple[str, nn.Module]]
@@ -203,21 +205,22 @@ def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> Plan:
         _check_table(tower, config)
     heads, head_dim = shapes.pop()
     grid = tower.train_grid
-    size = {"image_size": grid[-2:], "patch_size": 1}
-    config_class = LieREViTConfig
+    config_class, frames = LieREViTConfig, {}
     if len(grid) == 3:
-        config_class = LieREVideoConfig
-        size.update(num_frames=grid[0], tubelet_size=1)
-    shared = ("position_encoding", "block_size", "share_heads", "share_layers", "coordinates", "rotary_init")
-    more = ("rotary_init_scale", "rope_theta", "position_perturbation", "rotate_prefix")
+        config_class, frames = LieREVideoConfig, {"num_frames": grid[0], "tubelet_size": 1}
+    names = {field.name for field in fields(LieREConfig)} & {field.name for field in fields(config)} - {
+        "format_version"
+    }
     try:
         rotary_config = config_class(
             hidden_size=heads * head_dim,
             num_attention_heads=heads,
             head_dim=head_dim,
             num_hidden_layers=len(layers),
-            **size,
-            **{name: getattr(config, name) for name in (*shared, *more)},
+            image_size=grid[-2:],
+            patch_size=1,
+            **frames,
+            **{name: getattr(config, name) for name in names},
         )
     except StrictDataclassError as error:
         raise ValueError(str(error.__cause__ or error)) from error
@@ -241,14 +244,12 @@ def _has_fixed_table(tower: Tower) -> bool:
 
 
 def attach(plans: list[Plan], encodings: list[RotaryEncoding] | None = None) -> None:
-    """Put rotations into the towers of `plans`; `encodings` may come from an adapter."""
+    """Attach rotations to the towers of `plans`: new encodings, or those of a loaded adapter."""
     for index, planned in enumerate(plans):
         tower = planned.tower
         encoding = planned.build_encoding() if encodings is None else encodings[index]
         # Quantized projections may have no parameters.
         weight = next(planned.attentions[0][1].parameters(), next(tower.module.parameters()))
-        if encodings is None and not weight.is_meta:
-            encoding.reset_parameters()
         prefix = len(tower.name) + 1 if tower.name else 0
         tower.module.rotary_encoding = encoding.to(weight.device).train(tower.module.training)
         tower.module.rotary_patch = RotaryPatch(
@@ -270,30 +271,31 @@ def attach(plans: list[Plan], encodings: list[RotaryEncoding] | None = None) -> 
             tower.module.rotary_patch.handles.append(tower.patch_embedding.register_forward_hook(see_grid))
         for layer, (_, attention) in enumerate(planned.attentions):
             eager = inspect.unwrap(type(attention).forward).__globals__.get("eager_attention_forward")
-            attention.config = RotaryAttentionConfig(attention.config, layer, eager or eager_attention_forward)
+            attention.config = rotary_attention_config(attention.config, layer, eager or eager_attention_forward)
 
 
 def _replace_table(tower: Tower) -> None:
-    """Let the embeddings read the table that `keep_absolute` asks for; the table itself stays as it is."""
-    patch, embeddings, method = tower.module.rotary_patch, tower.embeddings, table_method(tower.embeddings)
+    """Make the embeddings read their table as `keep_absolute` says, without changing a parameter."""
+    adapter, embeddings, method = tower.module.rotary_patch, tower.embeddings, table_method(tower.embeddings)
     if _has_fixed_table(tower):
-        patch.fixed_table = embeddings.position_embeddings
-        # Patches come with their entries from see_grid.
-        embeddings.position_embeddings = patch.fixed_table.new_zeros(1, 1, patch.fixed_table.shape[-1])
-    elif method is not None and (patch.config.keep_absolute != "interpolate" or len(patch.train_grid) == 3):
+        adapter.fixed_table = embeddings.position_embeddings
+        # see_grid has already added the entries to the patches.
+        embeddings.position_embeddings = adapter.fixed_table.new_zeros(1, 1, adapter.fixed_table.shape[-1])
+    elif method is not None and (adapter.config.keep_absolute != "interpolate" or len(adapter.train_grid) == 3):
         replacement = resized_tables if tower.is_flexible else interpolated_table
         setattr(embeddings, method, partial(replacement, embeddings))
 
 
 def detach(tower: nn.Module) -> None:
-    """Take everything out of a tower that `attach` put in."""
-    for handle in tower.rotary_patch.handles:
+    """Undo [`attach`]."""
+    adapter = tower.rotary_patch
+    for handle in adapter.handles:
         handle.remove()
-    embeddings = tower.get_submodule(tower.rotary_patch.embeddings_name)
+    embeddings = tower.get_submodule(adapter.embeddings_name)
     vars(embeddings).pop(table_method(embeddings), None)
-    if tower.rotary_patch.fixed_table is not None:
-        embeddings.position_embeddings = tower.rotary_patch.fixed_table
-    for name in tower.rotary_patch.attention_names:
+    if adapter.fixed_table is not None:
+        embeddings.position_embeddings = adapter.fixed_table
+    for name in adapter.attention_names:
         attention = tower.get_submodule(name)
         attention.config = attention.config.base
     for module in tower.modules():

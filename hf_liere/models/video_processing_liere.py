@@ -6,15 +6,12 @@ from transformers.video_utils import load_video
 
 class LieREVideoProcessor(VideoMAEVideoProcessor):
     """
-    VideoMAE's processor (frames → (B, T, C, H, W)), except that files are decoded by PyAV, which carries its own
-    ffmpeg, where transformers would ask for torchcodec and a system ffmpeg.
+    VideoMAE's processor, frames → (B, T, C, H, W), but with PyAV as the decoder of files: it contains ffmpeg, while the
+    default of transformers needs torchcodec and the ffmpeg of the system.
     """
 
     def fetch_videos(self, video_url_or_urls, sample_indices_fn=None):
-        """Decoded frames and metadata of one file or address, or of a list of them."""
+        """Decoded frames and metadata of a file or address, or of a list of them."""
         if isinstance(video_url_or_urls, list):
             return list(zip(*[self.fetch_videos(video, sample_indices_fn) for video in video_url_or_urls]))
         return load_video(video_url_or_urls, backend="pyav", sample_indices_fn=sample_indices_fn)
-
-
-__all__ = ["LieREVideoProcessor"]

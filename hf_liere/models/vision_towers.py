@@ -1,6 +1,6 @@
 """
-Vision towers inside models of transformers, found by what their modules do, never by class name: attention that
-dispatches through transformers' attention interface, below a module with a patch embedding.
+Vision towers inside models of transformers. They are found by what their modules do, never by class name: attention
+that uses transformers' attention interface, inside a module with a patch embedding.
 """
 
 import inspect
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .configuration_liere import pair
 
-# As in `apply_rotary_pos_emb`, `q_rope` and `rotate_half`, not in `properties`; classes as `Sam3ViTRoPEAttention`.
+
+# Matches `apply_rotary_pos_emb`, `q_rope`, `rotate_half` and `Sam3ViTRoPEAttention`, but not `properties`.
 ROTATING_NAME = re.compile(r"(?:^|_)(?:rope|rotary|rotat)|Ro[Pp][Ee]|Rotary")
 
 
@@ -49,8 +51,7 @@ class Tower:
             )
         if self.is_flexible:
             return (math.isqrt(config.num_patches),) * 2
-        size = config.image_size
-        sizes = (size, size) if isinstance(size, int) else tuple(size)
+        sizes = pair("image_size", config.image_size)
         sizes = (config.num_frames, *sizes) if len(extent) == 3 else sizes
         return tuple(size // patch for size, patch in zip(sizes, extent))
 
@@ -60,7 +61,7 @@ def find_towers(model: nn.Module) -> list[Tower]:
     All vision towers in a model.
 
     Raises:
-        ValueError: if there is none, with the reason and what there is instead.
+        ValueError: if there is none; the message says why, and which modules there are.
     """
     modules = dict(model.named_modules())
     attentions = {name: module for name, module in modules.items() if _uses_interface(module)}
@@ -79,9 +80,8 @@ def find_towers(model: nn.Module) -> list[Tower]:
                         f"The patch embedding {name!r} has no module around it that adds class tokens and positions, "
                         "so the tokens that reach attention cannot be told apart."
                     )
-                towers.setdefault(
-                    tower_name, Tower(tower_name, modules[tower_name], embeddings, patch_embedding, inside)
-                )
+                tower = Tower(tower_name, modules[tower_name], embeddings, patch_embedding, inside)
+                towers.setdefault(tower_name, tower)
                 break
     if towers:
         return list(towers.values())
@@ -91,7 +91,8 @@ def find_towers(model: nn.Module) -> list[Tower]:
             f"{kind} has no patch embedding (a convolution whose kernel is its stride, or a module that takes "
             f"spatial_shapes), so it is no vision transformer; its modules are {_children(model)}."
         )
-    candidates = sorted({type(module).__name__ for module in modules.values() if _looks_like_attention(module)})
+    kinds = {type(module).__name__ for module in modules.values()}
+    candidates = sorted(name for name in kinds if "attention" in name.lower())
     raise ValueError(
         f"The attention of {kind} is not routed through transformers' attention interface (ALL_ATTENTION_FUNCTIONS), "
         f"where query and key can be rotated; attention modules found: {candidates or 'none'}, modules: "
@@ -102,9 +103,9 @@ def find_towers(model: nn.Module) -> list[Tower]:
 def refuse_rotating(tower: nn.Module, attentions: list[tuple[str, nn.Module]]) -> None:
     """
     Raises:
-        ValueError: if a tower rotates queries and keys by itself: attention whose forward names a rotation, or a
-            module inside that is named as one or holds frequencies (`inv_freq`). Of two rotations with different axes
-            the product R₂(p)R₁(p) does not depend on the difference of positions alone.
+        ValueError: if a tower rotates queries and keys by itself: the forward of its attention names a rotation, or a
+            module inside has the name of one or holds frequencies (`inv_freq`). With two rotations R₂(p)R₁(p) about
+            different axes, attention would no longer depend on the difference of positions alone.
     """
     found = [
         f"{type(attention).__name__}.forward uses {name}"
@@ -132,9 +133,9 @@ def refuse_rotating(tower: nn.Module, attentions: list[tuple[str, nn.Module]]) -
 def refuse_other_tokens(tower: Tower, attentions: list[tuple[str, nn.Module]]) -> None:
     """
     Raises:
-        ValueError: if not all of `attentions` see the tokens that the embeddings make: they belong to several stacks
-            (of windows, frames or messages), or the tower learns further ones outside its embeddings, or in them under
-            a name that does not tell that they stand before the patches.
+        ValueError: if some of `attentions` may see other tokens than the embeddings return: if they belong to several
+            stacks (of windows, frames or messages), or if the tower learns further tokens, outside of its embeddings,
+            or in them under a name that does not say that they come before the patches.
     """
     kind = type(tower.module).__name__
     stacks = {re.sub(r"\d+", "*", name) for name, _ in attentions}
@@ -166,7 +167,7 @@ def _uses_interface(module: nn.Module) -> bool:
 
 
 def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    """Globals and attributes that the forward of a module's class reads."""
+    """Names of globals and attributes that the forward of a module's class reads."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names
 
@@ -183,16 +184,12 @@ def takes(module: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(type(module).forward).parameters
 
 
-def _looks_like_attention(module: nn.Module) -> bool:
-    return "attention" in type(module).__name__.lower() or isinstance(module, nn.MultiheadAttention)
-
-
 def _children(module: nn.Module) -> str:
     return ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children()) or "none"
 
 
 def projections(attention: nn.Module) -> list[nn.Module]:
-    """The query and key projections of an attention module, or the one that makes both."""
+    """The query and key projections of an attention module, or its one projection for both."""
     for names in (("q_proj", "k_proj"), ("query", "key"), ("qkv",)):
         found = [getattr(attention, name, None) for name in names]
         if all(isinstance(module, nn.Module) for module in found):
@@ -205,7 +202,7 @@ def head_shape(attention: nn.Module) -> tuple[int, int]:
     (heads, head_dim) of an attention module.
 
     Raises:
-        ValueError: if they cannot be told, or keys have another number of heads than queries.
+        ValueError: if they are unknown, or if keys and queries have different numbers of heads.
     """
     heads = next((getattr(attention, n) for n in ("num_heads", "num_attention_heads") if hasattr(attention, n)), None)
     heads = heads or getattr(attention.config, "num_attention_heads", None)
@@ -231,6 +228,6 @@ def position_table(embeddings: nn.Module) -> torch.Tensor | None:
 
 
 def table_method(embeddings: nn.Module) -> str | None:
-    """Name of the method by which a module reads its table for another grid, or `None`."""
+    """Name of the method by which a module resizes its table for another grid, or `None`."""
     names = ("interpolate_pos_encoding", "resize_positional_embeddings")
     return next((name for name in names if hasattr(type(embeddings), name)), None)

@@ -1,1 +1,1 @@
-"""Learned rotations inside pretrained vision transformers."""
+"""Learned rotations in pretrained vision transformers, and adapters that store them."""

@@ -1,4 +1,4 @@
-"""Rotations on disk without the model that they belong to: an adapter of kilobytes, and which base it fits."""
+"""Adapters: the rotations of a patched model in small files, with a fingerprint of the model that they belong to."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from .apply import require_patched, rotary_parameters
 
 
 SKETCH_SIZE = 32
-# Twice the rounding to bfloat16, and less than what training usually changes.
+# Twice the error of rounding to bfloat16, and less than training usually changes weights.
 WEIGHTS_TOLERANCE = 0.005
 FINGERPRINT = ("model_type", "layers", "heads", "head_dim", "train_grid", "weights")
 
@@ -42,7 +42,12 @@ def save_rotary(model: nn.Module, directory: str | Path) -> None:
         for name, parameter in rotary_parameters(tower)
     }
     save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    content = {"rotary_patch": configs[0], "base": [_fingerprint(tower) for _, tower in towers]}
+    bases = []
+    for _, tower in towers:
+        adapter = tower.rotary_patch
+        attentions = [tower.get_submodule(name) for name in adapter.attention_names]
+        bases.append(_fingerprint(attentions, adapter.train_grid))
+    content = {"rotary_patch": configs[0], "base": bases}
     (directory / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -55,7 +60,7 @@ def load_rotary(
     Args:
         source: Directory, or repository on the Hub.
         revision: Branch, tag or commit of the repository.
-        check_weights: Whether the query and key weights must be those that the rotations were trained with; pass
+        check_weights: Whether to check that the rotations were trained with the model's query and key weights; pass
             `False` for a base that was itself trained further.
 
     Returns:
@@ -91,10 +96,10 @@ def read_adapter(
     source: str | Path, revision: str | None = None
 ) -> tuple[RotaryPatchConfig, list[dict], dict[str, torch.Tensor]]:
     """
-    What [`save_rotary`] wrote: configuration, a description of every vision tower it belongs to, and its tensors.
+    The configuration, the fingerprint of each vision tower, and the tensors that [`save_rotary`] wrote.
 
     Raises:
-        ValueError: in one sentence, if the files are not there, cannot be read or mean nothing.
+        ValueError: if a file is missing, cannot be read, or was not written by [`save_rotary`].
     """
     path = _file(source, ADAPTER_CONFIG, revision)
     try:
@@ -119,13 +124,7 @@ def read_adapter(
         raise ValueError(f"{path} cannot be read ({error}): it is damaged or was not copied to its end.") from error
 
 
-def _fingerprint(tower: nn.Module) -> dict:
-    patch = tower.rotary_patch
-    attentions = [tower.get_submodule(name) for name in patch.attention_names]
-    return _describe(attentions, patch.train_grid)
-
-
-def _describe(attentions: list[nn.Module], train_grid: tuple[int, ...]) -> dict:
+def _fingerprint(attentions: list[nn.Module], train_grid: tuple[int, ...]) -> dict:
     model_type = attentions[0].config.model_type.removeprefix("rotary_")
     values = (model_type, len(attentions), *head_shape(attentions[0]), list(train_grid), _sketch(attentions))
     return dict(zip(FINGERPRINT, values, strict=True))
@@ -134,15 +133,15 @@ def _describe(attentions: list[nn.Module], train_grid: tuple[int, ...]) -> dict:
 def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
     """
     Count sketch of each query and key projection: signed sums of its weights over `SKETCH_SIZE` classes of indices, or
-    `None` where they are quantized or have no memory.
+    `None` if a weight is quantized or on the meta device.
 
-    The relative distance of two sketches estimates that of the weights, whatever they are stored in: the same
-    weights rounded to bfloat16 are 0.2% apart, where a hash would tell nothing but that they are not the same.
+    The relative distance of two sketches estimates that of the weights, whatever their type: the distance of weights to
+    the same ones rounded to bfloat16 is 0.2%, where hashes would only differ.
     """
     sketches = []
     for attention in attentions:
         for projection in projections(attention):
-            # peft wraps a linear layer and keeps it.
+            # peft wraps linear layers.
             weight = getattr(projection, "base_layer", projection).weight
             if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.is_meta:
                 return None
@@ -156,7 +155,7 @@ def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
 
 
 def _distance(found: list[list[float]], saved: list[list[float]]) -> float:
-    """Largest relative distance of two sketches of the same projection, infinite if they are none of the same."""
+    """Largest relative distance of two sketches of a projection, infinite if their shapes differ."""
     found = torch.tensor(found)
     try:
         saved = torch.tensor(saved)
@@ -168,7 +167,7 @@ def _distance(found: list[list[float]], saved: list[list[float]]) -> float:
 
 
 def _check_base(planned: Plan, saved: dict, source: str | Path, check_weights: bool) -> None:
-    found = _describe([attention for _, attention in planned.attentions], planned.tower.train_grid)
+    found = _fingerprint([attention for _, attention in planned.attentions], planned.tower.train_grid)
     differing = [name for name in found if name != "weights" and found[name] != saved[name]]
     if differing:
         raise ValueError(
@@ -203,6 +202,3 @@ def _load_encoding(index: int, planned: Plan, tensors: dict, source: str | Path)
             )
         parameter.data = saved
     return encoding
-
-
-__all__ = ["load_rotary", "read_adapter", "save_rotary"]

@@ -10,7 +10,7 @@ from ..models.modeling_patched import COMPLETE_MODELS
 from ..models.rotary_patch import RotaryPatchConfig, attach, detach, patched_towers, plan
 
 
-# What a configuration says of the class that it belongs to.
+# Fields of a configuration that depend on the class of the model.
 CLASS_FIELDS = ("model_type", "architectures", "auto_map", "rotary_patch")
 
 
@@ -20,8 +20,8 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
 
     With `rotary_init="zeros"` the model computes the same bits as before in float32, and gradients reach the
     generators. Its weights are not changed, moved or renamed; the generators are a new module `rotary_encoding` of
-    each vision tower. Nothing is frozen: `rotary_parameters` gives what to train alone. `save_rotary` or
-    `complete_model` keep the rotations; the model's own `save_pretrained` writes generators that its class reports as
+    each vision tower. Nothing is frozen: `rotary_parameters` lists the new parameters. Save the rotations with
+    `save_rotary` or `complete_model`; the model's own `save_pretrained` writes generators that its class reports as
     unexpected and does not load.
 
     With peft, generators are trained and saved beside its adapters as `modules_to_save`:
@@ -55,7 +55,7 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
     Raises:
         ValueError: before anything is changed, if the model is patched already, has no vision tower whose attention
             goes through transformers' attention interface, rotates queries and keys by itself (DINOv3, Qwen-VL …),
-            has tokens whose patches cannot be told, or the configuration does not fit it.
+            has tokens that cannot be assigned to patches, or does not fit the configuration.
     """
     attach(plan(model, config))
     return model
@@ -63,10 +63,10 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
 
 def unpatch(model: nn.Module) -> nn.Module:
     """
-    Take the rotations out again: the model that `patch` was given, with the weights it has now.
+    Remove the rotations: the model that `patch` was given, with its current weights.
 
-    In place, except for a complete model: its class and configuration say that it is patched, so that a new model of
-    the plain class is made, with copies of the weights, and the complete one stays as it is. Use what is returned:
+    This is done in place, except for a complete model, whose class and configuration describe its rotations: it stays
+    as it is, and a new model of the plain class gets copies of the weights. Use the model that is returned:
     `model = unpatch(model)`.
 
     Raises:
@@ -76,7 +76,7 @@ def unpatch(model: nn.Module) -> nn.Module:
     plain = next((plain for plain, complete in COMPLETE_MODELS.items() if complete is type(model)), None)
     if plain is not None:
         return _as_class(plain, model)
-    # In place, what is left would save as a patched model and reload with new generators.
+    # Otherwise the model would be saved as a patched one, and reload with new generators.
     for name, part in model.named_modules():
         if getattr(getattr(part, "config", None), "rotary_patch", None) is not None:
             raise ValueError(
@@ -97,8 +97,8 @@ def rotary_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """
     (name, parameter) of generators and multipliers: train them without weight decay.
 
-    peft freezes them unless it is told `LoraConfig(…, modules_to_save=["rotary_encoding"])`; then these are its
-    trainable copies, and its `save_pretrained` writes them ([`patch`] shows it).
+    peft freezes them, except with `LoraConfig(…, modules_to_save=["rotary_encoding"])`: then these are its trainable
+    copies, and its `save_pretrained` writes them, see the example of [`patch`].
     """
     for tower_name, tower in patched_towers(model):
         for name, parameter in tower.rotary_encoding.named_parameters():
@@ -119,18 +119,18 @@ def set_absolute_weight(model: nn.Module, weight: float) -> None:
             raise ValueError(
                 f"The model is patched with keep_absolute={tower.rotary_patch.config.keep_absolute!r}, not 'fade'."
             )
-    for config, tower in [(replace(tower.rotary_patch.config, absolute_weight=weight), tower) for tower in towers]:
-        tower.rotary_patch.config = config
-        # A complete model says in its own configuration how it is patched.
+    for tower in towers:
+        config = tower.rotary_patch.config = replace(tower.rotary_patch.config, absolute_weight=weight)
+        # The configuration of a complete model describes its rotary patch, too.
         if getattr(getattr(model, "config", None), "rotary_patch", None) is not None:
             model.config.rotary_patch = config.to_dict()
 
 
 def complete_model(model: PreTrainedModel) -> PreTrainedModel:
     """
-    A patched CLIP or ViT as a class with its own `model_type`, which `save_pretrained` and `from_pretrained` (also of
-    the Auto classes) restore with its rotations. The weights are copied. Models of other families keep their rotations
-    by [`save_rotary`].
+    A patched CLIP or ViT as a class with its own `model_type`, whose rotations `save_pretrained` saves and
+    `from_pretrained` restores, also that of the Auto classes. The weights are copied. Use [`save_rotary`] for models of
+    other families.
 
     Raises:
         ValueError: if the model is not patched, its class has no such counterpart (only CLIP's and ViT's have), or it
@@ -147,14 +147,14 @@ def complete_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _as_class(kind: type[PreTrainedModel], model: PreTrainedModel, **fields) -> PreTrainedModel:
-    """A patched model as one of another class, with copies of the weights that this class has."""
+    """A patched model as one of the class `kind`, with copies of the weights."""
     values = {name: value for name, value in model.config.to_dict().items() if name not in CLASS_FIELDS}
     config = kind.config_class.from_dict({**values, **fields})
     config._attn_implementation = model.config._attn_implementation
     reference = next(model.parameters())
     built = kind(config).to(device=reference.device, dtype=reference.dtype)
     for (_, tower), (_, source) in zip(patched_towers(built), patched_towers(model)):
-        # Generators keep their precision in a model of another one.
+        # Generators keep their own type in a model of another type.
         tower.rotary_encoding.to(dtype=source.rotary_encoding.rotation_dtype)
     weights = model.state_dict()
     if not is_patched(built):
@@ -174,14 +174,3 @@ def require_patched(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if not towers:
         raise ValueError(f"{type(model).__name__} is not patched; call patch(model, config) first.")
     return towers
-
-
-__all__ = [
-    "complete_model",
-    "is_patched",
-    "patch",
-    "require_patched",
-    "rotary_parameters",
-    "set_absolute_weight",
-    "unpatch",
-]

@@ -1,0 +1,185 @@
+"""Which configurations describe a model: every rule raises a `ValueError` that names the field and what it accepts."""
+
+from transformers.activations import ACT2FN
+
+
+FORMAT_VERSION = 1
+PLANAR_ENCODINGS = ("axial_rope", "rope_mixed")
+COMMUTING_ENCODINGS = ("comrope_ap", "comrope_ld")
+ROTARY_ENCODINGS = (*PLANAR_ENCODINGS, "liere", *COMMUTING_ENCODINGS)
+
+FLOAT32_MAX = 3.4028234e38
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "num_channels", "head_dim")
+RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
+SCALES = ("position_perturbation", "layer_norm_eps", "rotary_init_scale")
+# Fields, which values they accept, and how a message says so. Other rules decide where `None` is accepted.
+RANGES = (
+    ((*SIZES, "classifier_hidden_size"), lambda value: value >= 1, "be at least 1"),
+    (("num_register_tokens",), lambda value: value >= 0, "be at least 0"),
+    (RATES, lambda value: 0 <= value < 1, "lie in [0, 1)"),
+    (("initializer_range", "rope_theta"), lambda value: 0 < value <= FLOAT32_MAX, "be positive and finite in float32"),
+    (SCALES, lambda value: 0 <= value <= FLOAT32_MAX, "be at least 0 and finite in float32"),
+    (("layerscale_value", "prefix_coordinate"), lambda value: abs(value) <= FLOAT32_MAX, "be finite in float32"),
+)
+
+
+def check_architecture(config) -> None:
+    """
+    Args:
+        config: A [`LieREConfig`] whose fields have the right types, with defaults filled in.
+
+    Raises:
+        ValueError: if a value is out of range, or fields do not fit together.
+    """
+    check_format_version(config.format_version, FORMAT_VERSION)
+    for names, is_accepted, accepted in RANGES:
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and not is_accepted(value):
+                raise ValueError(f"{name}={value} must {accepted}.")
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"hidden_act={config.hidden_act!r} must be one of {', '.join(sorted(ACT2FN))}.")
+    _check_shapes(config)
+    _check_table(config)
+    if config.position_encoding in ROTARY_ENCODINGS:
+        _check_block_size(config)
+        _check_rotary_init(config)
+        if config.folded_grids is not None:
+            _check_folding(config)
+    else:
+        _refuse_rotary_fields(config)
+
+
+def check_format_version(version: int, newest: int) -> None:
+    """Raises `ValueError` for a format that this release cannot read."""
+    if version > newest:
+        raise ValueError(
+            f"format_version={version} was written by a newer hf_liere; this one reads up to {newest}. Please upgrade "
+            "hf_liere."
+        )
+
+
+def _check_shapes(config) -> None:
+    if config.head_dim is None:
+        raise ValueError(
+            f"hidden_size={config.hidden_size} is not divisible by num_attention_heads={config.num_attention_heads}."
+        )
+    if any(patch < 1 for patch in config.patch_shape):
+        raise ValueError(f"The patch extents {config.patch_shape} must all be at least 1.")
+    if any(size < patch or size % patch for size, patch in zip(config.input_shape, config.patch_shape)):
+        raise ValueError(
+            f"The training input {config.input_shape} is not divisible into patches of {config.patch_shape}."
+        )
+    if config.pooling == "cls" and not config.use_class_token:
+        raise ValueError("pooling='cls' needs use_class_token=True; without it use pooling='mean' or 'mean_all'.")
+    if config.pooling == "prefix" and not config.num_prefix_tokens:
+        raise ValueError("pooling='prefix' needs a class token or register tokens; this model has neither.")
+
+
+def _check_table(config) -> None:
+    size, resize = config.position_table_size, config.position_table_resize
+    has_table, axes = config.use_absolute_position_embeddings, config.num_axes
+    if (size is not None or resize != "interpolate") and not has_table:
+        raise ValueError(
+            f"position_table_size={size} and position_table_resize={resize!r} describe a learned table, but "
+            "use_absolute_position_embeddings is False."
+        )
+    if size is not None and (len(size) != axes or any(entries < 1 for entries in size)):
+        raise ValueError(f"position_table_size={size} must be {axes} numbers of at least 1, one per axis.")
+    if size is not None and resize != "interpolate":
+        raise ValueError(
+            f"position_table_resize={resize!r} has no meaning with position_table_size={size}: a table that is "
+            "read at coordinates is never resized."
+        )
+    if resize == "antialias" and axes != 2:
+        raise ValueError(
+            "position_table_resize='antialias' exists for images only; accepted here: 'interpolate', 'truncate'."
+        )
+    if config.prefix_coordinate != 0.5 and not config.rotate_prefix and size is None:
+        raise ValueError(
+            f"prefix_coordinate={config.prefix_coordinate} would do nothing without rotate_prefix=True or "
+            "position_table_size."
+        )
+    if config.position_encoding == "absolute" and not has_table:
+        raise ValueError(
+            "position_encoding='absolute' is the learned table: use_absolute_position_embeddings=False contradicts "
+            "it. For no positions at all use position_encoding='none'."
+        )
+    if config.position_perturbation and config.position_encoding == "none" and not has_table:
+        raise ValueError(
+            f"position_perturbation={config.position_perturbation} has nothing to perturb with "
+            "position_encoding='none'."
+        )
+
+
+def _check_block_size(config) -> None:
+    encoding, block_size = config.position_encoding, config.block_size
+    head_dim, axes = config.head_dim, config.num_axes
+    if head_dim < 2:
+        raise ValueError(
+            f"A head_dim of {head_dim} (hidden_size={config.hidden_size} / num_attention_heads="
+            f"{config.num_attention_heads}) cannot be rotated; {encoding} needs at least 2."
+        )
+    if encoding in PLANAR_ENCODINGS and block_size != 2:
+        raise ValueError(f"block_size={block_size}: {encoding} rotates planes, its only block_size is 2.")
+    if not 2 <= block_size <= head_dim:
+        raise ValueError(
+            f"block_size={block_size} does not fit a head_dim of {head_dim}: {encoding} takes 2 … {head_dim}."
+        )
+    if encoding == "axial_rope" and head_dim < 2 * axes:
+        raise ValueError(
+            f"A head_dim of {head_dim} is too small for axial_rope on {axes} axes: it needs a plane for each axis, "
+            f"so at least {2 * axes}."
+        )
+    divisors = [size for size in range(2, head_dim + 1) if head_dim % size == 0]
+    if encoding == "comrope_ld" and block_size not in divisors:
+        raise ValueError(
+            f"block_size={block_size} must divide head_dim={head_dim} for comrope_ld; accepted here: {divisors}."
+        )
+    accepted = [size for size in divisors if head_dim % (size * axes) == 0]
+    if encoding == "comrope_ap" and block_size not in accepted:
+        raise ValueError(
+            f"block_size={block_size} times {axes} axes must divide head_dim={head_dim} for comrope_ap (each block "
+            f"serves one axis); accepted here: {accepted or 'none, choose another head_dim'}."
+        )
+
+
+def _check_rotary_init(config) -> None:
+    encoding, block_size = config.position_encoding, config.block_size
+    if encoding == "axial_rope" and config.rotary_init is not None:
+        raise ValueError(f"rotary_init={config.rotary_init!r}: axial_rope has no parameters to initialise.")
+    if config.rotary_init == "frequencies" and (encoding in COMMUTING_ENCODINGS or block_size % 2):
+        raise ValueError(
+            f"rotary_init='frequencies' is a spectrum of plane rotations: it is available for rope_mixed and for "
+            f"liere with an even block_size, not for {encoding} with block_size={block_size}."
+        )
+
+
+def _check_folding(config) -> None:
+    grids = config.folded_grids
+    if config.position_perturbation:
+        raise ValueError(
+            f"position_perturbation={config.position_perturbation} is for training, folded_grids={grids} for inference."
+        )
+    if grids and (config.position_encoding != "liere" or config.block_size == 2):
+        raise ValueError(
+            f"folded_grids={grids}: only liere with block_size above 2 has rotations to keep; accepted for "
+            f"{config.position_encoding}: [] or None."
+        )
+    for grid in grids:
+        if len(grid) != config.num_axes or any(size < 1 for size in grid):
+            raise ValueError(f"folded_grids: {grid} must be {config.num_axes} numbers of patches, one per axis.")
+
+
+def _refuse_rotary_fields(config) -> None:
+    names = ("block_size", "coordinates", "rotary_init", "rope_theta", "folded_grids")
+    refused = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    if config.position_table_size is not None:
+        # A table with a size of its own is read at coordinates.
+        refused.pop("coordinates", None)
+    refused |= {name: True for name in ("share_heads", "share_layers", "rotate_prefix") if getattr(config, name)}
+    if refused:
+        raise ValueError(
+            f"position_encoding={config.position_encoding!r} has no rotations, so {refused} would do nothing; these "
+            f"fields belong to {', '.join(ROTARY_ENCODINGS)}."
+        )
