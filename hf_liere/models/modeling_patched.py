@@ -11,8 +11,6 @@ from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
     CLIPVisionModelWithProjection,
-    PreTrainedConfig,
-    PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
     ViTForMaskedImageModeling,
@@ -97,24 +95,58 @@ class RotaryViTConfig(RotaryConfigMixin, ViTConfig):
     }
 
 
+class RotaryCLIPVisionModel(RotaryModelMixin, CLIPVisionModel):
+    """[`CLIPVisionModel`] with learned rotations."""
+
+    config_class = RotaryCLIPVisionConfig
+
+
+class RotaryCLIPVisionModelWithProjection(RotaryModelMixin, CLIPVisionModelWithProjection):
+    """[`CLIPVisionModelWithProjection`] with learned rotations."""
+
+    config_class = RotaryCLIPVisionConfig
+
+
+class RotaryCLIPModel(RotaryModelMixin, CLIPModel):
+    """[`CLIPModel`] with learned rotations in its vision tower."""
+
+    config_class = RotaryCLIPConfig
+
+
+class RotaryCLIPForImageClassification(RotaryModelMixin, CLIPForImageClassification):
+    """[`CLIPForImageClassification`] with learned rotations."""
+
+    config_class = RotaryCLIPConfig
+
+
+class RotaryViTModel(RotaryModelMixin, ViTModel):
+    """[`ViTModel`] with learned rotations."""
+
+    config_class = RotaryViTConfig
+
+
+class RotaryViTForImageClassification(RotaryModelMixin, ViTForImageClassification):
+    """[`ViTForImageClassification`] with learned rotations."""
+
+    config_class = RotaryViTConfig
+
+
+class RotaryViTForMaskedImageModeling(RotaryModelMixin, ViTForMaskedImageModeling):
+    """[`ViTForMaskedImageModeling`] with learned rotations."""
+
+    config_class = RotaryViTConfig
+
+
 # The class with rotations for each class of transformers.
-COMPLETE_MODELS: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
-
-
-def _with_rotations(model_class: type[PreTrainedModel], config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    """The class `Rotary…`: `model_class` with the rotations that its configuration, a `config_class`, describes."""
-    members = {"__doc__": f"[`{model_class.__name__}`] with learned rotations.", "config_class": config_class}
-    COMPLETE_MODELS[model_class] = type(f"Rotary{model_class.__name__}", (RotaryModelMixin, model_class), members)
-    return COMPLETE_MODELS[model_class]
-
-
-RotaryCLIPVisionModel = _with_rotations(CLIPVisionModel, RotaryCLIPVisionConfig)
-RotaryCLIPVisionModelWithProjection = _with_rotations(CLIPVisionModelWithProjection, RotaryCLIPVisionConfig)
-RotaryCLIPModel = _with_rotations(CLIPModel, RotaryCLIPConfig)
-RotaryCLIPForImageClassification = _with_rotations(CLIPForImageClassification, RotaryCLIPConfig)
-RotaryViTModel = _with_rotations(ViTModel, RotaryViTConfig)
-RotaryViTForImageClassification = _with_rotations(ViTForImageClassification, RotaryViTConfig)
-RotaryViTForMaskedImageModeling = _with_rotations(ViTForMaskedImageModeling, RotaryViTConfig)
+COMPLETE_MODELS = {
+    CLIPVisionModel: RotaryCLIPVisionModel,
+    CLIPVisionModelWithProjection: RotaryCLIPVisionModelWithProjection,
+    CLIPModel: RotaryCLIPModel,
+    CLIPForImageClassification: RotaryCLIPForImageClassification,
+    ViTModel: RotaryViTModel,
+    ViTForImageClassification: RotaryViTForImageClassification,
+    ViTForMaskedImageModeling: RotaryViTForMaskedImageModeling,
+}
 
 # transformers looks up by class name how the keys of weights are renamed when they are loaded and saved.
 for plain in (CLIPVisionModel, ViTModel):
