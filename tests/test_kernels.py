@@ -238,9 +238,6 @@ def test_module_loads_without_triton():
     assert output.stdout.strip() == "False"
 
 
-POINTERS = ("query", "key", "query_out", "key_out", "query_gradient", "key_gradient")
-
-
 def compile_for_cuda(capability, pointer):
     import triton
     from triton.backends.compiler import GPUTarget
@@ -248,19 +245,20 @@ def compile_for_cuda(capability, pointer):
 
     tiles = {"BLOCK_DIM": 64, "INVERSE": True, "BLOCK_TOKENS": 16, "BLOCK_SIZE": 8}
     tiles["BLOCK_BATCH"] = triton_kernels._block_batch(256, torch.bfloat16 if pointer == "*bf16" else torch.float32)
-    for name in ("_turn_kernel", "_angle_gradient_kernel", "_multiply_kernel", "_outer_kernel"):
+    types = {"rotation": "*fp32", "sums": "*fp32", "rotation_strides": ("i32",) * 3, "sums_strides": ("i32",) * 3}
+    for pair in ("states", "gradients", "out"):
+        types |= {pair: (pointer,) * 2, f"{pair}_strides": (("i32",) * 3,) * 2}
+    for name in (
+        "_rotate_planes_kernel",
+        "_angle_gradients_kernel",
+        "_rotate_blocks_kernel",
+        "_outer_products_kernel",
+    ):
         kernel = getattr(triton_kernels, name)
-        signature, constants = {}, {}
-        for argument in inspect.signature(kernel.fn).parameters:
-            if argument.isupper():
-                signature[argument], constants[argument] = "constexpr", tiles[argument]
-            elif argument in POINTERS:
-                signature[argument] = pointer
-            elif argument in ("rotation", "out") or (argument == "planes" and name == "_turn_kernel"):
-                signature[argument] = "*fp32"
-            else:
-                signature[argument] = "i32"
-        source = ASTSource(kernel, signature, constexprs=constants)
+        arguments = inspect.signature(kernel.fn).parameters
+        constants = {argument: tiles[argument] for argument in arguments if argument.isupper()}
+        signature = {argument: types.get(argument, "i32") for argument in arguments}
+        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
         assert compiled.asm["cubin"] and compiled.metadata.shared <= 99 * 1024
 
