@@ -245,9 +245,9 @@ def compile_for_cuda(capability, pointer):
 
     tiles = {"BLOCK_DIM": 64, "INVERSE": True, "BLOCK_TOKENS": 16, "BLOCK_SIZE": 8}
     tiles["BLOCK_BATCH"] = triton_kernels._block_batch(256, torch.bfloat16 if pointer == "*bf16" else torch.float32)
-    types = {"rotation": "*fp32", "sums": "*fp32", "rotation_strides": ("i32",) * 3, "sums_strides": ("i32",) * 3}
-    for pair in ("states", "gradients", "out"):
-        types |= {pair: (pointer,) * 2, f"{pair}_strides": (("i32",) * 3,) * 2}
+    strides = ("i32",) * 3
+    types = dict.fromkeys(("states", "gradients", "out"), ((pointer, *strides),) * 2)
+    types |= dict.fromkeys(("rotation", "sums"), ("*fp32", *strides)) | {"sizes": ("i32",) * 5}
     for name in (
         "_rotate_planes_kernel",
         "_angle_gradients_kernel",
@@ -257,8 +257,8 @@ def compile_for_cuda(capability, pointer):
         kernel = getattr(triton_kernels, name)
         arguments = inspect.signature(kernel.fn).parameters
         constants = {argument: tiles[argument] for argument in arguments if argument.isupper()}
-        signature = {argument: types.get(argument, "i32") for argument in arguments}
-        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+        signature = {argument: types.get(argument, "constexpr") for argument in arguments}
+        source = ASTSource(kernel, signature, constexprs=constants)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
         assert compiled.asm["cubin"] and compiled.metadata.shared <= 99 * 1024
 

@@ -83,11 +83,11 @@ def block_rotations(
     axes, groups, blocks, size, _ = generators.shape
     positions, generators = positions.contiguous(), generators.to(torch.float64).contiguous()
     rays, squarings = _checked_rays(rays, squarings, len(positions))
-    in_no_ray = torch.ones(len(positions), dtype=torch.bool, device="cpu")
-    in_no_ray[rays[rays >= 0]] = False
+    in_no_ray = torch.ones(len(positions), dtype=torch.bool, device="cpu").index_fill_(0, rays[rays >= 0], False)
     rotations = tuple(_empty(size, len(positions), blocks, size, size) for _ in range(groups))
-    for rotation in rotations:
-        rotation[in_no_ray] = torch.eye(size, dtype=torch.float32, device="cpu")
+    for token in in_no_ray.nonzero().flatten().tolist():
+        for rotation in rotations:
+            rotation[token] = torch.eye(size, dtype=torch.float32, device="cpu")
     counts = (squarings + (interval or 1) - 1) // (interval or 1)
     offsets = counts.cumsum(0) - counts
     saved_squares = None if interval is None else _empty(size, groups, int(counts.sum()), blocks, size, size)

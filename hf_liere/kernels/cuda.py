@@ -53,8 +53,8 @@ def apply_rotation(
         kernel, (grid, sizes, constants) = _rotate_planes_kernel, _launch(query, rotation.shape)
     else:
         kernel, (grid, sizes, constants) = _rotate_blocks_kernel, _launch(query, rotation.shape, rotation.shape[-1])
-    pairs = states, _strides(states), out, _strides(out)
-    kernel[grid](*pairs, rotation, shared_strides(rotation), *sizes, INVERSE=inverse, **constants)
+    rotation = rotation, *shared_strides(rotation)
+    kernel[grid](_described(states), _described(out), rotation, sizes, INVERSE=inverse, **constants)
     return out
 
 
@@ -121,9 +121,9 @@ def shared_strides(rotation: torch.Tensor) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(rotation.shape[:3], rotation.stride()))
 
 
-def _strides(states: tuple[torch.Tensor, ...]) -> tuple[tuple[int, ...], ...]:
-    """Strides over samples, heads and tokens of query and key."""
-    return tuple(part.stride()[:3] for part in states)
+def _described(pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[tuple, tuple]:
+    """Query and key as the kernels take them, each with its strides over samples, heads and tokens."""
+    return tuple((states, *states.stride()[:3]) for states in pair)
 
 
 def _launch(states: torch.Tensor, shape: torch.Size, block_size: int | None = None) -> tuple[tuple, tuple, dict]:
@@ -159,158 +159,115 @@ def _sums(kernel, gradients, rotated, shape: tuple[int, ...], launch: tuple[tupl
     grid, sizes, constants = launch
     gradients, rotated = (tuple(map(contiguous_channels, pair)) for pair in (gradients, rotated))
     sums = torch.empty(grid[2], grid[1], *shape[2:], dtype=torch.float32, device=rotated[0].device)
-    pairs = gradients, _strides(gradients), rotated, _strides(rotated)
-    kernel[grid](*pairs, sums, shared_strides(sums), *sizes, **constants)
+    out = sums, *shared_strides(sums)
+    kernel[grid](_described(gradients), _described(rotated), out, sizes, **constants)
     return sums.sum_to_size(shape)
 
 
-# Arguments of the kernels: `states`, `gradients` and `out` are query and key, (B, H, N, D) each, and `rotation` or
-# `sums` is (samples, heads, N, …) of planes or blocks; the strides are those over samples, heads and tokens. `width` of
+# The arguments `states`, `gradients` and `out` are query and key, (B, H, N, D) each; `rotation` and `sums` are (samples,
+# heads, N, …) of planes or blocks. Each tensor is a tuple with its strides over samples, heads and tokens. `width` of
 # `head_dim` channels are rotated, and a program goes through `samples` of `batch` samples.
 if triton is not None:
 
     @triton.jit
-    def _offset(strides, sample, head, token):
-        # 64 bits for what varies most: a batch may hold more than 2³¹ values.
-        return tl.cast(sample, tl.int64) * strides[0] + head * strides[1] + token * strides[2]
+    def _pointer(tensor, sample, head, token):
+        # 64 bits for the largest offset: a batch may hold more than 2³¹ values.
+        return tensor[0] + (tl.cast(sample, tl.int64) * tensor[1] + head * tensor[2] + token * tensor[3])
 
     @triton.jit
-    def _pairs(values, BLOCK_TOKENS: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    def _channel_pairs(values, BLOCK_TOKENS: tl.constexpr, BLOCK_DIM: tl.constexpr):
         """The even and the odd channels, (BLOCK_TOKENS, BLOCK_DIM / 2) each."""
         return tl.split(tl.reshape(values.to(tl.float32), [BLOCK_TOKENS, BLOCK_DIM // 2, 2]))
 
     @triton.jit
     def _rotate_planes_kernel(
-        states,
-        states_strides,
-        out,
-        out_strides,
-        rotation,
-        rotation_strides,
-        batch,
-        tokens,
-        head_dim,
-        width,
-        samples,
-        INVERSE: tl.constexpr,
-        BLOCK_TOKENS: tl.constexpr,
-        BLOCK_DIM: tl.constexpr,
+        states, out, rotation, sizes, INVERSE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_DIM: tl.constexpr
     ):
+        batch, tokens, head_dim, width, samples = sizes
         token = (tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS))[:, None]
         head, first = tl.program_id(1), tl.program_id(2) * samples
         channel = tl.arange(0, BLOCK_DIM)[None, :]
         present = (token < tokens) & (channel < head_dim)
-        planes = rotation + _offset(rotation_strides, first, head, token)
-        cos_sin = tl.load(planes + channel, mask=(token < tokens) & (channel < width), other=0.0)
-        cos, sin = _pairs(cos_sin, BLOCK_TOKENS, BLOCK_DIM)  # (BLOCK_TOKENS, BLOCK_DIM / 2) each
+        planes = _pointer(rotation, first, head, token) + channel
+        cos_sin = tl.load(planes, mask=(token < tokens) & (channel < width), other=0.0)  # (BLOCK_TOKENS, BLOCK_DIM)
+        cos, sin = _channel_pairs(cos_sin, BLOCK_TOKENS, BLOCK_DIM)
         # Channels beyond the last plane are passed through.
         cos = tl.where(tl.arange(0, BLOCK_DIM // 2)[None, :] * 2 < width, cos, 1.0)
         if INVERSE:
             sin = -sin
         for sample in range(first, tl.minimum(first + samples, batch)):
             for i in tl.static_range(2):
-                offset = _offset(states_strides[i], sample, head, token) + channel
-                loaded = tl.load(states[i] + offset, mask=present, other=0.0)  # (BLOCK_TOKENS, BLOCK_DIM)
-                x, y = _pairs(loaded, BLOCK_TOKENS, BLOCK_DIM)
+                loaded = tl.load(_pointer(states[i], sample, head, token) + channel, mask=present, other=0.0)
+                x, y = _channel_pairs(loaded, BLOCK_TOKENS, BLOCK_DIM)  # (BLOCK_TOKENS, BLOCK_DIM / 2) each
                 rotated = tl.reshape(tl.join(x * cos - y * sin, x * sin + y * cos), [BLOCK_TOKENS, BLOCK_DIM])
-                offset = _offset(out_strides[i], sample, head, token) + channel
-                tl.store(out[i] + offset, rotated.to(loaded.dtype), mask=present)
+                tl.store(_pointer(out[i], sample, head, token) + channel, rotated.to(loaded.dtype), mask=present)
 
     @triton.jit
-    def _angle_gradients_kernel(
-        gradients,
-        gradients_strides,
-        states,
-        states_strides,
-        sums,
-        sums_strides,
-        batch,
-        tokens,
-        head_dim,
-        width,
-        samples,
-        BLOCK_TOKENS: tl.constexpr,
-        BLOCK_DIM: tl.constexpr,
-    ):
+    def _angle_gradients_kernel(gradients, states, sums, sizes, BLOCK_TOKENS: tl.constexpr, BLOCK_DIM: tl.constexpr):
+        batch, tokens, head_dim, width, samples = sizes
         token = (tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS))[:, None]
         head, part = tl.program_id(1), tl.program_id(2)
-        channel = tl.arange(0, BLOCK_DIM)[None, :]
+        channel, plane = tl.arange(0, BLOCK_DIM)[None, :], tl.arange(0, BLOCK_DIM // 2)[None, :]
         present = (token < tokens) & (channel < head_dim)
         by_angle = tl.full([BLOCK_TOKENS, BLOCK_DIM // 2], 0.0, tl.float32)
         for sample in range(part * samples, tl.minimum((part + 1) * samples, batch)):
             for i in tl.static_range(2):
-                offset = _offset(gradients_strides[i], sample, head, token) + channel
-                gradient = tl.load(gradients[i] + offset, mask=present, other=0.0)  # (BLOCK_TOKENS, BLOCK_DIM)
-                offset = _offset(states_strides[i], sample, head, token) + channel
-                state = tl.load(states[i] + offset, mask=present, other=0.0)
-                dx, dy = _pairs(gradient, BLOCK_TOKENS, BLOCK_DIM)
-                x, y = _pairs(state, BLOCK_TOKENS, BLOCK_DIM)
+                gradient = tl.load(_pointer(gradients[i], sample, head, token) + channel, mask=present, other=0.0)
+                state = tl.load(_pointer(states[i], sample, head, token) + channel, mask=present, other=0.0)
+                dx, dy = _channel_pairs(gradient, BLOCK_TOKENS, BLOCK_DIM)  # (BLOCK_TOKENS, BLOCK_DIM / 2) each
+                x, y = _channel_pairs(state, BLOCK_TOKENS, BLOCK_DIM)
                 by_angle += dy * x - dx * y
-        plane = tl.arange(0, BLOCK_DIM // 2)[None, :]
-        angles = sums + _offset(sums_strides, part, head, token)
-        tl.store(angles + plane, by_angle, mask=(token < tokens) & (plane * 2 < width))
+        angles = _pointer(sums, part, head, token) + plane
+        tl.store(angles, by_angle, mask=(token < tokens) & (plane * 2 < width))
 
     @triton.jit
-    def _block_entry(row, column, BLOCK_SIZE: tl.constexpr):
-        """Where an entry of a block-diagonal matrix is among its blocks, which follow one another in memory."""
-        return (row // BLOCK_SIZE) * BLOCK_SIZE * BLOCK_SIZE + (row % BLOCK_SIZE) * BLOCK_SIZE + column % BLOCK_SIZE
+    def _block_diagonal(row, column, width, BLOCK_SIZE: tl.constexpr):
+        """Which entries of a block-diagonal matrix are in a block, and where they are in memory, block by block."""
+        inside = (row // BLOCK_SIZE == column // BLOCK_SIZE) & (row < width) & (column < width)
+        block = (row // BLOCK_SIZE) * BLOCK_SIZE * BLOCK_SIZE
+        return inside, block + (row % BLOCK_SIZE) * BLOCK_SIZE + column % BLOCK_SIZE
 
     @triton.jit
     def _rotate_blocks_kernel(
         states,
-        states_strides,
         out,
-        out_strides,
         rotation,
-        rotation_strides,
-        batch,
-        tokens,
-        head_dim,
-        width,
-        samples,
+        sizes,
         INVERSE: tl.constexpr,
         BLOCK_SIZE: tl.constexpr,
         BLOCK_BATCH: tl.constexpr,
         BLOCK_DIM: tl.constexpr,
     ):
+        batch, _, head_dim, width, samples = sizes
         token, head, first = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * samples
         source, target = tl.arange(0, BLOCK_DIM)[:, None], tl.arange(0, BLOCK_DIM)[None, :]
-        same_block = (source // BLOCK_SIZE == target // BLOCK_SIZE) & (source < width) & (target < width)
         # States are rows: they are multiplied by Rᵀ, and by R for the inverse.
-        entry = _block_entry(source, target, BLOCK_SIZE) if INVERSE else _block_entry(target, source, BLOCK_SIZE)
-        blocks = rotation + _offset(rotation_strides, first, head, token)
-        matrix = tl.load(blocks + entry, mask=same_block, other=0.0).to(states[0].dtype.element_ty)
+        row, column = (source, target) if INVERSE else (target, source)
+        inside, entry = _block_diagonal(row, column, width, BLOCK_SIZE)
+        matrix = tl.load(_pointer(rotation, first, head, token) + entry, mask=inside, other=0.0)
         # Channels beyond the last block are passed through.
-        matrix = tl.where((source == target) & (source >= width), 1.0, matrix).to(
-            matrix.dtype
-        )  # (BLOCK_DIM, BLOCK_DIM)
+        matrix = tl.where((source == target) & (source >= width), 1.0, matrix)  # (BLOCK_DIM, BLOCK_DIM)
+        matrix = matrix.to(states[0][0].dtype.element_ty)
         for start in range(0, samples, BLOCK_BATCH):
             step = start + tl.arange(0, BLOCK_BATCH)[:, None]
             sample = first + step
             present = (step < samples) & (sample < batch) & (target < head_dim)
             for i in tl.static_range(2):
-                offset = _offset(states_strides[i], sample, head, token) + target
-                loaded = tl.load(states[i] + offset, mask=present, other=0.0)  # (BLOCK_BATCH, BLOCK_DIM)
-                rotated = tl.dot(loaded, matrix, input_precision="ieee").to(loaded.dtype)
-                tl.store(out[i] + _offset(out_strides[i], sample, head, token) + target, rotated, mask=present)
+                loaded = tl.load(_pointer(states[i], sample, head, token) + target, mask=present, other=0.0)
+                rotated = tl.dot(loaded, matrix, input_precision="ieee").to(loaded.dtype)  # (BLOCK_BATCH, BLOCK_DIM)
+                tl.store(_pointer(out[i], sample, head, token) + target, rotated, mask=present)
 
     @triton.jit
     def _outer_products_kernel(
         gradients,
-        gradients_strides,
         states,
-        states_strides,
         sums,
-        sums_strides,
-        batch,
-        tokens,
-        head_dim,
-        width,
-        samples,
+        sizes,
         BLOCK_SIZE: tl.constexpr,
         BLOCK_BATCH: tl.constexpr,
         BLOCK_DIM: tl.constexpr,
     ):
+        batch, _, head_dim, width, samples = sizes
         token, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
         row, column = tl.arange(0, BLOCK_DIM)[:, None], tl.arange(0, BLOCK_DIM)[None, :]
         outer = tl.full([BLOCK_DIM, BLOCK_DIM], 0.0, tl.float32)
@@ -319,11 +276,8 @@ if triton is not None:
             sample = part * samples + step
             present = (step < samples) & (sample < batch) & (column < head_dim)
             for i in tl.static_range(2):
-                offset = _offset(gradients_strides[i], sample, head, token) + column
-                gradient = tl.load(gradients[i] + offset, mask=present, other=0.0)  # (BLOCK_BATCH, BLOCK_DIM)
-                offset = _offset(states_strides[i], sample, head, token) + column
-                state = tl.load(states[i] + offset, mask=present, other=0.0)
-                outer += tl.dot(tl.trans(gradient), state, input_precision="ieee")
-        same_block = (row // BLOCK_SIZE == column // BLOCK_SIZE) & (row < width) & (column < width)
-        blocks = sums + _offset(sums_strides, part, head, token)
-        tl.store(blocks + _block_entry(row, column, BLOCK_SIZE), outer, mask=same_block)
+                gradient = tl.load(_pointer(gradients[i], sample, head, token) + column, mask=present, other=0.0)
+                state = tl.load(_pointer(states[i], sample, head, token) + column, mask=present, other=0.0)
+                outer += tl.dot(tl.trans(gradient), state, input_precision="ieee")  # (BLOCK_DIM, BLOCK_DIM)
+        inside, entry = _block_diagonal(row, column, width, BLOCK_SIZE)
+        tl.store(_pointer(sums, part, head, token) + entry, outer, mask=inside)

@@ -2,6 +2,7 @@
 // models/exponential_gradient.py, a block of a ray after the other.
 #pragma once
 
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -93,8 +94,7 @@ int hf_liere_block_rotations(const Sizes* sizes, const Rays* rays, const double*
     return parallel_for<Exponential>(groups * rays->count, 1, threads, [&](int64_t work, Exponential& scratch) {
         const int64_t group = work / rays->count, ray = work % rays->count, squarings = rays->squarings[ray];
         const int64_t* tokens = rays->tokens + ray * rays->longest;
-        double scale = 1;
-        for (int64_t s = 0; s < squarings; ++s) scale /= 2;
+        const double scale = std::ldexp(1.0, -static_cast<int>(squarings));
         for (int64_t block = 0; block < blocks; ++block) {
             for (int64_t axis = 0; axis < axes; ++axis) {
                 const double coordinate = positions[tokens[0] * axes + axis] * scale;
@@ -182,18 +182,17 @@ int hf_liere_moments_gradient(const Sizes* sizes, const Monomials* monomials, co
         int64_t monomial = total;
         const int64_t* indices = monomials->raised + axes * (total - counts[degrees - 1]);
         for (int64_t degree = degrees - 1; degree >= 0; --degree) {
-            monomial -= counts[degree];
-            if (degree + 1 < degrees) indices -= axes * counts[degree];
-            for (int64_t index = 0; index < counts[degree]; ++index) {
+            const int64_t width = counts[degree];
+            monomial -= width;
+            if (degree + 1 < degrees) indices -= axes * width;
+            for (int64_t index = 0; index < width; ++index) {
                 Matrix<float>& sum = level[index];
-                if (degree + 1 == degrees) std::fill_n(sum.values, Matrix<float>::NUMEL, 0.0f);
-                for (int64_t axis = 0; degree + 1 < degrees && axis < axes; ++axis) {
-                    const Matrix<float>& next = higher[indices[axis * counts[degree] + index]];
-                    if (axis == 0)
-                        multiply(sum, factors[axis], next);
-                    else
-                        multiply<false, true>(sum, factors[axis], next);
-                }
+                if (degree + 1 == degrees)
+                    std::fill_n(sum.values, Matrix<float>::NUMEL, 0.0f);
+                else
+                    multiply(sum, factors[0], higher[indices[index]]);
+                for (int64_t axis = 1; degree + 1 < degrees && axis < axes; ++axis)
+                    multiply<false, true>(sum, factors[axis], higher[indices[axis * width + index]]);
                 const float* moment = moments + ((group * total + monomial + index) * blocks + block) * ENTRIES;
                 const float coefficient = static_cast<float>(monomials->coefficients[degree]);
                 for (int i = 0; i < SIZE; ++i)

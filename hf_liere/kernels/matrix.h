@@ -50,6 +50,14 @@ INLINE Vector load(const T* source) {
     return vector;
 }
 
+// With zeros behind the first `bytes`.
+template <typename Vector, typename T>
+INLINE Vector load_part(const T* source, size_t bytes) {
+    Vector vector = {};
+    std::memcpy(&vector, source, bytes);
+    return vector;
+}
+
 template <typename Vector, typename T>
 INLINE void store(T* target, Vector vector) {
     std::memcpy(target, &vector, sizeof(Vector));
@@ -154,10 +162,10 @@ INLINE void for_tiles(Body body) {
 }
 
 // sums[r][c] += Σ left(k, r) · right(k, c) over k below `terms`: numbers times vectors.
-template <typename Vector, int ROWS, int COLUMNS, typename Left, typename Right>
-INLINE void add_products(Vector (&sums)[ROWS][COLUMNS], int64_t terms, Left left, Right right) {
+template <typename Vector, int ROWS, int COLUMNS, typename Count, typename Left, typename Right>
+INLINE void add_products(Vector (&sums)[ROWS][COLUMNS], Count terms, Left left, Right right) {
 #pragma GCC unroll 4
-    for (int64_t k = 0; k < terms; ++k) {
+    for (Count k = 0; k < terms; ++k) {
         Vector factors[COLUMNS];
         for (int c = 0; c < COLUMNS; ++c) factors[c] = right(k, c);
         for (int r = 0; r < ROWS; ++r)

@@ -21,7 +21,7 @@ struct Pair {
         return states[which] + strides[which].offset(sample, head, token);
     }
 
-    // Those of a token and head in as many samples as fit, query and key in turn.
+    // Those of a token and head from a sample on, query and key in turn.
     void collect(std::vector<float*>& rows, int64_t sample, int64_t head, int64_t token) const {
         for (size_t row = 0; row < rows.size(); ++row) rows[row] = at(row % 2, sample + row / 2, head, token);
     }
@@ -68,8 +68,8 @@ using Rows = std::vector<float*>;
 using Vector = Layout<float>::Vector;
 constexpr int LANES = Layout<float>::LANES;
 
-// The bytes of a vector that begins at this column and belong to a row of SIZE numbers.
-constexpr size_t row_bytes(int column) { return std::min(LANES, SIZE - column) * sizeof(float); }
+// The bytes of a vector that begins at this column of SIZE.
+constexpr size_t bytes_at(int column) { return std::min(LANES, SIZE - column) * sizeof(float); }
 
 // A tile of ROWS states, as rows, times a matrix.
 template <int ROWS>
@@ -81,7 +81,7 @@ INLINE void multiply_rows(float* const* out, const float* const* states, const M
             [&](int k, int c) INLINED { return load<Vector>(right.row(k) + column + c * LANES); });
         for (int r = 0; r < ROWS; ++r)
             for (int c = 0; c < columns; ++c)
-                std::memcpy(out[r] + column + c * LANES, &sums[r][c], row_bytes(column + c * LANES));
+                std::memcpy(out[r] + column + c * LANES, &sums[r][c], bytes_at(column + c * LANES));
     });
 }
 
@@ -100,9 +100,7 @@ INLINE void sum_outer_products(Matrix<float>& out, const Rows& gradients, const 
         add_products(
             sums, states.size(), [&](size_t k, int r) INLINED { return gradients[k][row + r]; },
             [&](size_t k, int c) INLINED {
-                Vector part = {};
-                std::memcpy(&part, states[k] + column + c * LANES, row_bytes(column + c * LANES));
-                return part;
+                return load_part<Vector>(states[k] + column + c * LANES, bytes_at(column + c * LANES));
             });
         for (int r = 0; r < rows; ++r)
             for (int c = 0; c < columns; ++c) store(out.row(row + r) + column + c * LANES, sums[r][c]);
@@ -130,6 +128,14 @@ struct OuterScratch {
 
 typedef float Channels __attribute__((vector_size(VECTOR_BYTES)));
 constexpr int CHANNELS = VECTOR_BYTES / static_cast<int>(sizeof(float));
+
+// Calls body(channel, bytes) for the vectors that cover the channels below `width`.
+template <typename Body>
+INLINE void for_channels(int64_t width, Body body) {
+    int64_t channel = 0;
+    for (; channel + CHANNELS <= width; channel += CHANNELS) body(channel, sizeof(Channels));
+    if (channel < width) body(channel, (width - channel) * sizeof(float));
+}
 
 // Each pair (x₀, x₁) replaced by (x_EVEN, x_ODD).
 template <int EVEN, int ODD, int... INDICES>
@@ -214,17 +220,13 @@ int hf_liere_rotate_planes(const Shape* shape, const Pair* states, const Pair* o
                 const float* from = states->at(which, sample, head, token);
                 float* to = out->at(which, sample, head, token);
                 const float* angles = cos_sin->at(sample, head, token);
-                int64_t i = 0;
-                for (; i + CHANNELS <= width; i += CHANNELS) {
-                    const Channels x = load<Channels>(from + i), angle = load<Channels>(angles + i);
-                    store(to + i, x * pairwise<0, 0>(angle) + pairwise<1, 0>(x) * (signs * pairwise<1, 1>(angle)));
-                }
-                for (; i < width; i += 2) {
-                    const float cos = angles[i], sin = inverse ? -angles[i + 1] : angles[i + 1];
-                    const float x = from[i], y = from[i + 1];
-                    to[i] = x * cos - y * sin;
-                    to[i + 1] = x * sin + y * cos;
-                }
+                for_channels(width, [&](int64_t i, size_t bytes) INLINED {
+                    const Channels x = load_part<Channels>(from + i, bytes);
+                    const Channels angle = load_part<Channels>(angles + i, bytes);
+                    const Channels cos = pairwise<0, 0>(angle), sin = signs * pairwise<1, 1>(angle);
+                    const Channels rotated = x * cos + pairwise<1, 0>(x) * sin;
+                    std::memcpy(to + i, &rotated, bytes);
+                });
                 std::copy(from + width, from + shape->head_dim, to + width);
             }
     }
@@ -237,28 +239,19 @@ int hf_liere_angle_gradients(const Shape* shape, const Pair* gradients, const Pa
     const int64_t samples = shape->samples(), width = 2 * shape->blocks;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t work = 0; work < shape->rotations(); ++work) {
-        const auto [first, head, token] = Place(work, *shape);
+        const Place place(work, *shape);
+        const int64_t first = place.first, head = place.head, token = place.token;
         float* target = out->at(first, head, token);
-        int64_t i = 0;
-        for (; i + CHANNELS <= width; i += CHANNELS) {
+        for_channels(width, [=](int64_t i, size_t bytes) INLINED {
             Channels products = {};
             for (int64_t sample = first; sample < first + samples; ++sample)
                 for (int which = 0; which < 2; ++which)
-                    products += pairwise<1, 0>(load<Channels>(gradients->at(which, sample, head, token) + i)) *
-                                load<Channels>(states->at(which, sample, head, token) + i);
-            for (int plane = 0; plane < CHANNELS / 2; ++plane)
+                    products += pairwise<1, 0>(load_part<Channels>(gradients->at(which, sample, head, token) + i, bytes)) *
+                                load_part<Channels>(states->at(which, sample, head, token) + i, bytes);
+            const int planes = bytes / (2 * sizeof(float));
+            for (int plane = 0; plane < planes; ++plane)
                 target[i / 2 + plane] = products[2 * plane] - products[2 * plane + 1];
-        }
-        for (; i < width; i += 2) {
-            float by_angle = 0;
-            for (int64_t sample = first; sample < first + samples; ++sample)
-                for (int which = 0; which < 2; ++which) {
-                    const float* gradient = gradients->at(which, sample, head, token) + i;
-                    const float* state = states->at(which, sample, head, token) + i;
-                    by_angle += gradient[1] * state[0] - gradient[0] * state[1];
-                }
-            target[i / 2] = by_angle;
-        }
+        });
     }
     return true;
 }
