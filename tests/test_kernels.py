@@ -115,15 +115,15 @@ def test_kernels_are_the_plain_rotation(kernels, shape, dtype):
 
 def test_gradients_of_commuting_generators(kernels, monkeypatch):
     """The outer products of the kernels and of the plain path make the same gradient."""
-    query, key, planes = inputs(kernels, PLANES[0], torch.float32)
+    query, key, cos_sin = inputs(kernels, PLANES[0], torch.float32)
     matrices = torch.randn(2, 3, 8, 8, device=kernels.device)
     generators = (matrices - matrices.mT).requires_grad_()
-    scalars = torch.rand(1, 2, 6, 3, device=kernels.device)
-    rotation = EigenRotation(planes, None, generators, scalars)
+    phases = torch.rand(1, 2, 6, 3, device=kernels.device)
+    rotation = EigenRotation(cos_sin, None, generators, phases)
     weights = [torch.randn(5, 2, 6, 24, device=kernels.device) for _ in "qk"]
-    found = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, planes])
+    found = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, cos_sin])
     monkeypatch.setattr("hf_liere.models.backends._BACKENDS", [])
-    expected = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, planes])
+    expected = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, cos_sin])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
 
@@ -154,8 +154,8 @@ def test_inverse_and_strides(kernels, shape):
     """Back and forth is nothing, whatever the layout of the states in memory."""
     query, key, rotation = (tensor.detach() for tensor in inputs(kernels, shape, torch.float32))
     layouts = [query.contiguous(), key.transpose(2, 3).contiguous().transpose(2, 3)]
-    turned = kernels.apply_rotation(*layouts, rotation)
-    back = kernels.apply_rotation(*turned, rotation, inverse=True)
+    rotated = kernels.apply_rotation(*layouts, rotation)
+    back = kernels.apply_rotation(*rotated, rotation, inverse=True)
     for states, expected in zip(back, (query, key)):
         torch.testing.assert_close(states, expected, rtol=0, atol=5e-6)
 

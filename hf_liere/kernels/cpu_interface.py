@@ -5,10 +5,14 @@ import ctypes
 import torch
 
 
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
 class Strides(ctypes.Structure):
     """Over samples, heads and tokens."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("sample", "head", "token")]
+    _fields_ = _fields(ctypes.c_int64, "sample head token")
 
 
 class Pair(ctypes.Structure):
@@ -24,25 +28,20 @@ class Shared(ctypes.Structure):
 
 
 class Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "head_dim", "blocks", "rotation_batch")]
+    _fields_ = _fields(ctypes.c_int64, "batch heads tokens head_dim blocks rotation_batch")
 
 
 class Sizes(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("axes", "groups", "blocks")]
+    _fields_ = _fields(ctypes.c_int64, "axes groups blocks")
 
 
 class Rays(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("tokens", "squarings", "offsets", "saved_squares")),
-        *((name, ctypes.c_int64) for name in ("count", "longest", "saved", "interval")),
-    ]
+    _fields_ = _fields(ctypes.c_void_p, "tokens squarings offsets saved_squares")
+    _fields_ += _fields(ctypes.c_int64, "count longest saved interval")
 
 
 class Monomials(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("coefficients", "counts", "raised")),
-        *((name, ctypes.c_int64) for name in ("degrees", "total")),
-    ]
+    _fields_ = _fields(ctypes.c_void_p, "coefficients counts raised") + _fields(ctypes.c_int64, "degrees total")
 
 
 class Values:
@@ -55,18 +54,19 @@ class Values:
         return (ctypes.c_void_p * len(values))(*(tensor.data_ptr() for tensor in values))
 
 
-_PAIRS = [ctypes.POINTER(structure) for structure in (Shape, Pair, Pair, Shared)]
-_RAYS = [ctypes.POINTER(structure) for structure in (Sizes, Rays)]
-_MONOMIALS = [ctypes.POINTER(structure) for structure in (Sizes, Monomials)]
-# All but the first two return whether there was enough memory for their scratch, and take a number of threads last.
+_POWERS, _RAYS, _STATES = (
+    [ctypes.POINTER(structure) for structure in structures]
+    for structures in ((Sizes, Monomials), (Sizes, Rays), (Shape, Pair, Pair, Shared))
+)
+# All but the first two take a number of threads last, and return whether there was enough memory for their scratch.
 ARGUMENTS = {
     "hf_liere_block_size": [],
     "hf_liere_prefer_huge_pages": [Values, ctypes.c_int64],
     "hf_liere_block_rotations": [*_RAYS, Values, Values, Values, Values, ctypes.c_int],
     "hf_liere_block_tangents": [*_RAYS, Values, Values, Values, ctypes.c_int],
-    "hf_liere_moments_gradient": [*_MONOMIALS, Values, Values, Values, ctypes.c_int],
-    "hf_liere_rotate_blocks": [*_PAIRS, ctypes.c_int, ctypes.c_int],
-    "hf_liere_rotate_planes": [*_PAIRS, ctypes.c_int, ctypes.c_int],
-    "hf_liere_outer_products": [*_PAIRS, ctypes.POINTER(Shared), ctypes.c_int],
-    "hf_liere_angle_gradients": [*_PAIRS, ctypes.c_int],
+    "hf_liere_moments_gradient": [*_POWERS, Values, Values, Values, ctypes.c_int],
+    "hf_liere_rotate_blocks": [*_STATES, ctypes.c_int, ctypes.c_int],
+    "hf_liere_rotate_planes": [*_STATES, ctypes.c_int, ctypes.c_int],
+    "hf_liere_outer_products": [*_STATES, ctypes.POINTER(Shared), ctypes.c_int],
+    "hf_liere_angle_gradients": [*_STATES, ctypes.c_int],
 }

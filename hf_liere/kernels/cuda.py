@@ -164,9 +164,9 @@ def _sums(kernel, gradients, rotated, shape: tuple[int, ...], launch: tuple[tupl
     return sums.sum_to_size(shape)
 
 
-# The arguments `states`, `gradients` and `out` are query and key, (B, H, N, D) each; `rotation` and `sums` are (samples,
-# heads, N, …) of planes or blocks. Each tensor is a tuple with its strides over samples, heads and tokens. `width` of
-# `head_dim` channels are rotated, and a program goes through `samples` of `batch` samples.
+# `states`, `gradients` and `out` are query and key, (B, H, N, D) each; `rotation` and `sums` are planes or blocks,
+# (samples, heads, N, …). Each tensor is a tuple with its strides over samples, heads and tokens. `width` of `head_dim`
+# channels are rotated, and a program goes through `samples` of `batch` samples.
 if triton is not None:
 
     @triton.jit
