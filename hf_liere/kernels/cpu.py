@@ -85,9 +85,10 @@ def block_rotations(
     rays, squarings = _checked_rays(rays, squarings, len(positions))
     in_no_ray = torch.ones(len(positions), dtype=torch.bool, device="cpu").index_fill_(0, rays[rays >= 0], False)
     rotations = tuple(_empty(size, len(positions), blocks, size, size) for _ in range(groups))
-    for token in in_no_ray.nonzero().flatten().tolist():
-        for rotation in rotations:
-            rotation[token] = torch.eye(size, dtype=torch.float32, device="cpu")
+    tokens = in_no_ray.nonzero().flatten()
+    identity = torch.eye(size, dtype=torch.float32, device="cpu").expand(len(tokens), blocks, size, size)
+    for rotation in rotations:
+        rotation.index_copy_(0, tokens, identity)
     counts = (squarings + (interval or 1) - 1) // (interval or 1)
     offsets = counts.cumsum(0) - counts
     saved_squares = None if interval is None else _empty(size, groups, int(counts.sum()), blocks, size, size)
