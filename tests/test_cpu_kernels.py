@@ -25,12 +25,12 @@ def test_the_number_of_threads_changes_no_bit():
             torch.set_num_threads(count)
             generators = skew(torch.linspace(-9, 9, 2 * 4 * 28).view(2, 4, 28), 8).requires_grad_()
             rotations = block_rotations(positions, generators)
-            turns = cpu_kernels.block_turns(*saved(positions, generators.detach()))
+            tangents = cpu_kernels.block_turns(*saved(positions, generators.detach()))
             states = torch.linspace(-1, 1, 2 * 3 * 5 * 16).view(2, 5, 3, 16).transpose(1, 2)
-            planes = torch.linspace(-1, 1, 3 * 5 * 16).view(1, 3, 5, 8, 2)
-            turned = cpu_kernels.apply_rotation(states, states, planes)
-            slopes = cpu_kernels.angle_gradients(turned, turned, planes.shape[:4])
-            results.append((rotations, turns, *turned, slopes))
+            cos_sin = torch.linspace(-1, 1, 3 * 5 * 16).view(1, 3, 5, 8, 2)
+            rotated = cpu_kernels.apply_rotation(states, states, cos_sin)
+            by_angle = cpu_kernels.angle_gradients(rotated, rotated, cos_sin.shape[:4])
+            results.append((rotations, tangents, *rotated, by_angle))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, several) for one, several in zip(*results))
@@ -39,11 +39,11 @@ def test_the_number_of_threads_changes_no_bit():
 def saved(positions, generators):
     """What the backward pass gets."""
     rays, squarings = torch.arange(len(positions)).unsqueeze(-1), torch.full((len(positions),), 6)
-    rotations, kept, slots = cpu_kernels.block_rotations(
+    rotations, saved_squares, offsets = cpu_kernels.block_rotations(
         positions, generators.unsqueeze(1), rays, squarings, POLYNOMIAL, KEPT_SQUARES
     )
     gradients = tuple(rotation.flip(0) for rotation in rotations)
-    return rotations, gradients, rays, squarings, kept, slots, KEPT_SQUARES
+    return rotations, gradients, rays, squarings, saved_squares, offsets, KEPT_SQUARES
 
 
 @needs_compiler
@@ -102,9 +102,9 @@ def test_defaults_of_the_process_do_not_matter(default):
 @needs_compiler
 def test_what_does_not_fit_is_refused():
     """Where plain operations would not broadcast, kernels would read what is beside the numbers."""
-    states, planes = torch.randn(2, 3, 5, 8), torch.randn(1, 3, 4, 4, 2)
+    states, cos_sin = torch.randn(2, 3, 5, 8), torch.randn(1, 3, 4, 4, 2)
     with pytest.raises(ValueError, match=r"\(1, 3, 4, 4, 2\) do not fit .* \(2, 3, 5, 8\)"):
-        cpu_kernels.apply_rotation(states, states, planes)
+        cpu_kernels.apply_rotation(states, states, cos_sin)
     with pytest.raises(ValueError, match=r"\(2, 3, 5, 8\) .* \(2, 3, 4, 8\)"):
         cpu_kernels.apply_rotation(states, states[:, :, :4], torch.randn(1, 3, 5, 4, 2))
 
@@ -128,9 +128,9 @@ def test_rays_that_lead_elsewhere_are_refused(rays, squarings, message):
     rays, squarings = torch.tensor(rays, dtype=torch.long), torch.tensor(squarings)
     with pytest.raises(ValueError, match=message):
         cpu_kernels.block_rotations(torch.rand(4, 2).double(), generators, rays, squarings, POLYNOMIAL, KEPT_SQUARES)
-    rotations, gradients, _, _, *kept = saved(torch.rand(4, 2).double(), generators[:, 0])
+    rotations, gradients, _, _, *squares = saved(torch.rand(4, 2).double(), generators[:, 0])
     with pytest.raises(ValueError, match=message):
-        cpu_kernels.block_turns(rotations, gradients, rays, squarings, *kept)
+        cpu_kernels.block_turns(rotations, gradients, rays, squarings, *squares)
 
 
 TOO_LITTLE_MEMORY = """

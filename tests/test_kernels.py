@@ -115,15 +115,15 @@ def test_kernels_are_the_plain_rotation(kernels, shape, dtype):
 
 def test_gradients_of_commuting_generators(kernels, monkeypatch):
     """The outer products of the kernels and of the plain path make the same gradient."""
-    query, key, planes = inputs(kernels, PLANES[0], torch.float32)
+    query, key, cos_sin = inputs(kernels, PLANES[0], torch.float32)
     matrices = torch.randn(2, 3, 8, 8, device=kernels.device)
     generators = (matrices - matrices.mT).requires_grad_()
-    scalars = torch.rand(1, 2, 6, 3, device=kernels.device)
-    rotation = EigenRotation(planes, None, generators, scalars)
+    phases = torch.rand(1, 2, 6, 3, device=kernels.device)
+    rotation = EigenRotation(cos_sin, None, generators, phases)
     weights = [torch.randn(5, 2, 6, 24, device=kernels.device) for _ in "qk"]
-    found = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, planes])
+    found = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, cos_sin])
     monkeypatch.setattr("hf_liere.models.backends._BACKENDS", [])
-    expected = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, planes])
+    expected = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, cos_sin])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
 
@@ -154,8 +154,8 @@ def test_inverse_and_strides(kernels, shape):
     """Back and forth is nothing, whatever the layout of the states in memory."""
     query, key, rotation = (tensor.detach() for tensor in inputs(kernels, shape, torch.float32))
     layouts = [query.contiguous(), key.transpose(2, 3).contiguous().transpose(2, 3)]
-    turned = kernels.apply_rotation(*layouts, rotation)
-    back = kernels.apply_rotation(*turned, rotation, inverse=True)
+    rotated = kernels.apply_rotation(*layouts, rotation)
+    back = kernels.apply_rotation(*rotated, rotation, inverse=True)
     for states, expected in zip(back, (query, key)):
         torch.testing.assert_close(states, expected, rtol=0, atol=5e-6)
 
@@ -238,9 +238,6 @@ def test_module_loads_without_triton():
     assert output.stdout.strip() == "False"
 
 
-POINTERS = ("query", "key", "query_out", "key_out", "query_gradient", "key_gradient")
-
-
 def compile_for_cuda(capability, pointer):
     import triton
     from triton.backends.compiler import GPUTarget
@@ -248,18 +245,19 @@ def compile_for_cuda(capability, pointer):
 
     tiles = {"BLOCK_DIM": 64, "INVERSE": True, "BLOCK_TOKENS": 16, "BLOCK_SIZE": 8}
     tiles["BLOCK_BATCH"] = triton_kernels._block_batch(256, torch.bfloat16 if pointer == "*bf16" else torch.float32)
-    for name in ("_turn_kernel", "_angle_gradient_kernel", "_multiply_kernel", "_outer_kernel"):
+    strides = ("i32",) * 3
+    types = dict.fromkeys(("states", "gradients", "out"), ((pointer, *strides),) * 2)
+    types |= dict.fromkeys(("rotation", "sums"), ("*fp32", *strides)) | {"sizes": ("i32",) * 5}
+    for name in (
+        "_rotate_planes_kernel",
+        "_angle_gradients_kernel",
+        "_rotate_blocks_kernel",
+        "_outer_products_kernel",
+    ):
         kernel = getattr(triton_kernels, name)
-        signature, constants = {}, {}
-        for argument in inspect.signature(kernel.fn).parameters:
-            if argument.isupper():
-                signature[argument], constants[argument] = "constexpr", tiles[argument]
-            elif argument in POINTERS:
-                signature[argument] = pointer
-            elif argument in ("rotation", "out") or (argument == "planes" and name == "_turn_kernel"):
-                signature[argument] = "*fp32"
-            else:
-                signature[argument] = "i32"
+        arguments = inspect.signature(kernel.fn).parameters
+        constants = {argument: tiles[argument] for argument in arguments if argument.isupper()}
+        signature = {argument: types.get(argument, "constexpr") for argument in arguments}
         source = ASTSource(kernel, signature, constexprs=constants)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
         assert compiled.asm["cubin"] and compiled.metadata.shared <= 99 * 1024

@@ -1,42 +1,29 @@
 """
-Rotations, their gradients and their application on CPUs, compiled from cpu_kernels.cpp by the C++ compiler of the
-machine when they are first needed, see `cpu_library`. Never needed: where there is no compiler, no such file (in code
-that came with a checkpoint) or another type than float32, the plain operations do the same, several times slower for
-small blocks. HF_LIERE_CPU_KERNELS=0 in the environment leaves the kernels alone.
+Rotations, their gradients and their application on CPUs, compiled from cpu.cpp by the machine's C++ compiler when they
+are first needed, see `cpu_library`. Optional: without a compiler, and for types other than float32, plain operations
+compute the same, several times slower for small blocks. HF_LIERE_CPU_KERNELS=0 in the environment disables the kernels.
 """
 
-import ctypes
 import os
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from .cpu_interface import Monomials, Pair, Rays, Shape, Shared, Sizes, Strides
 from .cpu_library import library
-from .cuda import empty_like, rows
+from .cuda import contiguous_channels, empty_like, is_planes, shared_strides
 
 
 # Two huge pages of the usual 2 MiB, of which at least one is whole.
 HUGE_BYTES = 1 << 22
 
 
-class _Steps(ctypes.Structure):
-    _fields_ = [("sample", ctypes.c_int64), ("head", ctypes.c_int64), ("token", ctypes.c_int64)]
-
-
-class _Pair(ctypes.Structure):
-    _fields_ = [("states", ctypes.c_void_p * 2), ("steps", _Steps * 2)]
-
-
-class _Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "head_dim", "blocks", "rotation_batch")]
-
-
 def is_available(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> bool:
     """
-    Whether the kernels take tensors like this one on the CPU for results in `dtype`; they may be compiled for that now.
+    Whether the kernels take tensors like this one on the CPU for results in `dtype`; this may compile them.
 
-    Subclasses, such as those that only pretend to hold numbers or hold a part of them, are left to plain operations,
-    and so is everything where operations are watched, to be traced or counted.
+    Subclasses, such as those that hold no values or a part of them, are left to plain operations, and so is everything
+    where operations are traced or counted.
     """
     if torch.jit.is_tracing() or is_in_torch_dispatch_mode():
         return False
@@ -49,34 +36,26 @@ def apply_rotation(
     query: torch.Tensor, key: torch.Tensor, rotation: torch.Tensor, inverse: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As [`cuda.apply_rotation`], on CPUs."""
-    query, key, rotation = rows(query), rows(key), _blocks(rotation)
-    size = 2 if rotation.ndim == 5 else rotation.shape[-1]
-    out = _prefer_huge_pages(empty_like(query), size), _prefer_huge_pages(empty_like(key), size)
-    name = "hf_liere_turn_planes" if rotation.ndim == 5 else "hf_liere_multiply"
-    _call(size, name, _shape(query, rotation.shape), _pair((query, key)), _pair(out), *_shared(rotation), inverse)
+    states = contiguous_channels(query), contiguous_channels(key)
+    name = "rotate_planes" if is_planes(rotation) else "rotate_blocks"
+    size, rotation = rotation.shape[-1], _contiguous_blocks(rotation)
+    out = _prefer_huge_pages(empty_like(states[0]), size), _prefer_huge_pages(empty_like(states[1]), size)
+    _call(size, name, _shape(query, rotation.shape), _pair(states), _pair(out), _shared(rotation), inverse)
     return out
 
 
 def angle_gradients(gradients, rotated, shape: torch.Size) -> torch.Tensor:
     """As [`cuda.angle_gradients`], on CPUs."""
-    gradients, rotated = [rows(each) for each in gradients], [rows(each) for each in rotated]
-    shapes = _shape(rotated[0], shape)
-    out = _empty(2, shape[0], shape[2], rotated[0].shape[1], shape[3]).transpose(1, 2)
-    _call(2, "hf_liere_angle_gradients", shapes, _pair(gradients), _pair(rotated), *_shared(out))
-    return out.sum_to_size(shape)
+    return _sums(2, "angle_gradients", gradients, rotated, shape)
 
 
 def outer_products(
     gradients, rotated, shape: torch.Size, block_size: int, rotation: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As [`cuda.outer_products`], on CPUs."""
-    gradients, rotated = [rows(each) for each in gradients], [rows(each) for each in rotated]
-    out = _empty(block_size, shape[0], shape[2], rotated[0].shape[1], shape[3], block_size, block_size)
-    out = out.transpose(1, 2)
-    factor = (None, None) if rotation is None else _shared(_blocks(rotation))
-    states = _pair(gradients), _pair(rotated)
-    _call(block_size, "hf_liere_outer_products", _shape(rotated[0], shape), *states, *_shared(out), *factor)
-    return out.sum_to_size(*shape, block_size, block_size)
+    rotation = None if rotation is None else _contiguous_blocks(rotation)
+    factor = None if rotation is None else _shared(rotation)
+    return _sums(block_size, "outer_products", gradients, rotated, (*shape, block_size, block_size), factor)
 
 
 def block_rotations(
@@ -85,41 +64,45 @@ def block_rotations(
     rays: torch.Tensor,
     squarings: torch.Tensor,
     polynomial: tuple[tuple[float, ...], ...],
-    kept_squares: int | None,
+    interval: int | None,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, torch.Tensor]:
     """
-    The rotations of [`lie_algebra.layer_block_rotations`], in float32 from products in float64.
+    The rotations of [`exponential.layer_block_rotations`], in float32 from products in float64.
 
     Args:
         positions: (P, A) in float64.
         generators: (A, G, K, b, b).
-        rays: (rays, longest ray), see [`lie_algebra.Rays`].
+        rays: (rays, longest ray), see [`exponential.Rays`].
         squarings: (rays,), how often each ray's first rotation is squared.
-        polynomial: [`lie_algebra.POLYNOMIAL`].
-        kept_squares: The first and every so many further squares are kept for the backward pass, or `None` for none.
+        polynomial: [`exponential.POLYNOMIAL`].
+        interval: The first of so many squares is saved for the backward pass, or none with `None`.
 
     Returns:
-        For each of the G groups (P, K, b, b); what was kept, and from where on for each ray.
+        For each of the G groups (P, K, b, b); the saved squares, and for each ray the index of its first.
     """
-    groups, blocks, size = generators.shape[1:4]
+    axes, groups, blocks, size, _ = generators.shape
     positions, generators = positions.contiguous(), generators.to(torch.float64).contiguous()
     rays, squarings = _checked_rays(rays, squarings, len(positions))
-    coefficients = torch.tensor(polynomial, dtype=torch.float64, device="cpu")
+    in_no_ray = torch.ones(len(positions), dtype=torch.bool, device="cpu").index_fill_(0, rays[rays >= 0], False)
     rotations = tuple(_empty(size, len(positions), blocks, size, size) for _ in range(groups))
-    counts = (squarings + (kept_squares or 1) - 1) // (kept_squares or 1)
-    slots = counts.cumsum(0) - counts
-    kept = None if kept_squares is None else _empty(size, groups, int(counts.sum()), blocks, size, size)
+    tokens = in_no_ray.nonzero().flatten()
+    identity = torch.eye(size, dtype=torch.float32, device="cpu").expand(len(tokens), blocks, size, size)
+    for rotation in rotations:
+        rotation.index_copy_(0, tokens, identity)
+    counts = (squarings + (interval or 1) - 1) // (interval or 1)
+    offsets = counts.cumsum(0) - counts
+    saved_squares = None if interval is None else _empty(size, groups, int(counts.sum()), blocks, size, size)
     _call(
         size,
-        "hf_liere_rotations",
+        "block_rotations",
+        Sizes(axes, groups, blocks),
+        _rays(rays, squarings, offsets, saved_squares, interval),
         positions,
         generators,
-        *_sizes(len(generators), groups, blocks, len(positions)),
-        *_rays(rays, squarings, slots, kept, kept_squares),
-        coefficients,
+        torch.tensor(polynomial, dtype=torch.float64, device="cpu"),
         rotations,
     )
-    return rotations, kept, slots
+    return rotations, saved_squares, offsets
 
 
 def block_turns(
@@ -127,12 +110,12 @@ def block_turns(
     gradients: tuple[torch.Tensor, ...],
     rays: torch.Tensor,
     squarings: torch.Tensor,
-    kept: torch.Tensor,
-    slots: torch.Tensor,
-    kept_squares: int,
+    saved_squares: torch.Tensor,
+    offsets: torch.Tensor,
+    interval: int,
 ) -> torch.Tensor:
     """
-    What is handed to [`exponential_gradient.GradientMoments`] for rotations of [`block_rotations`].
+    The tangents that [`exponential_gradient.GradientMoments`] takes, for rotations of [`block_rotations`].
 
     Args:
         rotations: (P, K, b, b) for each of G groups.
@@ -144,17 +127,11 @@ def block_turns(
     _, blocks, size, _ = rotations[0].shape
     gradients = tuple(gradient.contiguous() for gradient in gradients)
     rays, squarings = _checked_rays(rays, squarings, len(rotations[0]))
-    entries = _empty(size, len(rotations), len(rays), blocks * (size * (size - 1) // 2))
-    _call(
-        size,
-        "hf_liere_turns",
-        *_sizes(len(rotations), blocks),
-        *_rays(rays, squarings, slots, kept, kept_squares),
-        rotations,
-        gradients,
-        entries,
-    )
-    return entries
+    tangents = _empty(size, len(rotations), len(rays), blocks * (size * (size - 1) // 2))
+    sizes = Sizes(groups=len(rotations), blocks=blocks)
+    traversal = _rays(rays, squarings, offsets, saved_squares, interval)
+    _call(size, "block_tangents", sizes, traversal, rotations, gradients, tangents)
+    return tangents
 
 
 def moments_gradient(
@@ -167,53 +144,40 @@ def moments_gradient(
         generators: (A, G, K, b, b) in float32.
         moments: (G, monomials, K·b(b−1)/2).
         coefficients: One for each degree of the monomials, from 1 on.
-        raised: For each degree but the last and each axis, the places of the monomials that are x_a times as high.
+        raised: For each degree but the last and each axis, the indices of the monomials that are x_a times as high.
 
     Returns:
         (A, G, K, b, b).
     """
     axes, groups, blocks, size, _ = generators.shape
     generators, moments, out = generators.contiguous(), moments.contiguous(), _empty(size, *generators.shape)
-    sizes = [len(level[0]) for level in raised]
-    sizes.append(moments.shape[1] - sum(sizes))
-    _call(
-        size,
-        "hf_liere_moments_gradient",
-        generators,
-        *_sizes(axes, groups, blocks),
-        moments,
-        *_sizes(moments.shape[1]),
-        torch.tensor(coefficients, dtype=torch.float64, device="cpu"),
-        *_sizes(len(sizes)),
-        torch.tensor(sizes, device="cpu"),
-        torch.tensor(
-            [place for level in raised for places in level for place in places], dtype=torch.long, device="cpu"
-        ),
-        out,
-    )
+    counts = [len(level[0]) for level in raised]
+    counts.append(moments.shape[1] - sum(counts))
+    indices = [index for level in raised for axis in level for index in axis]
+    # The structure holds addresses: these tensors must live until the call returns.
+    tables = [torch.tensor(coefficients, dtype=torch.float64, device="cpu")]
+    tables += [torch.tensor(values, dtype=torch.int64, device="cpu") for values in (counts, indices)]
+    monomials = Monomials(*(table.data_ptr() for table in tables), len(counts), moments.shape[1])
+    _call(size, "moments_gradient", Sizes(axes, groups, blocks), monomials, generators, moments, out)
     return out
 
 
 def _call(block_size: int, name: str, *arguments) -> None:
     """
-    Tensors, sequences of them and structures are passed by their addresses, bools as int, and `None` as null.
-
     Raises:
         MemoryError: if the kernel found too little memory for its scratch.
     """
-    passed = []
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            argument = ctypes.c_void_p(argument.data_ptr())
-        elif isinstance(argument, (tuple, list)):
-            argument = (ctypes.c_void_p * len(argument))(*(tensor.data_ptr() for tensor in argument))
-        elif isinstance(argument, ctypes.Structure):
-            argument = ctypes.byref(argument)
-        elif isinstance(argument, bool):
-            argument = ctypes.c_int(argument)
-        passed.append(argument)
-    if not getattr(library(block_size), name)(*passed, ctypes.c_int(torch.get_num_threads())):
-        raise MemoryError(f"There is too little memory for {name} with {torch.get_num_threads()} threads.")
+    name, threads = f"hf_liere_{name}", torch.get_num_threads()
+    if not getattr(library(block_size), name)(*arguments, threads):
+        raise MemoryError(f"There is too little memory for {name} with {threads} threads.")
+
+
+def _sums(block_size: int, name: str, gradients, rotated, shape: tuple[int, ...], *factor) -> torch.Tensor:
+    """The kernels add over the samples that share a rotation, and heads that do are added here."""
+    gradients, rotated = (tuple(map(contiguous_channels, pair)) for pair in (gradients, rotated))
+    out = _empty(block_size, shape[0], shape[2], rotated[0].shape[1], *shape[3:]).transpose(1, 2)
+    _call(block_size, name, _shape(rotated[0], shape), _pair(gradients), _pair(rotated), _shared(out), *factor)
+    return out.sum_to_size(shape)
 
 
 def _empty(block_size: int, *shape: int) -> torch.Tensor:
@@ -223,16 +187,12 @@ def _empty(block_size: int, *shape: int) -> torch.Tensor:
 
 def _prefer_huge_pages(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
     if tensor.nbytes >= HUGE_BYTES:
-        _call(block_size, "hf_liere_prefer_huge_pages", tensor, *_sizes(tensor.nbytes))
+        library(block_size).hf_liere_prefer_huge_pages(tensor, tensor.nbytes)
     return tensor
 
 
-def _sizes(*sizes: int) -> list[ctypes.c_int64]:
-    return [ctypes.c_int64(size) for size in sizes]
-
-
 def _checked_rays(rays: torch.Tensor, squarings: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous and int64. A token beyond the last would be written to all the same."""
+    """Contiguous and int64. The kernels would write to tokens beyond the last one."""
     if rays.ndim != 2 or squarings.shape != rays.shape[:1]:
         raise ValueError(
             f"Rays must be (rays, longest ray) and squarings (rays,); they are {tuple(rays.shape)} and "
@@ -249,41 +209,38 @@ def _checked_rays(rays: torch.Tensor, squarings: torch.Tensor, tokens: int) -> t
     return rays, squarings
 
 
-def _rays(rays, squarings, slots, kept, kept_squares) -> list:
-    kept_count = 0 if kept is None else kept.shape[1]
-    return [rays, *_sizes(*rays.shape), squarings, slots, kept, *_sizes(kept_count, kept_squares or 1)]
+def _rays(rays, squarings, offsets, saved_squares, interval) -> Rays:
+    address, saved = (None, 0) if saved_squares is None else (saved_squares.data_ptr(), saved_squares.shape[1])
+    addresses = (tensor.data_ptr() for tensor in (rays, squarings, offsets))
+    return Rays(*addresses, address, *rays.shape, saved, interval or 1)
 
 
-def _blocks(rotation: torch.Tensor) -> torch.Tensor:
-    """float32, with the blocks of a token and head, or its planes, one after the other in memory."""
+def _contiguous_blocks(rotation: torch.Tensor) -> torch.Tensor:
+    """float32, with the blocks or planes of a token and head one after the other in memory."""
     rotation = rotation.to("cpu", torch.float32)
     return rotation if rotation[0, 0, 0].is_contiguous() else rotation.contiguous()
 
 
-def _shape(states: torch.Tensor, rotations: torch.Size) -> _Shape:
+def _shape(states: torch.Tensor, rotations: tuple[int, ...]) -> Shape:
     batch, heads, tokens, _ = states.shape
     if rotations[0] not in (1, batch) or rotations[1] not in (1, heads) or rotations[2] != tokens:
         raise ValueError(
             f"Rotations of shape {tuple(rotations)} do not fit queries and keys of shape {tuple(states.shape)}: they "
             f"must be for 1 or {batch} samples, 1 or {heads} heads and {tokens} tokens."
         )
-    return _Shape(*states.shape, rotations[3], rotations[0])
+    return Shape(*states.shape, rotations[3], rotations[0])
 
 
-def _pair(tensors) -> _Pair:
-    pair, (first, second) = _Pair(), tensors
+def _pair(tensors: tuple[torch.Tensor, torch.Tensor]) -> Pair:
+    first, second = tensors
     if first.shape != second.shape or first.dtype != second.dtype:
         raise ValueError(
             f"Query and key must be alike; they are {tuple(first.shape)} in {first.dtype} and {tuple(second.shape)} in "
             f"{second.dtype}."
         )
-    for which, tensor in enumerate(tensors):
-        pair.states[which] = tensor.data_ptr()
-        pair.steps[which] = _Steps(*tensor.stride()[:3])
-    return pair
+    strides = tuple(Strides(*tensor.stride()[:3]) for tensor in tensors)
+    return Pair((first.data_ptr(), second.data_ptr()), strides)
 
 
-def _shared(rotation: torch.Tensor) -> tuple[torch.Tensor, _Steps]:
-    """With steps of zero over what samples or heads share."""
-    steps = [0 if size == 1 else step for size, step in zip(rotation.shape[:3], rotation.stride())]
-    return rotation, _Steps(*steps)
+def _shared(rotation: torch.Tensor) -> Shared:
+    return Shared(rotation.data_ptr(), Strides(*shared_strides(rotation)))

@@ -1,7 +1,7 @@
 """
-Finds the compiled form of cpu_kernels.cpp, or makes it with the C++ compiler of the machine: $CXX, else g++ or clang++.
+Loads the library compiled from cpu.cpp, or compiles it with the machine's C++ compiler: $CXX, else g++ or clang++.
 
-Libraries are kept in `hf_liere` in the user's cache directory, one for each block size, source, compiler and kind of
+Libraries are cached in `hf_liere` in the user's cache directory, one for each block size, source, compiler and kind of
 CPU. A library is code that this process runs, so it is loaded only from a directory and a file that belong to the user
 and that nobody else may write to, and only if its bytes have the digest that its name ends in.
 """
@@ -25,34 +25,23 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from .cpu_interface import ARGUMENTS
+
 
 try:
     import fcntl
     import pwd
 except ImportError:
-    # Windows has neither them nor kernels.
+    # Windows has neither these modules nor kernels.
     fcntl = pwd = None
 
 logger = logging.get_logger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
-# Where a compiler has no OpenMP, the kernels use one thread.
-THREADS = (("-fopenmp",), ())
 COMPILERS = ("g++", "clang++")
 # In seconds; a few are usual.
 COMPILE_TIMEOUT = 120
-KERNELS = (
-    "hf_liere_block_size",
-    "hf_liere_prefer_huge_pages",
-    "hf_liere_rotations",
-    "hf_liere_turns",
-    "hf_liere_moments_gradient",
-    "hf_liere_multiply",
-    "hf_liere_outer_products",
-    "hf_liere_turn_planes",
-    "hf_liere_angle_gradients",
-)
 REMEDY = (
     "Rotations on the CPU are computed by plain operations, which are slower. GCC and clang compile the kernels (known "
     "to work: GCC 11 and 12, clang 14): install one (Debian and Ubuntu: apt-get install g++) or name it in CXX. "
@@ -64,15 +53,14 @@ _lock = threading.Lock()
 
 
 class Unusable(Exception):
-    """A directory or library that is not there for this process or that others may have written to."""
+    """A directory or library that this process cannot use, or that others may have written to."""
 
 
 def library(block_size: int) -> ctypes.CDLL | None:
     """
-    The kernels for blocks of this size, compiled now if they were not before, or `None` where plain operations must do;
-    a warning says why, unless there is just no compiler.
+    The kernels for blocks of this size, compiled now if they never were, or `None` where plain operations must do; a
+    warning says why, unless there is no compiler at all.
     """
-    # Without the lock where there is nothing to wait for.
     if block_size not in _libraries:
         with _lock:
             if block_size not in _libraries:
@@ -81,7 +69,7 @@ def library(block_size: int) -> ctypes.CDLL | None:
 
 
 def forget() -> None:
-    """As in a new process."""
+    """Forgets all libraries, as if the process were new."""
     _libraries.clear()
     _compiler.cache_clear()
 
@@ -92,7 +80,7 @@ def _new_lock() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # A thread that held it is not in the child.
+    # The thread that holds the lock does not exist in a forked child.
     os.register_at_fork(after_in_child=_new_lock)
 
 
@@ -117,7 +105,7 @@ def _find(block_size: int) -> ctypes.CDLL | None:
 
 @functools.cache
 def _compiler() -> tuple[str, ...] | None:
-    """The words of $CXX if they name a program, else the first of `COMPILERS` that is there."""
+    """$CXX, split into words, if it names a program, else the first of `COMPILERS` that is installed."""
     asked, problem = os.environ.get("CXX", ""), "names no program"
     try:
         words = tuple(shlex.split(asked))
@@ -136,8 +124,8 @@ def _compiler() -> tuple[str, ...] | None:
 @contextlib.contextmanager
 def _cache_directory() -> Iterator[int]:
     """
-    A descriptor of the directory of libraries, which only one process at a time has: those that come later find what
-    the first one compiled. Of what is in it nothing is looked up by the path, which may lead elsewhere by then.
+    A descriptor of the cache directory, locked so that processes that start later find what the first one compiled.
+    Its files are opened relative to the descriptor, because the path may lead elsewhere by then.
     """
     path = _cache_path()
     try:
@@ -160,7 +148,7 @@ def _cache_directory() -> Iterator[int]:
 
 
 def _cache_path() -> Path:
-    # Relative paths mean another directory in each working directory, where anybody may have left libraries.
+    # Relative paths would depend on the working directory, where anybody may have left libraries.
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():
         home = Path(os.environ.get("HOME", ""))
@@ -183,41 +171,37 @@ def _check_owner(status: os.stat_result, path: Path | str) -> None:
 
 def _wait_for(directory: int) -> None:
     """
-    Until no other process compiles. The system frees the lock of one that dies; one that hangs, and a file system
-    without locks, cost no more than compiling the same twice.
+    Waits until no other process compiles. The system releases the lock of one that dies; one that hangs, and a file
+    system without locks, cost no more than compiling the same twice.
     """
-    patience = time.monotonic() + COMPILE_TIMEOUT
-    while True:
-        try:
-            return fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > patience:
-                return None
+    deadline = time.monotonic() + COMPILE_TIMEOUT
+    with contextlib.suppress(OSError):
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
             time.sleep(0.05)
-        except OSError:
-            return None
 
 
 def _load_or_compile(compiler: tuple[str, ...], block_size: int, directory: int) -> ctypes.CDLL:
-    commands = [(*compiler, *FLAGS, *threads, f"-DBLOCK_SIZE={block_size}") for threads in THREADS]
     version = _run([*compiler, "--version"])
-    if "clang" in version and _has_llvm_openmp():
-        # Its OpenMP ends a process that has another copy of it.
-        del commands[0]
-    starts = [f"cpu_kernels-{block_size}-{_digest(command, version)}-" for command in commands]
-    for start in starts:
-        for name in sorted(os.listdir(directory)):
-            if name.startswith(start):
-                try:
-                    return _load(directory, block_size, name)
-                except OSError as error:
-                    logger.info("%s in the cache is compiled again: %s", name, error)
-                    os.unlink(name, dir_fd=directory)
+    # A process ends if it loads a second copy of LLVM's OpenMP. Without OpenMP the kernels use one thread.
+    has_copy = "clang" in version and hasattr(ctypes.CDLL(None), "__kmpc_fork_call")
+    commands = {}
+    for threads in [()] if has_copy else [("-fopenmp",), ()]:
+        command = (*compiler, *FLAGS, *threads, f"-DBLOCK_SIZE={block_size}")
+        commands[f"cpu_kernels-{block_size}-{_digest(command, version)}-"] = command
+    cached = sorted(os.listdir(directory))
+    for name in [name for start in commands for name in cached if name.startswith(start)]:
+        try:
+            return _load(directory, block_size, name)
+        except OSError as error:
+            logger.info("%s in the cache is compiled again: %s", name, error)
+            os.unlink(name, dir_fd=directory)
     if not os.access(".", os.W_OK, dir_fd=directory):
         raise Unusable(f"{_cache_path()} cannot be written to")
     logger.info("Compiling the kernels for blocks of %d with %s, once for this machine.", block_size, compiler[0])
     failure = None
-    for start, command in zip(starts, commands):
+    for start, command in commands.items():
         try:
             loaded = _load(directory, block_size, _store(directory, start, _compile(command)))
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -237,17 +221,14 @@ def _reason(error: Exception) -> str:
     return reason.strip()[-2000:]
 
 
-def _has_llvm_openmp() -> bool:
-    return hasattr(ctypes.CDLL(None), "__kmpc_fork_call")
-
-
 def _digest(command: tuple[str, ...], version: str) -> str:
-    """What a library depends on: a home directory may be shared by machines of several kinds."""
+    """Of all that a library depends on: machines of several kinds may share a home directory."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text(errors="replace").split("\n\n")[0].splitlines() if information.is_file() else []
     kinds = ("flags", "Features", "model name", "CPU implementer", "CPU part")
     cpu = [platform.machine(), *(line for line in lines if line.startswith(kinds))]
-    return _hash(SOURCE.read_bytes() + "\n".join([*command, version, *cpu]).encode(errors="surrogateescape"))
+    sources = b"".join(path.read_bytes() for path in [SOURCE, *sorted(SOURCE.parent.glob("*.h"))])
+    return _hash(sources + "\n".join([*command, version, *cpu]).encode(errors="surrogateescape"))
 
 
 def _hash(content: bytes) -> str:
@@ -303,11 +284,13 @@ def _load(directory: int, block_size: int, name: str) -> ctypes.CDLL:
         _check_owner(os.fstat(file.fileno()), _cache_path() / name)
         if _hash(file.read()) != name.removesuffix(".so").rpartition("-")[2]:
             raise OSError("its bytes are not those that were written")
-    # By the descriptor, where the system can, because the path may lead elsewhere by now.
+    # By the descriptor where the system allows it, because the path may lead elsewhere by now.
     path = Path(f"/proc/self/fd/{directory}")
     loaded = ctypes.CDLL(str((path if path.exists() else _cache_path()) / name))
-    if missing := [kernel for kernel in KERNELS if not hasattr(loaded, kernel)]:
+    if missing := [name for name in ARGUMENTS if not hasattr(loaded, name)]:
         raise OSError(f"it lacks {', '.join(missing)}")
+    for name, arguments in ARGUMENTS.items():
+        getattr(loaded, name).argtypes = arguments
     if loaded.hf_liere_block_size() != block_size:
         raise OSError(f"it is for blocks of {loaded.hf_liere_block_size()}")
     return loaded

@@ -1,0 +1,72 @@
+"""The structures and functions of cpu.cpp for ctypes, with fields and arguments in the order of the C++ headers."""
+
+import ctypes
+
+import torch
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Strides(ctypes.Structure):
+    """Over samples, heads and tokens."""
+
+    _fields_ = _fields(ctypes.c_int64, "sample head token")
+
+
+class Pair(ctypes.Structure):
+    """Query and key, or their gradients."""
+
+    _fields_ = [("states", ctypes.c_void_p * 2), ("strides", Strides * 2)]
+
+
+class Shared(ctypes.Structure):
+    """Rotations or their gradients, with strides of zero over what samples or heads share."""
+
+    _fields_ = [("values", ctypes.c_void_p), ("strides", Strides)]
+
+
+class Shape(ctypes.Structure):
+    _fields_ = _fields(ctypes.c_int64, "batch heads tokens head_dim blocks rotation_batch")
+
+
+class Sizes(ctypes.Structure):
+    _fields_ = _fields(ctypes.c_int64, "axes groups blocks")
+
+
+class Rays(ctypes.Structure):
+    _fields_ = _fields(ctypes.c_void_p, "tokens squarings offsets saved_squares")
+    _fields_ += _fields(ctypes.c_int64, "count longest saved interval")
+
+
+class Monomials(ctypes.Structure):
+    _fields_ = _fields(ctypes.c_void_p, "coefficients counts raised") + _fields(ctypes.c_int64, "degrees total")
+
+
+class Values:
+    """A contiguous tensor, passed by its address, or a sequence of them, by the addresses of each."""
+
+    @staticmethod
+    def from_param(values):
+        if isinstance(values, torch.Tensor):
+            return ctypes.c_void_p(values.data_ptr())
+        return (ctypes.c_void_p * len(values))(*(tensor.data_ptr() for tensor in values))
+
+
+_POWERS, _RAYS, _STATES = (
+    [ctypes.POINTER(structure) for structure in structures]
+    for structures in ((Sizes, Monomials), (Sizes, Rays), (Shape, Pair, Pair, Shared))
+)
+# All but the first two take a number of threads last, and return whether there was enough memory for their scratch.
+ARGUMENTS = {
+    "hf_liere_block_size": [],
+    "hf_liere_prefer_huge_pages": [Values, ctypes.c_int64],
+    "hf_liere_block_rotations": [*_RAYS, Values, Values, Values, Values, ctypes.c_int],
+    "hf_liere_block_tangents": [*_RAYS, Values, Values, Values, ctypes.c_int],
+    "hf_liere_moments_gradient": [*_POWERS, Values, Values, Values, ctypes.c_int],
+    "hf_liere_rotate_blocks": [*_STATES, ctypes.c_int, ctypes.c_int],
+    "hf_liere_rotate_planes": [*_STATES, ctypes.c_int, ctypes.c_int],
+    "hf_liere_outer_products": [*_STATES, ctypes.POINTER(Shared), ctypes.c_int],
+    "hf_liere_angle_gradients": [*_STATES, ctypes.c_int],
+}

@@ -1,0 +1,209 @@
+// Rotations of blocks by scaling and squaring, and the gradients of their generators: models/exponential.py and
+// models/exponential_gradient.py, a block of a ray after the other.
+#pragma once
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "matrix.h"
+
+// As in cpu_interface.py.
+struct Sizes {
+    int64_t axes, groups, blocks;
+};
+
+// Tokens whose positions are multiples of the first one's, and the squares that led to its rotation.
+struct Rays {
+    const int64_t* tokens;     // (count, longest), −1 beyond the end of a ray
+    const int64_t* squarings;  // (count,)
+    const int64_t* offsets;    // (count,) of the first square of a ray among those saved
+    float* saved_squares;      // (groups, saved, blocks, b, b), or null
+    int64_t count, longest, saved, interval;
+
+    int64_t length(int64_t ray) const {
+        const int64_t* first = tokens + ray * longest;
+        return std::find_if(first, first + longest, [](int64_t token) { return token < 0; }) - first;
+    }
+
+    // Every `interval`-th square is saved.
+    float* saved_square(const Sizes& sizes, int64_t group, int64_t ray, int64_t squaring, int64_t block) const {
+        const int64_t square = group * saved + offsets[ray] + squaring / interval;
+        return saved_squares + (square * sizes.blocks + block) * BLOCK_NUMEL;
+    }
+};
+
+// The monomials of GradientMoments, by degree.
+struct Monomials {
+    const double* coefficients;  // (degrees,)
+    const int64_t* counts;       // (degrees,) of monomials
+    const int64_t* raised;       // for each degree but the last (axes, count): which of the next is x_a times as high
+    int64_t degrees, total;
+};
+
+namespace {
+
+struct Exponential {
+    Matrix<double> exponent, second, third, sixth, combinations[5];
+
+    // exp(exponent) by the polynomial of models/exponential.py, in combinations[1].
+    void compute(const double* polynomial) {
+        multiply_half<1>(second, exponent, exponent);
+        multiply_half<-1>(third, second, exponent);
+        multiply_half<1>(sixth, third, third);
+        for (int i = 0; i < Matrix<double>::NUMEL; ++i)
+            for (int c = 0; c < 5; ++c) {
+                const double* row = polynomial + 5 * c;
+                combinations[c].values[i] = row[1] * exponent.values[i] + row[2] * second.values[i] +
+                                            row[3] * third.values[i] + row[4] * sixth.values[i];
+            }
+        for (int c = 0; c < 5; ++c)
+            for (int i = 0; i < SIZE; ++i) combinations[c].row(i)[i] += polynomial[5 * c];
+        auto& [b1, b2, b3, b4, b5] = combinations;
+        multiply<false, true>(b4, b1, b5);
+        b3 += b4;
+        multiply<false, true>(b2, b3, b4);
+    }
+};
+
+struct TangentScratch {
+    Matrix<float> rotation, gradient, tangent, total, first, tail, spare, squares[2];
+};
+
+struct MomentsScratch {
+    std::vector<Matrix<float>> generators, level, higher;
+    Matrix<float> spare;
+    MomentsScratch(int64_t axes, int64_t widest) : generators(axes), level(widest), higher(widest) {}
+};
+
+// sum += R · tangent · Rᵀ for a skew-symmetric tangent, given Rᵀ.
+INLINE void add_conjugated(Matrix<float>& sum, const Matrix<float>& tangent, const Matrix<float>& transposed,
+                           Matrix<float>& spare) {
+    multiply<true>(spare, transposed, tangent);
+    multiply_half<-1, true>(sum, spare, transposed);
+}
+
+}  // namespace
+
+extern "C" {
+
+// cpu.block_rotations, but for tokens in no ray.
+int hf_liere_block_rotations(const Sizes* sizes, const Rays* rays, const double* positions, const double* generators,
+                             const double* polynomial, float* const* rotations, int threads) {
+    const int64_t axes = sizes->axes, groups = sizes->groups, blocks = sizes->blocks;
+    return parallel_for<Exponential>(groups * rays->count, 1, threads, [&](int64_t work, Exponential& scratch) {
+        const int64_t group = work / rays->count, ray = work % rays->count, squarings = rays->squarings[ray];
+        const int64_t* tokens = rays->tokens + ray * rays->longest;
+        const double scale = std::ldexp(1.0, -static_cast<int>(squarings));
+        for (int64_t block = 0; block < blocks; ++block) {
+            for (int64_t axis = 0; axis < axes; ++axis) {
+                const double coordinate = positions[tokens[0] * axes + axis] * scale;
+                const double* generator = generators + ((axis * groups + group) * blocks + block) * BLOCK_NUMEL;
+                for (int i = 0; i < SIZE; ++i)
+                    for (int j = 0; j < SIZE; ++j)
+                        scratch.exponent.row(i)[j] =
+                            (axis ? scratch.exponent.row(i)[j] : 0.0) + coordinate * generator[i * SIZE + j];
+            }
+            scratch.compute(polynomial);
+            Matrix<double>*square = &scratch.combinations[1], *spare = &scratch.combinations[0];
+            for (int64_t s = 0; s < squarings; ++s) {
+                if (rays->saved_squares && s % rays->interval == 0)
+                    square->write(rays->saved_square(*sizes, group, ray, s, block));
+                multiply(*spare, *square, *square);
+                std::swap(square, spare);
+            }
+            const Matrix<double>& first = *square;
+            Matrix<double>*rotation = spare, *next = &scratch.combinations[2];
+            for (int64_t k = 0, length = rays->length(ray); k < length; ++k) {
+                if (k > 0) {
+                    multiply(*next, k == 1 ? first : *rotation, first);
+                    std::swap(rotation, next);
+                }
+                (k ? *rotation : first).write(rotations[group] + (tokens[k] * blocks + block) * BLOCK_NUMEL);
+            }
+        }
+    });
+}
+
+// cpu.block_turns.
+int hf_liere_block_tangents(const Sizes* sizes, const Rays* rays, const float* const* rotations,
+                            const float* const* gradients, float* tangents, int threads) {
+    const int64_t blocks = sizes->blocks, count = sizes->groups * rays->count;
+    return parallel_for<TangentScratch>(count, 1, threads, [&](int64_t work, TangentScratch& scratch) {
+        auto& [rotation, gradient, tangent, total, first, tail, spare, squares] = scratch;
+        const int64_t group = work / rays->count, ray = work % rays->count, squarings = rays->squarings[ray];
+        const int64_t *tokens = rays->tokens + ray * rays->longest, length = rays->length(ray);
+        for (int64_t block = 0; block < blocks; ++block) {
+            // exponential._tangent_of_first, for one ray.
+            first.read_transposed(rotations[group] + (tokens[0] * blocks + block) * BLOCK_NUMEL);
+            for (int64_t k = length - 1; k >= 0; --k) {
+                const int64_t offset = (tokens[k] * blocks + block) * BLOCK_NUMEL;
+                rotation.read(rotations[group] + offset);
+                gradient.read(gradients[group] + offset);
+                multiply<true>(tangent, rotation, gradient);
+                subtract_transpose(tangent, spare);
+                if (k == length - 1) {
+                    total = tail = tangent;
+                    continue;
+                }
+                tail += tangent;
+                tangent = tail;
+                add_conjugated(tangent, total, first, spare);
+                total = tangent;
+            }
+            // exponential._conjugated, for one ray.
+            Matrix<float>*square = &squares[0], *next = &squares[1];
+            for (int64_t s = 0; s < squarings; ++s) {
+                if (s % rays->interval == 0)
+                    square->read_transposed(rays->saved_square(*sizes, group, ray, s, block));
+                add_conjugated(total, total, *square, spare);
+                if (s + 1 < squarings && (s + 1) % rays->interval) {
+                    multiply(*next, *square, *square);
+                    std::swap(square, next);
+                }
+            }
+            float* target = tangents + (work * blocks + block) * ENTRIES;
+            for (int i = 0; i < SIZE; ++i) target = std::copy(total.row(i) + i + 1, total.row(i) + SIZE, target);
+        }
+    });
+}
+
+// cpu.moments_gradient, as exponential_gradient.GradientMoments._gradient: a block of a group at a time.
+int hf_liere_moments_gradient(const Sizes* sizes, const Monomials* monomials, const float* generators,
+                              const float* moments, float* out, int threads) {
+    const int64_t axes = sizes->axes, blocks = sizes->blocks, count = sizes->groups * blocks;
+    const int64_t *counts = monomials->counts, degrees = monomials->degrees, total = monomials->total;
+    const int64_t widest = *std::max_element(counts, counts + degrees);
+    const auto compute = [&](int64_t work, MomentsScratch& scratch) {
+        auto& [factors, level, higher, spare] = scratch;
+        const int64_t group = work / blocks, block = work % blocks;
+        for (int64_t axis = 0; axis < axes; ++axis)
+            factors[axis].read(generators + (axis * count + work) * BLOCK_NUMEL);
+        int64_t monomial = total;
+        const int64_t* indices = monomials->raised + axes * (total - counts[degrees - 1]);
+        for (int64_t degree = degrees - 1; degree >= 0; --degree) {
+            const int64_t width = counts[degree];
+            monomial -= width;
+            if (degree + 1 < degrees) indices -= axes * width;
+            for (int64_t index = 0; index < width; ++index) {
+                Matrix<float>& sum = level[index];
+                if (degree + 1 == degrees)
+                    std::fill_n(sum.values, Matrix<float>::NUMEL, 0.0f);
+                else
+                    multiply(sum, factors[0], higher[indices[index]]);
+                for (int64_t axis = 1; degree + 1 < degrees && axis < axes; ++axis)
+                    multiply<false, true>(sum, factors[axis], higher[indices[axis * width + index]]);
+                const float* moment = moments + ((group * total + monomial + index) * blocks + block) * ENTRIES;
+                const float coefficient = static_cast<float>(monomials->coefficients[degree]);
+                for (int i = 0; i < SIZE; ++i)
+                    for (int j = i + 1; j < SIZE; ++j) sum.row(i)[j] += coefficient * *moment++;
+                subtract_transpose(sum, spare);
+            }
+            std::swap(level, higher);
+        }
+        for (int64_t axis = 0; axis < axes; ++axis) higher[axis].write(out + (axis * count + work) * BLOCK_NUMEL);
+    };
+    return parallel_for<MomentsScratch>(count, 1, threads, compute, axes, widest);
+}
+
+}  // extern "C"
