@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_liere.kernels import cpu as cpu_kernels
-from hf_liere.models.exponential import KEPT_SQUARES, POLYNOMIAL, block_rotations
+from hf_liere.models.exponential import POLYNOMIAL, SAVE_INTERVAL, block_rotations
 from hf_liere.models.lie_algebra import skew
 
 
@@ -25,7 +25,7 @@ def test_the_number_of_threads_changes_no_bit():
             torch.set_num_threads(count)
             generators = skew(torch.linspace(-9, 9, 2 * 4 * 28).view(2, 4, 28), 8).requires_grad_()
             rotations = block_rotations(positions, generators)
-            tangents = cpu_kernels.block_turns(*saved(positions, generators.detach()))
+            tangents = cpu_kernels.block_tangents(*saved(positions, generators.detach()))
             states = torch.linspace(-1, 1, 2 * 3 * 5 * 16).view(2, 5, 3, 16).transpose(1, 2)
             cos_sin = torch.linspace(-1, 1, 3 * 5 * 16).view(1, 3, 5, 8, 2)
             rotated = cpu_kernels.apply_rotation(states, states, cos_sin)
@@ -40,10 +40,10 @@ def saved(positions, generators):
     """What the backward pass gets."""
     rays, squarings = torch.arange(len(positions)).unsqueeze(-1), torch.full((len(positions),), 6)
     rotations, saved_squares, offsets = cpu_kernels.block_rotations(
-        positions, generators.unsqueeze(1), rays, squarings, POLYNOMIAL, KEPT_SQUARES
+        positions, generators.unsqueeze(1), rays, squarings, POLYNOMIAL, SAVE_INTERVAL
     )
     gradients = tuple(rotation.flip(0) for rotation in rotations)
-    return rotations, gradients, rays, squarings, saved_squares, offsets, KEPT_SQUARES
+    return rotations, gradients, rays, squarings, saved_squares, offsets, SAVE_INTERVAL
 
 
 @needs_compiler
@@ -127,10 +127,10 @@ def test_rays_that_lead_elsewhere_are_refused(rays, squarings, message):
     generators = skew(torch.randn(2, 1, 3, 28), 8)
     rays, squarings = torch.tensor(rays, dtype=torch.long), torch.tensor(squarings)
     with pytest.raises(ValueError, match=message):
-        cpu_kernels.block_rotations(torch.rand(4, 2).double(), generators, rays, squarings, POLYNOMIAL, KEPT_SQUARES)
+        cpu_kernels.block_rotations(torch.rand(4, 2).double(), generators, rays, squarings, POLYNOMIAL, SAVE_INTERVAL)
     rotations, gradients, _, _, *squares = saved(torch.rand(4, 2).double(), generators[:, 0])
     with pytest.raises(ValueError, match=message):
-        cpu_kernels.block_turns(rotations, gradients, rays, squarings, *squares)
+        cpu_kernels.block_tangents(rotations, gradients, rays, squarings, *squares)
 
 
 TOO_LITTLE_MEMORY = """

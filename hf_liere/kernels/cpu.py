@@ -105,7 +105,7 @@ def block_rotations(
     return rotations, saved_squares, offsets
 
 
-def block_turns(
+def block_tangents(
     rotations: tuple[torch.Tensor, ...],
     gradients: tuple[torch.Tensor, ...],
     rays: torch.Tensor,

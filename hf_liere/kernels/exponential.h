@@ -125,7 +125,7 @@ int hf_liere_block_rotations(const Sizes* sizes, const Rays* rays, const double*
     });
 }
 
-// cpu.block_turns.
+// cpu.block_tangents.
 int hf_liere_block_tangents(const Sizes* sizes, const Rays* rays, const float* const* rotations,
                             const float* const* gradients, float* tangents, int threads) {
     const int64_t blocks = sizes->blocks, count = sizes->groups * rays->count;

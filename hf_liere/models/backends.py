@@ -15,8 +15,8 @@ def register_backend(backend: ModuleType) -> None:
     """
     Args:
         backend: Has `is_available(tensor, dtype, block_size)` and some of the functions `apply_rotation`,
-            `angle_gradients`, `outer_products`, `block_rotations`, `block_turns` and `moments_gradient`. Where several
-            take a tensor, the one that was registered first does.
+            `angle_gradients`, `outer_products`, `block_rotations`, `block_tangents` and `moments_gradient`. Where
+            several take a tensor, the one that was registered first does.
     """
     if backend not in _BACKENDS:
         _BACKENDS.append(backend)

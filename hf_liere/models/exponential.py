@@ -27,7 +27,7 @@ POLYNOMIAL = (
 # doubles the rounding error, so that float32 has fewer, for norms up to 3,276. For larger norms the result is NaN.
 TRACED_SQUARINGS = {torch.float64: 16, torch.float32: 10}
 # The backward pass squares in float32, where each squaring doubles the error: it starts again from every fourth square.
-KEPT_SQUARES = 4
+SAVE_INTERVAL = 4
 # On CPUs a chunk fits into the cache of a core, 512 KiB of float64; on other devices chunks only limit the memory.
 CHUNK_ELEMENTS = 1 << 16
 DEVICE_CHUNK_ELEMENTS = 1 << 22
@@ -74,7 +74,7 @@ def block_rotations(
     (Hall 2015, theorem 5.4), exact at zero and at repeated eigenvalues. The backward pass applies the adjoint to W, the
     skew part of Rᵀ dL/dR: with X = 2ˢY it is φ(−ad Y) Π_{j<s} ½(1 + e^(2ʲ ad Y)), of which the exponentials conjugate W
     with the squares that led to R, and the rest is [`exponential_gradient.GradientMoments`]. The rotations and every
-    `KEPT_SQUARES`-th square are saved for it.
+    `SAVE_INTERVAL`-th square are saved for it.
 
     Args:
         positions: (P, A) in the working type.
@@ -156,7 +156,7 @@ class _CompiledBlockRotations(torch.autograd.Function):
     @staticmethod
     def forward(ctx, positions, generators, tokens, squarings, backend):
         ctx.backend = backend
-        interval = KEPT_SQUARES if any(ctx.needs_input_grad) else None
+        interval = SAVE_INTERVAL if any(ctx.needs_input_grad) else None
         rotations, saved_squares, offsets = backend.block_rotations(
             positions, generators, tokens, squarings, POLYNOMIAL, interval
         )
@@ -170,8 +170,8 @@ class _CompiledBlockRotations(torch.autograd.Function):
         coordinates = torch.ldexp(positions[tokens[:, 0]], -squarings.unsqueeze(-1))
         with maybe_autocast("cpu", enabled=False):
             moments = GradientMoments([coordinates], generators, torch.float32)
-            entries = ctx.backend.block_turns(
-                rotations, gradients, tokens, squarings, saved_squares, offsets, KEPT_SQUARES
+            entries = ctx.backend.block_tangents(
+                rotations, gradients, tokens, squarings, saved_squares, offsets, SAVE_INTERVAL
             )
             for group, tangents in enumerate(entries):
                 moments.add(group, [(0, tangents)])
@@ -198,7 +198,7 @@ class _BlockRotations(torch.autograd.Function):
                     memory = exponents.new_empty(9, *exponents.shape)
                 square, spare = _exponential(exponents, memory), memory[0]
                 for squaring in range(squarings):
-                    if squaring % KEPT_SQUARES == 0 and any(ctx.needs_input_grad):
+                    if squaring % SAVE_INTERVAL == 0 and any(ctx.needs_input_grad):
                         saved_squares.append(square.to(dtype, copy=True))
                     square, spare = torch.bmm(square, square, out=spare), square
                 first = square.view(-1, blocks, size, size)  # (rays, K, b, b)
@@ -227,8 +227,8 @@ class _BlockRotations(torch.autograd.Function):
                     for rotation, tokens in zip(chosen, multiples)
                 ]
                 tangents = _tangent_of_first(chosen[0], tangents).flatten(0, 1)
-                for squaring in range(0, squarings, KEPT_SQUARES):
-                    tangents = _conjugated(tangents, next(saved_squares), min(KEPT_SQUARES, squarings - squaring))
+                for squaring in range(0, squarings, SAVE_INTERVAL):
+                    tangents = _conjugated(tangents, next(saved_squares), min(SAVE_INTERVAL, squarings - squaring))
                 if ctx.needs_input_grad[0]:
                     # Only positions that are no multiples of others need a gradient: the others come from a grid.
                     exponents = _exponents(positions[multiples[0]], generators[:, group], squarings)
@@ -257,7 +257,7 @@ class _TracedBlockRotations(_BlockRotations):
             for group in range(groups):
                 square = _exponential(_exponents(positions, generators[:, group], squarings))
                 for squaring in range(squarings):
-                    if squaring % KEPT_SQUARES == 0 and any(ctx.needs_input_grad):
+                    if squaring % SAVE_INTERVAL == 0 and any(ctx.needs_input_grad):
                         saved_squares.append(square.to(dtype))
                     square = torch.bmm(square, square)
                 rotations.append(square.view(-1, blocks, size, size).to(dtype))
