@@ -100,12 +100,15 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options) -> Cost:
         hook = encoding.register_forward_pre_hook(
             lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
         )
+        # Rotations that are kept from an earlier pass would not be counted.
+        encoding.cache.clear()
     products, elements = count_forward(model, pixels, **options)
     plain_products = products
     rotations, making, rotating = [], 0, 0
     if calls:
         hook.remove()
         args, kwargs = calls[0]
+        encoding.cache.clear()
         making = count_products(lambda: rotations.extend(encoding(*args, **kwargs)))
         # Rotations of planes are no matrix products: 2 multiply-accumulates per channel of query and key.
         planes = sum(rotation.num_tokens() * rotation.num_planes() for rotation in rotations)

@@ -14,6 +14,7 @@ from .exponential_gradient import POWERS
 from .lie_algebra import cos_sin, eigenbasis, plane_rotations, skew, working_dtype
 from .positions import TokenPositions
 from .rotation import BlockRotation, EigenRotation, PlaneRotation, Rotation
+from .rotation_cache import RotationCache
 from .tracing import values_are_unknown
 
 
@@ -45,6 +46,7 @@ class RotaryEncoding(nn.Module):
         self.num_entries = config.block_size * (config.block_size - 1) // 2
         self.layers = 1 if config.share_layers else config.num_hidden_layers
         self.heads = 1 if config.share_heads else config.num_attention_heads
+        self.cache = RotationCache()
 
     @staticmethod
     def new_parameter(*shape: int) -> nn.Parameter:
@@ -71,7 +73,11 @@ class RotaryEncoding(nn.Module):
         raise NotImplementedError
 
     def forward(self, positions: TokenPositions) -> Iterable[Rotation]:
-        """One rotation per layer for all tokens, in the form that attention applies fastest."""
+        """One rotation per layer for all tokens; inference keeps those of the last grids, see [`RotationCache`]."""
+        return self.cache.rotations(self, positions, self.layer_rotations)
+
+    def layer_rotations(self, positions: TokenPositions) -> Iterable[Rotation]:
+        """The rotations that `forward` returns, in the form that attention applies fastest."""
         return self.rotations_from(positions, self.entries(positions.coordinates.device))
 
     def rotations_from(
@@ -185,7 +191,7 @@ class LieRE(RotaryEncoding):
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
 
-    def forward(self, positions: TokenPositions) -> Iterable[Rotation]:
+    def layer_rotations(self, positions: TokenPositions) -> Iterable[Rotation]:
         """
         On a grid that starts at zero the positions of most patches are multiples of another's, see
         [`exponential.Rays`]. Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it asks for them.
@@ -229,7 +235,7 @@ class ComRoPEAxialPartition(RotaryEncoding):
         dtype = working_dtype(device)
         return self.axis_multipliers(device).to(dtype).unsqueeze(-1) * self.generators.to(dtype)
 
-    def forward(self, positions: TokenPositions) -> list[Rotation]:
+    def layer_rotations(self, positions: TokenPositions) -> list[Rotation]:
         """
         Without an exponential: every block is diagonalised once, whatever the number of tokens.
 
@@ -238,7 +244,7 @@ class ComRoPEAxialPartition(RotaryEncoding):
             [`rotation.BlockRotation`].
         """
         if self.block_size % 2:
-            return super().forward(positions)
+            return super().layer_rotations(positions)
         coordinates = positions.coordinates
         dtype, device = working_dtype(coordinates.device), coordinates.device
         batch, tokens = coordinates.shape[:-2] or (1,), coordinates.shape[-2]

@@ -1,0 +1,158 @@
+"""Inference computes the rotations of a grid once, and never uses those of other generators."""
+
+import copy
+import pickle
+import threading
+
+import patching_cases
+import pytest
+import torch
+
+import hf_liere
+from hf_liere.models import rotation_cache
+from hf_liere.models.encodings import ROTARY_ENCODINGS
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The grids for which rotations are really computed, one after the other."""
+    grids = []
+
+    def recorded(original):
+        def layer_rotations(self, positions):
+            grids.append(positions.grid)
+            return original(self, positions)
+
+        return layer_rotations
+
+    for encoding in set(ROTARY_ENCODINGS.values()):
+        if "layer_rotations" in vars(encoding):
+            monkeypatch.setattr(encoding, "layer_rotations", recorded(encoding.layer_rotations))
+    monkeypatch.setattr(
+        hf_liere.models.encodings.RotaryEncoding,
+        "layer_rotations",
+        recorded(hf_liere.models.encodings.RotaryEncoding.layer_rotations),
+    )
+    return grids
+
+
+def build(tiny, encoding, **fields):
+    planar = encoding in ("axial_rope", "rope_mixed")
+    return hf_liere.LieREViTModel(tiny(position_encoding=encoding, block_size=2 if planar else 4, **fields)).eval()
+
+
+@pytest.mark.parametrize("encoding", ROTARY_ENCODINGS)
+def test_a_size_is_computed_once(tiny, computed, encoding):
+    model, images = build(tiny, encoding), {size: torch.randn(2, 3, size, size) for size in (16, 32)}
+    expected = {size: model(pixels).last_hidden_state for size, pixels in images.items()}
+    computed.clear()
+    for mode in (torch.no_grad, torch.inference_mode):
+        for size in (16, 32, 16, 32):
+            with mode():
+                assert torch.equal(model(images[size]).last_hidden_state, expected[size])
+    assert len(computed) == 2
+    # What inference stored is of no use for gradients, and in nobody's way.
+    model.train()(images[16]).last_hidden_state.sum().backward()
+    assert len(computed) == 3
+
+
+@pytest.mark.parametrize("encoding", ["liere", "rope_mixed", "comrope_ld"])
+def test_changed_generators_are_seen(tiny, encoding):
+    """By value: `.data` and weights that are loaded in place change no version that autograd could compare."""
+    model, pixels = build(tiny, encoding), torch.randn(1, 3, 16, 16)
+    other = build(tiny, encoding)
+    other.load_state_dict({**model.state_dict(), **{n: p * 1.5 for n, p in model.rotary_parameters()}})
+    with torch.no_grad():
+        before = model(pixels).last_hidden_state
+        for _, parameter in model.rotary_parameters():
+            parameter.data.mul_(1.5)
+        after = model(pixels).last_hidden_state
+        assert not torch.allclose(before, after) and torch.equal(after, other(pixels).last_hidden_state)
+        double = copy.deepcopy(model).double()(pixels.double()).last_hidden_state
+        assert torch.equal(model.double()(pixels.double()).last_hidden_state, double)
+
+
+def test_other_coordinates_of_a_grid_are_seen(tiny):
+    """A table that is read at coordinates and rotations give the prefix different places on the same grid."""
+    model, grid = build(tiny, "liere", coordinates="index"), (4, 4)
+    positions = model.grid_positions(grid, None, torch.device("cpu"))
+    with torch.no_grad():
+        first = model.rotary_encoding(positions)[0].blocks
+        scaled = positions._replace(coordinates=positions.coordinates * 2)
+        second = model.rotary_encoding(scaled)[0].blocks
+        assert torch.equal(first, model.rotary_encoding(positions)[0].blocks)
+    torch.testing.assert_close(second, first @ first, rtol=0, atol=1e-5)
+
+
+def test_nothing_is_stored_beyond_inference(tiny, computed):
+    model, pixels = build(tiny, "liere"), torch.randn(1, 3, 16, 16)
+    model(pixels)
+    with torch.no_grad():
+        model.train()(pixels)
+        given = torch.rand(16, 2)
+        model.eval()(pixels, positions=given)
+    assert not model.rotary_encoding.cache.entries and len(computed) == 3
+
+
+def test_memory_is_bounded(tiny, computed, monkeypatch):
+    """The grid that was stored first goes first; one that is too large by itself is never stored."""
+    model = build(tiny, "liere")
+    images = [torch.randn(1, 3, size, size) for size in (16, 24, 32)]
+    entries = model.rotary_encoding.cache.entries
+    with torch.no_grad():
+        for pixels in images:
+            model(pixels)
+        sizes = [entry.num_bytes() for entry in entries.values()]
+        assert len(sizes) == 3
+        monkeypatch.setattr(rotation_cache, "CACHE_BYTES", sizes[1] + sizes[2])
+        model.rotary_encoding.cache.clear()
+        for pixels in images:
+            model(pixels)
+        assert [entry.num_bytes() for entry in entries.values()] == sizes[1:]
+        monkeypatch.setattr(rotation_cache, "CACHE_BYTES", sizes[0] - 1)
+        model.rotary_encoding.cache.clear()
+        for pixels in images:
+            model(pixels)
+    assert not entries
+
+
+def test_copies_and_files_are_without_it(tiny, tmp_path):
+    model, pixels = build(tiny, "comrope_ap"), torch.randn(1, 3, 16, 16)
+    names = set(model.state_dict())
+    with torch.no_grad():
+        expected = model(pixels).last_hidden_state
+    assert set(model.state_dict()) == names and model.rotary_encoding.cache.entries
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not other.rotary_encoding.cache.entries
+        assert torch.equal(other(pixels).last_hidden_state, expected)
+
+
+def test_threads_get_the_rotations_of_their_own_size(tiny):
+    model = build(tiny, "liere")
+    images = [torch.randn(1, 3, size, size) for size in (16, 24, 32, 40)]
+    expected = [model(pixels).last_hidden_state for pixels in images]
+    wrong = []
+
+    def infer(index):
+        with torch.no_grad():
+            for _ in range(10):
+                if not torch.equal(model(images[index]).last_hidden_state, expected[index]):
+                    wrong.append(index)
+
+    threads = [threading.Thread(target=infer, args=(index % 4,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_patched_model_keeps_them_too(computed):
+    case = patching_cases.CASES["clip_vision"]
+    model, inputs = case.build(), case.inputs()
+    hf_liere.patch(model, hf_liere.RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="normal"))
+    model.eval()
+    with torch.no_grad():
+        results = [model(**inputs).last_hidden_state for _ in range(3)]
+    assert len(computed) == 1
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
