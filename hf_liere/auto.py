@@ -1,4 +1,4 @@
-"""Registration with the Auto classes: the only file that touches them."""
+"""Our models in the Auto classes, and the loader of checkpoints; no other file of the package imports Auto classes."""
 
 import os
 
@@ -66,7 +66,7 @@ MODELS = {
 
 def register() -> None:
     """
-    Make the Auto classes, the pipelines and `trust_remote_code` know our models; calling it again changes nothing.
+    Register our models with the Auto classes, pipelines and `trust_remote_code`; safe to call again.
 
     `register_for_auto_class` makes `save_pretrained` put the modeling code beside the weights, so that a checkpoint
     also loads where this package is not installed.
@@ -77,7 +77,7 @@ def register() -> None:
         for auto_class, model_class in models.items():
             auto_class.register(config_class, model_class, exist_ok=True)
             model_class.register_for_auto_class(auto_class.__name__)
-    # As in transformers, no Auto class leads to it, but its code travels too.
+    # No Auto class returns this model, as in transformers, but its code must be saved too.
     RotaryCLIPVisionModelWithProjection.register_for_auto_class("AutoModel")
     processors = _image_processors()
     if processors:
@@ -105,7 +105,7 @@ def _image_processors() -> dict[str, type]:
 
 def model_class(architecture: str) -> type:
     """
-    Our model class of a name, as `architectures` in a saved configuration has it.
+    Our class of this name, as in `architectures` of a saved configuration.
 
     Raises:
         ValueError: if none of our models has that name.
@@ -135,9 +135,9 @@ def load_checkpoint(
         dtype: Of the weights; `"auto"` leaves them as they were saved.
 
     Raises:
-        CheckpointError: if there is none, it cannot be read, needs code that is not trusted, or its weights are
-            missing, left over, of another shape or not finite.
-        HubError: if it is on the Hub, which does not answer or refuses.
+        CheckpointError: if there is none, it cannot be read or needs code that is not trusted, or if weights are
+            missing, unexpected, of another shape or not finite.
+        HubError: if the Hub does not answer or refuses.
     """
     options = {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
     with translate_loading_errors(checkpoint):
@@ -150,7 +150,7 @@ def load_checkpoint(
     if loader is AutoModel and architecture not in (None, type(model).__name__):
         # The bare model of an architecture whose head only the checkpoint's own code knows.
         keys["unexpected_keys"] = set()
-    # Some of transformers' models were published without the pooler, which comes after all that is looked at.
+    # Some models of transformers were published without the pooler, which nothing here uses.
     require_loaded_keys(keys, checkpoint, () if is_ours else ("pooler.",))
     require_finite(model, checkpoint)
     return model.eval(), _processor(checkpoint, model, options)

@@ -1,8 +1,8 @@
 """
 Rotations as the papers write them: R(p) = exp(Σ_a p_a A_a) (LieRE eq. 4, ComRoPE eq. 3), applied to queries and keys.
 
-Everything is float64 and as plain as it can be: no shared work, no gradient, and not a line of `models`, whose fast
-path is tested against this file.
+Everything is in float64 and as simple as possible: nothing is shared between layers, and nothing is imported from
+`models`, whose fast path is tested against this file.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,9 @@ def generators(parameters: Mapping[str, torch.Tensor], config, num_axes: int, la
     The skew-symmetric A_a of one head, (A, head_dim, head_dim); zero for channels that are not rotated.
 
     Args:
-        parameters: Of a rotary encoding, by name: `generators`, the entries of each block below its diagonal, column by
-            column (LieRE §4, ComRoPE eq. 8), and `multipliers` θ (ComRoPE-LD, eq. 10); none for axial RoPE.
+        parameters: Parameters of a rotary encoding, by name: `generators`, the entries of each block below its
+            diagonal, column by column (LieRE §4, ComRoPE eq. 8), and `multipliers` θ (ComRoPE-LD, eq. 10); none for
+            axial RoPE.
         config: Configuration of the encoding.
     """
     learned = {name: values.detach().double().cpu() for name, values in parameters.items()}
@@ -24,7 +25,7 @@ def generators(parameters: Mapping[str, torch.Tensor], config, num_axes: int, la
     if config.position_encoding == "axial_rope":
         planes = config.head_dim // (2 * num_axes)
         frequencies = config.rope_theta ** -(torch.arange(planes, dtype=torch.float64) / planes)
-        entries = torch.block_diag(*[frequencies] * num_axes).view(num_axes, 1, 1, -1, 1)
+        entries = torch.block_diag(*[frequencies] * num_axes).view(num_axes, 1, 1, -1, 1)  # (A, 1, 1, blocks, 1)
     elif config.position_encoding == "comrope_ap":
         served = torch.arange(config.head_dim // size) % num_axes  # (blocks,)
         entries = (served == axes.unsqueeze(-1)).view(num_axes, 1, 1, -1, 1) * learned["generators"]
@@ -32,7 +33,8 @@ def generators(parameters: Mapping[str, torch.Tensor], config, num_axes: int, la
         entries = learned["multipliers"].unsqueeze(-1) * learned["generators"]
     else:
         entries = learned["generators"]  # (A, layers or 1, heads or 1, blocks, b(b−1)/2)
-    entries = entries[:, layer % entries.shape[1], head % entries.shape[2]]
+    # Where layers or heads share generators, there is one set.
+    entries = entries[:, layer % entries.shape[1], head % entries.shape[2]]  # (A, blocks, b(b−1)/2)
     below = [(row, column) for column in range(size) for row in range(column + 1, size)]
     matrices = torch.zeros(num_axes, config.head_dim, config.head_dim, dtype=torch.float64)
     for block in range(entries.shape[1]):
@@ -41,9 +43,9 @@ def generators(parameters: Mapping[str, torch.Tensor], config, num_axes: int, la
     return matrices - matrices.transpose(-1, -2)
 
 
-def rotations(generators: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """R(p) of (A, …, n, n) generators at (P, A) positions: (…, P, n, n)."""
-    return exponential(torch.einsum("pa,a...ij->...pij", positions.double(), generators))
+def rotations(matrices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """R(p) of (A, …, n, n) generators at (N, A) positions: (…, N, n, n)."""
+    return exponential(torch.einsum("pa,a...ij->...pij", positions.double(), matrices))
 
 
 def exponential(matrices: torch.Tensor) -> torch.Tensor:
@@ -52,6 +54,6 @@ def exponential(matrices: torch.Tensor) -> torch.Tensor:
     return ((vectors * torch.exp(-1j * eigenvalues).unsqueeze(-2)) @ vectors.mH).real
 
 
-def rotate(states: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+def rotate(states: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """R(p) q of every token (LieRE §4): (…, N, D) queries or keys by (…, N, D, D) rotations."""
-    return torch.einsum("...ij,...j->...i", rotations, states.double())
+    return torch.einsum("...ij,...j->...i", matrices, states.double())

@@ -7,7 +7,7 @@ from transformers import AutoModelForImageClassification
 from transformers.utils import logging
 
 import hf_liere
-from hf_liere.models.encodings import ROTARY_ENCODINGS
+from hf_liere.models.encodings import ENCODING_CLASSES
 from hf_liere.models.folding import build_rotary_encoding
 from hf_liere.models.positions import of_coordinates, of_grid
 
@@ -16,7 +16,7 @@ PLANAR = ("axial_rope", "rope_mixed")
 GRIDS = {1: (5,), 2: (2, 3), 3: (2, 1, 3)}
 CASES = [
     (encoding, axes, size)
-    for encoding in ROTARY_ENCODINGS
+    for encoding in ENCODING_CLASSES
     for axes in GRIDS
     for size in ([2] if encoding in PLANAR else [2, 3, 4, 8, 24])
     if encoding != "comrope_ap" or 24 % (size * axes) == 0
@@ -75,7 +75,7 @@ def test_sharing(tiny, encoding, share_heads, share_layers):
     assert count == full // (1 + share_heads) // (1 + share_layers)
 
 
-@pytest.mark.parametrize("encoding", ROTARY_ENCODINGS)
+@pytest.mark.parametrize("encoding", ENCODING_CLASSES)
 def test_positions_of_each_sample(tiny, encoding):
     _, module = build(tiny, encoding, 2, block_size=2 if encoding in PLANAR else 4)
     positions = torch.rand(3, 5, 2)

@@ -15,7 +15,7 @@ from hf_liere.models.exponential import POLYNOMIAL, Rays, block_rotations
 from hf_liere.models.exponential_gradient import POLYNOMIAL_NORM
 from hf_liere.models.lie_algebra import eigenbasis, skew
 from hf_liere.models.positions import of_grid
-from hf_liere.models.rotation import EigenRotation, change_basis
+from hf_liere.models.rotation import EigenRotation, to_basis
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")
@@ -78,7 +78,7 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
         rotation = EigenRotation(torch.stack([angles.cos(), angles.sin()], -1), basis, inside, phases)
         folded = (
             torch.stack(
-                [change_basis(state.permute(0, 2, 1).flatten(0, 1), basis).unflatten(0, (heads, -1)) for state in part]
+                [to_basis(state.permute(0, 2, 1).flatten(0, 1), basis).unflatten(0, (heads, -1)) for state in part]
             )
             for part in (query, key)
         )

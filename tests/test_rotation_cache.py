@@ -10,7 +10,7 @@ import torch
 
 import hf_liere
 from hf_liere.models import rotation_cache
-from hf_liere.models.encodings import ROTARY_ENCODINGS
+from hf_liere.models.encodings import ENCODING_CLASSES
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def computed(monkeypatch):
 
         return layer_rotations
 
-    for encoding in set(ROTARY_ENCODINGS.values()):
+    for encoding in set(ENCODING_CLASSES.values()):
         if "layer_rotations" in vars(encoding):
             monkeypatch.setattr(encoding, "layer_rotations", recorded(encoding.layer_rotations))
     monkeypatch.setattr(
@@ -41,7 +41,7 @@ def build(tiny, encoding, **fields):
     return hf_liere.LieREViTModel(tiny(position_encoding=encoding, block_size=2 if planar else 4, **fields)).eval()
 
 
-@pytest.mark.parametrize("encoding", ROTARY_ENCODINGS)
+@pytest.mark.parametrize("encoding", ENCODING_CLASSES)
 def test_a_size_is_computed_once(tiny, computed, encoding):
     model, images = build(tiny, encoding), {size: torch.randn(2, 3, size, size) for size in (16, 32)}
     expected = {size: model(pixels).last_hidden_state for size, pixels in images.items()}

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .cpu_interface import Monomials, Pair, Rays, Shape, Shared, Sizes, Strides
 from .cpu_library import library
-from .cuda import contiguous_channels, empty_like, is_planes, shared_strides
+from .layout import contiguous_channels, empty_like, is_planes, shared_strides
 
 
 # Two huge pages of the usual 2 MiB, of which at least one is whole.

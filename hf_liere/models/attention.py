@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .rotation import Rotation, change_basis
+from .rotation import Rotation, to_basis
 from .tracing import first_derivative_only
 
 
-# Hooks of all modules have no public name; a release without this one is taken to have none.
+# torch has no public name for hooks of all modules; a release without this private one is taken to have none.
 _has_global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
@@ -40,9 +40,9 @@ class LieREAttention(nn.Module):
     """
     Multi-head self-attention that rotates query and key before the attention function of the configuration.
 
-    Commuting rotations are applied in the eigenbasis of their generators. It goes into the weights of `q_proj` and
-    `k_proj` where these are linear layers and nothing else; with hooks, adapters, parametrizations, or weights that are
-    quantized, offloaded or sharded, the modules are called as they are and what they return is changed to the
+    Commuting rotations are applied in the eigenbasis of their generators. The basis is multiplied into the weights of
+    `q_proj` and `k_proj` where these are plain linear layers; with hooks, adapters, parametrizations, or weights that
+    are quantized, offloaded or sharded, the modules are called as they are and their outputs are changed to the
     eigenbasis, which gives the same numbers up to rounding.
 
     Args:
@@ -114,7 +114,7 @@ class LieREAttention(nn.Module):
         for projection in (self.q_proj, self.k_proj):
             for parameter in (projection.weight, projection.bias):
                 if parameter is not None:
-                    changed = change_basis(parameter, basis)
+                    changed = to_basis(parameter, basis)
                     parameter.copy_(changed.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1))
 
 
@@ -139,10 +139,10 @@ def _obstacle(projection: nn.Module) -> str | None:
         # Adapters, quantized layers, parametrizations and FSDP2 have classes of their own.
         return type(projection).__name__
     if any(getattr(projection, f"_{kind}_hooks") for kind in HOOKS):
-        # Pruning and DeepSpeed make or gather the weight in them.
+        # Pruning and DeepSpeed compute or gather the weight in hooks.
         return "a Linear with hooks"
     if "forward" in projection.__dict__:
-        # So accelerate brings back what it has offloaded.
+        # accelerate restores offloaded weights this way.
         return "a Linear whose forward was replaced"
     parameters = projection._parameters
     if len(parameters) != 2 or "weight" not in parameters or "bias" not in parameters:
@@ -155,13 +155,13 @@ def _obstacle(projection: nn.Module) -> str | None:
 
 
 class _LinearInBasis(torch.autograd.Function):
-    """Uᵀ (W x + b). The backward pass changes the weight again: saved, it would be 5% of a step's memory."""
+    """Uᵀ (W x + b). The backward pass changes the weight again: saving it would take 5% of a step's memory."""
 
     @staticmethod
     def forward(ctx, hidden_states, weight, bias, basis):
         ctx.save_for_backward(hidden_states, weight, basis)
-        bias = None if bias is None else change_basis(bias, basis)
-        return nn.functional.linear(hidden_states, change_basis(weight, basis), bias)
+        bias = None if bias is None else to_basis(bias, basis)
+        return nn.functional.linear(hidden_states, to_basis(weight, basis), bias)
 
     @staticmethod
     @first_derivative_only
@@ -171,12 +171,9 @@ class _LinearInBasis(torch.autograd.Function):
         hidden_gradient = weight_gradient = bias_gradient = None
         rows = gradient.flatten(0, -2)
         if ctx.needs_input_grad[0]:
-            hidden_gradient = (gradient @ change_basis(weight, basis).to(gradient.dtype)).to(hidden_states.dtype)
+            hidden_gradient = (gradient @ to_basis(weight, basis).to(gradient.dtype)).to(hidden_states.dtype)
         if ctx.needs_input_grad[1]:
-            weight_gradient = change_basis(rows.T @ hidden_states.flatten(0, -2).to(rows.dtype), back).to(weight.dtype)
+            weight_gradient = to_basis(rows.T @ hidden_states.flatten(0, -2).to(rows.dtype), back).to(weight.dtype)
         if ctx.needs_input_grad[2]:
-            bias_gradient = change_basis(rows.sum(0), back).to(weight.dtype)
+            bias_gradient = to_basis(rows.sum(0), back).to(weight.dtype)
         return hidden_gradient, weight_gradient, bias_gradient, None
-
-
-__all__ = ["LieREAttention", "eager_attention_forward"]

@@ -20,7 +20,7 @@ from .tracing import values_are_unknown
 
 logger = logging.get_logger(__name__)
 
-# Dense rotations of all layers at once are fewer calls, but LieRE64 of a ViT-B at 3,136 tokens would need 7.4 GB.
+# All layers at once take fewer calls, but the rotations of LieRE64 with ViT-B at 3,136 tokens need 7.4 GB.
 ALL_LAYERS_BYTES = 1 << 30
 
 
@@ -50,7 +50,7 @@ class RotaryEncoding(nn.Module):
 
     @staticmethod
     def new_parameter(*shape: int) -> nn.Parameter:
-        """A parameter in the default type, but no half type: rounded generators rotate distant patches wrongly."""
+        """In the default type, or float32 for half types: rounded generators rotate distant patches wrongly."""
         return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "RotaryEncoding":
@@ -61,7 +61,7 @@ class RotaryEncoding(nn.Module):
             logger.warning_once(
                 f"The generators of {self.config.position_encoding} were rounded to {rounded.pop()}: rotations of "
                 "distant patches are off by up to 0.1 on a 64 × 64 grid. Keep them in float32: load the model with "
-                "from_pretrained(…, dtype=…), which does so, or train it with autocast."
+                "from_pretrained(…, dtype=…), which keeps them, or train it with autocast."
             )
         return result
 
@@ -83,10 +83,7 @@ class RotaryEncoding(nn.Module):
     def rotations_from(
         self, positions: TokenPositions, entries: torch.Tensor, rays: Rays | None = None
     ) -> list[Rotation]:
-        """
-        Planes or blocks in the basis of the model, for the layers whose `entries` are given; `rays`: see
-        [`exponential.Rays`].
-        """
+        """Planes or blocks in the basis of the model, for the layers whose `entries` are given."""
         coordinates = positions.coordinates.to(working_dtype(positions.coordinates.device))
         batch, tokens = coordinates.shape[:-2], coordinates.shape[-2]
         coordinates = coordinates.reshape(-1, self.num_axes)  # (B · N, A)
@@ -95,12 +92,12 @@ class RotaryEncoding(nn.Module):
             rotation_class = PlaneRotation
             # Layer by layer the angles stay in a core's cache.
             rotations = [
-                plane_rotations(coordinates, frequencies, self.rotation_dtype)
+                plane_rotations(coordinates, frequencies, self.rotation_dtype)  # (H · planes, B · N, 2)
                 for frequencies in entries.flatten(2).unbind(1)
             ]
         else:
             rotation_class = BlockRotation
-            generators = skew(entries.flatten(2, 3), self.block_size)
+            generators = skew(entries.flatten(2, 3), self.block_size)  # (A, layers, H · blocks, b, b)
             rotations = layer_block_rotations(coordinates, generators, self.rotation_dtype, rays)
         # Tokens before heads in memory, as in the queries and keys that will be rotated.
         rotations = [
@@ -112,7 +109,7 @@ class RotaryEncoding(nn.Module):
 
     @property
     def rotation_dtype(self) -> torch.dtype:
-        """float64 for float64 parameters, else float32: attention casts to its own type last."""
+        """float64 for float64 parameters, else float32: attention casts them when it applies them."""
         is_double = any(parameter.dtype == torch.float64 for parameter in self.parameters())
         return torch.float64 if is_double else torch.float32
 
@@ -132,7 +129,7 @@ class RotaryEncoding(nn.Module):
     def frequency_entries(self) -> torch.Tensor:
         """
         RoPE-Mixed's initial spectrum (RoPE-ViT §3.2): the planes of a head fall into one group per axis, plane i of q
-        in a group rotates with θ^(−i/q), and the groups' directions form a random orthonormal frame, its own in
+        in a group rotates with θ^(−i/q), and the groups' directions are random and orthonormal, drawn for
         every layer and head.
         """
         planes = self.num_blocks * self.block_size // 2
@@ -141,8 +138,10 @@ class RotaryEncoding(nn.Module):
         magnitudes = self.config.rope_theta ** -((plane % group_size) / group_size)
         # Half types have no QR decomposition.
         shape = (self.layers, self.heads, self.num_axes, self.num_axes)
-        frames, _ = torch.linalg.qr(torch.randn(shape, dtype=torch.float32))
-        frequencies = (frames[..., plane // group_size] * magnitudes).permute(2, 0, 1, 3)  # (A, layers, heads, planes)
+        directions, _ = torch.linalg.qr(torch.randn(shape, dtype=torch.float32))
+        frequencies = (directions[..., plane // group_size] * magnitudes).permute(
+            2, 0, 1, 3
+        )  # (A, layers, heads, planes)
         entries = frequencies.new_zeros(*frequencies.shape[:3], self.num_blocks, self.num_entries)
         row, column = torch.triu_indices(self.block_size, self.block_size, offset=1)
         in_plane = (row % 2 == 0) & (column == row + 1)
@@ -193,8 +192,8 @@ class LieRE(RotaryEncoding):
 
     def layer_rotations(self, positions: TokenPositions) -> Iterable[Rotation]:
         """
-        On a grid that starts at zero the positions of most patches are multiples of another's, see
-        [`exponential.Rays`]. Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it asks for them.
+        On a grid that starts at zero, the rotations at multiples of a position are powers, see [`exponential.Rays`].
+        Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it is reached.
         """
         coordinates, rays = positions.coordinates, None
         entries = self.entries(coordinates.device)
@@ -210,10 +209,10 @@ class LieRE(RotaryEncoding):
 
 class ComRoPEAxialPartition(RotaryEncoding):
     """
-    ComRoPE-AP (§3.3.1, eq. 8): block j serves axis j mod A alone, so generators of different axes act on different
-    channels and commute.
+    ComRoPE-AP (§3.3.1, eq. 8): block j rotates with coordinate j mod A only, so generators of different axes act on
+    different channels and commute.
 
-    ComRoPE's Table 7 counts full b×b matrices F, of which only F − Fᵀ acts; stored here are its b(b−1)/2 free entries,
+    ComRoPE's Table 7 counts full b×b matrices P, of which only P − Pᵀ acts; stored here are its b(b−1)/2 free entries,
     that is 32,256 instead of 73,728 numbers for ViT-B with b = 8.
 
     Attributes:
@@ -231,17 +230,17 @@ class ComRoPEAxialPartition(RotaryEncoding):
         return serves.view(self.num_axes, 1, 1, self.num_blocks)
 
     def entries(self, device: torch.device) -> torch.Tensor:
-        # A product rounded to float32 would be the largest error of the rotations.
+        # In float32, the rounding of this product would dominate the error of the rotations.
         dtype = working_dtype(device)
         return self.axis_multipliers(device).to(dtype).unsqueeze(-1) * self.generators.to(dtype)
 
     def layer_rotations(self, positions: TokenPositions) -> list[Rotation]:
         """
-        Without an exponential: every block is diagonalised once, whatever the number of tokens.
+        Without a matrix exponential: each block is diagonalised once for all tokens.
 
         Returns:
-            One [`rotation.EigenRotation`] per layer. Odd block sizes have an axis that no plane contains; they get
-            [`rotation.BlockRotation`].
+            One [`rotation.EigenRotation`] per layer, or [`rotation.BlockRotation`] for blocks of odd size, which have
+            one direction outside of every plane.
         """
         if self.block_size % 2:
             return super().layer_rotations(positions)
@@ -250,12 +249,13 @@ class ComRoPEAxialPartition(RotaryEncoding):
         batch, tokens = coordinates.shape[:-2] or (1,), coordinates.shape[-2]
         with maybe_autocast(device.type, enabled=False):
             basis, generators, frequencies = self.spectrum(dtype)
-            multipliers = self.axis_multipliers(device).to(dtype).expand(-1, self.layers, self.heads, -1)
+            multipliers = (
+                self.axis_multipliers(device).to(dtype).expand(-1, self.layers, self.heads, -1)
+            )  # (A, layers, H, blocks)
             coordinates = coordinates.to(dtype).reshape(-1, self.num_axes)  # (B · N, A)
             phases, cos_sins = [], []
-            # Layer by layer the angles stay in a core's cache.
-            for of_layer, layer_frequencies in zip(multipliers.unbind(1), frequencies):
-                phase = (coordinates @ of_layer.flatten(1)).view(*batch, tokens, self.heads, self.num_blocks)
+            for layer_multipliers, layer_frequencies in zip(multipliers.unbind(1), frequencies):
+                phase = (coordinates @ layer_multipliers.flatten(1)).view(*batch, tokens, self.heads, self.num_blocks)
                 angles = (phase.unsqueeze(-1) * layer_frequencies).flatten(-2)  # (B, N, H, planes)
                 cos_sins.append(cos_sin(angles, self.rotation_dtype).transpose(1, 2))
                 phases.append(phase.detach().transpose(1, 2).to(self.rotation_dtype))
@@ -264,7 +264,7 @@ class ComRoPEAxialPartition(RotaryEncoding):
         return rotations * (self.num_layers // self.layers)
 
     def bases(self) -> list[torch.Tensor]:
-        """Eigenbasis of every layer, (1 or heads, blocks, b, b) each, for [`rotation.fold`]."""
+        """Eigenbasis of every layer, (1 or H, blocks, b, b) each, for `LieREAttention.fold`."""
         basis, _, _ = self.spectrum(working_dtype(self.generators.device))
         return list(basis) * (self.num_layers // self.layers)
 
@@ -312,7 +312,7 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
         init.normal_(self.multipliers)
 
 
-ROTARY_ENCODINGS = {
+ENCODING_CLASSES = {
     "axial_rope": AxialRoPE,
     "rope_mixed": LieRE,
     "liere": LieRE,

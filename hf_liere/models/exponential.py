@@ -1,4 +1,4 @@
-"""Rotations of dense blocks from their generators: the one owner of matrix exponentials."""
+"""Rotations of dense blocks from their generators: the plain implementation of the matrix exponential."""
 
 import itertools
 import math

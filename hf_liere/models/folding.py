@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .configuration_liere import ROTARY_ENCODINGS as ROTARY_NAMES
-from .encodings import ROTARY_ENCODINGS, ComRoPEAxialPartition, LieRE, RotaryEncoding
+from .configuration_liere import ENCODING_CLASSES as ROTARY_NAMES
+from .encodings import ENCODING_CLASSES, ComRoPEAxialPartition, LieRE, RotaryEncoding
 from .positions import TokenPositions
 from .rotation import BlockRotation, Rotation
 
@@ -93,7 +93,7 @@ def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
     Raises:
         ValueError: if the encoding does not exist on that many axes.
     """
-    encoding = ROTARY_ENCODINGS.get(config.position_encoding)
+    encoding = ENCODING_CLASSES.get(config.position_encoding)
     if config.folded_grids is not None:
         encoding = FOLDED_ENCODINGS.get(config.position_encoding, encoding)
     if encoding is None:

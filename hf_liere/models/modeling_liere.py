@@ -1,9 +1,9 @@
 """
-Vision transformers with learned rotary position encodings. Unusual in this file:
+Vision transformers with learned rotary position encodings.
 
-- the rotations of all layers are computed once per forward, without the batch, and handed to the layers as arguments;
-- the encoder is written for any number of input axes: images here, video and volumes in modeling_liere_video;
-- any input size works: rotary encodings need nothing, the learned table is interpolated.
+- The rotations of all layers are computed once per forward pass and passed to the layers as arguments.
+- The encoder is written for any number of input axes: images here, video and volumes in modeling_liere_video.
+- Inputs may have any size that is divisible by the patch.
 """
 
 import math
@@ -95,7 +95,7 @@ class LieREPreTrainedModel(PreTrainedModel):
 
     def fold_rotations(self, grids: Iterable[tuple[int, ...]] | None = None) -> "LieREPreTrainedModel":
         """
-        A copy of the model for inference, whose rotations cost what those of RoPE do, or nothing.
+        A copy of the model for inference: commuting rotations cost as much as RoPE, dense ones are constants.
 
         Commuting encodings become RoPE: exp(s S) = U rot(s μ) Uᵀ, with Uᵀ in the query and key weights. Dense rotations
         of LieRE become constants for the grids that are asked for; on others they are computed as before. The copy is
@@ -106,9 +106,9 @@ class LieREPreTrainedModel(PreTrainedModel):
                 LieRE with a block size above 2 only.
 
         Raises:
-            ValueError: if the model is folded already or has no rotations, its weights are offloaded or made by others
-                (pruning), or adapters or quantized layers stand where weights would have to be changed.
-            `huggingface_hub.errors.StrictDataclassError`: if a grid does not fit the model.
+            ValueError: if the model is folded already or has no rotations, its weights are offloaded or computed by
+                hooks (pruning), or adapters or quantized layers stand where weights would have to be changed.
+            `huggingface_hub.errors.StrictDataclassError`: if a grid does not fit the configuration.
         """
         return fold_rotations(self, LieREEncoderModel, grids)
 
@@ -120,7 +120,7 @@ class LieREPreTrainedModel(PreTrainedModel):
 
 
 class LieREEncoderModel(LieREPreTrainedModel):
-    """The transformer without a head, for any number of axes; see [`LieREViTModel`] and `LieREVideoModel`."""
+    """The transformer without a head, for any number of axes."""
 
     def __init__(self, config: LieREConfig, use_mask_token: bool = False):
         super().__init__(config)
@@ -139,7 +139,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
     def grid_positions(
         self, grid: tuple[int, ...], offsets: torch.Tensor | None, device: torch.device
     ) -> TokenPositions | None:
-        """Positions of all tokens of a grid of patches; `None` where nothing in the model asks for them."""
+        """Positions of all tokens of a grid of patches; `None` where nothing in the model uses them."""
         config = self.config
         if config.coordinates is None:
             return None
@@ -151,7 +151,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
         Positions of all tokens from coordinates of the patches, or of all tokens, as `forward` takes them.
 
         Raises:
-            ValueError: as [`check_positions`], or if nothing in the model asks for positions.
+            ValueError: as [`check_positions`], or if nothing in the model uses positions.
         """
         config, num_patches = self.config, math.prod(grid)
         if config.coordinates is None:
@@ -166,7 +166,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
 
     @property
     def _prefix_is_placed(self) -> bool:
-        """Whether class and register tokens sit somewhere, for rotations or a table that is read at coordinates."""
+        """Whether class and register tokens have coordinates, for rotations or a table that is read at coordinates."""
         return self.config.rotate_prefix or self.config.position_table_size is not None
 
     def rotations(self, positions: TokenPositions | None) -> Iterable[Rotation | None]:
@@ -190,13 +190,14 @@ class LieREEncoderModel(LieREPreTrainedModel):
         Args:
             pixel_values: (B, C, H, W) images or (B, T, C, H, W) clips, of any size divisible by the patch.
             positions: (N, A) or (B, N, A) coordinates of the patch tokens that replace the grid's; used as given,
-                neither rescaled nor perturbed. Where class and register tokens have coordinates (`rotate_prefix`,
-                `position_table_size`), theirs may come first: (prefix + N, A) or (B, prefix + N, A).
+                neither rescaled nor perturbed (a learned table is still read on the grid). Where class and register
+                tokens have coordinates (`rotate_prefix`, `position_table_size`), theirs may come first: (prefix + N, A)
+                or (B, prefix + N, A).
             bool_masked_pos: (B, N), true where the mask token replaces a patch; needs `use_mask_token`.
-            attention_mask: (B, prefix + N), true for tokens that are attended to and pooled; or one for every pair of
-                tokens, (1 or B, 1 or H, 1 or prefix + N, prefix + N), Boolean or added to the logits, of which tokens
-                that no query attends to are not pooled; or what the attention implementation takes instead, such as a
-                `BlockMask` (not with `pooling="mean"` and `"mean_all"`).
+            attention_mask: (B, prefix + N), true for tokens that are attended to, which alone are averaged; or one for
+                every pair of tokens, (1 or B, 1 or H, 1 or prefix + N, prefix + N), Boolean or added to attention
+                scores, where tokens that no query attends to are not averaged; or what the attention implementation
+                takes instead, such as a `BlockMask` (not with `pooling="mean"` and `"mean_all"`).
 
         Returns:
             `last_hidden_state` (B, prefix + N, hidden_size), normalised if `config.final_norm` is `"tokens"`, and
@@ -205,7 +206,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
 
         Raises:
             ValueError: if the input does not fit the configuration, positions are of the wrong shape or not finite, or
-                a mask is of the wrong shape or hides all tokens that would be pooled.
+                a mask is of the wrong shape, hides every token of a sample, or all that are averaged.
         """
         pixels = self.pixels(pixel_values)
         grid = self.embeddings.patch_embeddings.grid(pixels)
@@ -241,14 +242,14 @@ class LieREViTModel(LieREEncoderModel):
 
     Args:
         config: A [`LieREViTConfig`].
-        use_mask_token: Whether to hold the mask token of masked image modeling.
+        use_mask_token: Whether to create the mask token of masked image modeling.
     """
 
     config: LieREViTConfig
 
 
 class LieREForClassification(LieREPreTrainedModel):
-    """An encoder of the class `encoder_class` with a classifier on its pooled token."""
+    """An encoder, `encoder_class`, with a classifier on its pooled output: linear, or with one hidden layer."""
 
     encoder_class: type[LieREEncoderModel]
 
@@ -287,7 +288,7 @@ class LieREForClassification(LieREPreTrainedModel):
 
 
 class LieREViTForImageClassification(LieREForClassification):
-    """[`LieREViTModel`] with a linear classifier on the pooled token."""
+    """[`LieREViTModel`] with a classifier on its pooled output, see [`LieREForClassification`]."""
 
     config: LieREViTConfig
     encoder_class = LieREViTModel
@@ -351,7 +352,7 @@ class LieREViTBackbone(BackboneMixin, LieREViTModel):
     ) -> BackboneOutput:
         """
         As [`LieREViTModel.forward`]; returns `feature_maps`, one (B, hidden_size, H/patch, W/patch) per entry of
-        `config.out_features` (token sequences without the prefix's reshaping if `reshape_hidden_states` is false).
+        `config.out_features`, or (B, prefix + N, hidden_size) token sequences if `reshape_hidden_states` is false.
         """
         # BackboneMixin has a forward of its own, which comes first.
         outputs = LieREViTModel.forward(self, pixel_values, positions=positions, **kwargs)
@@ -369,12 +370,3 @@ class LieREViTBackbone(BackboneMixin, LieREViTModel):
         return BackboneOutput(
             feature_maps=feature_maps, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
-
-
-__all__ = [
-    "LieREPreTrainedModel",
-    "LieREViTBackbone",
-    "LieREViTForImageClassification",
-    "LieREViTForMaskedImageModeling",
-    "LieREViTModel",
-]

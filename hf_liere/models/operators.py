@@ -13,9 +13,9 @@ from .backends import find_backend
 from .tracing import first_derivative_only
 
 
-# Of query and key each; measured on CPU for blocks of 8.
+# Samples of query, and of key, in one product: the fastest on CPUs for blocks of 8.
 SAMPLES_AT_ONCE = 8
-# Above, indexing costs less than one product that gathers the parts of all pairs of planes.
+# Up to this block size one product gathers the parts of all pairs of planes; above it, indexing costs less.
 GATHERED_SIZE = 16
 
 
@@ -26,6 +26,8 @@ def rotate_planes(
     generators: torch.Tensor | None = None,
     phases: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, H, N, D) query and key by (1 or B, 1 or H, N, planes, 2) cos and sin; others as in `EigenRotation`."""
+
     def rotate(*states):
         if generators is None and torch.compiler.is_compiling():
             # Compilers fuse plain operations themselves.
@@ -38,15 +40,16 @@ def rotate_planes(
 
 
 def rotate_blocks(query: torch.Tensor, key: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    fused = find_backend("apply_rotation", query, blocks.shape[-1]) is not None
+    """(B, H, N, D) query and key by (1 or B, 1 or H, N, blocks, b, b) matrices."""
+    has_backend = find_backend("apply_rotation", query, blocks.shape[-1]) is not None
 
     def rotate(*states):
-        if torch.compiler.is_compiling() or (blocks.shape[0] > 1 and not fused):
-            # Samples with matrices of their own have no sum to be saved.
+        if torch.compiler.is_compiling() or (blocks.shape[0] > 1 and not has_backend):
+            # Where every sample has matrices of its own, no sum over samples is to be saved.
             return tuple(_blocks_of(part, blocks) for part in states)
         return _RotateBlocks.apply(*states, blocks)
 
-    return rotate(query, key) if fused else _on_leading(query, key, blocks.shape[3] * blocks.shape[-1], rotate)
+    return rotate(query, key) if has_backend else _on_leading(query, key, blocks.shape[3] * blocks.shape[-1], rotate)
 
 
 def _on_leading(query: torch.Tensor, key: torch.Tensor, width: int, rotate: Callable):
@@ -66,7 +69,7 @@ class _RotatePlanes(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, cos_sin, generators, phases):
         rotated = _apply_planes((query, key), cos_sin)
-        # Attention keeps the rotated states anyway; those before are never needed.
+        # Attention saves the rotated states anyway; those before the rotation are not needed.
         states = rotated if ctx.needs_input_grad[2] else (None, None)
         ctx.save_for_backward(*states, cos_sin, generators, phases)
         return rotated
@@ -85,13 +88,13 @@ class _RotatePlanes(torch.autograd.Function):
             outer = outer_products(gradients, states, phases.shape, generators.shape[-1])
             by_angle, generators_gradient = eigen_gradients(outer, generators, phases)
             by_angle = by_angle.reshape(cos.shape)
-        # The direction in which cos and sin change with the angle: any other part would be lost in it.
+        # Along (−sin, cos), the direction in which cos and sin change with the angle.
         cos_sin_gradient = torch.stack([-sin * by_angle, cos * by_angle], dim=-1)
         return *rotated_back, cos_sin_gradient, generators_gradient, None
 
 
 class _RotateBlocks(torch.autograd.Function):
-    """Query and key by a [`BlockRotation`] that all samples share, or any with a backend."""
+    """Query and key by a [`BlockRotation`] that all samples share, or by any one where a backend applies it."""
 
     @staticmethod
     def forward(ctx, query, key, blocks):
@@ -265,7 +268,7 @@ def eigen_gradients(
 
     a, b = integrate(a, b, frequencies[..., j] - frequencies[..., k])
     c, d = integrate(c, d, frequencies[..., j] + frequencies[..., k])
-    # Half for the block, half for its mirror image below.
+    # `_plane_parts` gives twice a, b, c and d, and the gradient is half of the skew-symmetric matrix made of them.
     blocks = torch.stack([torch.stack([a + c, d - b], -1), torch.stack([b + d, a - c], -1)], -2) / 4
     gradient = blocks.new_zeros(*blocks.shape[:-3], planes, planes, 2, 2)
     gradient[..., j, k, :, :] = blocks
@@ -275,8 +278,8 @@ def eigen_gradients(
 
 def _plane_parts(matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
-    Parts of the skew part of (…, b, b): the one within each plane, (…, b/2), and for the block of every pair of planes
-    j < k twice the a, b, c and d of aI + bJ + cK + dL, K = diag(1, −1), L = [[0, 1], [1, 0]], (…, pairs) each.
+    Parts of M − Mᵀ for (…, b, b) matrices M: the one within each plane, (…, b/2), and for the block of every pair of
+    planes j < k twice the a, b, c and d of aI + bJ + cK + dL, K = diag(1, −1), L = [[0, 1], [1, 0]], (…, pairs) each.
     """
     planes = matrices.shape[-1] // 2
     skew = matrices - matrices.transpose(-1, -2)

@@ -1,4 +1,4 @@
-"""Which tokens of an input are pooled, and what an attention mask must be for them to be known."""
+"""Which tokens are pooled, and which attention masks allow this."""
 
 import torch
 
@@ -7,7 +7,7 @@ from .tracing import values_are_unknown
 
 def pool(config, hidden_states: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     """
-    The tokens or the mean that `config.pooling` says.
+    The tokens, or their mean, that `config.pooling` selects.
 
     Args:
         hidden_states: (B, tokens, hidden_size).
@@ -29,11 +29,11 @@ def pool(config, hidden_states: torch.Tensor, visible: torch.Tensor | None) -> t
 
 def visible_tokens(config, mask: torch.Tensor | object | None, batch_size: int, num_tokens: int) -> torch.Tensor | None:
     """
-    (1 or B, tokens), true for tokens that a query attends to; `None` for all, or where a mask that is no tensor hides
-    it.
+    (1 or B, tokens), true for tokens that a query attends to; `None` for all tokens, or if the mask is not a
+    tensor.
 
     Raises:
-        ValueError: if an attention mask is of the wrong shape or hides all tokens that would be pooled.
+        ValueError: if an attention mask is of the wrong shape, hides every token of a sample, or all that are averaged.
     """
     averaged = config.pooling in ("mean", "mean_all")
     if mask is None:
@@ -48,14 +48,14 @@ def visible_tokens(config, mask: torch.Tensor | object | None, batch_size: int, 
     pairs = ((1, batch_size), (1, config.num_attention_heads), (1, num_tokens), (num_tokens,))
     exact = mask.dtype == torch.bool or mask.is_floating_point()
     if mask.ndim == 4 and exact and all(size in accepted for size, accepted in zip(mask.shape, pairs)):
-        # Masks that are added to the logits hide a token by the smallest number of their type, or minus infinity.
+        # Masks that are added hide a token by the most negative number of their type, or minus infinity.
         attended = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         visible = attended.flatten(1, 2).any(dim=1)
     elif tuple(mask.shape) == (batch_size, num_tokens):
         if not values_are_unknown(mask) and (mask < 0).any():
             raise ValueError(
                 f"attention_mask of shape {tuple(mask.shape)} holds {mask.min().item()}: a mask of tokens is true "
-                "or 1 for those that are attended to, 0 for others; only a mask of pairs is added to the logits."
+                "or 1 for those that are attended to, 0 for others; only a mask of pairs is added to attention scores."
             )
         visible = mask.bool()
     else:

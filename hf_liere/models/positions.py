@@ -9,8 +9,7 @@ import torch
 from .tracing import values_are_unknown
 
 
-# The coordinate of a patch on an axis of n patches that had n₀ in training, from its index, n, n₀ and the n of the last
-# axis: see `of_grid`.
+# From the index of a patch, its axis' size n, the size n₀ of training and the size of the last axis, see `of_grid`.
 COORDINATES = {
     "index": lambda index, size, trained, width: index,
     "train_grid": lambda index, size, trained, width: index * (size / trained / max(size - 1, 1)),
@@ -18,19 +17,19 @@ COORDINATES = {
     "unit": lambda index, size, trained, width: (index + 0.5) / size,
     "unit_width": lambda index, size, trained, width: (index + 0.5) / width,
 }
-# Those that are multiples of the index.
+# Of these, multiples of the index.
 PROPORTIONAL = ("index", "train_grid", "train_index")
 
 
 class TokenPositions(NamedTuple):
     """
     Where the tokens of an input sit, class and register tokens first. Only [`of_grid`] sets
-    `grid`, so that a grid is never kept beside coordinates that are not its own.
+    `grid`, so that it never stands beside coordinates of other patches.
 
     Attributes:
         coordinates: (N, A), or (B, N, A) for samples with positions of their own, prefix tokens included.
         num_prefix_tokens: Number P of class and register tokens among them.
-        grid: Patches per axis where the patches are those of a grid as it is, else `None`.
+        grid: Patches per axis of an undisplaced grid, else `None`.
         proportional: Whether prefix tokens sit at zero and patches at multiples of their index in the grid.
     """
 
@@ -41,7 +40,7 @@ class TokenPositions(NamedTuple):
 
     def rays(self) -> list[list[int]] | None:
         """
-        For each patch with coprime indices the tokens at its multiples 1, 2, …; all others are at position zero.
+        For each patch with coprime indices the tokens at 1, 2, … times its position; tokens in no ray are at zero.
 
         `None` where the positions are not known to be proportional to indices.
         """
@@ -76,7 +75,7 @@ def of_grid(
 
     With i the index of a patch on an axis of n patches that had n₀ in training: `index` i; `train_grid` i·(n/n₀)/(n−1)
     (LieRE's code: linspace(0, n/n₀, n)); `train_index` i·n₀/n (timm's reference grid); `unit` (i+½)/n (ComRoPE
-    §3.4.1); `unit_width` (i+½)/w, w the size of the last axis (ComRoPE's code: frames are divided by the image's n).
+    §3.4.1); `unit_width` (i+½)/w, w the size of the last axis (ComRoPE's code, frames included).
 
     Args:
         grid: Patches per axis, A numbers.
@@ -153,8 +152,8 @@ def check_positions(
         num_prefix_tokens: Number P of class and register tokens whose positions may come first, if they have any.
 
     Raises:
-        ValueError: if `positions` given by the user are not (N, A) or (B, N, A), nor (P+N, A) or (B, P+N, A), not
-            floating point, or not finite.
+        ValueError: if `positions` given by the user are not (N, A), (1, N, A) or (B, N, A), nor the same with P+N
+            tokens, not floating point, or not finite.
     """
     accepted = ((num_patches, num_axes), (batch_size, num_patches, num_axes))
     batches, tokens = positions.shape[:-2], positions.shape[-2:]

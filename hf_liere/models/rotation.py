@@ -14,7 +14,7 @@ class PlaneRotation(NamedTuple):
 
     Attributes:
         cos_sin: (1 or B, 1 or H, N, planes, 2) cos and sin of the angles.
-        basis: `None`, as queries and keys are rotated in the basis that they are in.
+        basis: `None`: queries and keys stay in the basis of the model.
     """
 
     cos_sin: torch.Tensor
@@ -38,7 +38,7 @@ class PlaneRotation(NamedTuple):
         return states
 
     def to(self, *args, **kwargs) -> "PlaneRotation":
-        """With all tensors as `torch.Tensor.to` makes them."""
+        """A copy whose tensors are converted by `torch.Tensor.to`."""
         return PlaneRotation(self.cos_sin.to(*args, **kwargs))
 
     def num_tokens(self) -> int:
@@ -82,7 +82,7 @@ class BlockRotation(NamedTuple):
         return self.blocks.shape[2]
 
     def num_planes(self) -> int:
-        """None: blocks are products of matrices."""
+        """0: blocks are multiplied as matrices."""
         return 0
 
     def matrices(self) -> torch.Tensor:
@@ -92,7 +92,8 @@ class BlockRotation(NamedTuple):
 
 class EigenRotation(NamedTuple):
     """
-    R(p) = exp(s(p) S) = U rot(s(p) μ) Uᵀ with S = U · blockdiag(μ J) · Uᵀ, for generators that commute.
+    R(p) = exp(s(p) S) = U rot(s(p) μ) Uᵀ with S = U · blockdiag(μ J) · Uᵀ, for generators that commute;
+    J = [[0, −1], [1, 0]], and rot(α) rotates these planes by α.
 
     U cancels in the products of rotated queries and keys: attention changes both to the basis once, by [`change_basis`]
     of weights or states, and rotates planes.
@@ -100,7 +101,7 @@ class EigenRotation(NamedTuple):
     Attributes:
         cos_sin: (1 or B, 1 or H, N, blocks · b/2, 2) cos and sin of s(p) μ.
         basis: (1 or H, blocks, b, b) orthogonal U, without a gradient.
-        generators: (1 or H, blocks, b, b), the value of UᵀSU with the gradient of S, or `None` where none is asked for.
+        generators: (1 or H, blocks, b, b), the value of UᵀSU with the gradient of S, or `None` if not needed.
         phases: (1 or B, 1 or H, N, blocks) the s(p), or `None` as `generators`.
     """
 
@@ -156,7 +157,7 @@ Rotation = PlaneRotation | BlockRotation | EigenRotation
 ROTATIONS = {kind.__name__: kind for kind in (PlaneRotation, BlockRotation, EigenRotation)}
 
 
-def change_basis(projected: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+def to_basis(projected: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """
     Uᵀ applied to what a query or key projection puts out, or to its weight or bias.
 
