@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .configuration_liere import ENCODING_CLASSES as ROTARY_NAMES
 from .encodings import ENCODING_CLASSES, ComRoPEAxialPartition, LieRE, RotaryEncoding
 from .positions import TokenPositions
 from .rotation import BlockRotation, Rotation
@@ -107,7 +106,7 @@ def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
 def fold_rotations(model: nn.Module, encoder_class: type, grids: Iterable[tuple[int, ...]] | None) -> nn.Module:
     """A copy of a model around an encoder, see `LieREPreTrainedModel.fold_rotations`."""
     config = model.config
-    if config.folded_grids is not None or config.position_encoding not in ROTARY_NAMES:
+    if config.folded_grids is not None or config.position_encoding not in ENCODING_CLASSES:
         raise ValueError(
             f"There is nothing to fold in a model with position_encoding={config.position_encoding!r} and "
             f"folded_grids={config.folded_grids}."
