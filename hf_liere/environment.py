@@ -1,9 +1,7 @@
 """
 What a bug report needs to say of a machine: versions, hardware, environment variables, and what computes the functions
-that `models.backends` may hand to kernels.
-
-A report may be about a library that cannot be imported, and this package with it. So this file imports the standard
-library alone, and everything else where a failure becomes part of the report; `cli` runs it as a file.
+that `models.backends` may hand to kernels. It may be about a library that cannot be imported, and this package with it:
+this file imports the standard library alone, all else where a failure can be reported, and `cli` runs it as a file.
 """
 
 import contextlib
@@ -39,8 +37,7 @@ def report(as_json: bool) -> str:
     text, home = json.dumps(found, indent=2) if as_json else "\n".join(_markdown(found)), os.path.expanduser("~")
     for path in {home, os.path.realpath(home)} - {"/"}:
         # Json writes backslashes twice.
-        path = json.dumps(path)[1:-1] if as_json else path
-        text = re.sub(re.escape(path) + r"(?![\w.-])", "~", text)
+        text = re.sub(re.escape(json.dumps(path)[1:-1] if as_json else path) + r"(?![\w.-])", "~", text)
     # Names of files may hold bytes that are no text.
     return text.encode(errors="backslashreplace").decode()
 
@@ -56,13 +53,13 @@ def environment() -> dict:
 def cpu_name() -> str:
     """The model of this machine's CPU, as far as the system tells."""
     with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-        if found := re.search(r"^model name\s*: (.+)$", text, re.MULTILINE):
+        if found := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.M):
             return found[1]
     return platform.processor() or platform.machine()
 
 
 def _tried(question: Callable, *arguments, otherwise: str = "unknown"):
+    """The answer, or what the error says: drivers fail, MPS has no float64."""
     try:
         return question(*arguments)
     except Exception as error:
@@ -127,7 +124,6 @@ def _functions() -> Iterator[dict]:
 
     for device, dtype, (function, size) in itertools.product(("cpu", *_gpus()), TYPES, FUNCTIONS):
         row = {"function": function, "block_size": size, "device": device, "dtype": dtype, "refusals": {}}
-        # MPS, for one, has no float64.
         yield row | {"computed_by": _tried(ask, row)}
 
 
@@ -135,8 +131,7 @@ def _markdown(found: dict) -> Iterator[str]:
     yield from (f"- {name}: {value}" for name, value in (found["packages"] | found["system"]).items())
     yield from (f"- `{name}={' '.join(value.split())}`" for name, value in found["variables"].items())
     yield "\nWhat computes each function (kernels for the CPU are compiled at their first use, also by this report):\n"
-    if found["problem"]:
-        yield f"- {found['problem']}"
+    yield from [f"- {found['problem']}"] if found["problem"] else []
     # Types of a device of which the same can be said are named together.
     types = {}
     for (device, dtype), rows in itertools.groupby(found["functions"], lambda row: (row["device"], row["dtype"])):
