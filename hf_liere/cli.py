@@ -83,6 +83,15 @@ def parser() -> argparse.ArgumentParser:
     )
     card.add_argument("facts", help="a yaml file, or the name of one in model_cards/")
     card.set_defaults(run=run_card)
+    reporting = subcommands.add_parser(
+        "env",
+        help="what a bug report needs: versions, hardware, and which kernels are used",
+        description="Print versions, hardware, environment variables (no tokens), and what computes each function that "
+        "kernels may compute, with the reason where it is none of them. Kernels for the CPU are compiled if they never "
+        "were, as the first forward pass does.",
+    )
+    reporting.add_argument("--json", action="store_true", dest="as_json", help="print json instead of Markdown")
+    reporting.set_defaults(run=run_env)
     return command
 
 
@@ -237,6 +246,12 @@ def run_card(facts: str) -> str:
     from .hub.facts import load_facts
 
     return render(load_facts(facts)).text.rstrip()
+
+
+def run_env(as_json: bool) -> str:
+    # As a file: a report may be about what keeps the package from being imported.
+    path = str(Path(__file__).with_name("environment.py"))
+    return runpy.run_path(path, run_name="hf_liere.environment")["report"](as_json)
 
 
 def main(arguments: list[str] | None = None) -> int:

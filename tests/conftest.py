@@ -48,8 +48,8 @@ def lacking():
 def compiler(lacking):
     """For tests of the kernels for CPUs, which are compiled when they are first used."""
     # Small and large blocks take different instructions, which old compilers do not all know.
-    failed = [size for size in (2, 8) if not cpu_kernels.is_available(torch.zeros(1), torch.float32, size)]
-    if failed:
+    refusals = {size: cpu_kernels.refusal(torch.zeros(1), torch.float32, size) for size in (2, 8)}
+    if failed := {size: refusal for size, refusal in refusals.items() if refusal}:
         lacking("kernels", f"no C++ compiler here makes the kernels for CPUs, for blocks of {failed}")
 
 
@@ -66,7 +66,7 @@ def both_paths(request):
         if request.param == "compiled":
             request.getfixturevalue("compiler")
         yield
-        failed = [size for size, library in cpu_library._libraries.items() if library is None]
+        failed = {size: failure for size, (_, failure) in cpu_library._found.items() if failure}
         assert not failed, f"Plain operations were tested twice for blocks of {failed}."
 
 

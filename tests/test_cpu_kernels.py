@@ -60,7 +60,7 @@ def test_tensors_without_numbers_are_left_to_plain_operations():
     """Those of tools that estimate memory or count operations."""
     with FakeTensorMode():
         query, rotation = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 1, 8, 8)
-        assert not cpu_kernels.is_available(query, query.dtype, 8)
+        assert cpu_kernels.refusal(query, query.dtype, 8)
         assert rotate_query_key(query, query, rotation)[0].shape == query.shape
 
 
@@ -73,8 +73,8 @@ def test_where_operations_are_watched_they_are_plain(shape):
     # float32 sums in another order.
     torch.testing.assert_close(traced(second), rotate_query_key(second, second, rotation), rtol=1e-4, atol=1e-5)
     with FlopCounterMode(display=False):
-        assert not cpu_kernels.is_available(first, torch.float32, 8)
-    assert cpu_kernels.is_available(first, torch.float32, 8)
+        assert cpu_kernels.refusal(first, torch.float32, 8)
+    assert cpu_kernels.refusal(first, torch.float32, 8) is None
 
 
 @needs_compiler
@@ -137,7 +137,7 @@ TOO_LITTLE_MEMORY = """
 import resource, torch
 from hf_liere.kernels import cpu as cpu_kernels
 states = torch.ones(1, 1, 1, 8).expand(1 << 27, -1, -1, -1)
-cpu_kernels.is_available(states, torch.float32, 8)
+cpu_kernels.refusal(states, torch.float32, 8)
 with open("/proc/self/statm") as file:
     used = int(file.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), -1))

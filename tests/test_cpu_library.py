@@ -19,7 +19,7 @@ from hf_liere.models.exponential import block_rotations
 from hf_liere.models.lie_algebra import skew
 
 
-AVAILABLE = cpu_kernels.is_available(torch.zeros(1), torch.float32, 2)
+AVAILABLE = cpu_kernels.refusal(torch.zeros(1), torch.float32, 2) is None
 needs_compiler = pytest.mark.usefixtures("compiler")
 
 ROTATE = """
@@ -29,7 +29,7 @@ from hf_liere.models.exponential import block_rotations
 from hf_liere.models.lie_algebra import skew
 rotations = block_rotations(torch.rand(6, 2, dtype=torch.float64), skew(torch.rand(2, 3, 28), 8))
 orthogonal = torch.allclose(rotations.mT @ rotations, torch.eye(8), atol=1e-6)
-print(cpu_kernels.is_available(rotations, torch.float32, 8) and orthogonal)
+print(cpu_kernels.refusal(rotations, torch.float32, 8) is None and orthogonal)
 """
 
 
@@ -68,7 +68,7 @@ def plant(library, folder, code=""):
     """In place of a library, another one whose name is right; its code runs as soon as it is loaded."""
     source = folder / "planted.cpp"
     source.write_text(f"#include <cstdio>\n__attribute__((constructor)) static void run() {{ {code} }}\n")
-    subprocess.run([*cpu_library._compiler(), "-shared", "-fPIC", "-o", library, source], check=True)
+    subprocess.run([*cpu_library.find_compiler(), "-shared", "-fPIC", "-o", library, source], check=True)
     digest = cpu_library._hash(library.read_bytes())
     return library.rename(library.with_name(f"{library.name.rpartition('-')[0]}-{digest}.so"))
 
@@ -89,7 +89,7 @@ def test_without_kernels_the_plain_operations_do_the_same(monkeypatch, caplog, e
         monkeypatch.setenv(name, value)
     positions, generators = torch.rand(6, 2, dtype=torch.float64), skew(torch.rand(2, 3, 28) * 6, 8)
     rotations = block_rotations(positions, generators)
-    assert not cpu_kernels.is_available(torch.zeros(1), torch.float32, 8)
+    assert cpu_kernels.refusal(torch.zeros(1), torch.float32, 8)
     exact = reference.exponential(torch.einsum("pa,akij->kpij", positions, generators.double()))
     # float32 rounding of numbers up to one.
     torch.testing.assert_close(rotations.double(), exact, rtol=0, atol=2e-7)

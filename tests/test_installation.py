@@ -122,6 +122,7 @@ def test_every_command_without_any_extra(installed, tiny, tmp_path):
     expected = {
         ("card", "arrows_liere8"): (0, "# "),
         ("convert", "official.pt", "converted"): (0, "LieREViTForImageClassification"),
+        ("env",): (0, "timm: not installed"),
         ("export", "model", "model.pt2"): (0, "of the model's"),
         ("export", "model", "model.onnx"): (1, "needs onnx and onnxscript; in a checkout of hf_liere, pip install -e"),
         ("inspect", "model", "--output", "page"): (1, "needs matplotlib and PIL; in a checkout of hf_liere, pip inst"),

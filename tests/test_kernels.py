@@ -223,18 +223,18 @@ def test_types_and_devices_that_the_kernels_leave_to_plain_operations(kernels):
     for states in (torch.zeros(1, 1, 1, 8, dtype=dtype, device=kernels.device) for dtype in others):
         assert find_backend("apply_rotation", states, 8) is None
     assert find_backend("apply_rotation", torch.zeros(1, 1, 1, 8, dtype=torch.float64, device="meta"), 8) is None
-    assert not triton_kernels.is_available(torch.zeros(1, 1, 1, 512, device=kernels.device), torch.float32, 8)
-    assert not triton_kernels.is_available(torch.zeros(1, 1, 1, 8), torch.float32, 8)
+    assert triton_kernels.refusal(torch.zeros(1, 1, 1, 512, device=kernels.device), torch.float32, 8)
+    assert triton_kernels.refusal(torch.zeros(1, 1, 1, 8), torch.float32, 8)
 
 
 def test_module_loads_without_triton():
     code = (
         "import sys, torch; sys.modules['triton'] = None; from hf_liere.kernels import cuda; "
-        "print(cuda.is_available(torch.zeros(1, 1, 1, 8), torch.float32, 8))"
+        "print(cuda.refusal(torch.zeros(1, 1, 1, 8), torch.float32, 8))"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert output.returncode == 0, output.stderr
-    assert output.stdout.strip() == "False"
+    assert output.stdout.startswith("Triton cannot be imported (ModuleNotFoundError: ")
 
 
 def compile_for_cuda(capability, pointer):
@@ -295,7 +295,7 @@ torch.save((backend and backend.__name__, results), sys.argv[1])
 def test_training_step_is_that_of_plain_operations(tmp_path):
     """Whole models in float32, each in a process of its own, with kernels and (on the CPU) without."""
     modules = {None: "cpu"}
-    if cpu_kernels.is_available(torch.zeros(1), torch.float32, 2):
+    if cpu_kernels.refusal(torch.zeros(1), torch.float32, 2) is None:
         modules["hf_liere.kernels.cpu"] = "cpu"
     if triton_kernels.triton is not None:
         modules["hf_liere.kernels.cuda"] = DEVICE

@@ -10,26 +10,34 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .cpu_interface import Monomials, Pair, Rays, Shape, Shared, Sizes, Strides
-from .cpu_library import library
+from .cpu_library import failure, library
 from .layout import contiguous_channels, empty_like, is_planes, shared_strides
 
 
+NAME = "CPU kernels"
 # Two huge pages of the usual 2 MiB, of which at least one is whole.
 HUGE_BYTES = 1 << 22
 
 
-def is_available(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> bool:
+def refusal(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | None:
     """
-    Whether the kernels take tensors like this one on the CPU for results in `dtype`; this may compile them.
+    Why the kernels do not take tensors like this one for results in `dtype`, or `None` if they do; this may compile
+    them.
 
     Subclasses, such as those that hold no values or a part of them, are left to plain operations, and so is everything
     where operations are traced or counted.
     """
     if torch.jit.is_tracing() or is_in_torch_dispatch_mode():
-        return False
-    if tensor.device.type != "cpu" or dtype != torch.float32 or type(tensor) is not torch.Tensor:
-        return False
-    return os.environ.get("HF_LIERE_CPU_KERNELS", "1") != "0" and library(block_size) is not None
+        return "operations are traced or counted"
+    if tensor.device.type != "cpu":
+        return "they run on the CPU only"
+    if dtype != torch.float32:
+        return "they compute float32 only"
+    if type(tensor) is not torch.Tensor:
+        return "they take no subclass of torch.Tensor"
+    if os.environ.get("HF_LIERE_CPU_KERNELS", "1") == "0":
+        return "HF_LIERE_CPU_KERNELS=0 turns them off"
+    return failure(block_size)
 
 
 def apply_rotation(

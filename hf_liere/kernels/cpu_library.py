@@ -48,7 +48,8 @@ REMEDY = (
     "HF_LIERE_CPU_KERNELS=0 turns the kernels and this warning off."
 )
 
-_libraries: dict[int, ctypes.CDLL | None] = {}
+# For each block size its library, or why there is none.
+_found: dict[int, tuple[ctypes.CDLL | None, str | None]] = {}
 _lock = threading.Lock()
 
 
@@ -61,17 +62,18 @@ def library(block_size: int) -> ctypes.CDLL | None:
     The kernels for blocks of this size, compiled now if they never were, or `None` where plain operations must do; a
     warning says why, unless there is no compiler at all.
     """
-    if block_size not in _libraries:
-        with _lock:
-            if block_size not in _libraries:
-                _libraries[block_size] = _find(block_size)
-    return _libraries[block_size]
+    return _library_or_failure(block_size)[0]
+
+
+def failure(block_size: int) -> str | None:
+    """Why [`library`] returns `None` for blocks of this size, or `None` if there is a library."""
+    return _library_or_failure(block_size)[1]
 
 
 def forget() -> None:
     """Forgets all libraries, as if the process were new."""
-    _libraries.clear()
-    _compiler.cache_clear()
+    _found.clear()
+    find_compiler.cache_clear()
 
 
 def _new_lock() -> None:
@@ -84,27 +86,43 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_lock)
 
 
-def _find(block_size: int) -> ctypes.CDLL | None:
-    compiler = _compiler() if fcntl and SOURCE.is_file() else None
-    if compiler is None:
-        logger.info("Rotations on the CPU are computed by plain operations: no C++ compiler, or no %s.", SOURCE.name)
-        return None
+def _library_or_failure(block_size: int) -> tuple[ctypes.CDLL | None, str | None]:
+    if block_size not in _found:
+        with _lock:
+            if block_size not in _found:
+                _found[block_size] = _find(block_size)
+    return _found[block_size]
+
+
+def _find(block_size: int) -> tuple[ctypes.CDLL | None, str | None]:
+    lacking = None
+    if fcntl is None:
+        lacking = "there are none for this operating system"
+    elif not SOURCE.is_file():
+        lacking = f"their source {SOURCE.name} is missing"
+    elif find_compiler() is None:
+        lacking = f"there is no C++ compiler (CXX, {' or '.join(COMPILERS)})"
+    if lacking:
+        logger.info("Rotations on the CPU are computed by plain operations: no kernels, because %s.", lacking)
+        return None, lacking
     try:
         with _cache_directory() as directory:
-            return _load_or_compile(compiler, block_size, directory)
+            return _load_or_compile(find_compiler(), block_size, directory), None
     except Unusable as error:
+        reason = str(error)
         logger.warning_once(
             f"Rotations on the CPU are computed by plain operations, which are slower, because {error}. Compiled "
             "code is kept and loaded only where nobody but the user can write: set XDG_CACHE_HOME to such a directory, "
             "or HF_LIERE_CPU_KERNELS=0 to do without."
         )
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.warning_once(f"{SOURCE.name} did not compile or load: {_reason(error)}\n{REMEDY}")
-    return None
+        reason = f"{SOURCE.name} did not compile or load: {_reason(error)}"
+        logger.warning_once(f"{reason}\n{REMEDY}")
+    return None, reason
 
 
 @functools.cache
-def _compiler() -> tuple[str, ...] | None:
+def find_compiler() -> tuple[str, ...] | None:
     """$CXX, split into words, if it names a program, else the first of `COMPILERS` that is installed."""
     asked, problem = os.environ.get("CXX", ""), "names no program"
     try:
@@ -182,8 +200,18 @@ def _wait_for(directory: int) -> None:
             time.sleep(0.05)
 
 
+def compiler_version(compiler: tuple[str, ...]) -> str:
+    """
+    All that the compiler says of itself.
+
+    Raises:
+        OSError, subprocess.SubprocessError: if it does not run.
+    """
+    return _run([*compiler, "--version"])
+
+
 def _load_or_compile(compiler: tuple[str, ...], block_size: int, directory: int) -> ctypes.CDLL:
-    version = _run([*compiler, "--version"])
+    version = compiler_version(compiler)
     # A process ends if it loads a second copy of LLVM's OpenMP. Without OpenMP the kernels use one thread.
     has_copy = "clang" in version and hasattr(ctypes.CDLL(None), "__kmpc_fork_call")
     commands = {}

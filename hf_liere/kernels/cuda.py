@@ -15,22 +15,30 @@ from .layout import contiguous_channels, empty_like, is_planes, shared_strides
 try:
     import triton
     import triton.language as tl
-except ImportError:
-    triton = None
+except Exception as error:
+    # Whatever an installation that is damaged raises: nothing but these kernels needs it.
+    triton, _import_error = None, f"Triton cannot be imported ({type(error).__name__}: {error})"
 
+NAME = "Triton kernels"
 # The batch is divided among several programs where tokens and heads make fewer programs than this.
 PROGRAMS = 1024
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def is_available(states: torch.Tensor, dtype: torch.dtype, block_size: int) -> bool:
+def refusal(states: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | None:
     """
-    Whether the kernels take these queries or keys for results in `dtype`, with blocks of any size: on CUDA, or on every
-    device under Triton's interpreter.
+    Why the kernels do not take these queries or keys for results in `dtype`, or `None` if they do: with blocks of any
+    size, on CUDA, or on every device under Triton's interpreter.
     """
-    if triton is None or dtype not in TYPES or states.shape[-1] > 256:
-        return False
-    return states.is_cuda or not isinstance(_rotate_planes_kernel, triton.JITFunction)
+    if triton is None:
+        return _import_error
+    if not states.is_cuda and isinstance(_rotate_planes_kernel, triton.JITFunction):
+        return "they run on CUDA only"
+    if dtype not in TYPES:
+        return "they compute float32, bfloat16 and float16 only"
+    if states.shape[-1] > 256:
+        return "a head has more than 256 channels"
+    return None
 
 
 def apply_rotation(

@@ -3,6 +3,7 @@ Faster implementations of rotations, for one kind of device each. They live outs
 from there; without one, as in code that came with a checkpoint, the plain operations of these files run.
 """
 
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -14,9 +15,10 @@ _BACKENDS: list[ModuleType] = []
 def register_backend(backend: ModuleType) -> None:
     """
     Args:
-        backend: Has `is_available(tensor, dtype, block_size)` and some of the functions `apply_rotation`,
-            `angle_gradients`, `outer_products`, `block_rotations`, `block_tangents` and `moments_gradient`. Where
-            several take a tensor, the one that was registered first does.
+        backend: Has `NAME`, what reports call it, `refusal(tensor, dtype, block_size)`, why it does not take tensors
+            like this one or `None` if it does, and some of the functions `apply_rotation`, `angle_gradients`,
+            `outer_products`, `block_rotations`, `block_tangents` and `moments_gradient`. Where several take a tensor,
+            the one that was registered first does.
     """
     if backend not in _BACKENDS:
         _BACKENDS.append(backend)
@@ -31,7 +33,22 @@ def find_backend(
     """
     if torch.compiler.is_compiling():
         return None
-    for backend in _BACKENDS:
-        if hasattr(backend, function) and backend.is_available(tensor, dtype or tensor.dtype, block_size):
+    for backend, refusal in refusals(function, tensor, block_size, dtype):
+        if refusal is None:
             return backend
     return None
+
+
+def refusals(
+    function: str, tensor: torch.Tensor, block_size: int, dtype: torch.dtype | None = None
+) -> Iterator[tuple[ModuleType, str | None]]:
+    """
+    The backends with the reasons for which they do not take what [`find_backend`] takes; the last one with `None` if it
+    does, since no other is asked then.
+    """
+    for backend in _BACKENDS:
+        has_it = hasattr(backend, function)
+        refusal = backend.refusal(tensor, dtype or tensor.dtype, block_size) if has_it else "they lack this function"
+        yield backend, refusal
+        if refusal is None:
+            return

@@ -6,7 +6,6 @@ import os
 import platform
 import sys
 import time
-from pathlib import Path
 
 import torch
 import transformers
@@ -14,6 +13,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 import hf_liere
+from hf_liere.environment import cpu_name
 from hf_liere.kernels import cpu as cpu_kernels
 from training.speed.measurements import BASELINE, PHASES, Case, Records
 from training.speed.models import Row, Settings, build_model, logits, rotation_error
@@ -24,19 +24,13 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 def machine(device: str) -> dict:
     """What the measurements were made on and with."""
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions |= {"transformers": transformers.__version__, "hf_liere": hf_liere.__version__}
-    found = {"cpu": name, "cores": os.cpu_count(), "threads": torch.get_num_threads(), **versions}
+    found = {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), **versions}
     if device.startswith("cuda"):
         found["gpu"] = torch.cuda.get_device_name(device)
     elif device == "cpu":
-        found["kernels"] = "C++" if cpu_kernels.is_available(torch.zeros(1), torch.float32, 2) else "none"
+        found["kernels"] = "none" if cpu_kernels.refusal(torch.zeros(1), torch.float32, 2) else "C++"
     return found
 
 

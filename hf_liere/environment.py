@@ -1,0 +1,149 @@
+"""
+What a bug report needs to say of a machine: versions, hardware, environment variables, and what computes the functions
+that `models.backends` may hand to kernels. It may be about a library that cannot be imported, and this package with it:
+this file imports the standard library alone, all else where a failure can be reported, and `cli` runs it as a file.
+"""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+PACKAGES = ("hf_liere", "torch", "transformers", "huggingface_hub", "safetensors", "tokenizers", "accelerate", "timm")
+PACKAGES += ("triton", "numpy", "torchvision", "PIL")
+VARIABLES = "(?!.*(TOKEN|KEY|SECRET|PASSWORD))(HF_LIERE_.*|(PY)?TORCH_.*|TRITON_.*|OMP_NUM_THREADS|CXX|HF_HOME"
+VARIABLES += "|HF_HUB_OFFLINE|CUDA_VISIBLE_DEVICES|XDG_CACHE_HOME)"
+TYPES = ("float32", "bfloat16", "float16", "float64")
+# With the block size to ask for, which is 2 for planes.
+FUNCTIONS = (("apply_rotation", 2), ("apply_rotation", 8), ("angle_gradients", 2), ("outer_products", 8))
+FUNCTIONS += (("block_rotations", 8), ("block_tangents", 8), ("moments_gradient", 8))
+PLAIN = "plain operations"
+
+
+def report(as_json: bool) -> str:
+    """[`environment`] as json or Markdown, with `~` for the home directory. This may compile kernels."""
+    # Some libraries print when they are imported.
+    with contextlib.redirect_stdout(sys.stderr):
+        found = environment()
+    text, home = json.dumps(found, indent=2) if as_json else "\n".join(_markdown(found)), os.path.expanduser("~")
+    for path in {home, os.path.realpath(home)} - {"/"}:
+        # Json writes backslashes twice.
+        text = re.sub(re.escape(json.dumps(path)[1:-1] if as_json else path) + r"(?![\w.-])", "~", text)
+    # Names of files may hold bytes that are no text.
+    return text.encode(errors="backslashreplace").decode()
+
+
+def environment() -> dict:
+    """`functions` has an entry for each function, device and type; where it cannot, `problem` says why."""
+    variables = {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(VARIABLES, name, re.I)}
+    packages, rows = {name: _tried(_version, name) for name in PACKAGES}, []
+    problem = _tried(lambda: rows.extend(_functions()))
+    return {"packages": packages, "system": _system(), "variables": variables, "functions": rows, "problem": problem}
+
+
+def cpu_name() -> str:
+    """The model of this machine's CPU, as far as the system tells."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.M):
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def _tried(question: Callable, *arguments, otherwise: str = "unknown"):
+    """The answer, or what the error says: drivers fail, MPS has no float64."""
+    try:
+        return question(*arguments)
+    except Exception as error:
+        return " ".join(f"{otherwise} ({type(error).__name__}: {error})".split())
+
+
+def _version(name: str) -> str:
+    if importlib.util.find_spec(name) is None:
+        return "not installed"
+    version = _tried(importlib.metadata.version, name)
+    broken = f"{version}, cannot be imported"
+    return _tried(lambda: str(getattr(importlib.import_module(name), "__version__", version)), otherwise=broken)
+
+
+def _system() -> dict[str, str]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "Python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "operating system": platform.platform(),
+        "CPU": f"{cpu_name()} ({platform.machine()})",
+        "cores": f"{os.cpu_count()}, {usable} of them for this process",
+        "threads of torch": _tried(lambda: str(importlib.import_module("torch").get_num_threads())),
+        "GPUs": _tried(lambda: "; ".join(f"{device}, {gpu}" for device, gpu in _gpus().items()) or "none"),
+        "C++ compiler": _tried(_compiler),
+    }
+
+
+def _gpus() -> dict[str, str]:
+    import torch
+
+    def described(index):
+        gpu = torch.cuda.get_device_properties(index)
+        return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
+
+    found = {f"cuda:{index}": _tried(described, index) for index in range(torch.cuda.device_count())}
+    if torch.backends.mps.is_available():
+        found["mps"] = f"{torch.mps.recommended_max_memory() / 2**30:.0f} GiB recommended at most"
+    return found
+
+
+def _compiler() -> str:
+    from .kernels import cpu_library
+
+    if (compiler := cpu_library.find_compiler()) is None:
+        return "none"
+    version = _tried(lambda: cpu_library.compiler_version(compiler).partition("\n")[0])
+    return f"{' '.join([shutil.which(compiler[0]), *compiler[1:]])}, {version}"
+
+
+def _functions() -> Iterator[dict]:
+    import torch
+
+    # Python keeps modules of a package whose import failed: only the package tells that it did.
+    from . import kernels  # noqa: F401 (registers itself)
+    from .models.backends import refusals
+
+    def ask(row):
+        tensor = torch.zeros(1, 1, 1, 8, dtype=getattr(torch, row["dtype"]), device=row["device"])
+        answers = {backend.NAME: refusal for backend, refusal in refusals(row["function"], tensor, row["block_size"])}
+        row["refusals"] = {name: refusal for name, refusal in answers.items() if refusal}
+        return next((name for name, refusal in answers.items() if refusal is None), PLAIN)
+
+    for device, dtype, (function, size) in itertools.product(("cpu", *_gpus()), TYPES, FUNCTIONS):
+        row = {"function": function, "block_size": size, "device": device, "dtype": dtype, "refusals": {}}
+        yield row | {"computed_by": _tried(ask, row)}
+
+
+def _markdown(found: dict) -> Iterator[str]:
+    yield from (f"- {name}: {value}" for name, value in (found["packages"] | found["system"]).items())
+    yield from (f"- `{name}={' '.join(value.split())}`" for name, value in found["variables"].items())
+    yield "\nWhat computes each function (kernels for the CPU are compiled at their first use, also by this report):\n"
+    yield from [f"- {found['problem']}"] if found["problem"] else []
+    # Types of a device of which the same can be said are named together.
+    types = {}
+    for (device, dtype), rows in itertools.groupby(found["functions"], lambda row: (row["device"], row["dtype"])):
+        statements = {}
+        for row in rows:
+            kind = {2: " of planes", 8: " of blocks"}[row["block_size"]] if row["function"] == "apply_rotation" else ""
+            reasons = row["refusals"].items() if row["computed_by"] == PLAIN else ()
+            for statement in (row["computed_by"], *(f"no {name}, because {reason}" for name, reason in reasons)):
+                statements.setdefault(statement, []).append(f"`{row['function']}`{kind}")
+        types.setdefault((device, *((statement, *names) for statement, names in statements.items())), []).append(dtype)
+    for (device, *statements), dtypes in types.items():
+        yield f"- {device}, {', '.join(dtypes)}:"
+        for statement, *names in statements:
+            names = ", ".join(names) if len(names) < len(FUNCTIONS) else "all functions"
+            yield f"    - {' '.join(statement.split())}: {names}"
