@@ -97,7 +97,7 @@ def test_video_backbone_and_bfloat16(tiny, encoding, block_size):
     half.liere.rotary_encoding.float()
     folded = half.fold_rotations()
     assert {p.dtype for p in folded.liere.rotary_encoding.parameters()} == {torch.float32}
-    # The turned weights are rounded to bfloat16 once more.
+    # The folded weights are rounded to bfloat16 once more.
     torch.testing.assert_close(folded(pixel_values).logits, half(pixel_values).logits, rtol=0, atol=0.1)
 
 

@@ -333,7 +333,7 @@ def test_folding_refuses_what_would_be_lost(tiny, batch):
 
 
 def test_costs_count_what_runs(tiny):
-    """The weights of query and key are turned, not the states, also while a counter looks on."""
+    """The basis of the weights of query and key is changed, not that of the states, also under an operation counter."""
     cost = count_cost(build(tiny, "comrope_ld"), torch.zeros(1, 3, 16, 16))
     layers, width, tokens, size = 2, 48, 17, 4
     assert cost.rotating_operations == layers * 2 * (width * (width + 1) * size + tokens * width // 2 * 4)

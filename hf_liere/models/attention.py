@@ -95,8 +95,8 @@ class LieREAttention(nn.Module):
     @torch.no_grad()
     def fold(self, basis: torch.Tensor) -> None:
         """
-        Put the query and key weights into the eigenbasis of their rotations for good; the channels that odd blocks
-        leave without a plane go to the end of a head.
+        Put the query and key weights into the eigenbasis of their rotations, permanently; the channels that odd
+        blocks leave without a plane go to the end of a head.
 
         Raises:
             ValueError: if a projection computes anything but its weight and bias, see [`LieREAttention`].

@@ -1,4 +1,4 @@
-"""Command line of training/clip_finetuning.py: what becomes of a pretrained vision tower and what of it is trained."""
+"""Command line of training/clip_finetuning.py: how a pretrained vision tower is changed and which part is trained."""
 
 import dataclasses
 import json
