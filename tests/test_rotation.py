@@ -178,8 +178,10 @@ def test_states_of_any_layout_and_type(encoding_size, dtype, contiguous):
         assert rotated.dtype == dtype and torch.equal(rotated[..., 16:], state[..., 16:])
         blocks = state[..., :16].double()
         if encoding_size == 2:
-            rotated = torch.view_as_complex(blocks.unflatten(-1, (8, 2)).contiguous()) * torch.exp(1j * angles.double())
-            expected = torch.view_as_real(rotated).flatten(-2)
+            products = torch.view_as_complex(blocks.unflatten(-1, (8, 2)).contiguous()) * torch.exp(
+                1j * angles.double()
+            )
+            expected = torch.view_as_real(products).flatten(-2)
         else:
             expected = (rotation.double() @ blocks.unflatten(-1, (2, 8)).unsqueeze(-1)).squeeze(-1).flatten(-2)
         # Products of eight terms of size one in the type itself.
