@@ -166,7 +166,7 @@ def _block_rotations_backward(positions, generators, grid, num_prefix_tokens, dt
 
 def _fake_rotations(positions, generators, grid, num_prefix_tokens, dtype):
     _, groups, blocks, size, _ = generators.shape
-    return [positions.new_empty(len(positions), blocks, size, size, dtype=dtype) for _ in range(groups)]
+    return [positions.new_empty(positions.shape[0], blocks, size, size, dtype=dtype) for _ in range(groups)]
 
 
 def _save_arguments(ctx, inputs, output):
