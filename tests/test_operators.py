@@ -64,6 +64,7 @@ def test_opcheck_of_exponentials(implementation, size, dtype):
 
 @pytest.mark.parametrize("rays", [None, Rays((3, 4), 1)])
 @pytest.mark.parametrize("size, scale", [(3, 0.01), (8, 1.0), (16, 30.0)])
+@pytest.mark.usefixtures("graph_operators")
 def test_exponentials_in_a_graph_are_those_outside(implementation, fresh_compiler, rays, size, scale):
     positions, generators, *_ = exponential_arguments(size, torch.float32)
     generators = (generators.detach() * scale).requires_grad_()
@@ -112,6 +113,7 @@ def test_a_training_step_of_a_graph_is_that_of_the_model(tiny, implementation, f
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("graph_operators")
 def test_the_profiler_names_operators(tiny, fresh_compiler):
     model = hf_liere.LieREViTModel(tiny(block_size=8))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -120,10 +122,4 @@ def test_the_profiler_names_operators(tiny, fresh_compiler):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         compiled(pixels).last_hidden_state.sum().backward()
     names = {event.key for event in profile.key_averages()}
-    for name in (
-        "block_rotations",
-        "block_rotations_backward",
-        "rotate_shared_blocks",
-        "rotate_shared_blocks_backward",
-    ):
-        assert f"hf_liere::{name}" in names
+    assert {"hf_liere::block_rotations", "hf_liere::rotate_shared_blocks"} <= names

@@ -17,7 +17,8 @@ def values_are_unknown(*tensors: torch.Tensor) -> bool:
 def takes_operators(tensor: torch.Tensor) -> bool:
     """
     Whether a graph calls operators that the compiler does not look into: where they run several times faster than the
-    plain operations that it would fuse, and read values. Exported graphs have plain operations only.
+    plain operations that it would fuse, and read values. Exported graphs have plain operations only, and so have all
+    graphs of old compilers (torch 2.9), which take every graph for an exported one.
     """
     return torch.compiler.is_compiling() and not torch.compiler.is_exporting() and tensor.device.type == "cpu"
 
