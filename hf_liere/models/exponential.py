@@ -9,7 +9,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .backends import find_backend
 from .exponential_gradient import POLYNOMIAL_NORM, GradientMoments, derivative
-from .tracing import first_derivative_only, operator, takes_operators, values_are_unknown
+from .tracing import OperatorContext, first_derivative_only, operator, takes_operators, values_are_unknown
 
 
 # P(x) of degree 18 in five products (scheme of Bader, Blanes and Casas 2019, eq. 23): with the combinations B₁ … B₅ of
@@ -132,41 +132,28 @@ def _known_values(
     return _BlockRotations, (positions, generators, chunks, dtype)
 
 
-class _Context:
-    """Stands in for that of an autograd function in an operator, below autograd."""
-
-    def __init__(self, needs_generators: bool):
-        self.needs_input_grad = (False, needs_generators)
-
-    def save_for_backward(self, *tensors: torch.Tensor) -> None:
-        self.saved_tensors = tensors
+_ARGUMENTS = "Tensor positions, Tensor generators, SymInt[]? grid, SymInt num_prefix_tokens, ScalarType dtype"
 
 
-@operator(
-    "(Tensor positions, Tensor generators, SymInt[]? grid, SymInt num_prefix_tokens, ScalarType dtype) -> Tensor[]"
-)
+@operator(f"({_ARGUMENTS}) -> Tensor[]")
 def _block_rotations(positions, generators, grid, num_prefix_tokens, dtype):
     """[`layer_block_rotations`] in a compiled graph, which cannot know the number of squarings."""
-    rays = None if grid is None else Rays(tuple(grid), num_prefix_tokens)
-    function, arguments = _known_values(positions, generators, dtype, rays)
-    return list(function.forward(_Context(needs_generators=False), *arguments))
+    function, arguments = _known_values(positions, generators, dtype, grid and Rays(tuple(grid), num_prefix_tokens))
+    return list(function.forward(OperatorContext(needs_generators=False), *arguments))
 
 
-@operator(
-    "(Tensor positions, Tensor generators, SymInt[]? grid, SymInt num_prefix_tokens, ScalarType dtype, "
-    "Tensor[] gradients) -> Tensor"
-)
+@operator(f"({_ARGUMENTS}, Tensor[] gradients) -> Tensor")
 def _block_rotations_backward(positions, generators, grid, num_prefix_tokens, dtype, gradients):
-    """The gradient of the generators. The rotations are computed again: how many squares to save, no graph knows."""
-    rays, context = None if grid is None else Rays(tuple(grid), num_prefix_tokens), _Context(needs_generators=True)
-    function, arguments = _known_values(positions, generators, dtype, rays)
+    """The gradient of the generators. The rotations are computed again: no graph knows how many squares to save."""
+    context = OperatorContext(needs_generators=True)
+    function, arguments = _known_values(positions, generators, dtype, grid and Rays(tuple(grid), num_prefix_tokens))
     function.forward(context, *arguments)
     return function.backward(context, *gradients)[1].contiguous()
 
 
 def _fake_rotations(positions, generators, grid, num_prefix_tokens, dtype):
-    _, groups, blocks, size, _ = generators.shape
-    return [positions.new_empty(positions.shape[0], blocks, size, size, dtype=dtype) for _ in range(groups)]
+    shape = positions.shape[0], *generators.shape[2:]
+    return [positions.new_empty(shape, dtype=dtype) for _ in range(generators.shape[1])]
 
 
 def _save_arguments(ctx, inputs, output):
@@ -174,15 +161,12 @@ def _save_arguments(ctx, inputs, output):
     ctx.save_for_backward(positions, generators)
 
 
-def _generators_gradient(ctx, gradients):
-    return None, _block_rotations_backward(*ctx.saved_tensors, *ctx.others, gradients), None, None, None
-
-
 _block_rotations.register_fake(_fake_rotations)
-_block_rotations_backward.register_fake(
-    lambda positions, generators, *others: torch.empty_like(generators).contiguous()
+_block_rotations_backward.register_fake(lambda positions, generators, *_: torch.empty_like(generators).contiguous())
+_block_rotations.register_autograd(
+    lambda ctx, gradients: (None, _block_rotations_backward(*ctx.saved_tensors, *ctx.others, gradients), *[None] * 3),
+    setup_context=_save_arguments,
 )
-_block_rotations.register_autograd(_generators_gradient, setup_context=_save_arguments)
 
 
 def _transposed(layers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

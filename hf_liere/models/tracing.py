@@ -38,6 +38,16 @@ def operator(schema: str) -> Callable:
     return register
 
 
+class OperatorContext:
+    """Stands in for the context of an autograd function whose parts an operator calls."""
+
+    def __init__(self, needs_generators: bool):
+        self.needs_input_grad = (False, needs_generators)
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        self.saved_tensors = tensors
+
+
 class _SecondDerivative(torch.autograd.Function):
     """Hands a gradient on; whoever differentiates it once more is told that this cannot be done."""
 
