@@ -108,7 +108,7 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
 @pytest.mark.parametrize("grid", [(4, 6), (1, 5), (1, 1), (3, 2, 4)])
 def test_rays_are_the_multiples_of_a_grid(grid):
     positions = of_grid(grid, grid, "index", 2)
-    rays, indices = Rays.from_lists(positions.rays()).tokens, positions.coordinates
+    rays, indices = Rays(positions.grid, 2).tokens(), positions.coordinates
     seen = rays[rays >= 0]
     assert len(seen.unique()) == len(seen) == math.prod(grid) - 1
     for ray in rays:
@@ -122,7 +122,7 @@ def test_rays_are_the_multiples_of_a_grid(grid):
 @pytest.mark.parametrize("size, scale", [(3, 1.0), (8, 2 * math.pi), (16, 30.0)])
 def test_rays_change_neither_rotations_nor_gradients(coordinates, size, scale):
     placed = of_grid((6, 9), (4, 4), coordinates, 1)
-    rays, positions = Rays.from_lists(placed.rays()), placed.coordinates
+    rays, positions = Rays(placed.grid, 1), placed.coordinates
     entries = (torch.rand(2, 3, 2, size * (size - 1) // 2, dtype=torch.float64) * scale).requires_grad_()
     weight = torch.randn(3, 2, len(positions), size, size, dtype=torch.float64)
     results = []
@@ -144,7 +144,7 @@ def test_float32_gradients_of_dense_rotations(seed, size, scale):
     entries = torch.rand(2, 2, size * (size - 1) // 2, generator=generator) * scale
     weight = torch.randn(2, len(positions), size, size, generator=generator)
     ours, exact = entries.clone().requires_grad_(), entries.double().requires_grad_()
-    rays = Rays.from_lists(placed.rays())
+    rays = Rays(placed.grid)
     (block_rotations(positions, skew(ours, size), rays=rays) * weight).sum().backward()
     rotations = reference.exponential(torch.einsum("pa,akij->kpij", positions, skew(exact, size)))
     (rotations * weight).sum().backward()

@@ -58,23 +58,42 @@ def test_an_exported_program_runs_where_gradients_are_recorded(tiny, tmp_path, e
     torch.testing.assert_close(program(pixels)["logits"], model(pixels).logits, rtol=0, atol=1e-5)
 
 
+class Rotations(torch.nn.Module):
+    def forward(self, positions, generators):
+        return block_rotations(positions, generators)
+
+
+def compiled(*inputs):
+    return torch.compile(Rotations(), backend="eager", fullgraph=True)(*inputs)
+
+
+def exported(*inputs):
+    return torch.export.export(Rotations(), inputs).module()(*inputs)
+
+
 @pytest.mark.parametrize("norm", [3e3, 2e5])
-def test_a_compiled_graph_is_exact_for_large_exponents(norm):
-    compiled = torch.compile(lambda p, g: block_rotations(p, g), backend="eager", fullgraph=True)
+@pytest.mark.parametrize("traced", [compiled, exported])
+def test_a_graph_is_exact_for_large_exponents(norm, traced):
     positions = torch.rand(7, 2, dtype=torch.float64)
     generators = skew(torch.randn(2, 2, 28), 8)
     generators *= norm / torch.linalg.matrix_norm(generators, 2).max() / 2
     # Sixteen squarings double the rounding of float64 as often, 7e-12; float32 rounds the results.
-    torch.testing.assert_close(
-        compiled(positions, generators), block_rotations(positions, generators), rtol=0, atol=3e-7
-    )
+    torch.testing.assert_close(traced(positions, generators), block_rotations(positions, generators), rtol=0, atol=3e-7)
 
 
-def test_a_compiled_graph_says_nan_rather_than_a_wrong_rotation():
-    compiled = torch.compile(lambda p, g: block_rotations(p, g), backend="eager", fullgraph=True)
+def test_a_graph_says_nan_rather_than_a_wrong_rotation():
+    """An exported one, which squares a fixed number of times."""
     positions = torch.tensor([[1.0, 0.0], [1e6, 0.0]], dtype=torch.float64)
-    rotations = compiled(positions, skew(torch.randn(2, 2, 28), 8))
+    generators = skew(torch.randn(2, 2, 28), 8)
+    rotations = exported(positions, generators)
     assert torch.isfinite(rotations[:, 0]).all() and rotations[:, 1].isnan().all()
+
+
+@pytest.mark.usefixtures("graph_operators")
+def test_a_compiled_graph_squares_as_often_as_the_exponents_need():
+    positions = torch.tensor([[1.0, 0.0], [1e6, 0.0]], dtype=torch.float64)
+    generators = skew(torch.randn(2, 2, 28), 8)
+    assert torch.equal(compiled(positions, generators), block_rotations(positions, generators))
 
 
 def test_second_derivatives_are_refused(tiny):

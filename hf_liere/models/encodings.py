@@ -15,7 +15,6 @@ from .lie_algebra import cos_sin, eigenbasis, plane_rotations, skew, working_dty
 from .positions import TokenPositions
 from .rotation import BlockRotation, EigenRotation, PlaneRotation, Rotation
 from .rotation_cache import RotationCache
-from .tracing import values_are_unknown
 
 
 logger = logging.get_logger(__name__)
@@ -195,10 +194,9 @@ class LieRE(RotaryEncoding):
         On a grid that starts at zero, the rotations at multiples of a position are powers, see [`exponential.Rays`].
         Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it is reached.
         """
-        coordinates, rays = positions.coordinates, None
+        coordinates = positions.coordinates
         entries = self.entries(coordinates.device)
-        if positions.proportional and self.block_size > 2 and not values_are_unknown(coordinates):
-            rays = Rays.from_lists(positions.rays())
+        rays = Rays(positions.grid, positions.num_prefix_tokens) if positions.proportional else None
         elements = self.layers * self.heads * self.num_blocks * self.block_size**2 * coordinates[..., 0].numel()
         if self.layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
             return self.rotations_from(positions, entries, rays)

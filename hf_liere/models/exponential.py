@@ -9,7 +9,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .backends import find_backend
 from .exponential_gradient import POLYNOMIAL_NORM, GradientMoments, derivative
-from .tracing import first_derivative_only, values_are_unknown
+from .tracing import OperatorContext, first_derivative_only, operator, takes_operators, values_are_unknown
 
 
 # P(x) of degree 18 in five products (scheme of Bader, Blanes and Casas 2019, eq. 23): with the combinations B₁ … B₅ of
@@ -39,17 +39,27 @@ class Rays(NamedTuple):
     exponential. On a grid that starts at zero these are all tokens but those with coprime indices.
 
     Attributes:
-        tokens: (rays, longest ray) index of the token at each multiple, −1 beyond the end of a ray. Tokens that are in
-            no ray sit at position zero.
+        grid: Patches per axis, whose positions are proportional to their indices.
+        num_prefix_tokens: Tokens before the patches, at position zero.
     """
 
-    tokens: torch.Tensor
+    grid: tuple[int, ...]
+    num_prefix_tokens: int = 0
 
-    @classmethod
-    def from_lists(cls, rays: list[list[int]]) -> "Rays":
-        longest = max(map(len, rays), default=1)
-        tokens = torch.tensor([ray + [-1] * (longest - len(ray)) for ray in rays], dtype=torch.long, device="cpu")
-        return cls(tokens.view(len(rays), longest))
+    def tokens(self) -> torch.Tensor:
+        """
+        (rays, longest ray) index of the token at each multiple, −1 beyond the end of a ray; tokens that are in no ray
+        are at position zero.
+        """
+        rays = {}
+        for token, index in enumerate(itertools.product(*map(range, self.grid)), start=self.num_prefix_tokens):
+            multiple = math.gcd(*index)
+            if multiple:
+                # Raster order meets the multiples in order.
+                rays.setdefault(tuple(i // multiple for i in index), []).append(token)
+        longest = max(map(len, rays.values()), default=1)
+        rows = [ray + [-1] * (longest - len(ray)) for ray in rays.values()]
+        return torch.tensor(rows, dtype=torch.long, device="cpu").view(len(rows), longest)
 
 
 class _Chunk(NamedTuple):
@@ -95,20 +105,68 @@ def layer_block_rotations(
     positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype = torch.float32, rays: Rays | None = None
 ) -> tuple[torch.Tensor, ...]:
     """[`block_rotations`] of (A, G, K, b, b) generators, as a (K, P, b, b) tensor for each of the G."""
+    if takes_operators(positions) and not positions.requires_grad:
+        grid, num_prefix_tokens = rays or (None, 0)
+        return _transposed(_block_rotations(positions, generators, grid, num_prefix_tokens, dtype))
     if values_are_unknown(positions, generators):
         squarings = TRACED_SQUARINGS[positions.dtype]
         bounds = positions.detach().abs() @ _norm_bounds(positions, generators.detach())
         fitting = torch.where(bounds <= POLYNOMIAL_NORM * 2.0**squarings, 1.0, torch.nan).to(positions.dtype)
         return _transposed(_TracedBlockRotations.apply(positions * fitting.unsqueeze(-1), generators, squarings, dtype))
-    tokens = torch.arange(len(positions), device="cpu").unsqueeze(-1) if rays is None else rays.tokens
+    function, arguments = _known_values(positions, generators, dtype, rays)
+    return _transposed(function.apply(*arguments))
+
+
+def _known_values(
+    positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype, rays: Rays | None
+) -> tuple[type[torch.autograd.Function], tuple]:
+    """What computes the rotations where values can be looked at, and its arguments."""
+    tokens = torch.arange(len(positions), device="cpu").unsqueeze(-1) if rays is None else rays.tokens()
     squarings = _squarings(positions.detach(), generators.detach(), tokens[:, 0])
     # The kernels compute float32 results in float64, and no gradient of the positions.
     compiled = positions.dtype == torch.float64 and dtype == torch.float32 and not positions.requires_grad
     backend = find_backend("block_rotations", generators, generators.shape[-1], torch.float32) if compiled else None
     if backend is not None:
-        return _transposed(_CompiledBlockRotations.apply(positions, generators, tokens, squarings, backend))
+        return _CompiledBlockRotations, (positions, generators, tokens, squarings, backend)
     chunks = _chunks(tokens, squarings, generators[0, 0].numel(), positions.device)
-    return _transposed(_BlockRotations.apply(positions, generators, chunks, dtype))
+    return _BlockRotations, (positions, generators, chunks, dtype)
+
+
+_ARGUMENTS = "Tensor positions, Tensor generators, SymInt[]? grid, SymInt num_prefix_tokens, ScalarType dtype"
+
+
+@operator(f"({_ARGUMENTS}) -> Tensor[]")
+def _block_rotations(positions, generators, grid, num_prefix_tokens, dtype):
+    """[`layer_block_rotations`] in a compiled graph, which cannot know the number of squarings."""
+    function, arguments = _known_values(positions, generators, dtype, grid and Rays(tuple(grid), num_prefix_tokens))
+    return list(function.forward(OperatorContext(needs_generators=False), *arguments))
+
+
+@operator(f"({_ARGUMENTS}, Tensor[] gradients) -> Tensor")
+def _block_rotations_backward(positions, generators, grid, num_prefix_tokens, dtype, gradients):
+    """The gradient of the generators. The rotations are computed again: no graph knows how many squares to save."""
+    context = OperatorContext(needs_generators=True)
+    function, arguments = _known_values(positions, generators, dtype, grid and Rays(tuple(grid), num_prefix_tokens))
+    function.forward(context, *arguments)
+    return function.backward(context, *gradients)[1].contiguous()
+
+
+def _fake_rotations(positions, generators, grid, num_prefix_tokens, dtype):
+    shape = positions.shape[0], *generators.shape[2:]
+    return [positions.new_empty(shape, dtype=dtype) for _ in range(generators.shape[1])]
+
+
+def _save_arguments(ctx, inputs, output):
+    positions, generators, *ctx.others = inputs
+    ctx.save_for_backward(positions, generators)
+
+
+_block_rotations.register_fake(_fake_rotations)
+_block_rotations_backward.register_fake(lambda positions, generators, *_: torch.empty_like(generators).contiguous())
+_block_rotations.register_autograd(
+    lambda ctx, gradients: (None, _block_rotations_backward(*ctx.saved_tensors, *ctx.others, gradients), *[None] * 3),
+    setup_context=_save_arguments,
+)
 
 
 def _transposed(layers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -10,7 +10,7 @@ import torch
 from transformers.utils.generic import maybe_autocast
 
 from .backends import find_backend
-from .tracing import first_derivative_only
+from .tracing import first_derivative_only, operator, takes_operators
 
 
 # Samples of query, and of key, in one product: the fastest on CPUs for blocks of 8.
@@ -44,6 +44,8 @@ def rotate_blocks(query: torch.Tensor, key: torch.Tensor, blocks: torch.Tensor) 
     has_backend = find_backend("apply_rotation", query, blocks.shape[-1]) is not None
 
     def rotate(*states):
+        if takes_operators(query) and blocks.shape[0] == 1 and query.dtype == blocks.dtype == torch.float32:
+            return _rotate_shared_blocks(*states, blocks)
         if torch.compiler.is_compiling() or (blocks.shape[0] > 1 and not has_backend):
             # Where every sample has matrices of its own, no sum over samples is to be saved.
             return tuple(_blocks_of(part, blocks) for part in states)
@@ -112,6 +114,48 @@ class _RotateBlocks(torch.autograd.Function):
         # g qᵀ with q = Rᵀ r, r being the rotated state.
         outer = outer_products(gradients, states, blocks.shape[:4], blocks.shape[-1], blocks)
         return *rotated_back, outer.to(blocks.dtype)
+
+
+@operator("(Tensor query, Tensor key, Tensor blocks, bool inverse=False) -> (Tensor, Tensor)")
+def _rotate_shared_blocks(query, key, blocks, inverse=False):
+    """[`_RotateBlocks`] in a compiled graph."""
+    rotated = _apply_blocks((query, key), blocks, inverse)
+    return tuple(_laid_out_as(part, states) for part, states in zip(rotated, (query, key)))
+
+
+@operator(
+    "(Tensor query_gradient, Tensor key_gradient, Tensor query, Tensor key, Tensor blocks) -> (Tensor, Tensor, Tensor)"
+)
+def _rotate_shared_blocks_backward(query_gradient, key_gradient, query, key, blocks):
+    """The gradients of query, key and blocks, from those of the rotated `query` and `key`."""
+    gradients = query_gradient, key_gradient
+    outer = outer_products(gradients, (query, key), blocks.shape[:4], blocks.shape[-1], blocks)
+    rotated_back = _apply_blocks(gradients, blocks, inverse=True)
+    return *(_laid_out_as(*pair) for pair in zip(rotated_back, gradients)), _laid_out_as(outer, blocks)
+
+
+def _laid_out_as(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The values in the type and layout of `torch.empty_like(like)`, which is what the compiler is told."""
+    out = torch.empty_like(like)
+    return values if (values.dtype, values.stride()) == (out.dtype, out.stride()) else out.copy_(values)
+
+
+def _save_rotated(ctx, inputs, output):
+    ctx.save_for_backward(*output, inputs[2])
+
+
+_rotate_shared_blocks.register_fake(
+    lambda query, key, blocks, inverse=False: (torch.empty_like(query), torch.empty_like(key))
+)
+_rotate_shared_blocks_backward.register_fake(
+    lambda query_gradient, key_gradient, query, key, blocks: tuple(
+        torch.empty_like(tensor) for tensor in (query_gradient, key_gradient, blocks)
+    )
+)
+_rotate_shared_blocks.register_autograd(
+    lambda ctx, *gradients: (*_rotate_shared_blocks_backward(*gradients, *ctx.saved_tensors), None),
+    setup_context=_save_rotated,
+)
 
 
 def _apply_planes(states, cos_sin: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,5 @@
 """Positions: where each token sits, in the coordinates that an encoding expects."""
 
-import itertools
 import math
 from typing import NamedTuple
 
@@ -37,22 +36,6 @@ class TokenPositions(NamedTuple):
     num_prefix_tokens: int = 0
     grid: tuple[int, ...] | None = None
     proportional: bool = False
-
-    def rays(self) -> list[list[int]] | None:
-        """
-        For each patch with coprime indices the tokens at 1, 2, … times its position; tokens in no ray are at zero.
-
-        `None` where the positions are not known to be proportional to indices.
-        """
-        if not self.proportional:
-            return None
-        rays = {}
-        for token, index in enumerate(itertools.product(*map(range, self.grid)), start=self.num_prefix_tokens):
-            multiple = math.gcd(*index)
-            if multiple:
-                # Raster order meets the multiples in order.
-                rays.setdefault(tuple(i // multiple for i in index), []).append(token)
-        return list(rays.values())
 
     def prefix_at_zero(self) -> "TokenPositions":
         """The same patches with class and register tokens at zero, where no encoding rotates them."""

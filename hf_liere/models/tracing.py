@@ -1,6 +1,7 @@
 """What holds for all functions of tensors here: when values can be looked at, and how often they are differentiated."""
 
 import functools
+import re
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,40 @@ def values_are_unknown(*tensors: torch.Tensor) -> bool:
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     return any(tensor.is_meta or type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+
+
+def takes_operators(tensor: torch.Tensor) -> bool:
+    """
+    Whether a graph calls operators that the compiler does not look into: where they run several times faster than the
+    plain operations that it would fuse, and read values. Exported graphs have plain operations only, and so have all
+    graphs of old compilers (torch 2.9), which take every graph for an exported one.
+    """
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting() and tensor.device.type == "cpu"
+
+
+def operator(schema: str) -> Callable:
+    """
+    Decorator of a function that becomes an operator of torch, `hf_liere::name`, by its name and this schema. Copies of
+    this file that came with checkpoints have a namespace of their own.
+    """
+    package = __name__.rpartition(".")[0]
+    namespace = "hf_liere" if package == "hf_liere.models" else re.sub(r"\W", "_", package)
+
+    def register(function: Callable):
+        name = f"{namespace}::{function.__name__.strip('_')}"
+        return torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+
+    return register
+
+
+class OperatorContext:
+    """Stands in for the context of an autograd function whose parts an operator calls."""
+
+    def __init__(self, needs_generators: bool):
+        self.needs_input_grad = (False, needs_generators)
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        self.saved_tensors = tensors
 
 
 class _SecondDerivative(torch.autograd.Function):
