@@ -11,6 +11,7 @@ import torch
 import hf_liere
 from hf_liere.models import rotation_cache
 from hf_liere.models.encodings import ENCODING_CLASSES
+from hf_liere.models.positions import of_grid
 
 
 @pytest.fixture
@@ -156,3 +157,19 @@ def test_a_patched_model_keeps_them_too(computed):
         results = [model(**inputs).last_hidden_state for _ in range(3)]
     assert len(computed) == 1
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("encoding", ["liere", "comrope_ld"])
+def test_a_replica_of_data_parallel_sees_changed_generators(tiny, encoding):
+    """Replicas share the attributes of their module, the cache included, and have tensors instead of parameters."""
+    module = build(tiny, encoding).rotary_encoding
+    positions = of_grid((4, 4), (4, 4), "index", 1)
+    with torch.no_grad():
+        before = module(positions)[0].matrices()
+        replica = module._replicate_for_data_parallel()
+        for name, parameter in module.named_parameters():
+            setattr(replica, name, parameter * 1.5)
+            parameter.mul_(1.5)
+        found = replica(positions)[0].matrices()
+        assert not torch.allclose(found, before)
+        assert torch.equal(found, module(positions)[0].matrices())

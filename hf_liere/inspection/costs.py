@@ -97,9 +97,7 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options) -> Cost:
     plain, calls = model, []
     if isinstance(encoding, RotaryEncoding):
         plain = _without_rotations(model)
-        hook = encoding.register_forward_pre_hook(
-            lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
-        )
+        hook = encoding.register_forward_pre_hook(lambda _, positions: calls.append(positions))
         # Rotations that are kept from an earlier pass would not be counted.
         encoding.cache.clear()
     products, elements = count_forward(model, pixels, **options)
@@ -107,9 +105,8 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options) -> Cost:
     rotations, making, rotating = [], 0, 0
     if calls:
         hook.remove()
-        args, kwargs = calls[0]
         encoding.cache.clear()
-        making = count_products(lambda: rotations.extend(encoding(*args, **kwargs)))
+        making = count_products(lambda: rotations.extend(encoding(*calls[0])))
         # Rotations of planes are no matrix products: 2 multiply-accumulates per channel of query and key.
         planes = sum(rotation.num_tokens() * rotation.num_planes() for rotation in rotations)
         rotating = planes * encoding.config.num_attention_heads * 2 * 2 * 2

@@ -73,7 +73,7 @@ class RotaryEncoding(nn.Module):
 
     def forward(self, positions: TokenPositions) -> Iterable[Rotation]:
         """One rotation per layer for all tokens; inference keeps those of the last grids, see [`RotationCache`]."""
-        return self.cache.rotations(self, positions, self.layer_rotations)
+        return self.cache.rotations(self, positions)
 
     def layer_rotations(self, positions: TokenPositions) -> Iterable[Rotation]:
         """The rotations that `forward` returns, in the form that attention applies fastest."""
@@ -138,9 +138,8 @@ class RotaryEncoding(nn.Module):
         # Half types have no QR decomposition.
         shape = (self.layers, self.heads, self.num_axes, self.num_axes)
         directions, _ = torch.linalg.qr(torch.randn(shape, dtype=torch.float32))
-        frequencies = (directions[..., plane // group_size] * magnitudes).permute(
-            2, 0, 1, 3
-        )  # (A, layers, heads, planes)
+        frequencies = directions[..., plane // group_size] * magnitudes  # (layers, heads, A, planes)
+        frequencies = frequencies.permute(2, 0, 1, 3)
         entries = frequencies.new_zeros(*frequencies.shape[:3], self.num_blocks, self.num_entries)
         row, column = torch.triu_indices(self.block_size, self.block_size, offset=1)
         in_plane = (row % 2 == 0) & (column == row + 1)

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -21,29 +21,26 @@ class _Entry(NamedTuple):
     """Rotations, and the values of what they were computed from."""
 
     coordinates: torch.Tensor
-    parameters: list[torch.Tensor]
+    entries: torch.Tensor
     rotations: list[Rotation]
 
     def num_bytes(self) -> int:
         distinct = {id(rotation): rotation for rotation in self.rotations}.values()
-        tensors = [*self.parameters, *(tensor for rotation in distinct for tensor in rotation if tensor is not None)]
-        return sum(tensor.nbytes for tensor in tensors)
+        tensors = [tensor for rotation in distinct for tensor in rotation if tensor is not None]
+        return sum(tensor.nbytes for tensor in (self.entries, *tensors))
 
-    def fits(self, coordinates: torch.Tensor, parameters: list[torch.Tensor]) -> bool:
-        """Whether the rotations are those of these coordinates and parameters, by value."""
-        pairs = zip((self.coordinates, *self.parameters), (coordinates, *parameters))
-        return all(
-            (ours.device, ours.dtype) == (given.device, given.dtype) and torch.equal(ours, given)
-            for ours, given in pairs
-        )
+    def fits(self, coordinates: torch.Tensor, entries: torch.Tensor) -> bool:
+        """Whether the rotations are those of these coordinates and entries, by value."""
+        return torch.equal(self.coordinates, coordinates) and torch.equal(self.entries, entries)
 
 
 class RotationCache:
     """
-    The rotations of the last grids that a module was called with while gradients were off. It is empty in a copy and
+    The rotations of the last grids that an encoding was called with while gradients were off. It is empty in a copy and
     is not saved.
 
-    Values are compared, not versions of tensors: whatever changes a generator, the rotations are computed again.
+    Values are compared, not versions of tensors: whatever changes a generator, the rotations are computed again. They
+    are those of the generators' entries, not of parameters, which replicas of `DataParallel` do not have.
     """
 
     def __init__(self):
@@ -60,28 +57,26 @@ class RotationCache:
         with self.lock:
             self.entries.clear()
 
-    def rotations(
-        self, module: nn.Module, positions: TokenPositions, compute: Callable[[TokenPositions], Iterable[Rotation]]
-    ) -> Iterable[Rotation]:
+    def rotations(self, encoding: nn.Module, positions: TokenPositions) -> Iterable[Rotation]:
         """
-        `compute(positions)`, or what it returned before for the same grid, coordinates and parameters of `module`.
-
-        Args:
-            module: Nothing is stored while it is in training mode. Parameters of its submodules are constants.
+        What `encoding.layer_rotations(positions)` returns, or returned before for the same grid, coordinates and
+        entries. Nothing is stored in training mode.
         """
-        coordinates, parameters = positions.coordinates, list(module.parameters(recurse=False))
-        is_constant = not (module.training or torch.is_grad_enabled() or positions.grid is None)
-        if not is_constant or values_are_unknown(coordinates, *parameters):
-            return compute(positions)
-        name = (positions.grid, coordinates.dtype, coordinates.device)
+        coordinates = positions.coordinates
+        if encoding.training or torch.is_grad_enabled() or positions.grid is None or values_are_unknown(coordinates):
+            return encoding.layer_rotations(positions)
+        entries = encoding.entries(coordinates.device)
+        if values_are_unknown(entries):
+            return encoding.layer_rotations(positions)
+        name = (positions.grid, encoding.rotation_dtype, *((x.dtype, x.device) for x in (coordinates, entries)))
         with self.lock:
             entry = self.entries.get(name)
-        if entry is not None and entry.fits(coordinates, parameters):
+        if entry is not None and entry.fits(coordinates, entries):
             return entry.rotations
-        rotations = compute(positions)
+        rotations = encoding.layer_rotations(positions)
         # Above a bound the layers are computed one by one, when they are asked for.
         if isinstance(rotations, list):
-            self._store(name, _Entry(coordinates, [parameter.clone() for parameter in parameters], rotations))
+            self._store(name, _Entry(coordinates, entries.clone(), rotations))
         return rotations
 
     def _store(self, name: tuple, entry: _Entry) -> None:
