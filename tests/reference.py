@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_liere.reference import generators, rotations
+from hf_liere.reference import generators, rotate, rotations
 
 
 def head_rotation(position, parameters, config, num_axes, layer, head):
@@ -61,8 +61,7 @@ def attention(hidden_states, attention_module, rotations):
                 for name in "qkv"
             )
             rotation = rotations[min(sample, len(rotations) - 1), head]
-            query = torch.stack([matrix @ vector for matrix, vector in zip(rotation, query)])
-            key = torch.stack([matrix @ vector for matrix, vector in zip(rotation, key)])
+            query, key = rotate(query, rotation), rotate(key, rotation)
             attended.append(torch.softmax(query @ key.T / head_dim**0.5, dim=-1) @ value)
         output[sample] = torch.cat(attended, -1) @ parameters["o_proj.weight"].T + parameters["o_proj.bias"]
     return output

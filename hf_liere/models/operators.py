@@ -108,54 +108,60 @@ class _RotateBlocks(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, *gradients):
         *states, blocks = ctx.saved_tensors
-        rotated_back = _apply_blocks(gradients, blocks, inverse=True)
         if not ctx.needs_input_grad[2]:
-            return *rotated_back, None
-        # g qᵀ with q = Rᵀ r, r being the rotated state.
-        outer = outer_products(gradients, states, blocks.shape[:4], blocks.shape[-1], blocks)
-        return *rotated_back, outer.to(blocks.dtype)
+            return *_apply_blocks(gradients, blocks, inverse=True), None
+        return _gradients_with_blocks(gradients, states, blocks)
+
+
+def _gradients_with_blocks(gradients, rotated, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, key and blocks, from those of the rotated query and key."""
+    # g qᵀ with q = Rᵀ r, r being the rotated state.
+    outer = outer_products(gradients, rotated, blocks.shape[:4], blocks.shape[-1], blocks)
+    return *_apply_blocks(gradients, blocks, inverse=True), outer.to(blocks.dtype)
 
 
 @operator("(Tensor query, Tensor key, Tensor blocks, bool inverse=False) -> (Tensor, Tensor)")
 def _rotate_shared_blocks(query, key, blocks, inverse=False):
     """[`_RotateBlocks`] in a compiled graph."""
-    rotated = _apply_blocks((query, key), blocks, inverse)
-    return tuple(_laid_out_as(part, states) for part, states in zip(rotated, (query, key)))
+    return _laid_out_as(_apply_blocks((query, key), blocks, inverse), (query, key))
 
 
 @operator(
     "(Tensor query_gradient, Tensor key_gradient, Tensor query, Tensor key, Tensor blocks) -> (Tensor, Tensor, Tensor)"
 )
 def _rotate_shared_blocks_backward(query_gradient, key_gradient, query, key, blocks):
-    """The gradients of query, key and blocks, from those of the rotated `query` and `key`."""
+    """[`_gradients_with_blocks`] in a compiled graph; `query` and `key` are the rotated ones."""
     gradients = query_gradient, key_gradient
-    outer = outer_products(gradients, (query, key), blocks.shape[:4], blocks.shape[-1], blocks)
-    rotated_back = _apply_blocks(gradients, blocks, inverse=True)
-    return *(_laid_out_as(*pair) for pair in zip(rotated_back, gradients)), _laid_out_as(outer, blocks)
+    return _laid_out_as(_gradients_with_blocks(gradients, (query, key), blocks), (*gradients, blocks))
 
 
-def _laid_out_as(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The values in the type and layout of `torch.empty_like(like)`, which is what the compiler is told."""
-    out = torch.empty_like(like)
-    return values if (values.dtype, values.stride()) == (out.dtype, out.stride()) else out.copy_(values)
+def _laid_out_as(values, like) -> tuple[torch.Tensor, ...]:
+    """Each of the values in the layout of `torch.empty_like`, which is what the compiler is told."""
+    empty = _empty_like(*like)
+    return tuple(x if x.stride() == out.stride() else out.copy_(x) for x, out in zip(values, empty))
+
+
+def _empty_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty_like(tensor) for tensor in tensors)
 
 
 def _save_rotated(ctx, inputs, output):
-    ctx.save_for_backward(*output, inputs[2])
+    blocks = inputs[2]
+    ctx.save_for_backward(*(output if ctx.needs_input_grad[2] else ()), blocks)
 
 
-_rotate_shared_blocks.register_fake(
-    lambda query, key, blocks, inverse=False: (torch.empty_like(query), torch.empty_like(key))
-)
+def _graph_gradients(ctx, *gradients):
+    *states, blocks = ctx.saved_tensors
+    if not states:
+        return *_rotate_shared_blocks(*gradients, blocks, inverse=True), None, None
+    return *_rotate_shared_blocks_backward(*gradients, *states, blocks), None
+
+
+_rotate_shared_blocks.register_fake(lambda query, key, blocks, inverse=False: _empty_like(query, key))
 _rotate_shared_blocks_backward.register_fake(
-    lambda query_gradient, key_gradient, query, key, blocks: tuple(
-        torch.empty_like(tensor) for tensor in (query_gradient, key_gradient, blocks)
-    )
+    lambda query_gradient, key_gradient, query, key, blocks: _empty_like(query_gradient, key_gradient, blocks)
 )
-_rotate_shared_blocks.register_autograd(
-    lambda ctx, *gradients: (*_rotate_shared_blocks_backward(*gradients, *ctx.saved_tensors), None),
-    setup_context=_save_rotated,
-)
+_rotate_shared_blocks.register_autograd(_graph_gradients, setup_context=_save_rotated)
 
 
 def _apply_planes(states, cos_sin: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
