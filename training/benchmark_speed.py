@@ -7,9 +7,10 @@
 All models are measured in turn, round after round, each right after `absolute`; a ratio is the median over the rounds
 of the time of the one divided by that of the other, with quartiles in brackets, so that a machine that slows down slows
 both, and the row of `absolute` shows the noise. On a machine with other work `--clock cpu` compares processor time
-instead. Inference is a forward pass without gradients in evaluation mode; a training step is forward, loss and
-backward. The optimizer's step is left out: it costs every model the same and would draw the ratios towards 1. Memory is
-what PyTorch's allocator holds at the peak of a training step: the model and all that the step allocates.
+instead. Inference is a forward pass without gradients in evaluation mode, in which the rotations of the grid are kept
+from the pass before; a training step is forward, loss and backward. The optimizer's step is left out: it costs every
+model the same and would draw the ratios towards 1. Memory is what PyTorch's allocator holds at the peak of a training
+step: the model and all that the step allocates.
 
 Every measurement is a line of the output file as soon as it is made. Ctrl-C prints the tables of what there is, and
 `--resume` with the same output goes on. Naive models are the papers' pseudo-code; timm's have its own code throughout.
