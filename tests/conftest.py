@@ -53,13 +53,6 @@ def compiler(lacking):
         lacking("kernels", f"no C++ compiler here makes the kernels for CPUs, for blocks of {failed}")
 
 
-@pytest.fixture(scope="session")
-def graph_operators():
-    """For tests of operators in compiled graphs: torch 2.9 takes every graph for an exported one, which has none."""
-    if torch.compile(lambda x: x + torch.compiler.is_exporting(), backend="eager", fullgraph=True)(torch.zeros(1)):
-        pytest.skip("the compiler of this torch does not tell compiled from exported graphs")
-
-
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

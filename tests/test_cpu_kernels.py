@@ -7,11 +7,11 @@ import pytest
 import torch
 from rotating import rotate_query_key
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from hf_liere.kernels import cpu as cpu_kernels
-from hf_liere.models.exponential import POLYNOMIAL, SAVE_INTERVAL, block_rotations
+from hf_liere.models.exponential import block_rotations
 from hf_liere.models.lie_algebra import skew
+from hf_liere.models.squaring import num_saved
 
 
 needs_compiler = pytest.mark.usefixtures("compiler")
@@ -39,11 +39,9 @@ def test_the_number_of_threads_changes_no_bit():
 def saved(positions, generators):
     """What the backward pass gets."""
     rays, squarings = torch.arange(len(positions)).unsqueeze(-1), torch.full((len(positions),), 6)
-    rotations, saved_squares, offsets = cpu_kernels.block_rotations(
-        positions, generators.unsqueeze(1), rays, squarings, POLYNOMIAL, SAVE_INTERVAL
-    )
-    gradients = tuple(rotation.flip(0) for rotation in rotations)
-    return rotations, gradients, rays, squarings, saved_squares, offsets, SAVE_INTERVAL
+    squares = torch.empty(1, int(num_saved(squarings).sum()), *generators.shape[1:])
+    rotations = cpu_kernels.block_rotations(positions, generators.unsqueeze(1), rays, squarings, squares, torch.float32)
+    return rotations, tuple(rotation.flip(0) for rotation in rotations), rays, squarings, squares
 
 
 @needs_compiler
@@ -56,25 +54,22 @@ def test_what_is_not_finite_reaches_the_loss(value):
         assert query[0, 0, 0].isfinite().all() and not query[0, 0, 1].isfinite().all()
 
 
-def test_tensors_without_numbers_are_left_to_plain_operations():
-    """Those of tools that estimate memory or count operations."""
+def test_tensors_without_numbers_reach_no_kernel():
+    """Those of tools that estimate memory."""
     with FakeTensorMode():
         query, rotation = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 1, 8, 8)
-        assert cpu_kernels.refusal(query, query.dtype, 8)
         assert rotate_query_key(query, query, rotation)[0].shape == query.shape
 
 
 @needs_compiler
 @pytest.mark.parametrize("shape", [(1, 1, 2, 4, 2), (1, 1, 2, 1, 8, 8)])
-def test_where_operations_are_watched_they_are_plain(shape):
-    """A traced graph would hold what kernels return as constants."""
+def test_traced_graphs_hold_plain_operations(shape):
+    """They run where there are no kernels."""
     rotation, (first, second) = torch.randn(shape), torch.randn(2, 1, 1, 2, 8)
     traced = torch.jit.trace(lambda states: rotate_query_key(states, states, rotation), first)
     # float32 sums in another order.
     torch.testing.assert_close(traced(second), rotate_query_key(second, second, rotation), rtol=1e-4, atol=1e-5)
-    with FlopCounterMode(display=False):
-        assert cpu_kernels.refusal(first, torch.float32, 8)
-    assert cpu_kernels.refusal(first, torch.float32, 8) is None
+    assert "hf_liere" not in str(traced.inlined_graph)
 
 
 @needs_compiler
@@ -127,10 +122,10 @@ def test_rays_that_lead_elsewhere_are_refused(rays, squarings, message):
     generators = skew(torch.randn(2, 1, 3, 28), 8)
     rays, squarings = torch.tensor(rays, dtype=torch.long), torch.tensor(squarings)
     with pytest.raises(ValueError, match=message):
-        cpu_kernels.block_rotations(torch.rand(4, 2).double(), generators, rays, squarings, POLYNOMIAL, SAVE_INTERVAL)
-    rotations, gradients, _, _, *squares = saved(torch.rand(4, 2).double(), generators[:, 0])
+        cpu_kernels.block_rotations(torch.rand(4, 2).double(), generators, rays, squarings, None, torch.float32)
+    rotations, gradients, _, _, squares = saved(torch.rand(4, 2).double(), generators[:, 0])
     with pytest.raises(ValueError, match=message):
-        cpu_kernels.block_tangents(rotations, gradients, rays, squarings, *squares)
+        cpu_kernels.block_tangents(rotations, gradients, rays, squarings, squares)
 
 
 TOO_LITTLE_MEMORY = """

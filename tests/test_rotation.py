@@ -11,11 +11,12 @@ from rotating import rotate, rotate_query_key
 
 import hf_liere
 import hf_liere.models.encodings
-from hf_liere.models.exponential import POLYNOMIAL, Rays, block_rotations
+from hf_liere.models.exponential import block_rotations
 from hf_liere.models.exponential_gradient import POLYNOMIAL_NORM
 from hf_liere.models.lie_algebra import eigenbasis, skew
 from hf_liere.models.positions import of_grid
 from hf_liere.models.rotation import EigenRotation, to_basis
+from hf_liere.models.squaring import POLYNOMIAL, Rays
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")

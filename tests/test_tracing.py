@@ -89,7 +89,6 @@ def test_a_graph_says_nan_rather_than_a_wrong_rotation():
     assert torch.isfinite(rotations[:, 0]).all() and rotations[:, 1].isnan().all()
 
 
-@pytest.mark.usefixtures("graph_operators")
 def test_a_compiled_graph_squares_as_often_as_the_exponents_need():
     positions = torch.tensor([[1.0, 0.0], [1e6, 0.0]], dtype=torch.float64)
     generators = skew(torch.randn(2, 2, 28), 8)

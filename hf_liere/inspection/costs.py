@@ -1,6 +1,7 @@
 """Parameters and multiply-accumulates of a model, and the share of its position encoding in both."""
 
 import copy
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -8,9 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
+from ..models.backends import plain_operations
 from ..models.encodings import RotaryEncoding
+from ..models.tracing import plain_functions
 from ..models.vision_towers import find_towers, position_table
 from ..patching.apply import is_patched, unpatch
 from .attention import eager_attention
@@ -53,7 +56,13 @@ class Cost:
 
 
 def count_products(run: Callable[[], object]) -> int:
-    """Multiply-accumulates of the matrix products, convolutions and attentions that `run()` executes."""
+    """
+    Multiply-accumulates of the matrix products, convolutions and attentions that `run()` executes. Operators of this
+    package count as the plain operations that compute the same.
+    """
+    for operator, function in plain_functions.items():
+        if operator not in flop_registry:
+            register_flop_formula(operator, get_raw=True)(functools.partial(_plain_flops, function))
     # Which fused kernels are counted depends on the release of torch; all releases count matrix products.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         # The counter's hooks, which attribute products to modules, are removed: LieREAttention changes the basis of
@@ -61,6 +70,13 @@ def count_products(run: Callable[[], object]) -> int:
         counter.mod_tracker.__exit__()
         run()
     return counter.get_total_flops() // 2
+
+
+def _plain_flops(function: Callable, *arguments, out_val=None) -> int:
+    with plain_operations(), FlopCounterMode(display=False) as counter:
+        counter.mod_tracker.__exit__()
+        function(*arguments)
+    return counter.get_total_flops()
 
 
 def count_forward(model: nn.Module, pixels: torch.Tensor, **options) -> tuple[int, int]:

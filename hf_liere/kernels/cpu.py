@@ -5,10 +5,11 @@ compute the same, several times slower for small blocks. HF_LIERE_CPU_KERNELS=0 
 """
 
 import os
+from collections.abc import Sequence
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from ..models.squaring import POLYNOMIAL, SAVE_INTERVAL, first_square, num_saved
 from .cpu_interface import Monomials, Pair, Rays, Shape, Shared, Sizes, Strides
 from .cpu_library import failure, library
 from .layout import contiguous_channels, empty_like, is_planes, shared_strides
@@ -23,18 +24,11 @@ def refusal(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | 
     """
     Why the kernels do not take tensors like this one for results in `dtype`, or `None` if they do; this may compile
     them.
-
-    Subclasses, such as those that hold no values or a part of them, are left to plain operations, and so is everything
-    where operations are traced or counted.
     """
-    if torch.jit.is_tracing() or is_in_torch_dispatch_mode():
-        return "operations are traced or counted"
     if tensor.device.type != "cpu":
         return "they run on the CPU only"
     if dtype != torch.float32:
         return "they compute float32 only"
-    if type(tensor) is not torch.Tensor:
-        return "they take no subclass of torch.Tensor"
     if os.environ.get("HF_LIERE_CPU_KERNELS", "1") == "0":
         return "HF_LIERE_CPU_KERNELS=0 turns them off"
     return failure(block_size)
@@ -69,76 +63,49 @@ def outer_products(
 def block_rotations(
     positions: torch.Tensor,
     generators: torch.Tensor,
-    rays: torch.Tensor,
+    tokens: torch.Tensor,
     squarings: torch.Tensor,
-    polynomial: tuple[tuple[float, ...], ...],
-    interval: int | None,
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, torch.Tensor]:
-    """
-    The rotations of [`exponential.layer_block_rotations`], in float32 from products in float64.
-
-    Args:
-        positions: (P, A) in float64.
-        generators: (A, G, K, b, b).
-        rays: (rays, longest ray), see [`exponential.Rays`].
-        squarings: (rays,), how often each ray's first rotation is squared.
-        polynomial: [`exponential.POLYNOMIAL`].
-        interval: The first of so many squares is saved for the backward pass, or none with `None`.
-
-    Returns:
-        For each of the G groups (P, K, b, b); the saved squares, and for each ray the index of its first.
-    """
+    squares: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, ...]:
+    """As [`squaring.ray_rotations`], in float32 from products in float64."""
     axes, groups, blocks, size, _ = generators.shape
     positions, generators = positions.contiguous(), generators.to(torch.float64).contiguous()
-    rays, squarings = _checked_rays(rays, squarings, len(positions))
-    in_no_ray = torch.ones(len(positions), dtype=torch.bool, device="cpu").index_fill_(0, rays[rays >= 0], False)
+    tokens, squarings = _checked_rays(tokens, squarings, squares, len(positions))
+    in_no_ray = torch.ones(len(positions), dtype=torch.bool, device="cpu").index_fill_(0, tokens[tokens >= 0], False)
     rotations = tuple(_empty(size, len(positions), blocks, size, size) for _ in range(groups))
-    tokens = in_no_ray.nonzero().flatten()
-    identity = torch.eye(size, dtype=torch.float32, device="cpu").expand(len(tokens), blocks, size, size)
+    others = in_no_ray.nonzero().flatten()
+    identity = torch.eye(size, dtype=torch.float32, device="cpu").expand(len(others), blocks, size, size)
     for rotation in rotations:
-        rotation.index_copy_(0, tokens, identity)
-    counts = (squarings + (interval or 1) - 1) // (interval or 1)
-    offsets = counts.cumsum(0) - counts
-    saved_squares = None if interval is None else _empty(size, groups, int(counts.sum()), blocks, size, size)
+        rotation.index_copy_(0, others, identity)
+    offsets = first_square(squarings)
     _call(
         size,
         "block_rotations",
         Sizes(axes, groups, blocks),
-        _rays(rays, squarings, offsets, saved_squares, interval),
+        _rays(tokens, squarings, offsets, squares),
         positions,
         generators,
-        torch.tensor(polynomial, dtype=torch.float64, device="cpu"),
+        torch.tensor(POLYNOMIAL, dtype=torch.float64, device="cpu"),
         rotations,
     )
-    return rotations, saved_squares, offsets
+    return rotations
 
 
 def block_tangents(
-    rotations: tuple[torch.Tensor, ...],
-    gradients: tuple[torch.Tensor, ...],
-    rays: torch.Tensor,
+    rotations: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    tokens: torch.Tensor,
     squarings: torch.Tensor,
-    saved_squares: torch.Tensor,
-    offsets: torch.Tensor,
-    interval: int,
+    squares: torch.Tensor,
 ) -> torch.Tensor:
-    """
-    The tangents that [`exponential_gradient.GradientMoments`] takes, for rotations of [`block_rotations`].
-
-    Args:
-        rotations: (P, K, b, b) for each of G groups.
-        gradients: Their gradients, likewise.
-
-    Returns:
-        (G, rays, K·b(b−1)/2).
-    """
+    """As [`squaring.ray_tangents`]."""
     _, blocks, size, _ = rotations[0].shape
-    gradients = tuple(gradient.contiguous() for gradient in gradients)
-    rays, squarings = _checked_rays(rays, squarings, len(rotations[0]))
-    tangents = _empty(size, len(rotations), len(rays), blocks * (size * (size - 1) // 2))
-    sizes = Sizes(groups=len(rotations), blocks=blocks)
-    traversal = _rays(rays, squarings, offsets, saved_squares, interval)
-    _call(size, "block_tangents", sizes, traversal, rotations, gradients, tangents)
+    rotations, gradients = (tuple(x.contiguous() for x in tensors) for tensors in (rotations, gradients))
+    tokens, squarings = _checked_rays(tokens, squarings, squares, len(rotations[0]))
+    tangents = _empty(size, len(rotations), len(tokens), blocks * (size * (size - 1) // 2))
+    sizes, offsets = Sizes(groups=len(rotations), blocks=blocks), first_square(squarings)
+    _call(size, "block_tangents", sizes, _rays(tokens, squarings, offsets, squares), rotations, gradients, tangents)
     return tangents
 
 
@@ -199,28 +166,37 @@ def _prefer_huge_pages(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
     return tensor
 
 
-def _checked_rays(rays: torch.Tensor, squarings: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous and int64. The kernels would write to tokens beyond the last one."""
-    if rays.ndim != 2 or squarings.shape != rays.shape[:1]:
+def _checked_rays(
+    tokens: torch.Tensor, squarings: torch.Tensor, squares: torch.Tensor | None, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous and int64. The kernels would write to tokens and squares beyond the last one."""
+    if tokens.ndim != 2 or squarings.shape != tokens.shape[:1]:
         raise ValueError(
-            f"Rays must be (rays, longest ray) and squarings (rays,); they are {tuple(rays.shape)} and "
+            f"Rays must be (rays, longest ray) and squarings (rays,); they are {tuple(tokens.shape)} and "
             f"{tuple(squarings.shape)}."
         )
-    rays, squarings = (tensor.to("cpu", torch.int64).contiguous() for tensor in (rays, squarings))
-    if len(rays) and (rays.shape[1] == 0 or rays[:, 0].min() < 0 or rays.min() < -1 or rays.max() >= tokens):
+    tokens, squarings = (tensor.to("cpu", torch.int64).contiguous() for tensor in (tokens, squarings))
+    if len(tokens) and (
+        tokens.shape[1] == 0 or tokens[:, 0].min() < 0 or tokens.min() < -1 or tokens.max() >= num_tokens
+    ):
         raise ValueError(
-            f"Rays must hold tokens from 0 to {tokens - 1}, one at least, and -1 beyond the end of a ray; in a tensor "
-            f"of shape {tuple(rays.shape)} they hold {rays.unique().tolist()}."
+            f"Rays must hold tokens from 0 to {num_tokens - 1}, one at least, and -1 beyond the end of a ray; in a "
+            f"tensor of shape {tuple(tokens.shape)} they hold {tokens.unique().tolist()}."
         )
     if len(squarings) and squarings.min() < 0:
         raise ValueError(f"Squarings must not be negative; they are {squarings.tolist()}.")
-    return rays, squarings
+    if squares is not None and (not squares.is_contiguous() or num_saved(squarings).sum() > squares.shape[1]):
+        raise ValueError(
+            f"{int(num_saved(squarings).sum())} squares of each group need contiguous memory, not "
+            f"{tuple(squares.shape)} with strides {squares.stride()}."
+        )
+    return tokens, squarings
 
 
-def _rays(rays, squarings, offsets, saved_squares, interval) -> Rays:
-    address, saved = (None, 0) if saved_squares is None else (saved_squares.data_ptr(), saved_squares.shape[1])
-    addresses = (tensor.data_ptr() for tensor in (rays, squarings, offsets))
-    return Rays(*addresses, address, *rays.shape, saved, interval or 1)
+def _rays(tokens, squarings, offsets, squares) -> Rays:
+    address, saved = (None, 0) if squares is None else (squares.data_ptr(), squares.shape[1])
+    addresses = (tensor.data_ptr() for tensor in (tokens, squarings, offsets))
+    return Rays(*addresses, address, *tokens.shape, saved, SAVE_INTERVAL)
 
 
 def _contiguous_blocks(rotation: torch.Tensor) -> torch.Tensor:

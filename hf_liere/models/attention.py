@@ -7,7 +7,6 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .rotation import Rotation, to_basis
-from .tracing import first_derivative_only
 
 
 # torch has no public name for hooks of all modules; a release without this private one is taken to have none.
@@ -157,14 +156,19 @@ def _obstacle(projection: nn.Module) -> str | None:
 class _LinearInBasis(torch.autograd.Function):
     """Uᵀ (W x + b). The backward pass changes the weight again: saving it would take 5% of a step's memory."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, hidden_states, weight, bias, basis):
-        ctx.save_for_backward(hidden_states, weight, basis)
+    def forward(hidden_states, weight, bias, basis):
         bias = None if bias is None else to_basis(bias, basis)
         return nn.functional.linear(hidden_states, to_basis(weight, basis), bias)
 
     @staticmethod
-    @first_derivative_only
+    def setup_context(ctx, inputs, output):
+        hidden_states, weight, _, basis = inputs
+        ctx.save_for_backward(hidden_states, weight, basis)
+
+    @staticmethod
     def backward(ctx, gradient):
         hidden_states, weight, basis = ctx.saved_tensors
         back = basis.transpose(-1, -2)

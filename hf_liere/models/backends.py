@@ -3,6 +3,8 @@ Faster implementations of rotations, for one kind of device each. They live outs
 from there; without one, as in code that came with a checkpoint, the plain operations of these files run.
 """
 
+import contextlib
+import contextvars
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -10,6 +12,7 @@ import torch
 
 
 _BACKENDS: list[ModuleType] = []
+_backends_are_off = contextvars.ContextVar("_backends_are_off", default=False)
 
 
 def register_backend(backend: ModuleType) -> None:
@@ -24,14 +27,24 @@ def register_backend(backend: ModuleType) -> None:
         _BACKENDS.append(backend)
 
 
+@contextlib.contextmanager
+def plain_operations() -> Iterator[None]:
+    """Plain operations run inside of this context, in this thread."""
+    token = _backends_are_off.set(True)
+    try:
+        yield
+    finally:
+        _backends_are_off.reset(token)
+
+
 def find_backend(
     function: str, tensor: torch.Tensor, block_size: int, dtype: torch.dtype | None = None
 ) -> ModuleType | None:
     """
     The backend that has a function for tensors like this one and blocks of this size, with results in `dtype` (the
-    tensor's own if `None`), or `None` where plain operations are to run, as in graphs that are compiled.
+    tensor's own if `None`), or `None` where plain operations are to run.
     """
-    if torch.compiler.is_compiling():
+    if _backends_are_off.get():
         return None
     for backend, refusal in refusals(function, tensor, block_size, dtype):
         if refusal is None:

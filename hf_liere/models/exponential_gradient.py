@@ -5,7 +5,6 @@ The last factor of the gradient of exp(Σ_a x_a A_a), which [`exponential.block_
 
 import itertools
 import math
-from collections.abc import Iterable
 
 import torch
 
@@ -71,54 +70,59 @@ POWERS = {
 RAISED = {axes: [_raised(axes, degree) for degree in range(1, 25)] for axes in (1, 2, 3)}
 
 
+def upper_entries(matrices: torch.Tensor) -> torch.Tensor:
+    """Of (…, b, b) matrices M the upper triangles of M − Mᵀ, row by row, (…, b(b−1)/2)."""
+    size = matrices.shape[-1]
+    row, column = torch.triu_indices(size, size, offset=1, device=matrices.device)
+    flat = matrices.flatten(-2)
+    return flat[..., row * size + column] - flat[..., column * size + row]
+
+
+def coordinates_gradient(coordinates: torch.Tensor, generators: torch.Tensor, tangents: torch.Tensor) -> torch.Tensor:
+    """
+    (tokens, A) gradient of the coordinates x: Σ ⟨φ(−ad Y) W, A_a⟩ over groups and blocks, with Y = Σ_a x_a A_a.
+
+    Args:
+        coordinates: (tokens, A). The spectral norms of all Y must be at most `POLYNOMIAL_NORM`.
+        generators: (A, G, K, b, b).
+        tangents: As in [`GradientMoments`].
+    """
+    _, groups, blocks, size, _ = generators.shape
+    flat = generators.to(coordinates.dtype).flatten(2)
+    row, column = torch.triu_indices(size, size, offset=1, device=generators.device)
+    total = torch.zeros_like(coordinates)
+    for group in range(groups):
+        matrices = tangents.new_zeros(len(coordinates), blocks, size, size)
+        matrices[..., row, column] = tangents[group].unflatten(-1, (blocks, -1))
+        exponents = (coordinates @ flat[:, group]).view(-1, size, size)
+        change = derivative(exponents.to(tangents.dtype), matrices.flatten(0, 1)).view(len(coordinates), -1)
+        total += change.to(total.dtype) @ flat[:, group].T
+    return total
+
+
 class GradientMoments:
     """
     Σ_p x_a φ(−ad Σ_a x_a A_a) W_p for all tokens p, as polynomials of the generators that act on the moments
     Σ_p x₁ⁱ x₂ʲ … W_p: one large product over the tokens, then commutators whose number does not depend on the tokens.
 
     Args:
-        coordinates: (tokens, A) for each set of tokens that will be added, A ≤ 3. The spectral norms of all Σ_a x_a A_a
-            must be at most `POLYNOMIAL_NORM`.
+        coordinates: (tokens, A), A ≤ 3. The spectral norms of all Σ_a x_a A_a must be at most `POLYNOMIAL_NORM`.
         generators: (A, G, K, b, b), skew-symmetric.
-        dtype: Type of the W, float32 or float64.
+        tangents: (G, tokens, K·b(b−1)/2), float32 or float64, the [`upper_entries`] of matrices whose skew part is W.
     """
 
-    def __init__(self, coordinates: list[torch.Tensor], generators: torch.Tensor, dtype: torch.dtype):
-        self.generators, self.dtype = generators, dtype
-        axes, groups, blocks, size, _ = generators.shape
-        self.coefficients = COEFFICIENTS[dtype]
+    def __init__(self, coordinates: torch.Tensor, generators: torch.Tensor, tangents: torch.Tensor):
+        self.generators, self.dtype = generators, tangents.dtype
+        axes, _, _, size, _ = generators.shape
+        self.coefficients = COEFFICIENTS[self.dtype]
         self.levels = POWERS[axes][: len(self.coefficients)]
         powers = torch.tensor([powers for level in self.levels for powers in level], device=generators.device)
         # Powers of coordinates of at most 1 do not overflow.
-        largest = torch.cat([generators.new_zeros(1, axes), *coordinates]).abs().amax(0)
+        largest = torch.cat([coordinates.new_zeros(1, axes), coordinates]).abs().amax(0)
         self.scales = torch.where(largest > 0, largest, 1.0)
-        # (tokens, monomials) for each set of tokens
-        self.weights = [(points / self.scales).unsqueeze(1).pow(powers).prod(-1).to(dtype) for points in coordinates]
+        weights = (coordinates / self.scales).unsqueeze(1).pow(powers).prod(-1).to(self.dtype)  # (tokens, monomials)
         self.row, self.column = torch.triu_indices(size, size, offset=1, device=generators.device)
-        # The same elements in flattened matrices.
-        self.above, self.below = self.row * size + self.column, self.column * size + self.row
-        self.moments = generators.new_zeros(groups, len(powers), blocks * len(self.row), dtype=dtype)
-
-    def entries(self, matrices: torch.Tensor) -> torch.Tensor:
-        """(tokens, K, b, b) matrices M → (tokens, K·b(b−1)/2) upper triangles of M − Mᵀ, row by row."""
-        flat = matrices.flatten(2)
-        return (flat[..., self.above] - flat[..., self.below]).flatten(1)
-
-    def add(self, group: int, tangents: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Adds the skew parts W = ½(M − Mᵀ) of a group, given as (index of the set of tokens, `entries` of M)."""
-        weights, entries = [], []
-        for index, part in tangents:
-            weights.append(self.weights[index])
-            entries.append(part)
-            # Sets are joined, because a product over few tokens mainly reads and writes the moments.
-            if not torch.compiler.is_compiling() and sum(part.numel() for part in entries) > SLICE_ELEMENTS:
-                self._sum(group, weights, entries)
-                weights, entries = [], []
-        if entries:
-            self._sum(group, weights, entries)
-
-    def _sum(self, group: int, weights: list[torch.Tensor], entries: list[torch.Tensor]) -> None:
-        self.moments[group].addmm_(torch.cat(weights).T, torch.cat(entries), alpha=0.5)
+        self.moments = torch.matmul(0.5 * weights.T, tangents)  # (G, monomials, K·b(b−1)/2)
 
     def generators_gradient(self) -> torch.Tensor:
         """(A, G, K, b, b) gradient of the generators, in the type of the W."""

@@ -1,16 +1,16 @@
 """
 What rotations do to queries and keys, forward and backward: planes and blocks applied, and the gradients of angles,
-blocks and commuting generators. Each has a plain implementation here and may have a faster one for a kind of device,
-see `backends`.
+blocks and commuting generators. They are operators of torch; each has a plain implementation here and may have a faster
+one for a kind of device, see `backends`.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
-from transformers.utils.generic import maybe_autocast
 
 from .backends import find_backend
-from .tracing import first_derivative_only, operator, takes_operators
+from .tracing import in_portable_graph, operator
 
 
 # Samples of query, and of key, in one product: the fastest on CPUs for blocks of 8.
@@ -27,112 +27,20 @@ def rotate_planes(
     phases: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, H, N, D) query and key by (1 or B, 1 or H, N, planes, 2) cos and sin; others as in `EigenRotation`."""
-
-    def rotate(*states):
-        if generators is None and torch.compiler.is_compiling():
-            # Compilers fuse plain operations themselves.
-            return tuple(_planes_of(part, cos_sin) for part in states)
-        return _RotatePlanes.apply(*states, cos_sin, generators, phases)
-
-    if find_backend("apply_rotation", query, 2) is not None:
-        return rotate(query, key)
-    return _on_leading(query, key, 2 * cos_sin.shape[3], rotate)
+    if in_portable_graph():
+        return _planes_of((query, key), cos_sin, portable=True)
+    return _rotate_planes(query, key, cos_sin, generators, phases, False)
 
 
 def rotate_blocks(query: torch.Tensor, key: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, H, N, D) query and key by (1 or B, 1 or H, N, blocks, b, b) matrices."""
-    has_backend = find_backend("apply_rotation", query, blocks.shape[-1]) is not None
-
-    def rotate(*states):
-        if takes_operators(query) and blocks.shape[0] == 1 and query.dtype == blocks.dtype == torch.float32:
-            return _rotate_shared_blocks(*states, blocks)
-        if torch.compiler.is_compiling() or (blocks.shape[0] > 1 and not has_backend):
-            # Where every sample has matrices of its own, no sum over samples is to be saved.
-            return tuple(_blocks_of(part, blocks) for part in states)
-        return _RotateBlocks.apply(*states, blocks)
-
-    return rotate(query, key) if has_backend else _on_leading(query, key, blocks.shape[3] * blocks.shape[-1], rotate)
+    if in_portable_graph():
+        return _blocks_of((query, key), blocks)
+    return _rotate_blocks(query, key, blocks, False)
 
 
-def _on_leading(query: torch.Tensor, key: torch.Tensor, width: int, rotate: Callable):
-    """`rotate` for the first channels of query and key; the others are passed through."""
-    if width == query.shape[-1]:
-        return rotate(query, key)
-    rotated = rotate(query[..., :width], key[..., :width])
-    return tuple(torch.cat([part, states[..., width:]], dim=-1) for part, states in zip(rotated, (query, key)))
-
-
-class _RotatePlanes(torch.autograd.Function):
-    """
-    Query and key by [`PlaneRotation`] or [`EigenRotation`]. The backward pass returns the gradient of the angles,
-    through cos and sin, with the rest of the gradient of the generators where these are given.
-    """
-
-    @staticmethod
-    def forward(ctx, query, key, cos_sin, generators, phases):
-        rotated = _apply_planes((query, key), cos_sin)
-        # Attention saves the rotated states anyway; those before the rotation are not needed.
-        states = rotated if ctx.needs_input_grad[2] else (None, None)
-        ctx.save_for_backward(*states, cos_sin, generators, phases)
-        return rotated
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, *gradients):
-        *states, cos_sin, generators, phases = ctx.saved_tensors
-        rotated_back = _apply_planes(gradients, cos_sin, inverse=True)
-        if not ctx.needs_input_grad[2]:
-            return *rotated_back, None, None, None
-        (cos, sin), generators_gradient = cos_sin.unbind(-1), None
-        if generators is None:
-            by_angle = angle_gradients(gradients, states, cos_sin)
-        else:
-            outer = outer_products(gradients, states, phases.shape, generators.shape[-1])
-            by_angle, generators_gradient = eigen_gradients(outer, generators, phases)
-            by_angle = by_angle.reshape(cos.shape)
-        # Along (−sin, cos), the direction in which cos and sin change with the angle.
-        cos_sin_gradient = torch.stack([-sin * by_angle, cos * by_angle], dim=-1)
-        return *rotated_back, cos_sin_gradient, generators_gradient, None
-
-
-class _RotateBlocks(torch.autograd.Function):
-    """Query and key by a [`BlockRotation`] that all samples share, or by any one where a backend applies it."""
-
-    @staticmethod
-    def forward(ctx, query, key, blocks):
-        rotated = _apply_blocks((query, key), blocks)
-        ctx.save_for_backward(*(rotated if ctx.needs_input_grad[2] else (None, None)), blocks)
-        return rotated
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, *gradients):
-        *states, blocks = ctx.saved_tensors
-        if not ctx.needs_input_grad[2]:
-            return *_apply_blocks(gradients, blocks, inverse=True), None
-        return _gradients_with_blocks(gradients, states, blocks)
-
-
-def _gradients_with_blocks(gradients, rotated, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Gradients of query, key and blocks, from those of the rotated query and key."""
-    # g qᵀ with q = Rᵀ r, r being the rotated state.
-    outer = outer_products(gradients, rotated, blocks.shape[:4], blocks.shape[-1], blocks)
-    return *_apply_blocks(gradients, blocks, inverse=True), outer.to(blocks.dtype)
-
-
-@operator("(Tensor query, Tensor key, Tensor blocks, bool inverse=False) -> (Tensor, Tensor)")
-def _rotate_shared_blocks(query, key, blocks, inverse=False):
-    """[`_RotateBlocks`] in a compiled graph."""
-    return _laid_out_as(_apply_blocks((query, key), blocks, inverse), (query, key))
-
-
-@operator(
-    "(Tensor query_gradient, Tensor key_gradient, Tensor query, Tensor key, Tensor blocks) -> (Tensor, Tensor, Tensor)"
-)
-def _rotate_shared_blocks_backward(query_gradient, key_gradient, query, key, blocks):
-    """[`_gradients_with_blocks`] in a compiled graph; `query` and `key` are the rotated ones."""
-    gradients = query_gradient, key_gradient
-    return _laid_out_as(_gradients_with_blocks(gradients, (query, key), blocks), (*gradients, blocks))
+def _empty_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty_like(tensor) for tensor in tensors)
 
 
 def _laid_out_as(values, like) -> tuple[torch.Tensor, ...]:
@@ -141,27 +49,94 @@ def _laid_out_as(values, like) -> tuple[torch.Tensor, ...]:
     return tuple(x if x.stride() == out.stride() else out.copy_(x) for x, out in zip(values, empty))
 
 
-def _empty_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.empty_like(tensor) for tensor in tensors)
+def _fake_planes_backward(query_gradient, key_gradient, query, key, cos_sin, generators, phases):
+    others = cos_sin, cos_sin.new_empty(0) if generators is None else generators
+    return _empty_like(query_gradient, key_gradient, *others)
+
+
+@operator(
+    "(Tensor query_gradient, Tensor key_gradient, Tensor query, Tensor key, Tensor cos_sin, Tensor? generators, "
+    "Tensor? phases) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_planes_backward,
+)
+def _rotate_planes_backward(query_gradient, key_gradient, query, key, cos_sin, generators, phases):
+    """
+    Gradients of query, key, cos and sin, and of the generators where these are given; `query` and `key` are the rotated
+    ones. That of cos and sin is the gradient of the angles.
+    """
+    gradients, states = (query_gradient, key_gradient), (query, key)
+    rotated_back = _apply_planes(gradients, cos_sin, inverse=True)
+    (cos, sin), generators_gradient = cos_sin.unbind(-1), cos_sin.new_empty(0)
+    if generators is None:
+        by_angle = angle_gradients(gradients, states, cos_sin)
+    else:
+        outer = outer_products(gradients, states, phases.shape, generators.shape[-1])
+        by_angle, generators_gradient = eigen_gradients(outer, generators, phases)
+        by_angle = by_angle.reshape(cos.shape).to(cos.dtype)
+    # Along (−sin, cos), the direction in which cos and sin change with the angle.
+    cos_sin_gradient = torch.stack([-sin * by_angle, cos * by_angle], dim=-1)
+    like = _fake_planes_backward(*gradients, *states, cos_sin, generators, phases)
+    return _laid_out_as((*rotated_back, cos_sin_gradient, generators_gradient), like)
+
+
+@operator(
+    "(Tensor query_gradient, Tensor key_gradient, Tensor query, Tensor key, Tensor blocks) -> (Tensor, Tensor, Tensor)",
+    fake=lambda query_gradient, key_gradient, query, key, blocks: _empty_like(query_gradient, key_gradient, blocks),
+)
+def _rotate_blocks_backward(query_gradient, key_gradient, query, key, blocks):
+    """Gradients of query, key and blocks; `query` and `key` are the rotated ones."""
+    gradients = query_gradient, key_gradient
+    # g qᵀ with q = Rᵀ r, r being the rotated state.
+    outer = outer_products(gradients, (query, key), blocks.shape[:4], blocks.shape[-1], blocks)
+    results = *_apply_blocks(gradients, blocks, inverse=True), outer.to(blocks.dtype)
+    return _laid_out_as(results, (*gradients, blocks))
 
 
 def _save_rotated(ctx, inputs, output):
-    blocks = inputs[2]
-    ctx.save_for_backward(*(output if ctx.needs_input_grad[2] else ()), blocks)
+    _, _, rotation, *others, ctx.inverse = inputs
+    # Attention saves the rotated states anyway; those before the rotation are not needed.
+    ctx.save_for_backward(*(output if ctx.needs_input_grad[2] else (None, None)), rotation, *others)
 
 
-def _graph_gradients(ctx, *gradients):
-    *states, blocks = ctx.saved_tensors
-    if not states:
-        return *_rotate_shared_blocks(*gradients, blocks, inverse=True), None, None
-    return *_rotate_shared_blocks_backward(*gradients, *states, blocks), None
+def _planes_gradients(ctx, *gradients):
+    query, key, *rotation = ctx.saved_tensors
+    if query is None:
+        return *_rotate_planes.operator(*gradients, *rotation, not ctx.inverse), *[None] * 4
+    if ctx.inverse:
+        raise NotImplementedError("Inverse rotations have no gradient of the rotation.")
+    *rotated_back, cos_sin_gradient, generators_gradient = _rotate_planes_backward(*gradients, query, key, *rotation)
+    return *rotated_back, cos_sin_gradient, None if rotation[1] is None else generators_gradient, None, None
 
 
-_rotate_shared_blocks.register_fake(lambda query, key, blocks, inverse=False: _empty_like(query, key))
-_rotate_shared_blocks_backward.register_fake(
-    lambda query_gradient, key_gradient, query, key, blocks: _empty_like(query_gradient, key_gradient, blocks)
+def _blocks_gradients(ctx, *gradients):
+    query, key, blocks = ctx.saved_tensors
+    if query is None:
+        return *_rotate_blocks.operator(*gradients, blocks, not ctx.inverse), None, None
+    if ctx.inverse:
+        raise NotImplementedError("Inverse rotations have no gradient of the rotation.")
+    return *_rotate_blocks_backward(*gradients, query, key, blocks), None
+
+
+@operator(
+    "(Tensor query, Tensor key, Tensor cos_sin, Tensor? generators, Tensor? phases, bool inverse) -> (Tensor, Tensor)",
+    fake=lambda query, key, *_: _empty_like(query, key),
+    gradients=_planes_gradients,
+    save=_save_rotated,
 )
-_rotate_shared_blocks.register_autograd(_graph_gradients, setup_context=_save_rotated)
+def _rotate_planes(query, key, cos_sin, generators, phases, inverse):
+    """Query and key by [`rotation.PlaneRotation`] or [`rotation.EigenRotation`], or by its inverse."""
+    return _laid_out_as(_apply_planes((query, key), cos_sin, inverse), (query, key))
+
+
+@operator(
+    "(Tensor query, Tensor key, Tensor blocks, bool inverse) -> (Tensor, Tensor)",
+    fake=lambda query, key, *_: _empty_like(query, key),
+    gradients=_blocks_gradients,
+    save=_save_rotated,
+)
+def _rotate_blocks(query, key, blocks, inverse):
+    """Query and key by [`rotation.BlockRotation`], or by its inverse."""
+    return _laid_out_as(_apply_blocks((query, key), blocks, inverse), (query, key))
 
 
 def _apply_planes(states, cos_sin: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,47 +144,67 @@ def _apply_planes(states, cos_sin: torch.Tensor, inverse: bool = False) -> tuple
         return backend.apply_rotation(*states, cos_sin, inverse)
     if inverse:
         cos_sin = cos_sin * cos_sin.new_tensor([1.0, -1.0])
-    return tuple(_planes_of(part, cos_sin) for part in states)
+    return _planes_of(states, cos_sin)
 
 
 def _apply_blocks(states, blocks: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     if backend := find_backend("apply_rotation", states[0], blocks.shape[-1]):
         return backend.apply_rotation(*states, blocks, inverse)
-    return _shared_blocks_of(states, blocks, inverse)
+    if blocks.shape[0] == 1:
+        return _shared_blocks_of(states, blocks, inverse)
+    return _blocks_of(states, blocks.transpose(-1, -2) if inverse else blocks)
 
 
-def _planes_of(states: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """(B, H, N, 2 · planes) states, rotated."""
-    cos_sin = cos_sin.to(torch.promote_types(states.dtype, torch.float32))
-    wide = states.to(cos_sin.dtype)
-    if _as_complex(wide):
-        # One pass over memory instead of six.
-        rotated = torch.view_as_complex(wide.unflatten(-1, (-1, 2))) * torch.view_as_complex(cos_sin.contiguous())
-        rotated = torch.view_as_real(rotated)  # (B, H, N, planes, 2)
-    else:
-        (cos, sin), (first, second) = cos_sin.unbind(-1), wide.unflatten(-1, (-1, 2)).unbind(-1)
-        rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
-    return rotated.flatten(-2).to(states.dtype)
+def _leading_channels(rotate: Callable) -> Callable:
+    """Decorator of a function of states whose channels are all rotated: those beyond the rotation's are passed on."""
+
+    @functools.wraps(rotate)
+    def rotate_leading(states, rotation, *arguments, **options):
+        width, head_dim = rotation.shape[3] * rotation.shape[-1], states[0].shape[-1]
+        if width == head_dim:
+            return rotate(states, rotation, *arguments, **options)
+        rotated = rotate(tuple(part[..., :width] for part in states), rotation, *arguments, **options)
+        return tuple(torch.cat([part, whole[..., width:]], dim=-1) for part, whole in zip(rotated, states))
+
+    return rotate_leading
 
 
-def _as_complex(states: torch.Tensor) -> bool:
-    """Whether pairs of channels can be seen as complex numbers; compilers and MPS do better without."""
-    if torch.compiler.is_compiling() or states.device.type == "mps":
+@_leading_channels
+def _planes_of(states, cos_sin: torch.Tensor, portable: bool = False) -> tuple[torch.Tensor, ...]:
+    """Pairs of channels rotated, `portable` by operations that compilers fuse and other runtimes have."""
+    cos_sin = cos_sin.to(torch.promote_types(states[0].dtype, torch.float32))
+    rotated = []
+    for part in states:
+        wide = part.to(cos_sin.dtype)
+        if not portable and _are_complex(wide):
+            # One pass over memory instead of six.
+            product = torch.view_as_complex(wide.unflatten(-1, (-1, 2))) * torch.view_as_complex(cos_sin.contiguous())
+            pairs = torch.view_as_real(product)  # (B, H, N, planes, 2)
+        else:
+            (cos, sin), (first, second) = cos_sin.unbind(-1), wide.unflatten(-1, (-1, 2)).unbind(-1)
+            pairs = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
+        rotated.append(pairs.flatten(-2).to(part.dtype))
+    return tuple(rotated)
+
+
+def _are_complex(states: torch.Tensor) -> bool:
+    """Whether pairs of channels can be seen as complex numbers, which MPS lacks."""
+    if states.device.type == "mps":
         return False
     return states.stride(-1) == 1 and all(s % 2 == 0 for s in (states.storage_offset(), *states.stride()[:-1]))
 
 
-def _blocks_of(states: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """(B, H, N, blocks · b) states, rotated."""
-    blocks = blocks.to(states.dtype)
-    columns = states.unflatten(-1, (-1, blocks.shape[-1])).unsqueeze(-1)  # (B, H, N, blocks, b, 1)
-    return (blocks @ columns).squeeze(-1).flatten(-2)
+@_leading_channels
+def _blocks_of(states, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Blocks of channels multiplied by matrices of any sample."""
+    blocks = blocks.to(states[0].dtype)
+    columns = (part.unflatten(-1, (-1, blocks.shape[-1])).unsqueeze(-1) for part in states)  # (B, H, N, blocks, b, 1)
+    return tuple((blocks @ column).squeeze(-1).flatten(-2) for column in columns)
 
 
-def _shared_blocks_of(
-    states: tuple[torch.Tensor, ...], blocks: torch.Tensor, inverse: bool = False
-) -> tuple[torch.Tensor, ...]:
-    """(B, H, N, blocks · b) states, all rotated by the same (1, 1 or H, N, blocks, b, b) blocks or their transposes."""
+@_leading_channels
+def _shared_blocks_of(states, blocks: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, ...]:
+    """Blocks of channels multiplied by (1, 1 or H, N, blocks, b, b) matrices of all samples, or by their transposes."""
     batch, heads, tokens, _ = states[0].shape
     count, size = blocks.shape[3], blocks.shape[-1]
     matrices = blocks[0].expand(heads, *blocks.shape[2:]).transpose(0, 1).reshape(-1, size, size)
@@ -239,8 +234,9 @@ def angle_gradients(gradients, rotated, cos_sin: torch.Tensor) -> torch.Tensor:
     """Derivative along the angles, summed over query, key and what shares an angle: (1 or B, 1 or H, N, planes)."""
     if backend := find_backend("angle_gradients", rotated[0], 2):
         return backend.angle_gradients(gradients, rotated, cos_sin.shape[:4]).to(cos_sin.dtype)
-    total = 0
+    total, width = 0, 2 * cos_sin.shape[3]
     for gradient, states in zip(gradients, rotated):
+        gradient, states = gradient[..., :width], states[..., :width]
         first, second = gradient.to(cos_sin.dtype).unflatten(-1, (-1, 2)).unbind(-1)
         rotated_first, rotated_second = states.to(cos_sin.dtype).unflatten(-1, (-1, 2)).unbind(-1)
         by_angle = (second * rotated_first).addcmul_(first, rotated_second, value=-1)
@@ -259,18 +255,17 @@ def outer_products(
         return backend.outer_products(gradients, rotated, shape, size, rotation)
     batch, heads, tokens, blocks = shape
     outer = None
-    with maybe_autocast(rotated[0].device.type, enabled=False):
-        for gradient, states in zip(gradients, rotated):
-            dtype = torch.promote_types(states.dtype, torch.float32)
-            gradient, states = gradient.to(dtype), states.to(dtype)
-            if batch > 1:
-                gradient, states = (x.unflatten(-1, (blocks, size)).transpose(1, 2) for x in (gradient, states))
-                product = gradient.unsqueeze(-1) * states.unsqueeze(-2)
-                outer = product if outer is None else outer.add_(product)
-            else:
-                factors = block_rows(gradient, size).transpose(1, 2), block_rows(states, size)
-                # Buffers are reused: small products spend most of their time on allocations.
-                outer = torch.bmm(*factors) if outer is None else outer.baddbmm_(*factors)
+    for gradient, states in zip(gradients, rotated):
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        gradient, states = (x[..., : blocks * size].to(dtype) for x in (gradient, states))
+        if batch > 1:
+            gradient, states = (x.unflatten(-1, (blocks, size)).transpose(1, 2) for x in (gradient, states))
+            product = gradient.unsqueeze(-1) * states.unsqueeze(-2)
+            outer = product if outer is None else outer.add_(product)
+        else:
+            factors = block_rows(gradient, size).transpose(1, 2), block_rows(states, size)
+            # Buffers are reused: small products spend most of their time on allocations.
+            outer = torch.bmm(*factors) if outer is None else outer.baddbmm_(*factors)
     outer = outer.view(batch, tokens, -1, blocks, size, size)
     outer = (outer.sum(2, keepdim=True) if heads == 1 else outer).transpose(1, 2)
     return outer if rotation is None else outer @ rotation.to(outer.dtype)

@@ -1,0 +1,285 @@
+"""
+Scaling and squaring by matrix products: rotations of rays of tokens, and the tangents of their exponents; what
+[`exponential`] does without a compiled implementation.
+"""
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from transformers.utils.generic import maybe_autocast
+
+from .exponential_gradient import POLYNOMIAL_NORM, upper_entries
+
+
+# P(x) of degree 18 in five products (scheme of Bader, Blanes and Casas 2019, eq. 23): with the combinations B₁ … B₅ of
+# 1, x, x², x³, x⁶ in the rows below, Q = B₁B₅ + B₄ and P = B₂ + (B₃ + Q) Q. P is the polynomial with P(0) = 1 that
+# interpolates e^(iφ) in the Chebyshev points of |φ| ≤ POLYNOMIAL_NORM, with an error of 2e-13: the spectrum of a
+# skew-symmetric matrix is imaginary, so the exponential needs no accuracy elsewhere.
+POLYNOMIAL = (
+    (0.046014031967345956404, -0.12829239509055682887, -0.0086190452043831576574, -0.0009708167894662686554, 0.0),
+    (-7.436071040167876, 1.0967138264914148, 0.9805621491119557, -0.016487091429580077, -0.00053250217893578),
+    (2.3637198439526685953, 1.9469494375136080881, 0.0975735182129525, 0.002290955806307134, 0.00003501107180980672),
+    (1.9489950753324255, -0.6227656338610917167, 0.06987186799980863, 0.026504164510235873, -0.000012858941845688914),
+    (0.10615836313296318, 0.3127635065704058389, -0.09672525453016817, -0.014771321279952634, -0.000012114218070775968),
+)
+# Used where values are unknown, as in a compiled graph: enough for norms up to 209,715 in float64. Every squaring
+# doubles the rounding error, so that float32 has fewer, for norms up to 3,276. For larger norms the result is NaN.
+PORTABLE_SQUARINGS = {torch.float64: 16, torch.float32: 10}
+# The backward pass squares in float32, where each squaring doubles the error: it starts again from every fourth square.
+SAVE_INTERVAL = 4
+# On CPUs a chunk fits into the cache of a core, 512 KiB of float64; on other devices chunks only limit the memory.
+CHUNK_ELEMENTS = 1 << 16
+DEVICE_CHUNK_ELEMENTS = 1 << 22
+
+
+class Rays(NamedTuple):
+    """
+    Tokens whose positions are the multiples 1, 2, … of a first one: R(kp) = R(p)ᵏ, one product instead of an
+    exponential. On a grid that starts at zero these are all tokens but those with coprime indices.
+
+    Attributes:
+        grid: Patches per axis, whose positions are proportional to their indices.
+        num_prefix_tokens: Tokens before the patches, at position zero.
+    """
+
+    grid: tuple[int, ...]
+    num_prefix_tokens: int = 0
+
+    def tokens(self) -> torch.Tensor:
+        """
+        (rays, longest ray) index of the token at each multiple, −1 beyond the end of a ray; tokens that are in no ray
+        are at position zero.
+        """
+        return _tokens_of(*self)
+
+
+@functools.lru_cache(maxsize=64)
+def _tokens_of(grid: tuple[int, ...], num_prefix_tokens: int) -> torch.Tensor:
+    rays = {}
+    for token, index in enumerate(itertools.product(*map(range, grid)), start=num_prefix_tokens):
+        multiple = math.gcd(*index)
+        if multiple:
+            # Raster order meets the multiples in order.
+            rays.setdefault(tuple(i // multiple for i in index), []).append(token)
+    longest = max(map(len, rays.values()), default=1)
+    rows = [ray + [-1] * (longest - len(ray)) for ray in rays.values()]
+    # Inference mode would make a tensor that training cannot use later.
+    with torch.inference_mode(False):
+        return torch.tensor(rows, dtype=torch.long, device="cpu").view(len(rows), longest)
+
+
+def num_saved(squarings: torch.Tensor) -> torch.Tensor:
+    """(rays,) numbers of squares that are saved, every `SAVE_INTERVAL`-th one."""
+    return (squarings + SAVE_INTERVAL - 1) // SAVE_INTERVAL
+
+
+def first_square(squarings: torch.Tensor) -> torch.Tensor:
+    """(rays,) indices of the first saved square of each ray."""
+    counts = num_saved(squarings)
+    return counts.cumsum(0) - counts
+
+
+class _Chunk(NamedTuple):
+    """
+    Rays whose first rotations are squared equally often, longest ray first.
+
+    Attributes:
+        rays: (rays,) their indices.
+        multiples: At k − 1 the k-th tokens of all rays that have so many.
+    """
+
+    squarings: int
+    rays: torch.Tensor
+    multiples: tuple[torch.Tensor, ...]
+
+
+def norm_bounds(positions: torch.Tensor, generators: torch.Tensor) -> torch.Tensor:
+    """(A,) tight upper bounds of the spectral norms of each axis' generators, in the type of `positions`."""
+    # The spectral norm of a skew-symmetric A is at most (‖A⁴‖ / √2)^¼, in the Frobenius norm.
+    squares = generators.to(positions.dtype).flatten(1, -3) @ generators.to(positions.dtype).flatten(1, -3)
+    return ((squares @ squares).flatten(2).norm(dim=-1).amax(1) / math.sqrt(2)) ** 0.25
+
+
+def _chunks(tokens: torch.Tensor, squarings: torch.Tensor, elements: int, device: torch.device) -> list[_Chunk]:
+    """Chunks of rays, for rotations of so many elements each."""
+    lengths = (tokens >= 0).sum(1)
+    most = max(1, (CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS) // elements)
+    chunks = []
+    for count in squarings.unique().tolist():
+        chosen = (squarings == count).nonzero().squeeze(-1)
+        chosen = chosen[lengths[chosen].argsort(descending=True, stable=True)]
+        for part in chosen.split(most):
+            multiples = tuple(
+                tokens[part[: int((lengths[part] > k).sum())], k].to(device) for k in range(int(lengths[part].max()))
+            )
+            chunks.append(_Chunk(count, part.to(device), multiples))
+    return chunks
+
+
+def ray_rotations(
+    positions: torch.Tensor,
+    generators: torch.Tensor,
+    tokens: torch.Tensor,
+    squarings: torch.Tensor,
+    squares: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, ...]:
+    """
+    exp(Σ_a p_a A_a) of every token.
+
+    Args:
+        positions: (P, A) in the working type.
+        generators: (A, G, K, b, b).
+        tokens: (rays, longest ray), see [`Rays`].
+        squarings: (rays,), how often each ray's first rotation is squared.
+        squares: (G, saved, K, b, b), into which every `SAVE_INTERVAL`-th square is written, those of a ray from
+            `first_square` on; or `None`.
+        dtype: Type of the result.
+
+    Returns:
+        For each of the G groups (P, K, b, b).
+    """
+    _, groups, blocks, size, _ = generators.shape
+    # Tokens at the origin belong to no ray: their rotation stays the identity.
+    identity = torch.eye(size, dtype=dtype, device=positions.device)
+    rotations = tuple(identity.expand(len(positions), blocks, size, size).contiguous() for _ in range(groups))
+    memory, places = positions.new_empty(9, 0, size, size), first_square(squarings).to(positions.device)
+    chunks = _chunks(tokens, squarings, generators[0, 0].numel(), positions.device)
+    for group, chunk in itertools.product(range(groups), chunks):
+        exponents = _exponents(positions[chunk.multiples[0]], generators[:, group], chunk.squarings)  # (rays · K, b, b)
+        # Buffers are reused: small products spend most of their time on allocations.
+        if memory.shape[1] != exponents.shape[0]:
+            memory = exponents.new_empty(9, *exponents.shape)
+        square, spare = _exponential(exponents, memory), memory[0]
+        for squaring in range(chunk.squarings):
+            if squaring % SAVE_INTERVAL == 0 and squares is not None:
+                saved = square.view(-1, blocks, size, size).to(squares.dtype)
+                squares[group].index_copy_(0, places[chunk.rays] + squaring // SAVE_INTERVAL, saved)
+            square, spare = torch.bmm(square, square, out=spare), square
+        first = square.view(-1, blocks, size, size)  # (rays, K, b, b)
+        rotations[group].index_copy_(0, chunk.multiples[0], first.to(dtype))
+        rotation = first
+        for multiple in chunk.multiples[1:]:
+            rotation = rotation[: len(multiple)] @ first[: len(multiple)]
+            rotations[group].index_copy_(0, multiple, rotation.to(dtype))
+    return rotations
+
+
+def ray_tangents(
+    rotations: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    tokens: torch.Tensor,
+    squarings: torch.Tensor,
+    squares: torch.Tensor,
+) -> torch.Tensor:
+    """
+    Gradients of the tangents of the scaled exponents, from the rotations of [`ray_rotations`] and their gradients: what
+    [`exponential_gradient.GradientMoments`] takes.
+
+    Returns:
+        (G, rays, K·b(b−1)/2) upper triangles of M − Mᵀ, row by row, with twice the skew part of each in M − Mᵀ.
+    """
+    blocks, size = rotations[0].shape[1], rotations[0].shape[-1]
+    entries = squares.new_empty(len(rotations), len(tokens), blocks * (size * (size - 1) // 2))
+    places = first_square(squarings).to(squares.device)
+    chunks = _chunks(tokens, squarings, blocks * size**2, squares.device)
+    for group, chunk in itertools.product(range(len(rotations)), chunks):
+        chosen = [rotations[group].index_select(0, multiple) for multiple in chunk.multiples]
+        tangents = [
+            rotation.transpose(-1, -2) @ gradients[group].index_select(0, multiple)
+            for rotation, multiple in zip(chosen, chunk.multiples)
+        ]
+        tangents = _tangent_of_first(chosen[0], tangents).flatten(0, 1)
+        for squaring in range(0, chunk.squarings, SAVE_INTERVAL):
+            square = squares[group].index_select(0, places[chunk.rays] + squaring // SAVE_INTERVAL).flatten(0, 1)
+            tangents = _conjugated(tangents, square, min(SAVE_INTERVAL, chunk.squarings - squaring))
+        # The factors ½ of the squarings are those of the scaled exponents, so that they are not applied here.
+        entries[group].index_copy_(0, chunk.rays, upper_entries(tangents.view(chosen[0].shape)).flatten(1))
+    return entries
+
+
+def portable_rotations(positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """[`ray_rotations`] for a graph: one number of squarings for all tokens, NaN where it is not enough."""
+    squarings = PORTABLE_SQUARINGS[positions.dtype]
+    bounds = positions.detach().abs() @ norm_bounds(positions, generators.detach())
+    fitting = torch.where(bounds <= POLYNOMIAL_NORM * 2.0**squarings, 1.0, torch.nan).to(positions.dtype)
+    rotations = []
+    with maybe_autocast(positions.device.type, enabled=False):
+        for group in range(generators.shape[1]):
+            exponents = _exponents(positions * fitting.unsqueeze(-1), generators[:, group], squarings)
+            rotation = _exponential(exponents)
+            for _ in range(squarings):
+                rotation = torch.bmm(rotation, rotation)
+            rotations.append(rotation.view(-1, *generators.shape[2:]).to(dtype))
+    return rotations
+
+
+def _tangent_of_first(first: torch.Tensor, tangents: list[torch.Tensor]) -> torch.Tensor:
+    """
+    The gradient of a tangent Ω of R, R → R(1 + Ω), from the gradients Wₖ = (Rᵏ)ᵀ dL/d(Rᵏ) of tangents of R, R², …:
+    Σₖ Σ_{j<k} Rʲ Wₖ R⁻ʲ, by Horner's rule.
+
+    Args:
+        first: (rays, K, b, b), R.
+        tangents: (rays with so many tokens, K, b, b) for each multiple; overwritten.
+    """
+    tail, *shorter = reversed(tangents)
+    total = tail
+    for tangent in shorter:
+        longer = first[: len(tail)]
+        tangent[: len(tail)] += tail
+        conjugated = longer @ total @ longer.transpose(-1, -2)
+        tail, total = tangent, tangent.clone()
+        total[: len(longer)] += conjugated
+    return total
+
+
+def _conjugated(tangents: torch.Tensor, square: torch.Tensor, squarings: int) -> torch.Tensor:
+    """Π_{j<s} (1 + e^(2ʲ ad Z)) W for the square e^Z; (n, b, b)."""
+    size = tangents.shape[-1]
+    # The next square and the first half of the conjugation are one product, as wide products are more efficient.
+    both = torch.cat([square, tangents], dim=-1)  # (n, b, 2b)
+    for _ in range(squarings):
+        square, tangents = both.split(size, dim=-1)
+        both = torch.bmm(square, both)
+        half = both[..., size:]
+        half.copy_(torch.baddbmm(tangents, half, square.transpose(-1, -2)))
+    return both[..., size:]
+
+
+def _exponents(positions: torch.Tensor, generators: torch.Tensor, squarings: int) -> torch.Tensor:
+    """(P · K, b, b) scaled exponents 2^−s Σ_a p_a A_a."""
+    flat = generators.to(positions.dtype).flatten(1)
+    return ((positions * 2.0**-squarings) @ flat).view(-1, *generators.shape[-2:])
+
+
+def _exponential(exponents: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+    """
+    (n, b, b) values of [`POLYNOMIAL`], without squarings. They are a part of `memory`, (9, n, b, b), if it is given,
+    which is overwritten.
+    """
+    if memory is None:
+        second = torch.bmm(exponents, exponents)
+        third = torch.bmm(second, exponents)
+        powers = torch.stack([exponents, second, third, torch.bmm(third, third)])
+        coefficients = powers.new_tensor(POLYNOMIAL)
+        identity = torch.eye(exponents.shape[-1], dtype=exponents.dtype, device=exponents.device)
+        combinations = (coefficients[:, 1:] @ powers.flatten(1)).view(5, *exponents.shape)
+        b1, b2, b3, b4, b5 = combinations + coefficients[:, 0].view(5, 1, 1, 1) * identity
+        product = torch.baddbmm(b4, b1, b5)
+        return torch.baddbmm(b2, b3 + product, product)
+    powers, combinations = memory[:4], memory[4:]
+    first, second, third, sixth = powers
+    first.copy_(exponents)
+    torch.bmm(first, first, out=second)
+    torch.bmm(second, first, out=third)
+    torch.bmm(third, third, out=sixth)
+    coefficients = powers.new_tensor(POLYNOMIAL)
+    torch.mm(coefficients[:, 1:], powers.flatten(1), out=combinations.flatten(1))
+    combinations.diagonal(dim1=-2, dim2=-1).add_(coefficients[:, 0].view(5, 1, 1))
+    b1, b2, b3, b4, b5 = combinations
+    product = b4.baddbmm_(b1, b5)
+    return b2.baddbmm_(b3.add_(product), product)
