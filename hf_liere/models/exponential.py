@@ -54,7 +54,7 @@ def layer_block_rotations(
     squarings, saved = _squarings(positions.detach(), generators.detach()), 0
     if torch.is_grad_enabled() and (positions.requires_grad or generators.requires_grad):
         # No graph knows how many squares there will be: two for every token are enough for norms up to 819.
-        saved = 2 * len(positions)
+        saved = 2 * positions.shape[0]
         if not values_are_unknown(squarings):
             saved = int(num_saved(_of_rays(_tokens(grid, num_prefix_tokens, len(positions)), squarings)).sum())
     results = _block_rotations(positions, generators, squarings, grid, num_prefix_tokens, saved, dtype)
@@ -94,7 +94,7 @@ def _fake_gradients(positions, generators, *_):
 
 @operator(
     "(Tensor positions, Tensor generators) -> Tensor",
-    fake=lambda positions, generators: torch.empty(len(positions), dtype=torch.long, device="cpu"),
+    fake=lambda positions, generators: torch.empty(positions.shape[0], dtype=torch.long, device="cpu"),
     reads_values=True,
 )
 def _squarings(positions, generators):
