@@ -10,7 +10,6 @@ sections that have not passed. It holds no tokens and no user or host name, and 
 """
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
@@ -20,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from hf_liere.errors import InputError
-from training.engine.runs import start
 from training.gpu.processes import run_section
 from training.gpu.report import Report, heading
 from training.gpu.sections import SECTIONS, Settings
@@ -40,7 +38,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """
     Returns:
-        0, or 1 if a section did not pass.
+        0, 1 if a section did not pass, or 130 after an interruption.
 
     Raises:
         InputError: if there is no GPU, or the report exists and is neither resumed nor of this machine.
@@ -60,13 +58,15 @@ def main(arguments: list[str] | None = None) -> int:
         report.add(section)
         print(f"      {section.outcome} in {section.seconds:.0f} s", flush=True)
         if section.outcome == "interrupted":
-            raise KeyboardInterrupt
+            print(f"Interrupted; go on with --resume --output {options.output}")
+            return 130
     failed = [name for name in SECTIONS if not report.passed(name)]
     print(f"Report: {options.output}" + (f" (not passed: {', '.join(failed)})" if failed else ""))
     return int(any(name in failed for name in names))
 
 
 if __name__ == "__main__":
-    # A scheduler ends jobs with SIGTERM.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    start(lambda: sys.exit(main()))
+    try:
+        sys.exit(main())
+    except InputError as error:
+        sys.exit(f"error: {error}")

@@ -1,11 +1,14 @@
 """Sections in processes of their own: a CUDA context that one breaks, or a crash, does not affect the others."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from training.gpu.report import Section
@@ -23,7 +26,7 @@ def run_section(name: str, settings: Settings, time_limit: float) -> Section:
         text, log = Path(folder, "text.md"), Path(folder, "log.txt")
         text.touch()
         command = [sys.executable, "-m", "training.gpu.run_section", name, str(text), settings.device]
-        with log.open("wb") as output:
+        with log.open("wb") as output, _interruptions() as interrupted:
             process = subprocess.Popen(
                 [*command, *["--quick"] * settings.quick],
                 cwd=ROOT,
@@ -32,7 +35,7 @@ def run_section(name: str, settings: Settings, time_limit: float) -> Section:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            outcome, reason = _wait(process, log, start, time_limit)
+            outcome, reason = _wait(process, log, interrupted, start, time_limit)
         found = text.read_text(encoding="utf-8")
         if outcome != "passed":
             # Progress bars write over their line.
@@ -52,23 +55,34 @@ def _environment(name: str, settings: Settings) -> dict[str, str]:
     return environment
 
 
-def _wait(process: subprocess.Popen, log: Path, start: float, time_limit: float) -> tuple[str, str]:
-    """The outcome, and a sentence on what happened where it is not passed."""
+@contextlib.contextmanager
+def _interruptions() -> Iterator[threading.Event]:
+    """Set by SIGINT and SIGTERM, which would otherwise raise while a process starts that nobody would end then."""
+    event, numbers = threading.Event(), (signal.SIGINT, signal.SIGTERM)
+    previous = [signal.signal(number, lambda *_: event.set()) for number in numbers]
     try:
-        while process.poll() is None:
-            seconds = time.monotonic() - start
-            if seconds > time_limit:
-                _end(process)
-                return "failed", f"It was ended after {time_limit:.0f} s, the --time_limit."
-            if sys.stderr.isatty():
-                print(f"\r      {seconds:.0f} s  {_last_line(log)}\033[K", end="", file=sys.stderr, flush=True)
-            time.sleep(0.2)
-    except KeyboardInterrupt:
-        _end(process)
-        return "interrupted", "It was interrupted."
+        yield event
     finally:
+        for number, handler in zip(numbers, previous):
+            signal.signal(number, handler)
+
+
+def _wait(
+    process: subprocess.Popen, log: Path, interrupted: threading.Event, start: float, time_limit: float
+) -> tuple[str, str]:
+    """The outcome, and a sentence on what happened where it is not passed."""
+    while process.poll() is None:
+        seconds = time.monotonic() - start
+        if interrupted.is_set() or seconds > time_limit:
+            _end(process)
+            if interrupted.is_set():
+                return "interrupted", "It was interrupted."
+            return "failed", f"It was ended after {seconds:.0f} s, by --time_limit {time_limit}."
         if sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            print(f"\r      {seconds:.0f} s  {_last_line(log)}\033[K", end="", file=sys.stderr, flush=True)
+        time.sleep(0.2)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
     if process.returncode == 0:
         return "passed", ""
     how = f"with exit code {process.returncode}"
