@@ -12,10 +12,13 @@ OLDEST_RELEASES := "torch==2.9.*" "transformers==5.17.*" "numpy<2.4"
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-all test-oldest test-newest format clean
+.PHONY: demo gpu test test-all test-oldest test-newest format clean
 
 demo: $(READY)
 	$(BIN)/python training/demo.py
+
+gpu: $(READY)
+	$(BIN)/python training/gpu_check.py
 
 test: $(READY)
 	$(BIN)/ruff check .

@@ -26,6 +26,8 @@ TYPES = ("float32", "bfloat16", "float16", "float64")
 # With the block size to ask for, which is 2 for planes.
 FUNCTIONS = (("apply_rotation", 2), ("apply_rotation", 8), ("angle_gradients", 2), ("outer_products", 8))
 FUNCTIONS += (("block_rotations", 8), ("block_tangents", 8), ("moments_gradient", 8))
+# Kernels may differ by the width of a head: this is the usual one.
+HEAD_DIM = 64
 PLAIN = "plain operations"
 
 
@@ -43,11 +45,15 @@ def report(as_json: bool) -> str:
 
 
 def environment() -> dict:
-    """`functions` has an entry for each function, device and type; where it cannot, `problem` says why."""
+    """
+    `functions` has an entry for each function, device and type; where it cannot, `problem` says why. `comparisons` are
+    those of kernels with plain operations, which are made before the kernels are used.
+    """
     variables = {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(VARIABLES, name, re.I)}
     packages, rows = {name: _tried(_version, name) for name in PACKAGES}, []
     problem = _tried(lambda: rows.extend(_functions()))
-    return {"packages": packages, "system": _system(), "variables": variables, "functions": rows, "problem": problem}
+    found = {"packages": packages, "system": _system(), "variables": variables, "functions": rows, "problem": problem}
+    return found | {"comparisons": [] if problem else _comparisons()}
 
 
 def cpu_name() -> str:
@@ -117,7 +123,7 @@ def _functions() -> Iterator[dict]:
     from .models.backends import refusals
 
     def ask(row):
-        tensor = torch.zeros(1, 1, 1, 8, dtype=getattr(torch, row["dtype"]), device=row["device"])
+        tensor = torch.zeros(1, 1, 1, HEAD_DIM, dtype=getattr(torch, row["dtype"]), device=row["device"])
         answers = {backend.NAME: refusal for backend, refusal in refusals(row["function"], tensor, row["block_size"])}
         row["refusals"] = {name: refusal for name, refusal in answers.items() if refusal}
         return next((name for name, refusal in answers.items() if refusal is None), PLAIN)
@@ -125,6 +131,15 @@ def _functions() -> Iterator[dict]:
     for device, dtype, (function, size) in itertools.product(("cpu", *_gpus()), TYPES, FUNCTIONS):
         row = {"function": function, "block_size": size, "device": device, "dtype": dtype, "refusals": {}}
         yield row | {"computed_by": _tried(ask, row)}
+
+
+def _comparisons() -> list[dict]:
+    from .kernels import cuda
+
+    return [
+        {"kernels": cuda.NAME, "case": str(case), **outcome._asdict()}
+        for case, outcome in cuda.self_check.outcomes.items()
+    ]
 
 
 def _markdown(found: dict) -> Iterator[str]:
@@ -147,3 +162,8 @@ def _markdown(found: dict) -> Iterator[str]:
         for statement, *names in statements:
             names = ", ".join(names) if len(names) < len(FUNCTIONS) else "all functions"
             yield f"    - {' '.join(statement.split())}: {names}"
+    if found["comparisons"]:
+        yield "\nKernels compared with plain operations in float64, before their first use:\n"
+    for row in found["comparisons"]:
+        said = row["failure"] or f"equal, with errors of up to {row['error']:.2f} of what rounding explains"
+        yield f"- {row['kernels']}, {row['case']}: {said} ({row['seconds']:.1f} s)"

@@ -73,6 +73,18 @@ def test_it_says_that_kernels_are_switched_off_and_shows_no_secret():
     assert "    - no CPU kernels, because HF_LIERE_CPU_KERNELS=0 turns them off: all functions" in plain
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets its kernels on a CPU here")
+def test_it_shows_how_kernels_compare_with_plain_operations():
+    pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
+    lines = run(HF_LIERE_CPU_KERNELS="0", TRITON_INTERPRET="1").splitlines()
+    for dtype in ("float32", "float16"):
+        for size in (2, 8):
+            start = (
+                f"- Triton kernels, {dtype} on cpu, block size {size}, heads of up to 64 channels: equal, with errors"
+            )
+            assert sum(line.startswith(start) for line in lines) == 1
+
+
 @pytest.mark.skipif(cpu_library.fcntl is None, reason="there are no kernels here")
 def test_it_shows_what_the_compiler_said_without_the_home_directory(tmp_path):
     home = tmp_path / "home"

@@ -83,9 +83,12 @@ def along_angles(gradient, rotation):
     [(shape, torch.float32) for shape in PLANES + BLOCKS]
     + [(shape, dtype) for shape in (PLANES[0], BLOCKS[1]) for dtype in (torch.bfloat16, torch.float16)],
 )
-def test_kernels_are_the_plain_rotation(kernels, shape, dtype):
-    if kernels.device == "cpu" and dtype == torch.bfloat16 and len(shape) == 6 and dtype in kernels.types:
-        pytest.skip("Triton's interpreter multiplies the bit patterns of bfloat16 matrices; needs a GPU")
+def test_kernels_are_the_plain_rotation(kernels, monkeypatch, shape, dtype):
+    if kernels.device == "cpu" and dtype == torch.bfloat16 and dtype in kernels.types:
+        if len(shape) == 6:
+            pytest.skip("Triton's interpreter multiplies the bit patterns of bfloat16 matrices; needs a GPU")
+        # It computes planes well, which are refused together with blocks of 2.
+        monkeypatch.setattr(kernels.module.self_check, "failure", lambda *case: None)
     query, key, rotation = inputs(kernels, shape, dtype)
     used = find_backend("apply_rotation", query, shape[-1])
     assert used is None if dtype not in kernels.types else used.apply_rotation is kernels.apply_rotation
@@ -237,13 +240,12 @@ def test_module_loads_without_triton():
     assert output.stdout.startswith("Triton cannot be imported (ModuleNotFoundError: ")
 
 
-def compile_for_cuda(capability, pointer):
+def compile_for_cuda(capability, pointer, head_dim):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    tiles = {"BLOCK_DIM": 64, "INVERSE": True, "BLOCK_TOKENS": 16, "BLOCK_SIZE": 8}
-    tiles["BLOCK_BATCH"] = triton_kernels._block_batch(256, torch.bfloat16 if pointer == "*bf16" else torch.float32)
+    states = torch.empty(256, 6, 197, head_dim, dtype={"*bf16": torch.bfloat16, "*fp32": torch.float32}[pointer])
     strides = ("i32",) * 3
     types = dict.fromkeys(("states", "gradients", "out"), ((pointer, *strides),) * 2)
     types |= dict.fromkeys(("rotation", "sums"), ("*fp32", *strides)) | {"sizes": ("i32",) * 5}
@@ -253,22 +255,27 @@ def compile_for_cuda(capability, pointer):
         "_rotate_blocks_kernel",
         "_outer_products_kernel",
     ):
+        block_size = 8 if "block" in name or "outer" in name else None
+        *_, tiles = triton_kernels._launch(states, (1, 6, 197, head_dim // 8), block_size, None)
+        tiles |= {"INVERSE": True}
+        options = {option: tiles.pop(option) for option in ("num_warps", "num_stages") if option in tiles}
         kernel = getattr(triton_kernels, name)
         arguments = inspect.signature(kernel.fn).parameters
         constants = {argument: tiles[argument] for argument in arguments if argument.isupper()}
         signature = {argument: types.get(argument, "constexpr") for argument in arguments}
         source = ASTSource(kernel, signature, constexprs=constants)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert compiled.asm["cubin"] and compiled.metadata.shared <= 99 * 1024
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
-def test_kernels_compile_for_cuda(capability, pointer):
+@pytest.mark.parametrize("head_dim", [64, triton_kernels.MAX_HEAD_DIM])
+def test_kernels_compile_for_cuda(capability, pointer, head_dim):
     """Down to machine code, which needs no GPU, and within the shared memory that a block has there."""
     pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
     # Where a kernel was interpreted, older releases of Triton leave the interpreter's functions to the compiler.
-    code = f"import test_kernels; test_kernels.compile_for_cuda({capability}, {pointer!r})"
+    code = f"import test_kernels; test_kernels.compile_for_cuda({capability}, {pointer!r}, {head_dim})"
     process = subprocess.run(
         [sys.executable, "-c", code], cwd=os.path.dirname(__file__), capture_output=True, text=True
     )

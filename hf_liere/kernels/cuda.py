@@ -1,15 +1,31 @@
 """
 Query and key rotated in one pass over memory, forward and backward, on CUDA (Triton). Optional: without Triton or a
-GPU, and for types other than float32, bfloat16 and float16, plain operations compute the same.
+GPU, for types other than float32, bfloat16 and float16, and where `self_check` finds a difference, plain operations
+compute the same. HF_LIERE_CUDA_KERNELS=0 in the environment disables the kernels.
 
 The batch shares a rotation, so a program loads that of its tokens once and applies it to several samples. Planes (cos
 and sin) are rotated elementwise. Blocks of any size b form one block-diagonal matrix per token and head, by which the
 tensor cores multiply.
+
+Bytes moved, for queries and keys of S bytes together and rotations of R bytes (8 per token, head and plane, or 4·b² per
+block), where a batch is divided among P programs (`PROGRAMS`), each of which loads or adds the rotations once:
+
+- [`apply_rotation`] reads S + P·R and writes S. Cos and sin exist once for both channels of a plane. Heads that share
+  a rotation read the same bytes, from the cache.
+- [`angle_gradients`] reads 2·S and writes P·R/2 for all heads, which are read again if there is anything to add.
+- [`outer_products`] reads 2·S and writes P·R likewise; the product with the rotation reads 2·R and writes R.
+
+That is 2·S for inference and 6·S for a training step, beside the rotations. Results that overwrite the outputs of the
+projections would move as many bytes.
 """
 
+import os
+
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .layout import contiguous_channels, empty_like, is_planes, shared_strides
+from .self_check import SelfCheck, padded
 
 
 try:
@@ -23,26 +39,39 @@ NAME = "Triton kernels"
 # The batch is divided among several programs where tokens and heads make fewer programs than this.
 PROGRAMS = 1024
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The products of wider heads need more shared memory than an H100 has.
+MAX_HEAD_DIM = 128
 
 
 def refusal(states: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | None:
     """
     Why the kernels do not take these queries or keys for results in `dtype`, or `None` if they do: with blocks of any
-    size, on CUDA, or on every device under Triton's interpreter.
+    size, on CUDA, or on CPUs too under Triton's interpreter. The first call for a device, type, block size and width of
+    a head compares them with plain operations, see `self_check`.
     """
     if triton is None:
         return _import_error
-    if not states.is_cuda and isinstance(_rotate_planes_kernel, triton.JITFunction):
+    if not states.is_cuda and (not states.is_cpu or isinstance(_rotate_planes_kernel, triton.JITFunction)):
         return "they run on CUDA only"
+    if torch.jit.is_tracing() or is_in_torch_dispatch_mode():
+        return "operations are traced or counted"
+    if type(states) is not torch.Tensor:
+        return "they take no subclass of torch.Tensor"
+    if os.environ.get("HF_LIERE_CUDA_KERNELS", "1") == "0":
+        return "HF_LIERE_CUDA_KERNELS=0 turns them off"
     if dtype not in TYPES:
         return "they compute float32, bfloat16 and float16 only"
-    if states.shape[-1] > 256:
-        return "a head has more than 256 channels"
-    return None
+    if states.shape[-1] > MAX_HEAD_DIM:
+        return f"a head has more than {MAX_HEAD_DIM} channels"
+    return self_check.failure(states.device, dtype, block_size, states.shape[-1])
 
 
 def apply_rotation(
-    query: torch.Tensor, key: torch.Tensor, rotation: torch.Tensor, inverse: bool = False
+    query: torch.Tensor,
+    key: torch.Tensor,
+    rotation: torch.Tensor,
+    inverse: bool = False,
+    samples: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     R(p), or Rᵀ(p), applied to blocks of channels of query and key (LieRE §4: q′ = R(p) q, k′ = R(p) k).
@@ -52,6 +81,8 @@ def apply_rotation(
         key: (B, H, N, D).
         rotation: (1 or B, 1 or H, N, planes, 2) cos and sin, or (1 or B, 1 or H, N, blocks, b, b); channels beyond the
             last plane or block are passed through.
+        inverse: Whether Rᵀ(p) is applied.
+        samples: How many of them a program goes through; with `None` so many that about `PROGRAMS` programs run.
 
     Returns:
         Both (B, H, N, D), in their type and their layout in memory, or contiguous where theirs overlaps.
@@ -60,15 +91,18 @@ def apply_rotation(
     out = empty_like(states[0]), empty_like(states[1])
     rotation = rotation.contiguous()
     if is_planes(rotation):
-        kernel, (grid, sizes, constants) = _rotate_planes_kernel, _launch(query, rotation.shape)
+        kernel, block_size = _rotate_planes_kernel, None
     else:
-        kernel, (grid, sizes, constants) = _rotate_blocks_kernel, _launch(query, rotation.shape, rotation.shape[-1])
+        kernel, block_size = _rotate_blocks_kernel, rotation.shape[-1]
+    grid, sizes, constants = _launch(query, rotation.shape, block_size, samples)
     rotation = rotation, *shared_strides(rotation)
-    kernel[grid](_described(states), _described(out), rotation, sizes, INVERSE=inverse, **constants)
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device_of(query):
+        kernel[grid](_described(states), _described(out), rotation, sizes, INVERSE=inverse, **constants)
     return out
 
 
-def angle_gradients(gradients, rotated, shape: torch.Size) -> torch.Tensor:
+def angle_gradients(gradients, rotated, shape: torch.Size, samples: int | None = None) -> torch.Tensor:
     """
     Derivative of the loss along the angles of planes, from gradients (g₁, g₂) and rotated states (r₁, r₂) of query and
     key: Σ g₂ r₁ − g₁ r₂ over both, and over the samples and heads that share an angle.
@@ -77,15 +111,21 @@ def angle_gradients(gradients, rotated, shape: torch.Size) -> torch.Tensor:
         gradients: Of the rotated query and key, (B, H, N, D) each.
         rotated: Query and key, likewise.
         shape: (1 or B, 1 or H, N, planes).
+        samples: As in [`apply_rotation`].
 
     Returns:
         float32 of this shape.
     """
-    return _sums(_angle_gradients_kernel, gradients, rotated, shape, _launch(rotated[0], shape))
+    return _sums(_angle_gradients_kernel, gradients, rotated, shape, _launch(rotated[0], shape, None, samples))
 
 
 def outer_products(
-    gradients, rotated, shape: torch.Size, block_size: int, rotation: torch.Tensor | None = None
+    gradients,
+    rotated,
+    shape: torch.Size,
+    block_size: int,
+    rotation: torch.Tensor | None = None,
+    samples: int | None = None,
 ) -> torch.Tensor:
     """
     Σ g rᵀ of every block over query and key, and over the samples and heads that share a rotation, times that rotation
@@ -97,13 +137,18 @@ def outer_products(
         shape: (1 or B, 1 or H, N, blocks).
         block_size: b.
         rotation: (*shape, b, b).
+        samples: As in [`apply_rotation`].
 
     Returns:
         (*shape, b, b) in float32.
     """
-    shape, launch = (*shape, block_size, block_size), _launch(rotated[0], shape, block_size)
+    shape, launch = (*shape, block_size, block_size), _launch(rotated[0], shape, block_size, samples)
     outer = _sums(_outer_products_kernel, gradients, rotated, shape, launch)
-    return outer if rotation is None else outer @ rotation.to(outer.dtype)
+    if rotation is None:
+        return outer
+    # A backward pass inside of autocast would multiply in its type.
+    with torch.autocast(outer.device.type, enabled=False):
+        return outer @ rotation.to(outer.dtype)
 
 
 def _described(pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[tuple, tuple]:
@@ -111,27 +156,34 @@ def _described(pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[tuple, tuple]:
     return tuple((states, *states.stride()[:3]) for states in pair)
 
 
-def _launch(states: torch.Tensor, shape: torch.Size, block_size: int | None = None) -> tuple[tuple, tuple, dict]:
+def _launch(
+    states: torch.Tensor, shape: torch.Size, block_size: int | None, samples: int | None
+) -> tuple[tuple, tuple, dict]:
     """
     Args:
         states: (B, H, N, D).
         shape: (1 or B, 1 or H, N, planes or blocks, …) of the rotations.
         block_size: b, or `None` for planes.
+        samples: As in [`apply_rotation`].
 
     Returns:
         The grid, over tokens, heads and samples, and the arguments of a kernel that are sizes or constants.
     """
     batch, heads, tokens, head_dim = states.shape
-    block_dim = max(16, triton.next_power_of_2(head_dim))
+    block_dim = padded(head_dim)
     block_tokens = max(1, 1024 // block_dim) if block_size is None else 1
     programs = triton.cdiv(tokens, block_tokens) * heads
-    samples = 1 if shape[0] > 1 else max(1, batch * programs // max(PROGRAMS, programs))
+    if shape[0] > 1:
+        samples = 1
+    elif samples is None:
+        samples = max(1, batch * programs // max(PROGRAMS, programs))
     grid = (programs // heads, heads, triton.cdiv(batch, samples))
     sizes = (batch, tokens, head_dim, shape[3] * (block_size or 2), samples)
     if block_size is None:
         return grid, sizes, {"BLOCK_TOKENS": block_tokens, "BLOCK_DIM": block_dim}
     tiles = {"BLOCK_SIZE": block_size, "BLOCK_BATCH": _block_batch(samples, states.dtype), "BLOCK_DIM": block_dim}
-    return grid, sizes, {**tiles, "num_warps": 4 if block_dim <= 64 else 8}
+    # With three stages, heads of 128 channels in float32 exceed the 99 KiB of shared memory of compute capability 8.6.
+    return grid, sizes, {**tiles, **({"num_warps": 4} if block_dim <= 64 else {"num_warps": 8, "num_stages": 2})}
 
 
 def _block_batch(samples: int, dtype: torch.dtype) -> int:
@@ -145,8 +197,12 @@ def _sums(kernel, gradients, rotated, shape: tuple[int, ...], launch: tuple[tupl
     gradients, rotated = (tuple(map(contiguous_channels, pair)) for pair in (gradients, rotated))
     sums = torch.empty(grid[2], grid[1], *shape[2:], dtype=torch.float32, device=rotated[0].device)
     out = sums, *shared_strides(sums)
-    kernel[grid](_described(gradients), _described(rotated), out, sizes, **constants)
+    with torch.cuda.device_of(sums):
+        kernel[grid](_described(gradients), _described(rotated), out, sizes, **constants)
     return sums.sum_to_size(shape)
+
+
+self_check = SelfCheck(NAME, apply_rotation, angle_gradients, outer_products)
 
 
 # `states`, `gradients` and `out` are query and key, (B, H, N, D) each; `rotation` and `sums` are planes or blocks,

@@ -1,0 +1,84 @@
+"""Models and measurements that several sections of gpu_check.py share."""
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from hf_liere import LieREViTConfig, LieREViTForImageClassification
+
+
+# With their block sizes: fixed and learned planes, commuting blocks, and small and large dense blocks.
+ENCODINGS = {"axial_rope": 2, "rope_mixed": 2, "comrope_ld": 8, "liere": 8, "liere64": 64}
+SMALL = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
+TINY = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+
+
+class CheckFailed(Exception):
+    """Something ran and its result is wrong."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Where the checks run, and whether with small models and few repetitions."""
+
+    device: str
+    quick: bool
+
+    @property
+    def half(self) -> torch.dtype:
+        """The type of the timed models."""
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+    @property
+    def batch_size(self) -> int:
+        return 2 if self.quick else 64
+
+
+def build_model(settings: Settings, encoding: str) -> LieREViTForImageClassification:
+    """ViT-S/16 at 224 px, or a small model, in float32; the same weights at every call."""
+    torch.manual_seed(0)
+    size = {**TINY, "image_size": 32, "patch_size": 8} if settings.quick else {**SMALL, "image_size": 224}
+    name = "liere" if encoding.startswith("liere") else encoding
+    config = LieREViTConfig(position_encoding=name, block_size=ENCODINGS[encoding], num_labels=10, **size)
+    return LieREViTForImageClassification(config).to(settings.device)
+
+
+def batch(settings: Settings, config) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randn(settings.batch_size, 3, config.image_size, config.image_size, generator=generator)
+    labels = torch.arange(settings.batch_size) % config.num_labels
+    return {"pixel_values": pixels.to(settings.device), "labels": labels.to(settings.device)}
+
+
+def step(model: Callable, inputs: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32):
+    """Forward and backward, under autocast for half types; the outputs."""
+    device = inputs["labels"].device.type
+    cast = torch.autocast(device, dtype) if dtype.itemsize == 2 else contextlib.nullcontext()
+    with cast:
+        outputs = model(**inputs)
+    outputs.loss.backward()
+    return outputs
+
+
+def milliseconds(settings: Settings, run: Callable[[], object]) -> float:
+    """The median time of a run, after three that are not timed."""
+    repetitions, warmup = (3, 1) if settings.quick else (20, 3)
+    times = []
+    for number in range(warmup + repetitions):
+        start = time.perf_counter()
+        run()
+        if settings.device == "cuda":
+            torch.cuda.synchronize()
+        if number >= warmup:
+            times.append(time.perf_counter() - start)
+    return 1000 * statistics.median(times)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest expected value."""
+    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
+    return ((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()

@@ -1,0 +1,105 @@
+"""The report of gpu_check.py: a Markdown file with a section for each check, which is written again after each."""
+
+import dataclasses
+import getpass
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+import hf_liere
+from hf_liere.errors import InputError
+from training.gpu.sections import SECTIONS, Settings
+from training.reporting.markdown import markdown
+
+
+SECTION = re.compile(r"^## (\w+)\n\n<!-- (\w+), (\d+) s -->\n\n(.*?)\n(?=\n## \w+\n\n<!-- |\Z)", re.M | re.S)
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """What came of a check: its `outcome` is passed, failed or interrupted; `text` is Markdown."""
+
+    name: str
+    outcome: str
+    seconds: float
+    text: str
+
+
+def heading(settings: Settings) -> str:
+    """What a report holds for: all of its sections were made with the same."""
+    versions = f"hf_liere {hf_liere.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    devices = ", ".join(gpus) if settings.device == "cuda" else "CPU"
+    return f"{versions}\n\nDevices: {devices}{' (quick)' if settings.quick else ''}"
+
+
+class Report:
+    """
+    Args:
+        path: Of the file.
+        heading: See [`heading`].
+        go_on: Whether a report that exists is continued.
+
+    Raises:
+        InputError: if the file exists and is not to be continued, or is no report with this heading.
+    """
+
+    def __init__(self, path: Path, heading: str, go_on: bool):
+        self.path, self.heading, self.sections = path, heading, {}
+        if path.exists():
+            if not go_on:
+                raise InputError(f"{path} exists; go on with --resume or --sections, or choose another --output.")
+            text = path.read_text(encoding="utf-8")
+            if f"\n{heading}\n" not in text:
+                raise InputError(
+                    f"{path} is no report of this machine and these settings ({' '.join(heading.split())}); choose "
+                    "another --output."
+                )
+            for name, outcome, seconds, body in SECTION.findall(text):
+                self.sections[name] = Section(name, outcome, float(seconds), body)
+
+    def passed(self, name: str) -> bool:
+        return name in self.sections and self.sections[name].outcome == "passed"
+
+    def add(self, section: Section) -> None:
+        self.sections[section.name] = dataclasses.replace(section, text=without_secrets(section.text).strip())
+        ordered = [self.sections[name] for name in SECTIONS if name in self.sections]
+        rows = [[section.name, section.outcome, f"{section.seconds:.0f} s"] for section in ordered]
+        rows += [[name, "not run", "–"] for name in SECTIONS if name not in self.sections]
+        parts = ["# GPU check", self.heading, f"Written {time.strftime('%Y-%m-%d %H:%M')}"]
+        parts.append(markdown(["section", "outcome", "time"], rows))
+        for section in ordered:
+            parts += [f"## {section.name}", f"<!-- {section.outcome}, {section.seconds:.0f} s -->", section.text or "–"]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # A report that is being written must not take the place of a whole one.
+        partial = self.path.with_name(f"{self.path.name}.part")
+        partial.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        os.replace(partial, self.path)
+
+
+def without_secrets(text: str) -> str:
+    """The text without tokens and the names of user and host, and with ~ for the home directory."""
+    for name, value in os.environ.items():
+        if re.search("TOKEN|KEY|SECRET|PASSWORD", name, re.I) and len(value) >= 8:
+            text = text.replace(value, "…")
+    text = re.sub(r"\bhf_[A-Za-z0-9]{16,}", "…", text)
+    home = os.path.expanduser("~")
+    for path in {home, os.path.realpath(home)} - {"/"}:
+        text = re.sub(re.escape(path) + r"(?![\w.-])", "~", text)
+    if len(host := socket.gethostname()) > 3:
+        text = re.sub(rf"\b{re.escape(host)}\b", "host", text)
+    # Names of users are words, too: only where one is part of a path or an address.
+    return re.sub(rf"(?<=/){re.escape(_user())}(?=[/\s'\"]|$)|\b{re.escape(_user())}(?=@)", "user", text)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        # Containers run users that have no name.
+        return "user"

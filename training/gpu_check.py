@@ -1,0 +1,72 @@
+"""Everything that needs a GPU and that machines without one cannot check, in one report to send back.
+
+    python training/gpu_check.py                                      # or: make gpu
+    python training/gpu_check.py --sections attention compilation     # these again, in the same report
+    python training/gpu_check.py --device cpu                         # with small models, on a machine without a GPU
+
+Sections run one after the other, each in a process of its own, so that the others go on where one fails; its message is
+in the report. The report is written after every section: Ctrl-C leaves what there is, and `--resume` goes on with the
+sections that have not passed. It holds no tokens and no user or host name, and shows the home directory as ~.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from hf_liere.errors import InputError
+from training.gpu.processes import run_section
+from training.gpu.report import Report, heading
+from training.gpu.sections import SECTIONS, Settings
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("outputs") / "gpu_check.md", help="%(default)s")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="%(default)s; cpu implies --quick")
+    parser.add_argument("--quick", action="store_true", help="small models and few repetitions")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=f"of: {', '.join(SECTIONS)}")
+    parser.add_argument("--resume", action="store_true", help="go on with a report that exists")
+    parser.add_argument("--time_limit", type=int, default=3600, metavar="SECONDS", help="of a section (%(default)s)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """
+    Returns:
+        0, 1 if a section did not pass, or 130 after an interruption.
+
+    Raises:
+        InputError: if there is no GPU, or the report exists and is neither resumed nor of this machine.
+    """
+    options = parse_arguments(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            f"torch {torch.__version__} finds no CUDA GPU. Accepted: a machine with one, and --device cpu, which runs "
+            "everything with small models."
+        )
+    settings = Settings(options.device, options.quick or options.device == "cpu")
+    report = Report(options.output, heading(settings), go_on=options.resume or options.sections is not None)
+    names = options.sections or [name for name in SECTIONS if not report.passed(name)]
+    for number, name in enumerate(names, 1):
+        print(f"[{number}/{len(names)}] {name}: {SECTIONS[name].__doc__.splitlines()[0]}", flush=True)
+        section = run_section(name, settings, options.time_limit)
+        report.add(section)
+        print(f"      {section.outcome} in {section.seconds:.0f} s", flush=True)
+        if section.outcome == "interrupted":
+            print(f"Interrupted; go on with --resume --output {options.output}")
+            return 130
+    failed = [name for name in SECTIONS if not report.passed(name)]
+    print(f"Report: {options.output}" + (f" (not passed: {', '.join(failed)})" if failed else ""))
+    return int(any(name in failed for name in names))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except InputError as error:
+        sys.exit(f"error: {error}")
