@@ -22,7 +22,6 @@ projections would move as many bytes.
 import os
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .layout import contiguous_channels, empty_like, is_planes, shared_strides
 from .self_check import SelfCheck, padded
@@ -53,10 +52,6 @@ def refusal(states: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | 
         return _import_error
     if not states.is_cuda and (not states.is_cpu or isinstance(_rotate_planes_kernel, triton.JITFunction)):
         return "they run on CUDA only"
-    if torch.jit.is_tracing() or is_in_torch_dispatch_mode():
-        return "operations are traced or counted"
-    if type(states) is not torch.Tensor:
-        return "they take no subclass of torch.Tensor"
     if os.environ.get("HF_LIERE_CUDA_KERNELS", "1") == "0":
         return "HF_LIERE_CUDA_KERNELS=0 turns them off"
     if dtype not in TYPES:
