@@ -148,7 +148,7 @@ class CheckpointingInPass:
 
 
 def begin_pass(tower: nn.Module, args) -> None:
-    if tower.training and not torch.compiler.is_compiling():
+    if tower.training:
         for module in tower.modules():
             checkpointing = getattr(module, "_gradient_checkpointing_func", None)
             if checkpointing is not None and not isinstance(checkpointing, CheckpointingInPass):
@@ -161,7 +161,7 @@ def end_pass(tower: nn.Module, args, output) -> None:
     if not passes or passes[-1].tower is not tower:
         return
     _thread.passes = passes[:-1]
-    if output is None or torch.compiler.is_compiling():
+    if output is None:
         return
     missing = set(range(len(tower.rotary_patch.attention_names))) - set(passes[-1].rotated)
     if missing:
