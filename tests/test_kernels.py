@@ -17,6 +17,7 @@ from rotating import rotate, rotate_query_key
 import hf_liere
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cuda as triton_kernels
+from hf_liere.models import operators
 from hf_liere.models.backends import find_backend
 from hf_liere.models.rotation import EigenRotation
 
@@ -65,6 +66,16 @@ def inputs(kernels, shape, dtype):
     states = [torch.randn(5, 6, 2, 24).transpose(1, 2) for _ in "qk"]
     tensors = [*(state.to(dtype) for state in states), random_rotation(shape).float()]
     return [tensor.to(kernels.device).requires_grad_() for tensor in tensors]
+
+
+@pytest.mark.parametrize("shape", [PLANES[0], PLANES[2], BLOCKS[0], BLOCKS[2]])
+def test_opcheck(kernels, shape):
+    """What PyTorch asks of an operator."""
+    operator, others = operators._rotate_blocks, ()
+    if len(shape) == 5:
+        operator, others = operators._rotate_planes, (None, None)
+    arguments = inputs(kernels, shape, torch.float32)
+    torch.library.opcheck(operator.operator, (*arguments, *others, False))
 
 
 def gradients(outputs, weights, leaves):
@@ -284,6 +295,7 @@ def test_kernels_compile_for_cuda(capability, pointer, head_dim):
 
 STEP = """
 import sys, torch, hf_liere
+from hf_liere.models import operators
 from hf_liere.models.backends import find_backend
 torch.manual_seed(0)
 results = []

@@ -160,6 +160,18 @@ def loss(model, parameters, pixels, label):
     return torch.nn.functional.cross_entropy(logits, label.unsqueeze(0))
 
 
+@pytest.mark.parametrize("encoding, block_size", ENCODINGS)
+def test_training_goes_on_after_inference_mode(tiny, implementation, encoding, block_size):
+    """Nothing that inference mode made is kept for it."""
+    model = classifier(tiny, encoding, block_size)
+    pixels = torch.randn(2, 3, 12, 20)
+    with torch.inference_mode():
+        expected = model(pixels).logits
+    logits = model(pixels).logits
+    logits.square().sum().backward()
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
 # Warnings of torch: its attention has no rule for vmap.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("encoding, block_size", ENCODINGS)
