@@ -90,7 +90,7 @@ def test_opcheck_of_exponentials(implementation, size, dtype, is_trained):
     squarings = exponential._squarings(positions, generators.detach())
     of_rays = squarings[Rays((3, 4), 1).tokens()[:, 0]]
     saved = int(num_saved(of_rays).sum()) if is_trained else 0
-    arguments = positions, generators.requires_grad_(is_trained), squarings, *place, saved, dtype
+    arguments = positions, generators.requires_grad_(is_trained), squarings, *place, saved, dtype, dtype
     torch.library.opcheck(exponential._block_rotations.operator, arguments)
     results = [result.detach() for result in exponential._block_rotations(*arguments)]
     gradients = [torch.randn(13, 2, size, size, dtype=dtype) for _ in range(3)]

@@ -20,9 +20,9 @@ def computed(monkeypatch):
     grids = []
 
     def recorded(original):
-        def layer_rotations(self, positions):
+        def layer_rotations(self, positions, states):
             grids.append(positions.grid)
-            return original(self, positions)
+            return original(self, positions, states)
 
         return layer_rotations
 

@@ -71,16 +71,22 @@ class RotaryEncoding(nn.Module):
         """
         raise NotImplementedError
 
-    def forward(self, positions: TokenPositions) -> Iterable[Rotation]:
-        """One rotation per layer for all tokens; inference keeps those of the last grids, see [`RotationCache`]."""
-        return self.cache.rotations(self, positions)
+    def forward(self, positions: TokenPositions, states: torch.dtype | None = None) -> Iterable[Rotation]:
+        """
+        One rotation per layer for all tokens; inference keeps those of the last grids, see [`RotationCache`].
 
-    def layer_rotations(self, positions: TokenPositions) -> Iterable[Rotation]:
+        Args:
+            states: Type of the queries and keys that will be rotated, float32 if `None`: half types need no better
+                rotations than they can hold, see [`exponential.block_rotations`].
+        """
+        return self.cache.rotations(self, positions, states)
+
+    def layer_rotations(self, positions: TokenPositions, states: torch.dtype | None = None) -> Iterable[Rotation]:
         """The rotations that `forward` returns, in the form that attention applies fastest."""
-        return self.rotations_from(positions, self.entries(positions.coordinates.device))
+        return self.rotations_from(positions, self.entries(positions.coordinates.device), states)
 
     def rotations_from(
-        self, positions: TokenPositions, entries: torch.Tensor, rays: Rays | None = None
+        self, positions: TokenPositions, entries: torch.Tensor, states: torch.dtype | None, rays: Rays | None = None
     ) -> list[Rotation]:
         """Planes or blocks in the basis of the model, for the layers whose `entries` are given."""
         coordinates = positions.coordinates.to(working_dtype(positions.coordinates.device))
@@ -97,7 +103,7 @@ class RotaryEncoding(nn.Module):
         else:
             rotation_class = BlockRotation
             generators = skew(entries.flatten(2, 3), self.block_size)  # (A, layers, H · blocks, b, b)
-            rotations = layer_block_rotations(coordinates, generators, self.rotation_dtype, rays)
+            rotations = layer_block_rotations(coordinates, generators, self.rotation_dtype, rays, states)
         # Tokens before heads in memory, as in the queries and keys that will be rotated.
         rotations = [
             layer.transpose(0, 1).contiguous().unflatten(1, (heads, blocks)).unflatten(0, (*(batch or (1,)), tokens))
@@ -188,7 +194,7 @@ class LieRE(RotaryEncoding):
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
 
-    def layer_rotations(self, positions: TokenPositions) -> Iterable[Rotation]:
+    def layer_rotations(self, positions: TokenPositions, states: torch.dtype | None = None) -> Iterable[Rotation]:
         """
         On a grid that starts at zero, the rotations at multiples of a position are powers, see [`exponential.Rays`].
         Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it is reached.
@@ -198,10 +204,10 @@ class LieRE(RotaryEncoding):
         rays = Rays(positions.grid, positions.num_prefix_tokens) if positions.proportional else None
         elements = self.layers * self.heads * self.num_blocks * self.block_size**2 * coordinates[..., 0].numel()
         if self.layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
-            return self.rotations_from(positions, entries, rays)
+            return self.rotations_from(positions, entries, states, rays)
         # Copies, because frameworks that shard parameters take them away when this module returns.
         parts = [part.clone() for part in entries.split(1, dim=1)]
-        return (self.rotations_from(positions, part, rays)[0] for part in parts)
+        return (self.rotations_from(positions, part, states, rays)[0] for part in parts)
 
 
 class ComRoPEAxialPartition(RotaryEncoding):
@@ -231,7 +237,7 @@ class ComRoPEAxialPartition(RotaryEncoding):
         dtype = working_dtype(device)
         return self.axis_multipliers(device).to(dtype).unsqueeze(-1) * self.generators.to(dtype)
 
-    def layer_rotations(self, positions: TokenPositions) -> list[Rotation]:
+    def layer_rotations(self, positions: TokenPositions, states: torch.dtype | None = None) -> list[Rotation]:
         """
         Without a matrix exponential: each block is diagonalised once for all tokens.
 
@@ -240,7 +246,7 @@ class ComRoPEAxialPartition(RotaryEncoding):
             one direction outside of every plane.
         """
         if self.block_size % 2:
-            return super().layer_rotations(positions)
+            return super().layer_rotations(positions, states)
         coordinates = positions.coordinates
         dtype, device = working_dtype(coordinates.device), coordinates.device
         batch, tokens = coordinates.shape[:-2] or (1,), coordinates.shape[-2]

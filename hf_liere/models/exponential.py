@@ -11,6 +11,7 @@ from .squaring import (
     norm_bounds,
     num_saved,
     portable_rotations,
+    product_types,
     ray_rotations,
     ray_tangents,
 )
@@ -18,7 +19,11 @@ from .tracing import in_portable_graph, operator, values_are_unknown
 
 
 def block_rotations(
-    positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype = torch.float32, rays: Rays | None = None
+    positions: torch.Tensor,
+    generators: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+    rays: Rays | None = None,
+    states: torch.dtype | None = None,
 ) -> torch.Tensor:
     """
     exp(Σ_a p_a A_a) for b > 2 (LieRE eq. 4, ComRoPE eq. 3), by scaling and squaring with matrix products only.
@@ -34,18 +39,24 @@ def block_rotations(
         generators: (A, …, K, b, b), skew-symmetric.
         dtype: Type of the result.
         rays: Which positions are multiples of others, if known.
+        states: Type of the queries and keys, `dtype` if `None`: for half types products are float32 where that adds
+            less than a tenth of their rounding.
 
     Returns:
         (…, K, P, b, b) rotations in `dtype`. The memory order is (…, P, K, b, b).
     """
     leading = generators.shape[1:-3]
     layers = generators.reshape(generators.shape[0], -1, *generators.shape[-3:])
-    rotations = layer_block_rotations(positions, layers, dtype, rays)
+    rotations = layer_block_rotations(positions, layers, dtype, rays, states)
     return torch.stack(rotations).unflatten(0, leading) if leading else rotations[0]
 
 
 def layer_block_rotations(
-    positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype = torch.float32, rays: Rays | None = None
+    positions: torch.Tensor,
+    generators: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+    rays: Rays | None = None,
+    states: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """[`block_rotations`] of (A, G, K, b, b) generators, as a (K, P, b, b) tensor for each of the G."""
     if in_portable_graph():
@@ -57,7 +68,7 @@ def layer_block_rotations(
         saved = 2 * positions.shape[0]
         if not values_are_unknown(squarings):
             saved = int(num_saved(_of_rays(_tokens(grid, num_prefix_tokens, len(positions)), squarings)).sum())
-    results = _block_rotations(positions, generators, squarings, grid, num_prefix_tokens, saved, dtype)
+    results = _block_rotations(positions, generators, squarings, grid, num_prefix_tokens, saved, dtype, states or dtype)
     return _transposed(results[:-1])
 
 
@@ -82,7 +93,7 @@ def _of_rays(tokens: torch.Tensor, squarings: torch.Tensor) -> torch.Tensor:
     return squarings
 
 
-def _fake_rotations(positions, generators, squarings, grid, num_prefix_tokens, saved, dtype):
+def _fake_rotations(positions, generators, squarings, grid, num_prefix_tokens, saved, dtype, states):
     _, groups, blocks, size, _ = generators.shape
     shapes = [*[(positions.shape[0], blocks, size, size)] * groups, (groups, saved, blocks, size, size)]
     return [positions.new_empty(shape, dtype=dtype) for shape in shapes]
@@ -122,7 +133,7 @@ def _block_rotations_backward(
     if len(squarings) and int(offsets[-1]) > squares.shape[1]:
         # In a graph there was not enough room.
         squares = squares.new_empty(squares.shape[0], int(offsets[-1]), *squares.shape[2:])
-        _rotate_rays(positions, generators, tokens, squarings, squares, squares.dtype)
+        _rotate_rays(positions, generators, tokens, squarings, squares, squares.dtype, (positions.dtype,) * 2)
     first = tokens[:, 0].to(positions.device)
     scales = torch.ldexp(torch.ones_like(squarings, dtype=positions.dtype), -squarings).to(positions.device)
     coordinates = positions[first] * scales.unsqueeze(-1)  # (rays, A)
@@ -151,23 +162,23 @@ def _gradients(ctx, *gradients):
     of_positions, of_generators = _block_rotations_backward(
         positions, generators, squarings, ctx.grid, ctx.num_prefix_tokens, results, gradients, needs_positions
     )
-    return of_positions if needs_positions else None, of_generators if needs_generators else None, *[None] * 5
+    return of_positions if needs_positions else None, of_generators if needs_generators else None, *[None] * 6
 
 
 @operator(
-    f"({_ARGUMENTS}, SymInt saved, ScalarType dtype) -> Tensor[]",
+    f"({_ARGUMENTS}, SymInt saved, ScalarType dtype, ScalarType states) -> Tensor[]",
     fake=_fake_rotations,
     gradients=_gradients,
     save=_save_results,
     reads_values=True,
 )
-def _block_rotations(positions, generators, squarings, grid, num_prefix_tokens, saved, dtype):
+def _block_rotations(positions, generators, squarings, grid, num_prefix_tokens, saved, dtype, states):
     """G rotations (P, K, b, b), and squares for the backward pass (G, `saved`, K, b, b) if there is room for all."""
-    tokens = _tokens(grid, num_prefix_tokens, len(positions))
+    tokens, types = _tokens(grid, num_prefix_tokens, len(positions)), product_types(positions, squarings, states)
     squarings = _of_rays(tokens, squarings)
-    *_, squares = _fake_rotations(positions, generators, squarings, grid, num_prefix_tokens, saved, dtype)
-    has_room = 0 < saved >= int(num_saved(squarings).sum())
-    return [*_rotate_rays(positions, generators, tokens, squarings, squares if has_room else None, dtype), squares]
+    *_, squares = _fake_rotations(positions, generators, squarings, grid, num_prefix_tokens, saved, dtype, states)
+    room = squares if 0 < saved >= int(num_saved(squarings).sum()) else None
+    return [*_rotate_rays(positions, generators, tokens, squarings, room, dtype, types), squares]
 
 
 def _compiled(positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype):
@@ -177,10 +188,10 @@ def _compiled(positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dt
     return find_backend("block_rotations", generators, generators.shape[-1], torch.float32)
 
 
-def _rotate_rays(positions, generators, tokens, squarings, squares, dtype) -> tuple[torch.Tensor, ...]:
-    backend = _compiled(positions, generators, dtype)
-    rotate = backend.block_rotations if backend else ray_rotations
-    return rotate(positions, generators, tokens, squarings, squares, dtype)
+def _rotate_rays(positions, generators, tokens, squarings, squares, dtype, types) -> tuple[torch.Tensor, ...]:
+    if backend := _compiled(positions, generators, dtype):
+        return backend.block_rotations(positions, generators, tokens, squarings, squares, dtype)
+    return ray_rotations(positions, generators, tokens, squarings, squares, dtype, types)
 
 
 def _transposed(layers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -14,6 +14,13 @@ def working_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def product_dtype(states: torch.Tensor) -> torch.dtype:
+    """The type that linear layers give to their results for these states, that of autocast where it is on."""
+    device = states.device.type
+    has_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if has_autocast else states.dtype
+
+
 def skew(entries: torch.Tensor, block_size: int) -> torch.Tensor:
     """
     Skew-symmetric matrices from their free entries.

@@ -33,7 +33,7 @@ from .embeddings import LieREEmbeddings
 from .encodings import RotaryEncoding
 from .folding import build_rotary_encoding, fold_rotations
 from .layers import LieRELayer, LieRELayerScale
-from .lie_algebra import working_dtype
+from .lie_algebra import product_dtype, working_dtype
 from .pooling import pool, visible_tokens
 from .positions import TokenPositions, check_positions, of_coordinates, of_grid, perturbation
 from .rotation import Rotation
@@ -169,13 +169,15 @@ class LieREEncoderModel(LieREPreTrainedModel):
         """Whether class and register tokens have coordinates, for rotations or a table that is read at coordinates."""
         return self.config.rotate_prefix or self.config.position_table_size is not None
 
-    def rotations(self, positions: TokenPositions | None) -> Iterable[Rotation | None]:
-        """One rotation per layer for tokens at these positions, or `None` for each."""
+    def rotations(
+        self, positions: TokenPositions | None, states: torch.dtype | None = None
+    ) -> Iterable[Rotation | None]:
+        """One rotation per layer for tokens at these positions and queries of type `states`, or `None` for each."""
         if self.rotary_encoding is None:
             return [None] * len(self.layers)
         if not self.config.rotate_prefix and self.config.position_table_size is not None:
             positions = positions.prefix_at_zero()
-        return self.rotary_encoding(positions)
+        return self.rotary_encoding(positions, states)
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
@@ -224,7 +226,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
         attention_mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
         )
-        for layer, rotation in zip(self.layers, self.rotations(positions)):
+        for layer, rotation in zip(self.layers, self.rotations(positions, product_dtype(hidden_states))):
             kind, tensors = (None, ()) if rotation is None else (type(rotation).__name__, rotation)
             hidden_states = layer(hidden_states, attention_mask, *tensors, kind=kind, **kwargs)
         if self.config.final_norm == "pooled":

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from .configuration_liere import pair
-from .lie_algebra import working_dtype
+from .lie_algebra import product_dtype, working_dtype
 from .positions import TokenPositions, of_coordinates, of_grid, perturbation
 from .rotation import Rotation
 from .vision_towers import position_table, takes
@@ -303,7 +303,7 @@ def rotations_of_tokens(embeddings: nn.Module, args, kwargs, output) -> None:
         positions = _positions(tower, grid, device, prefix_length, centre)
     else:
         positions = of_coordinates(patches, prefix_length, centre)
-    passes[-1].rotations = list(tower.rotary_encoding(positions))
+    passes[-1].rotations = list(tower.rotary_encoding(positions, product_dtype(tokens)))
 
 
 def _visible_patches(num_patches: int, embeddings, args, kwargs, output) -> torch.Tensor | None:

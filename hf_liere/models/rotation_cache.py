@@ -57,23 +57,25 @@ class RotationCache:
         with self.lock:
             self.entries.clear()
 
-    def rotations(self, encoding: nn.Module, positions: TokenPositions) -> Iterable[Rotation]:
+    def rotations(
+        self, encoding: nn.Module, positions: TokenPositions, states: torch.dtype | None
+    ) -> Iterable[Rotation]:
         """
-        What `encoding.layer_rotations(positions)` returns, or returned before for the same grid, coordinates and
-        entries. Nothing is stored in training mode.
+        What `encoding.layer_rotations(positions, states)` returns, or returned before for the same grid, coordinates,
+        entries and type. Nothing is stored in training mode.
         """
         coordinates = positions.coordinates
         if encoding.training or torch.is_grad_enabled() or positions.grid is None or values_are_unknown(coordinates):
-            return encoding.layer_rotations(positions)
+            return encoding.layer_rotations(positions, states)
         entries = encoding.entries(coordinates.device)
         if values_are_unknown(entries):
-            return encoding.layer_rotations(positions)
-        name = (positions.grid, encoding.rotation_dtype, *((x.dtype, x.device) for x in (coordinates, entries)))
+            return encoding.layer_rotations(positions, states)
+        name = (positions.grid, states, encoding.rotation_dtype, *((x.dtype, x.device) for x in (coordinates, entries)))
         with self.lock:
             entry = self.entries.get(name)
         if entry is not None and entry.fits(coordinates, entries):
             return entry.rotations
-        rotations = encoding.layer_rotations(positions)
+        rotations = encoding.layer_rotations(positions, states)
         # Above a bound the layers are computed one by one, when they are asked for.
         if isinstance(rotations, list):
             self._store(name, _Entry(coordinates, entries.clone(), rotations))

@@ -30,6 +30,10 @@ POLYNOMIAL = (
 PORTABLE_SQUARINGS = {torch.float64: 16, torch.float32: 10}
 # The backward pass squares in float32, where each squaring doubles the error: it starts again from every fourth square.
 SAVE_INTERVAL = 4
+# For queries and keys of half types: the numbers of squarings of the token with the largest norm up to which the
+# polynomial, and the products after it, are computed in float32. The polynomial adds errors of up to 2e-6 times the
+# norm, the products of 2e-8 times the norm: less than a tenth of what rounding to the type adds.
+FLOAT32_SQUARINGS = {torch.bfloat16: (5, 11), torch.float16: (-1, 9)}
 # On CPUs a chunk fits into the cache of a core, 512 KiB of float64; on other devices chunks only limit the memory.
 CHUNK_ELEMENTS = 1 << 16
 DEVICE_CHUNK_ELEMENTS = 1 << 22
@@ -119,6 +123,13 @@ def _chunks(tokens: torch.Tensor, squarings: torch.Tensor, elements: int, device
     return chunks
 
 
+def product_types(positions: torch.Tensor, squarings: torch.Tensor, states: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Types of the polynomial and of the products after it, for (P,) squarings and queries of type `states`."""
+    most = int(squarings.max()) if len(squarings) else 0
+    limits = FLOAT32_SQUARINGS.get(states, (-1, -1))
+    return tuple(torch.float32 if most <= limit else positions.dtype for limit in limits)
+
+
 def ray_rotations(
     positions: torch.Tensor,
     generators: torch.Tensor,
@@ -126,6 +137,7 @@ def ray_rotations(
     squarings: torch.Tensor,
     squares: torch.Tensor | None,
     dtype: torch.dtype,
+    types: tuple[torch.dtype, torch.dtype],
 ) -> tuple[torch.Tensor, ...]:
     """
     exp(Σ_a p_a A_a) of every token.
@@ -138,6 +150,7 @@ def ray_rotations(
         squares: (G, saved, K, b, b), into which every `SAVE_INTERVAL`-th square is written, those of a ray from
             `first_square` on; or `None`.
         dtype: Type of the result.
+        types: As [`product_types`] has them.
 
     Returns:
         For each of the G groups (P, K, b, b).
@@ -146,19 +159,20 @@ def ray_rotations(
     # Tokens at the origin belong to no ray: their rotation stays the identity.
     identity = torch.eye(size, dtype=dtype, device=positions.device)
     rotations = tuple(identity.expand(len(positions), blocks, size, size).contiguous() for _ in range(groups))
-    memory, places = positions.new_empty(9, 0, size, size), first_square(squarings).to(positions.device)
+    memory, spare = (torch.empty(0, dtype=dtype, device=positions.device) for dtype in types)
+    places = first_square(squarings).to(positions.device)
     chunks = _chunks(tokens, squarings, generators[0, 0].numel(), positions.device)
     for group, chunk in itertools.product(range(groups), chunks):
         exponents = _exponents(positions[chunk.multiples[0]], generators[:, group], chunk.squarings)  # (rays · K, b, b)
         # Buffers are reused: small products spend most of their time on allocations.
-        if memory.shape[1] != exponents.shape[0]:
-            memory = exponents.new_empty(9, *exponents.shape)
-        square, spare = _exponential(exponents, memory), memory[0]
+        if spare.shape != exponents.shape:
+            memory, spare = memory.new_empty(9, *exponents.shape), spare.new_empty(exponents.shape)
+        square, other = _exponential(exponents.to(memory.dtype), memory).to(spare.dtype), spare
         for squaring in range(chunk.squarings):
             if squaring % SAVE_INTERVAL == 0 and squares is not None:
                 saved = square.view(-1, blocks, size, size).to(squares.dtype)
                 squares[group].index_copy_(0, places[chunk.rays] + squaring // SAVE_INTERVAL, saved)
-            square, spare = torch.bmm(square, square, out=spare), square
+            square, other = torch.bmm(square, square, out=other), square
         first = square.view(-1, blocks, size, size)  # (rays, K, b, b)
         rotations[group].index_copy_(0, chunk.multiples[0], first.to(dtype))
         rotation = first

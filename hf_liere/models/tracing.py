@@ -22,8 +22,8 @@ def values_are_unknown(*tensors: torch.Tensor) -> bool:
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Unlike fake tensors, those inside of `torch.func`, and others that stand for a tensor or a part of one."""
     try:
-        return tensor.data_ptr() != 0 or tensor.numel() == 0
-    except RuntimeError:
+        return tensor.untyped_storage().device == tensor.device
+    except (NotImplementedError, RuntimeError):
         return False
 
 

@@ -1,0 +1,36 @@
+"""Rotations for queries and keys of half types: products in float32 where these types hide the difference."""
+
+import pytest
+import torch
+
+from hf_liere.models.backends import plain_operations
+from hf_liere.models.exponential import block_rotations
+from hf_liere.models.lie_algebra import skew
+from hf_liere.models.positions import of_grid
+from hf_liere.models.squaring import Rays, product_types
+
+
+@pytest.mark.parametrize("states", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_size", [8, 64])
+@pytest.mark.parametrize("times", [0.02, 0.1, 0.4, 1, 10])
+@pytest.mark.parametrize("coordinates", ["train_grid", "index"])
+def test_half_types_get_rotations_that_are_exact_for_them(states, block_size, times, coordinates):
+    """Around LieRE's initial norms, errors are less than a tenth of what rounding causes."""
+    placed = of_grid((14, 14), (14, 14), coordinates)
+    generators = skew(2 * torch.pi * times * torch.rand(2, 1, 2, block_size * (block_size - 1) // 2), block_size)
+    rays = Rays(placed.grid)
+    exact = block_rotations(placed.coordinates, generators.double(), torch.float64, rays)
+    with plain_operations():
+        found = block_rotations(placed.coordinates, generators, torch.float32, rays, states)
+    assert found.dtype == torch.float32
+    assert (found.double() - exact).abs().max() < torch.finfo(states).eps / 2 / 10
+
+
+def test_products_for_half_types_are_float32():
+    squarings = torch.tensor([0, 5, 3])
+    positions = torch.zeros(3, 2, dtype=torch.float64)
+    assert product_types(positions, squarings, torch.bfloat16) == (torch.float32, torch.float32)
+    assert product_types(positions, squarings + 1, torch.bfloat16) == (torch.float64, torch.float32)
+    assert product_types(positions, squarings, torch.float16) == (torch.float64, torch.float32)
+    assert product_types(positions, squarings + 7, torch.bfloat16) == (torch.float64, torch.float64)
+    assert product_types(positions, squarings, torch.float32) == (torch.float64, torch.float64)
