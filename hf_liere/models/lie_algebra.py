@@ -17,7 +17,8 @@ def working_dtype(device: torch.device) -> torch.dtype:
 def product_dtype(states: torch.Tensor) -> torch.dtype:
     """The type that linear layers give to their results for these states, that of autocast where it is on."""
     device = states.device.type
-    has_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    # The meta device has no autocast.
+    has_autocast = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if has_autocast else states.dtype
 
 
