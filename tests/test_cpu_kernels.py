@@ -4,20 +4,22 @@ import subprocess
 import sys
 
 import pytest
+import reference
 import torch
 from rotating import rotate_query_key
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_liere.kernels import cpu as cpu_kernels
+from hf_liere.kernels import cpu_library
 from hf_liere.models.exponential import POLYNOMIAL, SAVE_INTERVAL, block_rotations
 from hf_liere.models.lie_algebra import skew
 
 
-needs_compiler = pytest.mark.usefixtures("compiler")
+needs_kernels = pytest.mark.usefixtures("compiled_kernels")
 
 
-@needs_compiler
+@needs_kernels
 def test_the_number_of_threads_changes_no_bit():
     positions, results, threads = torch.rand(40, 2, dtype=torch.float64), [], torch.get_num_threads()
     try:
@@ -46,7 +48,62 @@ def saved(positions, generators):
     return rotations, gradients, rays, squarings, saved_squares, offsets, SAVE_INTERVAL
 
 
-@needs_compiler
+@pytest.fixture(params=sorted(cpu_library.FOLDER.glob("_cpu_*.so")), ids=lambda path: path.name.partition(".")[0])
+def every_library(request, monkeypatch):
+    """Each library that was built and that this CPU runs, in turn."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if request.param.name.partition(".")[0] not in cpu_library.NAMES.get(capability, cpu_library.ON_ANY_CPU):
+        pytest.skip(f"this CPU does not run it (PyTorch calls it {capability})")
+    library = cpu_library._load(request.param)
+    monkeypatch.setattr(cpu_kernels, "library", lambda: library)
+
+
+def among_others(tensor):
+    """The same values in memory in which all else is not a number."""
+    wider = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), float("nan"), dtype=tensor.dtype)
+    wider[..., : tensor.shape[-1]] = tensor
+    return wider[..., : tensor.shape[-1]]
+
+
+def exact_rotations(positions, generators):
+    return reference.exponential(torch.einsum("pa,akij->kpij", positions, generators))
+
+
+def rotate_exactly(query, key, rotations):
+    """(B, H, N, D) by (1, 1, N, blocks, b, b); channels beyond the blocks are passed through."""
+    blocks, size = rotations.shape[3:5]
+    for states in (query, key):
+        parts = states[..., : blocks * size].unflatten(-1, (blocks, size))
+        rotated = torch.einsum("nkij,bhnkj->bhnki", rotations[0, 0], parts).flatten(-2)
+        yield torch.cat([rotated, states[..., blocks * size :]], dim=-1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 12, 16, 23, 32, 48, 64, 128])
+def test_blocks_of_every_size(every_library, size):
+    """Compiled sizes, and those that are padded to the next."""
+    positions, blocks = torch.rand(5, 2, dtype=torch.float64), 1 + (size < 64)
+    entries = torch.randn(2, blocks, size * (size - 1) // 2, dtype=torch.float64) / size**0.5
+    states = [torch.randn(3, 2, 5, blocks * size + 1, dtype=torch.float64) for _ in range(4)]
+
+    def step(rotations_of, apply, dtype):
+        learned = entries.to(dtype).requires_grad_()
+        rotations = rotations_of(positions, skew(learned, size)).transpose(0, 1)[
+            None, None
+        ]  # (1, 1, tokens, blocks, b, b)
+        query, key, *weights = (among_others(x.to(dtype)).requires_grad_() for x in states)
+        outputs = tuple(apply(query, key, rotations))
+        loss = sum((output * weight).sum() for output, weight in zip(outputs, weights))
+        return rotations, *outputs, *torch.autograd.grad(loss, (query, key, learned))
+
+    expected = step(exact_rotations, rotate_exactly, torch.float64)
+    found = step(block_rotations, rotate_query_key, torch.float32)
+    for ours, exact in zip(found, expected, strict=True):
+        # float32 rounding of sums of up to 128 terms, relative to the largest.
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=4e-6 * exact.abs().max().item())
+
+
+@needs_kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_reaches_the_loss(value):
     states = torch.zeros(1, 1, 2, 8)
@@ -64,7 +121,7 @@ def test_tensors_without_numbers_are_left_to_plain_operations():
         assert rotate_query_key(query, query, rotation)[0].shape == query.shape
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.parametrize("shape", [(1, 1, 2, 4, 2), (1, 1, 2, 1, 8, 8)])
 def test_where_operations_are_watched_they_are_plain(shape):
     """A traced graph would hold what kernels return as constants."""
@@ -77,7 +134,7 @@ def test_where_operations_are_watched_they_are_plain(shape):
     assert cpu_kernels.refusal(first, torch.float32, 8) is None
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
 def test_defaults_of_the_process_do_not_matter(default):
     """Memory that is shorter than the kernels take it to be would be overwritten beyond its end."""
@@ -99,7 +156,7 @@ def test_defaults_of_the_process_do_not_matter(default):
     assert all(one.dtype == torch.float32 and torch.equal(one, other) for one, other in zip(found, expected))
 
 
-@needs_compiler
+@needs_kernels
 def test_what_does_not_fit_is_refused():
     """Where plain operations would not broadcast, kernels would read what is beside the numbers."""
     states, cos_sin = torch.randn(2, 3, 5, 8), torch.randn(1, 3, 4, 4, 2)
@@ -109,7 +166,7 @@ def test_what_does_not_fit_is_refused():
         cpu_kernels.apply_rotation(states, states[:, :, :4], torch.randn(1, 3, 5, 4, 2))
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.parametrize(
     "rays, squarings, message",
     [
@@ -136,6 +193,7 @@ def test_rays_that_lead_elsewhere_are_refused(rays, squarings, message):
 TOO_LITTLE_MEMORY = """
 import resource, torch
 from hf_liere.kernels import cpu as cpu_kernels
+from hf_liere.kernels import cpu_library
 states = torch.ones(1, 1, 1, 8).expand(1 << 27, -1, -1, -1)
 cpu_kernels.refusal(states, torch.float32, 8)
 with open("/proc/self/statm") as file:
@@ -150,7 +208,7 @@ for threads in (1, 2):
 """
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")
 def test_too_little_memory_does_not_end_the_process():
     process = subprocess.run([sys.executable, "-c", TOO_LITTLE_MEMORY], capture_output=True, text=True)

@@ -32,7 +32,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 def kernels(request):
     """The kernels that rotations go through, with the device they are for."""
     if request.param == "cpu":
-        request.getfixturevalue("compiler")
+        request.getfixturevalue("compiled_kernels")
         yield SimpleNamespace(device="cpu", types=(torch.float32,), module=None, **functions(cpu_kernels))
         return
     pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")

@@ -17,7 +17,7 @@ def implementation(request, monkeypatch):
     if request.param == "plain":
         monkeypatch.setenv("HF_LIERE_CPU_KERNELS", "0")
     else:
-        request.getfixturevalue("compiler")
+        request.getfixturevalue("compiled_kernels")
 
 
 @pytest.fixture

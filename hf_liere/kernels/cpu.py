@@ -1,7 +1,8 @@
 """
-Rotations, their gradients and their application on CPUs, compiled from cpu.cpp by the machine's C++ compiler when they
-are first needed, see `cpu_library`. Optional: without a compiler, and for types other than float32, plain operations
-compute the same, several times slower for small blocks. HF_LIERE_CPU_KERNELS=0 in the environment disables the kernels.
+Rotations, their gradients and their application on CPUs, compiled from cpu.cpp when the package is installed, see
+`cpu_library`. Optional: where no compiler built them, for larger blocks and for types other than float32, plain
+operations compute the same, several times slower for small blocks. HF_LIERE_CPU_KERNELS=0 in the environment disables
+the kernels.
 """
 
 import os
@@ -21,8 +22,7 @@ HUGE_BYTES = 1 << 22
 
 def refusal(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | None:
     """
-    Why the kernels do not take tensors like this one for results in `dtype`, or `None` if they do; this may compile
-    them.
+    Why the kernels do not take tensors like this one for results in `dtype`, or `None` if they do.
 
     Subclasses, such as those that hold no values or a part of them, are left to plain operations, and so is everything
     where operations are traced or counted.
@@ -47,8 +47,8 @@ def apply_rotation(
     states = contiguous_channels(query), contiguous_channels(key)
     name = "rotate_planes" if is_planes(rotation) else "rotate_blocks"
     size, rotation = rotation.shape[-1], _contiguous_blocks(rotation)
-    out = _prefer_huge_pages(empty_like(states[0]), size), _prefer_huge_pages(empty_like(states[1]), size)
-    _call(size, name, _shape(query, rotation.shape), _pair(states), _pair(out), _shared(rotation), inverse)
+    out = _prefer_huge_pages(empty_like(states[0])), _prefer_huge_pages(empty_like(states[1]))
+    _call(size, name, _shape(query, rotation.shape, size), _pair(states), _pair(out), _shared(rotation), inverse)
     return out
 
 
@@ -92,19 +92,20 @@ def block_rotations(
     positions, generators = positions.contiguous(), generators.to(torch.float64).contiguous()
     rays, squarings = _checked_rays(rays, squarings, len(positions))
     in_no_ray = torch.ones(len(positions), dtype=torch.bool, device="cpu").index_fill_(0, rays[rays >= 0], False)
-    rotations = tuple(_empty(size, len(positions), blocks, size, size) for _ in range(groups))
+    rotations = tuple(_empty(len(positions), blocks, size, size) for _ in range(groups))
     tokens = in_no_ray.nonzero().flatten()
     identity = torch.eye(size, dtype=torch.float32, device="cpu").expand(len(tokens), blocks, size, size)
     for rotation in rotations:
         rotation.index_copy_(0, tokens, identity)
     counts = (squarings + (interval or 1) - 1) // (interval or 1)
     offsets = counts.cumsum(0) - counts
-    saved_squares = None if interval is None else _empty(size, groups, int(counts.sum()), blocks, size, size)
+    saved_squares = None if interval is None else _empty(groups, int(counts.sum()), blocks, size, size)
     _call(
         size,
         "block_rotations",
-        Sizes(axes, groups, blocks),
+        Sizes(axes, groups, blocks, size),
         _rays(rays, squarings, offsets, saved_squares, interval),
+        positions.dtype == torch.float64,
         positions,
         generators,
         torch.tensor(polynomial, dtype=torch.float64, device="cpu"),
@@ -135,8 +136,8 @@ def block_tangents(
     _, blocks, size, _ = rotations[0].shape
     gradients = tuple(gradient.contiguous() for gradient in gradients)
     rays, squarings = _checked_rays(rays, squarings, len(rotations[0]))
-    tangents = _empty(size, len(rotations), len(rays), blocks * (size * (size - 1) // 2))
-    sizes = Sizes(groups=len(rotations), blocks=blocks)
+    tangents = _empty(len(rotations), len(rays), blocks * (size * (size - 1) // 2))
+    sizes = Sizes(groups=len(rotations), blocks=blocks, size=size)
     traversal = _rays(rays, squarings, offsets, saved_squares, interval)
     _call(size, "block_tangents", sizes, traversal, rotations, gradients, tangents)
     return tangents
@@ -158,7 +159,7 @@ def moments_gradient(
         (A, G, K, b, b).
     """
     axes, groups, blocks, size, _ = generators.shape
-    generators, moments, out = generators.contiguous(), moments.contiguous(), _empty(size, *generators.shape)
+    generators, moments, out = generators.contiguous(), moments.contiguous(), _empty(*generators.shape)
     counts = [len(level[0]) for level in raised]
     counts.append(moments.shape[1] - sum(counts))
     indices = [index for level in raised for axis in level for index in axis]
@@ -166,36 +167,40 @@ def moments_gradient(
     tables = [torch.tensor(coefficients, dtype=torch.float64, device="cpu")]
     tables += [torch.tensor(values, dtype=torch.int64, device="cpu") for values in (counts, indices)]
     monomials = Monomials(*(table.data_ptr() for table in tables), len(counts), moments.shape[1])
-    _call(size, "moments_gradient", Sizes(axes, groups, blocks), monomials, generators, moments, out)
+    _call(size, "moments_gradient", Sizes(axes, groups, blocks, size), monomials, generators, moments, out)
     return out
 
 
 def _call(block_size: int, name: str, *arguments) -> None:
     """
     Raises:
+        RuntimeError: if there are no kernels for blocks of this size.
         MemoryError: if the kernel found too little memory for its scratch.
     """
+    if reason := failure(block_size):
+        raise RuntimeError(f"There are no CPU kernels for blocks of {block_size}: {reason}.")
     name, threads = f"hf_liere_{name}", torch.get_num_threads()
-    if not getattr(library(block_size), name)(*arguments, threads):
+    if not getattr(library(), name)(*arguments, threads):
         raise MemoryError(f"There is too little memory for {name} with {threads} threads.")
 
 
 def _sums(block_size: int, name: str, gradients, rotated, shape: tuple[int, ...], *factor) -> torch.Tensor:
     """The kernels add over the samples that share a rotation, and heads that do are added here."""
     gradients, rotated = (tuple(map(contiguous_channels, pair)) for pair in (gradients, rotated))
-    out = _empty(block_size, shape[0], shape[2], rotated[0].shape[1], *shape[3:]).transpose(1, 2)
-    _call(block_size, name, _shape(rotated[0], shape), _pair(gradients), _pair(rotated), _shared(out), *factor)
+    out = _empty(shape[0], shape[2], rotated[0].shape[1], *shape[3:]).transpose(1, 2)
+    kind = _shape(rotated[0], shape, block_size)
+    _call(block_size, name, kind, _pair(gradients), _pair(rotated), _shared(out), *factor)
     return out.sum_to_size(shape)
 
 
-def _empty(block_size: int, *shape: int) -> torch.Tensor:
+def _empty(*shape: int) -> torch.Tensor:
     """float32 on the CPU, whatever the process has as its default type and device."""
-    return _prefer_huge_pages(torch.empty(shape, dtype=torch.float32, device="cpu"), block_size)
+    return _prefer_huge_pages(torch.empty(shape, dtype=torch.float32, device="cpu"))
 
 
-def _prefer_huge_pages(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
+def _prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.nbytes >= HUGE_BYTES:
-        library(block_size).hf_liere_prefer_huge_pages(tensor, tensor.nbytes)
+        library().hf_liere_prefer_huge_pages(tensor, tensor.nbytes)
     return tensor
 
 
@@ -229,14 +234,18 @@ def _contiguous_blocks(rotation: torch.Tensor) -> torch.Tensor:
     return rotation if rotation[0, 0, 0].is_contiguous() else rotation.contiguous()
 
 
-def _shape(states: torch.Tensor, rotations: tuple[int, ...]) -> Shape:
-    batch, heads, tokens, _ = states.shape
+def _shape(states: torch.Tensor, rotations: tuple[int, ...], block_size: int) -> Shape:
+    batch, heads, tokens, head_dim = states.shape
     if rotations[0] not in (1, batch) or rotations[1] not in (1, heads) or rotations[2] != tokens:
         raise ValueError(
             f"Rotations of shape {tuple(rotations)} do not fit queries and keys of shape {tuple(states.shape)}: they "
             f"must be for 1 or {batch} samples, 1 or {heads} heads and {tokens} tokens."
         )
-    return Shape(*states.shape, rotations[3], rotations[0])
+    if rotations[3] * block_size > head_dim:
+        raise ValueError(
+            f"{rotations[3]} blocks of {block_size} channels do not fit into the {head_dim} channels of a head."
+        )
+    return Shape(*states.shape, rotations[3], rotations[0], block_size, False)
 
 
 def _pair(tensors: tuple[torch.Tensor, torch.Tensor]) -> Pair:
