@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
 from hf_liere.models.exponential import POLYNOMIAL, SAVE_INTERVAL, block_rotations
+from hf_liere.models.exponential_gradient import RAISED, GradientMoments
 from hf_liere.models.lie_algebra import skew
 
 
@@ -104,6 +105,73 @@ def test_blocks_of_every_size(every_library, size):
 
 
 @needs_kernels
+@pytest.mark.parametrize("shape", [(1, 2, 5, 11, 2), (3, 2, 5, 11, 2), (1, 2, 5, 2, 8, 8), (3, 2, 5, 2, 11, 11)])
+def test_bfloat16_is_rounded_once(every_library, shape):
+    """What PyTorch rounds float32 results of the same numbers to; sums stay in float32."""
+    rotation = torch.randn(shape)
+    states = torch.randn(4, 3, 2, 5, 23).to(torch.bfloat16)
+    states[0, 0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), 3e38, -1e-40])
+    narrow = [among_others(x) for x in states]
+    wide = [x.float() for x in states]
+    for inverse in (False, True):
+        found = cpu_kernels.apply_rotation(*narrow[:2], rotation, inverse)
+        for ours, exact in zip(found, cpu_kernels.apply_rotation(*wide[:2], rotation, inverse), strict=True):
+            torch.testing.assert_close(ours, exact.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
+
+    def sums(query, key, *gradients):
+        if len(shape) == 5:
+            return [cpu_kernels.angle_gradients(gradients, (query, key), shape[:4])]
+        arguments = gradients, (query, key), shape[:4], shape[4]
+        return [cpu_kernels.outer_products(*arguments), cpu_kernels.outer_products(*arguments, rotation)]
+
+    for ours, exact in zip(sums(*narrow), sums(*wide), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [8, 12, 64, 128])
+def test_exponentials_in_float32(every_library, size):
+    positions, squarings = torch.rand(7, 2), 4
+    generators = skew(torch.randn(2, 1, 2, size * (size - 1) // 2) / size**0.5, size)
+    rays = torch.arange(7).unsqueeze(-1)
+    ((found,), *_) = cpu_kernels.block_rotations(
+        positions, generators, rays, torch.full((7,), squarings), POLYNOMIAL, SAVE_INTERVAL
+    )
+    exact = exact_rotations(positions.double(), generators[:, 0].double()).transpose(0, 1)
+    # The polynomial's terms of up to 7.4 cancel, products add `size` terms, and every squaring doubles the error.
+    tolerance = (16 + 2 * size) * 2**squarings * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=tolerance)
+
+
+@needs_kernels
+def test_generators_of_lower_precision():
+    """As in a model of bfloat16, of whose gradients the kernels take this part."""
+    generators = skew(torch.randn(2, 1, 3, 28), 8)
+    moments = GradientMoments([torch.rand(4, 2)], generators, torch.float32)
+    moments.moments.normal_()
+    raised, found = RAISED[2][: len(moments.levels) - 1], {}
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = generators.to(torch.bfloat16).to(dtype), moments.moments.to(torch.bfloat16).to(dtype)
+        found[dtype] = cpu_kernels.moments_gradient(*tensors, moments.coefficients, raised)
+    assert torch.equal(found[torch.bfloat16], found[torch.float32].to(torch.bfloat16))
+
+
+@needs_kernels
+def test_types_that_would_be_misread_are_refused():
+    states, cos_sin = torch.randn(2, 3, 5, 8), torch.randn(1, 3, 5, 4, 2)
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises(ValueError, match=f"float32 or torch.bfloat16; they are in {dtype}"):
+            cpu_kernels.apply_rotation(states.to(dtype), states.to(dtype), cos_sin)
+    with pytest.raises(ValueError, match="Gradients must be .* torch.bfloat16 and torch.float32"):
+        cpu_kernels.angle_gradients((states.bfloat16(),) * 2, (states, states), cos_sin.shape[:4])
+    with pytest.raises(ValueError, match="Positions must be .* torch.float16"):
+        generators = skew(torch.randn(2, 1, 3, 28), 8)
+        cpu_kernels.block_rotations(
+            torch.rand(4, 2).half(), generators, torch.zeros(1, 1).long(), torch.ones(1).long(), POLYNOMIAL, None
+        )
+
+
+@needs_kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_reaches_the_loss(value):
     states = torch.zeros(1, 1, 2, 8)
@@ -164,6 +232,8 @@ def test_what_does_not_fit_is_refused():
         cpu_kernels.apply_rotation(states, states, cos_sin)
     with pytest.raises(ValueError, match=r"\(2, 3, 5, 8\) .* \(2, 3, 4, 8\)"):
         cpu_kernels.apply_rotation(states, states[:, :, :4], torch.randn(1, 3, 5, 4, 2))
+    with pytest.raises(ValueError, match="5 blocks of 2 channels do not fit into the 8 channels"):
+        cpu_kernels.apply_rotation(states, states, torch.randn(1, 3, 5, 5, 2))
 
 
 @needs_kernels

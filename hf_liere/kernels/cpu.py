@@ -1,8 +1,11 @@
 """
 Rotations, their gradients and their application on CPUs, compiled from cpu.cpp when the package is installed, see
-`cpu_library`. Optional: where no compiler built them, for larger blocks and for types other than float32, plain
-operations compute the same, several times slower for small blocks. HF_LIERE_CPU_KERNELS=0 in the environment disables
-the kernels.
+`cpu_library`. Optional: where no compiler built them, for larger blocks and for types other than float32 and bfloat16,
+plain operations compute the same, several times slower for small blocks. HF_LIERE_CPU_KERNELS=0 in the environment
+disables the kernels.
+
+Queries, keys and their gradients are float32 or bfloat16, rotations and their gradients are float32, and so is the
+arithmetic between them.
 """
 
 import os
@@ -16,6 +19,8 @@ from .layout import contiguous_channels, empty_like, is_planes, shared_strides
 
 
 NAME = "CPU kernels"
+# Of queries and keys.
+TYPES = (torch.float32, torch.bfloat16)
 # Two huge pages of the usual 2 MiB, of which at least one is whole.
 HUGE_BYTES = 1 << 22
 
@@ -31,8 +36,8 @@ def refusal(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | 
         return "operations are traced or counted"
     if tensor.device.type != "cpu":
         return "they run on the CPU only"
-    if dtype != torch.float32:
-        return "they compute float32 only"
+    if dtype not in TYPES:
+        return "they compute float32 and bfloat16 only"
     if type(tensor) is not torch.Tensor:
         return "they take no subclass of torch.Tensor"
     if os.environ.get("HF_LIERE_CPU_KERNELS", "1") == "0":
@@ -75,10 +80,10 @@ def block_rotations(
     interval: int | None,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, torch.Tensor]:
     """
-    The rotations of [`exponential.layer_block_rotations`], in float32 from products in float64.
+    The rotations of [`exponential.layer_block_rotations`], in float32 from products in the type of the positions.
 
     Args:
-        positions: (P, A) in float64.
+        positions: (P, A) in float64 or float32.
         generators: (A, G, K, b, b).
         rays: (rays, longest ray), see [`exponential.Rays`].
         squarings: (rays,), how often each ray's first rotation is squared.
@@ -88,8 +93,10 @@ def block_rotations(
     Returns:
         For each of the G groups (P, K, b, b); the saved squares, and for each ray the index of its first.
     """
+    if positions.dtype not in (torch.float64, torch.float32):
+        raise ValueError(f"Positions must be in torch.float64 or torch.float32; they are in {positions.dtype}.")
     axes, groups, blocks, size, _ = generators.shape
-    positions, generators = positions.contiguous(), generators.to(torch.float64).contiguous()
+    positions, generators = positions.contiguous(), generators.to(positions.dtype).contiguous()
     rays, squarings = _checked_rays(rays, squarings, len(positions))
     in_no_ray = torch.ones(len(positions), dtype=torch.bool, device="cpu").index_fill_(0, rays[rays >= 0], False)
     rotations = tuple(_empty(len(positions), blocks, size, size) for _ in range(groups))
@@ -134,7 +141,7 @@ def block_tangents(
         (G, rays, K·b(b−1)/2).
     """
     _, blocks, size, _ = rotations[0].shape
-    gradients = tuple(gradient.contiguous() for gradient in gradients)
+    gradients = tuple(gradient.to(torch.float32).contiguous() for gradient in gradients)
     rays, squarings = _checked_rays(rays, squarings, len(rotations[0]))
     tangents = _empty(len(rotations), len(rays), blocks * (size * (size - 1) // 2))
     sizes = Sizes(groups=len(rotations), blocks=blocks, size=size)
@@ -150,16 +157,17 @@ def moments_gradient(
     [`exponential_gradient.GradientMoments.generators_gradient`].
 
     Args:
-        generators: (A, G, K, b, b) in float32.
+        generators: (A, G, K, b, b).
         moments: (G, monomials, K·b(b−1)/2).
         coefficients: One for each degree of the monomials, from 1 on.
         raised: For each degree but the last and each axis, the indices of the monomials that are x_a times as high.
 
     Returns:
-        (A, G, K, b, b).
+        (A, G, K, b, b) in the type of the generators, from products in float32.
     """
     axes, groups, blocks, size, _ = generators.shape
-    generators, moments, out = generators.contiguous(), moments.contiguous(), _empty(*generators.shape)
+    dtype, out = generators.dtype, _empty(*generators.shape)
+    generators, moments = (tensor.to(torch.float32).contiguous() for tensor in (generators, moments))
     counts = [len(level[0]) for level in raised]
     counts.append(moments.shape[1] - sum(counts))
     indices = [index for level in raised for axis in level for index in axis]
@@ -168,7 +176,7 @@ def moments_gradient(
     tables += [torch.tensor(values, dtype=torch.int64, device="cpu") for values in (counts, indices)]
     monomials = Monomials(*(table.data_ptr() for table in tables), len(counts), moments.shape[1])
     _call(size, "moments_gradient", Sizes(axes, groups, blocks, size), monomials, generators, moments, out)
-    return out
+    return out.to(dtype)
 
 
 def _call(block_size: int, name: str, *arguments) -> None:
@@ -188,6 +196,11 @@ def _sums(block_size: int, name: str, gradients, rotated, shape: tuple[int, ...]
     """The kernels add over the samples that share a rotation, and heads that do are added here."""
     gradients, rotated = (tuple(map(contiguous_channels, pair)) for pair in (gradients, rotated))
     out = _empty(shape[0], shape[2], rotated[0].shape[1], *shape[3:]).transpose(1, 2)
+    if gradients[0].dtype != rotated[0].dtype:
+        raise ValueError(
+            f"Gradients must be in the type of queries and keys; they are in {gradients[0].dtype} and "
+            f"{rotated[0].dtype}."
+        )
     kind = _shape(rotated[0], shape, block_size)
     _call(block_size, name, kind, _pair(gradients), _pair(rotated), _shared(out), *factor)
     return out.sum_to_size(shape)
@@ -245,7 +258,9 @@ def _shape(states: torch.Tensor, rotations: tuple[int, ...], block_size: int) ->
         raise ValueError(
             f"{rotations[3]} blocks of {block_size} channels do not fit into the {head_dim} channels of a head."
         )
-    return Shape(*states.shape, rotations[3], rotations[0], block_size, False)
+    if states.dtype not in TYPES:
+        raise ValueError(f"Queries and keys must be in {' or '.join(map(str, TYPES))}; they are in {states.dtype}.")
+    return Shape(*states.shape, rotations[3], rotations[0], block_size, states.dtype == torch.bfloat16)
 
 
 def _pair(tensors: tuple[torch.Tensor, torch.Tensor]) -> Pair:
