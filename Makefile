@@ -8,6 +8,9 @@ NEWEST := .venv-newest
 # numpy 2.4 refuses.
 OLDEST_RELEASES := "torch==2.9.*" "transformers==5.17.*" "numpy<2.4"
 
+# An installation compiles the kernels for CPUs. Environments share them: their libraries do not depend on Python.
+BUILT_FROM := pyproject.toml $(wildcard hf_liere/kernels/*.cpp hf_liere/kernels/*.h)
+
 # One thread per process: tests and demo run two processes side by side, and small matrices gain nothing from more.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
@@ -44,7 +47,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) outputs build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) outputs build dist *.egg-info hf_liere/kernels/*.so
 
 # Pythons of the versions $(1), the first that runs: of the path, where pyenv puts names that run nothing, or of pyenv.
 define python_of
@@ -63,12 +66,12 @@ define environment
 	touch $@
 endef
 
-$(READY): pyproject.toml
+$(READY): $(BUILT_FROM)
 	$(call environment,$(VENV),$(PYTHON))
 
-$(OLDEST)/ready: pyproject.toml
+$(OLDEST)/ready: $(BUILT_FROM)
 	$(if $(OLD_PYTHON),,@echo "No Python 3.10 was found: the oldest releases are tested on $(PYTHON).")
 	$(call environment,$(OLDEST),$(or $(OLD_PYTHON),$(PYTHON)),$(OLDEST_RELEASES))
 
-$(NEWEST)/ready: pyproject.toml
+$(NEWEST)/ready: $(BUILT_FROM)
 	$(call environment,$(NEWEST),$(NEWER_PYTHON))

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +19,8 @@ from pathlib import Path
 
 PACKAGES = ("hf_liere", "torch", "transformers", "huggingface_hub", "safetensors", "tokenizers", "accelerate", "timm")
 PACKAGES += ("triton", "numpy", "torchvision", "PIL")
-VARIABLES = "(?!.*(TOKEN|KEY|SECRET|PASSWORD))(HF_LIERE_.*|(PY)?TORCH_.*|TRITON_.*|OMP_NUM_THREADS|CXX|HF_HOME"
-VARIABLES += "|HF_HUB_OFFLINE|CUDA_VISIBLE_DEVICES|XDG_CACHE_HOME)"
+VARIABLES = "(?!.*(TOKEN|KEY|SECRET|PASSWORD))(HF_LIERE_.*|(PY)?TORCH_.*|TRITON_.*|OMP_NUM_THREADS|HF_HOME"
+VARIABLES += "|ATEN_CPU_CAPABILITY|HF_HUB_OFFLINE|CUDA_VISIBLE_DEVICES|XDG_CACHE_HOME)"
 TYPES = ("float32", "bfloat16", "float16", "float64")
 # With the block size to ask for, which is 2 for planes.
 FUNCTIONS = (("apply_rotation", 2), ("apply_rotation", 8), ("angle_gradients", 2), ("outer_products", 8))
@@ -32,7 +31,7 @@ PLAIN = "plain operations"
 
 
 def report(as_json: bool) -> str:
-    """[`environment`] as json or Markdown, with `~` for the home directory. This may compile kernels."""
+    """[`environment`] as json or Markdown, with `~` for the home directory."""
     # Some libraries print when they are imported.
     with contextlib.redirect_stdout(sys.stderr):
         found = environment()
@@ -89,7 +88,7 @@ def _system() -> dict[str, str]:
         "cores": f"{os.cpu_count()}, {usable} of them for this process",
         "threads of torch": _tried(lambda: str(importlib.import_module("torch").get_num_threads())),
         "GPUs": _tried(lambda: "; ".join(f"{device}, {gpu}" for device, gpu in _gpus().items()) or "none"),
-        "C++ compiler": _tried(_compiler),
+        "CPU kernels": _tried(_cpu_kernels),
     }
 
 
@@ -106,13 +105,14 @@ def _gpus() -> dict[str, str]:
     return found
 
 
-def _compiler() -> str:
+def _cpu_kernels() -> str:
+    """The library of the kernels, which HF_LIERE_CPU_KERNELS may turn off nevertheless."""
+    from torch.backends.cpu import get_cpu_capability
+
     from .kernels import cpu_library
 
-    if (compiler := cpu_library.find_compiler()) is None:
-        return "none"
-    version = _tried(lambda: cpu_library.compiler_version(compiler).partition("\n")[0])
-    return f"{' '.join([shutil.which(compiler[0]), *compiler[1:]])}, {version}"
+    library = cpu_library.library()
+    return f"{library._name if library else 'none'} (PyTorch calls this CPU {get_cpu_capability()})"
 
 
 def _functions() -> Iterator[dict]:
@@ -145,7 +145,7 @@ def _comparisons() -> list[dict]:
 def _markdown(found: dict) -> Iterator[str]:
     yield from (f"- {name}: {value}" for name, value in (found["packages"] | found["system"]).items())
     yield from (f"- `{name}={' '.join(value.split())}`" for name, value in found["variables"].items())
-    yield "\nWhat computes each function (kernels for the CPU are compiled at their first use, also by this report):\n"
+    yield "\nWhat computes each function:\n"
     yield from [f"- {found['problem']}"] if found["problem"] else []
     # Types of a device of which the same can be said are named together.
     types = {}

@@ -4,20 +4,23 @@ import subprocess
 import sys
 
 import pytest
+import reference
 import torch
 from rotating import rotate_query_key
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_liere.kernels import cpu as cpu_kernels
+from hf_liere.kernels import cpu_library
 from hf_liere.models.exponential import block_rotations
+from hf_liere.models.exponential_gradient import RAISED, GradientMoments
 from hf_liere.models.lie_algebra import skew
 from hf_liere.models.squaring import num_saved
 
 
-needs_compiler = pytest.mark.usefixtures("compiler")
+needs_kernels = pytest.mark.usefixtures("compiled_kernels")
 
 
-@needs_compiler
+@needs_kernels
 def test_the_number_of_threads_changes_no_bit():
     positions, results, threads = torch.rand(40, 2, dtype=torch.float64), [], torch.get_num_threads()
     try:
@@ -44,7 +47,127 @@ def saved(positions, generators):
     return rotations, tuple(rotation.flip(0) for rotation in rotations), rays, squarings, squares
 
 
-@needs_compiler
+@pytest.fixture(params=sorted(cpu_library.FOLDER.glob("_cpu_*.so")), ids=lambda path: path.name.partition(".")[0])
+def every_library(request, monkeypatch):
+    """Each library that was built and that this CPU runs, in turn."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if request.param.name.partition(".")[0] not in cpu_library.NAMES.get(capability, cpu_library.ON_ANY_CPU):
+        pytest.skip(f"this CPU does not run it (PyTorch calls it {capability})")
+    library = cpu_library._load(request.param)
+    monkeypatch.setattr(cpu_kernels, "library", lambda: library)
+
+
+def among_others(tensor):
+    """The same values in memory in which all else is not a number."""
+    wider = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), float("nan"), dtype=tensor.dtype)
+    wider[..., : tensor.shape[-1]] = tensor
+    return wider[..., : tensor.shape[-1]]
+
+
+def exact_rotations(positions, generators):
+    return reference.exponential(torch.einsum("pa,akij->kpij", positions, generators))
+
+
+def rotate_exactly(query, key, rotations):
+    """(B, H, N, D) by (1, 1, N, blocks, b, b); channels beyond the blocks are passed through."""
+    blocks, size = rotations.shape[3:5]
+    for states in (query, key):
+        parts = states[..., : blocks * size].unflatten(-1, (blocks, size))
+        rotated = torch.einsum("nkij,bhnkj->bhnki", rotations[0, 0], parts).flatten(-2)
+        yield torch.cat([rotated, states[..., blocks * size :]], dim=-1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 12, 16, 23, 32, 48, 64, 128])
+def test_blocks_of_every_size(every_library, size):
+    """Compiled sizes, and those that are padded to the next."""
+    positions, blocks = torch.rand(5, 2, dtype=torch.float64), 1 + (size < 64)
+    entries = torch.randn(2, blocks, size * (size - 1) // 2, dtype=torch.float64) / size**0.5
+    states = [torch.randn(3, 2, 5, blocks * size + 1, dtype=torch.float64) for _ in range(4)]
+
+    def step(rotations_of, apply, dtype):
+        learned = entries.to(dtype).requires_grad_()
+        rotations = rotations_of(positions, skew(learned, size)).transpose(0, 1)[
+            None, None
+        ]  # (1, 1, tokens, blocks, b, b)
+        query, key, *weights = (among_others(x.to(dtype)).requires_grad_() for x in states)
+        outputs = tuple(apply(query, key, rotations))
+        loss = sum((output * weight).sum() for output, weight in zip(outputs, weights))
+        return rotations, *outputs, *torch.autograd.grad(loss, (query, key, learned))
+
+    expected = step(exact_rotations, rotate_exactly, torch.float64)
+    found = step(block_rotations, rotate_query_key, torch.float32)
+    for ours, exact in zip(found, expected, strict=True):
+        # float32 rounding of sums of up to 128 terms, relative to the largest.
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=4e-6 * exact.abs().max().item())
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(1, 2, 5, 11, 2), (3, 2, 5, 11, 2), (1, 2, 5, 2, 8, 8), (3, 2, 5, 2, 11, 11)])
+def test_bfloat16_is_rounded_once(every_library, shape):
+    """What PyTorch rounds float32 results of the same numbers to; sums stay in float32."""
+    rotation = torch.randn(shape)
+    states = torch.randn(4, 3, 2, 5, 23).to(torch.bfloat16)
+    states[0, 0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), 3e38, -1e-40])
+    narrow = [among_others(x) for x in states]
+    wide = [x.float() for x in states]
+    for inverse in (False, True):
+        found = cpu_kernels.apply_rotation(*narrow[:2], rotation, inverse)
+        for ours, exact in zip(found, cpu_kernels.apply_rotation(*wide[:2], rotation, inverse), strict=True):
+            torch.testing.assert_close(ours, exact.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
+
+    def sums(query, key, *gradients):
+        if len(shape) == 5:
+            return [cpu_kernels.angle_gradients(gradients, (query, key), shape[:4])]
+        arguments = gradients, (query, key), shape[:4], shape[4]
+        return [cpu_kernels.outer_products(*arguments), cpu_kernels.outer_products(*arguments, rotation)]
+
+    for ours, exact in zip(sums(*narrow), sums(*wide), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [8, 12, 64, 128])
+def test_exponentials_in_float32(every_library, size):
+    positions, squarings = torch.rand(7, 2), 4
+    generators = skew(torch.randn(2, 1, 2, size * (size - 1) // 2) / size**0.5, size)
+    rays = torch.arange(7).unsqueeze(-1)
+    counts = torch.full((7,), squarings)
+    (found,) = cpu_kernels.block_rotations(positions, generators, rays, counts, None, torch.float32)
+    exact = exact_rotations(positions.double(), generators[:, 0].double()).transpose(0, 1)
+    # The polynomial's terms of up to 7.4 cancel, products add `size` terms, and every squaring doubles the error.
+    tolerance = (16 + 2 * size) * 2**squarings * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=tolerance)
+
+
+@needs_kernels
+def test_generators_of_lower_precision():
+    """As in a model of bfloat16, of whose gradients the kernels take this part."""
+    generators = skew(torch.randn(2, 1, 3, 28), 8)
+    moments = GradientMoments(torch.rand(4, 2), generators, torch.randn(1, 4, 3 * 28))
+    raised, found = RAISED[2][: len(moments.levels) - 1], {}
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = generators.to(torch.bfloat16).to(dtype), moments.moments.to(torch.bfloat16).to(dtype)
+        found[dtype] = cpu_kernels.moments_gradient(*tensors, moments.coefficients, raised)
+    assert torch.equal(found[torch.bfloat16], found[torch.float32].to(torch.bfloat16))
+
+
+@needs_kernels
+def test_types_that_would_be_misread_are_refused():
+    states, cos_sin = torch.randn(2, 3, 5, 8), torch.randn(1, 3, 5, 4, 2)
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises(ValueError, match=f"float32 or torch.bfloat16; they are in {dtype}"):
+            cpu_kernels.apply_rotation(states.to(dtype), states.to(dtype), cos_sin)
+    with pytest.raises(ValueError, match="Gradients must be .* torch.bfloat16 and torch.float32"):
+        cpu_kernels.angle_gradients((states.bfloat16(),) * 2, (states, states), cos_sin.shape[:4])
+    with pytest.raises(ValueError, match="Positions must be .* torch.float16"):
+        generators = skew(torch.randn(2, 1, 3, 28), 8)
+        cpu_kernels.block_rotations(
+            torch.rand(4, 2).half(), generators, torch.zeros(1, 1).long(), torch.ones(1).long(), None, torch.float32
+        )
+
+
+@needs_kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_reaches_the_loss(value):
     states = torch.zeros(1, 1, 2, 8)
@@ -61,7 +184,7 @@ def test_tensors_without_numbers_reach_no_kernel():
         assert rotate_query_key(query, query, rotation)[0].shape == query.shape
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.parametrize("shape", [(1, 1, 2, 4, 2), (1, 1, 2, 1, 8, 8)])
 def test_traced_graphs_hold_plain_operations(shape):
     """They run where there are no kernels."""
@@ -72,7 +195,7 @@ def test_traced_graphs_hold_plain_operations(shape):
     assert "hf_liere::" not in str(traced.inlined_graph)
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
 def test_defaults_of_the_process_do_not_matter(default):
     """Memory that is shorter than the kernels take it to be would be overwritten beyond its end."""
@@ -94,7 +217,7 @@ def test_defaults_of_the_process_do_not_matter(default):
     assert all(one.dtype == torch.float32 and torch.equal(one, other) for one, other in zip(found, expected))
 
 
-@needs_compiler
+@needs_kernels
 def test_what_does_not_fit_is_refused():
     """Where plain operations would not broadcast, kernels would read what is beside the numbers."""
     states, cos_sin = torch.randn(2, 3, 5, 8), torch.randn(1, 3, 4, 4, 2)
@@ -102,9 +225,11 @@ def test_what_does_not_fit_is_refused():
         cpu_kernels.apply_rotation(states, states, cos_sin)
     with pytest.raises(ValueError, match=r"\(2, 3, 5, 8\) .* \(2, 3, 4, 8\)"):
         cpu_kernels.apply_rotation(states, states[:, :, :4], torch.randn(1, 3, 5, 4, 2))
+    with pytest.raises(ValueError, match="5 blocks of 2 channels do not fit into the 8 channels"):
+        cpu_kernels.apply_rotation(states, states, torch.randn(1, 3, 5, 5, 2))
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.parametrize(
     "rays, squarings, message",
     [
@@ -131,6 +256,7 @@ def test_rays_that_lead_elsewhere_are_refused(rays, squarings, message):
 TOO_LITTLE_MEMORY = """
 import resource, torch
 from hf_liere.kernels import cpu as cpu_kernels
+from hf_liere.kernels import cpu_library
 states = torch.ones(1, 1, 1, 8).expand(1 << 27, -1, -1, -1)
 cpu_kernels.refusal(states, torch.float32, 8)
 with open("/proc/self/statm") as file:
@@ -145,7 +271,7 @@ for threads in (1, 2):
 """
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")
 def test_too_little_memory_does_not_end_the_process():
     process = subprocess.run([sys.executable, "-c", TOO_LITTLE_MEMORY], capture_output=True, text=True)

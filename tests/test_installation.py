@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from published_models import CARD
 from test_conversion import liere_weights
 
 import hf_liere
+from hf_liere.kernels import cpu_library
 
 
 OPTIONAL = ("PIL", "accelerate", "datasets", "evaluate", "gradio", "matplotlib", "onnx", "onnxscript", "peft")
@@ -50,20 +52,46 @@ def place(found: Distribution, site: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """The folder of scripts of an environment with the wheel, its core dependencies and theirs, and nothing else."""
-    folder = tmp_path_factory.mktemp("installed")
-    # Setuptools writes beside the sources.
-    source = folder / "source"
+def sources(tmp_path_factory) -> Path:
+    """What a source distribution unpacks to."""
+    folder = tmp_path_factory.mktemp("sources")
+    # Setuptools writes beside the sources, and takes what it finds there.
+    checkout, ignored = folder / "checkout", shutil.ignore_patterns("__pycache__", "*.so")
     for name in ("hf_liere", "model_cards"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, checkout / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run(
-        [*pip, "wheel", str(source), "--no-deps", "--no-index", "--no-build-isolation", "-w", str(folder)], check=True
-    )
+        shutil.copy(ROOT / name, checkout / name)
+    build = "import setuptools.build_meta as backend, sys; print(backend.build_sdist(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=checkout, check=True, stdout=subprocess.DEVNULL)
+    (archive,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(archive, folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return unpacked
+
+
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+OFFLINE = ["--no-deps", "--no-index", "--no-build-isolation"]
+
+
+def build_wheel(sources: Path, folder: Path, compiler: str) -> Path:
+    """With this C and C++ compiler; pip removes what it builds beside the sources, but for the wheel."""
+    shutil.copytree(sources, folder / "copy")
+    environment = {**os.environ, "CC": compiler, "CXX": compiler}
+    command = [*PIP, "wheel", str(folder / "copy"), *OFFLINE, "-w", str(folder)]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
     (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(sources, tmp_path_factory) -> Path:
+    """
+    The folder of scripts of an environment with a wheel that was built without a compiler, its core dependencies and
+    theirs, and nothing else.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    wheel = build_wheel(sources, folder, "/nonexistent")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
     (site,) = (folder / "env" / "lib").glob("python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
@@ -77,14 +105,14 @@ def installed(tmp_path_factory) -> Path:
             place(found, site)
             waiting += requirements(found)
     python = folder / "env" / "bin" / "python"
-    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    subprocess.run([*PIP, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True)
     return python.parent
 
 
 def run(command: list, folder: Path) -> subprocess.CompletedProcess:
     """A command outside of the checkout, with nothing of this environment but the machine's settings."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "cache")}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
     return subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -114,6 +142,55 @@ print(json.dumps(results))
 """
 
 
+def test_wheels_carry_the_libraries_that_the_compiler_can_build(sources, tmp_path):
+    """Apple's compiler has no OpenMP."""
+    if (compiler := shutil.which("g++") or shutil.which("clang++")) is None:
+        pytest.skip("there is no C++ compiler")
+    without_openmp = tmp_path / "compiler"
+    without_openmp.write_text(
+        f'#!/bin/sh\ncase "$*" in *-fopenmp*) echo no -fopenmp >&2; exit 1;; esac\nexec {compiler} "$@"\n'
+    )
+    without_openmp.chmod(0o700)
+    wheel = build_wheel(sources, tmp_path / "built", str(without_openmp))
+    assert libraries(wheel) == {"_cpu_portable"}
+    assert_kernels_of(wheel, "_cpu_portable")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_wheels_carry_a_library_for_every_cpu(sources, tmp_path, compiler):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"there is no {compiler}")
+    wheel = build_wheel(sources, tmp_path / "built", compiler)
+    if platform.machine() not in ("x86_64", "AMD64"):
+        assert libraries(wheel) == set(cpu_library.ON_ANY_CPU)
+        return
+    assert libraries(wheel) == set(cpu_library.NAMES["AVX512"])
+    names = cpu_library.NAMES.get(torch.backends.cpu.get_cpu_capability(), cpu_library.ON_ANY_CPU)
+    assert_kernels_of(wheel, names[0])
+
+
+def libraries(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {Path(name).name.partition(".")[0] for name in archive.namelist() if Path(name).suffix == ".so"}
+
+
+def assert_kernels_of(wheel: Path, expected: str) -> None:
+    """The package of the wheel computes with this library, and right."""
+    unpacked = wheel.parent / "unpacked"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
+    code = "import test_cpu_library as test; test.assert_rotations_are_right(); print(test.cpu_library.library()._name)"
+    environment = {**os.environ, "HF_LIERE_CPU_KERNELS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(unpacked), os.path.dirname(__file__)])
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=unpacked, env=environment, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    path = Path(process.stdout.strip())
+    assert path.is_relative_to(unpacked) and path.name.startswith(f"{expected}.")
+
+
 def test_every_command_without_any_extra(installed, tiny, tmp_path):
     """It runs, or names in one line what it needs."""
     hf_liere.LieREViTForImageClassification(tiny(num_hidden_layers=1)).save_pretrained(tmp_path / "model")
@@ -122,7 +199,7 @@ def test_every_command_without_any_extra(installed, tiny, tmp_path):
     expected = {
         ("card", "arrows_liere8"): (0, "# "),
         ("convert", "official.pt", "converted"): (0, "LieREViTForImageClassification"),
-        ("env",): (0, "timm: not installed"),
+        ("env",): (0, "no CPU kernels, because they were not built: "),
         ("export", "model", "model.pt2"): (0, "of the model's"),
         ("export", "model", "model.onnx"): (1, "needs onnx and onnxscript; in a checkout of hf_liere, pip install -e"),
         ("inspect", "model", "--output", "page"): (1, "needs matplotlib and PIL; in a checkout of hf_liere, pip inst"),

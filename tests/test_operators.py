@@ -21,7 +21,7 @@ ENCODINGS = [("liere", 8), ("liere", 3), ("rope_mixed", 2), ("axial_rope", 2), (
 @pytest.fixture(params=["kernels", "plain"])
 def implementation(request):
     if request.param == "kernels":
-        request.getfixturevalue("compiler")
+        request.getfixturevalue("compiled_kernels")
         yield
     else:
         with plain_operations():

@@ -1,34 +1,58 @@
-// The kernels of cpu.py, compiled for one block size b (BLOCK_SIZE) and for the machine that runs them: one translation
-// unit, of which the headers hold a part each.
+// The kernels of cpu.py. pyproject.toml names the libraries that are built from them, for several kinds of CPU; the
+// headers hold a part each.
 //
 //   matrix.h       vectors, b × b matrices and their products in registers, threads
 //   exponential.h  rotations from generators, and the gradients of generators
-//   rotation.h     query and key rotated, and the gradients of rotations
+//   rotation.h     query and key rotated by blocks, and the gradients of blocks
+//   planes.h       query and key rotated by planes, and the gradients of angles
 //
 // Memory, C-contiguous unless strides are given; G groups (layers or heads that share positions), K blocks per group:
 //
-//   positions      (tokens, axes)                   float64
-//   generators     (axes, G, K, b, b)               float64, and float32 in the backward pass
+//   positions      (tokens, axes)                   float64 or float32, the type that exponentials are computed in
+//   generators     (axes, G, K, b, b)               the same, and float32 in the backward pass
 //   rotations      G × (tokens, K, b, b)            float32, one allocation per group
 //   saved squares  (G, saved, K, b, b)              float32, those of a ray from its offset on
 //   tangents       (G, rays, K, b(b−1)/2)           float32, the entries above the diagonal, row by row
 //   moments        (G, monomials, K, b(b−1)/2)      float32, likewise
-//   states         (batch, heads, tokens, head_dim) float32, query or key, strided but for their channels
+//   states         (batch, heads, tokens, head_dim) float32 or bfloat16, query or key, strided but for their channels
 //   rotation       (1 or batch, 1 or heads, tokens, blocks, b, b) or (…, planes, 2), strided over the first three
 //
-// Inside, a matrix has its rows padded with zeros to whole vectors (Matrix). Results do not depend on the number of
-// threads: each is written by one iteration, which adds in a fixed order.
+// Inside, a block is padded with zeros to one of the sizes that code is compiled for: as rotations of [[A, 0], [0, 0]]
+// are [[exp A, 0], [0, 1]], padding changes no result. Results do not depend on the number of threads: each is written
+// by one iteration, which adds in a fixed order.
 
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
 
 #include "exponential.h"
+#include "planes.h"
 #include "rotation.h"
+
+namespace {
+
+// Calls body(state) with any value of the type of the states.
+template <typename Body>
+bool with_state_type(const Shape& shape, Body body) {
+    return shape.is_bfloat16 ? body(BFloat16{}) : body(float{});
+}
+
+// Calls body(rows) with rows of the kind that the states need.
+template <typename Body>
+bool with_rows(const Shape& shape, Body body) {
+    return with_compiled_size(shape.size, [&](auto size) {
+        if (shape.is_bfloat16) return body(static_cast<CopiedRows<size, BFloat16>*>(nullptr));
+        if (shape.size < size) return body(static_cast<CopiedRows<size, float>*>(nullptr));
+        return body(static_cast<Rows<size>*>(nullptr));
+    });
+}
+
+}  // namespace
 
 extern "C" {
 
-int hf_liere_block_size() { return SIZE; }
+// To be raised, here and in cpu_interface.py, whenever arguments or the sizes of blocks change.
+int hf_liere_interface() { return 1; }
 
 // Page faults cost more than the writes to fresh memory.
 void hf_liere_prefer_huge_pages(void* memory, int64_t bytes) {
@@ -38,6 +62,62 @@ void hf_liere_prefer_huge_pages(void* memory, int64_t bytes) {
     const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / HUGE_PAGE * HUGE_PAGE;
     if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 #endif
+}
+
+int hf_liere_block_rotations(const Sizes* sizes, const Rays* rays, int is_double, const void* positions,
+                             const void* generators, const double* polynomial, float* const* rotations, int threads) {
+    return with_compiled_size(sizes->size, [=](auto size) {
+        const auto compute = [=](auto zero) {
+            using T = decltype(zero);
+            return block_rotations<size, T>(*sizes, *rays, static_cast<const T*>(positions),
+                                            static_cast<const T*>(generators), polynomial, rotations, threads);
+        };
+        return is_double ? compute(0.0) : compute(0.0f);
+    });
+}
+
+int hf_liere_block_tangents(const Sizes* sizes, const Rays* rays, const float* const* rotations,
+                            const float* const* gradients, float* tangents, int threads) {
+    return with_compiled_size(sizes->size, [=](auto size) {
+        return block_tangents<size>(*sizes, *rays, rotations, gradients, tangents, threads);
+    });
+}
+
+int hf_liere_moments_gradient(const Sizes* sizes, const Monomials* monomials, const float* generators,
+                              const float* moments, float* out, int threads) {
+    return with_compiled_size(sizes->size, [=](auto size) {
+        return moments_gradient<size>(*sizes, *monomials, generators, moments, out, threads);
+    });
+}
+
+int hf_liere_rotate_blocks(const Shape* shape, const Pair* states, const Pair* out, const Shared* rotation,
+                           int inverse, int threads) {
+    return with_rows(*shape, [=](auto* rows) {
+        return rotate_blocks<std::remove_pointer_t<decltype(rows)>>(*shape, *states, *out, *rotation, inverse, threads);
+    });
+}
+
+int hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pair* states, const Shared* out,
+                            const Shared* rotation, int threads) {
+    return with_rows(*shape, [=](auto* rows) {
+        return outer_products<std::remove_pointer_t<decltype(rows)>>(*shape, *gradients, *states, *out, rotation, threads);
+    });
+}
+
+int hf_liere_rotate_planes(const Shape* shape, const Pair* states, const Pair* out, const Shared* cos_sin, int inverse,
+                           int threads) {
+    return with_state_type(*shape, [=](auto state) {
+        rotate_planes<decltype(state)>(*shape, *states, *out, *cos_sin, inverse, threads);
+        return true;
+    });
+}
+
+int hf_liere_angle_gradients(const Shape* shape, const Pair* gradients, const Pair* states, const Shared* out,
+                             int threads) {
+    return with_state_type(*shape, [=](auto state) {
+        angle_gradients<decltype(state)>(*shape, *gradients, *states, *out, threads);
+        return true;
+    });
 }
 
 }  // extern "C"

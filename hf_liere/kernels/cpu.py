@@ -1,7 +1,11 @@
 """
-Rotations, their gradients and their application on CPUs, compiled from cpu.cpp by the machine's C++ compiler when they
-are first needed, see `cpu_library`. Optional: without a compiler, and for types other than float32, plain operations
-compute the same, several times slower for small blocks. HF_LIERE_CPU_KERNELS=0 in the environment disables the kernels.
+Rotations, their gradients and their application on CPUs, compiled from cpu.cpp when the package is installed, see
+`cpu_library`. Optional: where no compiler built them, for larger blocks and for types other than float32 and bfloat16,
+plain operations compute the same, several times slower for small blocks. HF_LIERE_CPU_KERNELS=0 in the environment
+disables the kernels.
+
+Queries, keys and their gradients are float32 or bfloat16, rotations and their gradients are float32, and so is the
+arithmetic between them.
 """
 
 import os
@@ -16,19 +20,20 @@ from .layout import contiguous_channels, empty_like, is_planes, shared_strides
 
 
 NAME = "CPU kernels"
+# Of queries and keys.
+TYPES = (torch.float32, torch.bfloat16)
 # Two huge pages of the usual 2 MiB, of which at least one is whole.
 HUGE_BYTES = 1 << 22
 
 
 def refusal(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | None:
     """
-    Why the kernels do not take tensors like this one for results in `dtype`, or `None` if they do; this may compile
-    them.
+    Why the kernels do not take tensors like this one for results in `dtype`, or `None` if they do.
     """
     if tensor.device.type != "cpu":
         return "they run on the CPU only"
-    if dtype != torch.float32:
-        return "they compute float32 only"
+    if dtype not in TYPES:
+        return "they compute float32 and bfloat16 only"
     if os.environ.get("HF_LIERE_CPU_KERNELS", "1") == "0":
         return "HF_LIERE_CPU_KERNELS=0 turns them off"
     return failure(block_size)
@@ -41,8 +46,8 @@ def apply_rotation(
     states = contiguous_channels(query), contiguous_channels(key)
     name = "rotate_planes" if is_planes(rotation) else "rotate_blocks"
     size, rotation = rotation.shape[-1], _contiguous_blocks(rotation)
-    out = _prefer_huge_pages(empty_like(states[0]), size), _prefer_huge_pages(empty_like(states[1]), size)
-    _call(size, name, _shape(query, rotation.shape), _pair(states), _pair(out), _shared(rotation), inverse)
+    out = _prefer_huge_pages(empty_like(states[0])), _prefer_huge_pages(empty_like(states[1]))
+    _call(size, name, _shape(query, rotation.shape, size), _pair(states), _pair(out), _shared(rotation), inverse)
     return out
 
 
@@ -68,12 +73,14 @@ def block_rotations(
     squares: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
-    """As [`squaring.ray_rotations`], in float32 from products in float64."""
+    """As [`squaring.ray_rotations`], in float32 from products in the type of the positions, float64 or float32."""
+    if positions.dtype not in (torch.float64, torch.float32):
+        raise ValueError(f"Positions must be in torch.float64 or torch.float32; they are in {positions.dtype}.")
     axes, groups, blocks, size, _ = generators.shape
-    positions, generators = positions.contiguous(), generators.to(torch.float64).contiguous()
+    positions, generators = positions.contiguous(), generators.to(positions.dtype).contiguous()
     tokens, squarings = _checked_rays(tokens, squarings, squares, len(positions))
     in_no_ray = torch.ones(len(positions), dtype=torch.bool, device="cpu").index_fill_(0, tokens[tokens >= 0], False)
-    rotations = tuple(_empty(size, len(positions), blocks, size, size) for _ in range(groups))
+    rotations = tuple(_empty(len(positions), blocks, size, size) for _ in range(groups))
     others = in_no_ray.nonzero().flatten()
     identity = torch.eye(size, dtype=torch.float32, device="cpu").expand(len(others), blocks, size, size)
     for rotation in rotations:
@@ -82,8 +89,9 @@ def block_rotations(
     _call(
         size,
         "block_rotations",
-        Sizes(axes, groups, blocks),
+        Sizes(axes, groups, blocks, size),
         _rays(tokens, squarings, offsets, squares),
+        positions.dtype == torch.float64,
         positions,
         generators,
         torch.tensor(POLYNOMIAL, dtype=torch.float64, device="cpu"),
@@ -101,10 +109,10 @@ def block_tangents(
 ) -> torch.Tensor:
     """As [`squaring.ray_tangents`]."""
     _, blocks, size, _ = rotations[0].shape
-    rotations, gradients = (tuple(x.contiguous() for x in tensors) for tensors in (rotations, gradients))
+    rotations, gradients = (tuple(x.to(torch.float32).contiguous() for x in pair) for pair in (rotations, gradients))
     tokens, squarings = _checked_rays(tokens, squarings, squares, len(rotations[0]))
-    tangents = _empty(size, len(rotations), len(tokens), blocks * (size * (size - 1) // 2))
-    sizes, offsets = Sizes(groups=len(rotations), blocks=blocks), first_square(squarings)
+    tangents = _empty(len(rotations), len(tokens), blocks * (size * (size - 1) // 2))
+    sizes, offsets = Sizes(groups=len(rotations), blocks=blocks, size=size), first_square(squarings)
     _call(size, "block_tangents", sizes, _rays(tokens, squarings, offsets, squares), rotations, gradients, tangents)
     return tangents
 
@@ -116,16 +124,17 @@ def moments_gradient(
     [`exponential_gradient.GradientMoments.generators_gradient`].
 
     Args:
-        generators: (A, G, K, b, b) in float32.
+        generators: (A, G, K, b, b).
         moments: (G, monomials, K·b(b−1)/2).
         coefficients: One for each degree of the monomials, from 1 on.
         raised: For each degree but the last and each axis, the indices of the monomials that are x_a times as high.
 
     Returns:
-        (A, G, K, b, b).
+        (A, G, K, b, b) in the type of the generators, from products in float32.
     """
     axes, groups, blocks, size, _ = generators.shape
-    generators, moments, out = generators.contiguous(), moments.contiguous(), _empty(size, *generators.shape)
+    dtype, out = generators.dtype, _empty(*generators.shape)
+    generators, moments = (tensor.to(torch.float32).contiguous() for tensor in (generators, moments))
     counts = [len(level[0]) for level in raised]
     counts.append(moments.shape[1] - sum(counts))
     indices = [index for level in raised for axis in level for index in axis]
@@ -133,36 +142,45 @@ def moments_gradient(
     tables = [torch.tensor(coefficients, dtype=torch.float64, device="cpu")]
     tables += [torch.tensor(values, dtype=torch.int64, device="cpu") for values in (counts, indices)]
     monomials = Monomials(*(table.data_ptr() for table in tables), len(counts), moments.shape[1])
-    _call(size, "moments_gradient", Sizes(axes, groups, blocks), monomials, generators, moments, out)
-    return out
+    _call(size, "moments_gradient", Sizes(axes, groups, blocks, size), monomials, generators, moments, out)
+    return out.to(dtype)
 
 
 def _call(block_size: int, name: str, *arguments) -> None:
     """
     Raises:
+        RuntimeError: if there are no kernels for blocks of this size.
         MemoryError: if the kernel found too little memory for its scratch.
     """
+    if reason := failure(block_size):
+        raise RuntimeError(f"There are no CPU kernels for blocks of {block_size}: {reason}.")
     name, threads = f"hf_liere_{name}", torch.get_num_threads()
-    if not getattr(library(block_size), name)(*arguments, threads):
+    if not getattr(library(), name)(*arguments, threads):
         raise MemoryError(f"There is too little memory for {name} with {threads} threads.")
 
 
 def _sums(block_size: int, name: str, gradients, rotated, shape: tuple[int, ...], *factor) -> torch.Tensor:
     """The kernels add over the samples that share a rotation, and heads that do are added here."""
     gradients, rotated = (tuple(map(contiguous_channels, pair)) for pair in (gradients, rotated))
-    out = _empty(block_size, shape[0], shape[2], rotated[0].shape[1], *shape[3:]).transpose(1, 2)
-    _call(block_size, name, _shape(rotated[0], shape), _pair(gradients), _pair(rotated), _shared(out), *factor)
+    out = _empty(shape[0], shape[2], rotated[0].shape[1], *shape[3:]).transpose(1, 2)
+    if gradients[0].dtype != rotated[0].dtype:
+        raise ValueError(
+            f"Gradients must be in the type of queries and keys; they are in {gradients[0].dtype} and "
+            f"{rotated[0].dtype}."
+        )
+    kind = _shape(rotated[0], shape, block_size)
+    _call(block_size, name, kind, _pair(gradients), _pair(rotated), _shared(out), *factor)
     return out.sum_to_size(shape)
 
 
-def _empty(block_size: int, *shape: int) -> torch.Tensor:
+def _empty(*shape: int) -> torch.Tensor:
     """float32 on the CPU, whatever the process has as its default type and device."""
-    return _prefer_huge_pages(torch.empty(shape, dtype=torch.float32, device="cpu"), block_size)
+    return _prefer_huge_pages(torch.empty(shape, dtype=torch.float32, device="cpu"))
 
 
-def _prefer_huge_pages(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
+def _prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.nbytes >= HUGE_BYTES:
-        library(block_size).hf_liere_prefer_huge_pages(tensor, tensor.nbytes)
+        library().hf_liere_prefer_huge_pages(tensor, tensor.nbytes)
     return tensor
 
 
@@ -205,14 +223,20 @@ def _contiguous_blocks(rotation: torch.Tensor) -> torch.Tensor:
     return rotation if rotation[0, 0, 0].is_contiguous() else rotation.contiguous()
 
 
-def _shape(states: torch.Tensor, rotations: tuple[int, ...]) -> Shape:
-    batch, heads, tokens, _ = states.shape
+def _shape(states: torch.Tensor, rotations: tuple[int, ...], block_size: int) -> Shape:
+    batch, heads, tokens, head_dim = states.shape
     if rotations[0] not in (1, batch) or rotations[1] not in (1, heads) or rotations[2] != tokens:
         raise ValueError(
             f"Rotations of shape {tuple(rotations)} do not fit queries and keys of shape {tuple(states.shape)}: they "
             f"must be for 1 or {batch} samples, 1 or {heads} heads and {tokens} tokens."
         )
-    return Shape(*states.shape, rotations[3], rotations[0])
+    if rotations[3] * block_size > head_dim:
+        raise ValueError(
+            f"{rotations[3]} blocks of {block_size} channels do not fit into the {head_dim} channels of a head."
+        )
+    if states.dtype not in TYPES:
+        raise ValueError(f"Queries and keys must be in {' or '.join(map(str, TYPES))}; they are in {states.dtype}.")
+    return Shape(*states.shape, rotations[3], rotations[0], block_size, states.dtype == torch.bfloat16)
 
 
 def _pair(tensors: tuple[torch.Tensor, torch.Tensor]) -> Pair:

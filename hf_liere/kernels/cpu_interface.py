@@ -5,6 +5,13 @@ import ctypes
 import torch
 
 
+# As in cpu.cpp.
+INTERFACE = 1
+# Blocks up to the first size are padded, if need be. Those between the two are left out: padded to the second, they
+# take longer than plain operations do.
+LARGEST_PADDED_SIZE, LARGEST_SIZE = 64, 128
+
+
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
@@ -28,11 +35,11 @@ class Shared(ctypes.Structure):
 
 
 class Shape(ctypes.Structure):
-    _fields_ = _fields(ctypes.c_int64, "batch heads tokens head_dim blocks rotation_batch")
+    _fields_ = _fields(ctypes.c_int64, "batch heads tokens head_dim blocks rotation_batch size is_bfloat16")
 
 
 class Sizes(ctypes.Structure):
-    _fields_ = _fields(ctypes.c_int64, "axes groups blocks")
+    _fields_ = _fields(ctypes.c_int64, "axes groups blocks size")
 
 
 class Rays(ctypes.Structure):
@@ -58,11 +65,10 @@ _POWERS, _RAYS, _STATES = (
     [ctypes.POINTER(structure) for structure in structures]
     for structures in ((Sizes, Monomials), (Sizes, Rays), (Shape, Pair, Pair, Shared))
 )
-# All but the first two take a number of threads last, and return whether there was enough memory for their scratch.
+# Those of a kernel end with a number of threads; it returns whether there was enough memory for its scratch.
 ARGUMENTS = {
-    "hf_liere_block_size": [],
     "hf_liere_prefer_huge_pages": [Values, ctypes.c_int64],
-    "hf_liere_block_rotations": [*_RAYS, Values, Values, Values, Values, ctypes.c_int],
+    "hf_liere_block_rotations": [*_RAYS, ctypes.c_int, Values, Values, Values, Values, ctypes.c_int],
     "hf_liere_block_tangents": [*_RAYS, Values, Values, Values, ctypes.c_int],
     "hf_liere_moments_gradient": [*_POWERS, Values, Values, Values, ctypes.c_int],
     "hf_liere_rotate_blocks": [*_STATES, ctypes.c_int, ctypes.c_int],

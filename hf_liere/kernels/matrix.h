@@ -18,28 +18,46 @@ constexpr int VECTOR_BYTES = 32;
 constexpr int VECTOR_BYTES = 16;
 #endif
 
+// How many vectors of sums leave registers for their factors.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int MOST_SUMS = 16;
+#else
+constexpr int MOST_SUMS = 8;
+#endif
+
 #define INLINED __attribute__((always_inline))
 #define INLINE inline INLINED
 
 namespace {
 
-constexpr int SIZE = BLOCK_SIZE;
-constexpr int BLOCK_NUMEL = SIZE * SIZE;
-// Above the diagonal.
-constexpr int ENTRIES = SIZE * (SIZE - 1) / 2;
+// Code is compiled for blocks of 4, 8, … numbers a side; a block of another size is computed as the next larger one.
+constexpr int SMALLEST_SIZE = 4, LARGEST_SIZE = 128;
 
-constexpr int power_of_two_from(int least) { return least <= 1 ? 1 : 2 * power_of_two_from((least + 1) / 2); }
+// Returns body(SIZE) for the smallest compiled size that is large enough, as a constant; false if none is.
+template <int SIZE = SMALLEST_SIZE, typename Body>
+bool with_compiled_size(int64_t size, Body body) {
+    if (size <= SIZE) return body(std::integral_constant<int, SIZE>{});
+    if constexpr (SIZE < LARGEST_SIZE) return with_compiled_size<2 * SIZE>(size, body);
+    return false;
+}
 
-// How matrices of T are stored and multiplied.
-template <typename T>
+// Calls body(size), with a constant for blocks that need no padding.
+template <int SIZE, typename Body>
+INLINE void with_exact_size(int64_t size, Body body) {
+    if (size == SIZE)
+        body(std::integral_constant<int, SIZE>{});
+    else
+        body(static_cast<int>(size));
+}
+
+// How matrices of T are multiplied.
+template <int SIZE, typename T>
 struct Layout {
-    static constexpr int LANES = std::min(VECTOR_BYTES / static_cast<int>(sizeof(T)), power_of_two_from(SIZE));
-    static constexpr int VECTORS = (SIZE + LANES - 1) / LANES;
-    static constexpr int STRIDE = VECTORS * LANES;
+    static constexpr int LANES = std::min(VECTOR_BYTES / static_cast<int>(sizeof(T)), SIZE);
+    static constexpr int VECTORS = SIZE / LANES;
     typedef T Vector __attribute__((vector_size(LANES * sizeof(T))));
-    // At most 16 sums per tile leave registers for their factors.
-    static constexpr int TILE_COLUMNS = std::min(VECTORS, 4);
-    static constexpr int MOST_ROWS = TILE_COLUMNS <= 2 ? 8 : 4;
+    static constexpr int TILE_COLUMNS = std::min(VECTORS, MOST_SUMS / 4);
+    static constexpr int MOST_ROWS = 8 * TILE_COLUMNS <= MOST_SUMS ? 8 : 4;
     static constexpr int TILE_ROWS = std::min(SIZE, MOST_ROWS);
 };
 
@@ -97,67 +115,82 @@ INLINE void transpose_square(T* target, int target_stride, const T* source, int 
     for (int k = 0; k < 8; ++k) store(target + k * target_stride, sign * b[k]);
 }
 
-// SIZE rows, each padded with zeros to whole vectors.
-template <typename T>
+// Whole vectors; compilers call functions for loops that may overlap.
+template <int SIZE, typename Target, typename Source>
+INLINE void copy_vectors(Target* target, const Source* source, int count) {
+    constexpr int LANES = Layout<SIZE, Source>::LANES;
+    typedef Target Vector __attribute__((vector_size(LANES * sizeof(Target))));
+    for (int i = 0; i < count; i += LANES)
+        store(target + i, __builtin_convertvector(load<typename Layout<SIZE, Source>::Vector>(source + i), Vector));
+}
+
+// A block, padded with zeros to SIZE rows and columns.
+template <int SIZE, typename T>
 struct alignas(VECTOR_BYTES) Matrix {
-    static constexpr int STRIDE = Layout<T>::STRIDE, NUMEL = SIZE * STRIDE;
+    static constexpr int NUMEL = SIZE * SIZE;
     T values[NUMEL];
 
-    T* row(int index) { return values + index * STRIDE; }
-    const T* row(int index) const { return values + index * STRIDE; }
+    T* row(int index) { return values + index * SIZE; }
+    const T* row(int index) const { return values + index * SIZE; }
 
     INLINE Matrix& operator+=(const Matrix& other) {
         for (int i = 0; i < NUMEL; ++i) values[i] += other.values[i];
         return *this;
     }
 
-    template <typename Source>
-    INLINE void read(const Source* source) {
-        for (int i = 0; i < SIZE; ++i) {
-            for (int j = 0; j < SIZE; ++j) row(i)[j] = static_cast<T>(source[i * SIZE + j]);
-            for (int j = SIZE; j < STRIDE; ++j) row(i)[j] = 0;
+    INLINE void clear_padding(int64_t size) {
+        if (size < SIZE) std::fill_n(values, NUMEL, T(0));
+    }
+
+    // From a block of `size` rows in memory.
+    INLINE void read(const T* source, int64_t size) {
+        if (size == SIZE) {
+            copy_vectors<SIZE>(values, source, NUMEL);
+            return;
         }
+        std::fill_n(values, NUMEL, T(0));
+        for (int64_t i = 0; i < size; ++i) std::copy_n(source + i * size, size, row(i));
     }
 
     template <typename Target>
-    INLINE void write(Target* target) const {
-        for (int i = 0; i < SIZE; ++i)
-            for (int j = 0; j < SIZE; ++j) target[i * SIZE + j] = static_cast<Target>(row(i)[j]);
+    INLINE void write(Target* target, int64_t size) const {
+        if (size == SIZE) {
+            copy_vectors<SIZE>(target, values, NUMEL);
+            return;
+        }
+        for (int64_t i = 0; i < size; ++i) std::copy_n(row(i), size, target + i * size);
     }
 
-    INLINE void read_transposed(const T* source, int stride = SIZE) {
-        if constexpr (SIZE % 8 == 0) {
-            for (int i = 0; i < SIZE; i += 8)
-                for (int j = 0; j < SIZE; j += 8) transpose_square(row(j) + i, STRIDE, source + i * stride + j, stride);
-        } else {
-            for (int i = 0; i < SIZE; ++i)
-                for (int j = 0; j < SIZE; ++j) row(j)[i] = source[i * stride + j];
-        }
-        for (int i = 0; i < SIZE; ++i)
-            for (int j = SIZE; j < STRIDE; ++j) row(i)[j] = 0;
+    INLINE void read_transposed(const T* source, int64_t size) {
+        if constexpr (SIZE % 8 == 0)
+            if (size == SIZE) {
+                for (int i = 0; i < SIZE; i += 8)
+                    for (int j = 0; j < SIZE; j += 8) transpose_square(row(j) + i, SIZE, source + i * SIZE + j, SIZE);
+                return;
+            }
+        clear_padding(size);
+        with_exact_size<SIZE>(size, [&](auto n) INLINED {
+            for (int i = 0; i < n; ++i)
+                for (int j = 0; j < n; ++j) row(j)[i] = source[i * n + j];
+        });
     }
 };
 
 // Calls body(columns, column) for the tiles beside one another that cover a row: their width in vectors, which the
 // compiler knows, and their first column.
-template <typename T, int VECTOR = 0, typename Body>
+template <int SIZE, typename T, typename Body>
 INLINE void for_columns(Body body) {
-    using L = Layout<T>;
-    if constexpr (VECTOR < L::VECTORS) {
-        constexpr int COLUMNS = std::min(L::TILE_COLUMNS, L::VECTORS - VECTOR);
-        body(std::integral_constant<int, COLUMNS>{}, VECTOR * L::LANES);
-        for_columns<T, VECTOR + COLUMNS>(body);
-    }
+    using L = Layout<SIZE, T>;
+    for (int column = 0; column < SIZE; column += L::TILE_COLUMNS * L::LANES)
+        body(std::integral_constant<int, L::TILE_COLUMNS>{}, column);
 }
 
 // Calls body(rows, columns, row, column) for the tiles that cover a matrix.
-template <typename T, typename Body>
+template <int SIZE, typename T, typename Body>
 INLINE void for_tiles(Body body) {
-    constexpr int ROWS = Layout<T>::TILE_ROWS, REST = SIZE % ROWS;
-    for_columns<T>([&](auto columns, int column) INLINED {
-        for (int row = 0; row + ROWS <= SIZE; row += ROWS)
-            body(std::integral_constant<int, ROWS>{}, columns, row, column);
-        if constexpr (REST > 0) body(std::integral_constant<int, REST>{}, columns, SIZE - REST, column);
+    constexpr int ROWS = Layout<SIZE, T>::TILE_ROWS;
+    for_columns<SIZE, T>([&](auto columns, int column) INLINED {
+        for (int row = 0; row < SIZE; row += ROWS) body(std::integral_constant<int, ROWS>{}, columns, row, column);
     });
 }
 
@@ -174,55 +207,57 @@ INLINE void add_products(Vector (&sums)[ROWS][COLUMNS], Count terms, Left left, 
 }
 
 // A tile of left · right or of leftᵀ · right, or of what is there plus that.
-template <typename T, bool TRANSPOSED, bool ADD, int ROWS, int COLUMNS>
+template <int SIZE, bool TRANSPOSED, bool ADD, int ROWS, int COLUMNS, typename T>
 INLINE void multiply_tile(T* out, const T* left, const T* right) {
-    using L = Layout<T>;
+    using L = Layout<SIZE, T>;
     using Vector = typename L::Vector;
     Vector sums[ROWS][COLUMNS];
     for (int r = 0; r < ROWS; ++r)
         for (int c = 0; c < COLUMNS; ++c)
-            sums[r][c] = ADD ? load<Vector>(out + r * L::STRIDE + c * L::LANES) : Vector{};
+            sums[r][c] = ADD ? load<Vector>(out + r * SIZE + c * L::LANES) : Vector{};
     add_products(
         sums, SIZE,
-        [&](int k, int r) INLINED { return TRANSPOSED ? left[k * L::STRIDE + r] : left[r * L::STRIDE + k]; },
-        [&](int k, int c) INLINED { return load<Vector>(right + k * L::STRIDE + c * L::LANES); });
+        [&](int k, int r) INLINED { return TRANSPOSED ? left[k * SIZE + r] : left[r * SIZE + k]; },
+        [&](int k, int c) INLINED { return load<Vector>(right + k * SIZE + c * L::LANES); });
     for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < COLUMNS; ++c) store(out + r * L::STRIDE + c * L::LANES, sums[r][c]);
+        for (int c = 0; c < COLUMNS; ++c) store(out + r * SIZE + c * L::LANES, sums[r][c]);
 }
 
 // out = left · right, or leftᵀ · right, or is added to.
-template <bool TRANSPOSED = false, bool ADD = false, typename T>
-void multiply(Matrix<T>& out, const Matrix<T>& left, const Matrix<T>& right) {
-    for_tiles<T>([&](auto rows, auto columns, int row, int column) INLINED {
-        multiply_tile<T, TRANSPOSED, ADD, rows, columns>(
+template <bool TRANSPOSED = false, bool ADD = false, int SIZE, typename T>
+void multiply(Matrix<SIZE, T>& out, const Matrix<SIZE, T>& left, const Matrix<SIZE, T>& right) {
+    for_tiles<SIZE, T>([&](auto rows, auto columns, int row, int column) INLINED {
+        multiply_tile<SIZE, TRANSPOSED, ADD, rows, columns>(
             out.row(row) + column, TRANSPOSED ? left.values + row : left.row(row), right.values + column);
     });
 }
 
 // left · right, or what is there plus that, where the result is symmetric (SIGN 1) or skew-symmetric (SIGN −1): the
 // tiles that touch the lower triangle, and their mirror images.
-template <int SIGN, bool ADD = false, typename T>
-void multiply_half(Matrix<T>& out, const Matrix<T>& left, const Matrix<T>& right) {
-    using L = Layout<T>;
-    constexpr int ROWS = 8, COLUMNS = std::max(1, 16 / L::LANES), WIDTH = COLUMNS * L::LANES;
+template <int SIGN, bool ADD = false, int SIZE, typename T>
+void multiply_half(Matrix<SIZE, T>& out, const Matrix<SIZE, T>& left, const Matrix<SIZE, T>& right) {
+    using L = Layout<SIZE, T>;
+    constexpr int COLUMNS = std::max(1, MOST_SUMS / L::LANES), WIDTH = COLUMNS * L::LANES;
+    constexpr int ROWS = std::min(8, MOST_SUMS / COLUMNS);
     if constexpr (SIZE % WIDTH || SIZE < 2 * WIDTH) {
         multiply<false, ADD>(out, left, right);
     } else {
         for (int column = 0; column < SIZE; column += WIDTH)
             for (int row = column; row < SIZE; row += ROWS)
-                multiply_tile<T, false, ADD, ROWS, COLUMNS>(
+                multiply_tile<SIZE, false, ADD, ROWS, COLUMNS>(
                     out.row(row) + column, left.row(row), right.values + column);
         // The squares on the diagonal are complete.
         for (int row = 0; row < SIZE; row += 8)
             for (int column = row + 8; column < SIZE; column += 8)
-                transpose_square(out.row(row) + column, L::STRIDE, out.row(column) + row, L::STRIDE, T(SIGN));
+                transpose_square(out.row(row) + column, SIZE, out.row(column) + row, SIZE, T(SIGN));
     }
 }
 
 // M − Mᵀ in place of M.
-INLINE void subtract_transpose(Matrix<float>& matrix, Matrix<float>& spare) {
-    spare.read_transposed(matrix.values, Matrix<float>::STRIDE);
-    for (int i = 0; i < Matrix<float>::NUMEL; ++i) matrix.values[i] -= spare.values[i];
+template <int SIZE>
+INLINE void subtract_transpose(Matrix<SIZE, float>& matrix, Matrix<SIZE, float>& spare) {
+    spare.read_transposed(matrix.values, SIZE);
+    for (int i = 0; i < spare.NUMEL; ++i) matrix.values[i] -= spare.values[i];
 }
 
 // Calls body(index, scratch) for every index below `count`; a thread takes `chunk` of them at once and has a Scratch of

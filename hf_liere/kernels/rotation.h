@@ -1,4 +1,5 @@
-// Query and key rotated by blocks or planes, and the gradients of rotations, each in one pass over memory.
+// Query and key rotated by blocks or planes, and the gradients of rotations, each in one pass over memory. States are
+// float32 or bfloat16, all else is float32.
 #pragma once
 
 #include <utility>
@@ -14,16 +15,12 @@ struct Strides {
 
 // Query and key, or their gradients.
 struct Pair {
-    float* states[2];
+    void* states[2];
     Strides strides[2];
 
-    float* at(int which, int64_t sample, int64_t head, int64_t token) const {
-        return states[which] + strides[which].offset(sample, head, token);
-    }
-
-    // Those of a token and head from a sample on, query and key in turn.
-    void collect(std::vector<float*>& rows, int64_t sample, int64_t head, int64_t token) const {
-        for (size_t row = 0; row < rows.size(); ++row) rows[row] = at(row % 2, sample + row / 2, head, token);
+    template <typename State>
+    State* at(int which, int64_t sample, int64_t head, int64_t token) const {
+        return static_cast<State*>(states[which]) + strides[which].offset(sample, head, token);
     }
 };
 
@@ -36,9 +33,13 @@ struct Shared {
 
 struct Shape {
     int64_t batch, heads, tokens, head_dim;
-    // Blocks or planes, and 1 where all samples share a rotation.
-    int64_t blocks, rotation_batch;
+    // Blocks or planes; 1 where all samples share a rotation; and of a block, 2 for planes.
+    int64_t blocks, rotation_batch, size;
+    // Else states are float32.
+    int64_t is_bfloat16;
 
+    // Of the states that are rotated.
+    int64_t width() const { return blocks * size; }
     // Samples that share a rotation, and how many rotations there are.
     int64_t samples() const { return rotation_batch > 1 ? 1 : batch; }
     int64_t rotations() const { return rotation_batch * tokens * heads; }
@@ -47,6 +48,28 @@ struct Shape {
 };
 
 namespace {
+
+// The upper half of a float32.
+struct BFloat16 {
+    uint16_t bits;
+
+    BFloat16() = default;
+
+    // Rounds to the nearest, ties to even; what is not a number stays so.
+    BFloat16(float value) {
+        uint32_t wide;
+        std::memcpy(&wide, &value, sizeof(wide));
+        const uint32_t rounded = (wide + 0x7fff + (wide >> 16 & 1)) >> 16, quiet = wide >> 16 | 0x40;
+        bits = static_cast<uint16_t>((wide & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
+    }
+
+    operator float() const {
+        const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+        float value;
+        std::memcpy(&value, &wide, sizeof(value));
+        return value;
+    }
+};
 
 // The token and head of one of the shape's rotations, and the first sample it is for.
 struct Place {
@@ -57,203 +80,196 @@ struct Place {
           token(rotation / shape.heads % shape.tokens) {}
 };
 
+// Query and key, in turn, of the samples that share a rotation, a block after the other, in memory.
+template <int SIZE_>
+struct Rows {
+    static constexpr int SIZE = SIZE_;
+    using State = float;
+    // For products.
+    std::vector<float*> values;
+
+    explicit Rows(const Shape& shape) : values(2 * shape.samples()) {}
+
+    void start(const Pair& pair, const Place& place) {
+        for (size_t row = 0; row < values.size(); ++row)
+            values[row] = pair.at<float>(row % 2, place.first + row / 2, place.head, place.token);
+    }
+
+    void read() {}
+    void write() {}
+
+    INLINE void next() {
+        for (float*& row : values) row += SIZE;
+    }
+};
+
+// The same as copies in float32, padded with zeros.
+template <int SIZE_, typename State_>
+struct CopiedRows {
+    static constexpr int SIZE = SIZE_;
+    using State = State_;
+    std::vector<float*> values;
+    std::vector<float> copies;
+    std::vector<State*> memory;
+    int64_t size;
+
+    explicit CopiedRows(const Shape& shape)
+        : values(2 * shape.samples()), copies(values.size() * SIZE), memory(values.size()), size(shape.size) {
+        for (size_t row = 0; row < values.size(); ++row) values[row] = &copies[row * SIZE];
+    }
+
+    void start(const Pair& pair, const Place& place) {
+        for (size_t row = 0; row < memory.size(); ++row)
+            memory[row] = pair.at<State>(row % 2, place.first + row / 2, place.head, place.token);
+    }
+
+    void read() {
+        for (size_t row = 0; row < memory.size(); ++row) std::copy_n(memory[row], size, values[row]);
+    }
+
+    void write() {
+        for (size_t row = 0; row < memory.size(); ++row) std::copy_n(values[row], size, memory[row]);
+    }
+
+    void next() {
+        for (State*& row : memory) row += size;
+    }
+};
+
 // The next matrix, if it is too large for the hardware to foresee.
-INLINE void prefetch(const float* matrix) {
+template <int SIZE>
+INLINE void prefetch(const float* matrix, int64_t numel) {
     constexpr int LINE = 64 / sizeof(float);
     if constexpr (SIZE >= 32)
-        for (int i = 0; i < BLOCK_NUMEL; i += LINE) __builtin_prefetch(matrix + i);
+        for (int64_t i = 0; i < numel; i += LINE) __builtin_prefetch(matrix + i);
 }
 
-using Rows = std::vector<float*>;
-using Vector = Layout<float>::Vector;
-constexpr int LANES = Layout<float>::LANES;
-
-// The bytes of a vector that begins at this column of SIZE.
-constexpr size_t bytes_at(int column) { return std::min(LANES, SIZE - column) * sizeof(float); }
-
 // A tile of ROWS states, as rows, times a matrix.
-template <int ROWS>
-INLINE void multiply_rows(float* const* out, const float* const* states, const Matrix<float>& right) {
-    for_columns<float>([&](auto columns, int column) INLINED {
+template <int ROWS, int SIZE>
+INLINE void multiply_rows(float* const* out, const float* const* states, const Matrix<SIZE, float>& right) {
+    using L = Layout<SIZE, float>;
+    using Vector = typename L::Vector;
+    for_columns<SIZE, float>([&](auto columns, int column) INLINED {
         Vector sums[ROWS][columns] = {};
         add_products(
             sums, SIZE, [&](int k, int r) INLINED { return states[r][k]; },
-            [&](int k, int c) INLINED { return load<Vector>(right.row(k) + column + c * LANES); });
+            [&](int k, int c) INLINED { return load<Vector>(right.row(k) + column + c * L::LANES); });
         for (int r = 0; r < ROWS; ++r)
-            for (int c = 0; c < columns; ++c)
-                std::memcpy(out[r] + column + c * LANES, &sums[r][c], bytes_at(column + c * LANES));
+            for (int c = 0; c < columns; ++c) store(out[r] + column + c * L::LANES, sums[r][c]);
     });
 }
 
 // An even number of states, as rows, times a matrix.
-INLINE void multiply_all_rows(const Rows& out, const Rows& states, const Matrix<float>& right) {
-    constexpr size_t ROWS = Layout<float>::MOST_ROWS;
+template <int SIZE>
+INLINE void multiply_all_rows(const std::vector<float*>& out, const std::vector<float*>& states,
+                              const Matrix<SIZE, float>& right) {
+    constexpr size_t ROWS = Layout<SIZE, float>::MOST_ROWS;
     size_t row = 0;
     for (; row + ROWS <= states.size(); row += ROWS) multiply_rows<ROWS>(&out[row], &states[row], right);
     for (; row < states.size(); row += 2) multiply_rows<2>(&out[row], &states[row], right);
 }
 
 // out = Σ g rᵀ.
-INLINE void sum_outer_products(Matrix<float>& out, const Rows& gradients, const Rows& states) {
-    for_tiles<float>([&](auto rows, auto columns, int row, int column) INLINED {
+template <int SIZE>
+INLINE void sum_outer_products(Matrix<SIZE, float>& out, const std::vector<float*>& gradients,
+                               const std::vector<float*>& states) {
+    using L = Layout<SIZE, float>;
+    using Vector = typename L::Vector;
+    for_tiles<SIZE, float>([&](auto rows, auto columns, int row, int column) INLINED {
         Vector sums[rows][columns] = {};
         add_products(
             sums, states.size(), [&](size_t k, int r) INLINED { return gradients[k][row + r]; },
-            [&](size_t k, int c) INLINED {
-                return load_part<Vector>(states[k] + column + c * LANES, bytes_at(column + c * LANES));
-            });
+            [&](size_t k, int c) INLINED { return load<Vector>(states[k] + column + c * L::LANES); });
         for (int r = 0; r < rows; ++r)
-            for (int c = 0; c < columns; ++c) store(out.row(row + r) + column + c * LANES, sums[r][c]);
+            for (int c = 0; c < columns; ++c) store(out.row(row + r) + column + c * L::LANES, sums[r][c]);
     });
 }
 
-INLINE void next_block(Rows& rows) {
-    for (float*& row : rows) row += SIZE;
-}
-
+template <typename Rows>
 struct RotationScratch {
     Rows states, out;
-    Matrix<float> right;
-    explicit RotationScratch(int64_t rows) : states(rows), out(rows) {}
+    Matrix<Rows::SIZE, float> right;
+    explicit RotationScratch(const Shape& shape) : states(shape), out(shape) {}
 };
 
+template <typename Rows>
 struct OuterScratch {
-    Rows gradients, states, rotated_back;
+    static constexpr int SIZE = Rows::SIZE;
+    Rows gradients, states;
     std::vector<float> memory;
-    Matrix<float> outer, rotation, product;
-    OuterScratch(int64_t rows, bool by_states) : gradients(rows), states(rows), memory(by_states ? rows * SIZE : 0) {
+    std::vector<float*> rotated_back;
+    Matrix<SIZE, float> outer, rotation, product;
+    OuterScratch(const Shape& shape, bool by_states)
+        : gradients(shape), states(shape), memory(by_states ? states.values.size() * SIZE : 0) {
         for (size_t i = 0; i < memory.size(); i += SIZE) rotated_back.push_back(&memory[i]);
     }
 };
 
-typedef float Channels __attribute__((vector_size(VECTOR_BYTES)));
-constexpr int CHANNELS = VECTOR_BYTES / static_cast<int>(sizeof(float));
-
-// Calls body(channel, bytes) for the vectors that cover the channels below `width`.
-template <typename Body>
-INLINE void for_channels(int64_t width, Body body) {
-    int64_t channel = 0;
-    for (; channel + CHANNELS <= width; channel += CHANNELS) body(channel, sizeof(Channels));
-    if (channel < width) body(channel, (width - channel) * sizeof(float));
-}
-
-// Each pair (x₀, x₁) replaced by (x_EVEN, x_ODD).
-template <int EVEN, int ODD, int... INDICES>
-INLINE Channels pairwise(Channels vector, std::integer_sequence<int, INDICES...>) {
-    return shuffle<(INDICES % 2 ? INDICES - 1 + ODD : INDICES + EVEN)...>(vector, vector);
-}
-
-template <int EVEN, int ODD>
-INLINE Channels pairwise(Channels vector) {
-    return pairwise<EVEN, ODD>(vector, std::make_integer_sequence<int, CHANNELS>{});
-}
-
-}  // namespace
-
-extern "C" {
-
 // cpu.apply_rotation for blocks: those of a token and head at a time, for all samples that share them.
-int hf_liere_rotate_blocks(const Shape* shape, const Pair* states, const Pair* out, const Shared* rotation,
-                           int inverse, int threads) {
-    const int64_t width = shape->blocks * SIZE, rows = 2 * shape->samples();
-    const auto rotate = [&](int64_t work, RotationScratch& scratch) {
-        const auto [first, head, token] = Place(work, *shape);
-        states->collect(scratch.states, first, head, token);
-        out->collect(scratch.out, first, head, token);
-        for (int64_t row = 0; row < rows; ++row)
-            std::copy(scratch.states[row] + width, scratch.states[row] + shape->head_dim, scratch.out[row] + width);
-        const float* source = rotation->at(first, head, token);
-        for (int64_t block = 0; block < shape->blocks; ++block, source += BLOCK_NUMEL) {
+template <typename Rows>
+bool rotate_blocks(const Shape& shape, const Pair& states, const Pair& out, const Shared& rotation, bool inverse,
+                   int threads) {
+    using State = typename Rows::State;
+    const int64_t width = shape.width(), numel = shape.size * shape.size;
+    const int64_t passed_on = width < shape.head_dim ? 2 * shape.samples() : 0;
+    const auto rotate = [&](int64_t work, RotationScratch<Rows>& scratch) {
+        const Place place(work, shape);
+        for (int64_t row = 0; row < passed_on; ++row) {
+            const State* from = states.at<State>(row % 2, place.first + row / 2, place.head, place.token);
+            State* to = out.at<State>(row % 2, place.first + row / 2, place.head, place.token);
+            std::copy(from + width, from + shape.head_dim, to + width);
+        }
+        scratch.states.start(states, place);
+        scratch.out.start(out, place);
+        const float* source = rotation.at(place.first, place.head, place.token);
+        for (int64_t block = 0; block < shape.blocks; ++block, source += numel) {
             // States are rows: they are multiplied by Rᵀ, and by R for the inverse.
             if (inverse)
-                scratch.right.read(source);
+                scratch.right.read(source, shape.size);
             else
-                scratch.right.read_transposed(source);
-            prefetch(source + BLOCK_NUMEL);
-            multiply_all_rows(scratch.out, scratch.states, scratch.right);
-            next_block(scratch.states);
-            next_block(scratch.out);
+                scratch.right.read_transposed(source, shape.size);
+            prefetch<Rows::SIZE>(source + numel, numel);
+            scratch.states.read();
+            multiply_all_rows(scratch.out.values, scratch.states.values, scratch.right);
+            scratch.out.write();
+            scratch.states.next();
+            scratch.out.next();
         }
     };
-    return parallel_for<RotationScratch>(shape->rotations(), shape->chunk(threads), threads, rotate, rows);
+    return parallel_for<RotationScratch<Rows>>(shape.rotations(), shape.chunk(threads), threads, rotate, shape);
 }
 
 // cpu.outer_products, likewise; `rotation` may be null.
-int hf_liere_outer_products(const Shape* shape, const Pair* gradients, const Pair* states, const Shared* out,
-                            const Shared* rotation, int threads) {
-    const int64_t rows = 2 * shape->samples();
+template <typename Rows>
+bool outer_products(const Shape& shape, const Pair& gradients, const Pair& states, const Shared& out,
+                    const Shared* rotation, int threads) {
+    const int64_t numel = shape.size * shape.size;
     // For few states it is cheaper to rotate each of them back: (Σ g rᵀ) R = Σ g (Rᵀ r)ᵀ.
-    const bool by_states = rotation && rows < SIZE;
-    const auto compute = [&](int64_t work, OuterScratch& scratch) {
-        const auto [first, head, token] = Place(work, *shape);
-        gradients->collect(scratch.gradients, first, head, token);
-        states->collect(scratch.states, first, head, token);
-        float* target = out->at(first, head, token);
-        const float* source = rotation ? rotation->at(first, head, token) : nullptr;
-        for (int64_t block = 0; block < shape->blocks; ++block, target += BLOCK_NUMEL) {
+    const bool by_states = rotation && 2 * shape.samples() < Rows::SIZE;
+    const auto compute = [&](int64_t work, OuterScratch<Rows>& scratch) {
+        const Place place(work, shape);
+        scratch.gradients.start(gradients, place);
+        scratch.states.start(states, place);
+        float* target = out.at(place.first, place.head, place.token);
+        const float* source = rotation ? rotation->at(place.first, place.head, place.token) : nullptr;
+        for (int64_t block = 0; block < shape.blocks; ++block, target += numel) {
             if (rotation) {
-                scratch.rotation.read(source + block * BLOCK_NUMEL);
-                prefetch(source + (block + 1) * BLOCK_NUMEL);
+                scratch.rotation.read(source + block * numel, shape.size);
+                prefetch<Rows::SIZE>(source + (block + 1) * numel, numel);
             }
-            if (by_states) multiply_all_rows(scratch.rotated_back, scratch.states, scratch.rotation);
-            sum_outer_products(scratch.outer, scratch.gradients, by_states ? scratch.rotated_back : scratch.states);
+            scratch.gradients.read();
+            scratch.states.read();
+            if (by_states) multiply_all_rows(scratch.rotated_back, scratch.states.values, scratch.rotation);
+            sum_outer_products(scratch.outer, scratch.gradients.values,
+                               by_states ? scratch.rotated_back : scratch.states.values);
             if (rotation && !by_states) multiply(scratch.product, scratch.outer, scratch.rotation);
-            (rotation && !by_states ? scratch.product : scratch.outer).write(target);
-            next_block(scratch.gradients);
-            next_block(scratch.states);
+            (rotation && !by_states ? scratch.product : scratch.outer).write(target, shape.size);
+            scratch.gradients.next();
+            scratch.states.next();
         }
     };
-    return parallel_for<OuterScratch>(shape->rotations(), shape->chunk(threads), threads, compute, rows, by_states);
+    return parallel_for<OuterScratch<Rows>>(
+        shape.rotations(), shape.chunk(threads), threads, compute, shape, by_states);
 }
 
-// cpu.apply_rotation for planes: a token of a sample at a time.
-int hf_liere_rotate_planes(const Shape* shape, const Pair* states, const Pair* out, const Shared* cos_sin, int inverse,
-                           int threads) {
-    const int64_t width = 2 * shape->blocks;
-    Channels signs;
-    for (int i = 0; i < CHANNELS; ++i) signs[i] = (i % 2 == 0) == (inverse == 0) ? -1.0f : 1.0f;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t work = 0; work < shape->batch * shape->tokens; ++work) {
-        const int64_t sample = work / shape->tokens, token = work % shape->tokens;
-        for (int which = 0; which < 2; ++which)
-            for (int64_t head = 0; head < shape->heads; ++head) {
-                const float* from = states->at(which, sample, head, token);
-                float* to = out->at(which, sample, head, token);
-                const float* angles = cos_sin->at(sample, head, token);
-                for_channels(width, [&](int64_t i, size_t bytes) INLINED {
-                    const Channels x = load_part<Channels>(from + i, bytes);
-                    const Channels angle = load_part<Channels>(angles + i, bytes);
-                    const Channels cos = pairwise<0, 0>(angle), sin = signs * pairwise<1, 1>(angle);
-                    const Channels rotated = x * cos + pairwise<1, 0>(x) * sin;
-                    std::memcpy(to + i, &rotated, bytes);
-                });
-                std::copy(from + width, from + shape->head_dim, to + width);
-            }
-    }
-    return true;
-}
-
-// cpu.angle_gradients: a token and head at a time.
-int hf_liere_angle_gradients(const Shape* shape, const Pair* gradients, const Pair* states, const Shared* out,
-                             int threads) {
-    const int64_t samples = shape->samples(), width = 2 * shape->blocks;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t work = 0; work < shape->rotations(); ++work) {
-        const Place place(work, *shape);
-        const int64_t first = place.first, head = place.head, token = place.token;
-        float* target = out->at(first, head, token);
-        for_channels(width, [=](int64_t i, size_t bytes) INLINED {
-            Channels products = {};
-            for (int64_t sample = first; sample < first + samples; ++sample)
-                for (int which = 0; which < 2; ++which)
-                    products += pairwise<1, 0>(load_part<Channels>(gradients->at(which, sample, head, token) + i, bytes)) *
-                                load_part<Channels>(states->at(which, sample, head, token) + i, bytes);
-            const int planes = bytes / (2 * sizeof(float));
-            for (int plane = 0; plane < planes; ++plane)
-                target[i / 2 + plane] = products[2 * plane] - products[2 * plane + 1];
-        });
-    }
-    return true;
-}
-
-}  // extern "C"
+}  // namespace

@@ -182,7 +182,7 @@ def _block_rotations(positions, generators, squarings, grid, num_prefix_tokens, 
 
 
 def _compiled(positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype):
-    """The backend that computes float32 results in float64, if any."""
+    """The backend for float32 results of positions in float64, if any."""
     if positions.dtype != torch.float64 or dtype != torch.float32:
         return None
     return find_backend("block_rotations", generators, generators.shape[-1], torch.float32)
@@ -190,7 +190,7 @@ def _compiled(positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dt
 
 def _rotate_rays(positions, generators, tokens, squarings, squares, dtype, types) -> tuple[torch.Tensor, ...]:
     if backend := _compiled(positions, generators, dtype):
-        return backend.block_rotations(positions, generators, tokens, squarings, squares, dtype)
+        return backend.block_rotations(positions.to(types[0]), generators, tokens, squarings, squares, dtype)
     return ray_rotations(positions, generators, tokens, squarings, squares, dtype, types)
 
 

@@ -1,0 +1,102 @@
+// Query and key rotated by planes, and the gradients of their angles, elementwise.
+#pragma once
+
+#include "rotation.h"
+
+namespace {
+
+constexpr int CHANNELS = VECTOR_BYTES / static_cast<int>(sizeof(float));
+typedef float Channels __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t WideBits __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t NarrowBits __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+// With zeros behind the first `count`.
+INLINE Channels load_channels(const float* source, int count) {
+    return load_part<Channels>(source, count * sizeof(float));
+}
+
+INLINE Channels load_channels(const BFloat16* source, int count) {
+    const auto narrow = load_part<NarrowBits>(source, count * sizeof(BFloat16));
+    return reinterpret_cast<Channels>(__builtin_convertvector(narrow, WideBits) << 16);
+}
+
+INLINE void store_channels(float* target, Channels values, int count) {
+    std::memcpy(target, &values, count * sizeof(float));
+}
+
+// As BFloat16 rounds.
+INLINE void store_channels(BFloat16* target, Channels values, int count) {
+    const auto wide = reinterpret_cast<WideBits>(values);
+    const WideBits rounded = (wide + 0x7fff + (wide >> 16 & 1)) >> 16, quiet = wide >> 16 | 0x40;
+    const WideBits is_nan = (wide & 0x7fffffff) > 0x7f800000;
+    const auto narrow = __builtin_convertvector((is_nan & quiet) | (~is_nan & rounded), NarrowBits);
+    std::memcpy(target, &narrow, count * sizeof(BFloat16));
+}
+
+// Calls body(channel, count) for the vectors that cover the channels below `width`.
+template <typename Body>
+INLINE void for_channels(int64_t width, Body body) {
+    int64_t channel = 0;
+    for (; channel + CHANNELS <= width; channel += CHANNELS) body(channel, CHANNELS);
+    if (channel < width) body(channel, static_cast<int>(width - channel));
+}
+
+// Each pair (x₀, x₁) replaced by (x_EVEN, x_ODD).
+template <int EVEN, int ODD, int... INDICES>
+INLINE Channels pairwise(Channels vector, std::integer_sequence<int, INDICES...>) {
+    return shuffle<(INDICES % 2 ? INDICES - 1 + ODD : INDICES + EVEN)...>(vector, vector);
+}
+
+template <int EVEN, int ODD>
+INLINE Channels pairwise(Channels vector) {
+    return pairwise<EVEN, ODD>(vector, std::make_integer_sequence<int, CHANNELS>{});
+}
+
+// cpu.apply_rotation for planes: a token of a sample at a time.
+template <typename State>
+void rotate_planes(const Shape& shape, const Pair& states, const Pair& out, const Shared& cos_sin, bool inverse,
+                   int threads) {
+    const int64_t width = shape.width();
+    Channels signs;
+    for (int i = 0; i < CHANNELS; ++i) signs[i] = (i % 2 == 0) == inverse ? 1.0f : -1.0f;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t work = 0; work < shape.batch * shape.tokens; ++work) {
+        const int64_t sample = work / shape.tokens, token = work % shape.tokens;
+        for (int which = 0; which < 2; ++which)
+            for (int64_t head = 0; head < shape.heads; ++head) {
+                const State* from = states.at<State>(which, sample, head, token);
+                State* to = out.at<State>(which, sample, head, token);
+                const float* angles = cos_sin.at(sample, head, token);
+                for_channels(width, [&](int64_t i, int count) INLINED {
+                    const Channels x = load_channels(from + i, count), angle = load_channels(angles + i, count);
+                    const Channels cos = pairwise<0, 0>(angle), sin = signs * pairwise<1, 1>(angle);
+                    store_channels(to + i, x * cos + pairwise<1, 0>(x) * sin, count);
+                });
+                std::copy(from + width, from + shape.head_dim, to + width);
+            }
+    }
+}
+
+// cpu.angle_gradients: a token and head at a time.
+template <typename State>
+void angle_gradients(const Shape& shape, const Pair& gradients, const Pair& states, const Shared& out, int threads) {
+    const int64_t samples = shape.samples(), width = shape.width();
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t work = 0; work < shape.rotations(); ++work) {
+        const Place place(work, shape);
+        const int64_t first = place.first, head = place.head, token = place.token;
+        float* target = out.at(first, head, token);
+        for_channels(width, [=, &gradients, &states](int64_t i, int count) INLINED {
+            Channels products = {};
+            for (int64_t sample = first; sample < first + samples; ++sample)
+                for (int which = 0; which < 2; ++which)
+                    products += pairwise<1, 0>(
+                                    load_channels(gradients.at<State>(which, sample, head, token) + i, count)) *
+                                load_channels(states.at<State>(which, sample, head, token) + i, count);
+            for (int plane = 0; plane < count / 2; ++plane)
+                target[i / 2 + plane] = products[2 * plane] - products[2 * plane + 1];
+        });
+    }
+}
+
+}  // namespace
