@@ -124,11 +124,17 @@ struct CopiedRows {
     }
 
     void read() {
-        for (size_t row = 0; row < memory.size(); ++row) std::copy_n(memory[row], size, values[row]);
+        with_exact_size<SIZE>(size, [&](auto n) INLINED {
+            for (size_t row = 0; row < memory.size(); ++row)
+                for (int i = 0; i < n; ++i) values[row][i] = memory[row][i];
+        });
     }
 
     void write() {
-        for (size_t row = 0; row < memory.size(); ++row) std::copy_n(values[row], size, memory[row]);
+        with_exact_size<SIZE>(size, [&](auto n) INLINED {
+            for (size_t row = 0; row < memory.size(); ++row)
+                for (int i = 0; i < n; ++i) memory[row][i] = values[row][i];
+        });
     }
 
     void next() {
