@@ -1,5 +1,6 @@
 """What benchmark_speed.py measures: our models, references from the papers' pseudo-code and timm's, of equal size."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -60,6 +61,12 @@ class Settings:
     def half(self) -> bool:
         return self.torch_dtype.itemsize == 2
 
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """What the forward pass of a training step runs in."""
+        if not self.half:
+            return contextlib.nullcontext()
+        return torch.autocast(torch.device(self.device).type, self.torch_dtype)
+
     def pixels(self) -> torch.Tensor:
         shape = (3, self.image_size, self.image_size)
         frames = () if self.num_frames is None else (self.num_frames,)
@@ -102,6 +109,11 @@ class Row:
     @property
     def trains(self) -> bool:
         return self.kind != "folded"
+
+    @property
+    def rotates(self) -> bool:
+        """Whether it is one of our models that rotates queries and keys."""
+        return self.kind in ("own", "folded") and self.encoding not in UNROTATED
 
     @property
     def learns(self) -> bool:
