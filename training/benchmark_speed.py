@@ -6,14 +6,17 @@
 
 `--table added` measures what an encoding adds to a step of `absolute` and nothing else: the rotations of all layers and
 their application to query and key, in training with the backward pass, by the parts of the model itself. The added
-share is the median over the rounds of its time divided by that of a whole step of `absolute` right before, and a 95%
-interval of the median is in brackets. The rounds of a share end when the interval is narrower than one percentage point
-(of a share above 50%: than 2% of the share). With wider intervals a share is called not resolved, and no table is
-printed if an interval is wider than all differences between the shares. Inference keeps the rotations of a grid from the
-pass before, except in compiled graphs; the first image of a size computes them. Beside the shares are the limit, which
-is the time that the bytes and products of the mathematics take at the bandwidth and the rates of products measured in
-the same run, and as a check the interval by which whole models differ. `--table growth` shows how the shares change with
-batch size, resolution, depth, block size and frames.
+share is the median over the rounds of its time divided by that of a whole step of `absolute` right before, with the 95%
+interval of the median in brackets. The rounds of a share end when the interval is narrower than one percentage point
+(of a share above 50%: than 2% of the share); a share whose interval is wider is called not resolved. If an interval is
+wider than all differences between the shares, no table is printed. Inference keeps the rotations of a grid from the
+pass before, except in compiled graphs; the first image of a size computes them.
+
+Beside the shares are the limit and, as a check, the interval by which whole models differ. The limit is the time that
+the bytes and products of the mathematics take at the bandwidth and the rates of products measured in the same run. In
+short steps whole models differ by more than the share, because a rotation between other operations takes longer than
+one after another rotation. `--table growth` shows how the shares change with batch size, resolution, depth, block size
+and frames.
 
 `--table encodings` compares whole models, also with those of other code: naive models are the papers' pseudo-code, and
 timm's have its own code throughout. All models are measured in turn, round after round, each right after `absolute`; a

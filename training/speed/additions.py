@@ -49,7 +49,8 @@ class Addition:
     backward pass through them, to queries, keys and learned generators.
 
     Commuting rotations change the basis of the query and key weights. Projections of no tokens do only that, and what
-    they do without rotations, as `absolute` does, is subtracted.
+    they do without rotations, as `absolute` does, is subtracted. What a rotation costs its neighbours in a model, whose
+    data it drives from the caches, is not in it.
 
     Args:
         settings: How the model was built.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 CONFIDENCE = 0.95
 # From fewer values no interval of a median has this confidence.
 FEWEST_VALUES = 6
-# What an interval of an added share is to be narrower than: a percentage point, or this part of the share if it is more.
+# The interval of an added share shall be narrower than a percentage point, or than this part of a large share.
 RESOLUTION, RELATIVE_RESOLUTION = 0.01, 0.02
 
 

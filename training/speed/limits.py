@@ -94,26 +94,32 @@ def making_blocks(encoding: RotaryEncoding, positions: TokenPositions, learned: 
     """
     exp(Σ_a p_a A_a) of b×b blocks at N tokens for all layers and heads with generators of their own, written.
 
-    In float64, an exponential takes five products and one for each time that its norm, at most Σ_a |p_a| ‖A_a‖, is
-    halved to reach `POLYNOMIAL_NORM`; on a grid that starts at zero, where R(kp) = R(p)ᵏ, tokens with k > 1 take one
-    product instead. The gradient takes two products in float32 for each of these.
+    In float64, an exponential takes five products and one for each time that its norm is halved to reach
+    `POLYNOMIAL_NORM`; on a grid that starts at zero, where R(kp) = R(p)ᵏ, tokens with k > 1 take one product instead.
+    The gradient takes two products in float32 for each of these.
     """
     coordinates = positions.coordinates.double().cpu()
-    size = encoding.block_size
-    # (A, layers · heads · blocks) spectral norms
-    generators = skew(encoding.entries(positions.coordinates.device).double().cpu(), size)
-    norms = torch.linalg.matrix_norm(generators, ord=2).flatten(1)
-    tokens, matrices = coordinates.shape[-2], norms.shape[1]
-    multiples = torch.zeros(tokens, dtype=torch.long)
+    tokens, size = coordinates.shape[-2], encoding.block_size
+    multiples = coordinates.any(-1).long()
     if positions.proportional:
         indices = itertools.product(*map(range, positions.grid))
         multiples[positions.num_prefix_tokens :] = torch.tensor([math.gcd(*index) for index in indices])
-    else:
-        multiples[:] = coordinates.any(-1)
-    squarings = (coordinates[multiples == 1].abs() @ norms / POLYNOMIAL_NORM).clamp(min=1).log2().ceil()
-    exponentials = EXPONENTIAL_PRODUCTS * squarings.numel() + squarings.sum().item()
-    products = (exponentials + matrices * (multiples > 1).sum().item()) * size**3
-    return Work(tokens * matrices * size**2 * NUMBER_BYTES, 2 * products if learned else 0, products)
+    entries = encoding.entries(positions.coordinates.device).double().cpu()  # (A, layers, heads, blocks, b(b−1)/2)
+    products = 0
+    for layer in entries.flatten(2, 3).unbind(1):
+        exponents = torch.einsum("pa,akij->pkij", coordinates[multiples == 1], skew(layer, size))
+        squarings = (norms(exponents) / POLYNOMIAL_NORM).clamp(min=1).log2().ceil()
+        powers = (multiples > 1).sum().item() * layer.shape[1]
+        products += (EXPONENTIAL_PRODUCTS * squarings.numel() + squarings.sum().item() + powers) * size**3
+    numbers = tokens * encoding.layers * encoding.heads * encoding.num_blocks * size**2
+    return Work(numbers * NUMBER_BYTES, 2 * products if learned else 0, products)
+
+
+def norms(matrices: torch.Tensor) -> torch.Tensor:
+    """(…) spectral norms of skew-symmetric (…, b, b) matrices, from below: (‖X⁴‖ / ‖X²‖)^½ in the Frobenius norm."""
+    squares = matrices @ matrices
+    fourth = torch.linalg.matrix_norm(squares @ squares)
+    return (fourth / torch.linalg.matrix_norm(squares)).nan_to_num(0.0).sqrt()
 
 
 def changing_basis(weights: list[torch.Tensor], size: int, training: bool) -> Work:

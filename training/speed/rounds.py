@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import math
 
 from torch import nn
 from tqdm.auto import tqdm
@@ -14,10 +13,6 @@ from training.speed.limits import needed_work
 from training.speed.measurements import ADDITIONS, BASELINE, PHASES, Case, Records
 from training.speed.models import Row, rotation_error
 from training.speed.runner import Runner
-
-
-# An addition is repeated until it has taken this part of the step of `absolute` beside it, or so often.
-REPEATED_PART, MOST_REPEATS = 0.2, 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +62,7 @@ class CaseRounds:
     def __init__(self, case: Case, records: Records, plan: Plan):
         self.case, self.records, self.plan = case, records, plan
         self.title = "encodings" if case.axis is None else f"{case.axis} {case.value}"
-        self.baselines, self.timers, self.repeats, self.states = {}, {}, {}, None
+        self.baselines, self.timers, self.states = {}, {}, None
 
     def measure(self) -> None:
         """Everything that the records do not hold yet."""
@@ -150,9 +145,7 @@ class CaseRounds:
             addition.seconds(1)
         if not self.records.find(self.case, "work", row=row.name, of=quantity):
             self.record("work", row, dataclasses.asdict(needed_work(addition)), of=quantity)
-        part = REPEATED_PART * self.baselines[ADDITIONS[quantity]].seconds(1)["wall"]
-        seconds = max(addition.seconds(1)["wall"], part / MOST_REPEATS)
-        self.timers[row, quantity], self.repeats[row, quantity] = addition, math.ceil(part / seconds)
+        self.timers[row, quantity] = addition
 
     def take_rounds(self) -> None:
         """Each timer right after `absolute`, in an order that rotates, until no rounds are left."""
@@ -171,5 +164,4 @@ class CaseRounds:
     def take(self, number: int, row: Row, quantity: str) -> None:
         baseline, steps = self.baselines.get(ADDITIONS.get(quantity, quantity)), self.plan.steps
         fields = {} if baseline is None else {"baseline": baseline.seconds(steps)}
-        value = self.timers[row, quantity].seconds(steps * self.repeats.get((row, quantity), 1))
-        self.record(quantity, row, value, round=number, **fields)
+        self.record(quantity, row, self.timers[row, quantity].seconds(steps), round=number, **fields)

@@ -177,8 +177,8 @@ def noise(records: Records, cases: list[Case], clock: str) -> list[str]:
             found.append(f"{title}: not every share has the {FEWEST_VALUES} rounds that an interval takes.")
         elif widest >= difference:
             found.append(
-                f"{title}: an interval is {100 * widest:.1f} percentage points wide, the largest difference between the "
-                f"shares is {100 * difference:.1f}."
+                f"{title}: an interval is {100 * widest:.1f} percentage points wide, the largest difference of shares "
+                f"{100 * difference:.1f}."
             )
     return found
 
