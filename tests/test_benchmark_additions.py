@@ -15,7 +15,7 @@ from training.speed import measurements, runner, tables
 from training.speed.additions import Addition, States
 from training.speed.intervals import estimate
 from training.speed.limits import Work, needed_work
-from training.speed.models import Row, build_model, register_attention
+from training.speed.models import Row, build_model, compiled, register_attention
 
 
 ROWS = ("axial_rope", "rope_mixed", "comrope_ap8", "comrope_ld8", "liere8")
@@ -130,13 +130,24 @@ def test_half_types(name, training):
 def test_compiled_addition(name, graph_operators):
     """One graph, forward and backward, with the gradients of the plain one."""
     gradients = []
-    for compiled in (False, True):
+    for in_graph in (False, True):
         torch.manual_seed(0)
-        addition = addition_of(name, training=True, compile=compiled)
+        addition = addition_of(name, training=True, compile=in_graph)
         addition.step()
         gradients.append([parameter.grad for _, parameter in addition.encoder.rotary_parameters()])
-    for plain, compiled in zip(*gradients, strict=True):
-        torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-4 * plain.abs().max().item())
+    for plain, in_graph in zip(*gradients, strict=True):
+        torch.testing.assert_close(in_graph, plain, rtol=1e-3, atol=1e-4 * plain.abs().max().item())
+
+
+@pytest.mark.slow
+def test_every_model_is_compiled(graph_operators):
+    """Also those after the eight that the compiler takes by itself."""
+
+    def of(number):
+        return lambda x: x + number + 100 * torch.compiler.is_compiling()
+
+    found = [compiled(settings(compile=True), of(number))(torch.zeros(3)) for number in range(10)]
+    assert [value.unique().item() for value in found] == [100.0 + number for number in range(10)]
 
 
 @pytest.mark.parametrize("count, first, last", [(6, 1, 6), (9, 2, 8), (10, 2, 9), (20, 6, 15), (50, 18, 33)])

@@ -9,7 +9,7 @@ from torch import nn
 from hf_liere.models.attention import _project
 from hf_liere.models.rotation import Rotation
 from training.speed.clocks import seconds_of
-from training.speed.models import Settings
+from training.speed.models import Settings, compiled
 
 
 class States:
@@ -68,8 +68,8 @@ class Addition:
         self.no_tokens = weight.new_zeros(1, 0, weight.shape[1]).requires_grad_(self.training)
         with torch.no_grad():
             self.changes_basis = next(iter(self.rotations())).basis is not None
-        compiled = torch.compile if settings.compile else lambda function: function
-        self.add, self.subtract = compiled(self.rotated), compiled(self.projected_without_rotations)
+        self.add = compiled(settings, self.rotated)
+        self.subtract = compiled(settings, self.projected_without_rotations)
         self.parameters = [parameter for _, parameter in model.rotary_parameters()]
         if self.changes_basis:
             projections = [p for layer in self.encoder.layers for p in (layer.attention.q_proj, layer.attention.k_proj)]

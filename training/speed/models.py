@@ -31,6 +31,7 @@ BLOCKWISE = ("comrope_ap", "comrope_ld", "liere")
 TIMM_MODELS = {"absolute": "vit_small_patch16_224", "rope_mixed": "vit_small_patch16_rope_mixed_224"}
 ROW_NAME = re.compile(rf"(?:(folded|naive|timm)_)?({'|'.join(UNROTATED + PLANAR + BLOCKWISE)})(\d+)?")
 NUM_LABELS = 1000
+MOST_GRAPHS = 1 << 12
 TUBELET_SIZE = 2
 
 
@@ -203,6 +204,21 @@ def build_model(settings: Settings, row: Row, training: bool) -> nn.Module:
     if row.kind == "folded":
         model = model.eval().fold_rotations()
     return model.train(training)
+
+
+def compiled(settings: Settings, function: Callable) -> Callable:
+    """
+    A model or function as `settings` have it run, compiled for its shapes alone.
+
+    Raises:
+        torch._dynamo.exc.FailOnRecompileLimitHit: from the function, instead of running it without compilation.
+    """
+    if not settings.compile:
+        return function
+    # All models are the same code to the compiler, which takes eight graphs of it and runs further ones as they are.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(function, dynamic=False)
 
 
 def logits(model: nn.Module, pixels: torch.Tensor) -> torch.Tensor:

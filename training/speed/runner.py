@@ -13,7 +13,7 @@ import hf_liere
 from hf_liere.environment import cpu_name
 from hf_liere.kernels import cpu as cpu_kernels
 from training.speed.clocks import seconds_of, synchronize
-from training.speed.models import Row, Settings, build_model, logits
+from training.speed.models import Row, Settings, build_model, compiled, logits
 
 
 def machine(device: str) -> dict:
@@ -34,7 +34,7 @@ class Runner:
     def __init__(self, settings: Settings, row: Row, phase: str):
         self.settings, self.training = settings, phase == "training"
         self.model = build_model(settings, row, self.training)
-        self.call = torch.compile(self.model) if settings.compile else self.model
+        self.call = compiled(settings, self.model)
         torch.manual_seed(0)
         self.pixels, self.labels = settings.pixels(), torch.arange(settings.batch_size, device=settings.device)
         if not (self.training and settings.half):
