@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from collections.abc import Collection
 
 from torch import nn
 from tqdm.auto import tqdm
@@ -82,7 +83,8 @@ class CaseRounds:
                 self.record("failed", row, f"{type(error).__name__}: {error}")
                 self.timers = {key: timer for key, timer in self.timers.items() if key[0] != row}
                 gc.collect()
-        self.take_rounds()
+        for quantities in (PHASES, ADDITIONS):
+            self.take_rounds(quantities)
 
     def record(self, quantity: str, row: Row, value, **fields) -> None:
         self.records.add(case=self.case.key, quantity=quantity, row=row.name, value=value, **fields)
@@ -147,21 +149,31 @@ class CaseRounds:
             self.record("work", row, dataclasses.asdict(needed_work(addition)), of=quantity)
         self.timers[row, quantity] = addition
 
-    def take_rounds(self) -> None:
-        """Each timer right after `absolute`, in an order that rotates, until no rounds are left."""
-        last = max((number for key in self.timers for number in self.rounds_left(*key)), default=-1)
+    def take_rounds(self, quantities: Collection[str]) -> None:
+        """Each timer of these quantities beside `absolute`, in an order that rotates, until no rounds are left."""
+        timers = [key for key in self.timers if key[1] in quantities]
+        last = max((number for key in timers for number in self.rounds_left(*key)), default=-1)
         with tqdm(total=last + 1, desc=f"{self.title}: rounds at most", leave=False) as progress:
             for number in range(last + 1):
-                left = [key for key in self.timers if number in self.rounds_left(*key)]
+                left = [key for key in timers if number in self.rounds_left(*key)]
                 for phase in PHASES:
                     order = [key for key in left if ADDITIONS.get(key[1], key[1]) == phase]
                     shift = number % max(len(order), 1)
+                    ran = None
                     # No model always runs after the same other one.
-                    for key in order[shift:] + order[:shift]:
-                        self.take(number, *key)
+                    for row, quantity in order[shift:] + order[:shift]:
+                        ran = self.take(number, row, quantity, ran)
                 progress.update()
 
-    def take(self, number: int, row: Row, quantity: str) -> None:
-        baseline, steps = self.baselines.get(ADDITIONS.get(quantity, quantity)), self.plan.steps
-        fields = {} if baseline is None else {"baseline": baseline.seconds(steps)}
-        self.record(quantity, row, self.timers[row, quantity].seconds(steps), round=number, **fields)
+    def take(self, number: int, row: Row, quantity: str, ran: Runner | None) -> Runner | None:
+        """One measurement, right after one of `absolute`; takes and returns the whole model that ran last."""
+        baseline, seconds = self.baselines.get(ADDITIONS.get(quantity, quantity)), {}
+        for name, runner in (("baseline", baseline), ("value", self.timers[row, quantity])):
+            if isinstance(runner, Runner) and runner is not ran:
+                # The other model drove the weights of this one from the caches.
+                runner.step()
+                ran = runner
+            if runner is not None:
+                seconds[name] = runner.seconds(self.plan.steps)
+        self.record(quantity, row, seconds.pop("value"), round=number, **seconds)
+        return ran

@@ -51,8 +51,7 @@ class Runner:
         loss.backward()
 
     def seconds(self, steps: int) -> dict[str, float]:
-        """Mean seconds of a step by every clock, after one that finds the weights where others left them."""
-        self.step()
+        """Mean seconds of a step by every clock."""
         seconds = seconds_of(self.step, steps, self.settings.device)
         self.model.zero_grad(set_to_none=True)
         return seconds
