@@ -20,10 +20,12 @@ def test_half_types_get_rotations_that_are_exact_for_them(states, block_size, ti
     generators = skew(2 * torch.pi * times * torch.rand(2, 1, 2, block_size * (block_size - 1) // 2), block_size)
     rays = Rays(placed.grid)
     exact = block_rotations(placed.coordinates, generators.double(), torch.float64, rays)
+    found = [block_rotations(placed.coordinates, generators, torch.float32, rays, states)]
     with plain_operations():
-        found = block_rotations(placed.coordinates, generators, torch.float32, rays, states)
-    assert found.dtype == torch.float32
-    assert (found.double() - exact).abs().max() < torch.finfo(states).eps / 2 / 10
+        found.append(block_rotations(placed.coordinates, generators, torch.float32, rays, states))
+    for rotations in found:
+        assert rotations.dtype == torch.float32
+        assert (rotations.double() - exact).abs().max() < torch.finfo(states).eps / 2 / 10
 
 
 def test_products_for_half_types_are_float32():

@@ -1,19 +1,33 @@
 """What an encoding costs: speed, memory and exactness of every encoding beside learned absolute embeddings.
 
-    python training/benchmark_speed.py --output outputs/speed.jsonl            # ViT-S/16, 224 px, batch 8
-    python training/benchmark_speed.py --model_size base --batch_size 256 --dtype bfloat16 --compile --folded
-    python training/benchmark_speed.py --table growth --batch_size 1 --rounds 5
+    python training/benchmark_speed.py --table added --folded --threads 1      # ViT-S/16, 224 px, batch 8
+    python training/benchmark_speed.py --table growth --batch_size 1 --threads 1
+    python training/benchmark_speed.py --model_size base --batch_size 256 --dtype bfloat16 --compile
 
-All models are measured in turn, round after round, each right after `absolute`; a ratio is the median over the rounds
-of the time of the one divided by that of the other, with quartiles in brackets, so that a machine that slows down slows
-both, and the row of `absolute` shows the noise. On a machine with other work `--clock cpu` compares processor time
-instead. Inference is a forward pass without gradients in evaluation mode, in which the rotations of the grid are kept
-from the pass before; a training step is forward, loss and backward. The optimizer's step is left out: it costs every
-model the same and would draw the ratios towards 1. Memory is what PyTorch's allocator holds at the peak of a training
-step: the model and all that the step allocates.
+`--table added` measures what an encoding adds to a step of `absolute` and nothing else: the rotations of all layers and
+their application to query and key, in training with the backward pass, by the parts of the model itself. The added
+share is the median over the rounds of its time divided by that of a whole step of `absolute` right before, with the 95%
+interval of the median in brackets. The rounds of a share end when the interval is narrower than one percentage point
+(of a share above 50%: than 2% of the share); a share whose interval is wider is called not resolved. If an interval is
+wider than all differences between the shares, no table is printed. Inference keeps the rotations of a grid from the
+pass before, except in compiled graphs; the first image of a size computes them.
 
-Every measurement is a line of the output file as soon as it is made. Ctrl-C prints the tables of what there is, and
-`--resume` with the same output goes on. Naive models are the papers' pseudo-code; timm's have its own code throughout.
+Beside the shares are the limit and, as a check, the interval by which whole models differ. The limit is the time that
+the bytes and products of the mathematics take at the bandwidth and the rates of products measured in the same run. In
+short steps whole models differ by more than the share, because a rotation between other operations takes longer than
+one after another rotation. `--table growth` shows how the shares change with batch size, resolution, depth, block size
+and frames.
+
+`--table encodings` compares whole models, also with those of other code: naive models are the papers' pseudo-code, and
+timm's have its own code throughout. All models are measured in turn, round after round, each right after `absolute`; a
+ratio is the median over the rounds with its 95% interval (the range of fewer than six), and the row of `absolute` shows
+the noise, which is often several percent. Memory is what PyTorch's allocator holds at the peak of a training step: the
+model and all that the step allocates.
+
+A training step is forward, loss and backward. The optimizer's step is left out: it costs every model the same and would
+draw the ratios towards 1. On a machine with other work `--clock cpu` compares processor time instead. Every measurement
+is a line of the output file as soon as it is made. Ctrl-C prints the tables of what there is, and `--resume` with the
+same output goes on, or prints the tables again.
 """
 
 import argparse
@@ -30,10 +44,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import transformers
 
+from training.speed.clocks import CLOCKS
 from training.speed.measurements import BASELINE, Case, Records, growth_cases
 from training.speed.models import SIZES, BenchmarkError, Row, Settings, check_row, timm_installed
-from training.speed.runner import CLOCKS, machine, measure
-from training.speed.tables import encodings_table, failures, growth_table
+from training.speed.rounds import CaseRounds, Plan
+from training.speed.runner import machine
+from training.speed.tables import (
+    contradictions,
+    encodings_table,
+    failures,
+    growth_table,
+    limits_table,
+    noise,
+    shares_table,
+)
 
 
 ENCODING_ROWS = "absolute none axial_rope rope_mixed comrope_ap8 comrope_ld8 liere8 liere64".split()
@@ -41,12 +65,13 @@ ENCODING_ROWS = "absolute none axial_rope rope_mixed comrope_ap8 comrope_ld8 lie
 REFERENCE_ROWS = "naive_liere8 naive_comrope_ld8".split()
 TIMM_ROWS = "timm_absolute timm_rope_mixed".split()
 GROWTH_ROWS = "absolute rope_mixed comrope_ld8 liere8 liere64".split()
-GROWTH_AXES = ("resolution", "depth", "block_size", "frames")
+GROWTH_AXES = ("batch_size", "resolution", "depth", "block_size", "frames")
+TABLES = ("encodings", "added", "growth")
 
 
 def parse_arguments(arguments: list[str] | None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", choices=("encodings", "growth"), default="encodings")
+    parser.add_argument("--table", choices=TABLES, default="encodings")
     parser.add_argument("--rows", nargs="+", metavar="MODEL", help="models, such as liere64 naive_liere8 (all)")
     parser.add_argument("--axes", nargs="+", choices=GROWTH_AXES, default=GROWTH_AXES, help="what grows (everything)")
     parser.add_argument("--folded", action="store_true", help="also models with folded rotations, at inference")
@@ -60,7 +85,8 @@ def parse_arguments(arguments: list[str] | None):
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16", "float16"), default="float32")
     parser.add_argument("--attn_implementation", default="sdpa")
     parser.add_argument("--compile", action="store_true", help="torch.compile every model")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, help="at most (15 of whole models, 100 of added shares)")
+    parser.add_argument("--whole_rounds", type=int, default=6, help="of whole models beside added shares (6)")
     parser.add_argument("--warmup", type=int, default=1, help="steps of each model before the first round (1)")
     parser.add_argument("--steps", type=int, help="steps per measurement (1 on CPU, 10 elsewhere)")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="of the ratios (wall); all are recorded")
@@ -68,6 +94,7 @@ def parse_arguments(arguments: list[str] | None):
     parser.add_argument("--output", type=Path, help="json lines (outputs/speed-<time>.jsonl)")
     parser.add_argument("--resume", action="store_true", help="go on with an output that exists")
     options = parser.parse_args(arguments)
+    options.rounds = options.rounds if options.rounds is not None else 15 if options.table == "encodings" else 100
     for name in ("batch_size", "image_size", "patch_size", "rounds"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: accepted are 1 and more")
@@ -77,16 +104,25 @@ def parse_arguments(arguments: list[str] | None):
 def read_rows(options) -> list[Row]:
     names = options.rows
     if names is None:
-        names = [*ENCODING_ROWS, *REFERENCE_ROWS] if options.table == "encodings" else GROWTH_ROWS
+        names = {"encodings": [*ENCODING_ROWS, *REFERENCE_ROWS], "added": ENCODING_ROWS, "growth": GROWTH_ROWS}
+        names = names[options.table]
         if options.table == "encodings" and timm_installed() and options.num_frames is None:
             names = [*names, *TIMM_ROWS]
+        if options.table == "added":
+            names = [name for name in names if Row.parse(name).rotates]
         if options.num_frames is not None:
             # A head of 64 channels cannot be divided among three axes.
             names = [name for name in names if name != "comrope_ap8"]
     if options.folded:
         names = [*names, *(f"folded_{row.name}" for row in map(Row.parse, names) if row.kind == "own" and row.learns)]
-    names = [BASELINE, *(name for name in names if name != BASELINE)]
-    return [Row.parse(name) for name in dict.fromkeys(names)]
+    rows = [Row.parse(name) for name in dict.fromkeys([BASELINE, *names])]
+    for row in rows[1:]:
+        if options.table != "encodings" and not row.rotates:
+            raise BenchmarkError(
+                f"{row.name}: --table {options.table} takes our models that rotate, such as rope_mixed, liere8 and "
+                "folded_liere8; --table encodings compares all models."
+            )
+    return rows
 
 
 def read_cases(options) -> list[Case]:
@@ -106,6 +142,36 @@ def read_cases(options) -> list[Case]:
     return cases
 
 
+def read_plan(options, device: str) -> Plan:
+    added = options.table != "encodings"
+    return Plan(
+        whole_rounds={"encodings": options.rounds, "added": options.whole_rounds, "growth": 0}[options.table],
+        added_rounds=options.rounds if added else 0,
+        warmup=options.warmup,
+        steps=options.steps or (1 if device == "cpu" else 10),
+        clock=options.clock,
+        errors=not added,
+        memory=options.table != "added",
+    )
+
+
+def report(options, cases: list[Case], records: Records) -> tuple[str, bool]:
+    """The tables of what was measured, or the reasons why there are none, and whether there are any."""
+    case, clock = cases[0], options.clock
+    if options.table == "encodings":
+        return encodings_table(records, case, clock), True
+    if reasons := noise(records, cases, clock):
+        advice = (
+            "No table, because it would show noise: continue with --resume and more --rounds, on a machine without "
+            "other work, or with --clock cpu."
+        )
+        return "\n".join([advice, *reasons]), False
+    if options.table == "growth":
+        return growth_table(records, cases, clock), True
+    tables = [shares_table(records, case, clock), limits_table(records, case, clock)]
+    return "\n\n".join([*tables, "\n".join(contradictions(records, case, clock))]), True
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     transformers.logging.set_verbosity_error()
@@ -117,10 +183,10 @@ def main(arguments: list[str] | None = None) -> int:
         cases = read_cases(options)
         settings = cases[0].settings
         records = Records(output, machine(settings.device), options.resume)
-        steps = options.steps or (1 if settings.device == "cpu" else 10)
+        plan = read_plan(options, settings.device)
         try:
             for case in cases:
-                measure(case, records, options.rounds, options.warmup, steps, options.table == "encodings")
+                CaseRounds(case, records, plan).measure()
                 gc.collect()
         except KeyboardInterrupt:
             interrupted = True
@@ -129,13 +195,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     print(", ".join(f"{name} {value}" for name, value in machine(settings.device).items()))
     print(", ".join(f"{name} {value}" for name, value in dataclasses.asdict(settings).items()))
-    if options.table == "growth":
-        table = growth_table(records, cases, options.clock)
-    else:
-        table = encodings_table(records, cases[0], options.clock)
-    print(f"\n{table}\n\n{failures(records)}".rstrip())
+    text, has_table = report(options, cases, records)
+    print(f"\n{text}\n\n{failures(records)}".rstrip())
     print(f"\n{'Interrupted; --resume --output' if interrupted else 'Every measurement is in'} {output}")
-    return 130 if interrupted else 0
+    return 130 if interrupted else 0 if has_table else 1
 
 
 if __name__ == "__main__":

@@ -9,7 +9,11 @@ from training.speed.models import BenchmarkError, Row, Settings
 
 BASELINE = "absolute"
 PHASES = ("inference", "training")
+# Measurements of additions and the phase of `absolute` that each is compared with: with kept rotations, for the first
+# image of a size, and in training.
+ADDITIONS = {"added_inference": "inference", "added_first": "inference", "added_training": "training"}
 BLOCK_SIZES = (2, 4, 8, 16, 32, 64)
+BATCH_SIZES = (1, 8, 32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Records:
         self.file.flush()
 
     def find(self, case: Case, quantity: str, **fields) -> list[dict]:
-        wanted = {"case": case.key, "quantity": quantity, **fields}
+        wanted = {"quantity": quantity, **fields, "case": case.key}
         return [line for line in self.lines if all(line.get(name) == value for name, value in wanted.items())]
 
     def value(self, case: Case, row: Row, quantity: str):
@@ -76,13 +80,23 @@ class Records:
         found = self.find(case, quantity, row=row.name)
         return found[-1]["value"] if found else None
 
-    def steps(self, case: Case, row: Row, phase: str) -> dict[int, dict]:
-        """By round: what [`Runner.seconds`] says of a step, and as `baseline` of one of `absolute` right before."""
-        return {line["round"]: line for line in self.find(case, phase, row=row.name)}
+    def steps(self, case: Case, row: Row, quantity: str) -> dict[int, dict]:
+        """
+        By round: the seconds of a step by every clock, and as `baseline` of one of `absolute` right before. The
+        quantity is one of `PHASES`, for whole models, or of `ADDITIONS`.
+        """
+        return {line["round"]: line for line in self.find(case, quantity, row=row.name)}
+
+    def ratios(self, case: Case, row: Row, quantity: str, clock: str) -> list[float]:
+        """Time over that of `absolute`, of every round."""
+        lines = self.steps(case, row, quantity).values()
+        return [line["value"][clock] / line["baseline"][clock] for line in lines if "baseline" in line]
 
 
 def growth_cases(settings: Settings, rows: list[Row], axes: list[str]) -> list[Case]:
-    """Resolution once, twice and four times the given one, half to twice the depth, block sizes, and frames."""
+    """
+    Resolution once, twice and four times the given one, half to twice the depth, block sizes, frames, and batch sizes.
+    """
     size, patch, layers = settings.image_size, settings.patch_size, settings.num_hidden_layers
     names = ["comrope_ld{}", "liere{}"]
     if any(row.kind == "folded" for row in rows):
@@ -92,6 +106,7 @@ def growth_cases(settings: Settings, rows: list[Row], axes: list[str]) -> list[C
         "depth": {f"{n} layers": {"num_hidden_layers": n} for n in (max(1, layers // 2), layers, 2 * layers)},
         "block_size": {f"b = {b}": {} for b in BLOCK_SIZES},
         "frames": {f"{frames} frames": {"num_frames": frames} for frames in (4, 8, 16)},
+        "batch_size": {f"batch {batch}": {"batch_size": batch} for batch in BATCH_SIZES},
     }
     blocks = {f"b = {b}": [Row.parse(name.format(b)) for name in (BASELINE, *names)] for b in BLOCK_SIZES}
     return [

@@ -1,5 +1,6 @@
 """What benchmark_speed.py measures: our models, references from the papers' pseudo-code and timm's, of equal size."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -30,6 +31,7 @@ BLOCKWISE = ("comrope_ap", "comrope_ld", "liere")
 TIMM_MODELS = {"absolute": "vit_small_patch16_224", "rope_mixed": "vit_small_patch16_rope_mixed_224"}
 ROW_NAME = re.compile(rf"(?:(folded|naive|timm)_)?({'|'.join(UNROTATED + PLANAR + BLOCKWISE)})(\d+)?")
 NUM_LABELS = 1000
+MOST_GRAPHS = 1 << 12
 TUBELET_SIZE = 2
 
 
@@ -59,6 +61,12 @@ class Settings:
     @property
     def half(self) -> bool:
         return self.torch_dtype.itemsize == 2
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """What the forward pass of a training step runs in."""
+        if not self.half:
+            return contextlib.nullcontext()
+        return torch.autocast(torch.device(self.device).type, self.torch_dtype)
 
     def pixels(self) -> torch.Tensor:
         shape = (3, self.image_size, self.image_size)
@@ -102,6 +110,11 @@ class Row:
     @property
     def trains(self) -> bool:
         return self.kind != "folded"
+
+    @property
+    def rotates(self) -> bool:
+        """Whether it is one of our models that rotates queries and keys."""
+        return self.kind in ("own", "folded") and self.encoding not in UNROTATED
 
     @property
     def learns(self) -> bool:
@@ -191,6 +204,21 @@ def build_model(settings: Settings, row: Row, training: bool) -> nn.Module:
     if row.kind == "folded":
         model = model.eval().fold_rotations()
     return model.train(training)
+
+
+def compiled(settings: Settings, function: Callable) -> Callable:
+    """
+    A model or function as `settings` have it run, compiled for its shapes alone.
+
+    Raises:
+        torch._dynamo.exc.FailOnRecompileLimitHit: from the function, instead of running it without compilation.
+    """
+    if not settings.compile:
+        return function
+    # All models are the same code to the compiler, which takes eight graphs of it and runs further ones as they are.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(function, dynamic=False)
 
 
 def logits(model: nn.Module, pixels: torch.Tensor) -> torch.Tensor:

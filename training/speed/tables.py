@@ -1,30 +1,31 @@
-"""The tables of a benchmark, from its measurements: medians over the rounds of ratios to `absolute`."""
+"""The tables of a benchmark, from its measurements: medians over the rounds of times relative to `absolute`."""
 
+import math
 import statistics
 
 from training.reporting.markdown import markdown
-from training.speed.measurements import BASELINE, PHASES, Case, Records
+from training.speed.intervals import FEWEST_VALUES, Estimate, estimate
+from training.speed.limits import Work
+from training.speed.measurements import ADDITIONS, BASELINE, PHASES, Case, Records
 from training.speed.models import Row
 
 
-def ratios(records: Records, case: Case, row: Row, phase: str, clock: str) -> list[float]:
-    """Time over that of `absolute`, of every round."""
-    lines = records.steps(case, row, phase).values()
-    return [line["value"][clock] / line["baseline"][clock] for line in lines if "baseline" in line]
+TITLES = {
+    "added_inference": "inference",
+    "added_first": "inference, first image of a size",
+    "added_training": "training step",
+}
 
 
-def format_ratio(values: list[float], spread: bool = True) -> str:
+def format_ratio(values: list[float]) -> str:
     if not values:
         return "not measured"
-    median = f"{statistics.median(values):.3f}"
-    if not spread or len(values) < 2:
-        return median
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{median} ({low:.3f} – {high:.3f})"
+    found = estimate(values)
+    spread = f" ({found.low:.3f} – {found.high:.3f})" if found.count > 1 else ""
+    return f"{found.median:.3f}{spread}"
 
 
-def format_rate(records: Records, case: Case, row: Row, phase: str) -> str:
-    seconds = [line["value"]["wall"] for line in records.steps(case, row, phase).values()]
+def format_rate(case: Case, seconds: list[float]) -> str:
     return f"{case.settings.batch_size / statistics.median(seconds):.4g}" if seconds else "not measured"
 
 
@@ -43,7 +44,8 @@ def encodings_table(records: Records, case: Case, clock: str) -> str:
             if phase == "training" and not row.trains:
                 cells += ["–"] * 2
                 continue
-            cells += [format_rate(records, case, row, phase), format_ratio(ratios(records, case, row, phase, clock))]
+            seconds = [line["value"]["wall"] for line in records.steps(case, row, phase).values()]
+            cells += [format_rate(case, seconds), format_ratio(records.ratios(case, row, phase, clock))]
         memory, error = records.value(case, row, "memory"), records.value(case, row, "error")
         cells.append("–" if not row.trains else "not measured" if memory is None else f"{memory / 1e6:,.0f}")
         cells.append("–" if not row.trains else memory_over_baseline(records, case, row))
@@ -52,21 +54,154 @@ def encodings_table(records: Records, case: Case, clock: str) -> str:
     return markdown(header, rows)
 
 
+def share(records: Records, case: Case, row: Row, quantity: str, clock: str) -> Estimate | None:
+    """The time of an addition over that of a step of `absolute`; `None` where it was not measured."""
+    ratios = records.ratios(case, row, quantity, clock)
+    return estimate(ratios) if ratios else None
+
+
+def format_interval(low: float, high: float) -> str:
+    return f"{100 * low:.1f} – {100 * high:.1f}%"
+
+
+def format_share(found: Estimate | None, short: bool = False) -> str:
+    """In percent, with its interval; without the median where the interval says that its digits mean nothing."""
+    if found is None:
+        return "not measured"
+    if not found.is_resolved:
+        return f"not resolved ({format_interval(found.low, found.high)})"
+    median = f"{100 * found.median:.1f}%"
+    return median if short else f"{median} ({format_interval(found.low, found.high)})"
+
+
+def measured(row: Row, case: Case) -> list[str]:
+    """The additions of a row that exist."""
+    names = [name for name, phase in ADDITIONS.items() if row.trains or phase == "inference"]
+    return [name for name in names if name != "added_first" or not case.settings.compile]
+
+
+def shares_table(records: Records, case: Case, clock: str) -> str:
+    """One line per encoding: what it adds to inference and to training."""
+    names = [name for name in ADDITIONS if name != "added_first" or not case.settings.compile]
+    rows = []
+    for row in (row for row in case.rows if row.rotates):
+        own = measured(row, case)
+        cells = (format_share(share(records, case, row, name, clock)) if name in own else "–" for name in names)
+        rows.append([row.name, *cells])
+    return markdown(["added to absolute", *(TITLES[name] for name in names)], rows)
+
+
+def limits_table(records: Records, case: Case, clock: str) -> str:
+    """
+    One line per encoding and phase: its added share, the limit, how many times the limit it is, and what whole models
+    say, as a check. The lines of `absolute` show the noise of whole models.
+    """
+    header = ["encoding", "phase", "added share", "limit", "times the limit", "whole models"]
+    rows = [
+        [
+            BASELINE,
+            TITLES[f"added_{phase}"],
+            "–",
+            "–",
+            "–",
+            format_whole(records, case, Row.parse(BASELINE), phase, clock),
+        ]
+        for phase in PHASES
+    ]
+    for row in (row for row in case.rows if row.rotates):
+        for name in measured(row, case):
+            found, limit = share(records, case, row, name, clock), limit_share(records, case, row, name, clock)
+            cells = [row.name, TITLES[name], format_share(found)]
+            cells.append("not measured" if limit is None else f"{100 * limit:.2f}%")
+            is_known = limit and found and found.is_resolved
+            cells.append(f"{found.median / limit:.1f}" if is_known else "–")
+            has_whole = name != "added_first"
+            cells.append(format_whole(records, case, row, ADDITIONS[name], clock) if has_whole else "–")
+            rows.append(cells)
+    return markdown(header, rows)
+
+
+def limit_share(records: Records, case: Case, row: Row, quantity: str, clock: str) -> float | None:
+    """Seconds that the needed work takes at the machine's rates, over those of `absolute`."""
+    rates, work = (
+        records.value(case, Row.parse(BASELINE), "rates"),
+        records.find(case, "work", row=row.name, of=quantity),
+    )
+    baseline = [line["baseline"][clock] for line in records.steps(case, row, quantity).values()]
+    if rates is None or not work or not baseline:
+        return None
+    return Work(**work[-1]["value"]).seconds(rates, clock) / statistics.median(baseline)
+
+
+def format_whole(records: Records, case: Case, row: Row, phase: str, clock: str) -> str:
+    """The interval of what a whole model takes longer than `absolute`, without a median: it is a check."""
+    ratios = records.ratios(case, row, phase, clock)
+    if not ratios:
+        return "not measured"
+    found = estimate(ratios)
+    return format_interval(found.low - 1, found.high - 1)
+
+
+def contradictions(records: Records, case: Case, clock: str) -> list[str]:
+    """Where the interval of whole models and that of the added share do not overlap."""
+    found = []
+    for row in (row for row in case.rows if row.rotates):
+        for name in (name for name in measured(row, case) if name != "added_first"):
+            whole = records.ratios(case, row, ADDITIONS[name], clock)
+            added = share(records, case, row, name, clock)
+            if not whole or added is None or math.isinf(estimate(whole).width + added.width):
+                continue
+            low, high = (bound - 1 for bound in estimate(whole)[1:3])
+            if low > added.high or high < added.low:
+                found.append(
+                    f"{row.name}, {TITLES[name]}: whole models differ by {format_interval(low, high)}, the added share "
+                    f"is {format_interval(added.low, added.high)}."
+                )
+    return found
+
+
+def noise(records: Records, cases: list[Case], clock: str) -> list[str]:
+    """
+    Why a table of shares would show noise, if it would: in one of its phases an interval is wider than the largest
+    difference between the shares shown, that of `absolute` included, to which nothing is added.
+    """
+    found = []
+    for name, title in TITLES.items():
+        shares = [share(records, case, row, name, clock) for case in cases for row in case.rows]
+        shares = [known for known in shares if known is not None]
+        if not shares:
+            continue
+        medians = [0.0, *(known.median for known in shares)]
+        widest, difference = max(known.width for known in shares), max(medians) - min(medians)
+        if math.isinf(widest):
+            found.append(f"{title}: not every share has the {FEWEST_VALUES} rounds that an interval takes.")
+        elif widest >= difference:
+            found.append(
+                f"{title}: an interval is {100 * widest:.1f} percentage points wide, the largest difference of shares "
+                f"{100 * difference:.1f}."
+            )
+    return found
+
+
 def growth_table(records: Records, cases: list[Case], clock: str) -> str:
-    """One line per case; in each cell the ratios of inference and of training, and the memory over absolute."""
-    names = list(dict.fromkeys(column(case, row) for case in cases for row in case.rows))
-    header, rows = ["growing", "value", "absolute: inference, training, images/s", *names[1:]], []
+    """One line per case; in each cell the shares added to inference and to training, and the memory over absolute."""
+    names = list(dict.fromkeys(column(case, row) for case in cases for row in case.rows if row.rotates))
+    header, rows = ["growing", "value", "absolute: inference, training, images/s", *names], []
     for case in cases:
         cells = {}
-        for row in case.rows:
-            parts = [format_ratio(ratios(records, case, row, "inference", clock), spread=False)]
-            if row.trains:
-                parts.append(format_ratio(ratios(records, case, row, "training", clock), spread=False))
-                parts.append(memory_over_baseline(records, case, row))
-            cells[column(case, row)] = " / ".join(parts)
-        rates = (format_rate(records, case, case.rows[0], phase) for phase in PHASES)
-        rows.append([case.axis, case.value, ", ".join(rates), *(cells.get(name, "–") for name in names[1:])])
+        for row in (row for row in case.rows if row.rotates):
+            phases = [name for name in measured(row, case) if name != "added_first"]
+            parts = [format_share(share(records, case, row, name, clock), short=True) for name in phases]
+            cells[column(case, row)] = " / ".join(parts + [memory_over_baseline(records, case, row)] * row.trains)
+        rates = (format_rate(case, baseline_seconds(records, case, phase)) for phase in PHASES)
+        rows.append([case.axis, case.value, ", ".join(rates), *(cells.get(name, "–") for name in names)])
     return markdown(header, rows)
+
+
+def baseline_seconds(records: Records, case: Case, phase: str) -> list[float]:
+    """Of every step of `absolute` beside an addition."""
+    steps = (records.steps(case, row, f"added_{phase}").values() for row in case.rows)
+    return [line["baseline"]["wall"] for lines in steps for line in lines]
 
 
 def column(case: Case, row: Row) -> str:

@@ -1,0 +1,129 @@
+"""The least that an encoding can add to a step: what the mathematics moves and multiplies, at the machine's rates."""
+
+import dataclasses
+import itertools
+import math
+
+import torch
+
+from hf_liere.models.encodings import RotaryEncoding
+from hf_liere.models.exponential_gradient import POLYNOMIAL_NORM
+from hf_liere.models.lie_algebra import skew
+from hf_liere.models.positions import TokenPositions
+from training.speed.additions import Addition
+
+
+# Polynomials of four terms give cos and sin to float32 once whole revolutions are subtracted.
+CIRCLE_PRODUCTS = 8
+# Products of an exponential of a norm up to POLYNOMIAL_NORM; each further product squares it.
+EXPONENTIAL_PRODUCTS = 5
+NUMBER_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Bytes that move, and multiply-adds in float32 and float64."""
+
+    bytes: float = 0.0
+    products: float = 0.0
+    double_products: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other))))
+
+    def seconds(self, rates: dict[str, dict[str, float]], clock: str) -> float:
+        """At the rates of `clocks.machine_rates`, one after the other."""
+        amounts = {"bandwidth": self.bytes, "float32": self.products, "float64": self.double_products}
+        return sum(amount / rates[name][clock] for name, amount in amounts.items())
+
+
+@torch.no_grad()
+def needed_work(addition: Addition) -> Work:
+    """
+    The work of a step of an addition: applying rotations; unless they are kept, making them and, where generators
+    commute, changing the basis of the weights. What depends neither on tokens nor on weights, such as the eigenbases of
+    the blocks themselves, is left out.
+    """
+    encoder, encoding = addition.encoder, addition.encoder.rotary_encoding
+    positions = encoder.grid_positions(addition.grid, None, addition.device)
+    planes = next(iter(encoder.rotations(positions))).num_planes()
+    learned = addition.training and any(parameter.requires_grad for parameter in encoding.parameters())
+    work = applying(addition, encoding, planes, learned)
+    constant = encoding.config.folded_grids is not None and not planes
+    if constant or not (addition.training or addition.settings.compile or not addition.keeps_rotations):
+        return work
+    work += making_planes(encoding, positions, planes) if planes else making_blocks(encoding, positions, learned)
+    if addition.changes_basis:
+        weights = [layer.attention.q_proj.weight for layer in encoder.layers]
+        work += changing_basis(weights, encoding.block_size, addition.training)
+    return work
+
+
+def applying(addition: Addition, encoding: RotaryEncoding, planes: int, learned: bool) -> Work:
+    """
+    Rotations applied to (B, H, N, C) queries and keys of L layers, C the channels that are rotated, n = BHNC.
+
+    Forward, in every layer: 2n states are read and 2n written, and the numbers of the rotations are read, for N tokens
+    and H heads (1 if shared) 2 per plane or b² per block; 2nb multiply-adds, with b = 2 for planes. Backward, the same
+    for gradients; if generators are learned, also 2n rotated states are read, and Σ g qᵀ over the blocks takes another
+    2nb multiply-adds, where b is the block size also for generators that commute.
+    """
+    query, _ = addition.states.layers[0]
+    batch, heads, tokens, _ = query.shape
+    blocks, size = encoding.num_blocks, encoding.block_size
+    channels, numbers, applied = (2 * planes, 2 * planes, 2) if planes else (blocks * size, blocks * size**2, size)
+    states, layers = 2 * batch * heads * tokens * channels, encoding.num_layers
+    once = Work(
+        layers * (2 * states * query.element_size() + tokens * encoding.heads * numbers * NUMBER_BYTES),
+        layers * states * applied,
+    )
+    work = once + once if addition.training else once
+    if learned:
+        work += Work(layers * states * query.element_size(), layers * states * size)
+    return work
+
+
+def making_planes(encoding: RotaryEncoding, positions: TokenPositions, planes: int) -> Work:
+    """cos and sin of N · planes angles Σ_a p_a f_a for all layers and heads with frequencies of their own, written."""
+    tokens, axes = positions.coordinates.shape[-2:]
+    angles = tokens * planes * encoding.heads * encoding.layers
+    return Work(2 * angles * NUMBER_BYTES, angles * (axes + CIRCLE_PRODUCTS))
+
+
+def making_blocks(encoding: RotaryEncoding, positions: TokenPositions, learned: bool) -> Work:
+    """
+    exp(Σ_a p_a A_a) of b×b blocks at N tokens for all layers and heads with generators of their own, written.
+
+    In float64, an exponential takes five products and one for each time that its norm is halved to reach
+    `POLYNOMIAL_NORM`; on a grid that starts at zero, where R(kp) = R(p)ᵏ, tokens with k > 1 take one product instead.
+    The gradient takes two products in float32 for each of these.
+    """
+    coordinates = positions.coordinates.double().cpu()
+    tokens, size = coordinates.shape[-2], encoding.block_size
+    multiples = coordinates.any(-1).long()
+    if positions.proportional:
+        indices = itertools.product(*map(range, positions.grid))
+        multiples[positions.num_prefix_tokens :] = torch.tensor([math.gcd(*index) for index in indices])
+    entries = encoding.entries(positions.coordinates.device).double().cpu()  # (A, layers, heads, blocks, b(b−1)/2)
+    products = 0
+    for layer in entries.flatten(2, 3).unbind(1):
+        exponents = torch.einsum("pa,akij->pkij", coordinates[multiples == 1], skew(layer, size))
+        squarings = (norms(exponents) / POLYNOMIAL_NORM).clamp(min=1).log2().ceil()
+        powers = (multiples > 1).sum().item() * layer.shape[1]
+        products += (EXPONENTIAL_PRODUCTS * squarings.numel() + squarings.sum().item() + powers) * size**3
+    numbers = tokens * encoding.layers * encoding.heads * encoding.num_blocks * size**2
+    return Work(numbers * NUMBER_BYTES, 2 * products if learned else 0, products)
+
+
+def norms(matrices: torch.Tensor) -> torch.Tensor:
+    """(…) spectral norms of skew-symmetric (…, b, b) matrices, from below: (‖X⁴‖ / ‖X²‖)^½ in the Frobenius norm."""
+    squares = matrices @ matrices
+    fourth = torch.linalg.matrix_norm(squares @ squares)
+    return (fourth / torch.linalg.matrix_norm(squares)).nan_to_num(0.0).sqrt()
+
+
+def changing_basis(weights: list[torch.Tensor], size: int, training: bool) -> Work:
+    """Query weights, and as many of keys, read, multiplied by b×b blocks and written; in training, gradients too."""
+    passes = 2 if training else 1
+    bytes_once = sum(2 * 2 * weight.nbytes for weight in weights)
+    return Work(passes * bytes_once, passes * sum(2 * weight.numel() * size for weight in weights))

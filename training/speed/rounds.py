@@ -1,0 +1,179 @@
+"""Measuring all models of a case in turn, round after round, each beside `absolute`."""
+
+import dataclasses
+import gc
+from collections.abc import Collection
+
+from torch import nn
+from tqdm.auto import tqdm
+
+from training.speed.additions import Addition, States
+from training.speed.clocks import machine_rates
+from training.speed.intervals import estimate
+from training.speed.limits import needed_work
+from training.speed.measurements import ADDITIONS, BASELINE, PHASES, Case, Records
+from training.speed.models import Row, rotation_error
+from training.speed.runner import Runner
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """
+    What is measured of every model of a case.
+
+    Attributes:
+        whole_rounds: Rounds that compare whole models.
+        added_rounds: Rounds at most for an addition, which has enough when its share is resolved.
+        warmup: Steps of each model before the first round.
+        steps: Steps of a measurement.
+        clock: Of the shares.
+        errors: Whether errors of rotations are measured.
+        memory: Whether the peak of memory in training is measured.
+    """
+
+    whole_rounds: int
+    added_rounds: int
+    warmup: int
+    steps: int
+    clock: str
+    errors: bool = False
+    memory: bool = False
+
+    def quantities(self, case: Case, row: Row) -> dict[str, tuple[str, int]]:
+        """What is timed of a row, with its phase and the number of rounds."""
+        timed = {phase: (phase, self.whole_rounds) for phase in PHASES}
+        if row.rotates:
+            timed |= {quantity: (phase, self.added_rounds) for quantity, phase in ADDITIONS.items()}
+        if case.settings.compile:
+            # Compiled graphs keep no rotations.
+            timed.pop("added_first", None)
+        return {name: work for name, work in timed.items() if work[1] and (row.trains or work[0] != "training")}
+
+
+class CaseRounds:
+    """
+    The models of a case that have something left to measure.
+
+    Args:
+        case: What is compared.
+        records: Where measurements are kept, and looked for.
+        plan: How much is measured.
+    """
+
+    def __init__(self, case: Case, records: Records, plan: Plan):
+        self.case, self.records, self.plan = case, records, plan
+        self.title = "encodings" if case.axis is None else f"{case.axis} {case.value}"
+        self.baselines, self.timers, self.states = {}, {}, None
+
+    def measure(self) -> None:
+        """Everything that the records do not hold yet."""
+        rows = [row for row in self.case.rows if self.is_incomplete(row)]
+        if not rows:
+            return
+        if self.plan.added_rounds and not self.records.find(self.case, "rates"):
+            self.record("rates", Row.parse(BASELINE), machine_rates(self.case.settings.device))
+        rows = dict.fromkeys([Row.parse(BASELINE), *rows])
+        for row in tqdm(rows, desc=f"{self.title}: models", leave=False):
+            if self.has_failed(row):
+                continue
+            try:
+                self.prepare(row)
+            except (RuntimeError, TypeError) as error:
+                # The device lacks memory or an operation; the other rows can still be measured.
+                self.record("failed", row, f"{type(error).__name__}: {error}")
+                self.timers = {key: timer for key, timer in self.timers.items() if key[0] != row}
+                gc.collect()
+        for quantities in (PHASES, ADDITIONS):
+            self.take_rounds(quantities)
+
+    def record(self, quantity: str, row: Row, value, **fields) -> None:
+        self.records.add(case=self.case.key, quantity=quantity, row=row.name, value=value, **fields)
+
+    def has_failed(self, row: Row) -> bool:
+        return self.records.value(self.case, row, "failed") is not None
+
+    def is_incomplete(self, row: Row) -> bool:
+        if self.has_failed(row):
+            return False
+        lacks_rounds = any(self.rounds_left(row, quantity) for quantity in self.plan.quantities(self.case, row))
+        return lacks_rounds or self.lacks_error(row) or self.lacks_memory(row)
+
+    def lacks_error(self, row: Row) -> bool:
+        return self.plan.errors and not self.records.find(self.case, "error", row=row.name)
+
+    def lacks_memory(self, row: Row) -> bool:
+        return self.plan.memory and row.trains and not self.records.find(self.case, "memory", row=row.name)
+
+    def rounds_left(self, row: Row, quantity: str) -> list[int]:
+        """The rounds that the records lack; none if a share is resolved."""
+        if quantity in ADDITIONS:
+            ratios = self.records.ratios(self.case, row, quantity, self.plan.clock)
+            if ratios and estimate(ratios).is_resolved:
+                return []
+        _, rounds = self.plan.quantities(self.case, row)[quantity]
+        done = self.records.steps(self.case, row, quantity)
+        return [number for number in range(rounds) if number not in done]
+
+    def prepare(self, row: Row) -> None:
+        """Whatever is measured once, and the models that the rounds need, after their first steps."""
+        if self.lacks_error(row):
+            self.record("error", row, rotation_error(self.case.settings, row))
+        quantities = self.plan.quantities(self.case, row)
+        for phase in PHASES:
+            wanted = [name for name, (of, _) in quantities.items() if of == phase and self.rounds_left(row, name)]
+            needs_memory = phase == "training" and self.lacks_memory(row)
+            is_whole = row.name == BASELINE or phase in wanted or needs_memory
+            if not wanted and not is_whole:
+                continue
+            runner = Runner(self.case.settings, row, phase)
+            for _ in range(self.plan.warmup if is_whole else 0):
+                runner.step()
+            if needs_memory:
+                self.record("memory", row, runner.peak_memory())
+            runner.model.zero_grad(set_to_none=True)
+            if row.name == BASELINE:
+                self.baselines[phase] = runner
+            if phase in wanted:
+                self.timers[row, phase] = runner
+            for quantity in wanted:
+                if quantity in ADDITIONS and phase in self.baselines:
+                    self.prepare_addition(row, quantity, runner.model)
+
+    def prepare_addition(self, row: Row, quantity: str, model: nn.Module) -> None:
+        settings = self.case.settings
+        self.states = self.states or States(settings, model.config)
+        addition = Addition(settings, model, self.states, keeps_rotations=quantity != "added_first")
+        for _ in range(max(1, self.plan.warmup)):
+            addition.seconds(1)
+        if not self.records.find(self.case, "work", row=row.name, of=quantity):
+            self.record("work", row, dataclasses.asdict(needed_work(addition)), of=quantity)
+        self.timers[row, quantity] = addition
+
+    def take_rounds(self, quantities: Collection[str]) -> None:
+        """Each timer of these quantities beside `absolute`, in an order that rotates, until no rounds are left."""
+        timers = [key for key in self.timers if key[1] in quantities]
+        last = max((number for key in timers for number in self.rounds_left(*key)), default=-1)
+        with tqdm(total=last + 1, desc=f"{self.title}: rounds at most", leave=False) as progress:
+            for number in range(last + 1):
+                left = [key for key in timers if number in self.rounds_left(*key)]
+                for phase in PHASES:
+                    order = [key for key in left if ADDITIONS.get(key[1], key[1]) == phase]
+                    shift = number % max(len(order), 1)
+                    ran = None
+                    # No model always runs after the same other one.
+                    for row, quantity in order[shift:] + order[:shift]:
+                        ran = self.take(number, row, quantity, ran)
+                progress.update()
+
+    def take(self, number: int, row: Row, quantity: str, ran: Runner | None) -> Runner | None:
+        """One measurement, right after one of `absolute`; takes and returns the whole model that ran last."""
+        baseline, seconds = self.baselines.get(ADDITIONS.get(quantity, quantity)), {}
+        for name, runner in (("baseline", baseline), ("value", self.timers[row, quantity])):
+            if isinstance(runner, Runner) and runner is not ran:
+                # The other model drove the weights of this one from the caches.
+                runner.step()
+                ran = runner
+            if runner is not None:
+                seconds[name] = runner.seconds(self.plan.steps)
+        self.record(quantity, row, seconds.pop("value"), round=number, **seconds)
+        return ran
