@@ -127,6 +127,18 @@ def test_bfloat16_is_rounded_once(every_library, shape):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 2, 5, 11, 2), (1, 1, 5, 11, 2), (3, 2, 5, 8, 2)])
+def test_one_pass_gives_what_two_give(every_library, shape, dtype):
+    rotation = torch.randn(shape)
+    gradients, states = ([among_others(torch.randn(3, 2, 5, 23).to(dtype)) for _ in "qk"] for _ in range(2))
+    *back, by_angle = cpu_kernels.planes_backward(gradients, states, rotation)
+    for ours, expected in zip(back, cpu_kernels.apply_rotation(*gradients, rotation, inverse=True), strict=True):
+        assert torch.equal(ours, expected)
+    assert torch.equal(by_angle, cpu_kernels.angle_gradients(gradients, states, shape[:4]))
+
+
+@needs_kernels
 @pytest.mark.parametrize("size", [8, 12, 64, 128])
 def test_exponentials_in_float32(every_library, size):
     positions, squarings = torch.rand(7, 2), 4

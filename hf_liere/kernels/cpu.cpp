@@ -52,7 +52,7 @@ bool with_rows(const Shape& shape, Body body) {
 extern "C" {
 
 // To be raised, here and in cpu_interface.py, whenever arguments or the sizes of blocks change.
-int hf_liere_interface() { return 1; }
+int hf_liere_interface() { return 2; }
 
 // Page faults cost more than the writes to fresh memory.
 void hf_liere_prefer_huge_pages(void* memory, int64_t bytes) {
@@ -115,7 +115,15 @@ int hf_liere_rotate_planes(const Shape* shape, const Pair* states, const Pair* o
 int hf_liere_angle_gradients(const Shape* shape, const Pair* gradients, const Pair* states, const Shared* out,
                              int threads) {
     return with_state_type(*shape, [=](auto state) {
-        angle_gradients<decltype(state)>(*shape, *gradients, *states, *out, threads);
+        angle_gradients<false, decltype(state)>(*shape, *gradients, *states, *out, nullptr, nullptr, threads);
+        return true;
+    });
+}
+
+int hf_liere_planes_backward(const Shape* shape, const Pair* gradients, const Pair* states, const Shared* out,
+                             const Pair* back, const Shared* cos_sin, int threads) {
+    return with_state_type(*shape, [=](auto state) {
+        angle_gradients<true, decltype(state)>(*shape, *gradients, *states, *out, back, cos_sin, threads);
         return true;
     });
 }

@@ -56,6 +56,21 @@ def angle_gradients(gradients, rotated, shape: torch.Size) -> torch.Tensor:
     return _sums(2, "angle_gradients", gradients, rotated, shape)
 
 
+def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    [`apply_rotation`] of both gradients by the inverse, and [`angle_gradients`], in one pass: 3/4 of the bytes of two.
+
+    Args:
+        gradients: Of the rotated query and key, (B, H, N, D) each.
+        rotated: Query and key, likewise.
+        cos_sin: (1 or B, 1 or H, N, planes, 2).
+    """
+    gradients, cos_sin = tuple(map(contiguous_channels, gradients)), _contiguous_blocks(cos_sin)
+    back = tuple(_prefer_huge_pages(empty_like(gradient)) for gradient in gradients)
+    sums = _sums(2, "planes_backward", gradients, rotated, cos_sin.shape[:4], _pair(back), _shared(cos_sin))
+    return *back, sums
+
+
 def outer_products(
     gradients, rotated, shape: torch.Size, block_size: int, rotation: torch.Tensor | None = None
 ) -> torch.Tensor:

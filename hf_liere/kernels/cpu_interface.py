@@ -6,7 +6,7 @@ import torch
 
 
 # As in cpu.cpp.
-INTERFACE = 1
+INTERFACE = 2
 # Blocks up to the first size are padded, if need be. Those between the two are left out: padded to the second, they
 # take longer than plain operations do.
 LARGEST_PADDED_SIZE, LARGEST_SIZE = 64, 128
@@ -75,4 +75,5 @@ ARGUMENTS = {
     "hf_liere_rotate_planes": [*_STATES, ctypes.c_int, ctypes.c_int],
     "hf_liere_outer_products": [*_STATES, ctypes.POINTER(Shared), ctypes.c_int],
     "hf_liere_angle_gradients": [*_STATES, ctypes.c_int],
+    "hf_liere_planes_backward": [*_STATES, ctypes.POINTER(Pair), ctypes.POINTER(Shared), ctypes.c_int],
 }

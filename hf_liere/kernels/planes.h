@@ -77,25 +77,45 @@ void rotate_planes(const Shape& shape, const Pair& states, const Pair& out, cons
     }
 }
 
-// cpu.angle_gradients: a token and head at a time.
-template <typename State>
-void angle_gradients(const Shape& shape, const Pair& gradients, const Pair& states, const Shared& out, int threads) {
+// cpu.angle_gradients: a token and head at a time. With ROTATE the gradients, which are in registers then, are also
+// rotated back to `back`, as rotate_planes does with the inverse.
+template <bool ROTATE, typename State>
+void angle_gradients(const Shape& shape, const Pair& gradients, const Pair& states, const Shared& out,
+                     const Pair* back, const Shared* cos_sin, int threads) {
     const int64_t samples = shape.samples(), width = shape.width();
+    Channels signs;
+    for (int i = 0; i < CHANNELS; ++i) signs[i] = i % 2 == 0 ? 1.0f : -1.0f;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t work = 0; work < shape.rotations(); ++work) {
         const Place place(work, shape);
         const int64_t first = place.first, head = place.head, token = place.token;
         float* target = out.at(first, head, token);
+        const float* angles = ROTATE ? cos_sin->at(first, head, token) : nullptr;
         for_channels(width, [=, &gradients, &states](int64_t i, int count) INLINED {
-            Channels products = {};
+            Channels products = {}, cos = {}, sin = {};
+            if constexpr (ROTATE) {
+                const Channels angle = load_channels(angles + i, count);
+                cos = pairwise<0, 0>(angle), sin = signs * pairwise<1, 1>(angle);
+            }
             for (int64_t sample = first; sample < first + samples; ++sample)
-                for (int which = 0; which < 2; ++which)
-                    products += pairwise<1, 0>(
-                                    load_channels(gradients.at<State>(which, sample, head, token) + i, count)) *
-                                load_channels(states.at<State>(which, sample, head, token) + i, count);
+                for (int which = 0; which < 2; ++which) {
+                    const auto gradient = load_channels(gradients.at<State>(which, sample, head, token) + i, count);
+                    const auto swapped = pairwise<1, 0>(gradient);
+                    products += swapped * load_channels(states.at<State>(which, sample, head, token) + i, count);
+                    if constexpr (ROTATE)
+                        store_channels(back->at<State>(which, sample, head, token) + i, gradient * cos + swapped * sin,
+                                       count);
+                }
             for (int plane = 0; plane < count / 2; ++plane)
                 target[i / 2 + plane] = products[2 * plane] - products[2 * plane + 1];
         });
+        if constexpr (ROTATE)
+            for (int64_t sample = first; sample < first + samples; ++sample)
+                for (int which = 0; which < 2; ++which) {
+                    const State* from = gradients.at<State>(which, sample, head, token);
+                    std::copy(from + width, from + shape.head_dim,
+                              back->at<State>(which, sample, head, token) + width);
+                }
     }
 }
 

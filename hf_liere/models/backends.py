@@ -20,8 +20,8 @@ def register_backend(backend: ModuleType) -> None:
     Args:
         backend: Has `NAME`, what reports call it, `refusal(tensor, dtype, block_size)`, why it does not take tensors
             like this one or `None` if it does, and some of the functions `apply_rotation`, `angle_gradients`,
-            `outer_products`, `block_rotations`, `block_tangents` and `moments_gradient`. Where several take a tensor,
-            the one that was registered first does.
+            `planes_backward` (both in one pass), `outer_products`, `block_rotations`, `block_tangents` and
+            `moments_gradient`. Where several take a tensor, the one that was registered first does.
     """
     if backend not in _BACKENDS:
         _BACKENDS.append(backend)

@@ -65,11 +65,11 @@ def _rotate_planes_backward(query_gradient, key_gradient, query, key, cos_sin, g
     ones. That of cos and sin is the gradient of the angles.
     """
     gradients, states = (query_gradient, key_gradient), (query, key)
-    rotated_back = _apply_planes(gradients, cos_sin, inverse=True)
     (cos, sin), generators_gradient = cos_sin.unbind(-1), cos_sin.new_empty(0)
     if generators is None:
-        by_angle = angle_gradients(gradients, states, cos_sin)
+        *rotated_back, by_angle = planes_backward(gradients, states, cos_sin)
     else:
+        rotated_back = _apply_planes(gradients, cos_sin, inverse=True)
         outer = outer_products(gradients, states, phases.shape, generators.shape[-1])
         by_angle, generators_gradient = eigen_gradients(outer, generators, phases)
         by_angle = by_angle.reshape(cos.shape).to(cos.dtype)
@@ -228,6 +228,14 @@ def _shared_blocks_of(states, blocks: torch.Tensor, inverse: bool = False) -> tu
 def block_rows(states: torch.Tensor, size: int) -> torch.Tensor:
     """(B, H, N, blocks · size) → (N · H · blocks, B, size)."""
     return states.unflatten(-1, (-1, size)).permute(2, 1, 3, 0, 4).flatten(0, 2)
+
+
+def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query and key, and [`angle_gradients`]."""
+    if backend := find_backend("planes_backward", rotated[0], 2):
+        *rotated_back, by_angle = backend.planes_backward(gradients, rotated, cos_sin)
+        return *rotated_back, by_angle.to(cos_sin.dtype)
+    return *_apply_planes(gradients, cos_sin, inverse=True), angle_gradients(gradients, rotated, cos_sin)
 
 
 def angle_gradients(gradients, rotated, cos_sin: torch.Tensor) -> torch.Tensor:
