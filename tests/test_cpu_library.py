@@ -80,7 +80,7 @@ def test_the_fastest_library_of_the_cpu_is_loaded(capability):
 def test_what_was_not_built_is_no_reason_to_warn(folder, caplog):
     assert_rotations_are_right()
     assert f"they were not built: {folder} has none for this CPU" in refusal()
-    assert "install a C++ compiler" in refusal() and "pip install --force-reinstall" in refusal()
+    assert "finds a C++ compiler" in refusal() and "pip install --force-reinstall" in refusal()
     assert not caplog.text
 
 
@@ -95,7 +95,7 @@ def test_a_broken_library_is_warned_of_once(folder, caplog):
     (folder / "_cpu_portable.so").write_text("no library")
     for _ in range(2):
         assert_rotations_are_right()
-    assert f"{folder / '_cpu_portable.so'} cannot be used" in refusal() and "reinstall the package" in refusal()
+    assert f"{folder / '_cpu_portable.so'} cannot be used" in refusal() and "pip install --force-reinstall" in refusal()
     (record,) = caplog.records
     assert "plain operations" in record.message and refusal() in record.message
 
@@ -109,7 +109,7 @@ def test_another_library_stands_in_for_a_broken_one(folder, caplog):
         assert_rotations_are_right()
     assert refusal() is None and cpu_library.library()._name == str(folder / usable)
     (record,) = caplog.records
-    assert f"{folder / broken} cannot be used" in record.message and f"{usable} computes" in record.message
+    assert f"{folder / broken} cannot be used" in record.message and f"{usable} is used instead" in record.message
 
 
 @pytest.mark.usefixtures("compiled_kernels")
@@ -120,6 +120,35 @@ def test_a_library_of_other_sources_is_refused(folder, monkeypatch, caplog):
     assert_rotations_are_right()
     assert f"{path} cannot be used: it was built from other sources (interface {built}, not {built + 1})" in refusal()
     assert "pip install -e ." in refusal() and len(caplog.records) == 1
+
+
+WITH_OPENMP_OF_LLVM = """
+import ctypes, pathlib, sys
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+import test_cpu_library as test
+test.cpu_library.FOLDER = pathlib.Path(sys.argv[2])
+print(test.refusal())
+"""
+
+
+def test_a_second_copy_of_llvm_s_openmp_is_not_loaded(tmp_path):
+    """It would end the process."""
+    if (compiler := shutil.which("g++") or shutil.which("clang++")) is None:
+        pytest.skip("there is no C++ compiler")
+    source, copy = tmp_path / "openmp.cpp", tmp_path / "openmp.so"
+    source.write_text('extern "C" void __kmpc_fork_call() {}')
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", copy], check=True)
+    source.write_text('extern "C" void __kmpc_fork_call(); void kernel() { __kmpc_fork_call(); }')
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", tmp_path / "_cpu_openmp.so"], check=True)
+    process = subprocess.run(
+        [sys.executable, "-c", WITH_OPENMP_OF_LLVM, copy, tmp_path],
+        env={**os.environ, "HF_LIERE_CPU_KERNELS": "1"},
+        cwd=os.path.dirname(__file__),
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    assert "_cpu_openmp.so cannot be used: it is linked to LLVM's OpenMP" in process.stdout
 
 
 @pytest.mark.usefixtures("compiled_kernels")

@@ -21,8 +21,8 @@ NAMES = {"AVX512": ("_cpu_avx512", "_cpu_avx2", "_cpu_openmp", "_cpu_portable")}
 NAMES["AVX2"] = NAMES["AVX512"][1:]
 ON_ANY_CPU = NAMES["AVX512"][2:]
 REMEDY = (
-    "install a C++ compiler (GCC or clang) and reinstall the package: pip install "
-    "--force-reinstall --no-deps --no-cache-dir, or pip install -e . in a checkout"
+    "an installation of the package builds them where it finds a C++ compiler, GCC or clang (pip install "
+    "--force-reinstall --no-deps --no-cache-dir, or pip install -e . in a checkout)"
 )
 
 
@@ -51,7 +51,9 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
             failures.append(f"{path} cannot be used: {error}")
             continue
         if failures:
-            logger.warning_once(f"{'; '.join(failures)}. {path.name} computes rotations on the CPU instead; {REMEDY}.")
+            logger.warning_once(
+                f"Kernels for rotations on the CPU: {'; '.join(failures)}. {path.name} is used instead; {REMEDY}."
+            )
         return found, None
     if not failures:
         return None, f"they were not built: {FOLDER} has none for this CPU ({', '.join(names)}); {REMEDY}"
@@ -66,7 +68,7 @@ def _load(path: Path) -> ctypes.CDLL:
         OSError: if the library does not load, was built from other sources, or would end the process.
     """
     if b"__kmpc_fork_call" in path.read_bytes() and hasattr(ctypes.CDLL(None), "__kmpc_fork_call"):
-        raise OSError("it needs LLVM's OpenMP, and the process, of which PyTorch has loaded a copy, ends with a second")
+        raise OSError("it is linked to LLVM's OpenMP, of which a second copy would end this process")
     found = ctypes.CDLL(str(path))
     built = found.hf_liere_interface() if hasattr(found, "hf_liere_interface") else "none"
     if built != INTERFACE:
