@@ -107,7 +107,7 @@ def test_rotations_are_kept_or_made(name, keeps_rotations):
     addition = addition_of(name, keeps_rotations=keeps_rotations)
     encoding, made = addition.encoder.rotary_encoding, []
     make = encoding.layer_rotations
-    encoding.layer_rotations = lambda positions: made.append(positions) or make(positions)
+    encoding.layer_rotations = lambda *arguments: made.append(arguments) or make(*arguments)
     for _ in range(3):
         addition.step()
     assert len(made) == (0 if keeps_rotations else 3)

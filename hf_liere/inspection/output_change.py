@@ -58,11 +58,11 @@ def output_change(
     steps, offset = patch_steps(encoding), 0.0
 
     def move(module, inputs, options):
-        (positions,) = inputs
+        positions, *others = inputs
         moved = positions.coordinates.clone()  # (N, A) or (B, N, A)
         first = 0 if encoding.config.rotate_prefix else positions.num_prefix_tokens
         moved[..., first:, :] += offset * steps.to(moved)
-        return (of_coordinates(moved, positions.num_prefix_tokens, None),), options
+        return (of_coordinates(moved, positions.num_prefix_tokens, None), *others), options
 
     parameter = next(tower.module.parameters())
     options = size_options(tower, pixel_values)
