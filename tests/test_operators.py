@@ -133,8 +133,12 @@ def test_blocks_in_a_graph_are_those_outside(implementation, fresh_compiler, hea
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("encoding, block_size", ENCODINGS)
-@pytest.mark.parametrize("fields", [{}, {"share_layers": True, "share_heads": True, "rotate_prefix": True}])
+SHARED = {"share_layers": True, "share_heads": True, "rotate_prefix": True}
+
+
+@pytest.mark.parametrize(
+    "encoding, block_size, fields", [*((*encoding, {}) for encoding in ENCODINGS), ("liere", 8, SHARED)]
+)
 def test_a_training_step_of_a_graph_is_that_of_the_model(
     tiny, implementation, fresh_compiler, encoding, block_size, fields
 ):
