@@ -8,6 +8,8 @@ import torch
 from transformers.utils.generic import maybe_autocast
 
 
+# torch 2.9 takes every graph that its compiler makes for an exported one.
+KNOWS_EXPORT = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) > (2, 9)
 # By the operator: the function that computes it.
 plain_functions: dict[torch._ops.OpOverloadPacket, Callable] = {}
 
@@ -34,11 +36,7 @@ def in_portable_graph() -> bool:
     """
     if torch.jit.is_tracing():
         return True
-    # torch 2.9 takes every graph that its compiler makes for an exported one.
     return torch.compiler.is_exporting() and (KNOWS_EXPORT or not torch.compiler.is_dynamo_compiling())
-
-
-KNOWS_EXPORT = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) > (2, 9)
 
 
 def operator(
