@@ -158,7 +158,7 @@ def _save_results(ctx, inputs, output):
 def _gradients(ctx, *gradients):
     positions, generators, squarings, *results = ctx.saved_tensors
     gradients = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients[:-1], results)]
-    needs_positions, needs_generators, *others = ctx.needs_input_grad
+    needs_positions, needs_generators, *_ = ctx.needs_input_grad
     of_positions, of_generators = _block_rotations_backward(
         positions, generators, squarings, ctx.grid, ctx.num_prefix_tokens, results, gradients, needs_positions
     )
@@ -176,7 +176,7 @@ def _block_rotations(positions, generators, squarings, grid, num_prefix_tokens, 
     """G rotations (P, K, b, b), and squares for the backward pass (G, `saved`, K, b, b) if there is room for all."""
     tokens, types = _tokens(grid, num_prefix_tokens, len(positions)), product_types(positions, squarings, states)
     squarings = _of_rays(tokens, squarings)
-    *_, squares = _fake_rotations(positions, generators, squarings, grid, num_prefix_tokens, saved, dtype, states)
+    squares = positions.new_empty(generators.shape[1], saved, *generators.shape[2:], dtype=dtype)
     room = squares if 0 < saved >= int(num_saved(squarings).sum()) else None
     return [*_rotate_rays(positions, generators, tokens, squarings, room, dtype, types), squares]
 

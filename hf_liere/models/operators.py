@@ -45,8 +45,11 @@ def _empty_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _laid_out_as(values, like) -> tuple[torch.Tensor, ...]:
     """Each of the values in the layout of `torch.empty_like`, which is what the compiler is told."""
-    empty = _empty_like(*like)
-    return tuple(x if x.stride() == out.stride() else out.copy_(x) for x, out in zip(values, empty))
+    strides = (torch.empty_like(tensor, device="meta").stride() for tensor in like)
+    return tuple(
+        x if x.stride() == stride else torch.empty_like(tensor).copy_(x)
+        for x, tensor, stride in zip(values, like, strides)
+    )
 
 
 def _fake_planes_backward(query_gradient, key_gradient, query, key, cos_sin, generators, phases):
@@ -75,7 +78,7 @@ def _rotate_planes_backward(query_gradient, key_gradient, query, key, cos_sin, g
         by_angle = by_angle.reshape(cos.shape).to(cos.dtype)
     # Along (−sin, cos), the direction in which cos and sin change with the angle.
     cos_sin_gradient = torch.stack([-sin * by_angle, cos * by_angle], dim=-1)
-    like = _fake_planes_backward(*gradients, *states, cos_sin, generators, phases)
+    like = *gradients, cos_sin, generators_gradient if generators is None else generators
     return _laid_out_as((*rotated_back, cos_sin_gradient, generators_gradient), like)
 
 
