@@ -5,7 +5,7 @@ import reference
 import torch
 
 from hf_liere.models.exponential import block_rotations
-from hf_liere.models.exponential_gradient import COEFFICIENTS, POLYNOMIAL_NORM
+from hf_liere.models.exponential_gradient import derivative_coefficients, largest_norm
 from hf_liere.models.lie_algebra import skew
 
 
@@ -22,14 +22,16 @@ def relative_error(positions, entries, block_size):
     return ((ours.grad.double() - exact.grad).norm() / exact.grad.norm()).item()
 
 
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-7), (torch.float64, 1e-13)])
-def test_the_polynomial_is_the_derivative_on_the_imaginary_axis(dtype, error):
-    z = 2j * POLYNOMIAL_NORM * torch.linspace(-1, 1, 1000, dtype=torch.float64)
-    polynomial = sum(coefficient * z**power for power, coefficient in enumerate(COEFFICIENTS[dtype]))
+@pytest.mark.parametrize("axes", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-7), (torch.float64, 2e-13)])
+def test_the_polynomial_is_the_derivative_on_the_imaginary_axis(axes, dtype, error):
+    z = 2j * largest_norm(axes) * torch.linspace(-1, 1, 1000, dtype=torch.float64)
+    coefficients = derivative_coefficients(largest_norm(axes), dtype)
+    polynomial = sum(coefficient * z**power for power, coefficient in enumerate(coefficients))
     assert (polynomial - (z.exp() - 1) / z).abs().max() < error
 
 
-@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("axes", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 6.3, 100.0])
 @pytest.mark.parametrize("block_size", [3, 8])
 def test_float32_gradients_keep_their_digits_at_every_norm(axes, scale, block_size):
@@ -49,10 +51,11 @@ def test_axes_of_very_different_sizes(scales):
     assert relative_error(positions, entries, 8) < 2e-6
 
 
-def test_positions_of_three_axes_get_their_gradient():
+@pytest.mark.parametrize("axes", [3, 5])
+def test_positions_get_their_gradient(axes):
     torch.manual_seed(0)
-    positions = torch.rand(3, 3, dtype=torch.float64, requires_grad=True)
-    entries = (torch.randn(3, 2, 6, dtype=torch.float64) * 9).requires_grad_()
+    positions = torch.rand(3, axes, dtype=torch.float64, requires_grad=True)
+    entries = (torch.randn(axes, 2, 6, dtype=torch.float64) * 9).requires_grad_()
     assert torch.autograd.gradcheck(
         lambda p, e: block_rotations(p, skew(e, 4), p.dtype), (positions, entries), atol=1e-5
     )

@@ -10,7 +10,6 @@ from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 
 from .exponential import Rays, layer_block_rotations
-from .exponential_gradient import POWERS
 from .lie_algebra import cos_sin, eigenbasis, plane_rotations, skew, working_dtype
 from .positions import TokenPositions
 from .rotation import BlockRotation, EigenRotation, PlaneRotation, Rotation
@@ -183,11 +182,6 @@ class LieRE(RotaryEncoding):
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
-        if self.block_size > 2 and num_axes not in POWERS:
-            raise ValueError(
-                f"num_axes={num_axes}: the gradient of liere with block_size={self.block_size} is known for "
-                f"{', '.join(map(str, POWERS))} axes; block_size=2 takes any number."
-            )
         shape = (num_axes, self.layers, self.heads, self.num_blocks, self.num_entries)
         self.generators = self.new_parameter(*shape)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from .backends import find_backend
-from .exponential_gradient import POLYNOMIAL_NORM, GradientMoments, coordinates_gradient
+from .exponential_gradient import MOST_MOMENT_AXES, GradientMoments, gradients_by_token, largest_norm
 from .squaring import (
     Rays,
     norm_bounds,
@@ -31,7 +31,7 @@ def block_rotations(
     A change of X = Σ_a p_a A_a has the tangent R⁻¹ dR = φ(ad X) dX with φ(z) = (1 − e⁻ᶻ)/z and ad X: W ↦ XW − WX
     (Hall 2015, theorem 5.4), exact at zero and at repeated eigenvalues. The backward pass applies the adjoint to W, the
     skew part of Rᵀ dL/dR: with X = 2ˢY it is φ(−ad Y) Π_{j<s} ½(1 + e^(2ʲ ad Y)), of which the exponentials conjugate W
-    with the squares that led to R, and the rest is [`exponential_gradient.GradientMoments`]. The rotations and every
+    with the squares that led to R, and the rest is in `exponential_gradient`. The rotations and every
     `SAVE_INTERVAL`-th square are saved for it.
 
     Args:
@@ -109,9 +109,9 @@ def _fake_gradients(positions, generators, *_):
     reads_values=True,
 )
 def _squarings(positions, generators):
-    """(P,) numbers of squarings, on the CPU, after which scaled exponents have norms of at most `POLYNOMIAL_NORM`."""
+    """(P,) numbers of squarings, on the CPU, after which scaled exponents have norms of at most `largest_norm`."""
     norms = (positions.abs() @ norm_bounds(positions, generators)).cpu().nan_to_num(0.0, 0.0, 0.0)
-    return (norms / POLYNOMIAL_NORM).clamp(min=1.0).log2().ceil().long()
+    return (norms / largest_norm(positions.shape[1])).clamp(min=1.0).log2().ceil().long()
 
 
 _ARGUMENTS = "Tensor positions, Tensor generators, Tensor squarings, SymInt[]? grid, SymInt num_prefix_tokens"
@@ -140,13 +140,15 @@ def _block_rotations_backward(
     backend = _compiled(positions, generators, squares.dtype)
     tangents_of = backend.block_tangents if backend else ray_tangents
     entries = tangents_of(rotations, gradients, tokens, squarings, squares)  # (G, rays, K·b(b−1)/2)
-    moments = GradientMoments(coordinates, generators, entries)
+    by_token = needs_positions or positions.shape[1] > MOST_MOMENT_AXES
     positions_gradient = torch.zeros_like(positions).contiguous()
-    if needs_positions:
+    if by_token:
+        of_coordinates, of_generators = gradients_by_token(coordinates, generators, entries)
         # Only positions that are no multiples of others need a gradient: the others come from a grid.
-        change = coordinates_gradient(coordinates, generators, entries) * scales.unsqueeze(-1)
-        positions_gradient.index_copy_(0, first, change)
-    return positions_gradient, moments.generators_gradient().to(generators.dtype).contiguous()
+        positions_gradient.index_copy_(0, first, of_coordinates * scales.unsqueeze(-1))
+    else:
+        of_generators = GradientMoments(coordinates, generators, entries).generators_gradient()
+    return positions_gradient, of_generators.to(generators.dtype).contiguous()
 
 
 def _save_results(ctx, inputs, output):
