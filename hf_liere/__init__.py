@@ -10,6 +10,7 @@ from .models.modeling_liere import (
     LieREViTModel,
 )
 from .models.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
+from .models.rotary_embedding import LieRotaryEmbedding
 from .models.rotary_patch import RotaryPatchConfig
 from .patching.adapters import load_rotary, save_rotary
 from .patching.apply import complete_model, is_patched, patch, rotary_parameters, set_absolute_weight, unpatch
@@ -28,6 +29,7 @@ __all__ = [
     "LieREViTForImageClassification",
     "LieREViTForMaskedImageModeling",
     "LieREViTModel",
+    "LieRotaryEmbedding",
     "RotaryPatchConfig",
     "complete_model",
     "is_patched",

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
 from hf_liere.models.exponential import block_rotations
-from hf_liere.models.exponential_gradient import RAISED, GradientMoments
+from hf_liere.models.exponential_gradient import GradientMoments
 from hf_liere.models.lie_algebra import skew
 from hf_liere.models.squaring import num_saved
 
@@ -31,7 +31,7 @@ def test_the_number_of_threads_changes_no_bit():
             tangents = cpu_kernels.block_tangents(*saved(positions, generators.detach()))
             states = torch.linspace(-1, 1, 2 * 3 * 5 * 16).view(2, 5, 3, 16).transpose(1, 2)
             cos_sin = torch.linspace(-1, 1, 3 * 5 * 16).view(1, 3, 5, 8, 2)
-            rotated = cpu_kernels.apply_rotation(states, states, cos_sin)
+            rotated = cpu_kernels.apply_rotation((states, states), cos_sin)
             by_angle = cpu_kernels.angle_gradients(rotated, rotated, cos_sin.shape[:4])
             results.append((rotations, tangents, *rotated, by_angle))
     finally:
@@ -112,8 +112,8 @@ def test_bfloat16_is_rounded_once(every_library, shape):
     narrow = [among_others(x) for x in states]
     wide = [x.float() for x in states]
     for inverse in (False, True):
-        found = cpu_kernels.apply_rotation(*narrow[:2], rotation, inverse)
-        for ours, exact in zip(found, cpu_kernels.apply_rotation(*wide[:2], rotation, inverse), strict=True):
+        found = cpu_kernels.apply_rotation(narrow[:2], rotation, inverse)
+        for ours, exact in zip(found, cpu_kernels.apply_rotation(wide[:2], rotation, inverse), strict=True):
             torch.testing.assert_close(ours, exact.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
 
     def sums(query, key, *gradients):
@@ -133,7 +133,7 @@ def test_one_pass_gives_what_two_give(every_library, shape, dtype):
     rotation = torch.randn(shape)
     gradients, states = ([among_others(torch.randn(3, 2, 5, 23).to(dtype)) for _ in "qk"] for _ in range(2))
     *back, by_angle = cpu_kernels.planes_backward(gradients, states, rotation)
-    for ours, expected in zip(back, cpu_kernels.apply_rotation(*gradients, rotation, inverse=True), strict=True):
+    for ours, expected in zip(back, cpu_kernels.apply_rotation(gradients, rotation, inverse=True), strict=True):
         assert torch.equal(ours, expected)
     assert torch.equal(by_angle, cpu_kernels.angle_gradients(gradients, states, shape[:4]))
 
@@ -157,10 +157,10 @@ def test_generators_of_lower_precision():
     """As in a model of bfloat16, of whose gradients the kernels take this part."""
     generators = skew(torch.randn(2, 1, 3, 28), 8)
     moments = GradientMoments(torch.rand(4, 2), generators, torch.randn(1, 4, 3 * 28))
-    raised, found = RAISED[2][: len(moments.levels) - 1], {}
+    found = {}
     for dtype in (torch.float32, torch.bfloat16):
         tensors = generators.to(torch.bfloat16).to(dtype), moments.moments.to(torch.bfloat16).to(dtype)
-        found[dtype] = cpu_kernels.moments_gradient(*tensors, moments.coefficients, raised)
+        found[dtype] = cpu_kernels.moments_gradient(*tensors, moments.coefficients, moments.raised)
     assert torch.equal(found[torch.bfloat16], found[torch.float32].to(torch.bfloat16))
 
 
@@ -169,7 +169,7 @@ def test_types_that_would_be_misread_are_refused():
     states, cos_sin = torch.randn(2, 3, 5, 8), torch.randn(1, 3, 5, 4, 2)
     for dtype in (torch.float16, torch.float64):
         with pytest.raises(ValueError, match=f"float32 or torch.bfloat16; they are in {dtype}"):
-            cpu_kernels.apply_rotation(states.to(dtype), states.to(dtype), cos_sin)
+            cpu_kernels.apply_rotation((states.to(dtype), states.to(dtype)), cos_sin)
     with pytest.raises(ValueError, match="Gradients must be .* torch.bfloat16 and torch.float32"):
         cpu_kernels.angle_gradients((states.bfloat16(),) * 2, (states, states), cos_sin.shape[:4])
     with pytest.raises(ValueError, match="Positions must be .* torch.float16"):
@@ -185,7 +185,7 @@ def test_what_is_not_finite_reaches_the_loss(value):
     states = torch.zeros(1, 1, 2, 8)
     states[0, 0, 1, 3] = value
     for rotation in (torch.eye(8).expand(1, 1, 2, 1, 8, 8), torch.tensor([1.0, 0.0]).expand(1, 1, 2, 4, 2)):
-        query, key = cpu_kernels.apply_rotation(states, states, rotation)
+        query, key = cpu_kernels.apply_rotation((states, states), rotation)
         assert query[0, 0, 0].isfinite().all() and not query[0, 0, 1].isfinite().all()
 
 
@@ -234,11 +234,11 @@ def test_what_does_not_fit_is_refused():
     """Where plain operations would not broadcast, kernels would read what is beside the numbers."""
     states, cos_sin = torch.randn(2, 3, 5, 8), torch.randn(1, 3, 4, 4, 2)
     with pytest.raises(ValueError, match=r"\(1, 3, 4, 4, 2\) do not fit .* \(2, 3, 5, 8\)"):
-        cpu_kernels.apply_rotation(states, states, cos_sin)
+        cpu_kernels.apply_rotation((states, states), cos_sin)
     with pytest.raises(ValueError, match=r"\(2, 3, 5, 8\) .* \(2, 3, 4, 8\)"):
-        cpu_kernels.apply_rotation(states, states[:, :, :4], torch.randn(1, 3, 5, 4, 2))
+        cpu_kernels.apply_rotation((states, states[:, :, :4]), torch.randn(1, 3, 5, 4, 2))
     with pytest.raises(ValueError, match="5 blocks of 2 channels do not fit into the 8 channels"):
-        cpu_kernels.apply_rotation(states, states, torch.randn(1, 3, 5, 5, 2))
+        cpu_kernels.apply_rotation((states, states), torch.randn(1, 3, 5, 5, 2))
 
 
 @needs_kernels

@@ -158,4 +158,4 @@ def test_blocks_of_other_sizes_are_left_to_plain_operations():
         assert (found is None) == has_kernels and (has_kernels or f"not of {size}" in found)
     states = torch.zeros(1, 1, 1, 65)
     with pytest.raises(RuntimeError, match="no CPU kernels for blocks of 65: they take blocks of at most 64"):
-        cpu_kernels.apply_rotation(states, states, torch.eye(65).expand(1, 1, 1, 1, 65, 65))
+        cpu_kernels.apply_rotation((states, states), torch.eye(65).expand(1, 1, 1, 1, 65, 65))

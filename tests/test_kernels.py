@@ -168,8 +168,8 @@ def test_inverse_and_strides(kernels, shape):
     """Back and forth is nothing, whatever the layout of the states in memory."""
     query, key, rotation = (tensor.detach() for tensor in inputs(kernels, shape, torch.float32))
     layouts = [query.contiguous(), key.transpose(2, 3).contiguous().transpose(2, 3)]
-    rotated = kernels.apply_rotation(*layouts, rotation)
-    back = kernels.apply_rotation(*rotated, rotation, inverse=True)
+    rotated = kernels.apply_rotation(layouts, rotation)
+    back = kernels.apply_rotation(rotated, rotation, inverse=True)
     for states, expected in zip(back, (query, key)):
         torch.testing.assert_close(states, expected, rtol=0, atol=5e-6)
 
@@ -201,7 +201,7 @@ def test_any_layout_in_memory(kernels, layout, shape):
     """Of queries, keys and the gradients of rotated ones: results are dense, and those of float64."""
     query, key, *weights = (LAYOUTS[layout]().to(kernels.device) for _ in range(4))
     rotation = random_rotation(shape).float().to(kernels.device).requires_grad_()
-    for states in kernels.apply_rotation(query, key, rotation.detach()):
+    for states in kernels.apply_rotation((query, key), rotation.detach()):
         assert sorted(states.stride())[0] == states.stride(-1) == 1 and len(set(states.stride())) == 4
     leaves = [query.detach().requires_grad_(), key.detach().requires_grad_(), rotation]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -251,14 +251,14 @@ def test_module_loads_without_triton():
     assert output.stdout.startswith("Triton cannot be imported (ModuleNotFoundError: ")
 
 
-def compile_for_cuda(capability, pointer, head_dim):
+def compile_for_cuda(capability, pointer, head_dim, count):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     states = torch.empty(256, 6, 197, head_dim, dtype={"*bf16": torch.bfloat16, "*fp32": torch.float32}[pointer])
     strides = ("i32",) * 3
-    types = dict.fromkeys(("states", "gradients", "out"), ((pointer, *strides),) * 2)
+    types = dict.fromkeys(("states", "gradients", "out"), ((pointer, *strides),) * count)
     types |= dict.fromkeys(("rotation", "sums"), ("*fp32", *strides)) | {"sizes": ("i32",) * 5}
     for name in (
         "_rotate_planes_kernel",
@@ -267,7 +267,7 @@ def compile_for_cuda(capability, pointer, head_dim):
         "_outer_products_kernel",
     ):
         block_size = 8 if "block" in name or "outer" in name else None
-        *_, tiles = triton_kernels._launch(states, (1, 6, 197, head_dim // 8), block_size, None)
+        *_, tiles = triton_kernels._launch((states,) * count, (1, 6, 197, head_dim // 8), block_size, None)
         tiles |= {"INVERSE": True}
         options = {option: tiles.pop(option) for option in ("num_warps", "num_stages") if option in tiles}
         kernel = getattr(triton_kernels, name)
@@ -281,12 +281,12 @@ def compile_for_cuda(capability, pointer, head_dim):
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
-@pytest.mark.parametrize("head_dim", [64, triton_kernels.MAX_HEAD_DIM])
-def test_kernels_compile_for_cuda(capability, pointer, head_dim):
-    """Down to machine code, which needs no GPU, and within the shared memory that a block has there."""
+@pytest.mark.parametrize("head_dim, count", [(64, 1), (triton_kernels.MAX_HEAD_DIM, 2)])
+def test_kernels_compile_for_cuda(capability, pointer, head_dim, count):
+    """For one state and for two, down to machine code, which needs no GPU, and within the shared memory that a block has there."""
     pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
     # Where a kernel was interpreted, older releases of Triton leave the interpreter's functions to the compiler.
-    code = f"import test_kernels; test_kernels.compile_for_cuda({capability}, {pointer!r}, {head_dim})"
+    code = f"import test_kernels; test_kernels.compile_for_cuda({capability}, {pointer!r}, {head_dim}, {count})"
     process = subprocess.run(
         [sys.executable, "-c", code], cwd=os.path.dirname(__file__), capture_output=True, text=True
     )

@@ -81,6 +81,41 @@ def test_opcheck_of_applied_planes(implementation, dtype, size):
     torch.library.opcheck(operators._rotate_planes_backward, [x if x is None else x.detach() for x in arguments])
 
 
+@pytest.mark.parametrize("size", [None, 3, 8])
+@pytest.mark.parametrize("eigen", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_query_by_itself(implementation, size, eigen, batch):
+    """As beside a key, forward and backward; a key without samples stands for none."""
+    if eigen and size != 8:
+        pytest.skip("commuting generators of one block size")
+    if eigen or size is None:
+        rotation, apply = (turned((batch, 3, 5, 8, 2), "planes").requires_grad_(),), operators.rotate_planes
+        if eigen:
+            generators = skew(torch.randn(3, 2, 28), 8).requires_grad_()
+            rotation = *rotation, generators, torch.randn(batch, 3, 5, 2)
+    else:
+        rotation = (turned((batch, 3, 5, 17 // size, size, size), "blocks").requires_grad_(),)
+        apply = operators.rotate_blocks
+    query = states(2, 3, 5, 17, transposed=True).requires_grad_()
+    learned = [x for x in (query, *rotation) if x.requires_grad]
+    for arguments in (
+        (query, query[:0], *rotation),
+        (query.detach(), query[:0].detach(), *map(torch.detach, rotation)),
+    ):
+        operator = operators._rotate_blocks if apply is operators.rotate_blocks else operators._rotate_planes
+        others = () if operator is operators._rotate_blocks else (None,) * (5 - len(arguments))
+        torch.library.opcheck(operator.operator, (*arguments, *others, False))
+    alone, none = apply(query, query[:0], *rotation)
+    both, _ = apply(query, torch.zeros_like(query), *rotation)
+    weights = torch.randn_like(alone)
+    assert none.shape == (0, 3, 5, 17)
+    torch.testing.assert_close(alone, both)
+    found, expected = (torch.autograd.grad((x * weights).sum(), learned) for x in (alone, both))
+    for ours, other in zip(found, expected):
+        # Sums of two products each in another order.
+        torch.testing.assert_close(ours, other, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "size, dtype, is_trained", [(3, torch.float32, True), (8, torch.float32, False), (16, torch.float64, True)]
 )

@@ -69,7 +69,7 @@ WRONG = [
     ("            outer += tl", "            outer = tl", 8, "outer_products differs"),
     ("rotated.to(loaded.dtype), mask=present", "rotated / 0.0, mask=present", 2, "differs by inf"),
     ("grid[2], grid[1], *shape[2:]", "grid[2], grid[1]", 8, "outer_products raised"),
-    ("    states = contiguous", "    raise OSError('no driver')\n    states = contiguous", 8, "OSError: no driver"),
+    ("    out = tuple(map", "    raise OSError('no driver')\n    out = tuple(map", 8, "OSError: no driver"),
 ]
 
 

@@ -40,14 +40,14 @@ def refusal(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | 
 
 
 def apply_rotation(
-    query: torch.Tensor, key: torch.Tensor, rotation: torch.Tensor, inverse: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    states: Sequence[torch.Tensor], rotation: torch.Tensor, inverse: bool = False
+) -> tuple[torch.Tensor, ...]:
     """As [`cuda.apply_rotation`], on CPUs."""
-    states = contiguous_channels(query), contiguous_channels(key)
+    states = tuple(map(contiguous_channels, states))
     name = "rotate_planes" if is_planes(rotation) else "rotate_blocks"
     size, rotation = rotation.shape[-1], _contiguous_blocks(rotation)
-    out = _prefer_huge_pages(empty_like(states[0])), _prefer_huge_pages(empty_like(states[1]))
-    _call(size, name, _shape(query, rotation.shape, size), _pair(states), _pair(out), _shared(rotation), inverse)
+    out = tuple(_prefer_huge_pages(empty_like(state)) for state in states)
+    _call(size, name, _shape(states, rotation.shape, size), _pair(states), _pair(out), _shared(rotation), inverse)
     return out
 
 
@@ -56,12 +56,12 @@ def angle_gradients(gradients, rotated, shape: torch.Size) -> torch.Tensor:
     return _sums(2, "angle_gradients", gradients, rotated, shape)
 
 
-def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
-    [`apply_rotation`] of both gradients by the inverse, and [`angle_gradients`], in one pass: 3/4 of the bytes of two.
+    [`apply_rotation`] of the gradients by the inverse, and [`angle_gradients`], in one pass: 3/4 of the bytes of two.
 
     Args:
-        gradients: Of the rotated query and key, (B, H, N, D) each.
+        gradients: Of the rotated query and key, (B, H, N, D) each, or of one of them.
         rotated: Query and key, likewise.
         cos_sin: (1 or B, 1 or H, N, planes, 2).
     """
@@ -183,7 +183,7 @@ def _sums(block_size: int, name: str, gradients, rotated, shape: tuple[int, ...]
             f"Gradients must be in the type of queries and keys; they are in {gradients[0].dtype} and "
             f"{rotated[0].dtype}."
         )
-    kind = _shape(rotated[0], shape, block_size)
+    kind = _shape(rotated, shape, block_size)
     _call(block_size, name, kind, _pair(gradients), _pair(rotated), _shared(out), *factor)
     return out.sum_to_size(shape)
 
@@ -238,7 +238,8 @@ def _contiguous_blocks(rotation: torch.Tensor) -> torch.Tensor:
     return rotation if rotation[0, 0, 0].is_contiguous() else rotation.contiguous()
 
 
-def _shape(states: torch.Tensor, rotations: tuple[int, ...], block_size: int) -> Shape:
+def _shape(states: Sequence[torch.Tensor], rotations: tuple[int, ...], block_size: int) -> Shape:
+    count, states = len(states), states[0]
     batch, heads, tokens, head_dim = states.shape
     if rotations[0] not in (1, batch) or rotations[1] not in (1, heads) or rotations[2] != tokens:
         raise ValueError(
@@ -251,18 +252,20 @@ def _shape(states: torch.Tensor, rotations: tuple[int, ...], block_size: int) ->
         )
     if states.dtype not in TYPES:
         raise ValueError(f"Queries and keys must be in {' or '.join(map(str, TYPES))}; they are in {states.dtype}.")
-    return Shape(*states.shape, rotations[3], rotations[0], block_size, states.dtype == torch.bfloat16)
+    return Shape(*states.shape, rotations[3], rotations[0], block_size, states.dtype == torch.bfloat16, count)
 
 
-def _pair(tensors: tuple[torch.Tensor, torch.Tensor]) -> Pair:
-    first, second = tensors
-    if first.shape != second.shape or first.dtype != second.dtype:
+def _pair(tensors: Sequence[torch.Tensor]) -> Pair:
+    first, last = tensors[0], tensors[-1]
+    if first.shape != last.shape or first.dtype != last.dtype:
         raise ValueError(
-            f"Query and key must be alike; they are {tuple(first.shape)} in {first.dtype} and {tuple(second.shape)} in "
-            f"{second.dtype}."
+            f"Query and key must be alike; they are {tuple(first.shape)} in {first.dtype} and {tuple(last.shape)} in "
+            f"{last.dtype}."
         )
-    strides = tuple(Strides(*tensor.stride()[:3]) for tensor in tensors)
-    return Pair((first.data_ptr(), second.data_ptr()), strides)
+    # Where there is one state, the second is not read.
+    pair = first, last
+    strides = tuple(Strides(*tensor.stride()[:3]) for tensor in pair)
+    return Pair(tuple(tensor.data_ptr() for tensor in pair), strides)
 
 
 def _shared(rotation: torch.Tensor) -> Shared:

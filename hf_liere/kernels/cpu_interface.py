@@ -6,7 +6,7 @@ import torch
 
 
 # As in cpu.cpp.
-INTERFACE = 2
+INTERFACE = 3
 # Blocks up to the first size are padded, if need be. Those between the two are left out: padded to the second, they
 # take longer than plain operations do.
 LARGEST_PADDED_SIZE, LARGEST_SIZE = 64, 128
@@ -23,7 +23,7 @@ class Strides(ctypes.Structure):
 
 
 class Pair(ctypes.Structure):
-    """Query and key, or their gradients."""
+    """Query and key, or their gradients; or one of them, by itself."""
 
     _fields_ = [("states", ctypes.c_void_p * 2), ("strides", Strides * 2)]
 
@@ -35,7 +35,7 @@ class Shared(ctypes.Structure):
 
 
 class Shape(ctypes.Structure):
-    _fields_ = _fields(ctypes.c_int64, "batch heads tokens head_dim blocks rotation_batch size is_bfloat16")
+    _fields_ = _fields(ctypes.c_int64, "batch heads tokens head_dim blocks rotation_batch size is_bfloat16 states")
 
 
 class Sizes(ctypes.Structure):

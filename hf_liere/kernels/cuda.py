@@ -20,6 +20,7 @@ projections would move as many bytes.
 """
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -62,37 +63,35 @@ def refusal(states: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | 
 
 
 def apply_rotation(
-    query: torch.Tensor,
-    key: torch.Tensor,
+    states: Sequence[torch.Tensor],
     rotation: torch.Tensor,
     inverse: bool = False,
     samples: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """
     R(p), or Rᵀ(p), applied to blocks of channels of query and key (LieRE §4: q′ = R(p) q, k′ = R(p) k).
 
     Args:
-        query: (B, H, N, D).
-        key: (B, H, N, D).
+        states: Query and key, (B, H, N, D) each, or one of them.
         rotation: (1 or B, 1 or H, N, planes, 2) cos and sin, or (1 or B, 1 or H, N, blocks, b, b); channels beyond the
             last plane or block are passed through.
         inverse: Whether Rᵀ(p) is applied.
         samples: How many of them a program goes through; with `None` so many that about `PROGRAMS` programs run.
 
     Returns:
-        Both (B, H, N, D), in their type and their layout in memory, or contiguous where theirs overlaps.
+        (B, H, N, D) each, in their type and their layout in memory, or contiguous where theirs overlaps.
     """
-    states = contiguous_channels(query), contiguous_channels(key)
-    out = empty_like(states[0]), empty_like(states[1])
+    states = tuple(map(contiguous_channels, states))
+    out = tuple(map(empty_like, states))
     rotation = rotation.contiguous()
     if is_planes(rotation):
         kernel, block_size = _rotate_planes_kernel, None
     else:
         kernel, block_size = _rotate_blocks_kernel, rotation.shape[-1]
-    grid, sizes, constants = _launch(query, rotation.shape, block_size, samples)
+    grid, sizes, constants = _launch(states, rotation.shape, block_size, samples)
     rotation = rotation, *shared_strides(rotation)
     # Triton launches on the current device, which need not be that of the tensors.
-    with torch.cuda.device_of(query):
+    with torch.cuda.device_of(states[0]):
         kernel[grid](_described(states), _described(out), rotation, sizes, INVERSE=inverse, **constants)
     return out
 
@@ -103,7 +102,7 @@ def angle_gradients(gradients, rotated, shape: torch.Size, samples: int | None =
     key: Σ g₂ r₁ − g₁ r₂ over both, and over the samples and heads that share an angle.
 
     Args:
-        gradients: Of the rotated query and key, (B, H, N, D) each.
+        gradients: Of the rotated query and key, (B, H, N, D) each, or of one of them.
         rotated: Query and key, likewise.
         shape: (1 or B, 1 or H, N, planes).
         samples: As in [`apply_rotation`].
@@ -111,7 +110,7 @@ def angle_gradients(gradients, rotated, shape: torch.Size, samples: int | None =
     Returns:
         float32 of this shape.
     """
-    return _sums(_angle_gradients_kernel, gradients, rotated, shape, _launch(rotated[0], shape, None, samples))
+    return _sums(_angle_gradients_kernel, gradients, rotated, shape, _launch(rotated, shape, None, samples))
 
 
 def outer_products(
@@ -127,7 +126,7 @@ def outer_products(
     if given.
 
     Args:
-        gradients: Of the rotated query and key, (B, H, N, D) each.
+        gradients: Of the rotated query and key, (B, H, N, D) each, or of one of them.
         rotated: Query and key, likewise.
         shape: (1 or B, 1 or H, N, blocks).
         block_size: b.
@@ -137,7 +136,7 @@ def outer_products(
     Returns:
         (*shape, b, b) in float32.
     """
-    shape, launch = (*shape, block_size, block_size), _launch(rotated[0], shape, block_size, samples)
+    shape, launch = (*shape, block_size, block_size), _launch(rotated, shape, block_size, samples)
     outer = _sums(_outer_products_kernel, gradients, rotated, shape, launch)
     if rotation is None:
         return outer
@@ -146,17 +145,17 @@ def outer_products(
         return outer @ rotation.to(outer.dtype)
 
 
-def _described(pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[tuple, tuple]:
-    """Query and key as the kernels take them, each with its strides over samples, heads and tokens."""
+def _described(pair: Sequence[torch.Tensor]) -> tuple[tuple, ...]:
+    """Query and key, or one of them, as the kernels take them, each with its strides over samples, heads and tokens."""
     return tuple((states, *states.stride()[:3]) for states in pair)
 
 
 def _launch(
-    states: torch.Tensor, shape: torch.Size, block_size: int | None, samples: int | None
+    states: Sequence[torch.Tensor], shape: torch.Size, block_size: int | None, samples: int | None
 ) -> tuple[tuple, tuple, dict]:
     """
     Args:
-        states: (B, H, N, D).
+        states: One or two, (B, H, N, D) each.
         shape: (1 or B, 1 or H, N, planes or blocks, …) of the rotations.
         block_size: b, or `None` for planes.
         samples: As in [`apply_rotation`].
@@ -164,6 +163,7 @@ def _launch(
     Returns:
         The grid, over tokens, heads and samples, and the arguments of a kernel that are sizes or constants.
     """
+    count, states = len(states), states[0]
     batch, heads, tokens, head_dim = states.shape
     block_dim = padded(head_dim)
     block_tokens = max(1, 1024 // block_dim) if block_size is None else 1
@@ -175,8 +175,13 @@ def _launch(
     grid = (programs // heads, heads, triton.cdiv(batch, samples))
     sizes = (batch, tokens, head_dim, shape[3] * (block_size or 2), samples)
     if block_size is None:
-        return grid, sizes, {"BLOCK_TOKENS": block_tokens, "BLOCK_DIM": block_dim}
-    tiles = {"BLOCK_SIZE": block_size, "BLOCK_BATCH": _block_batch(samples, states.dtype), "BLOCK_DIM": block_dim}
+        return grid, sizes, {"STATES": count, "BLOCK_TOKENS": block_tokens, "BLOCK_DIM": block_dim}
+    tiles = {
+        "STATES": count,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_BATCH": _block_batch(samples, states.dtype),
+        "BLOCK_DIM": block_dim,
+    }
     # With three stages, heads of 128 channels in float32 exceed the 99 KiB of shared memory of compute capability 8.6.
     return grid, sizes, {**tiles, **({"num_warps": 4} if block_dim <= 64 else {"num_warps": 8, "num_stages": 2})}
 
@@ -200,9 +205,9 @@ def _sums(kernel, gradients, rotated, shape: tuple[int, ...], launch: tuple[tupl
 self_check = SelfCheck(NAME, apply_rotation, angle_gradients, outer_products)
 
 
-# `states`, `gradients` and `out` are query and key, (B, H, N, D) each; `rotation` and `sums` are planes or blocks,
-# (samples, heads, N, …). Each tensor is a tuple with its strides over samples, heads and tokens. `width` of `head_dim`
-# channels are rotated, and a program goes through `samples` of `batch` samples.
+# `states`, `gradients` and `out` are query and key, or one of them, STATES tensors of (B, H, N, D); `rotation` and
+# `sums` are planes or blocks, (samples, heads, N, …). Each tensor is a tuple with its strides over samples, heads and
+# tokens. `width` of `head_dim` channels are rotated, and a program goes through `samples` of `batch` samples.
 if triton is not None:
 
     @triton.jit
@@ -217,7 +222,14 @@ if triton is not None:
 
     @triton.jit
     def _rotate_planes_kernel(
-        states, out, rotation, sizes, INVERSE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_DIM: tl.constexpr
+        states,
+        out,
+        rotation,
+        sizes,
+        INVERSE: tl.constexpr,
+        STATES: tl.constexpr,
+        BLOCK_TOKENS: tl.constexpr,
+        BLOCK_DIM: tl.constexpr,
     ):
         batch, tokens, head_dim, width, samples = sizes
         token = (tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS))[:, None]
@@ -232,14 +244,16 @@ if triton is not None:
         if INVERSE:
             sin = -sin
         for sample in range(first, tl.minimum(first + samples, batch)):
-            for i in tl.static_range(2):
+            for i in tl.static_range(STATES):
                 loaded = tl.load(_pointer(states[i], sample, head, token) + channel, mask=present, other=0.0)
                 x, y = _channel_pairs(loaded, BLOCK_TOKENS, BLOCK_DIM)  # (BLOCK_TOKENS, BLOCK_DIM / 2) each
                 rotated = tl.reshape(tl.join(x * cos - y * sin, x * sin + y * cos), [BLOCK_TOKENS, BLOCK_DIM])
                 tl.store(_pointer(out[i], sample, head, token) + channel, rotated.to(loaded.dtype), mask=present)
 
     @triton.jit
-    def _angle_gradients_kernel(gradients, states, sums, sizes, BLOCK_TOKENS: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    def _angle_gradients_kernel(
+        gradients, states, sums, sizes, STATES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_DIM: tl.constexpr
+    ):
         batch, tokens, head_dim, width, samples = sizes
         token = (tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS))[:, None]
         head, part = tl.program_id(1), tl.program_id(2)
@@ -247,7 +261,7 @@ if triton is not None:
         present = (token < tokens) & (channel < head_dim)
         by_angle = tl.full([BLOCK_TOKENS, BLOCK_DIM // 2], 0.0, tl.float32)
         for sample in range(part * samples, tl.minimum((part + 1) * samples, batch)):
-            for i in tl.static_range(2):
+            for i in tl.static_range(STATES):
                 gradient = tl.load(_pointer(gradients[i], sample, head, token) + channel, mask=present, other=0.0)
                 state = tl.load(_pointer(states[i], sample, head, token) + channel, mask=present, other=0.0)
                 dx, dy = _channel_pairs(gradient, BLOCK_TOKENS, BLOCK_DIM)  # (BLOCK_TOKENS, BLOCK_DIM / 2) each
@@ -270,6 +284,7 @@ if triton is not None:
         rotation,
         sizes,
         INVERSE: tl.constexpr,
+        STATES: tl.constexpr,
         BLOCK_SIZE: tl.constexpr,
         BLOCK_BATCH: tl.constexpr,
         BLOCK_DIM: tl.constexpr,
@@ -288,7 +303,7 @@ if triton is not None:
             step = start + tl.arange(0, BLOCK_BATCH)[:, None]
             sample = first + step
             present = (step < samples) & (sample < batch) & (target < head_dim)
-            for i in tl.static_range(2):
+            for i in tl.static_range(STATES):
                 loaded = tl.load(_pointer(states[i], sample, head, token) + target, mask=present, other=0.0)
                 rotated = tl.dot(loaded, matrix, input_precision="ieee").to(loaded.dtype)  # (BLOCK_BATCH, BLOCK_DIM)
                 tl.store(_pointer(out[i], sample, head, token) + target, rotated, mask=present)
@@ -299,6 +314,7 @@ if triton is not None:
         states,
         sums,
         sizes,
+        STATES: tl.constexpr,
         BLOCK_SIZE: tl.constexpr,
         BLOCK_BATCH: tl.constexpr,
         BLOCK_DIM: tl.constexpr,
@@ -311,7 +327,7 @@ if triton is not None:
             step = start + tl.arange(0, BLOCK_BATCH)[:, None]
             sample = part * samples + step
             present = (step < samples) & (sample < batch) & (column < head_dim)
-            for i in tl.static_range(2):
+            for i in tl.static_range(STATES):
                 gradient = tl.load(_pointer(gradients[i], sample, head, token) + column, mask=present, other=0.0)
                 state = tl.load(_pointer(states[i], sample, head, token) + column, mask=present, other=0.0)
                 outer += tl.dot(tl.trans(gradient), state, input_precision="ieee")  # (BLOCK_DIM, BLOCK_DIM)

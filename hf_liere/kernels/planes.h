@@ -62,7 +62,7 @@ void rotate_planes(const Shape& shape, const Pair& states, const Pair& out, cons
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t work = 0; work < shape.batch * shape.tokens; ++work) {
         const int64_t sample = work / shape.tokens, token = work % shape.tokens;
-        for (int which = 0; which < 2; ++which)
+        for (int which = 0; which < shape.states; ++which)
             for (int64_t head = 0; head < shape.heads; ++head) {
                 const State* from = states.at<State>(which, sample, head, token);
                 State* to = out.at<State>(which, sample, head, token);
@@ -98,7 +98,7 @@ void angle_gradients(const Shape& shape, const Pair& gradients, const Pair& stat
                 cos = pairwise<0, 0>(angle), sin = signs * pairwise<1, 1>(angle);
             }
             for (int64_t sample = first; sample < first + samples; ++sample)
-                for (int which = 0; which < 2; ++which) {
+                for (int which = 0; which < shape.states; ++which) {
                     const auto gradient = load_channels(gradients.at<State>(which, sample, head, token) + i, count);
                     const auto swapped = pairwise<1, 0>(gradient);
                     products += swapped * load_channels(states.at<State>(which, sample, head, token) + i, count);
@@ -111,7 +111,7 @@ void angle_gradients(const Shape& shape, const Pair& gradients, const Pair& stat
         });
         if constexpr (ROTATE)
             for (int64_t sample = first; sample < first + samples; ++sample)
-                for (int which = 0; which < 2; ++which) {
+                for (int which = 0; which < shape.states; ++which) {
                     const State* from = gradients.at<State>(which, sample, head, token);
                     std::copy(from + width, from + shape.head_dim,
                               back->at<State>(which, sample, head, token) + width);

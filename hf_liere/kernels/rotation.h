@@ -13,7 +13,7 @@ struct Strides {
     int64_t offset(int64_t b, int64_t h, int64_t n) const { return b * sample + h * head + n * token; }
 };
 
-// Query and key, or their gradients.
+// Query and key, or their gradients; or one of them, by itself.
 struct Pair {
     void* states[2];
     Strides strides[2];
@@ -37,11 +37,15 @@ struct Shape {
     int64_t blocks, rotation_batch, size;
     // Else states are float32.
     int64_t is_bfloat16;
+    // 2, or 1 for one of query and key.
+    int64_t states;
 
     // Of the states that are rotated.
     int64_t width() const { return blocks * size; }
     // Samples that share a rotation, and how many rotations there are.
     int64_t samples() const { return rotation_batch > 1 ? 1 : batch; }
+    // Rows that a rotation is for.
+    int64_t rows() const { return states * samples(); }
     int64_t rotations() const { return rotation_batch * tokens * heads; }
     // An equal part for each thread.
     int64_t chunk(int threads) const { return rotations() / threads + 1; }
@@ -87,12 +91,13 @@ struct Rows {
     using State = float;
     // For products.
     std::vector<float*> values;
+    int64_t states;
 
-    explicit Rows(const Shape& shape) : values(2 * shape.samples()) {}
+    explicit Rows(const Shape& shape) : values(shape.rows()), states(shape.states) {}
 
     void start(const Pair& pair, const Place& place) {
         for (size_t row = 0; row < values.size(); ++row)
-            values[row] = pair.at<float>(row % 2, place.first + row / 2, place.head, place.token);
+            values[row] = pair.at<float>(row % states, place.first + row / states, place.head, place.token);
     }
 
     void read() {}
@@ -111,16 +116,20 @@ struct CopiedRows {
     std::vector<float*> values;
     std::vector<float> copies;
     std::vector<State*> memory;
-    int64_t size;
+    int64_t size, states;
 
     explicit CopiedRows(const Shape& shape)
-        : values(2 * shape.samples()), copies(values.size() * SIZE), memory(values.size()), size(shape.size) {
+        : values(shape.rows()),
+          copies(values.size() * SIZE),
+          memory(values.size()),
+          size(shape.size),
+          states(shape.states) {
         for (size_t row = 0; row < values.size(); ++row) values[row] = &copies[row * SIZE];
     }
 
     void start(const Pair& pair, const Place& place) {
         for (size_t row = 0; row < memory.size(); ++row)
-            memory[row] = pair.at<State>(row % 2, place.first + row / 2, place.head, place.token);
+            memory[row] = pair.at<State>(row % states, place.first + row / states, place.head, place.token);
     }
 
     void read() {
@@ -165,14 +174,15 @@ INLINE void multiply_rows(float* const* out, const float* const* states, const M
     });
 }
 
-// An even number of states, as rows, times a matrix.
+// All states, as rows, times a matrix.
 template <int SIZE>
 INLINE void multiply_all_rows(const std::vector<float*>& out, const std::vector<float*>& states,
                               const Matrix<SIZE, float>& right) {
     constexpr size_t ROWS = Layout<SIZE, float>::MOST_ROWS;
     size_t row = 0;
     for (; row + ROWS <= states.size(); row += ROWS) multiply_rows<ROWS>(&out[row], &states[row], right);
-    for (; row < states.size(); row += 2) multiply_rows<2>(&out[row], &states[row], right);
+    for (; row + 2 <= states.size(); row += 2) multiply_rows<2>(&out[row], &states[row], right);
+    if (row < states.size()) multiply_rows<1>(&out[row], &states[row], right);
 }
 
 // out = Σ g rᵀ.
@@ -217,12 +227,13 @@ bool rotate_blocks(const Shape& shape, const Pair& states, const Pair& out, cons
                    int threads) {
     using State = typename Rows::State;
     const int64_t width = shape.width(), numel = shape.size * shape.size;
-    const int64_t passed_on = width < shape.head_dim ? 2 * shape.samples() : 0;
+    const int64_t passed_on = width < shape.head_dim ? shape.rows() : 0;
     const auto rotate = [&](int64_t work, RotationScratch<Rows>& scratch) {
         const Place place(work, shape);
         for (int64_t row = 0; row < passed_on; ++row) {
-            const State* from = states.at<State>(row % 2, place.first + row / 2, place.head, place.token);
-            State* to = out.at<State>(row % 2, place.first + row / 2, place.head, place.token);
+            const int64_t which = row % shape.states, sample = place.first + row / shape.states;
+            const State* from = states.at<State>(which, sample, place.head, place.token);
+            State* to = out.at<State>(which, sample, place.head, place.token);
             std::copy(from + width, from + shape.head_dim, to + width);
         }
         scratch.states.start(states, place);
@@ -251,7 +262,7 @@ bool outer_products(const Shape& shape, const Pair& gradients, const Pair& state
                     const Shared* rotation, int threads) {
     const int64_t numel = shape.size * shape.size;
     // For few states it is cheaper to rotate each of them back: (Σ g rᵀ) R = Σ g (Rᵀ r)ᵀ.
-    const bool by_states = rotation && 2 * shape.samples() < Rows::SIZE;
+    const bool by_states = rotation && shape.rows() < Rows::SIZE;
     const auto compute = [&](int64_t work, OuterScratch<Rows>& scratch) {
         const Place place(work, shape);
         scratch.gradients.start(gradients, place);

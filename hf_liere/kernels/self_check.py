@@ -163,7 +163,7 @@ class Example:
         rounding, tiny = torch.finfo(self.case.dtype).eps, torch.finfo(self.case.dtype).tiny
         for inverse in (False, True):
             matrices = self.matrices.transpose(-1, -2) if inverse else self.matrices
-            found = _results(apply_rotation, query, key, rotation, inverse, samples=samples)
+            found = _results(apply_rotation, (query, key), rotation, inverse, samples=samples)
             for rotated, states in zip(found, (self.query, self.key)):
                 # A sum of n products in float32 errs by at most n·ε of the sum of their absolute values. The result is
                 # rounded to the type, by ε/2, and so is a matrix; what is below the smallest normal number errs more.

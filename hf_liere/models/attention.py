@@ -1,6 +1,6 @@
 """Attention whose queries and keys are rotated by the position of their token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -91,30 +91,46 @@ class LieREAttention(nn.Module):
         )
         return self.o_proj(attended.reshape(*input_shape, -1)), weights
 
-    @torch.no_grad()
     def fold(self, basis: torch.Tensor) -> None:
-        """
-        Put the query and key weights into the eigenbasis of their rotations, permanently; the channels that odd
-        blocks leave without a plane go to the end of a head.
+        """[`fold_into`] the query and key projections."""
+        fold_into((self.q_proj, self.k_proj), basis)
 
-        Raises:
-            ValueError: if a projection computes anything but its weight and bias, see [`LieREAttention`].
-        """
-        for projection in (self.q_proj, self.k_proj):
-            if obstacle := _obstacle(projection):
-                raise ValueError(
-                    f"Rotations fold into plain linear layers, not into {obstacle}: merge adapters, make pruning and "
-                    "parametrizations permanent and remove hooks first; quantize, offload and shard afterwards."
-                )
-        blocks, size = basis.shape[1], basis.shape[-1]
-        channels = torch.arange(blocks * size, device=basis.device).view(blocks, size)
-        in_planes = size - size % 2
-        order = torch.cat([channels[:, :in_planes].flatten(), channels[:, in_planes:].flatten()])
-        for projection in (self.q_proj, self.k_proj):
-            for parameter in (projection.weight, projection.bias):
-                if parameter is not None:
-                    changed = to_basis(parameter, basis)
-                    parameter.copy_(changed.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1))
+
+def check_foldable(projections: Iterable[nn.Module]) -> None:
+    """Raises `ValueError` if a projection computes anything but its weight and bias, see [`LieREAttention`]."""
+    for projection in projections:
+        if obstacle := _obstacle(projection):
+            raise ValueError(
+                f"Rotations fold into plain linear layers, not into {obstacle}: merge adapters, make pruning and "
+                "parametrizations permanent and remove hooks first; quantize, offload and shard afterwards."
+            )
+
+
+@torch.no_grad()
+def fold_into(projections: Sequence[nn.Module], basis: torch.Tensor) -> None:
+    """
+    Put the weights of query and key projections into the eigenbasis of their rotations, permanently; the channels that
+    odd blocks leave without a plane go to the end of a head.
+
+    Args:
+        projections: Linear layers to (heads · head_dim) channels.
+        basis: (1 or key heads, blocks, b, b); every key head is that of as many neighbouring query heads.
+
+    Raises:
+        ValueError: as [`check_foldable`].
+    """
+    check_foldable(projections)
+    key_heads, blocks, size, _ = basis.shape
+    channels = torch.arange(blocks * size, device=basis.device).view(blocks, size)
+    in_planes = size - size % 2
+    order = torch.cat([channels[:, :in_planes].flatten(), channels[:, in_planes:].flatten()])
+    for projection in projections:
+        heads = projection.out_features // len(order)
+        basis_of_heads = basis if key_heads == 1 else basis.repeat_interleave(heads // key_heads, dim=0)
+        for parameter in (projection.weight, projection.bias):
+            if parameter is not None:
+                changed = to_basis(parameter, basis_of_heads)
+                parameter.copy_(changed.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1))
 
 
 def _project(projection: nn.Module, hidden_states: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:

@@ -20,6 +20,7 @@ logger = logging.get_logger(__name__)
 
 # All layers at once take fewer calls, but the rotations of LieRE64 with ViT-B at 3,136 tokens need 7.4 GB.
 ALL_LAYERS_BYTES = 1 << 30
+ALL_LAYERS = slice(None)
 
 
 class RotaryEncoding(nn.Module):
@@ -70,19 +71,30 @@ class RotaryEncoding(nn.Module):
         """
         raise NotImplementedError
 
-    def forward(self, positions: TokenPositions, states: torch.dtype | None = None) -> Iterable[Rotation]:
+    def forward(
+        self, positions: TokenPositions, states: torch.dtype | None = None, layer: int | None = None
+    ) -> Iterable[Rotation]:
         """
         One rotation per layer for all tokens; inference keeps those of the last grids, see [`RotationCache`].
 
         Args:
             states: Type of the queries and keys that will be rotated, float32 if `None`: half types need no better
                 rotations than they can hold, see [`exponential.block_rotations`].
+            layer: Compute only the rotation of this layer.
         """
+        if layer is not None:
+            return [next(iter(self.layer_rotations(positions, states, self._generators_of(layer))))]
         return self.cache.rotations(self, positions, states)
 
-    def layer_rotations(self, positions: TokenPositions, states: torch.dtype | None = None) -> Iterable[Rotation]:
-        """The rotations that `forward` returns, in the form that attention applies fastest."""
-        return self.rotations_from(positions, self.entries(positions.coordinates.device), states)
+    def _generators_of(self, layer: int) -> slice:
+        """The generators of a layer among those of all."""
+        return slice(layer, layer + 1) if self.layers > 1 else ALL_LAYERS
+
+    def layer_rotations(
+        self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
+    ) -> Iterable[Rotation]:
+        """The rotations that `forward` returns, for some or all layers, in the form that attention applies fastest."""
+        return self.rotations_from(positions, self.entries(positions.coordinates.device)[:, layers], states)
 
     def rotations_from(
         self, positions: TokenPositions, entries: torch.Tensor, states: torch.dtype | None, rays: Rays | None = None
@@ -188,16 +200,19 @@ class LieRE(RotaryEncoding):
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
 
-    def layer_rotations(self, positions: TokenPositions, states: torch.dtype | None = None) -> Iterable[Rotation]:
+    def layer_rotations(
+        self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
+    ) -> Iterable[Rotation]:
         """
         On a grid that starts at zero, the rotations at multiples of a position are powers, see [`exponential.Rays`].
         Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it is reached.
         """
         coordinates = positions.coordinates
-        entries = self.entries(coordinates.device)
+        entries = self.entries(coordinates.device)[:, layers]
         rays = Rays(positions.grid, positions.num_prefix_tokens) if positions.proportional else None
-        elements = self.layers * self.heads * self.num_blocks * self.block_size**2 * coordinates[..., 0].numel()
-        if self.layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
+        num_layers = entries.shape[1]
+        elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * coordinates[..., 0].numel()
+        if num_layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
             return self.rotations_from(positions, entries, states, rays)
         # Copies, because frameworks that shard parameters take them away when this module returns.
         parts = [part.clone() for part in entries.split(1, dim=1)]
@@ -231,7 +246,9 @@ class ComRoPEAxialPartition(RotaryEncoding):
         dtype = working_dtype(device)
         return self.axis_multipliers(device).to(dtype).unsqueeze(-1) * self.generators.to(dtype)
 
-    def layer_rotations(self, positions: TokenPositions, states: torch.dtype | None = None) -> list[Rotation]:
+    def layer_rotations(
+        self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
+    ) -> list[Rotation]:
         """
         Without a matrix exponential: each block is diagonalised once for all tokens.
 
@@ -240,15 +257,14 @@ class ComRoPEAxialPartition(RotaryEncoding):
             one direction outside of every plane.
         """
         if self.block_size % 2:
-            return super().layer_rotations(positions, states)
+            return super().layer_rotations(positions, states, layers)
         coordinates = positions.coordinates
         dtype, device = working_dtype(coordinates.device), coordinates.device
         batch, tokens = coordinates.shape[:-2] or (1,), coordinates.shape[-2]
         with maybe_autocast(device.type, enabled=False):
-            basis, generators, frequencies = self.spectrum(dtype)
-            multipliers = (
-                self.axis_multipliers(device).to(dtype).expand(-1, self.layers, self.heads, -1)
-            )  # (A, layers, H, blocks)
+            basis, generators, frequencies = self.spectrum(dtype, layers)
+            multipliers = self.axis_multipliers(device).to(dtype).expand(-1, self.layers, self.heads, -1)
+            multipliers = multipliers[:, layers]  # (A, layers, H, blocks)
             coordinates = coordinates.to(dtype).reshape(-1, self.num_axes)  # (B · N, A)
             phases, cos_sins = [], []
             for layer_multipliers, layer_frequencies in zip(multipliers.unbind(1), frequencies):
@@ -258,7 +274,7 @@ class ComRoPEAxialPartition(RotaryEncoding):
                 phases.append(phase.detach().transpose(1, 2).to(self.rotation_dtype))
         basis, generators = basis.to(self.rotation_dtype), generators.to(self.rotation_dtype)
         rotations = [EigenRotation(*layer) for layer in zip(cos_sins, basis, generators, phases)]
-        return rotations * (self.num_layers // self.layers)
+        return rotations * (self.num_layers // self.layers if len(rotations) == self.layers else 1)
 
     def bases(self) -> list[torch.Tensor]:
         """Eigenbasis of every layer, (1 or H, blocks, b, b) each, for `LieREAttention.fold`."""
@@ -271,13 +287,15 @@ class ComRoPEAxialPartition(RotaryEncoding):
         _, _, frequencies = self.spectrum(dtype)
         return (self.axis_multipliers(frequencies.device).to(dtype).unsqueeze(-1) * frequencies).flatten(-2)
 
-    def spectrum(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def spectrum(
+        self, dtype: torch.dtype, layers: slice = ALL_LAYERS
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Eigenbasis U, UᵀSU and frequencies μ of the one matrix S of every block, in `dtype`, see
         [`lie_algebra.eigenbasis`]: (layers or 1, heads or 1, blocks, b, b) twice and (layers or 1, heads or 1, blocks,
         ⌊b/2⌋).
         """
-        generators = skew(self.generators.to(dtype), self.block_size)
+        generators = skew(self.generators[layers].to(dtype), self.block_size)
         basis = eigenbasis(generators.detach())
         generators = basis.transpose(-1, -2) @ generators @ basis
         planes = range(0, self.block_size - 1, 2)

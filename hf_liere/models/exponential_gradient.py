@@ -139,6 +139,7 @@ class GradientMoments:
         axes, _, _, size, _ = generators.shape
         self.coefficients = derivative_coefficients(largest_norm(axes), self.dtype)
         self.levels = [_powers(axes, degree + 1) for degree in range(len(self.coefficients))]
+        self.raised = [_raised(axes, degree) for degree in range(1, len(self.levels))]
         powers = torch.tensor([powers for level in self.levels for powers in level], device=generators.device)
         # Powers of coordinates of at most 1 do not overflow.
         largest = torch.cat([coordinates.new_zeros(1, axes), coordinates]).abs().amax(0)
@@ -154,8 +155,7 @@ class GradientMoments:
         generators = (self.generators * scales).to(self.dtype)
         scales = scales.to(self.dtype)
         if backend := find_backend("moments_gradient", generators, size):
-            raised = [_raised(axes, degree) for degree in range(1, len(self.levels))]
-            return backend.moments_gradient(generators, self.moments, self.coefficients, raised) * scales
+            return backend.moments_gradient(generators, self.moments, self.coefficients, self.raised) * scales
         generators = generators.flatten(1, 2)
         moments = self.moments.unflatten(2, (blocks, -1)).transpose(1, 2).flatten(0, 1)
         step = max(1, SLICE_ELEMENTS // (moments.shape[1] * size**2))
@@ -186,7 +186,7 @@ class GradientMoments:
             # The part above the diagonal; its negative transpose is added below.
             half = (levels[degree - 1] * self.coefficients[degree - 1]).flatten(2)
             if total is not None:
-                for generator, places in zip(generators, _raised(axes, degree)):
+                for generator, places in zip(generators, self.raised[degree - 1]):
                     # One product for all monomials, whose matrices are side by side.
                     half.baddbmm_(generator, _take(total, places).flatten(2))
             half = half.view(blocks, size, -1, size)

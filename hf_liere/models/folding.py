@@ -30,9 +30,11 @@ class FoldedLieRE(LieRE):
             shape = (self.layers, tokens, self.heads, self.num_blocks, self.block_size, self.block_size)
             self.grids[grid_name(grid)] = self.new_parameter(*shape).requires_grad_(False)
 
-    def forward(self, positions: TokenPositions, states: torch.dtype | None = None) -> Iterable[Rotation]:
-        if positions.grid is None or grid_name(positions.grid) not in self.grids:
-            return super().forward(positions, states)
+    def forward(
+        self, positions: TokenPositions, states: torch.dtype | None = None, layer: int | None = None
+    ) -> Iterable[Rotation]:
+        if layer is not None or positions.grid is None or grid_name(positions.grid) not in self.grids:
+            return super().forward(positions, states, layer)
         # from_pretrained makes every parameter trainable; constants must not be.
         layers = self.grids[grid_name(positions.grid)].detach()  # (layers, N, heads or 1, blocks, b, b)
         rotations = [BlockRotation(layer.transpose(0, 1).unsqueeze(0)) for layer in layers]

@@ -26,17 +26,31 @@ def rotate_planes(
     generators: torch.Tensor | None = None,
     phases: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, H, N, D) query and key by (1 or B, 1 or H, N, planes, 2) cos and sin; others as in `EigenRotation`."""
+    """
+    (B, H, N, D) query and key by (1 or B, 1 or H, N, planes, 2) cos and sin; others as in `EigenRotation`. A `key` of
+    shape (0, H, N, D) is none.
+    """
     if in_portable_graph():
-        return _planes_of((query, key), cos_sin, portable=True)
+        return _completed(_planes_of(_present(query, key), cos_sin, portable=True), key)
     return _rotate_planes(query, key, cos_sin, generators, phases, False)
 
 
 def rotate_blocks(query: torch.Tensor, key: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, H, N, D) query and key by (1 or B, 1 or H, N, blocks, b, b) matrices."""
+    """(B, H, N, D) query and key by (1 or B, 1 or H, N, blocks, b, b) matrices, as [`rotate_planes`]."""
     if in_portable_graph():
-        return _blocks_of((query, key), blocks)
+        return _completed(_blocks_of(_present(query, key), blocks), key)
     return _rotate_blocks(query, key, blocks, False)
+
+
+def _present(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Query and key, or the query alone where the key has no samples."""
+    return (query, key) if key.shape[0] else (query,)
+
+
+def _completed(states: tuple[torch.Tensor, ...], key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results for [`_present`] states, and for a key without samples."""
+    # An operator must not return what it was given.
+    return states if len(states) == 2 else (*states, torch.empty_like(key))
 
 
 def _empty_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -67,7 +81,7 @@ def _rotate_planes_backward(query_gradient, key_gradient, query, key, cos_sin, g
     Gradients of query, key, cos and sin, and of the generators where these are given; `query` and `key` are the rotated
     ones. That of cos and sin is the gradient of the angles.
     """
-    gradients, states = (query_gradient, key_gradient), (query, key)
+    gradients, states = _present(query_gradient, key_gradient), _present(query, key)
     (cos, sin), generators_gradient = cos_sin.unbind(-1), cos_sin.new_empty(0)
     if generators is None:
         *rotated_back, by_angle = planes_backward(gradients, states, cos_sin)
@@ -78,7 +92,8 @@ def _rotate_planes_backward(query_gradient, key_gradient, query, key, cos_sin, g
         by_angle = by_angle.reshape(cos.shape).to(cos.dtype)
     # Along (−sin, cos), the direction in which cos and sin change with the angle.
     cos_sin_gradient = torch.stack([-sin * by_angle, cos * by_angle], dim=-1)
-    like = *gradients, cos_sin, generators_gradient if generators is None else generators
+    like = query_gradient, key_gradient, cos_sin, generators_gradient if generators is None else generators
+    rotated_back = _completed(tuple(rotated_back), key_gradient)
     return _laid_out_as((*rotated_back, cos_sin_gradient, generators_gradient), like)
 
 
@@ -88,11 +103,11 @@ def _rotate_planes_backward(query_gradient, key_gradient, query, key, cos_sin, g
 )
 def _rotate_blocks_backward(query_gradient, key_gradient, query, key, blocks):
     """Gradients of query, key and blocks; `query` and `key` are the rotated ones."""
-    gradients = query_gradient, key_gradient
+    gradients = _present(query_gradient, key_gradient)
     # g qᵀ with q = Rᵀ r, r being the rotated state.
-    outer = outer_products(gradients, (query, key), blocks.shape[:4], blocks.shape[-1], blocks)
-    results = *_apply_blocks(gradients, blocks, inverse=True), outer.to(blocks.dtype)
-    return _laid_out_as(results, (*gradients, blocks))
+    outer = outer_products(gradients, _present(query, key), blocks.shape[:4], blocks.shape[-1], blocks)
+    rotated_back = _completed(_apply_blocks(gradients, blocks, inverse=True), key_gradient)
+    return _laid_out_as((*rotated_back, outer.to(blocks.dtype)), (query_gradient, key_gradient, blocks))
 
 
 def _save_rotated(ctx, inputs, output):
@@ -128,7 +143,7 @@ def _blocks_gradients(ctx, *gradients):
 )
 def _rotate_planes(query, key, cos_sin, generators, phases, inverse):
     """Query and key by [`rotation.PlaneRotation`] or [`rotation.EigenRotation`], or by its inverse."""
-    return _laid_out_as(_apply_planes((query, key), cos_sin, inverse), (query, key))
+    return _laid_out_as(_completed(_apply_planes(_present(query, key), cos_sin, inverse), key), (query, key))
 
 
 @operator(
@@ -139,20 +154,20 @@ def _rotate_planes(query, key, cos_sin, generators, phases, inverse):
 )
 def _rotate_blocks(query, key, blocks, inverse):
     """Query and key by [`rotation.BlockRotation`], or by its inverse."""
-    return _laid_out_as(_apply_blocks((query, key), blocks, inverse), (query, key))
+    return _laid_out_as(_completed(_apply_blocks(_present(query, key), blocks, inverse), key), (query, key))
 
 
-def _apply_planes(states, cos_sin: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def _apply_planes(states, cos_sin: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, ...]:
     if backend := find_backend("apply_rotation", states[0], 2):
-        return backend.apply_rotation(*states, cos_sin, inverse)
+        return backend.apply_rotation(states, cos_sin, inverse)
     if inverse:
         cos_sin = cos_sin * cos_sin.new_tensor([1.0, -1.0])
     return _planes_of(states, cos_sin)
 
 
-def _apply_blocks(states, blocks: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def _apply_blocks(states, blocks: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, ...]:
     if backend := find_backend("apply_rotation", states[0], blocks.shape[-1]):
-        return backend.apply_rotation(*states, blocks, inverse)
+        return backend.apply_rotation(states, blocks, inverse)
     if blocks.shape[0] == 1:
         return _shared_blocks_of(states, blocks, inverse)
     return _blocks_of(states, blocks.transpose(-1, -2) if inverse else blocks)
@@ -233,8 +248,8 @@ def block_rows(states: torch.Tensor, size: int) -> torch.Tensor:
     return states.unflatten(-1, (-1, size)).permute(2, 1, 3, 0, 4).flatten(0, 2)
 
 
-def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query and key, and [`angle_gradients`]."""
+def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Gradients of the states, and [`angle_gradients`]."""
     if backend := find_backend("planes_backward", rotated[0], 2):
         *rotated_back, by_angle = backend.planes_backward(gradients, rotated, cos_sin)
         return *rotated_back, by_angle.to(cos_sin.dtype)

@@ -149,6 +149,11 @@ def check_positions(
             f"positions of shape {tuple(positions.shape)} do not match the input: accepted are {accepted[0]} (patches, "
             f"axes) and {accepted[1]} (batch, patches, axes), {prefix if num_prefix_tokens else 'patch tokens only'}."
         )
+    check_coordinates(positions)
+
+
+def check_coordinates(positions: torch.Tensor) -> None:
+    """Raises `ValueError` if `positions` given by the user are not floating point, or not finite."""
     if not positions.is_floating_point():
         raise ValueError(f"positions are {positions.dtype}; a floating point type is needed.")
     if not values_are_unknown(positions) and not torch.isfinite(positions).all():

@@ -44,6 +44,14 @@ class PlaneRotation(NamedTuple):
     def num_tokens(self) -> int:
         return self.cos_sin.shape[2]
 
+    def num_samples(self) -> int:
+        """Of rotations: 1 where all samples share them."""
+        return self.cos_sin.shape[0]
+
+    def repeat_samples(self, times: int) -> "PlaneRotation":
+        """The rotations of every sample `times` times, one after the other."""
+        return PlaneRotation(self.cos_sin.repeat_interleave(times, 0))
+
     def num_planes(self) -> int:
         """Planes of a head that are rotated elementwise, without products of matrices."""
         return self.cos_sin.shape[3]
@@ -80,6 +88,14 @@ class BlockRotation(NamedTuple):
 
     def num_tokens(self) -> int:
         return self.blocks.shape[2]
+
+    def num_samples(self) -> int:
+        """As [`PlaneRotation.num_samples`]."""
+        return self.blocks.shape[0]
+
+    def repeat_samples(self, times: int) -> "BlockRotation":
+        """As [`PlaneRotation.repeat_samples`]."""
+        return BlockRotation(self.blocks.repeat_interleave(times, 0))
 
     def num_planes(self) -> int:
         """0: blocks are multiplied as matrices."""
@@ -120,14 +136,7 @@ class EigenRotation(NamedTuple):
 
         Exactly the same numbers where U is the identity.
         """
-        batch, heads, tokens, width = states.shape
-        _, blocks, size, _ = self.basis.shape
-        with maybe_autocast(states.device.type, enabled=False):
-            # One product per head and block, with all tokens of all samples as rows.
-            rows = states.unflatten(-1, (blocks, size)).permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
-            basis = self.basis.to(states.dtype).expand(heads, blocks, size, size).flatten(0, 1)  # (H·blocks, b, b)
-            changed = torch.bmm(rows, basis).view(heads, blocks, batch, tokens, size).permute(2, 3, 0, 1, 4)
-        return changed.reshape(batch, tokens, heads, width).transpose(1, 2)
+        return _in_basis(states, self.basis)
 
     def to(self, *args, **kwargs) -> "EigenRotation":
         """As [`PlaneRotation.to`]."""
@@ -135,6 +144,15 @@ class EigenRotation(NamedTuple):
 
     def num_tokens(self) -> int:
         return self.cos_sin.shape[2]
+
+    def num_samples(self) -> int:
+        """As [`PlaneRotation.num_samples`]."""
+        return self.cos_sin.shape[0]
+
+    def repeat_samples(self, times: int) -> "EigenRotation":
+        """As [`PlaneRotation.repeat_samples`]."""
+        of_samples = {"cos_sin": self.cos_sin, "phases": self.phases}
+        return self._replace(**{name: x.repeat_interleave(times, 0) for name, x in of_samples.items() if x is not None})
 
     def num_planes(self) -> int:
         return self.cos_sin.shape[3]
@@ -153,8 +171,51 @@ class EigenRotation(NamedTuple):
         return basis @ rotations @ basis.transpose(-1, -2)
 
 
+def _in_basis(states: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """Uᵀ applied to (B, H, N, D) states, U of shape (1 or H, blocks, b, b)."""
+    batch, heads, tokens, width = states.shape
+    _, blocks, size, _ = basis.shape
+    with maybe_autocast(states.device.type, enabled=False):
+        # One product per head and block, with all tokens of all samples as rows.
+        rows = states.unflatten(-1, (blocks, size)).permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
+        basis = basis.to(states.dtype).expand(heads, blocks, size, size).flatten(0, 1)  # (H·blocks, b, b)
+        changed = torch.bmm(rows, basis).view(heads, blocks, batch, tokens, size).permute(2, 3, 0, 1, 4)
+    return changed.reshape(batch, tokens, heads, width).transpose(1, 2)
+
+
 Rotation = PlaneRotation | BlockRotation | EigenRotation
 ROTATIONS = {kind.__name__: kind for kind in (PlaneRotation, BlockRotation, EigenRotation)}
+
+
+def rotate_pair(rotation: Rotation, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """R(p) q and R(p) k as [`PlaneRotation.rotate`], in the basis of the model for every class of rotations."""
+    if rotation.basis is None:
+        return rotation.rotate(query, key)
+    # Half types would round the states twice more.
+    wide = torch.promote_types(query.dtype, torch.float32)
+    rotated = rotation.rotate(*(_in_basis(states.to(wide), rotation.basis) for states in (query, key)))
+    back = rotation.basis.transpose(-1, -2)
+    return tuple(_in_basis(states, back).to(query.dtype) for states in rotated)
+
+
+def rotate_one(rotation: Rotation, states: torch.Tensor, heads: int) -> torch.Tensor:
+    """
+    R(p) x of queries or keys by themselves, in the basis of the model.
+
+    Args:
+        states: (B, G · heads, N, D); G neighbouring heads share a rotation.
+        heads: Number of heads for which there may be rotations.
+
+    Returns:
+        The same shape and type.
+    """
+    batch, groups = states.shape[0], states.shape[1] // heads
+    if groups > 1:
+        # Heads that share a rotation are rotated as samples that do.
+        states = states.unflatten(1, (heads, groups)).transpose(1, 2).flatten(0, 1)  # (B · G, heads, N, D)
+        rotation = rotation if rotation.num_samples() == 1 else rotation.repeat_samples(groups)
+    rotated, _ = rotate_pair(rotation, states, states[:0])
+    return rotated if groups == 1 else rotated.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
 
 
 def to_basis(projected: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
