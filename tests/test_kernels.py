@@ -283,7 +283,7 @@ def compile_for_cuda(capability, pointer, head_dim, count):
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("head_dim, count", [(64, 1), (triton_kernels.MAX_HEAD_DIM, 2)])
 def test_kernels_compile_for_cuda(capability, pointer, head_dim, count):
-    """For one state and for two, down to machine code, which needs no GPU, and within the shared memory that a block has there."""
+    """For one state and for two, down to machine code and within the shared memory of a block; this needs no GPU."""
     pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
     # Where a kernel was interpreted, older releases of Triton leave the interpreter's functions to the compiler.
     code = f"import test_kernels; test_kernels.compile_for_cuda({capability}, {pointer!r}, {head_dim}, {count})"
