@@ -10,7 +10,14 @@ from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
 from transformers.utils import logging
 
-from .validation import FORMAT_VERSION, PLANAR_ENCODINGS, ROTARY_ENCODINGS, check_architecture, check_pixels
+from .validation import (
+    FORMAT_VERSION,
+    PLANAR_ENCODINGS,
+    ROTARY_ENCODINGS,
+    check_architecture,
+    check_pixels,
+    check_tokens,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -322,6 +329,59 @@ class LieREVideoConfig(LieREPixelConfig):
     @property
     def input_shape(self) -> tuple[int, ...]:
         return (self.num_frames, *pair("image_size", self.image_size))
+
+
+@strict
+class LieRETokensConfig(LieREConfig):
+    r"""
+    Configuration of the models of tokens that have positions: points, steps of a series, detections, patches of any
+    origin. See [`LieREConfig`] for the transformer and its position encoding.
+
+    `position_encoding="absolute"` is a table that is read at coordinates and needs `position_table_size`. For the
+    indices 0 … n − 1 of a series, `position_table_size=[n]` with `position_scale=1 / (n - 1)` has one entry per index.
+
+    Args:
+        feature_size (`int`, defaults to 1): Number of features of a token.
+        num_axes (`int`, defaults to 1): Number of axes of a position, 1 … 6.
+        position_scale (`float` or `list[float]`, defaults to 1.0):
+            What positions are multiplied by to become the coordinates of the encoding, one factor for all axes or one
+            for each. The generators of LieRE and ComRoPE start from rotations that suit coordinates from 0 to 1, those
+            of RoPE from ones that suit coordinates that count tokens; a table is read from 0 to 1.
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`], and for fields of images and videos.
+    """
+
+    model_type = "liere_tokens"
+
+    feature_size: int = 1
+    num_axes: int = 1
+    position_scale: float | int | list[float | int] | tuple[float | int, ...] = 1.0
+
+    _auto_map = {
+        "AutoConfig": "configuration_liere.LieRETokensConfig",
+        "AutoModel": "modeling_liere_tokens.LieRETokensModel",
+        "AutoModelForSequenceClassification": "modeling_liere_tokens.LieRETokensForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_liere_tokens.LieRETokensForTokenClassification",
+    }
+
+    @property
+    def axis_scales(self) -> tuple[float, ...]:
+        """`position_scale` of each axis."""
+        scale = self.position_scale
+        return (scale,) * self.num_axes if isinstance(scale, (int, float)) else tuple(scale)
+
+    def validate_architecture(self):
+        """As [`LieREConfig.validate_architecture`]."""
+        check_architecture(self)
+        check_tokens(self)
+        others = {field.name for field in dataclasses.fields(LieREVideoConfig)}
+        others -= {field.name for field in dataclasses.fields(self)}
+        if given := sorted(name for name in others if hasattr(self, name)):
+            raise ValueError(
+                f"{', '.join(given)}: fields of images and videos have no meaning for tokens, which have "
+                "feature_size, num_axes and position_scale."
+            )
 
 
 def pair(name: str, value: int | list[int] | tuple[int, ...]) -> tuple[int, int]:

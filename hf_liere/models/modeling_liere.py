@@ -156,7 +156,12 @@ class LieREEncoderModel(LieREPreTrainedModel):
         check_positions(coordinates, batch_size, num_tokens, config.num_axes, placed)
         prefix_coordinate = config.prefix_coordinate if placed else 0.0
         has_prefix = coordinates.shape[-2] > num_tokens
+        coordinates = self.scaled(coordinates)
         return of_coordinates(coordinates, config.num_prefix_tokens, None if has_prefix else prefix_coordinate)
+
+    def scaled(self, positions: torch.Tensor) -> torch.Tensor:
+        """(…, N, A) positions as the user gives them → coordinates of the encoding: the same."""
+        return positions
 
     @property
     def _prefix_is_placed(self) -> bool:

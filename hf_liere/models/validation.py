@@ -11,12 +11,14 @@ ROTARY_ENCODINGS = (*PLANAR_ENCODINGS, "liere", *COMMUTING_ENCODINGS)
 FLOAT32_MAX = 3.4028234e38
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim")
 INPUT_SIZES = ("num_channels", "feature_size")
+MAX_AXES = 6
 RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
 SCALES = ("position_perturbation", "layer_norm_eps", "rotary_init_scale")
 # Fields, where a configuration has them, which values they accept, and how a message says so. Other rules decide where
 # `None` is accepted.
 RANGES = (
     ((*SIZES, *INPUT_SIZES, "classifier_hidden_size"), lambda value: value >= 1, "be at least 1"),
+    (("num_axes",), lambda value: 1 <= value <= MAX_AXES, f"lie in 1 … {MAX_AXES}"),
     (("num_register_tokens",), lambda value: value >= 0, "be at least 0"),
     (RATES, lambda value: 0 <= value < 1, "lie in [0, 1)"),
     (("initializer_range", "rope_theta"), lambda value: 0 < value <= FLOAT32_MAX, "be positive and finite in float32"),
@@ -91,6 +93,37 @@ def check_pixels(config) -> None:
         raise ValueError(
             f"position_perturbation={config.position_perturbation} is for training, "
             f"folded_grids={config.folded_grids} for inference."
+        )
+
+
+def check_tokens(config) -> None:
+    """
+    Args:
+        config: A [`LieRETokensConfig`] that [`check_architecture`] accepts.
+
+    Raises:
+        ValueError: if the fields of positions do not fit the encoding or each other.
+    """
+    if len(config.axis_scales) != config.num_axes or not all(0 < scale <= FLOAT32_MAX for scale in config.axis_scales):
+        raise ValueError(
+            f"position_scale={config.position_scale} must be one number above 0 that is finite in float32, or "
+            f"{config.num_axes} of them, one per axis."
+        )
+    if config.use_absolute_position_embeddings and config.position_table_size is None:
+        raise ValueError(
+            "Tokens have no grid to learn a table for: use_absolute_position_embeddings=True, which "
+            f"position_encoding='absolute' implies, needs position_table_size, {config.num_axes} numbers of entries, "
+            "one per axis, of a table that is read at coordinates from 0 to 1."
+        )
+    if not config.uses_positions and any(scale != 1 for scale in config.axis_scales):
+        raise ValueError(
+            f"position_scale={config.position_scale} would do nothing with "
+            f"position_encoding={config.position_encoding!r}."
+        )
+    if config.folded_grids is not None and config.position_encoding == "liere" and config.block_size > 2:
+        raise ValueError(
+            f"folded_grids={config.folded_grids}: liere with block_size={config.block_size} has rotations to keep for "
+            "grids only, and tokens have none; accepted: None."
         )
 
 
