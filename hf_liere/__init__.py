@@ -2,12 +2,17 @@
 
 from . import kernels  # noqa: F401 (registers itself)
 from .auto import register
-from .models.configuration_liere import LieREVideoConfig, LieREViTConfig
+from .models.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from .models.modeling_liere import (
     LieREViTBackbone,
     LieREViTForImageClassification,
     LieREViTForMaskedImageModeling,
     LieREViTModel,
+)
+from .models.modeling_liere_tokens import (
+    LieRETokensForSequenceClassification,
+    LieRETokensForTokenClassification,
+    LieRETokensModel,
 )
 from .models.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from .models.rotary_embedding import LieRotaryEmbedding
@@ -21,6 +26,10 @@ register()
 
 __all__ = [
     "__version__",
+    "LieRETokensConfig",
+    "LieRETokensForSequenceClassification",
+    "LieRETokensForTokenClassification",
+    "LieRETokensModel",
     "LieREVideoConfig",
     "LieREVideoForVideoClassification",
     "LieREVideoModel",

@@ -10,18 +10,25 @@ from transformers import (
     AutoModel,
     AutoModelForImageClassification,
     AutoModelForMaskedImageModeling,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoModelForVideoClassification,
     AutoModelForZeroShotImageClassification,
     AutoVideoProcessor,
 )
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from .models.configuration_liere import LieREVideoConfig, LieREViTConfig
+from .models.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from .models.modeling_liere import (
     LieREViTBackbone,
     LieREViTForImageClassification,
     LieREViTForMaskedImageModeling,
     LieREViTModel,
+)
+from .models.modeling_liere_tokens import (
+    LieRETokensForSequenceClassification,
+    LieRETokensForTokenClassification,
+    LieRETokensModel,
 )
 from .models.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from .models.modeling_patched import (
@@ -49,6 +56,11 @@ MODELS = {
     LieREVideoConfig: {
         AutoModel: LieREVideoModel,
         AutoModelForVideoClassification: LieREVideoForVideoClassification,
+    },
+    LieRETokensConfig: {
+        AutoModel: LieRETokensModel,
+        AutoModelForSequenceClassification: LieRETokensForSequenceClassification,
+        AutoModelForTokenClassification: LieRETokensForTokenClassification,
     },
     RotaryCLIPConfig: {
         AutoModel: RotaryCLIPModel,

@@ -45,11 +45,15 @@ backbone = importlib.import_module(f"{PACKAGE}.test_backbone_common")
 configuration = importlib.import_module(f"{PACKAGE}.test_configuration_common")
 
 # By these tables the tests know which inputs and which loss a model has.
-modeling_auto.MODEL_MAPPING_NAMES.update(liere_vit="LieREViTModel", liere_video="LieREVideoModel")
+modeling_auto.MODEL_MAPPING_NAMES.update(
+    liere_vit="LieREViTModel", liere_video="LieREVideoModel", liere_tokens="LieRETokensModel"
+)
 modeling_auto.MODEL_FOR_BACKBONE_MAPPING_NAMES["liere_vit"] = "LieREViTBackbone"
 modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES["liere_vit"] = "LieREViTForImageClassification"
 modeling_auto.MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING_NAMES["liere_vit"] = "LieREViTForMaskedImageModeling"
 modeling_auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES["liere_video"] = "LieREVideoForVideoClassification"
+modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["liere_tokens"] = "LieRETokensForSequenceClassification"
+modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES["liere_tokens"] = "LieRETokensForTokenClassification"
 
 
 class ImageModelTester:
@@ -88,6 +92,36 @@ class VideoModelTester(ImageModelTester):
     num_patches = 16
 
 
+class TokensModelTester:
+    """As [`ImageModelTester`], for points in three dimensions."""
+
+    config_class = hf_liere.LieRETokensConfig
+    batch_size = 2
+    seq_length = 7
+    hidden_size = 48
+    num_hidden_layers = 2
+    num_attention_heads = 2
+    is_training = True
+
+    def __init__(self, encoding: dict):
+        self.encoding = encoding | {"num_axes": 3}
+        if encoding["position_encoding"] == "absolute":
+            self.encoding["position_table_size"] = [3, 3, 3]
+        # The class token comes before the tokens.
+        self.encoder_seq_length = self.key_length = 1 + self.seq_length
+
+    def get_config(self):
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        fields = {name: getattr(self, name) for name in names}
+        return self.config_class(**fields, feature_size=5, intermediate_size=64, num_labels=3, **self.encoding)
+
+    def prepare_config_and_inputs_for_common(self):
+        features, positions = torch.randn(self.batch_size, self.seq_length, 5), torch.rand(self.seq_length, 3)
+        mask = torch.ones(self.batch_size, self.seq_length, dtype=torch.long)
+        inputs = {"inputs_embeds": features, "positions": positions.repeat(self.batch_size, 1, 1)}
+        return self.get_config(), inputs | {"attention_mask": mask}
+
+
 class ModelTests(modeling.ModelTesterMixin):
     # There are no token embeddings.
     test_resize_embeddings = False
@@ -96,7 +130,9 @@ class ModelTests(modeling.ModelTesterMixin):
         """As transformers' own image models have it: what embeds patches is no `nn.Embedding`."""
         for model_class in self.all_model_classes:
             model = model_class(self.model_tester.get_config())
-            self.assertIs(model.get_input_embeddings(), model.base_model.embeddings.patch_embeddings)
+            self.assertIs(
+                model.get_input_embeddings(), getattr(model.base_model.embeddings, model_class._input_embed_layer)
+            )
             self.assertIsNone(model.get_output_embeddings())
 
     def test_config(self):
@@ -125,6 +161,26 @@ class VideoTests(ModelTests):
     all_model_classes = (hf_liere.LieREVideoModel, hf_liere.LieREVideoForVideoClassification)
 
 
+class TokensTests(ModelTests):
+    make_model_tester = TokensModelTester
+    additional_model_inputs = ["positions"]
+    # This test enlarges a vocabulary; there is none.
+    test_mismatched_shapes = False
+    all_model_classes = (
+        hf_liere.LieRETokensModel,
+        hf_liere.LieRETokensForSequenceClassification,
+        hf_liere.LieRETokensForTokenClassification,
+    )
+
+    @unittest.skip("The features are no embeddings of token ids.")
+    def test_inputs_embeds(self):
+        pass
+
+    @unittest.skip("The features are no embeddings of token ids.")
+    def test_inputs_embeds_matches_input_ids(self):
+        pass
+
+
 class BackboneTests(backbone.BackboneTesterMixin):
     make_model_tester = ImageModelTester
     config_class = hf_liere.LieREViTConfig
@@ -139,5 +195,5 @@ def _test_class(name: str, tests: type, encoding: dict) -> type:
 
 
 for _encoding, _fields in ENCODINGS.items():
-    for _kind, _tests in zip(KINDS, (ImageTests, VideoTests, BackboneTests)):
+    for _kind, _tests in zip(KINDS, (ImageTests, VideoTests, BackboneTests, TokensTests)):
         globals()[f"{_encoding}_{_kind}"] = _test_class(f"{_encoding}_{_kind}", _tests, _fields)

@@ -24,7 +24,7 @@ ENCODINGS = {
     "comrope_ap": {"position_encoding": "comrope_ap", "block_size": 4},
     "comrope_ld": {"position_encoding": "comrope_ld", "block_size": 8},
 }
-KINDS = ("image", "video", "backbone")
+KINDS = ("image", "video", "backbone", "tokens")
 
 
 def download(folder: Path) -> None:

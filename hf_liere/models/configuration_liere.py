@@ -1,4 +1,4 @@
-"""Configurations of the LieRE image and video transformers."""
+"""Configurations of the LieRE image, video and token transformers."""
 
 import dataclasses
 import difflib
@@ -10,7 +10,14 @@ from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
 from transformers.utils import logging
 
-from .validation import FORMAT_VERSION, PLANAR_ENCODINGS, ROTARY_ENCODINGS, check_architecture
+from .validation import (
+    FORMAT_VERSION,
+    PLANAR_ENCODINGS,
+    ROTARY_ENCODINGS,
+    check_architecture,
+    check_pixels,
+    check_tokens,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -35,7 +42,8 @@ DEFAULT_ROPE_THETA = {"axial_rope": 100.0, "rope_mixed": 10.0, "liere": 10.0}
 @strict
 class LieREConfig(PreTrainedConfig):
     r"""
-    Fields of both the image and the video configuration: the transformer and its position encoding.
+    Fields of all configurations: the transformer and its position encoding. A subclass also has `num_axes`, the number
+    of axes of a position.
 
     Args:
         position_encoding (`str`, defaults to `"liere"`):
@@ -48,27 +56,14 @@ class LieREConfig(PreTrainedConfig):
             leaves the last `head_dim % block_size` channels unrotated; `comrope_ld` needs block_size to divide
             head_dim, `comrope_ap` needs block_size · axes to divide it.
         use_absolute_position_embeddings (`bool`, *optional*):
-            Whether a learned table is added to the patch embeddings. `None` means yes for `absolute` only; `True`
+            Whether a learned table is added to the embeddings. `None` means yes for `absolute` only; `True`
             puts the table beside a rotary encoding.
         position_table_size (`list[int]`, *optional*):
             `None`: the table has one entry for each patch of a training input and one for the class token. Otherwise
             the numbers of entries on each axis: every token reads a table of this size at its coordinate, with linear
             interpolation, 0 at the first and 1 at the last entry of an axis, and the border outside (ComRoPE's code).
-        position_table_resize (`str`, defaults to `"interpolate"`):
-            How the table of training patches is resized for another grid: `"interpolate"` (bicubic, trilinear for
-            video), `"antialias"` (bicubic with antialiasing, as in timm; images only) or `"truncate"` (its first
-            entries in raster order, as in LieRE's code for VisionLLaMA; larger grids are refused).
         share_heads (`bool`, defaults to `False`): One set of generators for all heads of a layer.
         share_layers (`bool`, defaults to `False`): One set of generators for all layers.
-        coordinates (`str`, *optional*):
-            The coordinate of the patch with index i on an axis of n patches that had n₀ in training: `"index"` i;
-            `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"train_index"` i·n₀/n (timm's reference
-            grid); `"unit"` (i+½)/n; `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on
-            video). `None` means `index` for the RoPE encodings, `train_grid` for `liere`, `unit` for ComRoPE, as in
-            the papers.
-        position_perturbation (`float`, defaults to 0.0):
-            σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
-            around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch.
         rotate_prefix (`bool`, defaults to `False`):
             Whether class and register tokens are rotated as tokens at `prefix_coordinate` of every axis (official
             ComRoPE) instead of not being rotated (LieRE, RoPE-Mixed).
@@ -123,9 +118,6 @@ class LieREConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     layer_norm_eps: float = 1e-6
     qkv_bias: bool = True
-    num_channels: int = 3
-    image_size: int | list[int] | tuple[int, int] = 224
-    patch_size: int | list[int] | tuple[int, int] = 16
     use_class_token: bool = True
     num_register_tokens: int = 0
     use_pre_layernorm: bool = False
@@ -139,11 +131,8 @@ class LieREConfig(PreTrainedConfig):
     block_size: int | None = None
     use_absolute_position_embeddings: bool | None = None
     position_table_size: list[int] | tuple[int, ...] | None = None
-    position_table_resize: Literal["interpolate", "antialias", "truncate"] = "interpolate"
     share_heads: bool = False
     share_layers: bool = False
-    coordinates: Literal["index", "train_grid", "train_index", "unit", "unit_width"] | None = None
-    position_perturbation: float | int = 0.0
     rotate_prefix: bool = False
     prefix_coordinate: float | int = 0.5
     rotary_init: Literal["uniform", "normal", "frequencies", "zeros"] | None = None
@@ -171,10 +160,6 @@ class LieREConfig(PreTrainedConfig):
             self.block_size = 2 if encoding in PLANAR_ENCODINGS else 8
         if self.use_absolute_position_embeddings is None:
             self.use_absolute_position_embeddings = encoding == "absolute"
-        if self.coordinates is None:
-            # A table that is read at coordinates is that of ComRoPE.
-            without_rotation = None if self.position_table_size is None else "unit"
-            self.coordinates = DEFAULT_COORDINATES.get(encoding, without_rotation)
         if self.rotary_init is None:
             self.rotary_init = DEFAULT_ROTARY_INIT.get(encoding)
         if self.rotary_init_scale is None and self.rotary_init is not None:
@@ -183,6 +168,71 @@ class LieREConfig(PreTrainedConfig):
             self.rope_theta = DEFAULT_ROPE_THETA.get(encoding)
         # save_pretrained maps only the class of the saved model, but every Auto class should load any checkpoint.
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
+        super().__post_init__(**kwargs)
+
+    @property
+    def train_grid(self) -> tuple[int, ...] | None:
+        """Number of patches per axis of a training input; `None` where tokens form no grid."""
+        return None
+
+    @property
+    def uses_positions(self) -> bool:
+        """Whether anything in the model depends on the coordinates of tokens."""
+        return self.position_encoding in ROTARY_ENCODINGS or self.position_table_size is not None
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return int(self.use_class_token) + self.num_register_tokens
+
+    @property
+    def pooled_size(self) -> int:
+        """Width of `pooler_output`."""
+        return self.hidden_size * (self.num_prefix_tokens if self.pooling == "prefix" else 1)
+
+    def validate_architecture(self):
+        """Raises `ValueError` where fields that are each well-formed do not fit together."""
+        check_architecture(self)
+
+
+@strict
+class LieREPixelConfig(LieREConfig):
+    r"""
+    Fields of both the image and the video configuration: patches of pixels on a grid. See [`LieREConfig`] for the rest.
+
+    Args:
+        num_channels (`int`, defaults to 3): Channels of the input.
+        image_size (`int` or `(int, int)`, defaults to 224): Height and width of training images, in pixels.
+        patch_size (`int` or `(int, int)`, defaults to 16): Height and width of a patch, in pixels.
+        position_table_resize (`str`, defaults to `"interpolate"`):
+            How the table of training patches is resized for another grid: `"interpolate"` (bicubic, trilinear for
+            video), `"antialias"` (bicubic with antialiasing, as in timm; images only) or `"truncate"` (its first
+            entries in raster order, as in LieRE's code for VisionLLaMA; larger grids are refused).
+        coordinates (`str`, *optional*):
+            The coordinate of the patch with index i on an axis of n patches that had n₀ in training: `"index"` i;
+            `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"train_index"` i·n₀/n (timm's reference
+            grid); `"unit"` (i+½)/n; `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on
+            video). `None` means `index` for the RoPE encodings, `train_grid` for `liere`, `unit` for ComRoPE, as in
+            the papers.
+        position_perturbation (`float`, defaults to 0.0):
+            σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
+            around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch.
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`].
+    """
+
+    num_channels: int = 3
+    image_size: int | list[int] | tuple[int, int] = 224
+    patch_size: int | list[int] | tuple[int, int] = 16
+    position_table_resize: Literal["interpolate", "antialias", "truncate"] = "interpolate"
+    coordinates: Literal["index", "train_grid", "train_index", "unit", "unit_width"] | None = None
+    position_perturbation: float | int = 0.0
+
+    def __post_init__(self, **kwargs):
+        if self.coordinates is None:
+            # A table that is read at coordinates is that of ComRoPE.
+            without_rotation = None if self.position_table_size is None else "unit"
+            self.coordinates = DEFAULT_COORDINATES.get(self.position_encoding, without_rotation)
         super().__post_init__(**kwargs)
 
     @property
@@ -204,28 +254,18 @@ class LieREConfig(PreTrainedConfig):
         """Number of patches per axis of a training input."""
         return tuple(size // patch for size, patch in zip(self.input_shape, self.patch_shape))
 
-    @property
-    def num_prefix_tokens(self) -> int:
-        return int(self.use_class_token) + self.num_register_tokens
-
-    @property
-    def pooled_size(self) -> int:
-        """Width of `pooler_output`."""
-        return self.hidden_size * (self.num_prefix_tokens if self.pooling == "prefix" else 1)
-
     def validate_architecture(self):
-        """Raises `ValueError` where fields that are each well-formed do not fit together."""
+        """As [`LieREConfig.validate_architecture`]."""
         check_architecture(self)
+        check_pixels(self)
 
 
 @strict
-class LieREViTConfig(BackboneConfigMixin, LieREConfig):
+class LieREViTConfig(BackboneConfigMixin, LieREPixelConfig):
     r"""
-    Configuration of the image models. See [`LieREConfig`] for the fields it shares with the video models.
+    Configuration of the image models. See [`LieREPixelConfig`] for the fields it shares with the video models.
 
     Args:
-        image_size (`int` or `(int, int)`, defaults to 224): Height and width of training images, in pixels.
-        patch_size (`int` or `(int, int)`, defaults to 16): Height and width of a patch, in pixels.
         apply_layernorm (`bool`, defaults to `True`): Whether the backbone normalises its feature maps.
         reshape_hidden_states (`bool`, defaults to `True`):
             Whether the backbone's feature maps are (B, hidden_size, H, W) instead of token sequences.
@@ -258,15 +298,14 @@ class LieREViTConfig(BackboneConfigMixin, LieREConfig):
 
 
 @strict
-class LieREVideoConfig(LieREConfig):
+class LieREVideoConfig(LieREPixelConfig):
     r"""
-    Configuration of the video and volume models. See [`LieREConfig`] for the fields it shares with the image models.
+    Configuration of the video and volume models. See [`LieREPixelConfig`] for the fields it shares with the image
+    models.
 
     Args:
         num_frames (`int`, defaults to 8): Frames (or slices) of a training clip.
         tubelet_size (`int`, defaults to 2): Frames (or slices) of one patch; LieRE trains UCF101 with 8 and 2.
-        image_size (`int` or `(int, int)`, defaults to 224): Height and width of training frames, in pixels.
-        patch_size (`int` or `(int, int)`, defaults to 16): Height and width of a patch, in pixels.
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`].
@@ -290,6 +329,59 @@ class LieREVideoConfig(LieREConfig):
     @property
     def input_shape(self) -> tuple[int, ...]:
         return (self.num_frames, *pair("image_size", self.image_size))
+
+
+@strict
+class LieRETokensConfig(LieREConfig):
+    r"""
+    Configuration of the models of tokens that have positions: points, steps of a series, detections, patches of any
+    origin. See [`LieREConfig`] for the transformer and its position encoding.
+
+    `position_encoding="absolute"` is a table that is read at coordinates and needs `position_table_size`. For the
+    indices 0 … n − 1 of a series, `position_table_size=[n]` with `position_scale=1 / (n - 1)` has one entry per index.
+
+    Args:
+        feature_size (`int`, defaults to 1): Number of features of a token.
+        num_axes (`int`, defaults to 1): Number of axes of a position, 1 … 6.
+        position_scale (`float` or `list[float]`, defaults to 1.0):
+            What positions are multiplied by to become the coordinates of the encoding, one factor for all axes or one
+            for each. The generators of LieRE and ComRoPE start from rotations that suit coordinates from 0 to 1, those
+            of RoPE from ones that suit coordinates that count tokens; a table is read from 0 to 1.
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`], and for fields of images and videos.
+    """
+
+    model_type = "liere_tokens"
+
+    feature_size: int = 1
+    num_axes: int = 1
+    position_scale: float | int | list[float | int] | tuple[float | int, ...] = 1.0
+
+    _auto_map = {
+        "AutoConfig": "configuration_liere.LieRETokensConfig",
+        "AutoModel": "modeling_liere_tokens.LieRETokensModel",
+        "AutoModelForSequenceClassification": "modeling_liere_tokens.LieRETokensForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_liere_tokens.LieRETokensForTokenClassification",
+    }
+
+    @property
+    def axis_scales(self) -> tuple[float, ...]:
+        """`position_scale` of each axis."""
+        scale = self.position_scale
+        return (scale,) * self.num_axes if isinstance(scale, (int, float)) else tuple(scale)
+
+    def validate_architecture(self):
+        """As [`LieREConfig.validate_architecture`]."""
+        check_architecture(self)
+        check_tokens(self)
+        others = {field.name for field in dataclasses.fields(LieREVideoConfig)}
+        others -= {field.name for field in dataclasses.fields(self)}
+        if given := sorted(name for name in others if hasattr(self, name)):
+            raise ValueError(
+                f"{', '.join(given)}: fields of images and videos have no meaning for tokens, which have "
+                "feature_size, num_axes and position_scale."
+            )
 
 
 def pair(name: str, value: int | list[int] | tuple[int, ...]) -> tuple[int, int]:

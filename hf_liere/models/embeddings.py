@@ -1,18 +1,19 @@
 """Embeddings of tokens: patches, class and register tokens, and the learned position table."""
 
+import itertools
 import math
 
 import torch
 from torch import nn
 
-from .configuration_liere import LieREConfig
+from .configuration_liere import LieREConfig, LieREPixelConfig, LieRETokensConfig
 from .positions import TokenPositions, patch_indices
 
 
 class LieREPatchEmbeddings(nn.Module):
     """Linear embedding of non-overlapping patches: (B, C, *sizes) → (B, patches, hidden_size), in raster order."""
 
-    def __init__(self, config: LieREConfig):
+    def __init__(self, config: LieREPixelConfig):
         super().__init__()
         self.num_channels = config.num_channels
         self.patch_shape = config.patch_shape
@@ -46,21 +47,21 @@ class LieREPatchEmbeddings(nn.Module):
         return self.projection(pixels.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
 
 
-class LieREEmbeddings(nn.Module):
+class LieRETokenEmbeddings(nn.Module):
     """
-    Patch embeddings with, where configured, mask token, learned table, class token and register tokens.
+    What is added to the embeddings of an input: class and register tokens, mask token and learned table. Register
+    tokens come after the class token.
 
-    Register tokens come after the class token and have no entry in the table of training patches (DINOv2's
-    convention). A table with a size of its own is read at the coordinates of every token instead.
+    A table with a size of its own is read at the coordinates of every token; another one belongs to a subclass.
+
+    Args:
+        table_length: Entries of the learned table, where there is one.
     """
 
-    def __init__(self, config: LieREConfig, use_mask_token: bool = False):
+    def __init__(self, config: LieREConfig, table_length: int, use_mask_token: bool = False):
         super().__init__()
         width = config.hidden_size
-        self.train_grid = config.train_grid
         self.table_size = None if config.position_table_size is None else tuple(config.position_table_size)
-        self.table_resize = config.position_table_resize
-        self.patch_embeddings = LieREPatchEmbeddings(config)
         self.cls_token = nn.Parameter(torch.empty(1, 1, width)) if config.use_class_token else None
         self.register_tokens = (
             nn.Parameter(torch.empty(1, config.num_register_tokens, width)) if config.num_register_tokens else None
@@ -68,11 +69,87 @@ class LieREEmbeddings(nn.Module):
         self.mask_token = nn.Parameter(torch.empty(1, 1, width)) if use_mask_token else None
         self.position_embeddings = None
         if config.use_absolute_position_embeddings:
-            length = math.prod(self.table_size or self.train_grid)
-            if self.table_size is None:
-                length += int(config.use_class_token)
-            self.position_embeddings = nn.Parameter(torch.empty(1, length, width))
+            self.position_embeddings = nn.Parameter(torch.empty(1, table_length, width))
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def coordinate_table(self, positions: torch.Tensor) -> torch.Tensor:
+        """(1 or B, N, hidden_size) values, at positions (N, A) or (B, N, A), of a table with `position_table_size`."""
+        table = self.position_embeddings[0].float()  # (entries, hidden_size), last axis fastest
+        last = positions.new_tensor(self.table_size) - 1
+        places = (positions * last).clamp(min=torch.zeros_like(last), max=last)
+        first = places.floor().clamp(max=(last - 1).clamp(min=0))
+        shares = places - first  # (…, N, A), of the entry after `first`
+        strides = [math.prod(self.table_size[axis + 1 :]) for axis in range(len(self.table_size))]
+        values = 0.0
+        # Multilinear: the corners of the cell that a position lies in.
+        for corner in itertools.product((0, 1), repeat=len(self.table_size)):
+            weights, index = 1.0, 0
+            for axis, step in enumerate(corner):
+                share, size = shares[..., axis], self.table_size[axis]
+                weights = weights * (share if step else 1 - share)
+                index = index + (first[..., axis].long() + min(step, size - 1)) * strides[axis]
+            values = values + nn.functional.embedding(index, table) * weights.unsqueeze(-1).to(table.dtype)
+        values = values if values.ndim == 3 else values.unsqueeze(0)
+        return values.to(self.position_embeddings.dtype)
+
+    def assemble(
+        self,
+        embeddings: torch.Tensor,
+        positions: TokenPositions | None = None,
+        bool_masked_pos: torch.Tensor | None = None,
+        table: torch.Tensor | None = None,
+        cls_entry: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """
+        Embeddings of an input, (B, N, hidden_size) → of all tokens, (B, prefix + N, hidden_size).
+
+        Args:
+            positions: Of all tokens.
+            bool_masked_pos: (B, N), true where the mask token replaces an embedding.
+            table: (1, N, hidden_size) and `cls_entry` (1, 1, hidden_size): what a subclass adds to these embeddings
+                and to the class token.
+
+        Raises:
+            ValueError: if embeddings are to be masked without a mask token or by a mask of another shape.
+        """
+        batch_size, num_tokens = embeddings.shape[:2]
+        if bool_masked_pos is not None and self.mask_token is None:
+            raise ValueError("bool_masked_pos was given, but this model was built without use_mask_token=True.")
+        if bool_masked_pos is not None and tuple(bool_masked_pos.shape) != (batch_size, num_tokens):
+            raise ValueError(
+                f"bool_masked_pos of shape {tuple(bool_masked_pos.shape)} must be (batch, patches) = "
+                f"{(batch_size, num_tokens)}."
+            )
+        if bool_masked_pos is not None:
+            mask = bool_masked_pos.unsqueeze(-1).to(embeddings.dtype)
+            embeddings = embeddings * (1 - mask) + self.mask_token * mask
+        if table is not None:
+            embeddings = embeddings + table
+        cls_token = self.cls_token
+        if cls_entry is not None and cls_token is not None:
+            cls_token = cls_token + cls_entry
+        prefix = [token.expand(batch_size, -1, -1) for token in (cls_token, self.register_tokens) if token is not None]
+        embeddings = torch.cat([*prefix, embeddings], dim=1)
+        if self.table_size is not None:
+            embeddings = embeddings + self.coordinate_table(positions.coordinates)
+        return self.dropout(embeddings)
+
+
+class LieREEmbeddings(LieRETokenEmbeddings):
+    """
+    Patch embeddings with, where configured, mask token, learned table, class token and register tokens.
+
+    Register tokens have no entry in the table of training patches (DINOv2's convention).
+    """
+
+    def __init__(self, config: LieREPixelConfig, use_mask_token: bool = False):
+        length = math.prod(config.position_table_size or config.train_grid)
+        if config.position_table_size is None:
+            length += int(config.use_class_token)
+        super().__init__(config, length, use_mask_token)
+        self.train_grid = config.train_grid
+        self.table_resize = config.position_table_resize
+        self.patch_embeddings = LieREPatchEmbeddings(config)
 
     def patch_table(self, grid: tuple[int, ...], offsets: torch.Tensor | None) -> torch.Tensor:
         """
@@ -109,17 +186,6 @@ class LieREEmbeddings(nn.Module):
             table = nn.functional.grid_sample(table, points, padding_mode="border", align_corners=False)
         return table.flatten(2).transpose(1, 2)
 
-    def coordinate_table(self, positions: torch.Tensor) -> torch.Tensor:
-        """(1 or B, N, hidden_size) values, at positions (N, A) or (B, N, A), of a table with `position_table_size`."""
-        table = (
-            self.position_embeddings.transpose(1, 2).unflatten(-1, self.table_size).float()
-        )  # (1, hidden_size, *size)
-        points = (2 * positions - 1).flip(-1).float()
-        points = points.view(-1, *[1] * (len(self.table_size) - 1), *points.shape[-2:])  # (1 or B, …, N, A)
-        table = table.expand(points.shape[0], *table.shape[1:])
-        entries = nn.functional.grid_sample(table, points, padding_mode="border", align_corners=True)
-        return entries.flatten(2).transpose(1, 2).to(self.position_embeddings.dtype)
-
     def forward(
         self,
         pixels: torch.Tensor,
@@ -134,26 +200,36 @@ class LieREEmbeddings(nn.Module):
         Raises:
             ValueError: if patches are to be masked without a mask token or by a mask of another shape.
         """
-        batch_size, num_patches = pixels.shape[0], math.prod(grid)
-        if bool_masked_pos is not None and self.mask_token is None:
-            raise ValueError("bool_masked_pos was given, but this model was built without use_mask_token=True.")
-        if bool_masked_pos is not None and tuple(bool_masked_pos.shape) != (batch_size, num_patches):
+        table = cls_entry = None
+        if self.position_embeddings is not None and self.table_size is None:
+            table, cls_entry = self.patch_table(grid, offsets), self.position_embeddings[:, :1]
+        return self.assemble(self.patch_embeddings(pixels), positions, bool_masked_pos, table, cls_entry)
+
+
+class LieREFeatureEmbeddings(LieRETokenEmbeddings):
+    """Linear embedding of the features of every token, with table, class token and register tokens as configured."""
+
+    def __init__(self, config: LieRETokensConfig):
+        super().__init__(config, math.prod(config.position_table_size or ()))
+        self.feature_size = config.feature_size
+        self.feature_embeddings = nn.Linear(config.feature_size, config.hidden_size)
+
+    def shape(self, features: torch.Tensor) -> tuple[int, int]:
+        """
+        Batch size B and number of tokens N of (B, N, feature_size) features.
+
+        Raises:
+            ValueError: if they are of another shape or not floating point.
+        """
+        if features.ndim != 3 or features.shape[1] == 0 or features.shape[2] != self.feature_size:
             raise ValueError(
-                f"bool_masked_pos of shape {tuple(bool_masked_pos.shape)} must be (batch, patches) = "
-                f"{(batch_size, num_patches)}."
+                f"inputs_embeds of shape {tuple(features.shape)} must be (batch, tokens, feature_size), with at least "
+                f"one token and feature_size={self.feature_size}."
             )
-        embeddings = self.patch_embeddings(pixels)  # (B, patches, hidden_size)
-        if bool_masked_pos is not None:
-            mask = bool_masked_pos.unsqueeze(-1).to(embeddings.dtype)
-            embeddings = embeddings * (1 - mask) + self.mask_token * mask
-        tabulated = self.position_embeddings is not None and self.table_size is None
-        if tabulated:
-            embeddings = embeddings + self.patch_table(grid, offsets)
-        cls_token = self.cls_token
-        if tabulated and cls_token is not None:
-            cls_token = cls_token + self.position_embeddings[:, :1]
-        prefix = [token.expand(batch_size, -1, -1) for token in (cls_token, self.register_tokens) if token is not None]
-        embeddings = torch.cat([*prefix, embeddings], dim=1)
-        if self.table_size is not None:
-            embeddings = embeddings + self.coordinate_table(positions.coordinates)
-        return self.dropout(embeddings)
+        if not features.is_floating_point():
+            raise ValueError(f"inputs_embeds are {features.dtype}; a floating point type is needed.")
+        return features.shape[0], features.shape[1]
+
+    def forward(self, features: torch.Tensor, positions: TokenPositions | None = None) -> torch.Tensor:
+        """(B, N, feature_size) features → (B, prefix + N, hidden_size); `positions` are those of all tokens."""
+        return self.assemble(self.feature_embeddings(features.to(self.feature_embeddings.weight.dtype)), positions)

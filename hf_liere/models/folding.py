@@ -113,13 +113,19 @@ def fold_rotations(model: nn.Module, encoder_class: type, grids: Iterable[tuple[
             f"There is nothing to fold in a model with position_encoding={config.position_encoding!r} and "
             f"folded_grids={config.folded_grids}."
         )
+    constant = config.position_encoding == "liere" and config.block_size > 2
+    if constant and config.train_grid is None:
+        raise ValueError(
+            f"liere with block_size={config.block_size} folds into the constant rotations of a grid, and this model "
+            "takes positions with every input; accepted here: block_size 2 and encodings whose generators commute."
+        )
     folded = _copied(model)
     encoder = next(module for module in folded.modules() if isinstance(module, encoder_class))
-    constant = config.position_encoding == "liere" and config.block_size > 2
     grids = [config.train_grid] if grids is None else list(grids)
     # All modules share one configuration.
     folded.config.folded_grids = [list(grid) for grid in grids] if constant else []
-    folded.config.position_perturbation = 0.0
+    if config.train_grid is not None:
+        folded.config.position_perturbation = 0.0
     folded.config.validate()
     encoding = encoder.rotary_encoding
     reference = next(encoding.parameters(), encoder.layers[0].attention.q_proj.weight)

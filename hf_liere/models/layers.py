@@ -1,4 +1,4 @@
-"""The transformer block around attention."""
+"""The transformer block around attention, and the classifier."""
 
 import torch
 from torch import nn
@@ -82,3 +82,16 @@ class LieRELayer(GradientCheckpointingLayer):
         hidden_states = hidden_states + self.drop_path(self.layer_scale1(self.dropout(attended)))
         transformed = self.mlp(self.layernorm_after(hidden_states))
         return hidden_states + self.drop_path(self.layer_scale2(self.dropout(transformed)))
+
+
+def build_classifier(config: LieREConfig, width: int) -> nn.Module:
+    """(…, width) → (…, num_labels): linear, with one hidden layer, or nothing where there are no labels."""
+    if config.num_labels == 0:
+        return nn.Identity()
+    if config.classifier_hidden_size is None:
+        return nn.Linear(width, config.num_labels)
+    return nn.Sequential(
+        nn.Linear(width, config.classifier_hidden_size),
+        nn.ReLU(),
+        nn.Linear(config.classifier_hidden_size, config.num_labels),
+    )

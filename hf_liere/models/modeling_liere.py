@@ -1,8 +1,9 @@
 """
-Vision transformers with learned rotary position encodings.
+Transformers with learned rotary position encodings.
 
 - The rotations of all layers are computed once per forward pass and passed to the layers as arguments.
-- The encoder is written for any number of input axes: images here, video and volumes in modeling_liere_video.
+- The encoder is written for any number of input axes: images here, video and volumes in modeling_liere_video, tokens
+  of any kind in modeling_liere_tokens.
 - Inputs may have any size that is divisible by the patch.
 """
 
@@ -28,11 +29,11 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import LieREAttention
-from .configuration_liere import LieREConfig, LieREViTConfig
-from .embeddings import LieREEmbeddings
+from .configuration_liere import LieREConfig, LieREPixelConfig, LieREViTConfig
+from .embeddings import LieREEmbeddings, LieRETokenEmbeddings
 from .encodings import RotaryEncoding
 from .folding import build_rotary_encoding, fold_rotations
-from .layers import LieRELayer, LieRELayerScale
+from .layers import LieRELayer, LieRELayerScale, build_classifier
 from .lie_algebra import product_dtype, working_dtype
 from .pooling import pool, visible_tokens
 from .positions import TokenPositions, check_positions, of_coordinates, of_grid, perturbation
@@ -61,7 +62,7 @@ class LieREPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, LieREEmbeddings):
+        if isinstance(module, LieRETokenEmbeddings):
             for parameter in (module.cls_token, module.register_tokens, module.position_embeddings):
                 if parameter is not None:
                     init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
@@ -120,49 +121,47 @@ class LieREPreTrainedModel(PreTrainedModel):
 
 
 class LieREEncoderModel(LieREPreTrainedModel):
-    """The transformer without a head, for any number of axes."""
+    """
+    The transformer without a head, for any number of axes.
 
-    def __init__(self, config: LieREConfig, use_mask_token: bool = False):
+    Attributes:
+        embeddings_class: Embeds the input; built from the configuration and the arguments that follow it.
+    """
+
+    embeddings_class: type[LieRETokenEmbeddings]
+
+    def __init__(self, config: LieREConfig, *embeddings_arguments):
         super().__init__(config)
         norm = partial(nn.LayerNorm, config.hidden_size, eps=config.layer_norm_eps)
-        self.embeddings = LieREEmbeddings(config, use_mask_token)
+        self.embeddings = self.embeddings_class(config, *embeddings_arguments)
         self.pre_layernorm = norm() if config.use_pre_layernorm else nn.Identity()
         self.rotary_encoding = build_rotary_encoding(config, config.num_axes)
         self.layers = nn.ModuleList([LieRELayer(config, index) for index in range(config.num_hidden_layers)])
         self.layernorm = nn.Identity() if config.final_norm == "none" else norm()
         self.post_init()
 
-    def pixels(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """(B, C, *sizes) view of what the user passes."""
-        return pixel_values
-
-    def grid_positions(
-        self, grid: tuple[int, ...], offsets: torch.Tensor | None, device: torch.device
-    ) -> TokenPositions | None:
-        """Positions of all tokens of a grid of patches; `None` where nothing in the model uses them."""
-        config = self.config
-        if config.coordinates is None:
-            return None
-        prefix = config.num_prefix_tokens, config.prefix_coordinate if self._prefix_is_placed else 0.0
-        return of_grid(grid, config.train_grid, config.coordinates, *prefix, offsets, device, working_dtype(device))
-
-    def given_positions(self, coordinates: torch.Tensor, batch_size: int, grid: tuple[int, ...]) -> TokenPositions:
+    def given_positions(self, coordinates: torch.Tensor, batch_size: int, num_tokens: int) -> TokenPositions:
         """
-        Positions of all tokens from coordinates of the patches, or of all tokens, as `forward` takes them.
+        Positions of all tokens from coordinates of the input's `num_tokens`, or of all, as `forward` takes them.
 
         Raises:
             ValueError: as [`check_positions`], or if nothing in the model uses positions.
         """
-        config, num_patches = self.config, math.prod(grid)
-        if config.coordinates is None:
+        config = self.config
+        if not config.uses_positions:
             raise ValueError(
                 f"positions were given, but position_encoding={config.position_encoding!r} has no rotations."
             )
         placed = config.num_prefix_tokens if self._prefix_is_placed else 0
-        check_positions(coordinates, batch_size, num_patches, len(grid), placed)
+        check_positions(coordinates, batch_size, num_tokens, config.num_axes, placed)
         prefix_coordinate = config.prefix_coordinate if placed else 0.0
-        has_prefix = coordinates.shape[-2] > num_patches
+        has_prefix = coordinates.shape[-2] > num_tokens
+        coordinates = self.scaled(coordinates)
         return of_coordinates(coordinates, config.num_prefix_tokens, None if has_prefix else prefix_coordinate)
+
+    def scaled(self, positions: torch.Tensor) -> torch.Tensor:
+        """(…, N, A) positions as the user gives them → coordinates of the encoding: the same."""
+        return positions
 
     @property
     def _prefix_is_placed(self) -> bool:
@@ -178,6 +177,60 @@ class LieREEncoderModel(LieREPreTrainedModel):
         if not self.config.rotate_prefix and self.config.position_table_size is not None:
             positions = positions.prefix_at_zero()
         return self.rotary_encoding(positions, states)
+
+    def transform(
+        self,
+        embeddings: torch.Tensor,
+        positions: TokenPositions | None,
+        attention_mask: torch.Tensor | object | None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPooling:
+        """All layers, from the embeddings (B, prefix + N, hidden_size) of all tokens; see `forward`."""
+        visible = visible_tokens(self.config, attention_mask, *embeddings.shape[:2])
+        hidden_states = self.pre_layernorm(embeddings)
+        attention_mask = create_bidirectional_mask(
+            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
+        )
+        for layer, rotation in zip(self.layers, self.rotations(positions, product_dtype(hidden_states))):
+            kind, tensors = (None, ()) if rotation is None else (type(rotation).__name__, rotation)
+            hidden_states = layer(hidden_states, attention_mask, *tensors, kind=kind, **kwargs)
+        if self.config.final_norm == "pooled":
+            pooled = self.layernorm(pool(self.config, hidden_states, visible))
+        else:
+            hidden_states = self.layernorm(hidden_states)
+            pooled = pool(self.config, hidden_states, visible)
+        # A single pooled token, or class and register tokens side by side.
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled.flatten(1))
+
+
+class LieREPixelModel(LieREEncoderModel):
+    """
+    The transformer on a grid of patches of pixels, for two or three axes.
+
+    Args:
+        config: A [`LieREPixelConfig`].
+        use_mask_token: Whether to create the mask token of masked image modeling.
+    """
+
+    config: LieREPixelConfig
+    embeddings_class = LieREEmbeddings
+
+    def __init__(self, config: LieREPixelConfig, use_mask_token: bool = False):
+        super().__init__(config, use_mask_token)
+
+    def pixels(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """(B, C, *sizes) view of what the user passes."""
+        return pixel_values
+
+    def grid_positions(
+        self, grid: tuple[int, ...], offsets: torch.Tensor | None, device: torch.device
+    ) -> TokenPositions | None:
+        """Positions of all tokens of a grid of patches; `None` where nothing in the model uses them."""
+        config = self.config
+        if not config.uses_positions:
+            return None
+        prefix = config.num_prefix_tokens, config.prefix_coordinate if self._prefix_is_placed else 0.0
+        return of_grid(grid, config.train_grid, config.coordinates, *prefix, offsets, device, working_dtype(device))
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
@@ -219,26 +272,12 @@ class LieREEncoderModel(LieREPreTrainedModel):
         if positions is None:
             positions = self.grid_positions(grid, offsets, pixels.device)
         else:
-            positions = self.given_positions(positions, pixels.shape[0], grid)
-        num_tokens = self.config.num_prefix_tokens + math.prod(grid)
-        visible = visible_tokens(self.config, attention_mask, pixels.shape[0], num_tokens)
-        hidden_states = self.pre_layernorm(self.embeddings(pixels, grid, offsets, bool_masked_pos, positions))
-        attention_mask = create_bidirectional_mask(
-            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
-        )
-        for layer, rotation in zip(self.layers, self.rotations(positions, product_dtype(hidden_states))):
-            kind, tensors = (None, ()) if rotation is None else (type(rotation).__name__, rotation)
-            hidden_states = layer(hidden_states, attention_mask, *tensors, kind=kind, **kwargs)
-        if self.config.final_norm == "pooled":
-            pooled = self.layernorm(pool(self.config, hidden_states, visible))
-        else:
-            hidden_states = self.layernorm(hidden_states)
-            pooled = pool(self.config, hidden_states, visible)
-        # A single pooled token, or class and register tokens side by side.
-        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled.flatten(1))
+            positions = self.given_positions(positions, pixels.shape[0], math.prod(grid))
+        embeddings = self.embeddings(pixels, grid, offsets, bool_masked_pos, positions)
+        return self.transform(embeddings, positions, attention_mask, **kwargs)
 
 
-class LieREViTModel(LieREEncoderModel):
+class LieREViTModel(LieREPixelModel):
     """
     Image transformer without a head.
 
@@ -253,22 +292,13 @@ class LieREViTModel(LieREEncoderModel):
 class LieREForClassification(LieREPreTrainedModel):
     """An encoder, `encoder_class`, with a classifier on its pooled output: linear, or with one hidden layer."""
 
-    encoder_class: type[LieREEncoderModel]
+    encoder_class: type[LieREPixelModel]
 
-    def __init__(self, config: LieREConfig):
+    def __init__(self, config: LieREPixelConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.liere = self.encoder_class(config)
-        if config.num_labels == 0:
-            self.classifier = nn.Identity()
-        elif config.classifier_hidden_size is None:
-            self.classifier = nn.Linear(config.pooled_size, config.num_labels)
-        else:
-            self.classifier = nn.Sequential(
-                nn.Linear(config.pooled_size, config.classifier_hidden_size),
-                nn.ReLU(),
-                nn.Linear(config.classifier_hidden_size, config.num_labels),
-            )
+        self.classifier = build_classifier(config, config.pooled_size)
         self.post_init()
 
     @can_return_tuple
@@ -280,7 +310,7 @@ class LieREForClassification(LieREPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutput:
         """
-        As [`LieREEncoderModel.forward`], with (B,) `labels` in [0, num_labels) for a cross-entropy loss, or
+        As [`LieREPixelModel.forward`], with (B,) `labels` in [0, num_labels) for a cross-entropy loss, or
         (B, num_labels) floating point ones for independent binary losses; returns `logits` (B, num_labels).
         """
         outputs = self.liere(pixel_values, positions=positions, **kwargs)

@@ -3,10 +3,10 @@
 import torch
 
 from .configuration_liere import LieREVideoConfig
-from .modeling_liere import LieREEncoderModel, LieREForClassification
+from .modeling_liere import LieREForClassification, LieREPixelModel
 
 
-class LieREVideoModel(LieREEncoderModel):
+class LieREVideoModel(LieREPixelModel):
     """
     Video or volume transformer without a head, on tubelets (tubelet_size × patch_size × patch_size).
 

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from .attention import eager_attention_forward
-from .configuration_liere import LieREConfig, LieREVideoConfig, LieREViTConfig
+from .configuration_liere import LieREPixelConfig, LieREVideoConfig, LieREViTConfig
 from .encodings import RotaryEncoding
 from .folding import build_rotary_encoding
 from .patched_forward import (
@@ -58,7 +58,7 @@ class RotaryPatchConfig:
         rotary_init: `"zeros"` leaves the model exactly as it is: zero generators, exp(0) = I (ComRoPE §4.4). Any other
             (`"frequencies"`, `"normal"`, `"uniform"`, `None` for the encoding's own, see `LieREConfig`) is **not
             neutral**: it changes what the pretrained model computes. `axial_rope` learns nothing and takes only `None`.
-        rotary_init_scale, rope_theta, coordinates, position_perturbation: See `LieREConfig`.
+        rotary_init_scale, rope_theta, coordinates, position_perturbation: See `LieREPixelConfig`.
         rotate_prefix: Whether class and register tokens are rotated as tokens at the centre (official ComRoPE).
         keep_absolute: How the patches use the model's own position table (prefix tokens always keep their entries).
             `"interpolate"`: as the model interpolates it; `"train_size"`: every patch reads the entry of its index,
@@ -208,7 +208,7 @@ def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> Plan:
     config_class, frames = LieREViTConfig, {}
     if len(grid) == 3:
         config_class, frames = LieREVideoConfig, {"num_frames": grid[0], "tubelet_size": 1}
-    names = {field.name for field in fields(LieREConfig)} & {field.name for field in fields(config)} - {
+    names = {field.name for field in fields(LieREPixelConfig)} & {field.name for field in fields(config)} - {
         "format_version"
     }
     try:

@@ -9,12 +9,16 @@ COMMUTING_ENCODINGS = ("comrope_ap", "comrope_ld")
 ROTARY_ENCODINGS = (*PLANAR_ENCODINGS, "liere", *COMMUTING_ENCODINGS)
 
 FLOAT32_MAX = 3.4028234e38
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "num_channels", "head_dim")
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim")
+INPUT_SIZES = ("num_channels", "feature_size")
+MAX_AXES = 6
 RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
 SCALES = ("position_perturbation", "layer_norm_eps", "rotary_init_scale")
-# Fields, which values they accept, and how a message says so. Other rules decide where `None` is accepted.
+# Fields, where a configuration has them, which values they accept, and how a message says so. Other rules decide where
+# `None` is accepted.
 RANGES = (
-    ((*SIZES, "classifier_hidden_size"), lambda value: value >= 1, "be at least 1"),
+    ((*SIZES, *INPUT_SIZES, "classifier_hidden_size"), lambda value: value >= 1, "be at least 1"),
+    (("num_axes",), lambda value: 1 <= value <= MAX_AXES, f"lie in 1 … {MAX_AXES}"),
     (("num_register_tokens",), lambda value: value >= 0, "be at least 0"),
     (RATES, lambda value: 0 <= value < 1, "lie in [0, 1)"),
     (("initializer_range", "rope_theta"), lambda value: 0 < value <= FLOAT32_MAX, "be positive and finite in float32"),
@@ -34,7 +38,7 @@ def check_architecture(config) -> None:
     check_format_version(config.format_version, FORMAT_VERSION)
     for names, is_accepted, accepted in RANGES:
         for name in names:
-            value = getattr(config, name)
+            value = getattr(config, name, None)
             if value is not None and not is_accepted(value):
                 raise ValueError(f"{name}={value} must {accepted}.")
     if config.hidden_act not in ACT2FN:
@@ -48,6 +52,79 @@ def check_architecture(config) -> None:
             _check_folding(config)
     else:
         _refuse_rotary_fields(config)
+
+
+def check_pixels(config) -> None:
+    """
+    Args:
+        config: A [`LieREPixelConfig`] that [`check_architecture`] accepts.
+
+    Raises:
+        ValueError: if the fields of patches and their grid do not fit together.
+    """
+    if any(patch < 1 for patch in config.patch_shape):
+        raise ValueError(f"The patch extents {config.patch_shape} must all be at least 1.")
+    if any(size < patch or size % patch for size, patch in zip(config.input_shape, config.patch_shape)):
+        raise ValueError(
+            f"The training input {config.input_shape} is not divisible into patches of {config.patch_shape}."
+        )
+    size, resize = config.position_table_size, config.position_table_resize
+    has_table = config.use_absolute_position_embeddings
+    if resize != "interpolate" and not has_table:
+        raise ValueError(
+            f"position_table_resize={resize!r} describes a learned table, but use_absolute_position_embeddings is "
+            "False."
+        )
+    if size is not None and resize != "interpolate":
+        raise ValueError(
+            f"position_table_resize={resize!r} has no meaning with position_table_size={size}: a table that is "
+            "read at coordinates is never resized."
+        )
+    if resize == "antialias" and config.num_axes != 2:
+        raise ValueError(
+            "position_table_resize='antialias' exists for images only; accepted here: 'interpolate', 'truncate'."
+        )
+    if config.position_perturbation and config.position_encoding == "none" and not has_table:
+        raise ValueError(
+            f"position_perturbation={config.position_perturbation} has nothing to perturb with "
+            "position_encoding='none'."
+        )
+    if config.position_perturbation and config.folded_grids is not None:
+        raise ValueError(
+            f"position_perturbation={config.position_perturbation} is for training, "
+            f"folded_grids={config.folded_grids} for inference."
+        )
+
+
+def check_tokens(config) -> None:
+    """
+    Args:
+        config: A [`LieRETokensConfig`] that [`check_architecture`] accepts.
+
+    Raises:
+        ValueError: if the fields of positions do not fit the encoding or each other.
+    """
+    if len(config.axis_scales) != config.num_axes or not all(0 < scale <= FLOAT32_MAX for scale in config.axis_scales):
+        raise ValueError(
+            f"position_scale={config.position_scale} must be one number above 0 that is finite in float32, or "
+            f"{config.num_axes} of them, one per axis."
+        )
+    if config.use_absolute_position_embeddings and config.position_table_size is None:
+        raise ValueError(
+            "Tokens have no grid to learn a table for: use_absolute_position_embeddings=True, which "
+            f"position_encoding='absolute' implies, needs position_table_size, {config.num_axes} numbers of entries, "
+            "one per axis, of a table that is read at coordinates from 0 to 1."
+        )
+    if not config.uses_positions and any(scale != 1 for scale in config.axis_scales):
+        raise ValueError(
+            f"position_scale={config.position_scale} would do nothing with "
+            f"position_encoding={config.position_encoding!r}."
+        )
+    if config.folded_grids is not None and config.position_encoding == "liere" and config.block_size > 2:
+        raise ValueError(
+            f"folded_grids={config.folded_grids}: liere with block_size={config.block_size} has rotations to keep for "
+            "grids only, and tokens have none; accepted: None."
+        )
 
 
 def check_format_version(version: int, newest: int) -> None:
@@ -64,12 +141,6 @@ def _check_shapes(config) -> None:
         raise ValueError(
             f"hidden_size={config.hidden_size} is not divisible by num_attention_heads={config.num_attention_heads}."
         )
-    if any(patch < 1 for patch in config.patch_shape):
-        raise ValueError(f"The patch extents {config.patch_shape} must all be at least 1.")
-    if any(size < patch or size % patch for size, patch in zip(config.input_shape, config.patch_shape)):
-        raise ValueError(
-            f"The training input {config.input_shape} is not divisible into patches of {config.patch_shape}."
-        )
     if config.pooling == "cls" and not config.use_class_token:
         raise ValueError("pooling='cls' needs use_class_token=True; without it use pooling='mean' or 'mean_all'.")
     if config.pooling == "prefix" and not config.num_prefix_tokens:
@@ -77,24 +148,14 @@ def _check_shapes(config) -> None:
 
 
 def _check_table(config) -> None:
-    size, resize = config.position_table_size, config.position_table_resize
-    has_table, axes = config.use_absolute_position_embeddings, config.num_axes
-    if (size is not None or resize != "interpolate") and not has_table:
+    size, axes = config.position_table_size, config.num_axes
+    has_table = config.use_absolute_position_embeddings
+    if size is not None and not has_table:
         raise ValueError(
-            f"position_table_size={size} and position_table_resize={resize!r} describe a learned table, but "
-            "use_absolute_position_embeddings is False."
+            f"position_table_size={size} describes a learned table, but use_absolute_position_embeddings is False."
         )
     if size is not None and (len(size) != axes or any(entries < 1 for entries in size)):
         raise ValueError(f"position_table_size={size} must be {axes} numbers of at least 1, one per axis.")
-    if size is not None and resize != "interpolate":
-        raise ValueError(
-            f"position_table_resize={resize!r} has no meaning with position_table_size={size}: a table that is "
-            "read at coordinates is never resized."
-        )
-    if resize == "antialias" and axes != 2:
-        raise ValueError(
-            "position_table_resize='antialias' exists for images only; accepted here: 'interpolate', 'truncate'."
-        )
     if config.prefix_coordinate != 0.5 and not config.rotate_prefix and size is None:
         raise ValueError(
             f"prefix_coordinate={config.prefix_coordinate} would do nothing without rotate_prefix=True or "
@@ -104,11 +165,6 @@ def _check_table(config) -> None:
         raise ValueError(
             "position_encoding='absolute' is the learned table: use_absolute_position_embeddings=False contradicts "
             "it. For no positions at all use position_encoding='none'."
-        )
-    if config.position_perturbation and config.position_encoding == "none" and not has_table:
-        raise ValueError(
-            f"position_perturbation={config.position_perturbation} has nothing to perturb with "
-            "position_encoding='none'."
         )
 
 
@@ -157,10 +213,6 @@ def _check_rotary_init(config) -> None:
 
 def _check_folding(config) -> None:
     grids = config.folded_grids
-    if config.position_perturbation:
-        raise ValueError(
-            f"position_perturbation={config.position_perturbation} is for training, folded_grids={grids} for inference."
-        )
     if grids and (config.position_encoding != "liere" or config.block_size == 2):
         raise ValueError(
             f"folded_grids={grids}: only liere with block_size above 2 has rotations to keep; accepted for "
@@ -173,7 +225,7 @@ def _check_folding(config) -> None:
 
 def _refuse_rotary_fields(config) -> None:
     names = ("block_size", "coordinates", "rotary_init", "rope_theta", "folded_grids")
-    refused = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    refused = {name: value for name in names if (value := getattr(config, name, None)) is not None}
     if config.position_table_size is not None:
         # A table with a size of its own is read at coordinates.
         refused.pop("coordinates", None)
