@@ -4,12 +4,11 @@ import copy
 from collections.abc import Iterator, Sequence
 
 import torch
-from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from .attention import check_foldable, fold_into
-from .configuration_liere import LieREConfig
+from .configuration_liere import LieRETokensConfig
 from .encodings import ComRoPEAxialPartition
 from .folding import build_rotary_encoding
 from .positions import TokenPositions, check_coordinates
@@ -92,8 +91,8 @@ class LieRotaryEmbedding(nn.Module):
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         self.num_axes, self.num_layers = num_axes, num_layers
         try:
-            self.config = _LayerConfig(
-                axes=num_axes,
+            self.config = LieRETokensConfig(
+                num_axes=num_axes,
                 hidden_size=num_key_value_heads * head_dim,
                 num_attention_heads=num_key_value_heads,
                 head_dim=head_dim,
@@ -302,24 +301,3 @@ class LieRotaryEmbedding(nn.Module):
             )
         if not states.is_floating_point():
             raise ValueError(f"{name} are {states.dtype}; a floating point type is needed.")
-
-
-@strict
-class _LayerConfig(LieREConfig):
-    """The fields of rotations alone, without those of inputs."""
-
-    model_type = "liere_layer"
-
-    axes: int = 2
-
-    @property
-    def num_axes(self) -> int:
-        return self.axes
-
-    @property
-    def patch_shape(self) -> tuple[int, ...]:
-        return (1,) * self.axes
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        return (1,) * self.axes
