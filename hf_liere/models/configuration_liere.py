@@ -69,6 +69,18 @@ class LieREConfig(PreTrainedConfig):
         position_perturbation (`float`, defaults to 0.0):
             σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
             around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch.
+        position_shift (`float`, defaults to 0.0):
+            DINOv3's augmentation of coordinates during training (its §3.2; `pos_embed_shift`): all patches of a batch
+            are moved together by s_a · (half the extent of the input) on axis a, s_a ~ U[−shift, shift] drawn for
+            every forward pass. In DINOv3 coordinates run from −1 to 1 over the image, so that the same number means
+            the same fraction of the input here, whatever `coordinates` are. Class and register tokens stay where they
+            are, as do `positions` given to the model and the table of training patches.
+        position_jitter (`float`, *optional*):
+            As `position_shift` and after it (`pos_embed_jitter`): distances from the centre of the input, where
+            DINOv3's coordinates are zero, are multiplied by a factor per axis, log-uniform in [1/jitter, jitter].
+        position_rescale (`float`, *optional*):
+            As `position_jitter` and after it (`pos_embed_rescale`), with one factor for all axes, log-uniform in
+            [1/rescale, rescale]. DINOv3 uses 2.
         rotate_prefix (`bool`, defaults to `False`):
             Whether class and register tokens are rotated as tokens at `prefix_coordinate` of every axis (official
             ComRoPE) instead of not being rotated (LieRE, RoPE-Mixed).
@@ -144,6 +156,9 @@ class LieREConfig(PreTrainedConfig):
     share_layers: bool = False
     coordinates: Literal["index", "train_grid", "train_index", "unit", "unit_width"] | None = None
     position_perturbation: float | int = 0.0
+    position_shift: float | int = 0.0
+    position_jitter: float | int | None = None
+    position_rescale: float | int | None = None
     rotate_prefix: bool = False
     prefix_coordinate: float | int = 0.5
     rotary_init: Literal["uniform", "normal", "frequencies", "zeros"] | None = None

@@ -35,7 +35,7 @@ from .folding import build_rotary_encoding, fold_rotations
 from .layers import LieRELayer, LieRELayerScale
 from .lie_algebra import product_dtype, working_dtype
 from .pooling import pool, visible_tokens
-from .positions import TokenPositions, check_positions, of_coordinates, of_grid, perturbation
+from .positions import TokenPositions, check_positions, displacements, of_coordinates, of_grid
 from .rotation import Rotation
 
 
@@ -192,9 +192,9 @@ class LieREEncoderModel(LieREPreTrainedModel):
         Args:
             pixel_values: (B, C, H, W) images or (B, T, C, H, W) clips, of any size divisible by the patch.
             positions: (N, A) or (B, N, A) coordinates of the patch tokens that replace the grid's; used as given,
-                neither rescaled nor perturbed (a learned table is still read on the grid). Where class and register
-                tokens have coordinates (`rotate_prefix`, `position_table_size`), theirs may come first: (prefix + N, A)
-                or (B, prefix + N, A).
+                neither rescaled nor perturbed nor augmented (a learned table is still read on the grid). Where class
+                and register tokens have coordinates (`rotate_prefix`, `position_table_size`), theirs may come first:
+                (prefix + N, A) or (B, prefix + N, A).
             bool_masked_pos: (B, N), true where the mask token replaces a patch; needs `use_mask_token`.
             attention_mask: (B, prefix + N), true for tokens that are attended to, which alone are averaged; or one for
                 every pair of tokens, (1 or B, 1 or H, 1 or prefix + N, prefix + N), Boolean or added to attention
@@ -212,12 +212,11 @@ class LieREEncoderModel(LieREPreTrainedModel):
         """
         pixels = self.pixels(pixel_values)
         grid = self.embeddings.patch_embeddings.grid(pixels)
-        offsets = None
-        if self.training and self.config.position_perturbation:
-            dtype = working_dtype(pixels.device)
-            offsets = perturbation(grid, self.config.position_perturbation, pixels.device, dtype)
+        offsets = displaced = None
+        if self.training:
+            offsets, displaced = displacements(self.config, grid, pixels.device, working_dtype(pixels.device))
         if positions is None:
-            positions = self.grid_positions(grid, offsets, pixels.device)
+            positions = self.grid_positions(grid, displaced, pixels.device)
         else:
             positions = self.given_positions(positions, pixels.shape[0], grid)
         num_tokens = self.config.num_prefix_tokens + math.prod(grid)

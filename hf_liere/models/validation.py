@@ -11,7 +11,15 @@ ROTARY_ENCODINGS = (*PLANAR_ENCODINGS, "liere", *COMMUTING_ENCODINGS)
 FLOAT32_MAX = 3.4028234e38
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "num_channels", "head_dim")
 RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
-SCALES = ("position_perturbation", "layer_norm_eps", "rotary_init_scale")
+SCALES = ("position_perturbation", "position_shift", "layer_norm_eps", "rotary_init_scale")
+FACTORS = ("position_jitter", "position_rescale")
+# What acts in training only, with the value that does nothing.
+TRAINING_ONLY = {
+    "position_perturbation": 0.0,
+    "position_shift": 0.0,
+    "position_jitter": None,
+    "position_rescale": None,
+}
 # Fields, which values they accept, and how a message says so. Other rules decide where `None` is accepted.
 RANGES = (
     ((*SIZES, "classifier_hidden_size"), lambda value: value >= 1, "be at least 1"),
@@ -19,6 +27,7 @@ RANGES = (
     (RATES, lambda value: 0 <= value < 1, "lie in [0, 1)"),
     (("initializer_range", "rope_theta"), lambda value: 0 < value <= FLOAT32_MAX, "be positive and finite in float32"),
     (SCALES, lambda value: 0 <= value <= FLOAT32_MAX, "be at least 0 and finite in float32"),
+    (FACTORS, lambda value: 1 <= value <= FLOAT32_MAX, "be at least 1 and finite in float32, or None"),
     (("layerscale_value", "prefix_coordinate"), lambda value: abs(value) <= FLOAT32_MAX, "be finite in float32"),
 )
 
@@ -41,6 +50,7 @@ def check_architecture(config) -> None:
         raise ValueError(f"hidden_act={config.hidden_act!r} must be one of {', '.join(sorted(ACT2FN))}.")
     _check_shapes(config)
     _check_table(config)
+    _check_augmentation(config)
     if config.position_encoding in ROTARY_ENCODINGS:
         _check_block_size(config)
         _check_rotary_init(config)
@@ -105,10 +115,20 @@ def _check_table(config) -> None:
             "position_encoding='absolute' is the learned table: use_absolute_position_embeddings=False contradicts "
             "it. For no positions at all use position_encoding='none'."
         )
-    if config.position_perturbation and config.position_encoding == "none" and not has_table:
+
+
+def _check_augmentation(config) -> None:
+    encoding, has_table = config.position_encoding, config.use_absolute_position_embeddings
+    if config.position_perturbation and encoding == "none" and not has_table:
         raise ValueError(
             f"position_perturbation={config.position_perturbation} has nothing to perturb with "
             "position_encoding='none'."
+        )
+    given = {name: getattr(config, name) for name in ("position_shift", *FACTORS) if getattr(config, name)}
+    if given and config.coordinates is None and encoding not in ROTARY_ENCODINGS:
+        raise ValueError(
+            f"{given} would do nothing with position_encoding={encoding!r}, where nothing has coordinates: accepted "
+            f"with {', '.join(ROTARY_ENCODINGS)} and with position_table_size."
         )
 
 
@@ -157,10 +177,10 @@ def _check_rotary_init(config) -> None:
 
 def _check_folding(config) -> None:
     grids = config.folded_grids
-    if config.position_perturbation:
-        raise ValueError(
-            f"position_perturbation={config.position_perturbation} is for training, folded_grids={grids} for inference."
-        )
+    given = {name: getattr(config, name) for name, neutral in TRAINING_ONLY.items() if getattr(config, name) != neutral}
+    if given:
+        names = " and ".join(f"{name}={value}" for name, value in given.items())
+        raise ValueError(f"{names} is for training, folded_grids={grids} for inference.")
     if grids and (config.position_encoding != "liere" or config.block_size == 2):
         raise ValueError(
             f"folded_grids={grids}: only liere with block_size above 2 has rotations to keep; accepted for "

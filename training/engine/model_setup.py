@@ -20,6 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 
 from hf_liere import LieREVideoConfig
 from hf_liere.errors import InputError
+from hf_liere.models.validation import TRAINING_ONLY
 from hf_liere.models.video_processing_liere import LieREVideoProcessor
 from hf_liere.storage.loading import (
     CheckpointError,
@@ -38,7 +39,7 @@ logger = logging.get_logger(__name__)
 
 # Fields that change how a checkpoint trains but not what its weights mean. The image size is that of the data: a
 # checkpoint keeps the one it was trained at, to which its positions refer.
-CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "position_perturbation")
+CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", *TRAINING_ONLY)
 SIZE_FIELDS = ("image_size", "num_frames")
 BICUBIC = 3
 # The names of classifier classes end with one of these.
