@@ -64,8 +64,11 @@ class LieREConfig(PreTrainedConfig):
             The coordinate of the patch with index i on an axis of n patches that had n₀ in training: `"index"` i;
             `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"train_index"` i·n₀/n (timm's reference
             grid); `"unit"` (i+½)/n; `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on
-            video). `None` means `index` for the RoPE encodings, `train_grid` for `liere`, `unit` for ComRoPE, as in
-            the papers.
+            video); `"physical"` ½ + (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times
+            the `spacing` that the model is given with its input. The centre of the input is at ½, the same tissue in
+            the same field of view has the same coordinates whatever the size of voxels, and an input with an extent
+            of one unit has `unit` coordinates. `None` means `index` for the RoPE encodings, `train_grid` for `liere`,
+            `unit` for ComRoPE, as in the papers.
         position_perturbation (`float`, defaults to 0.0):
             σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
             around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch.
@@ -81,6 +84,10 @@ class LieREConfig(PreTrainedConfig):
         position_rescale (`float`, *optional*):
             As `position_jitter` and after it (`pos_embed_rescale`), with one factor for all axes, log-uniform in
             [1/rescale, rescale]. DINOv3 uses 2.
+        physical_unit (`float` or `list[float]`, *optional*):
+            The length, in mm, s or whatever `spacing` is given in, that counts as 1 in `coordinates="physical"`, for
+            all axes or one per axis (rows, columns; frames or slices, rows, columns); needed there and nowhere else. A
+            good choice is the extent of a training input, such as 192 for 128 voxels of 1.5 mm.
         rotate_prefix (`bool`, defaults to `False`):
             Whether class and register tokens are rotated as tokens at `prefix_coordinate` of every axis (official
             ComRoPE) instead of not being rotated (LieRE, RoPE-Mixed).
@@ -154,7 +161,8 @@ class LieREConfig(PreTrainedConfig):
     position_table_resize: Literal["interpolate", "antialias", "truncate"] = "interpolate"
     share_heads: bool = False
     share_layers: bool = False
-    coordinates: Literal["index", "train_grid", "train_index", "unit", "unit_width"] | None = None
+    coordinates: Literal["index", "train_grid", "train_index", "unit", "unit_width", "physical"] | None = None
+    physical_unit: float | int | list[float | int] | tuple[float | int, ...] | None = None
     position_perturbation: float | int = 0.0
     position_shift: float | int = 0.0
     position_jitter: float | int | None = None

@@ -34,8 +34,9 @@ from .encodings import RotaryEncoding
 from .folding import build_rotary_encoding, fold_rotations
 from .layers import LieRELayer, LieRELayerScale
 from .lie_algebra import product_dtype, working_dtype
+from .physical import physical_extents, refuse_spacing
 from .pooling import pool, visible_tokens
-from .positions import TokenPositions, check_positions, displacements, of_coordinates, of_grid
+from .positions import TokenPositions, check_positions, displacements, of_coordinates, of_extents, of_grid
 from .rotation import Rotation
 
 
@@ -137,13 +138,22 @@ class LieREEncoderModel(LieREPreTrainedModel):
         return pixel_values
 
     def grid_positions(
-        self, grid: tuple[int, ...], offsets: torch.Tensor | None, device: torch.device
+        self,
+        grid: tuple[int, ...],
+        offsets: torch.Tensor | None,
+        device: torch.device,
+        extents: torch.Tensor | None = None,
     ) -> TokenPositions | None:
-        """Positions of all tokens of a grid of patches; `None` where nothing in the model uses them."""
+        """
+        Positions of all tokens of a grid of patches; `None` where nothing in the model uses them. Those that are
+        `physical` need the `extents` of a patch, see [`physical_extents`].
+        """
         config = self.config
         if config.coordinates is None:
             return None
         prefix = config.num_prefix_tokens, config.prefix_coordinate if self._prefix_is_placed else 0.0
+        if extents is not None:
+            return of_extents(grid, extents, *prefix, offsets)
         return of_grid(grid, config.train_grid, config.coordinates, *prefix, offsets, device, working_dtype(device))
 
     def given_positions(self, coordinates: torch.Tensor, batch_size: int, grid: tuple[int, ...]) -> TokenPositions:
@@ -186,6 +196,8 @@ class LieREEncoderModel(LieREPreTrainedModel):
         positions: torch.Tensor | None = None,
         bool_masked_pos: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        spacing: torch.Tensor | None = None,
+        frame_times: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
         """
@@ -200,6 +212,11 @@ class LieREEncoderModel(LieREPreTrainedModel):
                 every pair of tokens, (1 or B, 1 or H, 1 or prefix + N, prefix + N), Boolean or added to attention
                 scores, where tokens that no query attends to are not averaged; or what the attention implementation
                 takes instead, such as a `BlockMask` (not with `pooling="mean"` and `"mean_all"`).
+            spacing: (A,) or (B, A), for `coordinates="physical"` alone: the extent of a pixel on every axis (rows,
+                columns; frames or slices, rows, columns), in what `config.physical_unit` is given in, such as mm.
+            frame_times: (T,) or (B, T), for clips at irregular times: the time of every frame, or the place of every
+                slice, that must not decrease. A tubelet sits at the mean of its frames, relative to the middle between
+                first and last; `spacing` is then (2,) or (B, 2), of rows and columns.
 
         Returns:
             `last_hidden_state` (B, prefix + N, hidden_size), normalised if `config.final_norm` is `"tokens"`, and
@@ -207,16 +224,22 @@ class LieREEncoderModel(LieREPreTrainedModel):
             unless `config.final_norm` is `"none"`.
 
         Raises:
-            ValueError: if the input does not fit the configuration, positions are of the wrong shape or not finite, or
-                a mask is of the wrong shape, hides every token of a sample, or all that are averaged.
+            ValueError: if the input does not fit the configuration, positions, spacing or times are of the wrong shape
+                or not finite, missing or of no use, or a mask is of the wrong shape, hides every token of a sample, or
+                all that are averaged.
         """
         pixels = self.pixels(pixel_values)
         grid = self.embeddings.patch_embeddings.grid(pixels)
-        offsets = displaced = None
+        refuse_spacing(self.config, spacing, frame_times, positions)
+        device, extents, offsets, displaced = pixels.device, None, None, None
+        dtype = working_dtype(device)
+        if self.config.coordinates == "physical" and positions is None:
+            size = pixels.shape[0]
+            extents, displaced = physical_extents(self.config, grid, size, spacing, frame_times, device, dtype)
         if self.training:
-            offsets, displaced = displacements(self.config, grid, pixels.device, working_dtype(pixels.device))
+            offsets, displaced = displacements(self.config, grid, displaced, device, dtype)
         if positions is None:
-            positions = self.grid_positions(grid, displaced, pixels.device)
+            positions = self.grid_positions(grid, displaced, device, extents)
         else:
             positions = self.given_positions(positions, pixels.shape[0], grid)
         num_tokens = self.config.num_prefix_tokens + math.prod(grid)

@@ -338,6 +338,6 @@ def _positions(
     """Positions of prefix tokens and of all patches of a grid, augmented during training if so configured."""
     adapter, offsets, dtype = tower.rotary_patch, None, working_dtype(device)
     if tower.training:
-        _, offsets = displacements(adapter.config, grid, device, dtype)
+        _, offsets = displacements(adapter.config, grid, None, device, dtype)
     prefix = (num_prefix_tokens, prefix_coordinate)
     return of_grid(grid, adapter.train_grid, adapter.coordinates, *prefix, offsets, device, dtype)

@@ -68,8 +68,10 @@ def of_grid(
         offsets: (patches, A), displacement of each patch in patch extents, from [`perturbation`].
 
     Raises:
-        ValueError: for any other value of `coordinates`.
+        ValueError: for any other value of `coordinates`; `physical` ones are made by [`of_extents`].
     """
+    if coordinates == "physical":
+        raise ValueError("coordinates='physical' follow from the spacing of an input, not from its grid alone.")
     if coordinates not in COORDINATES:
         raise ValueError(f"coordinates={coordinates!r} must be one of {', '.join(map(repr, COORDINATES))}.")
     place, indices = COORDINATES[coordinates], patch_indices(grid, offsets, device, dtype)  # (patches, A)
@@ -80,6 +82,26 @@ def of_grid(
         return TokenPositions(placed, num_prefix_tokens)
     proportional = coordinates in PROPORTIONAL and (prefix_coordinate == 0 or num_prefix_tokens == 0)
     return TokenPositions(placed, num_prefix_tokens, tuple(grid), proportional)
+
+
+def of_extents(
+    grid: tuple[int, ...],
+    extents: torch.Tensor,
+    num_prefix_tokens: int = 0,
+    prefix_coordinate: float = 0.0,
+    offsets: torch.Tensor | None = None,
+) -> TokenPositions:
+    """
+    The patches of a grid in `physical` coordinates: ½ + (i + ½ − n/2)·e for the patch with index i on an axis of n
+    patches, each of extent e. The centre of the input is at ½, and an input with an extent of 1 has `unit` coordinates.
+
+    Args:
+        extents: (A,) or (B, A), extents of a patch on every axis.
+        offsets: (…, patches, A), as for [`of_grid`].
+    """
+    indices = patch_indices(grid, offsets, extents.device, extents.dtype)
+    patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)
+    return of_coordinates(patches, num_prefix_tokens, prefix_coordinate)
 
 
 def of_coordinates(
@@ -120,20 +142,29 @@ def perturbation(
 
 
 def displacements(
-    config, grid: tuple[int, ...], device: torch.device | None, dtype: torch.dtype = torch.float64
+    config,
+    grid: tuple[int, ...],
+    given: torch.Tensor | None,
+    device: torch.device | None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """
     What a forward pass in training draws, for a [`LieREConfig`] or a [`RotaryPatchConfig`].
 
+    Args:
+        given: (…, N, A) displacements that the input itself has, of frames at irregular times, or `None`.
+
     Returns:
-        (N, A) displacements of patches in patch extents, `None` for none: those of [`perturbation`], which also act on
-        a table of training patches, and with those of [`augmentation`], which act on coordinates.
+        Displacements of patches in patch extents, `None` for none: (N, A) of [`perturbation`], which also act on a
+        table of training patches, and (…, N, A) of all together, with those of [`augmentation`], which act on
+        coordinates.
     """
-    perturbed = None
+    perturbed, placed = None, given
     if config.position_perturbation:
         perturbed = perturbation(grid, config.position_perturbation, device, dtype)
+        placed = perturbed if given is None else given + perturbed
     strengths = config.position_shift, config.position_jitter, config.position_rescale
-    return perturbed, augmentation(grid, perturbed, *strengths, device, dtype)
+    return perturbed, augmentation(grid, placed, *strengths, device, dtype)
 
 
 def augmentation(

@@ -99,6 +99,10 @@ class RotaryPatchConfig:
                 f"position_encoding={self.position_encoding!r} is not a rotary encoding; accepted: "
                 f"{', '.join(ROTARY_ENCODINGS)}."
             )
+        if self.coordinates == "physical":
+            raise ValueError(
+                "coordinates='physical' need the spacing of every input, which pretrained models do not take."
+            )
         if self.keep_absolute not in KEEP_ABSOLUTE:
             raise ValueError(f"keep_absolute={self.keep_absolute!r} must be one of {', '.join(KEEP_ABSOLUTE)}.")
         if not 0 <= self.absolute_weight <= 1:

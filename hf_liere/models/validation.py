@@ -51,6 +51,7 @@ def check_architecture(config) -> None:
     _check_shapes(config)
     _check_table(config)
     _check_augmentation(config)
+    _check_physical_unit(config)
     if config.position_encoding in ROTARY_ENCODINGS:
         _check_block_size(config)
         _check_rotary_init(config)
@@ -132,6 +133,23 @@ def _check_augmentation(config) -> None:
         )
 
 
+def _check_physical_unit(config) -> None:
+    unit, axes = config.physical_unit, config.num_axes
+    if config.coordinates != "physical":
+        if unit is not None:
+            raise ValueError(
+                f"physical_unit={unit} would do nothing with coordinates={config.coordinates!r}: accepted with "
+                "coordinates='physical'."
+            )
+        return
+    lengths = unit if isinstance(unit, (list, tuple)) else [unit] * axes
+    if unit is None or len(lengths) != axes or not all(0 < length <= FLOAT32_MAX for length in lengths):
+        raise ValueError(
+            f"coordinates='physical' need physical_unit, not {unit}: the length that counts as 1, one positive number "
+            f"or {axes}, such as the extents of a training input in mm."
+        )
+
+
 def _check_block_size(config) -> None:
     encoding, block_size = config.position_encoding, config.block_size
     head_dim, axes = config.head_dim, config.num_axes
@@ -185,6 +203,11 @@ def _check_folding(config) -> None:
         raise ValueError(
             f"folded_grids={grids}: only liere with block_size above 2 has rotations to keep; accepted for "
             f"{config.position_encoding}: [] or None."
+        )
+    if grids and config.coordinates == "physical":
+        raise ValueError(
+            f"folded_grids={grids}: with coordinates='physical' the rotations of a grid depend on the spacing of the "
+            "input, so that none can be kept."
         )
     for grid in grids:
         if len(grid) != config.num_axes or any(size < 1 for size in grid):

@@ -55,6 +55,18 @@ def resolve_config(arguments: CheckpointArguments) -> PreTrainedConfig:
     Raises:
         InputError: if a flag contradicts the checkpoint.
     """
+    config = _given_config(arguments)
+    if is_physical(config) and not isinstance(config, LieREVideoConfig):
+        raise InputError("--coordinates physical: images tell no spacing of their pixels; accepted for volumes only.")
+    return config
+
+
+def is_physical(config: PreTrainedConfig) -> bool:
+    """Whether the model needs the spacing of its inputs."""
+    return getattr(config, "coordinates", None) == "physical"
+
+
+def _given_config(arguments: CheckpointArguments) -> PreTrainedConfig:
     given = arguments.architecture()
     if arguments.model_name_or_path is None:
         try:
