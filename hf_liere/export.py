@@ -169,6 +169,11 @@ def export_program(
             f"attn_implementation={config._attn_implementation!r} cannot be exported; accepted are "
             f"{', '.join(EXPORTABLE_ATTENTION)}, as in model.set_attn_implementation('sdpa')."
         )
+    if config.coordinates == "physical":
+        raise ExportError(
+            "coordinates='physical' need the spacing of every input, but pixel_values are the only input of an "
+            "exported file; torch.export.export takes spacing as well."
+        )
     has_table = config.use_absolute_position_embeddings
     has_exponential = config.position_encoding == "liere" and config.block_size > 2
     if dynamic_size and has_table:

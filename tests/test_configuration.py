@@ -103,6 +103,13 @@ BAD = [
     ({"layer_norm_eps": -1.0}, "layer_norm_eps=-1.0 must be at least 0"),
     ({"layerscale_value": float("inf")}, "layerscale_value=inf must be finite"),
     ({"position_perturbation": float("inf")}, "position_perturbation=inf must be at least 0 and finite"),
+    ({"position_shift": -0.1}, "position_shift=-0.1 must be at least 0 and finite"),
+    ({"position_jitter": 0.5}, "position_jitter=0.5 must be at least 1 and finite in float32, or None"),
+    ({"position_rescale": float("nan")}, "position_rescale=nan must be at least 1"),
+    *(
+        ({"position_encoding": encoding, "position_rescale": 2.0}, "'position_rescale': 2.0} would do nothing")
+        for encoding in ("none", "absolute")
+    ),
     *(
         ({"rotary_init_scale": scale}, f"rotary_init_scale={scale} must be at least 0 and finite".replace("+", "."))
         for scale in (-1.0, float("nan"), float("inf"), 1e300)

@@ -31,7 +31,9 @@ CASES = [
 
 def model_of(tiny, encoding, fields, cls=hf_liere.LieREViTForImageClassification):
     torch.manual_seed(0)
-    model = cls(tiny(position_encoding=encoding, position_perturbation=0.2, initializer_range=0.1, **fields))
+    # What acts in training is not in the way of folding.
+    training = {"position_perturbation": 0.2, "position_shift": 0.1, "position_jitter": 1.5, "position_rescale": 2.0}
+    model = cls(tiny(position_encoding=encoding, initializer_range=0.1, **training, **fields))
     return model.eval()
 
 
@@ -42,7 +44,8 @@ def test_folded_models_give_the_same_logits(tiny, encoding, fields, tmp_path):
     folded = model.fold_rotations(grids=[(4, 4), (2, 3)])
     assert model.config.folded_grids is None and model.config.position_perturbation == 0.2
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert folded.config.position_perturbation == 0.0 and not any(p.requires_grad for p in folded.parameters())
+    assert folded.config.position_perturbation == 0.0 and folded.config.position_rescale is None
+    assert not any(p.requires_grad for p in folded.parameters())
 
     folded.save_pretrained(tmp_path)
     reloaded = AutoModelForImageClassification.from_pretrained(tmp_path)
@@ -147,6 +150,8 @@ def test_bad_input(tiny):
         tiny(position_encoding="comrope_ld", block_size=8, folded_grids=[[4, 4]])
     with pytest.raises(StrictDataclassError, match="for training"):
         tiny(position_encoding="comrope_ld", block_size=8, folded_grids=[], position_perturbation=0.1)
+    with pytest.raises(StrictDataclassError, match="position_jitter=2.0 is for training"):
+        tiny(position_encoding="comrope_ld", block_size=8, folded_grids=[], position_jitter=2.0)
     adapted = model_of(tiny, "comrope_ld", {"block_size": 8})
     adapted.liere.layers[1].attention.k_proj = torch.nn.Sequential(adapted.liere.layers[1].attention.k_proj)
     with pytest.raises(ValueError, match="not into Sequential: merge adapters"):

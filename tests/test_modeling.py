@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import ViTConfig, ViTForImageClassification
 
 import hf_liere
-from hf_liere.models.positions import of_coordinates, of_grid
+from hf_liere.models.positions import augmentation, of_coordinates, of_grid
 
 
 ENCODINGS = ["none", "absolute", "axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld"]
@@ -168,6 +168,49 @@ def test_perturbation_acts_in_training_only(tiny, encoding):
         positions = of_grid((4, 4), (4, 4), model.config.coordinates).coordinates
         given = model(pixel_values, positions=positions).logits
         torch.testing.assert_close(given, plain(pixel_values).logits, rtol=0, atol=1e-5)
+
+
+AUGMENTED = {"position_shift": 0.5, "position_jitter": 1.5, "position_rescale": 2.0}
+
+
+def augmented_cases():
+    table = {"position_encoding": "absolute", "position_table_size": [4, 4]}
+    return [*((encoding, fields_of(encoding)) for encoding in ENCODINGS[2:]), ("table", table)]
+
+
+@pytest.mark.parametrize("name, fields", augmented_cases())
+def test_augmentation_of_coordinates_acts_in_training_only(tiny, name, fields):
+    """In training the logits are those at the displaced coordinates, with class and register tokens where they were."""
+    fields = {**fields, "num_register_tokens": 1}
+    model, plain = classifier(tiny(**AUGMENTED, **fields)), classifier(tiny(**fields))
+    pixel_values = images(2, 3, 8, 16)
+    assert torch.equal(model(pixel_values).logits, plain(pixel_values).logits)
+    torch.manual_seed(5)
+    offsets = augmentation((2, 4), None, *AUGMENTED.values(), None)
+    coordinates = of_grid((2, 4), (4, 4), model.config.coordinates, offsets=offsets).coordinates
+    expected = plain(pixel_values, positions=coordinates).logits
+    torch.manual_seed(5)
+    torch.testing.assert_close(model.train()(pixel_values).logits, expected, rtol=0, atol=1e-5)
+    assert (expected - plain(pixel_values).logits).abs().max() > 1e-3
+    assert (model(pixel_values).logits - expected).abs().max() > 1e-3
+    given = model(pixel_values, positions=coordinates).logits
+    torch.testing.assert_close(given, expected, rtol=0, atol=1e-5)
+
+
+def test_augmentation_leaves_a_table_of_training_patches_in_place(tiny):
+    model = classifier(tiny(rotary_init="zeros", use_absolute_position_embeddings=True, **AUGMENTED))
+    pixel_values = images(2, 3, 16, 16)
+    torch.testing.assert_close(model.train()(pixel_values).logits, model.eval()(pixel_values).logits, rtol=0, atol=1e-5)
+
+
+def test_augmentation_in_a_compiled_graph_and_in_half_precision(tiny):
+    model = classifier(tiny(**AUGMENTED, **fields_of("liere"))).train()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    pixel_values = images(2, 3, 16, 16)
+    first, second = compiled(pixel_values).logits, compiled(pixel_values).logits
+    assert torch.isfinite(first).all() and (first - second).abs().max() > 1e-3
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.isfinite(model(pixel_values).logits).all()
 
 
 def test_perturbed_table_is_read_between_its_entries(tiny):

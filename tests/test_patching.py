@@ -864,6 +864,32 @@ def test_positions_are_perturbed_in_training_only_and_within_their_patch(name):
     assert (first - second).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("name", ["clip_vision", "vivit"])
+def test_coordinates_are_augmented_in_training_only(name):
+    """Measured as above: distances between patches are multiplied by one factor for all axes, about the centre."""
+    model, inputs = build(name)
+    config = {"position_encoding": "liere", "block_size": 2, "coordinates": "index", "position_rescale": 3.0}
+    patch(model, RotaryPatchConfig(**config))
+    axes = 3 if name == "vivit" else 2
+    with torch.no_grad():
+        ((_, generators),) = rotary_parameters(model)
+        generators.zero_()
+        for axis in range(axes):
+            generators[axis, :, :, axis] = 0.1
+    prefix = CASES[name].prefix
+    still = coordinates_of_a_pass(model, inputs, axes)
+    moved = coordinates_of_a_pass(model.train(), inputs, axes)
+    assert torch.all(moved[:prefix].abs() < 1e-5)
+    still, moved = (each[prefix:] - each[prefix:].mean(dim=0) for each in (still, moved))
+    factor = moved[-1, 0] / still[-1, 0]
+    assert 1 / 3 <= factor <= 3 and abs(factor - 1) > 0.01
+    # Angles are read off float32 rotations.
+    torch.testing.assert_close(moved, still * factor, rtol=0, atol=1e-4)
+    for value, message in ((0.5, "position_rescale=0.5 must be at least 1"), ("2", "position_rescale='2' must be")):
+        with pytest.raises(ValueError, match=message):
+            patch(build(name)[0], RotaryPatchConfig(**{**config, "position_rescale": value}))
+
+
 def coordinates_of_a_pass(model, inputs, axes):
     """(tokens, axes) of the first sample, from the angles of the first planes."""
     (tower,) = (module for module in model.modules() if hasattr(module, "rotary_encoding"))

@@ -2,8 +2,9 @@ import math
 
 import pytest
 import torch
+from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
 
-from hf_liere.models.positions import check_positions, of_grid, perturbation, with_prefix
+from hf_liere.models.positions import augmentation, check_positions, of_grid, perturbation, with_prefix
 
 
 def test_raster_order_and_conventions():
@@ -67,3 +68,68 @@ def test_bad_input():
         check_positions(torch.zeros(4, 2, dtype=torch.int64), 5, 4, 2)
     with pytest.raises(ValueError, match="2 values that are not finite"):
         check_positions(torch.tensor([[0.0, math.nan], [math.inf, 1.0]]), 1, 2, 2)
+
+
+def dinov3_coordinates(grid, **strengths):
+    """What transformers' DINOv3 computes, (N, A) from −1 to 1 on two axes."""
+    coordinates = dinov3.get_patches_center_coordinates(*grid, dtype=torch.float64, device=torch.device("cpu"))
+    return dinov3.augment_patches_center_coordinates(coordinates, **strengths)
+
+
+@pytest.mark.parametrize("strengths", [{"shift": 0.5}, {"jitter": 1.5}, {"rescale": 3.0}])
+def test_augmentation_is_that_of_dinov3(strengths):
+    """
+    Both are x ← (x + s) f. With the numbers s and f that fit ours, all patches agree; and s, log f are distributed as
+    DINOv3's (Kolmogorov–Smirnov; 1.95 √(2/n) is the 0.1% critical value of two samples).
+    """
+    grid, count = (3, 5), 1000
+    regular, ours, theirs = dinov3_coordinates(grid), [], []
+    arguments = {"shift": 0.0, "jitter": None, "rescale": None, **strengths}
+    for _ in range(count):
+        offsets = augmentation(grid, None, **arguments, device=None)
+        place = of_grid(grid, grid, "unit", offsets=offsets).coordinates * 2 - 1
+        for values, draws in ((place, ours), (dinov3_coordinates(grid, **strengths), theirs)):
+            factor = (values[-1] - values[0]) / (regular[-1] - regular[0])
+            shift = values[0] / factor - regular[0]
+            torch.testing.assert_close(values, (regular + shift) * factor)
+            draws.append(torch.cat([shift, factor.log()]))
+    ours, theirs = torch.stack(ours), torch.stack(theirs)
+    if "rescale" in strengths:
+        torch.testing.assert_close(ours[:, 2], ours[:, 3])
+    else:
+        assert (ours[:, ::2] - ours[:, 1::2]).abs().max() > 0.1
+    for one, other in zip(ours.T, theirs.T):
+        if one.abs().max() < 1e-9:
+            assert other.abs().max() < 1e-9
+            continue
+        both = torch.cat([one, other]).sort().values
+        shares = [torch.searchsorted(x.sort().values, both, right=True) / count for x in (one, other)]
+        assert (shares[0] - shares[1]).abs().max() < 1.95 * math.sqrt(2 / count)
+
+
+@pytest.mark.parametrize("coordinates", ["index", "train_grid", "train_index", "unit", "unit_width"])
+def test_augmentation_is_a_fraction_of_the_input_in_every_convention(coordinates):
+    """Shift, then scale about the centre of the input, in a convention whose patches are at m + u·index."""
+    grid, trained, dtype = (4, 6), (2, 3), torch.float64
+    corners = of_grid(grid, trained, coordinates).coordinates
+    centre = (corners[0] + corners[-1]) / 2
+    extent = (corners[-1] - corners[0]) * torch.tensor(grid) / (torch.tensor(grid, dtype=dtype) - 1)
+    torch.manual_seed(1)
+    offsets = augmentation(grid, None, 0.5, 2.0, 3.0, None)
+    torch.manual_seed(1)
+    shift = (torch.rand(2, dtype=dtype) * 2 - 1) * 0.5
+    factor = ((torch.rand(2, dtype=dtype) * 2 - 1) * math.log(2)).exp()
+    factor = factor * ((torch.rand(1, dtype=dtype) * 2 - 1) * math.log(3)).exp()
+    expected = (corners - centre + shift * extent / 2) * factor + centre
+    moved = of_grid(grid, trained, coordinates, offsets=offsets).coordinates
+    torch.testing.assert_close(moved, expected)
+
+
+def test_augmentation_follows_perturbation():
+    torch.manual_seed(2)
+    offsets = perturbation((3, 4), 0.5, None)
+    assert augmentation((3, 4), offsets, 0.0, None, None, None) is offsets
+    moved = augmentation((3, 4), offsets, 0.0, None, 2.0, None)
+    place, perturbed = (of_grid((3, 4), (3, 4), "unit", offsets=given).coordinates - 0.5 for given in (moved, offsets))
+    factors = place / perturbed
+    torch.testing.assert_close(factors, factors[:1, :1].expand_as(factors))

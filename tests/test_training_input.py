@@ -221,6 +221,7 @@ def run(*flags):
         (["--image_column_name", "pixels"], r"--image_column_name 'pixels'.*has image \(Image\), label \(ClassLabel\)"),
         (["--position_encoding", "rope"], "position_encoding.*rope_mixed"),
         (["--block_size", 5, "--position_encoding", "comrope_ld"], "block_size=5 must divide head_dim=8"),
+        (["--coordinates", "physical", "--physical_unit", 8], "--coordinates physical: images tell no spacing"),
         (["--leraning_rate", 1], "There is no flag '--leraning_rate'; close matches: learning_rate"),
         (["--flip_probability", 1.5], "--flip_probability 1.5 is no probability; accepted: 0 … 1"),
         (["--learning_rate", "nan"], "--learning_rate nan; accepted: 0 and above"),

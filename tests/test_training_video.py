@@ -19,13 +19,15 @@ from training_helpers import (
     train_with_torchrun,
 )
 
+from hf_liere import LieREVideoForVideoClassification
 from training import video_classification
-from training.data.clips import clip_indices
+from training.data.augmentation import Augmentation, Collator
+from training.data.clips import ClipArray, ClipReader, EvaluationClips, TrainingClips, clip_indices
 from training.data.moving_shapes import LABELS, frames, write_moving_shapes, write_video
 from training.data.sources import DataRequest, Subset
 from training.data.video_data import VideoDataArguments, load_clips
 from training.data.video_files import FrameReader, UnreadableError
-from training.engine.arguments import InputError
+from training.engine.arguments import AugmentationArguments, InputError
 from training.engine.trainer import area_under_curve, mean_of_views
 
 
@@ -43,9 +45,10 @@ def run(folder, *flags):
     return video_classification.main(["--output_dir", str(folder), *TINY_CLIP, *TINY_RUN, *map(str, flags)])
 
 
-def load(train=True, evaluate=True, frames=4, channels=3, **arguments):
+def load(train=True, evaluate=True, frames=4, channels=3, spacing=False, **arguments):
     parts = ("training",) * train + ("evaluation",) * evaluate
-    return load_clips(VideoDataArguments(**arguments), DataRequest((16, 16), channels, parts, num_frames=frames))
+    request = DataRequest((16, 16), channels, parts, num_frames=frames, spacing=spacing)
+    return load_clips(VideoDataArguments(**arguments), request)
 
 
 @pytest.fixture(scope="module")
@@ -378,3 +381,125 @@ def test_a_smaller_fraction_lies_in_a_larger_one():
     parts = [fraction_of(list(range(50)), fraction, seed=3) for fraction in (0.2, 0.5, 1.0)]
     assert isinstance(parts[0], Subset) and [len(part) for part in parts] == [10, 25, 50]
     assert set(parts[0].indices) < set(parts[1].indices)
+
+
+def write_nifti(path, volume, spacing, measure="mm"):
+    """(slices, height, width) with distances of slices, rows and columns, which NIfTI lists the other way round."""
+    nibabel = pytest.importorskip("nibabel")
+    image = nibabel.Nifti1Image(volume.transpose(2, 1, 0), np.diag([*spacing[::-1], 1.0]))
+    image.header.set_xyzt_units(measure, "sec")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.to_filename(path)
+
+
+def test_spacing_of_volumes(tmp_path):
+    volume = np.zeros((5, 3, 2), np.int16)
+    for name, measure, factor in (("a.nii.gz", "mm", 1), ("b.nii", "micron", 1e-3), ("c.nii", "unknown", 1)):
+        write_nifti(tmp_path / name, volume, (5.0, 0.75, 0.5), measure)
+        assert GREY.spacing(tmp_path / name) == pytest.approx((5.0 * factor, 0.75 * factor, 0.5 * factor))
+        assert GREY.count(tmp_path / name) == 5
+    np.savez(tmp_path / "d.npz", volume=volume, spacing=np.array([2, 1.5, 1]))
+    assert GREY.spacing(tmp_path / "d.npz") == (2.0, 1.5, 1.0) and GREY.count(tmp_path / "d.npz") == 5
+    np.savez(tmp_path / "flat.npz", volume=volume, spacing=np.array([2, 1.5]))
+    np.savez(tmp_path / "zero.npz", volume=volume, spacing=np.array([2, 1.5, 0]))
+    np.savez(tmp_path / "none.npz", volume=volume)
+    np.save(tmp_path / "none.npy", volume)
+    for name, message in (
+        ("flat.npz", r"flat.npz: has the spacing \[2.0, 1.5\]; accepted: three positive"),
+        ("zero.npz", r"zero.npz: has the spacing \[2.0, 1.5, 0.0\]"),
+        ("none.npz", "none.npz: tells no spacing.*array 'spacing'"),
+        ("none.npy", "none.npy: tells no spacing"),
+    ):
+        with pytest.raises(UnreadableError, match=message):
+            GREY.spacing(tmp_path / name)
+
+
+def test_spacing_follows_crops_and_resizing():
+    """Of a volume whose intensity is a multiple of the place in mm on one axis, seen in the steps of its pixels."""
+    rows, columns, slices = 40, 80, 12
+    arguments = AugmentationArguments(random_resized_crop=True, random_resized_crop_scale=[0.3, 0.9])
+    augment = Augmentation((16, 16), 2, arguments, seed=0)
+    # In both directions 12 grey levels per mm.
+    for axis, plane in enumerate((np.arange(rows)[:, None] * 6, np.arange(columns) * 3)):
+        plane = np.broadcast_to(plane, (rows, columns)).astype(np.uint8)
+        clip = ClipArray(np.repeat(plane[None, ..., None], slices, axis=0), "ramp", (3.0, 0.5, 0.25))
+        for epoch in range(4):
+            example = TrainingClips([(clip, 0)], augment, ClipReader(4, None))[epoch, 0]
+            edges = np.moveaxis(example["image"][0, ..., 0].astype(float), axis, 0)[[4, 11]]
+            # Bytes are whole numbers: two of them are off by up to 1 over 7 steps.
+            assert np.diff(edges.mean(1))[0] / 7 / 12 == pytest.approx(example["spacing"][axis], abs=1 / 7 / 12)
+            assert example["frame_times"].shape == (4,) and (example["frame_times"] % 3 == 0).all()
+            assert (np.diff(example["frame_times"]) > 0).all()
+    several = EvaluationClips([(clip, 1)], (16, 16), 2, ClipReader(4, 2), 3)[0]
+    assert several["image"].shape[:2] == several["frame_times"].shape == (3, 4)
+    assert several["frame_times"].tolist() == [[3, 9, 15, 21], [9, 15, 21, 27], [15, 21, 27, 33]]
+    assert several["spacing"].tolist() == [[0.5 * 40 / 16, 0.25 * 80 / 16]] * 3
+    collated = Collator((4, 16, 16), 1, [0.5], [0.5], AugmentationArguments(), 0, has_spacing=True)
+    batch = collated([{"label": -100}, several])
+    assert batch["pixel_values"].shape[0] == len(batch["spacing"]) == len(batch["frame_times"]) == 6
+    assert batch["frame_times"][:3].tolist() == several["frame_times"].tolist()
+    assert collated([{"label": -100}])["spacing"].tolist() == [[1, 1]]
+
+
+PHYSICAL = ["--coordinates", "physical", "--physical_unit", "[12,8,8]", "--num_channels", 1]
+
+
+@pytest.fixture
+def scans(tmp_path):
+    """Volumes of 4 slices of 16 × 16 voxels of various sizes, and one that cannot be read."""
+    generator, folder = np.random.default_rng(0), tmp_path / "scans"
+    for number in range(12):
+        split, label = ("train" if number < 8 else "validation"), ("left", "right")[number % 2]
+        volume = generator.integers(0, 256, (4, 16, 16)).astype(np.uint8)
+        spacing = generator.uniform(0.3, 3.0, 3)
+        write_nifti(folder / split / label / f"scan_{number}.nii.gz", volume, spacing)
+    (folder / "train" / "left" / "broken.nii").write_text("no volume")
+    return folder
+
+
+def test_a_run_sees_the_spacing_of_every_volume(scans, tmp_path, caplog):
+    """The loss of its evaluation is that of the saved model, volume by volume, with the spacing that was written."""
+    import nibabel
+
+    metrics = run(tmp_path / "run", "--video_folder", scans, *PHYSICAL, "--do_train", "--do_eval", "--max_steps", 2)
+    assert "broken.nii" in caplog.text
+    model = LieREVideoForVideoClassification.from_pretrained(tmp_path / "run").eval()
+    assert model.config.coordinates == "physical" and list(model.config.physical_unit) == [12, 8, 8]
+    losses, without = [], []
+    for path in sorted((scans / "validation").glob("*/*")):
+        image = nibabel.load(path)
+        pixels = torch.from_numpy(np.asarray(image.dataobj).T.copy())[None, :, None] / 127.5 - 1
+        label = torch.tensor([model.config.label2id[path.parent.name]])
+        with torch.no_grad():
+            for found, spacing in ((losses, image.header.get_zooms()[::-1]), (without, (1.0, 1.0, 1.0))):
+                found.append(model(pixels, spacing=spacing, labels=label).loss.item())
+    # Places are rounded to float32.
+    assert metrics["eval_loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+    assert metrics["eval_loss"] != pytest.approx(np.mean(without), abs=1e-5)
+
+
+def test_volumes_of_an_npz_have_spacings(tmp_path):
+    arrays = {f"{split}_images": np.zeros((3, 4, 16, 16), np.uint8) for split in ("train", "val")}
+    arrays |= {f"{split}_labels": np.array([[0], [1], [1]]) for split in ("train", "val")}
+    own = np.array([[3, 1, 1], [2, 1, 1], [5, 0.5, 1]])
+    np.savez(tmp_path / "some.npz", **arrays, spacing=np.array([4.0, 1, 2]), train_spacing=own)
+    clips = load(volume_file=str(tmp_path / "some.npz"), channels=1, spacing=True)
+    assert [clip.spacing for clip, _ in clips.train] == [(3.0, 1.0, 1.0), (2.0, 1.0, 1.0), (5.0, 0.5, 1.0)]
+    assert [clip.spacing for clip, _ in clips.evaluation] == [(4.0, 1.0, 2.0)] * 3
+    for spacing, message in (
+        ({}, "neither train_spacing .* nor spacing"),
+        ({"spacing": np.ones(2)}, r"spacing has the shape \(2,\); accepted: \(3,\) or \(3, 3\)"),
+        ({"train_spacing": own - 3}, r"train_spacing has the spacing \[0.0, -2.0, -2.0\]"),
+    ):
+        np.savez(tmp_path / "none.npz", **arrays, **spacing)
+        with pytest.raises(InputError, match=message):
+            load(volume_file=str(tmp_path / "none.npz"), channels=1, spacing=True)
+
+
+def test_what_has_no_spacing_is_refused_with_its_name(shapes, scans, tmp_path):
+    with pytest.raises(InputError, match=r"--coordinates physical: \d+.mp4: tells no spacing"):
+        run(tmp_path / "run", "--video_folder", shapes, *PHYSICAL, "--do_train", "--max_steps", 1)
+    with pytest.raises(InputError, match="mix volumes of different spacing"):
+        run(tmp_path / "run", "--video_folder", scans, *PHYSICAL, "--do_train", "--max_steps", 1, "--mixup_alpha", 0.2)
+    with pytest.raises(InputError, match="--evaluation_offset: physical coordinates follow from each volume"):
+        run(tmp_path / "run", "--video_folder", scans, *PHYSICAL, "--do_eval", "--evaluation_offset", 0.2)

@@ -23,6 +23,7 @@ from pathlib import Path
 # `training` is not installed; the scripts find it, and an hf_liere that is not installed either, beside themselves.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from hf_liere.errors import InputError
 from training.data.clips import ClipReader, EvaluationClips, TrainingClips
 from training.data.sources import DataRequest, fraction_of
 from training.data.video_data import VideoDataArguments, load_clips
@@ -30,7 +31,13 @@ from training.engine.arguments import AugmentationArguments, RunArguments, Video
 from training.engine.classification import ClassifierArguments, build_classifier, train_classifier
 from training.engine.command_line import parse_arguments
 from training.engine.conditions import ConditionArguments
-from training.engine.model_setup import resolve_config, resolve_image_size, resolve_num_frames, resolve_processor
+from training.engine.model_setup import (
+    is_physical,
+    resolve_config,
+    resolve_image_size,
+    resolve_num_frames,
+    resolve_processor,
+)
 from training.engine.runs import prepare_output_dir, start
 
 
@@ -43,10 +50,13 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     model_args, data_args, args = given.model, given.data, given.run
     checkpoint = prepare_output_dir(args)
     config = resolve_config(model_args)
+    if is_physical(config) and (given.augmentation.mixup_alpha or given.augmentation.cutmix_alpha):
+        raise InputError("--mixup_alpha and --cutmix_alpha mix volumes of different spacing; accepted here: 0.")
     image_size, num_frames = resolve_image_size(model_args, config), resolve_num_frames(model_args, config)
     processor = resolve_processor(model_args, data_args, image_size, config)
     with args.main_process_first(desc="finding the clips"):
-        request = DataRequest(image_size, config.num_channels, args.parts, num_frames, args.process_index == 0)
+        frames = {"num_frames": num_frames, "spacing": is_physical(config)}
+        request = DataRequest(image_size, config.num_channels, args.parts, writes=args.process_index == 0, **frames)
         clips = load_clips(data_args, request)
     model, train, evaluation = build_classifier(given, config, clips, checkpoint)
     train = train and fraction_of(train, data_args.train_fraction, args.order_seed)

@@ -18,6 +18,7 @@ MODEL_FIELDS = (
     "position_encoding",
     "block_size",
     "coordinates",
+    "physical_unit",
     "use_absolute_position_embeddings",
     "keep_absolute",
     "share_heads",

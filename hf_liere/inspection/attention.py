@@ -224,8 +224,14 @@ def observe_attention(
     return torch.cat(batches, dim=1), grids.pop()
 
 
-def size_options(tower: Tower, pixel_values: torch.Tensor) -> dict[str, bool]:
-    """Options of the forward of a vision tower for inputs of this size; unpatched models of transformers need one."""
+def size_options(tower: Tower, pixel_values: torch.Tensor) -> dict[str, bool | torch.Tensor]:
+    """
+    Options of the forward of a vision tower for inputs of this size; unpatched models of transformers need one. Inputs
+    of models with `physical` coordinates are looked at as if they had an extent of one unit.
+    """
+    if getattr(tower.module.config, "coordinates", None) == "physical":
+        sizes = pixel_values.new_tensor(tower.module.pixels(pixel_values).shape[2:])
+        return {"spacing": pixel_values.new_tensor(tower.module.config.physical_unit) / sizes}
     if not takes(tower.module, "interpolate_pos_encoding"):
         return {}
     trained = pair("image_size", tower.module.config.image_size)

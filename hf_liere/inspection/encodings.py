@@ -160,7 +160,9 @@ def generators(encoding: RotaryEncoding) -> torch.Tensor:
 def patch_positions(encoding: RotaryEncoding, grid: tuple[int, ...] | None = None) -> torch.Tensor:
     """(N, A) coordinates of the patches of a grid, by default the trained one, without prefix tokens."""
     config = encoding.config
-    return of_grid(grid or config.train_grid, config.train_grid, config.coordinates).coordinates
+    # An input with an extent of one physical unit has `unit` coordinates.
+    coordinates = "unit" if config.coordinates == "physical" else config.coordinates
+    return of_grid(grid or config.train_grid, config.train_grid, coordinates).coordinates
 
 
 def patch_steps(encoding: RotaryEncoding) -> torch.Tensor:

@@ -46,6 +46,7 @@ COORDINATES = {
     "train_index": "indices scaled to the trained grid",
     "unit": "0 … 1 over any grid",
     "unit_width": "0 … 1 over the width of any grid",
+    "physical": "lengths about the centre of the input, in physical_unit",
 }
 
 

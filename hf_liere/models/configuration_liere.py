@@ -211,11 +211,30 @@ class LieREPixelConfig(LieREConfig):
             The coordinate of the patch with index i on an axis of n patches that had n₀ in training: `"index"` i;
             `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"train_index"` i·n₀/n (timm's reference
             grid); `"unit"` (i+½)/n; `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on
-            video). `None` means `index` for the RoPE encodings, `train_grid` for `liere`, `unit` for ComRoPE, as in
-            the papers.
+            video); `"physical"` ½ + (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times
+            the `spacing` that the model is given with its input. The centre of the input is at ½, the same tissue in
+            the same field of view has the same coordinates whatever the size of voxels, and an input with an extent
+            of one unit has `unit` coordinates. `None` means `index` for the RoPE encodings, `train_grid` for `liere`,
+            `unit` for ComRoPE, as in the papers.
         position_perturbation (`float`, defaults to 0.0):
             σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
             around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch.
+        position_shift (`float`, defaults to 0.0):
+            DINOv3's augmentation of coordinates during training (its §3.2; `pos_embed_shift`): all patches of a batch
+            are moved together by s_a · (half the extent of the input) on axis a, s_a ~ U[−shift, shift] drawn for
+            every forward pass. In DINOv3 coordinates run from −1 to 1 over the image, so that the same number means
+            the same fraction of the input here, whatever `coordinates` are. Class and register tokens stay where they
+            are, as do `positions` given to the model and the table of training patches.
+        position_jitter (`float`, *optional*):
+            As `position_shift` and after it (`pos_embed_jitter`): distances from the centre of the input, where
+            DINOv3's coordinates are zero, are multiplied by a factor per axis, log-uniform in [1/jitter, jitter].
+        position_rescale (`float`, *optional*):
+            As `position_jitter` and after it (`pos_embed_rescale`), with one factor for all axes, log-uniform in
+            [1/rescale, rescale]. DINOv3 uses 2.
+        physical_unit (`float` or `list[float]`, *optional*):
+            The length, in mm, s or whatever `spacing` is given in, that counts as 1 in `coordinates="physical"`, for
+            all axes or one per axis (rows, columns; frames or slices, rows, columns); needed there and nowhere else. A
+            good choice is the extent of a training input, such as 192 for 128 voxels of 1.5 mm.
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`].
@@ -225,8 +244,12 @@ class LieREPixelConfig(LieREConfig):
     image_size: int | list[int] | tuple[int, int] = 224
     patch_size: int | list[int] | tuple[int, int] = 16
     position_table_resize: Literal["interpolate", "antialias", "truncate"] = "interpolate"
-    coordinates: Literal["index", "train_grid", "train_index", "unit", "unit_width"] | None = None
+    coordinates: Literal["index", "train_grid", "train_index", "unit", "unit_width", "physical"] | None = None
+    physical_unit: float | int | list[float | int] | tuple[float | int, ...] | None = None
     position_perturbation: float | int = 0.0
+    position_shift: float | int = 0.0
+    position_jitter: float | int | None = None
+    position_rescale: float | int | None = None
 
     def __post_init__(self, **kwargs):
         if self.coordinates is None:

@@ -11,6 +11,7 @@ from transformers import initialization as init
 from .encodings import ENCODING_CLASSES, ComRoPEAxialPartition, LieRE, RotaryEncoding
 from .positions import TokenPositions
 from .rotation import BlockRotation, Rotation
+from .validation import TRAINING_ONLY
 
 
 class FoldedLieRE(LieRE):
@@ -124,8 +125,9 @@ def fold_rotations(model: nn.Module, encoder_class: type, grids: Iterable[tuple[
     grids = [config.train_grid] if grids is None else list(grids)
     # All modules share one configuration.
     folded.config.folded_grids = [list(grid) for grid in grids] if constant else []
-    if config.train_grid is not None:
-        folded.config.position_perturbation = 0.0
+    for name, neutral in TRAINING_ONLY.items():
+        if hasattr(folded.config, name):
+            setattr(folded.config, name, neutral)
     folded.config.validate()
     encoding = encoder.rotary_encoding
     reference = next(encoding.parameters(), encoder.layers[0].attention.q_proj.weight)

@@ -35,8 +35,9 @@ from .encodings import RotaryEncoding
 from .folding import build_rotary_encoding, fold_rotations
 from .layers import LieRELayer, LieRELayerScale, build_classifier
 from .lie_algebra import product_dtype, working_dtype
+from .physical import physical_extents, refuse_spacing
 from .pooling import pool, visible_tokens
-from .positions import TokenPositions, check_positions, of_coordinates, of_grid, perturbation
+from .positions import TokenPositions, check_positions, displacements, of_coordinates, of_extents, of_grid
 from .rotation import Rotation
 
 
@@ -223,13 +224,22 @@ class LieREPixelModel(LieREEncoderModel):
         return pixel_values
 
     def grid_positions(
-        self, grid: tuple[int, ...], offsets: torch.Tensor | None, device: torch.device
+        self,
+        grid: tuple[int, ...],
+        offsets: torch.Tensor | None,
+        device: torch.device,
+        extents: torch.Tensor | None = None,
     ) -> TokenPositions | None:
-        """Positions of all tokens of a grid of patches; `None` where nothing in the model uses them."""
+        """
+        Positions of all tokens of a grid of patches; `None` where nothing in the model uses them. Those that are
+        `physical` need the `extents` of a patch, see [`physical_extents`].
+        """
         config = self.config
         if not config.uses_positions:
             return None
         prefix = config.num_prefix_tokens, config.prefix_coordinate if self._prefix_is_placed else 0.0
+        if extents is not None:
+            return of_extents(grid, extents, *prefix, offsets)
         return of_grid(grid, config.train_grid, config.coordinates, *prefix, offsets, device, working_dtype(device))
 
     @capture_outputs(tie_last_hidden_states=False)
@@ -239,20 +249,27 @@ class LieREPixelModel(LieREEncoderModel):
         positions: torch.Tensor | None = None,
         bool_masked_pos: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        spacing: torch.Tensor | None = None,
+        frame_times: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
         """
         Args:
             pixel_values: (B, C, H, W) images or (B, T, C, H, W) clips, of any size divisible by the patch.
             positions: (N, A) or (B, N, A) coordinates of the patch tokens that replace the grid's; used as given,
-                neither rescaled nor perturbed (a learned table is still read on the grid). Where class and register
-                tokens have coordinates (`rotate_prefix`, `position_table_size`), theirs may come first: (prefix + N, A)
-                or (B, prefix + N, A).
+                neither rescaled nor perturbed nor augmented (a learned table is still read on the grid). Where class
+                and register tokens have coordinates (`rotate_prefix`, `position_table_size`), theirs may come first:
+                (prefix + N, A) or (B, prefix + N, A).
             bool_masked_pos: (B, N), true where the mask token replaces a patch; needs `use_mask_token`.
             attention_mask: (B, prefix + N), true for tokens that are attended to, which alone are averaged; or one for
                 every pair of tokens, (1 or B, 1 or H, 1 or prefix + N, prefix + N), Boolean or added to attention
                 scores, where tokens that no query attends to are not averaged; or what the attention implementation
                 takes instead, such as a `BlockMask` (not with `pooling="mean"` and `"mean_all"`).
+            spacing: (A,) or (B, A), for `coordinates="physical"` alone: the extent of a pixel on every axis (rows,
+                columns; frames or slices, rows, columns), in what `config.physical_unit` is given in, such as mm.
+            frame_times: (T,) or (B, T), for clips at irregular times: the time of every frame, or the place of every
+                slice, that must not decrease. A tubelet sits at the mean of its frames, relative to the middle between
+                first and last; `spacing` is then (2,) or (B, 2), of rows and columns.
 
         Returns:
             `last_hidden_state` (B, prefix + N, hidden_size), normalised if `config.final_norm` is `"tokens"`, and
@@ -260,17 +277,22 @@ class LieREPixelModel(LieREEncoderModel):
             unless `config.final_norm` is `"none"`.
 
         Raises:
-            ValueError: if the input does not fit the configuration, positions are of the wrong shape or not finite, or
-                a mask is of the wrong shape, hides every token of a sample, or all that are averaged.
+            ValueError: if the input does not fit the configuration, positions, spacing or times are of the wrong shape
+                or not finite, missing or of no use, or a mask is of the wrong shape, hides every token of a sample, or
+                all that are averaged.
         """
         pixels = self.pixels(pixel_values)
         grid = self.embeddings.patch_embeddings.grid(pixels)
-        offsets = None
-        if self.training and self.config.position_perturbation:
-            dtype = working_dtype(pixels.device)
-            offsets = perturbation(grid, self.config.position_perturbation, pixels.device, dtype)
+        refuse_spacing(self.config, spacing, frame_times, positions)
+        device, extents, offsets, displaced = pixels.device, None, None, None
+        dtype = working_dtype(device)
+        if self.config.coordinates == "physical" and positions is None:
+            size = pixels.shape[0]
+            extents, displaced = physical_extents(self.config, grid, size, spacing, frame_times, device, dtype)
+        if self.training:
+            offsets, displaced = displacements(self.config, grid, displaced, device, dtype)
         if positions is None:
-            positions = self.grid_positions(grid, offsets, pixels.device)
+            positions = self.grid_positions(grid, displaced, device, extents)
         else:
             positions = self.given_positions(positions, pixels.shape[0], math.prod(grid))
         embeddings = self.embeddings(pixels, grid, offsets, bool_masked_pos, positions)

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from .configuration_liere import pair
 from .lie_algebra import product_dtype, working_dtype
-from .positions import TokenPositions, of_coordinates, of_grid, perturbation
+from .positions import TokenPositions, displacements, of_coordinates, of_grid
 from .rotation import Rotation
 from .vision_towers import position_table, takes
 
@@ -335,9 +335,9 @@ def _positions(
     num_prefix_tokens: int = 0,
     prefix_coordinate: float = 0.0,
 ) -> TokenPositions:
-    """Positions of prefix tokens and of all patches of a grid, perturbed during training if so configured."""
+    """Positions of prefix tokens and of all patches of a grid, augmented during training if so configured."""
     adapter, offsets, dtype = tower.rotary_patch, None, working_dtype(device)
-    if tower.training and adapter.config.position_perturbation:
-        offsets = perturbation(grid, adapter.config.position_perturbation, device, dtype)
+    if tower.training:
+        _, offsets = displacements(adapter.config, grid, None, device, dtype)
     prefix = (num_prefix_tokens, prefix_coordinate)
     return of_grid(grid, adapter.train_grid, adapter.coordinates, *prefix, offsets, device, dtype)

@@ -68,8 +68,10 @@ def of_grid(
         offsets: (patches, A), displacement of each patch in patch extents, from [`perturbation`].
 
     Raises:
-        ValueError: for any other value of `coordinates`.
+        ValueError: for any other value of `coordinates`; `physical` ones are made by [`of_extents`].
     """
+    if coordinates == "physical":
+        raise ValueError("coordinates='physical' follow from the spacing of an input, not from its grid alone.")
     if coordinates not in COORDINATES:
         raise ValueError(f"coordinates={coordinates!r} must be one of {', '.join(map(repr, COORDINATES))}.")
     place, indices = COORDINATES[coordinates], patch_indices(grid, offsets, device, dtype)  # (patches, A)
@@ -80,6 +82,26 @@ def of_grid(
         return TokenPositions(placed, num_prefix_tokens)
     proportional = coordinates in PROPORTIONAL and (prefix_coordinate == 0 or num_prefix_tokens == 0)
     return TokenPositions(placed, num_prefix_tokens, tuple(grid), proportional)
+
+
+def of_extents(
+    grid: tuple[int, ...],
+    extents: torch.Tensor,
+    num_prefix_tokens: int = 0,
+    prefix_coordinate: float = 0.0,
+    offsets: torch.Tensor | None = None,
+) -> TokenPositions:
+    """
+    The patches of a grid in `physical` coordinates: ½ + (i + ½ − n/2)·e for the patch with index i on an axis of n
+    patches, each of extent e. The centre of the input is at ½, and an input with an extent of 1 has `unit` coordinates.
+
+    Args:
+        extents: (A,) or (B, A), extents of a patch on every axis.
+        offsets: (…, patches, A), as for [`of_grid`].
+    """
+    indices = patch_indices(grid, offsets, extents.device, extents.dtype)
+    patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)
+    return of_coordinates(patches, num_prefix_tokens, prefix_coordinate)
 
 
 def of_coordinates(
@@ -117,6 +139,74 @@ def perturbation(
     bound = math.erf(0.5 / (strength * math.sqrt(2)))
     quantiles = torch.rand(math.prod(grid), len(grid), device=device, dtype=dtype).mul(2).sub(1).mul(bound)
     return torch.erfinv(quantiles).mul(strength * math.sqrt(2)).clamp(-0.5, 0.5)
+
+
+def displacements(
+    config,
+    grid: tuple[int, ...],
+    given: torch.Tensor | None,
+    device: torch.device | None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """
+    What a forward pass in training draws, for a [`LieREConfig`] or a [`RotaryPatchConfig`].
+
+    Args:
+        given: (…, N, A) displacements that the input itself has, of frames at irregular times, or `None`.
+
+    Returns:
+        Displacements of patches in patch extents, `None` for none: (N, A) of [`perturbation`], which also act on a
+        table of training patches, and (…, N, A) of all together, with those of [`augmentation`], which act on
+        coordinates.
+    """
+    perturbed, placed = None, given
+    if config.position_perturbation:
+        perturbed = perturbation(grid, config.position_perturbation, device, dtype)
+        placed = perturbed if given is None else given + perturbed
+    strengths = config.position_shift, config.position_jitter, config.position_rescale
+    return perturbed, augmentation(grid, placed, *strengths, device, dtype)
+
+
+def augmentation(
+    grid: tuple[int, ...],
+    offsets: torch.Tensor | None,
+    shift: float,
+    jitter: float | None,
+    rescale: float | None,
+    device: torch.device | None,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor | None:
+    """
+    Displacements of patches as DINOv3 (§3.2 and its code) augments coordinates x that run from −1 to 1 over an input:
+    x ← (x + s) · j · r, with one s_a ~ U[−shift, shift] and one j_a ~ exp U[−log jitter, log jitter] per axis, and one
+    r ~ exp U[−log rescale, log rescale] for all axes. All patches share these numbers.
+
+    Args:
+        offsets: (…, patches, A) displacements in patch extents that come before, or `None`.
+        shift: In half extents of the input; 0 for none.
+        jitter, rescale: 1 and above; `None` for none.
+
+    Returns:
+        (…, patches, A) displacements in patch extents, or `offsets` where there is nothing to draw.
+    """
+    if not shift and jitter is None and rescale is None:
+        return offsets
+    regular = patch_indices(grid, None, device, dtype)
+    half = regular.new_tensor(grid) / 2
+    centre = half - 0.5
+    placed = (regular if offsets is None else regular + offsets) - centre
+    if shift:
+        placed = placed + _uniform(shift, len(grid), regular) * half
+    if jitter is not None:
+        placed = placed * _uniform(math.log(jitter), len(grid), regular).exp()
+    if rescale is not None:
+        placed = placed * _uniform(math.log(rescale), 1, regular).exp()
+    return placed + centre - regular
+
+
+def _uniform(bound: float, length: int, like: torch.Tensor) -> torch.Tensor:
+    """(length,) numbers from U[−bound, bound], of the type and on the device of `like`."""
+    return torch.rand(length, device=like.device, dtype=like.dtype).mul(2).sub(1).mul(bound)
 
 
 def with_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: float) -> torch.Tensor:

@@ -58,7 +58,9 @@ class RotaryPatchConfig:
         rotary_init: `"zeros"` leaves the model exactly as it is: zero generators, exp(0) = I (ComRoPE §4.4). Any other
             (`"frequencies"`, `"normal"`, `"uniform"`, `None` for the encoding's own, see `LieREConfig`) is **not
             neutral**: it changes what the pretrained model computes. `axial_rope` learns nothing and takes only `None`.
-        rotary_init_scale, rope_theta, coordinates, position_perturbation: See `LieREPixelConfig`.
+        rotary_init_scale, rope_theta, coordinates: See `LieREPixelConfig`.
+        position_perturbation, position_shift, position_jitter, position_rescale: See `LieREPixelConfig`. Towers whose
+            samples have grids of their own draw for each sample.
         rotate_prefix: Whether class and register tokens are rotated as tokens at the centre (official ComRoPE).
         keep_absolute: How the patches use the model's own position table (prefix tokens always keep their entries).
             `"interpolate"`: as the model interpolates it; `"train_size"`: every patch reads the entry of its index,
@@ -81,6 +83,9 @@ class RotaryPatchConfig:
     rope_theta: float | None = None
     coordinates: str | None = None
     position_perturbation: float = 0.0
+    position_shift: float = 0.0
+    position_jitter: float | None = None
+    position_rescale: float | None = None
     rotate_prefix: bool = False
     keep_absolute: str = "interpolate"
     absolute_weight: float = 1.0
@@ -93,6 +98,10 @@ class RotaryPatchConfig:
             raise ValueError(
                 f"position_encoding={self.position_encoding!r} is not a rotary encoding; accepted: "
                 f"{', '.join(ROTARY_ENCODINGS)}."
+            )
+        if self.coordinates == "physical":
+            raise ValueError(
+                "coordinates='physical' need the spacing of every input, which pretrained models do not take."
             )
         if self.keep_absolute not in KEEP_ABSOLUTE:
             raise ValueError(f"keep_absolute={self.keep_absolute!r} must be one of {', '.join(KEEP_ABSOLUTE)}.")

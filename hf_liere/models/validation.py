@@ -13,7 +13,15 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediat
 INPUT_SIZES = ("num_channels", "feature_size")
 MAX_AXES = 6
 RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
-SCALES = ("position_perturbation", "layer_norm_eps", "rotary_init_scale")
+SCALES = ("position_perturbation", "position_shift", "layer_norm_eps", "rotary_init_scale")
+FACTORS = ("position_jitter", "position_rescale")
+# What acts in training only, with the value that does nothing.
+TRAINING_ONLY = {
+    "position_perturbation": 0.0,
+    "position_shift": 0.0,
+    "position_jitter": None,
+    "position_rescale": None,
+}
 # Fields, where a configuration has them, which values they accept, and how a message says so. Other rules decide where
 # `None` is accepted.
 RANGES = (
@@ -23,6 +31,7 @@ RANGES = (
     (RATES, lambda value: 0 <= value < 1, "lie in [0, 1)"),
     (("initializer_range", "rope_theta"), lambda value: 0 < value <= FLOAT32_MAX, "be positive and finite in float32"),
     (SCALES, lambda value: 0 <= value <= FLOAT32_MAX, "be at least 0 and finite in float32"),
+    (FACTORS, lambda value: 1 <= value <= FLOAT32_MAX, "be at least 1 and finite in float32, or None"),
     (("layerscale_value", "prefix_coordinate"), lambda value: abs(value) <= FLOAT32_MAX, "be finite in float32"),
 )
 
@@ -84,15 +93,43 @@ def check_pixels(config) -> None:
         raise ValueError(
             "position_table_resize='antialias' exists for images only; accepted here: 'interpolate', 'truncate'."
         )
-    if config.position_perturbation and config.position_encoding == "none" and not has_table:
+    _check_augmentation(config)
+    _check_physical_unit(config)
+
+
+def _check_augmentation(config) -> None:
+    encoding, has_table = config.position_encoding, config.use_absolute_position_embeddings
+    trained = {name: getattr(config, name) for name, none in TRAINING_ONLY.items() if getattr(config, name) != none}
+    if trained and config.folded_grids is not None:
+        names = " and ".join(f"{name}={value}" for name, value in trained.items())
+        raise ValueError(f"{names} is for training, folded_grids={config.folded_grids} for inference.")
+    if config.position_perturbation and encoding == "none" and not has_table:
         raise ValueError(
             f"position_perturbation={config.position_perturbation} has nothing to perturb with "
             "position_encoding='none'."
         )
-    if config.position_perturbation and config.folded_grids is not None:
+    given = {name: getattr(config, name) for name in ("position_shift", *FACTORS) if getattr(config, name)}
+    if given and config.coordinates is None and encoding not in ROTARY_ENCODINGS:
         raise ValueError(
-            f"position_perturbation={config.position_perturbation} is for training, "
-            f"folded_grids={config.folded_grids} for inference."
+            f"{given} would do nothing with position_encoding={encoding!r}, where nothing has coordinates: accepted "
+            f"with {', '.join(ROTARY_ENCODINGS)} and with position_table_size."
+        )
+
+
+def _check_physical_unit(config) -> None:
+    unit, axes = config.physical_unit, config.num_axes
+    if config.coordinates != "physical":
+        if unit is not None:
+            raise ValueError(
+                f"physical_unit={unit} would do nothing with coordinates={config.coordinates!r}: accepted with "
+                "coordinates='physical'."
+            )
+        return
+    lengths = unit if isinstance(unit, (list, tuple)) else [unit] * axes
+    if unit is None or len(lengths) != axes or not all(0 < length <= FLOAT32_MAX for length in lengths):
+        raise ValueError(
+            f"coordinates='physical' need physical_unit, not {unit}: the length that counts as 1, one positive number "
+            f"or {axes}, such as the extents of a training input in mm."
         )
 
 
@@ -217,6 +254,11 @@ def _check_folding(config) -> None:
         raise ValueError(
             f"folded_grids={grids}: only liere with block_size above 2 has rotations to keep; accepted for "
             f"{config.position_encoding}: [] or None."
+        )
+    if grids and getattr(config, "coordinates", None) == "physical":
+        raise ValueError(
+            f"folded_grids={grids}: with coordinates='physical' the rotations of a grid depend on the spacing of the "
+            "input, so that none can be kept."
         )
     for grid in grids:
         if len(grid) != config.num_axes or any(size < 1 for size in grid):

@@ -125,6 +125,15 @@ class Augmentation:
                 image = _from_pil(self.rand_augment(_to_pil(image)))
         return image
 
+    def extent(self, size: tuple[int, int], epoch: int, index: int) -> tuple[int, int]:
+        """Rows and columns of an image of this size that its augmented version shows, black borders aside."""
+        if not self.arguments.random_resized_crop:
+            return size
+        # The same first draw as above.
+        rng = np.random.default_rng((self.seed, epoch, index))
+        rows, columns = _random_part(size, self.arguments.random_resized_crop_scale, rng)
+        return rows.stop - rows.start, columns.stop - columns.start
+
 
 @contextlib.contextmanager
 def _seeded_torch(rng: np.random.Generator) -> Iterator[None]:
@@ -146,7 +155,8 @@ class Collator:
         width), for clips (B, T, C, height, width), for several clips of each video (B·clips, T, …). In a mixed
         batch also `mixed_labels` (B,) and `mixing_weights` (B,): the target of an image is its label with that weight
         and the other with the rest. Two hard labels instead of a soft one keep Trainer's count of examples right, and
-        cannot be mistaken for targets of a binary cross entropy.
+        cannot be mistaken for targets of a binary cross entropy. With `has_spacing` also what models with physical
+        coordinates need of clips, `spacing` (B or B·clips, 2) and `frame_times` (B or B·clips, T).
     """
 
     def __init__(
@@ -157,8 +167,10 @@ class Collator:
         image_std: Sequence[float],
         arguments: AugmentationArguments,
         seed: int,
+        has_spacing: bool = False,
     ):
         self.image_size = image_size
+        self.has_spacing = has_spacing
         self.num_channels = num_channels
         self.scale = (1 / (255 * torch.tensor(image_std))).view(-1, 1, 1)
         self.shift = (-torch.tensor(image_mean) / torch.tensor(image_std)).view(-1, 1, 1)
@@ -181,6 +193,8 @@ class Collator:
         if len(views) > 1:
             pixels = pixels.flatten(0, 1)
         batch = {"labels": labels, "pixel_values": pixels}
+        if self.has_spacing:
+            batch |= _places(examples, views)
         is_training = "key" in examples[0]
         if is_training and self.erase.p > 0:
             for image, example in zip(pixels[: len(images)], examples):
@@ -208,6 +222,16 @@ class Collator:
         mixed_labels = labels.clone()
         mixed_labels[:count] = labels[partners]
         return {"mixed_labels": mixed_labels, "mixing_weights": torch.full((len(labels),), weight)}
+
+
+def _places(examples: list[dict[str, Any]], views: Sequence[int]) -> dict[str, torch.Tensor]:
+    """`spacing` and `frame_times` of a batch of clips of (T,) or (clips, T) = `views` frames, which come first."""
+    values = {"spacing": torch.ones(len(examples), *views[:-1], 2), "frame_times": torch.ones(len(examples), *views)}
+    for row, example in enumerate(examples):
+        if "image" in example:
+            for name, places in values.items():
+                places[row] = torch.tensor(example[name])
+    return {name: places.flatten(0, 1) if len(views) > 1 else places for name, places in values.items()}
 
 
 def resized(image: np.ndarray, size: tuple[int, int], resample: int) -> np.ndarray:

@@ -21,6 +21,8 @@ class Clip(Protocol):
     """A video that is not read yet."""
 
     name: str
+    # Distances of slices, rows and columns, where the model needs them.
+    spacing: tuple[float, float, float] | None
 
     def __len__(self) -> int: ...
 
@@ -33,6 +35,7 @@ class ClipFile:
     path: Path
     length: int
     reader: FrameReader
+    spacing: tuple[float, float, float] | None = None
 
     @property
     def name(self) -> str:
@@ -49,6 +52,7 @@ class ClipFile:
 class ClipArray:
     frames: np.ndarray
     name: str
+    spacing: tuple[float, float, float] | None = None
 
     def __len__(self) -> int:
         return len(self.frames)
@@ -77,6 +81,23 @@ def frames_needed(num_frames: int, stride: int | None) -> int:
     return num_frames if stride is None else (num_frames - 1) * stride + 1
 
 
+def places_of_voxels(
+    clip: Clip, indices: np.ndarray, extent: tuple[int, int], size: tuple[int, int]
+) -> dict[str, np.ndarray]:
+    """
+    What a model with physical coordinates needs beside the pixels: `frame_times`, the places of the chosen slices, of
+    the shape of `indices`, and the `spacing` (rows, columns) after resizing. Empty for clips without a spacing.
+
+    Args:
+        extent: rows and columns of the clip that the input of the model shows.
+        size: height and width of that input.
+    """
+    if clip.spacing is None:
+        return {}
+    slices, *pixel = clip.spacing
+    return {"frame_times": indices * slices, "spacing": np.array(pixel) * extent / np.array(size)}
+
+
 @dataclass
 class ClipReader:
     """Reads clips of a source; a clip that cannot be read is reported once, by name, and is `None`."""
@@ -100,7 +121,8 @@ class ClipReader:
 
 @dataclass
 class TrainingClips(TrainingImages):
-    """Augmented random clips of a source by key `(epoch, index)`: `image` (T, height, width, C), `label`, `key`.
+    """Augmented random clips of a source by key `(epoch, index)`: `image` (T, height, width, C), `label`, `key`, and
+    what `places_of_voxels` returns.
 
     A clip that cannot be read has no `image`, and the label that the loss ignores.
     """
@@ -114,15 +136,19 @@ class TrainingClips(TrainingImages):
         clip, label = self.source[index % len(self)]
         rng = np.random.default_rng((self.augment.seed, epoch, index, CLIP_STREAM))
         start = rng.random(self.reader.num_frames if self.reader.stride is None else None)
-        frames = self.reader.read(clip, self.reader.indices(clip, start))
+        indices = self.reader.indices(clip, start)
+        frames = self.reader.read(clip, indices)
         if frames is None:
             return {"label": IGNORED_LABEL, "key": key}
-        return {"image": self.augment(frames, epoch, index), "label": label, "key": key}
+        extent = self.augment.extent(frames.shape[1:3], epoch, index)
+        places = places_of_voxels(clip, indices, extent, self.augment.image_size)
+        return {"image": self.augment(frames, epoch, index), "label": label, "key": key, **places}
 
 
 @dataclass
 class EvaluationClips(EvaluationImages):
-    """Evenly spread clips of each video of a source: `image` (clips, T, height, width, C), for one clip (T, …)."""
+    """Evenly spread clips of each video of a source: `image` (clips, T, height, width, C), for one clip (T, …), and
+    what `places_of_voxels` returns."""
 
     reader: ClipReader
     num_clips: int
@@ -136,4 +162,8 @@ class EvaluationClips(EvaluationImages):
         if frames is None:
             return {"label": IGNORED_LABEL}
         clips = resized(frames, self.image_size, self.resample)[places.reshape(indices.shape)]
-        return {"image": clips if len(clips) > 1 else clips[0], "label": label}
+        given = places_of_voxels(clip, indices, frames.shape[1:3], self.image_size)
+        if given:
+            given["spacing"] = np.broadcast_to(given["spacing"], (len(clips), 2))
+        example = {"image": clips, **given}
+        return {name: value if len(clips) > 1 else value[0] for name, value in example.items()} | {"label": label}

@@ -24,6 +24,7 @@ class DataRequest:
         image_size: height and width of the model's input; what is generated is drawn at that size.
         parts: those of `PARTS` that are needed.
         num_frames: number of frames of a clip.
+        spacing: whether the model needs the spacing of voxels.
         writes: whether this process writes the files of generated clips.
         seed: seed of the arrows, and of the parts that `validation_fraction` and `train_fraction` make.
     """
@@ -34,6 +35,7 @@ class DataRequest:
     num_frames: int = 1
     writes: bool = True
     seed: int = 0
+    spacing: bool = False
 
 
 class Source(Protocol):

@@ -5,7 +5,7 @@ decided by those who train or evaluate.
 """
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from training.data.arrows import LABELS
 from training.data.clips import Clip, ClipArray, ClipFile, frames_needed
 from training.data.moving_shapes import DEFAULT_SIZES, SPLITS, write_moving_shapes
 from training.data.sources import PARTS, DataRequest, LabelledImages
-from training.data.video_files import FrameReader, UnreadableError, is_clip
+from training.data.video_files import SPACING, FrameReader, UnreadableError, checked_spacing, is_clip
 from training.engine.arguments import SampleArguments, flag
 
 
@@ -46,7 +46,9 @@ class VideoDataArguments(SampleArguments):
     )
     validation_files: list[str] | None = flag(None, "Split files to evaluate.")
     volume_file: str | None = flag(
-        None, "npz of arrays train_images (N, slices, height, width), train_labels (N, 1), val_images, …"
+        None,
+        "npz of arrays train_images (N, slices, height, width), train_labels (N, 1), val_images, …; for "
+        "--coordinates physical also spacing (3,) or train_spacing (N, 3), …",
     )
     eval_split: str | None = flag(None, "Split to evaluate; by default the first of validation, valid, dev, val, test.")
     frame_stride: int | None = flag(
@@ -104,7 +106,10 @@ def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledI
         if len(files) == 2 and arguments.video_folder is not None:
             _require_trained(files, names)
         reader = FrameReader(request.num_channels, arguments.intensity_range)
-        found = {part: _opened(entries[: arguments.limits[part]], reader, part) for part, entries in files.items()}
+        found = {
+            part: _opened(entries[: arguments.limits[part]], reader, part, request.spacing)
+            for part, entries in files.items()
+        }
     needed = frames_needed(request.num_frames, arguments.frame_stride)
     parts = {part: _long_enough(clips, needed, part) for part, clips in found.items()}
     return LabelledImages(parts.get("training"), parts.get("evaluation"), names)
@@ -117,13 +122,21 @@ def _require_trained(files: Files, names: list[str]) -> None:
         raise InputError(f"No clips to train on are of {missing}, which the evaluation has; accepted: trained classes.")
 
 
-def _opened(entries: list[tuple[Path, int]], reader: FrameReader, part: str) -> list[tuple[Clip, int]]:
+def _opened(
+    entries: list[tuple[Path, int]], reader: FrameReader, part: str, needs_spacing: bool
+) -> list[tuple[Clip, int]]:
     clips = []
     for path, label in tqdm(entries, desc=f"Opening {part} clips", unit="clip", leave=False, disable=None):
         try:
-            clips.append((ClipFile(path, reader.count(path), reader), label))
+            length = reader.count(path)
         except UnreadableError as error:
             logger.warning(f"Left out: {error}")
+            continue
+        try:
+            spacing = reader.spacing(path) if needs_spacing else None
+        except UnreadableError as error:
+            raise InputError(f"--coordinates physical: {error}") from error
+        clips.append((ClipFile(path, length, reader, spacing), label))
     return clips
 
 
@@ -261,13 +274,28 @@ def _volumes(
                 raise InputError(
                     f"{file.name}: {images.shape[-1]} channels; accepted: {num_channels}, or another --num_channels."
                 )
+            spacings = _spacings(arrays, file.name, split, len(images)) if request.spacing else [None] * len(images)
             highest = max(highest, int(labels.max()))
             limit = arguments.limits[part]
             found[part] = [
-                (ClipArray(volume, f"{split} volume {number}"), int(label))
-                for number, (volume, label) in enumerate(zip(images[:limit], labels[:limit]))
+                (ClipArray(volume, f"{split} volume {number}", spacing), int(label))
+                for number, (volume, label, spacing) in enumerate(zip(images[:limit], labels[:limit], spacings))
             ]
     return found, [str(number) for number in range(highest + 1)]
+
+
+def _spacings(arrays: Mapping[str, np.ndarray], name: str, split: str, count: int) -> list[tuple[float, float, float]]:
+    """Distances of slices, rows and columns of every volume of a split: its own (N, 3), or the (3,) of all."""
+    found = next((array for array in (f"{split}_{SPACING}", SPACING) if array in arrays), None)
+    if found is None:
+        raise InputError(f"--coordinates physical: {name} has neither {split}_{SPACING} (N, 3) nor {SPACING} (3,).")
+    values = arrays[found]
+    if values.shape not in ((3,), (count, 3)):
+        raise InputError(f"{name}: {found} has the shape {values.shape}; accepted: (3,) or {(count, 3)}.")
+    try:
+        return [checked_spacing(row) for row in np.broadcast_to(values, (count, 3)).tolist()]
+    except UnreadableError as error:
+        raise InputError(f"{name}: {found} {error}") from None
 
 
 def _moving_shapes(arguments: VideoDataArguments, request: DataRequest) -> Files:

@@ -18,6 +18,10 @@ from training.engine.messages import reason
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".m4v")
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 VOLUME_SUFFIXES = (".nii.gz", ".nii", ".npz", ".npy")
+# The array of an npz that is no volume: distances of slices, rows and columns.
+SPACING = "spacing"
+# In mm and s; what is not stated is taken to be that.
+NIFTI_MEASURES = {"meter": 1e3, "micron": 1e-3, "msec": 1e-3, "usec": 1e-6}
 
 
 class UnreadableError(ValueError):
@@ -53,6 +57,14 @@ class FrameReader:
             UnreadableError: if the file cannot be decoded up to the last of them.
         """
         return self._named(path, lambda path: self._read(path, [int(index) for index in indices]))
+
+    def spacing(self, path: Path) -> tuple[float, float, float]:
+        """Distances of a volume's slices, rows and columns, in mm for NIfTI, in the measure of the array for npz.
+
+        Raises:
+            UnreadableError: if the file tells none, or none that is positive and finite.
+        """
+        return self._named(path, _spacing)
 
     def _named(self, path: Path, action):
         try:
@@ -135,9 +147,10 @@ def _volume(path: Path) -> np.ndarray:
         volume = np.load(path, allow_pickle=False)
     elif path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
-            if len(arrays.files) != 1:
-                raise UnreadableError(f"holds the arrays {arrays.files}; accepted: a single one.")
-            volume = arrays[arrays.files[0]]
+            names = [name for name in arrays.files if name != SPACING]
+            if len(names) != 1:
+                raise UnreadableError(f"holds the arrays {arrays.files}; accepted: a single one beside {SPACING}.")
+            volume = arrays[names[0]]
     else:
         # Imported here because only NIfTI needs it.
         import nibabel
@@ -147,6 +160,35 @@ def _volume(path: Path) -> np.ndarray:
     if volume.ndim not in (3, 4):
         raise UnreadableError(f"holds an array of shape {volume.shape}; accepted: 3 or 4 axes.")
     return volume
+
+
+def _spacing(path: Path) -> tuple[float, float, float]:
+    if path.name.lower().endswith((".nii", ".nii.gz")):
+        import nibabel
+
+        header = nibabel.load(path).header
+        # Axes come in the order of NIfTI, which `_volume` reverses.
+        zooms = header.get_zooms()
+        measures = [NIFTI_MEASURES.get(measure, 1.0) for measure in header.get_xyzt_units()]
+        factors = [measures[0] if axis < 3 else measures[1] for axis in range(len(zooms))]
+        values = [zoom * factor for zoom, factor in zip(zooms, factors)][::-1][:3]
+    elif path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as arrays:
+            if SPACING not in arrays.files:
+                raise UnreadableError(f"tells no spacing of its voxels; an npz does so by an array {SPACING!r}.")
+            values = arrays[SPACING].reshape(-1).tolist()
+    else:
+        raise UnreadableError("tells no spacing of its voxels; NIfTI files do, and npz files with an array 'spacing'.")
+    return checked_spacing(values)
+
+
+def checked_spacing(values: Sequence[float]) -> tuple[float, float, float]:
+    """Raises [`UnreadableError`], without a name, unless there are three positive, finite numbers."""
+    if len(values) != 3 or not all(0 < value < np.inf for value in values):
+        raise UnreadableError(
+            f"has the spacing {values}; accepted: three positive numbers, of slices, rows and columns."
+        )
+    return tuple(float(value) for value in values)
 
 
 def _as_bytes(volume: np.ndarray, intensity_range: Sequence[float] | None) -> np.ndarray:

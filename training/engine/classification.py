@@ -10,7 +10,7 @@ from training.data.augmentation import Augmentation, Collator
 from training.data.sources import LabelledImages, Relabelled, Source
 from training.engine.arguments import AugmentationArguments, CheckpointArguments, RunArguments, SampleArguments
 from training.engine.conditions import ConditionArguments, ConditionCollator
-from training.engine.model_setup import build_model, check_checkpoint_keys, order_labels
+from training.engine.model_setup import build_model, check_checkpoint_keys, is_physical, order_labels
 from training.engine.records import describe_examples
 from training.engine.runs import run
 from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
@@ -63,7 +63,8 @@ def train_classifier(
     """
     args, train, evaluation = arguments.run, datasets["train"], datasets["evaluation"]
     mean, std = processor.image_mean, processor.image_std
-    collator = Collator(input_size, model.config.num_channels, mean, std, arguments.augmentation, args.order_seed)
+    settings = arguments.augmentation, args.order_seed, is_physical(model.config)
+    collator = Collator(input_size, model.config.num_channels, mean, std, *settings)
     trainer = ClassificationTrainer(
         model=model,
         args=args,

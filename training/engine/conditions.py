@@ -66,6 +66,8 @@ class ConditionCollator:
             raise InputError(
                 f"--evaluation_offset: position_encoding={config.position_encoding!r} has no coordinates to shift."
             )
+        if arguments.evaluation_offset and config.coordinates == "physical":
+            raise InputError("--evaluation_offset: physical coordinates follow from each volume; accepted: 0.")
         self.encoder = model.base_model
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

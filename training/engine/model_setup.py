@@ -20,6 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 
 from hf_liere import LieREVideoConfig
 from hf_liere.errors import InputError
+from hf_liere.models.validation import TRAINING_ONLY
 from hf_liere.models.video_processing_liere import LieREVideoProcessor
 from hf_liere.storage.loading import (
     CheckpointError,
@@ -38,7 +39,7 @@ logger = logging.get_logger(__name__)
 
 # Fields that change how a checkpoint trains but not what its weights mean. The image size is that of the data: a
 # checkpoint keeps the one it was trained at, to which its positions refer.
-CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "position_perturbation")
+CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", *TRAINING_ONLY)
 SIZE_FIELDS = ("image_size", "num_frames")
 BICUBIC = 3
 # The names of classifier classes end with one of these.
@@ -54,6 +55,18 @@ def resolve_config(arguments: CheckpointArguments) -> PreTrainedConfig:
     Raises:
         InputError: if a flag contradicts the checkpoint.
     """
+    config = _given_config(arguments)
+    if is_physical(config) and not isinstance(config, LieREVideoConfig):
+        raise InputError("--coordinates physical: images tell no spacing of their pixels; accepted for volumes only.")
+    return config
+
+
+def is_physical(config: PreTrainedConfig) -> bool:
+    """Whether the model needs the spacing of its inputs."""
+    return getattr(config, "coordinates", None) == "physical"
+
+
+def _given_config(arguments: CheckpointArguments) -> PreTrainedConfig:
     given = arguments.architecture()
     if arguments.model_name_or_path is None:
         try:

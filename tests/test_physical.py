@@ -1,0 +1,249 @@
+"""Coordinates in physical units: the same place in the tissue has the same rotation, whatever the voxels."""
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModelForImageClassification
+
+import hf_liere
+from hf_liere.errors import InputError
+from hf_liere.export import export_model
+from hf_liere.inspection.analysis import analyse
+from hf_liere.models.positions import of_grid
+
+
+ENCODINGS = [
+    {"position_encoding": "axial_rope"},
+    {"position_encoding": "rope_mixed"},
+    {"position_encoding": "liere", "block_size": 4},
+    {"position_encoding": "comrope_ap", "block_size": 4},
+    {"position_encoding": "comrope_ld", "block_size": 4, "rotate_prefix": True},
+    {"position_encoding": "absolute", "position_table_size": [4, 4]},
+]
+
+
+def image_model(tiny, unit=16.0, **fields):
+    torch.manual_seed(0)
+    config = tiny(coordinates="physical", physical_unit=unit, initializer_range=0.2, **fields)
+    return hf_liere.LieREViTForImageClassification(config).eval()
+
+
+def video_model(tiny_video, unit=8.0, **fields):
+    torch.manual_seed(0)
+    fields = {"position_encoding": "liere", "block_size": 4, **fields}
+    config = tiny_video(coordinates="physical", physical_unit=unit, initializer_range=0.2, **fields)
+    return hf_liere.LieREVideoForVideoClassification(config).eval()
+
+
+def coordinates_of(model, pixel_values, **given):
+    """(1 or B, N, A) coordinates of the patches that reach the encoding."""
+    seen = []
+    encoder = model.liere
+    handle = encoder.rotary_encoding.register_forward_pre_hook(lambda module, args: seen.append(args[0].coordinates))
+    with torch.no_grad():
+        model(pixel_values, **given)
+    handle.remove()
+    coordinates = seen[0][..., encoder.config.num_prefix_tokens :, :]
+    return coordinates if coordinates.ndim == 3 else coordinates.unsqueeze(0)
+
+
+@pytest.mark.parametrize("fields", ENCODINGS)
+def test_an_input_of_one_unit_has_unit_coordinates(tiny, fields, tmp_path):
+    """So its logits are those of a model with `unit` coordinates, also after a round trip through files."""
+    model, pixel_values = image_model(tiny, [8.0, 36.0], **fields), torch.randn(2, 3, 8, 12)
+    torch.manual_seed(0)
+    unit = hf_liere.LieREViTForImageClassification(tiny(coordinates="unit", initializer_range=0.2, **fields)).eval()
+    unit.load_state_dict(model.state_dict())
+    expected = unit(pixel_values).logits
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    assert loaded.config.coordinates == "physical" and list(loaded.config.physical_unit) == [8.0, 36.0]
+    for spacing in ((1.0, 3.0), torch.tensor([1.0, 3.0]), torch.tensor([[1.0, 3.0]] * 2), torch.tensor([1, 3])):
+        for each in (model, loaded):
+            torch.testing.assert_close(each(pixel_values, spacing=spacing).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("fields", ENCODINGS)
+def test_samples_have_spacings_of_their_own(tiny, fields):
+    model, pixel_values = image_model(tiny, **fields), torch.randn(3, 3, 16, 16)
+    spacing = torch.tensor([[1.0, 1.0], [0.5, 2.0], [3.0, 0.7]])
+    together = model(pixel_values, spacing=spacing).logits
+    alone = torch.cat([model(image[None], spacing=each).logits for image, each in zip(pixel_values, spacing)])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    assert (together - model(pixel_values, spacing=spacing.flip(0)).logits)[0].abs().max() > 1e-4
+
+
+def smooth_volume(spacing, extent=(8.0, 24.0, 24.0)):
+    """(1, slices, 1, rows, columns) of a smooth function of the place in mm, at the centres of voxels."""
+    places = [(np.arange(round(size / step)) + 0.5) * step for size, step in zip(extent, spacing)]
+    z, y, x = np.meshgrid(*places, indexing="ij")
+    return torch.from_numpy(np.sin(z / 9) + np.cos(y / 11 + x / 7)).float()[None, :, None]
+
+
+def test_the_same_volume_at_another_voxel_size_has_the_same_coordinates(tiny_video):
+    """One sampled with voxels of 1 mm and patches of (2, 4, 4), one with twice the voxels and half the patches."""
+    kept = {"num_channels": 1, "unit": [8.0, 24.0, 24.0]}
+    fine = video_model(tiny_video, num_frames=8, image_size=24, tubelet_size=4, patch_size=8, **kept)
+    coarse = video_model(tiny_video, num_frames=4, image_size=12, tubelet_size=2, patch_size=4, **kept)
+    one, two = smooth_volume((1, 1, 1)), smooth_volume((2, 2, 2))
+    places = coordinates_of(fine, one, spacing=(1, 1, 1)), coordinates_of(coarse, two, spacing=(2, 2, 2))
+    assert torch.equal(*places)
+    # By hand: the centre of a patch in mm from the corner of the volume, over the unit.
+    grid = torch.cartesian_prod(torch.tensor([2.0, 6.0]), *[torch.tensor([4.0, 12.0, 20.0])] * 2).double()
+    torch.testing.assert_close(places[0][0], grid / torch.tensor([8.0, 24.0, 24.0]).double())
+    # With smaller patches on the fine grid, places coincide where the centres of patches do.
+    nested = video_model(tiny_video, num_frames=8, image_size=24, tubelet_size=4, patch_size=4, **kept)
+    finer = coordinates_of(nested, one, spacing=(1, 1, 1)).view(2, 6, 6, 3)
+    torch.testing.assert_close((finer[:, ::2, ::2] + finer[:, 1::2, 1::2]) / 2, places[0].view(2, 3, 3, 3))
+
+
+def test_equal_rotations_give_equal_logits(tiny_video):
+    """Twice the spacing with twice the unit is the same model; a given position is the same place."""
+    clip = torch.randn(2, 4, 3, 8, 8)
+    model, scaled = video_model(tiny_video, 8.0), video_model(tiny_video, 16.0)
+    scaled.load_state_dict(model.state_dict())
+    spacing = torch.tensor([[2.0, 1.0, 0.5], [1.0, 1.0, 1.0]])
+    expected = model(clip, spacing=spacing).logits
+    torch.testing.assert_close(scaled(clip, spacing=2 * spacing).logits, expected, rtol=0, atol=1e-5)
+    given = coordinates_of(model, clip, spacing=spacing)
+    torch.testing.assert_close(model(clip, positions=given).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_regular_times_are_a_spacing_of_frames(tiny_video):
+    model, clip = video_model(tiny_video, [2.0, 8.0, 8.0]), torch.randn(2, 6, 3, 8, 12)
+    spacing = torch.tensor([[0.04, 1.0, 2.0], [0.1, 0.5, 0.5]])
+    expected = coordinates_of(model, clip, spacing=spacing)
+    # Where a clip begins does not matter.
+    times = torch.tensor([[3.0], [100.0]]).double() + torch.arange(6) * spacing[:, :1].double()
+    actual = coordinates_of(model, clip, spacing=spacing[:, 1:], frame_times=times)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-7)
+    shared = coordinates_of(model, clip, spacing=spacing[0, 1:], frame_times=times[0])
+    torch.testing.assert_close(shared, expected[:1], rtol=0, atol=1e-7)
+    mixed = coordinates_of(model, clip, spacing=spacing[:, 1:], frame_times=times[0])
+    torch.testing.assert_close(mixed[0], expected[0], rtol=0, atol=1e-7)
+    torch.testing.assert_close(mixed[1, :, 1:], expected[1, :, 1:], rtol=0, atol=1e-7)
+
+
+def test_a_tubelet_sits_at_the_mean_of_its_times(tiny_video):
+    model, clip = video_model(tiny_video, [2.0, 8.0, 8.0]), torch.randn(1, 6, 3, 8, 8)
+    times = torch.tensor([0.0, 0.1, 0.1, 0.5, 1.0, 1.6])
+    frames = coordinates_of(model, clip, spacing=(1, 1), frame_times=times).view(3, 2, 2, 3)
+    expected = 0.5 + (torch.tensor([0.05, 0.3, 1.3]).double() - 0.8) / 2
+    torch.testing.assert_close(frames[..., 0], expected.view(3, 1, 1).expand(3, 2, 2), rtol=0, atol=1e-7)
+    # The rows and columns are those of a clip at regular times.
+    regular = coordinates_of(model, clip, spacing=(0.1, 1, 1)).view(3, 2, 2, 3)
+    torch.testing.assert_close(frames[..., 1:], regular[..., 1:], rtol=0, atol=1e-7)
+    still = coordinates_of(model, clip, spacing=(1, 1), frame_times=torch.full((6,), 2.0)).view(3, 2, 2, 3)
+    torch.testing.assert_close(still[..., 0], torch.full((3, 2, 2), 0.5).double())
+
+
+def test_physical_coordinates_are_augmented_in_training(tiny_video):
+    """About the centre of the input, by the same factors on every axis, whatever the times of frames."""
+    model = video_model(tiny_video, [2.0, 8.0, 8.0], position_rescale=3.0)
+    clip, times = torch.randn(1, 6, 3, 8, 8), torch.tensor([0.0, 0.1, 0.1, 0.5, 1.0, 1.6])
+    given = {"spacing": torch.tensor([[1.0, 2.0]]), "frame_times": times}
+    still = coordinates_of(model, clip, **given) - 0.5
+    moved = coordinates_of(model.train(), clip, **given) - 0.5
+    factor = moved[0, 0, 1] / still[0, 0, 1]
+    assert 1 / 3 <= factor <= 3 and abs(factor - 1) > 0.01
+    torch.testing.assert_close(moved, still * factor, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({}, r"'physical' needs spacing of shape \(3,\) or \(2, 3\)"),
+        ({"spacing": (1.0, 1.0)}, r"spacing of shape \(2,\) must be \(3,\) or \(2, 3\)"),
+        ({"spacing": torch.ones(3, 3)}, r"spacing of shape \(3, 3\) must be"),
+        ({"spacing": (1.0, 0.0, 1.0)}, "spacing holds 0.0; positive and finite"),
+        ({"spacing": (1.0, -2.0, 1.0)}, "spacing holds -2.0"),
+        ({"spacing": (1.0, float("nan"), 1.0)}, "spacing holds nan"),
+        ({"frame_times": torch.arange(4.0)}, r"needs spacing of shape \(2,\) or \(2, 2\): rows and columns only"),
+        (
+            {"spacing": (1.0, 1.0, 1.0), "frame_times": torch.arange(4.0)},
+            r"spacing of shape \(3,\) must be \(2,\) or \(2, 2\)",
+        ),
+        ({"spacing": (1.0, 1.0), "frame_times": torch.arange(5.0)}, r"frame_times of shape \(5,\) must be \(4,\)"),
+        ({"spacing": (1.0, 1.0), "frame_times": torch.tensor([0.0, 1.0, 0.5, 2.0])}, "decrease at frame 2"),
+        ({"spacing": (1.0, 1.0), "frame_times": torch.tensor([0.0, 1.0, 2.0, torch.inf])}, "1 values that are not"),
+        ({"spacing": (1.0, 1.0, 1.0), "positions": torch.rand(8, 3)}, "spacing and positions were both given"),
+    ],
+)
+def test_spacings_and_times_that_do_not_fit(tiny_video, given, message):
+    with pytest.raises(ValueError, match=message):
+        video_model(tiny_video)(torch.randn(2, 4, 3, 8, 8), **given)
+
+
+def test_models_that_take_no_spacing(tiny, tiny_video):
+    pixel_values = torch.randn(1, 3, 16, 16)
+    for fields in ({"position_encoding": "liere"}, {"position_encoding": "none"}):
+        model = hf_liere.LieREViTForImageClassification(tiny(**fields))
+        with pytest.raises(ValueError, match="spacing was given, but coordinates=.* do not depend on it"):
+            model(pixel_values, spacing=(1.0, 1.0))
+    with pytest.raises(ValueError, match="model of images, which have no frames"):
+        image_model(tiny)(pixel_values, spacing=(1.0,), frame_times=torch.arange(4.0))
+    for fields, message in (
+        ({"physical_unit": None}, "'physical' need physical_unit, not None"),
+        ({"physical_unit": [1.0]}, r"not \[1.0\]: .* one positive number or 2"),
+        ({"physical_unit": 0.0}, "physical_unit, not 0.0"),
+        ({"physical_unit": 2.0, "coordinates": "unit"}, "physical_unit=2.0 would do nothing with coordinates='unit'"),
+        ({"physical_unit": 2.0, "folded_grids": [[4, 4]]}, "depend on the spacing"),
+    ):
+        with pytest.raises(StrictDataclassError, match=message):
+            tiny(**{"coordinates": "physical", **fields})
+    with pytest.raises(ValueError, match="which pretrained models do not take"):
+        hf_liere.RotaryPatchConfig(coordinates="physical")
+    with pytest.raises(ValueError, match="follow from the spacing of an input"):
+        of_grid((4, 4), (4, 4), "physical")
+
+
+def test_rotations_that_are_in_the_weights_can_be_folded(tiny):
+    model = image_model(tiny, position_encoding="comrope_ld", block_size=4)
+    pixel_values, spacing = torch.randn(2, 3, 16, 16), torch.tensor([[1.0, 2.0], [0.5, 0.5]])
+    folded = model.fold_rotations()
+    expected = model(pixel_values, spacing=spacing).logits
+    torch.testing.assert_close(folded(pixel_values, spacing=spacing).logits, expected, rtol=0, atol=1e-5)
+    with pytest.raises(StrictDataclassError, match="depend on the spacing"):
+        image_model(tiny, position_encoding="liere", block_size=4).fold_rotations()
+
+
+def test_spacing_in_graphs_and_with_gradients(tiny_video):
+    model, clip = video_model(tiny_video), torch.randn(2, 4, 3, 8, 8)
+    spacing, times = torch.tensor([[1.0, 2.0], [0.5, 0.5]]), torch.tensor([0.0, 1.0, 1.5, 4.0]).repeat(2, 1)
+    with torch.no_grad():
+        expected = model(clip, spacing=spacing, frame_times=times).logits
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(clip, spacing=spacing, frame_times=times).logits, expected)
+        exported = torch.export.export(model, (clip,), {"spacing": spacing, "frame_times": times}).module()
+        torch.testing.assert_close(
+            exported(clip, spacing=spacing, frame_times=times).logits, expected, rtol=0, atol=1e-5
+        )
+    model.train().gradient_checkpointing_enable()
+    outputs = model(clip, spacing=spacing, frame_times=times, labels=torch.tensor([0, 1]))
+    outputs.loss.backward()
+    assert (model.liere.rotary_encoding.generators.grad != 0).any()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.isfinite(model(clip, spacing=spacing, frame_times=times).logits).all()
+
+
+def test_models_are_inspected_on_inputs_of_one_unit(tiny):
+    """What is measured is then what is measured of the same weights with `unit` coordinates."""
+    model = image_model(tiny, position_encoding="comrope_ld", block_size=4)
+    torch.manual_seed(0)
+    unit = hf_liere.LieREViTForImageClassification(
+        tiny(coordinates="unit", position_encoding="comrope_ld", block_size=4, initializer_range=0.2)
+    )
+    unit.load_state_dict(model.state_dict())
+    pixel_values = [torch.randn(2, 3, 16, 16), torch.randn(2, 3, 8, 16)]
+    one, other = (analyse(each, pixel_values) for each in (model, unit.eval()))
+    torch.testing.assert_close(one.attention_relativity, other.attention_relativity)
+    for first, second in zip(one.inputs, other.inputs, strict=True):
+        assert first.cost == second.cost
+        torch.testing.assert_close(torch.as_tensor(first.attention.maps), torch.as_tensor(second.attention.maps))
+
+
+def test_files_that_take_pixels_alone_are_refused(tiny, tmp_path):
+    with pytest.raises(InputError, match="'physical' need the spacing of every input"):
+        export_model(image_model(tiny), tmp_path / "model.pt2")
+    assert list(tmp_path.iterdir()) == []
