@@ -15,6 +15,7 @@ from .models.modeling_liere_tokens import (
     LieRETokensModel,
 )
 from .models.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
+from .models.patch_batches import batch_of_patches
 from .models.rotary_embedding import LieRotaryEmbedding
 from .models.rotary_patch import RotaryPatchConfig
 from .patching.adapters import load_rotary, save_rotary
@@ -40,6 +41,7 @@ __all__ = [
     "LieREViTModel",
     "LieRotaryEmbedding",
     "RotaryPatchConfig",
+    "batch_of_patches",
     "complete_model",
     "is_patched",
     "load_rotary",

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieRETokensConfig
-from .positions import TokenPositions, patch_indices
+from .positions import GroupedPositions, TokenPositions, patch_indices
 
 
 class LieREPatchEmbeddings(nn.Module):
@@ -44,7 +44,12 @@ class LieREPatchEmbeddings(nn.Module):
         return tuple(size // patch for size, patch in zip(sizes, self.patch_shape))
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.projection(pixels.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
+        """Also of (B, N, *patch_shape · C) patches, channels last, which are (B, N, patch pixels) in memory."""
+        projection = self.projection
+        pixels = pixels.to(projection.weight.dtype)
+        if pixels.ndim == 3:
+            return nn.functional.linear(pixels, projection.weight.movedim(1, -1).flatten(1), projection.bias)
+        return projection(pixels).flatten(2).transpose(1, 2)
 
 
 class LieRETokenEmbeddings(nn.Module):
@@ -95,7 +100,7 @@ class LieRETokenEmbeddings(nn.Module):
     def assemble(
         self,
         embeddings: torch.Tensor,
-        positions: TokenPositions | None = None,
+        positions: TokenPositions | GroupedPositions | None = None,
         bool_masked_pos: torch.Tensor | None = None,
         table: torch.Tensor | None = None,
         cls_entry: torch.Tensor | None = None,
@@ -106,8 +111,8 @@ class LieRETokenEmbeddings(nn.Module):
         Args:
             positions: Of all tokens.
             bool_masked_pos: (B, N), true where the mask token replaces an embedding.
-            table: (1, N, hidden_size) and `cls_entry` (1, 1, hidden_size): what a subclass adds to these embeddings
-                and to the class token.
+            table: (1 or B, N, hidden_size), what a subclass adds to these embeddings.
+            cls_entry: (1, 1, hidden_size), what it adds to the class token.
 
         Raises:
             ValueError: if embeddings are to be masked without a mask token or by a mask of another shape.
@@ -131,7 +136,9 @@ class LieRETokenEmbeddings(nn.Module):
         prefix = [token.expand(batch_size, -1, -1) for token in (cls_token, self.register_tokens) if token is not None]
         embeddings = torch.cat([*prefix, embeddings], dim=1)
         if self.table_size is not None:
-            embeddings = embeddings + self.coordinate_table(positions.coordinates)
+            grouped = isinstance(positions, GroupedPositions)
+            coordinates = positions.padded(embeddings.shape[1]) if grouped else positions.coordinates
+            embeddings = embeddings + self.coordinate_table(coordinates)
         return self.dropout(embeddings)
 
 
@@ -151,14 +158,17 @@ class LieREEmbeddings(LieRETokenEmbeddings):
         self.table_resize = config.position_table_resize
         self.patch_embeddings = LieREPatchEmbeddings(config)
 
-    def patch_table(self, grid: tuple[int, ...], offsets: torch.Tensor | None) -> torch.Tensor:
+    def patch_table(self, grid: tuple[int, ...], offsets: torch.Tensor | None) -> torch.Tensor | None:
         """
-        (1, patches, hidden_size) learned table for a grid: resized where the grid is not the trained one, as
-        `position_table_resize` says, and read between its entries where patches are displaced by `offsets`.
+        (1, patches, hidden_size) learned table for a grid, `None` where there is none: resized where the grid is not
+        the trained one, as `position_table_resize` says, and read between its entries where patches are displaced by
+        `offsets`.
 
         Raises:
             ValueError: if a table that can only be truncated has fewer entries than the grid.
         """
+        if not self.has_table:
+            return None
         table = self.position_embeddings[:, -math.prod(self.train_grid) :]  # (1, N, hidden_size)
         fits = grid == self.train_grid
         if not fits and self.table_resize == "truncate":
@@ -186,23 +196,26 @@ class LieREEmbeddings(LieRETokenEmbeddings):
             table = nn.functional.grid_sample(table, points, padding_mode="border", align_corners=False)
         return table.flatten(2).transpose(1, 2)
 
+    @property
+    def has_table(self) -> bool:
+        """Whether there is a learned table of the training patches."""
+        return self.position_embeddings is not None and self.table_size is None
+
     def forward(
         self,
         pixels: torch.Tensor,
-        grid: tuple[int, ...],
-        offsets: torch.Tensor | None = None,
+        table: torch.Tensor | None = None,
         bool_masked_pos: torch.Tensor | None = None,
-        positions: TokenPositions | None = None,
+        positions: TokenPositions | GroupedPositions | None = None,
     ) -> torch.Tensor:
         """
-        (B, C, *sizes) pixels → (B, prefix + patches, hidden_size); `positions` are those of all tokens.
+        (B, C, *sizes) pixels, or (B, N, patch pixels) → (B, prefix + patches, hidden_size); `positions` are those of
+        all tokens, `table` what [`patch_table`] returned for the patches.
 
         Raises:
             ValueError: if patches are to be masked without a mask token or by a mask of another shape.
         """
-        table = cls_entry = None
-        if self.position_embeddings is not None and self.table_size is None:
-            table, cls_entry = self.patch_table(grid, offsets), self.position_embeddings[:, :1]
+        cls_entry = self.position_embeddings[:, :1] if self.has_table else None
         return self.assemble(self.patch_embeddings(pixels), positions, bool_masked_pos, table, cls_entry)
 
 

@@ -11,8 +11,8 @@ from transformers.utils.generic import maybe_autocast
 
 from .exponential import Rays, layer_block_rotations
 from .lie_algebra import cos_sin, eigenbasis, plane_rotations, skew, working_dtype
-from .positions import TokenPositions
-from .rotation import BlockRotation, EigenRotation, PlaneRotation, Rotation
+from .positions import GroupedPositions, TokenPositions
+from .rotation import BlockRotation, EigenRotation, GroupedRotation, PlaneRotation, Rotation
 from .rotation_cache import RotationCache
 
 
@@ -72,7 +72,10 @@ class RotaryEncoding(nn.Module):
         raise NotImplementedError
 
     def forward(
-        self, positions: TokenPositions, states: torch.dtype | None = None, layer: int | None = None
+        self,
+        positions: TokenPositions | GroupedPositions,
+        states: torch.dtype | None = None,
+        layer: int | None = None,
     ) -> Iterable[Rotation]:
         """
         One rotation per layer for all tokens; inference keeps those of the last grids, see [`RotationCache`].
@@ -82,9 +85,18 @@ class RotaryEncoding(nn.Module):
                 rotations than they can hold, see [`exponential.block_rotations`].
             layer: Compute only the rotation of this layer.
         """
+        if isinstance(positions, GroupedPositions):
+            groups = zip(*self._of_groups(positions.groups, states))
+            return [GroupedRotation(rotations, positions.samples) for rotations in groups]
         if layer is not None:
             return [next(iter(self.layer_rotations(positions, states, self._generators_of(layer))))]
         return self.cache.rotations(self, positions, states)
+
+    def _of_groups(self, groups: tuple[TokenPositions, ...], states: torch.dtype | None) -> list[Iterable[Rotation]]:
+        """For every group of tokens the rotation of every layer, all computed together."""
+        lengths = [group.coordinates.shape[0] for group in groups]
+        together = TokenPositions(torch.cat([group.coordinates for group in groups]))
+        return list(zip(*(rotation.split(lengths) for rotation in self.forward(together, states))))
 
     def _generators_of(self, layer: int) -> slice:
         """The generators of a layer among those of all."""
@@ -199,6 +211,10 @@ class LieRE(RotaryEncoding):
 
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
+
+    def _of_groups(self, groups: tuple[TokenPositions, ...], states: torch.dtype | None) -> list[Iterable[Rotation]]:
+        # A grid by itself has multiples, and may be in the cache.
+        return [self.forward(group, states) for group in groups]
 
     def layer_rotations(
         self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS

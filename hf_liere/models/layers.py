@@ -2,12 +2,12 @@
 
 import torch
 from torch import nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import LieREAttention
 from .configuration_liere import LieREConfig
-from .rotation import ROTATIONS
 
 
 class LieREMLP(nn.Module):
@@ -70,14 +70,14 @@ class LieRELayer(GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *rotation: torch.Tensor | None,
-        kind: str | None = None,
+        structure: TreeSpec | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """
-        (B, N, hidden_size) states → the same shape. The tensors of this layer's rotation, of the class that `kind`
-        names, are separate arguments, because reentrant checkpointing differentiates with respect to tensors only.
+        (B, N, hidden_size) states → the same shape. The tensors of this layer's rotation, of the given structure, are
+        separate arguments, because reentrant checkpointing differentiates with respect to tensors only.
         """
-        rotation = None if kind is None else ROTATIONS[kind](*rotation)
+        rotation = None if structure is None else tree_unflatten(rotation, structure)
         attended, _ = self.attention(self.layernorm_before(hidden_states), rotation, attention_mask, **kwargs)
         hidden_states = hidden_states + self.drop_path(self.layer_scale1(self.dropout(attended)))
         transformed = self.mlp(self.layernorm_after(hidden_states))

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 from transformers import initialization as init
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.masking_utils import create_bidirectional_mask
@@ -35,10 +36,23 @@ from .encodings import RotaryEncoding
 from .folding import build_rotary_encoding, fold_rotations
 from .layers import LieRELayer, LieRELayerScale, build_classifier
 from .lie_algebra import product_dtype, working_dtype
+from .patch_batches import check_patches, distinct_grids, refuse_patches
 from .physical import physical_extents, refuse_spacing
 from .pooling import pool, visible_tokens
-from .positions import TokenPositions, check_positions, displacements, of_coordinates, of_extents, of_grid
+from .positions import (
+    GroupedPositions,
+    TokenPositions,
+    check_positions,
+    displacements,
+    of_coordinates,
+    of_extents,
+    of_grid,
+    of_shapes,
+    padded_rows,
+)
 from .rotation import Rotation
+from .tracing import values_are_unknown
+from .validation import TRAINING_ONLY
 
 
 class LieREPreTrainedModel(PreTrainedModel):
@@ -193,8 +207,8 @@ class LieREEncoderModel(LieREPreTrainedModel):
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
         )
         for layer, rotation in zip(self.layers, self.rotations(positions, product_dtype(hidden_states))):
-            kind, tensors = (None, ()) if rotation is None else (type(rotation).__name__, rotation)
-            hidden_states = layer(hidden_states, attention_mask, *tensors, kind=kind, **kwargs)
+            tensors, structure = ((), None) if rotation is None else tree_flatten(rotation)
+            hidden_states = layer(hidden_states, attention_mask, *tensors, structure=structure, **kwargs)
         if self.config.final_norm == "pooled":
             pooled = self.layernorm(pool(self.config, hidden_states, visible))
         else:
@@ -251,11 +265,15 @@ class LieREPixelModel(LieREEncoderModel):
         attention_mask: torch.Tensor | None = None,
         spacing: torch.Tensor | None = None,
         frame_times: torch.Tensor | None = None,
+        pixel_attention_mask: torch.Tensor | None = None,
+        spatial_shapes: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
         """
         Args:
-            pixel_values: (B, C, H, W) images or (B, T, C, H, W) clips, of any size divisible by the patch.
+            pixel_values: (B, C, H, W) images or (B, T, C, H, W) clips, of any size divisible by the patch; or, beside
+                `spatial_shapes`, (B, N, patch pixels) patches of inputs of different sizes, padded, as from
+                transformers' `Siglip2ImageProcessor` or [`batch_of_patches`].
             positions: (N, A) or (B, N, A) coordinates of the patch tokens that replace the grid's; used as given,
                 neither rescaled nor perturbed nor augmented (a learned table is still read on the grid). Where class
                 and register tokens have coordinates (`rotate_prefix`, `position_table_size`), theirs may come first:
@@ -270,6 +288,10 @@ class LieREPixelModel(LieREEncoderModel):
             frame_times: (T,) or (B, T), for clips at irregular times: the time of every frame, or the place of every
                 slice, that must not decrease. A tubelet sits at the mean of its frames, relative to the middle between
                 first and last; `spacing` is then (2,) or (B, 2), of rows and columns.
+            pixel_attention_mask: (B, N), 1 for patches and 0 for padding, which follows from `spatial_shapes`. Padding
+                is not attended to and not averaged; `last_hidden_state` is meaningless there.
+            spatial_shapes: (B, A) patches per axis of every sample. Rotations are computed once for each distinct grid,
+                in compiled graphs for each sample.
 
         Returns:
             `last_hidden_state` (B, prefix + N, hidden_size), normalised if `config.final_norm` is `"tokens"`, and
@@ -281,22 +303,77 @@ class LieREPixelModel(LieREEncoderModel):
                 or not finite, missing or of no use, or a mask is of the wrong shape, hides every token of a sample, or
                 all that are averaged.
         """
-        pixels = self.pixels(pixel_values)
-        grid = self.embeddings.patch_embeddings.grid(pixels)
         refuse_spacing(self.config, spacing, frame_times, positions)
-        device, extents, offsets, displaced = pixels.device, None, None, None
-        dtype = working_dtype(device)
-        if self.config.coordinates == "physical" and positions is None:
-            size = pixels.shape[0]
-            extents, displaced = physical_extents(self.config, grid, size, spacing, frame_times, device, dtype)
-        if self.training:
-            offsets, displaced = displacements(self.config, grid, displaced, device, dtype)
-        if positions is None:
-            positions = self.grid_positions(grid, displaced, device, extents)
+        if spatial_shapes is None and pixel_attention_mask is None:
+            pixels = self.pixels(pixel_values)
+            grid = self.embeddings.patch_embeddings.grid(pixels)
+            table, placed = self.placed(grid, pixels.shape[0], pixels.device, positions, spacing, frame_times)
         else:
-            positions = self.given_positions(positions, pixels.shape[0], math.prod(grid))
-        embeddings = self.embeddings(pixels, grid, offsets, bool_masked_pos, positions)
-        return self.transform(embeddings, positions, attention_mask, **kwargs)
+            if attention_mask is not None or frame_times is not None:
+                raise ValueError(
+                    "attention_mask and frame_times were given beside spatial_shapes: inputs of different sizes take "
+                    "pixel_attention_mask and spacing."
+                )
+            pixels = pixel_values
+            present = check_patches(self.config, pixels, pixel_attention_mask, spatial_shapes)
+            table, placed = self.placed_patches(spatial_shapes, pixels, positions, spacing)
+            prefix = present.new_ones(present.shape[0], self.config.num_prefix_tokens)
+            attention_mask = torch.cat([prefix, present], dim=1)
+        embeddings = self.embeddings(pixels, table, bool_masked_pos, placed)
+        return self.transform(embeddings, placed, attention_mask, **kwargs)
+
+    def placed(
+        self,
+        grid: tuple[int, ...],
+        batch_size: int,
+        device: torch.device,
+        positions: torch.Tensor | None,
+        spacing: torch.Tensor | None = None,
+        frame_times: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, TokenPositions | None]:
+        """
+        The learned table (1, N, hidden_size) for a grid, and the positions of all tokens, the given ones if any, both
+        displaced as training asks for; `None` where the model has none.
+        """
+        config, dtype = self.config, working_dtype(device)
+        extents = offsets = displaced = None
+        if config.coordinates == "physical" and positions is None:
+            extents, displaced = physical_extents(config, grid, batch_size, spacing, frame_times, device, dtype)
+        if self.training:
+            offsets, displaced = displacements(config, grid, displaced, device, dtype)
+        table = self.embeddings.patch_table(grid, offsets)
+        if positions is not None:
+            return table, self.given_positions(positions, batch_size, math.prod(grid))
+        return table, self.grid_positions(grid, displaced, device, extents)
+
+    def placed_patches(
+        self,
+        spatial_shapes: torch.Tensor,
+        pixels: torch.Tensor,
+        positions: torch.Tensor | None,
+        spacing: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, TokenPositions | GroupedPositions | None]:
+        """
+        As [`placed`], for (B, N, patch pixels) patches of samples with (B, A) grids of their own: (B, N, hidden_size)
+        and positions that exist once for every distinct grid.
+        """
+        config, (batch_size, num_patches, _), device = self.config, pixels.shape, pixels.device
+        given = None if positions is None else self.given_positions(positions, batch_size, num_patches)
+        if not self.embeddings.has_table and (given is not None or not config.uses_positions):
+            return None, given
+        drawn = self.training and any(getattr(config, name) != value for name, value in TRAINING_ONLY.items())
+        by_grid = self.embeddings.has_table or config.coordinates == "physical" or drawn
+        if values_are_unknown(spatial_shapes) and not by_grid:
+            shapes = spatial_shapes.to(device, working_dtype(device))
+            prefix = config.num_prefix_tokens, config.prefix_coordinate if self._prefix_is_placed else 0.0
+            return None, of_shapes(shapes, num_patches, config.train_grid, config.coordinates, *prefix)
+        grids = distinct_grids(spatial_shapes, spacing, device)
+        samples = tuple(indices for *_, indices in grids)
+        tables, groups = zip(*(self.placed(grid, len(rows), device, None, of_grid) for grid, of_grid, rows in grids))
+        table = padded_rows([part[0] for part in tables], samples, num_patches) if self.embeddings.has_table else None
+        if given is not None or not config.uses_positions:
+            return table, given
+        return table, GroupedPositions(groups, samples)
 
 
 class LieREViTModel(LieREPixelModel):
@@ -329,13 +406,17 @@ class LieREForClassification(LieREPreTrainedModel):
         pixel_values: torch.Tensor,
         positions: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        pixel_attention_mask: torch.Tensor | None = None,
+        spatial_shapes: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutput:
         """
         As [`LieREPixelModel.forward`], with (B,) `labels` in [0, num_labels) for a cross-entropy loss, or
         (B, num_labels) floating point ones for independent binary losses; returns `logits` (B, num_labels).
         """
-        outputs = self.liere(pixel_values, positions=positions, **kwargs)
+        outputs = self.liere(
+            pixel_values, positions, pixel_attention_mask=pixel_attention_mask, spatial_shapes=spatial_shapes, **kwargs
+        )
         logits = self.classifier(outputs.pooler_output)
         loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
         return ImageClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
@@ -372,6 +453,7 @@ class LieREViTForMaskedImageModeling(LieREPreTrainedModel):
         As [`LieREViTModel.forward`]; with `bool_masked_pos` (B, N) the loss is the mean absolute error over the pixels
         of masked patches (SimMIM §3.3). Returns `reconstruction` of the shape of `pixel_values`.
         """
+        refuse_patches("Masked image modeling", kwargs)
         outputs = self.liere(pixel_values, positions=positions, bool_masked_pos=bool_masked_pos, **kwargs)
         batch_size, channels, height, width = pixel_values.shape
         patch_height, patch_width = self.config.patch_shape
@@ -408,6 +490,7 @@ class LieREViTBackbone(BackboneMixin, LieREViTModel):
         As [`LieREViTModel.forward`]; returns `feature_maps`, one (B, hidden_size, H/patch, W/patch) per entry of
         `config.out_features`, or (B, prefix + N, hidden_size) token sequences if `reshape_hidden_states` is false.
         """
+        refuse_patches("A backbone", kwargs)
         # BackboneMixin has a forward of its own, which comes first.
         outputs = LieREViTModel.forward(self, pixel_values, positions=positions, **kwargs)
         grid = self.embeddings.patch_embeddings.grid(pixel_values)

@@ -1,6 +1,7 @@
 """Positions: where each token sits, in the coordinates that an encoding expects."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,10 +9,14 @@ import torch
 from .tracing import values_are_unknown
 
 
+def _at_least_one(size: int | torch.Tensor) -> int | torch.Tensor:
+    return size.clamp(min=1) if isinstance(size, torch.Tensor) else max(size, 1)
+
+
 # From the index of a patch, its axis' size n, the size n₀ of training and the size of the last axis, see `of_grid`.
 COORDINATES = {
     "index": lambda index, size, trained, width: index,
-    "train_grid": lambda index, size, trained, width: index * (size / trained / max(size - 1, 1)),
+    "train_grid": lambda index, size, trained, width: index * (size / trained / _at_least_one(size - 1)),
     "train_index": lambda index, size, trained, width: index * (trained / size),
     "unit": lambda index, size, trained, width: (index + 0.5) / size,
     "unit_width": lambda index, size, trained, width: (index + 0.5) / width,
@@ -41,6 +46,32 @@ class TokenPositions(NamedTuple):
         """The same patches with class and register tokens at zero, where no encoding rotates them."""
         patches = self.coordinates[..., self.num_prefix_tokens :, :]
         return self._replace(coordinates=with_prefix(patches, self.num_prefix_tokens, 0.0))
+
+
+class GroupedPositions(NamedTuple):
+    """
+    Where the tokens of a batch of inputs of different sizes sit, padded to the longest.
+
+    Attributes:
+        groups: Positions of the tokens of each distinct grid, without padding, the same for all samples of a group.
+        samples: For each group, (samples,) their indices in the batch.
+    """
+
+    groups: tuple[TokenPositions, ...]
+    samples: tuple[torch.Tensor, ...]
+
+    @property
+    def grid(self) -> None:
+        """Not one grid."""
+        return None
+
+    def prefix_at_zero(self) -> "GroupedPositions":
+        """As [`TokenPositions.prefix_at_zero`]."""
+        return self._replace(groups=tuple(group.prefix_at_zero() for group in self.groups))
+
+    def padded(self, num_tokens: int) -> torch.Tensor:
+        """(B, num_tokens, A) coordinates of all samples, zero for padding."""
+        return padded_rows([group.coordinates for group in self.groups], self.samples, num_tokens)
 
 
 def of_grid(
@@ -101,6 +132,31 @@ def of_extents(
     """
     indices = patch_indices(grid, offsets, extents.device, extents.dtype)
     patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)
+    return of_coordinates(patches, num_prefix_tokens, prefix_coordinate)
+
+
+def of_shapes(
+    shapes: torch.Tensor,
+    num_patches: int,
+    train_grid: tuple[int, ...],
+    coordinates: str,
+    num_prefix_tokens: int = 0,
+    prefix_coordinate: float = 0.0,
+) -> TokenPositions:
+    """
+    As [`of_grid`] for samples of different sizes, by operations that do not depend on the sizes; those of padding mean
+    nothing.
+
+    Args:
+        shapes: (B, A) patches per axis of every sample, in the working type.
+        num_patches: N, padding included.
+    """
+    place, index = COORDINATES[coordinates], torch.arange(num_patches, device=shapes.device, dtype=shapes.dtype)
+    strides = shapes.flip(-1).cumprod(-1).flip(-1).roll(-1, dims=-1)
+    strides = torch.cat([strides[:, :-1], torch.ones_like(strides[:, -1:])], dim=-1).unsqueeze(1)  # (B, 1, A)
+    sizes = shapes.unsqueeze(1)
+    indices = (index.view(1, -1, 1) / strides).floor().remainder(sizes)  # (B, N, A)
+    patches = place(indices, sizes, shapes.new_tensor(train_grid), sizes[..., -1:])
     return of_coordinates(patches, num_prefix_tokens, prefix_coordinate)
 
 
@@ -215,6 +271,16 @@ def with_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: flo
         return positions
     shape = (*positions.shape[:-2], num_prefix_tokens, positions.shape[-1])
     return torch.cat([positions.new_full(shape, coordinate), positions], dim=-2)
+
+
+def padded_rows(groups: Sequence[torch.Tensor], samples: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """
+    (B, length, C) rows of all samples, zero for padding, from the rows (n, C) of each group, which its (samples,)
+    indices in the batch share.
+    """
+    padded = [torch.nn.functional.pad(rows, (0, 0, 0, length - len(rows))) for rows in groups]
+    expanded = [rows.expand(len(indices), -1, -1) for rows, indices in zip(padded, samples)]
+    return torch.cat(expanded)[torch.cat(tuple(samples)).argsort()]
 
 
 def check_positions(

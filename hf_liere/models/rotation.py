@@ -52,6 +52,10 @@ class PlaneRotation(NamedTuple):
         """The rotations of every sample `times` times, one after the other."""
         return PlaneRotation(self.cos_sin.repeat_interleave(times, 0))
 
+    def split(self, lengths: list[int]) -> "list[PlaneRotation]":
+        """The rotations of so many tokens after another."""
+        return [PlaneRotation(part) for part in self.cos_sin.split(lengths, dim=2)]
+
     def num_planes(self) -> int:
         """Planes of a head that are rotated elementwise, without products of matrices."""
         return self.cos_sin.shape[3]
@@ -96,6 +100,10 @@ class BlockRotation(NamedTuple):
     def repeat_samples(self, times: int) -> "BlockRotation":
         """As [`PlaneRotation.repeat_samples`]."""
         return BlockRotation(self.blocks.repeat_interleave(times, 0))
+
+    def split(self, lengths: list[int]) -> "list[BlockRotation]":
+        """As [`PlaneRotation.split`]."""
+        return [BlockRotation(part) for part in self.blocks.split(lengths, dim=2)]
 
     def num_planes(self) -> int:
         """0: blocks are multiplied as matrices."""
@@ -154,6 +162,12 @@ class EigenRotation(NamedTuple):
         of_samples = {"cos_sin": self.cos_sin, "phases": self.phases}
         return self._replace(**{name: x.repeat_interleave(times, 0) for name, x in of_samples.items() if x is not None})
 
+    def split(self, lengths: list[int]) -> "list[EigenRotation]":
+        """As [`PlaneRotation.split`]."""
+        phases = [None] * len(lengths) if self.phases is None else self.phases.split(lengths, dim=2)
+        parts = zip(self.cos_sin.split(lengths, dim=2), phases)
+        return [EigenRotation(cos_sin, self.basis, self.generators, phase) for cos_sin, phase in parts]
+
     def num_planes(self) -> int:
         return self.cos_sin.shape[3]
 
@@ -171,6 +185,38 @@ class EigenRotation(NamedTuple):
         return basis @ rotations @ basis.transpose(-1, -2)
 
 
+class GroupedRotation(NamedTuple):
+    """
+    Rotations of a batch of inputs of different sizes: those of each distinct size once. Padding is not rotated.
+
+    Attributes:
+        rotations: One for each size, for all samples of that size.
+        samples: For each size, (samples,) their indices in the batch.
+    """
+
+    rotations: tuple[PlaneRotation | BlockRotation | EigenRotation, ...]
+    samples: tuple[torch.Tensor, ...]
+
+    @property
+    def basis(self) -> torch.Tensor | None:
+        """Of [`EigenRotation`], which does not depend on positions."""
+        return self.rotations[0].basis
+
+    def change_basis(self, states: torch.Tensor) -> torch.Tensor:
+        """As [`PlaneRotation.change_basis`]."""
+        return self.rotations[0].change_basis(states)
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As [`PlaneRotation.rotate`]."""
+        groups = []
+        for rotation, samples in zip(self.rotations, self.samples):
+            tokens, of_group = rotation.num_tokens(), [states[samples] for states in (query, key)]
+            rotated = rotation.rotate(*(states[:, :, :tokens] for states in of_group))
+            groups.append([torch.cat([x, states[:, :, tokens:]], 2) for x, states in zip(rotated, of_group)])
+        order = torch.cat(self.samples).argsort()
+        return tuple(torch.cat(parts)[order] for parts in zip(*groups))
+
+
 def _in_basis(states: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """Uᵀ applied to (B, H, N, D) states, U of shape (1 or H, blocks, b, b)."""
     batch, heads, tokens, width = states.shape
@@ -183,8 +229,7 @@ def _in_basis(states: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     return changed.reshape(batch, tokens, heads, width).transpose(1, 2)
 
 
-Rotation = PlaneRotation | BlockRotation | EigenRotation
-ROTATIONS = {kind.__name__: kind for kind in (PlaneRotation, BlockRotation, EigenRotation)}
+Rotation = PlaneRotation | BlockRotation | EigenRotation | GroupedRotation
 
 
 def rotate_pair(rotation: Rotation, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
