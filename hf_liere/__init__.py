@@ -16,6 +16,7 @@ from .models.modeling_liere_tokens import (
 )
 from .models.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from .models.patch_batches import batch_of_patches
+from .models.positions import grid_positions
 from .models.rotary_embedding import LieRotaryEmbedding
 from .models.rotary_patch import RotaryPatchConfig
 from .patching.adapters import load_rotary, save_rotary
@@ -43,6 +44,7 @@ __all__ = [
     "RotaryPatchConfig",
     "batch_of_patches",
     "complete_model",
+    "grid_positions",
     "is_patched",
     "load_rotary",
     "patch",

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .lie_algebra import working_dtype
 from .tracing import values_are_unknown
 
 
@@ -46,6 +47,42 @@ class TokenPositions(NamedTuple):
         """The same patches with class and register tokens at zero, where no encoding rotates them."""
         patches = self.coordinates[..., self.num_prefix_tokens :, :]
         return self._replace(coordinates=with_prefix(patches, self.num_prefix_tokens, 0.0))
+
+
+def grid_positions(
+    grid: Sequence[int],
+    coordinates: str = "train_grid",
+    num_prefix_tokens: int = 0,
+    *,
+    train_grid: Sequence[int] | None = None,
+    prefix_coordinate: float = 0.0,
+    device: torch.device | str | None = None,
+) -> TokenPositions:
+    """
+    Positions of the patches of an image, video or volume for [`LieRotaryEmbedding`], first axis slowest, after class
+    and register tokens. Rotations of a grid are computed faster than those of as many points.
+
+    Args:
+        grid: Patches per axis.
+        coordinates: A convention of [`LieREPixelConfig`]: `"train_grid"` (LieRE's), `"index"` (RoPE's), `"unit"`
+            (ComRoPE's), `"train_index"` or `"unit_width"`.
+        num_prefix_tokens: Number of tokens before the patches.
+        train_grid: Patches per axis of a training input; `None` means `grid`.
+        prefix_coordinate: Where prefix tokens sit on every axis; at 0 they are not rotated.
+
+    Raises:
+        ValueError: if `grid` is not made of positive numbers, `train_grid` has another number of them, or there is no
+            such convention.
+    """
+    grid, train_grid = tuple(grid), tuple(grid if train_grid is None else train_grid)
+    if not grid or min(grid + train_grid) < 1 or len(grid) != len(train_grid):
+        raise ValueError(
+            f"grid={grid} and train_grid={train_grid} must be as many numbers of patches, at least 1 each."
+        )
+    device = torch.device(device or "cpu")
+    return of_grid(
+        grid, train_grid, coordinates, num_prefix_tokens, prefix_coordinate, device=device, dtype=working_dtype(device)
+    )
 
 
 class GroupedPositions(NamedTuple):
