@@ -1,7 +1,12 @@
 """The rotations as a layer for any attention, against the plain reference in float64 and the image model."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import layer_worker
 import pytest
 import torch
 from torch import nn
@@ -291,8 +296,8 @@ def test_saved_and_loaded(tmp_path):
     "options, message",
     [
         ({"num_key_value_heads": 3}, "num_heads=4 must be a multiple of num_key_value_heads=3"),
-        ({"num_axes": 7}, "num_axes=7 must be from 1 to 6"),
-        ({"num_axes": 0}, "num_axes=0 must be from 1 to 6"),
+        ({"num_axes": 7}, "num_axes=7 must lie in 1 … 6"),
+        ({"num_axes": 0}, "num_axes=0 must lie in 1 … 6"),
         ({"position_encoding": "absolute"}, "'absolute' is not a rotary encoding; accepted: axial_rope"),
         ({"block_size": 100}, "block_size=100 does not fit a head_dim of 48"),
         ({"position_encoding": "comrope_ap", "num_axes": 5}, "comrope_ap"),
@@ -328,3 +333,25 @@ def test_inputs_that_do_not_fit(change, message):
         build("liere")(**arguments)
     with pytest.raises(ValueError, match=r"\(2, 3, 5, 48\) must be \(batch, 2 or 4 heads"):
         build("liere").rotate(torch.zeros(2, 3, 5, HEAD_DIM), torch.zeros(5, 2))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_take_the_step_of_one(kind, tmp_path):
+    model, x, positions = layer_worker.model_and_batch()
+    before = model.blocks[0].rotary.encoding.generators.detach().clone()
+    layer_worker.step(model, x, positions)
+    worker = Path(layer_worker.__file__)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    process = subprocess.run(
+        [*command, str(worker), kind, str(tmp_path / "weights.pt")],
+        env={**os.environ, "PYTHONPATH": f"{worker.parents[1]}:{worker.parent}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    for name, expected in model.state_dict().items():
+        # Means of two halves instead of one mean.
+        torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-6, msg=name)
+    assert (weights["blocks.0.rotary.encoding.generators"] - before).abs().max() > 1e-4

@@ -16,9 +16,6 @@ from .rotation import Rotation, rotate_one, rotate_pair
 from .validation import ROTARY_ENCODINGS
 
 
-MOST_AXES = 6
-
-
 class LieRotaryEmbedding(nn.Module):
     r"""
     R(p) q and R(p) k with R(p) = exp(Σ_a p_a A_a) and learned skew-symmetric A_a (LieRE eq. 4, ComRoPE eq. 3), to be
@@ -86,8 +83,6 @@ class LieRotaryEmbedding(nn.Module):
                 f"position_encoding={position_encoding!r} is not a rotary encoding; accepted: "
                 f"{', '.join(ROTARY_ENCODINGS)}."
             )
-        if not 1 <= num_axes <= MOST_AXES:
-            raise ValueError(f"num_axes={num_axes} must be from 1 to {MOST_AXES}.")
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         self.num_axes, self.num_layers = num_axes, num_layers
         try:
