@@ -127,7 +127,7 @@ def test_half_types(name, training):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
-def test_compiled_addition(name, graph_operators):
+def test_compiled_addition(name):
     """One graph, forward and backward, with the gradients of the plain one."""
     gradients = []
     for in_graph in (False, True):
@@ -140,7 +140,7 @@ def test_compiled_addition(name, graph_operators):
 
 
 @pytest.mark.slow
-def test_every_model_is_compiled(graph_operators):
+def test_every_model_is_compiled():
     """Also those after the eight that the compiler takes by itself."""
 
     def of(number):

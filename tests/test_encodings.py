@@ -200,12 +200,6 @@ def test_a_module_by_itself_is_initialised(tiny, encoding):
             assert torch.isfinite(parameter).all() and 0.1 < parameter.std() < 3
 
 
-def test_axes_that_liere_cannot_differentiate_are_refused(tiny):
-    with pytest.raises(ValueError, match="num_axes=4: .* block_size=8 is known for 1, 2, 3 axes"):
-        build_rotary_encoding(tiny(position_encoding="liere"), 4)
-    assert build_rotary_encoding(tiny(position_encoding="liere", block_size=2), 4).generators.shape[0] == 4
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("encoding", ["rope_mixed", "liere", "comrope_ld"])
 def test_generators_stay_in_float32(tiny, tmp_path, encoding, dtype, caplog):
