@@ -134,6 +134,7 @@ def test_the_evaluation_of_uneven_batches_is_exact(one_process, uneven_file):
 
 
 STOCHASTIC = ["--drop_path_rate", 0.2, "--hidden_dropout_prob", 0.1, "--position_perturbation", 0.5]
+STOCHASTIC += ["--position_rescale", 2, "--position_shift", 0.1, "--patch_dropout_prob", 0.25]
 STOCHASTIC += ["--crop_padding", 2, "--flip_probability", 0.5, "--rand_augment_ops", 1, "--mixup_alpha", 0.8]
 STOCHASTIC += ["--cutmix_alpha", 1.0, "--num_train_epochs", 3]
 

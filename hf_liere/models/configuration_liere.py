@@ -235,6 +235,11 @@ class LieREPixelConfig(LieREConfig):
             The length, in mm, s or whatever `spacing` is given in, that counts as 1 in `coordinates="physical"`, for
             all axes or one per axis (rows, columns; frames or slices, rows, columns); needed there and nowhere else. A
             good choice is the extent of a training input, such as 192 for 128 voxels of 1.5 mm.
+        patch_dropout_prob (`float`, defaults to 0.0):
+            Share of the patches, rounded down, that take no part in a forward pass in training (FLIP, timm's
+            `PatchDropout`): each sample keeps the same number of patches, drawn at random, which keep their positions,
+            and all class and register tokens. `last_hidden_state` then has the kept tokens only. Not for masked image
+            modeling and backbones, whose results are of all patches.
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`].
@@ -250,6 +255,7 @@ class LieREPixelConfig(LieREConfig):
     position_shift: float | int = 0.0
     position_jitter: float | int | None = None
     position_rescale: float | int | None = None
+    patch_dropout_prob: float | int = 0.0
 
     def __post_init__(self, **kwargs):
         if self.coordinates is None:

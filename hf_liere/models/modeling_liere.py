@@ -9,6 +9,7 @@ Transformers with learned rotary position encodings.
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -37,6 +38,7 @@ from .folding import build_rotary_encoding, fold_rotations
 from .layers import LieRELayer, LieRELayerScale, build_classifier
 from .lie_algebra import product_dtype, working_dtype
 from .patch_batches import check_patches, distinct_grids, refuse_patches
+from .patch_dropout import kept_tokens, of_mask, of_tokens, refuse_patch_dropout
 from .physical import physical_extents, refuse_spacing
 from .pooling import pool, visible_tokens
 from .positions import (
@@ -52,7 +54,7 @@ from .positions import (
 )
 from .rotation import Rotation
 from .tracing import values_are_unknown
-from .validation import TRAINING_ONLY
+from .validation import DISPLACEMENTS
 
 
 class LieREPreTrainedModel(PreTrainedModel):
@@ -135,6 +137,13 @@ class LieREPreTrainedModel(PreTrainedModel):
                 yield name, parameter
 
 
+@dataclass
+class LieREModelOutput(BaseModelOutputWithPooling):
+    """What [`LieREEncoderModel`] returns; `kept_patches` (B, kept) are `None` unless patches were dropped."""
+
+    kept_patches: torch.LongTensor | None = None
+
+
 class LieREEncoderModel(LieREPreTrainedModel):
     """
     The transformer without a head, for any number of axes.
@@ -198,15 +207,25 @@ class LieREEncoderModel(LieREPreTrainedModel):
         embeddings: torch.Tensor,
         positions: TokenPositions | None,
         attention_mask: torch.Tensor | object | None,
+        patch_dropout_prob: float = 0.0,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPooling:
-        """All layers, from the embeddings (B, prefix + N, hidden_size) of all tokens; see `forward`."""
+    ) -> LieREModelOutput:
+        """
+        All layers, from the embeddings (B, prefix + N, hidden_size) of all tokens, of which a share is dropped; see
+        `forward`.
+        """
+        prefix, kept = self.config.num_prefix_tokens, None
         visible = visible_tokens(self.config, attention_mask, *embeddings.shape[:2])
+        if patch_dropout_prob:
+            kept = kept_tokens(embeddings, prefix, patch_dropout_prob, visible)
+            embeddings, visible = of_tokens(embeddings, kept), of_tokens(visible, kept)
+            attention_mask = of_mask(attention_mask, kept)
         hidden_states = self.pre_layernorm(embeddings)
         attention_mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
         )
         for layer, rotation in zip(self.layers, self.rotations(positions, product_dtype(hidden_states))):
+            rotation = rotation if rotation is None or kept is None else rotation.select(kept)
             tensors, structure = ((), None) if rotation is None else tree_flatten(rotation)
             hidden_states = layer(hidden_states, attention_mask, *tensors, structure=structure, **kwargs)
         if self.config.final_norm == "pooled":
@@ -214,8 +233,9 @@ class LieREEncoderModel(LieREPreTrainedModel):
         else:
             hidden_states = self.layernorm(hidden_states)
             pooled = pool(self.config, hidden_states, visible)
+        patches = None if kept is None else kept[:, prefix:] - prefix
         # A single pooled token, or class and register tokens side by side.
-        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled.flatten(1))
+        return LieREModelOutput(hidden_states, pooled.flatten(1), kept_patches=patches)
 
 
 class LieREPixelModel(LieREEncoderModel):
@@ -268,7 +288,7 @@ class LieREPixelModel(LieREEncoderModel):
         pixel_attention_mask: torch.Tensor | None = None,
         spatial_shapes: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPooling:
+    ) -> LieREModelOutput:
         """
         Args:
             pixel_values: (B, C, H, W) images or (B, T, C, H, W) clips, of any size divisible by the patch; or, beside
@@ -296,7 +316,8 @@ class LieREPixelModel(LieREEncoderModel):
         Returns:
             `last_hidden_state` (B, prefix + N, hidden_size), normalised if `config.final_norm` is `"tokens"`, and
             `pooler_output` (B, pooled_size), its token, tokens or mean according to `config.pooling`, normalised
-            unless `config.final_norm` is `"none"`.
+            unless `config.final_norm` is `"none"`. In training with `config.patch_dropout_prob` tokens are the kept
+            ones, and `kept_patches` (B, kept) are the indices of the patches among them, ascending.
 
         Raises:
             ValueError: if the input does not fit the configuration, positions, spacing or times are of the wrong shape
@@ -320,7 +341,8 @@ class LieREPixelModel(LieREEncoderModel):
             prefix = present.new_ones(present.shape[0], self.config.num_prefix_tokens)
             attention_mask = torch.cat([prefix, present], dim=1)
         embeddings = self.embeddings(pixels, table, bool_masked_pos, placed)
-        return self.transform(embeddings, placed, attention_mask, **kwargs)
+        dropped = self.config.patch_dropout_prob if self.training else 0.0
+        return self.transform(embeddings, placed, attention_mask, dropped, **kwargs)
 
     def placed(
         self,
@@ -361,7 +383,7 @@ class LieREPixelModel(LieREEncoderModel):
         given = None if positions is None else self.given_positions(positions, batch_size, num_patches)
         if not self.embeddings.has_table and (given is not None or not config.uses_positions):
             return None, given
-        drawn = self.training and any(getattr(config, name) != value for name, value in TRAINING_ONLY.items())
+        drawn = self.training and any(getattr(config, name) != value for name, value in DISPLACEMENTS.items())
         by_grid = self.embeddings.has_table or config.coordinates == "physical" or drawn
         if values_are_unknown(spatial_shapes) and not by_grid:
             shapes = spatial_shapes.to(device, working_dtype(device))
@@ -435,6 +457,7 @@ class LieREViTForMaskedImageModeling(LieREPreTrainedModel):
     config: LieREViTConfig
 
     def __init__(self, config: LieREViTConfig):
+        refuse_patch_dropout(config, "the pixels of all patches are predicted from their own tokens")
         super().__init__(config)
         self.liere = LieREViTModel(config, use_mask_token=True)
         patch_pixels = config.num_channels * math.prod(config.patch_shape)
@@ -475,6 +498,7 @@ class LieREViTBackbone(BackboneMixin, LieREViTModel):
     """[`LieREViTModel`] as the backbone of detection and segmentation models."""
 
     def __init__(self, config: LieREViTConfig):
+        refuse_patch_dropout(config, "feature maps hold all patches")
         super().__init__(config)
         self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
 

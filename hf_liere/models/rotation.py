@@ -6,6 +6,7 @@ import torch
 from transformers.utils.generic import maybe_autocast
 
 from .operators import rotate_blocks, rotate_planes
+from .patch_dropout import of_tokens
 
 
 class PlaneRotation(NamedTuple):
@@ -40,6 +41,10 @@ class PlaneRotation(NamedTuple):
     def to(self, *args, **kwargs) -> "PlaneRotation":
         """A copy whose tensors are converted by `torch.Tensor.to`."""
         return PlaneRotation(self.cos_sin.to(*args, **kwargs))
+
+    def select(self, kept: torch.Tensor) -> "PlaneRotation":
+        """The rotations of the tokens (B, kept) of every sample."""
+        return PlaneRotation(_selected(self.cos_sin, kept))
 
     def num_tokens(self) -> int:
         return self.cos_sin.shape[2]
@@ -89,6 +94,10 @@ class BlockRotation(NamedTuple):
     def to(self, *args, **kwargs) -> "BlockRotation":
         """As [`PlaneRotation.to`]."""
         return BlockRotation(self.blocks.to(*args, **kwargs))
+
+    def select(self, kept: torch.Tensor) -> "BlockRotation":
+        """As [`PlaneRotation.select`]."""
+        return BlockRotation(_selected(self.blocks, kept))
 
     def num_tokens(self) -> int:
         return self.blocks.shape[2]
@@ -149,6 +158,11 @@ class EigenRotation(NamedTuple):
     def to(self, *args, **kwargs) -> "EigenRotation":
         """As [`PlaneRotation.to`]."""
         return EigenRotation(*(None if tensor is None else tensor.to(*args, **kwargs) for tensor in self))
+
+    def select(self, kept: torch.Tensor) -> "EigenRotation":
+        """As [`PlaneRotation.select`]."""
+        phases = None if self.phases is None else _selected(self.phases, kept)
+        return self._replace(cos_sin=_selected(self.cos_sin, kept), phases=phases)
 
     def num_tokens(self) -> int:
         return self.cos_sin.shape[2]
@@ -216,6 +230,12 @@ class GroupedRotation(NamedTuple):
         order = torch.cat(self.samples).argsort()
         return tuple(torch.cat(parts)[order] for parts in zip(*groups))
 
+    def select(self, kept: torch.Tensor) -> "GroupedRotation":
+        """As [`PlaneRotation.select`]; padding, which nothing attends to, gets the rotation of the last token."""
+        groups = zip(self.rotations, self.samples)
+        chosen = (each.select(kept[samples].clamp(max=each.num_tokens() - 1)) for each, samples in groups)
+        return self._replace(rotations=tuple(chosen))
+
 
 def _in_basis(states: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """Uᵀ applied to (B, H, N, D) states, U of shape (1 or H, blocks, b, b)."""
@@ -261,6 +281,11 @@ def rotate_one(rotation: Rotation, states: torch.Tensor, heads: int) -> torch.Te
         rotation = rotation if rotation.num_samples() == 1 else rotation.repeat_samples(groups)
     rotated, _ = rotate_pair(rotation, states, states[:0])
     return rotated if groups == 1 else rotated.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
+
+
+def _selected(values: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """(1 or B, 1 or H, N, …) → (B, 1 or H, kept, …), tokens before heads in memory as in queries and keys."""
+    return of_tokens(values.transpose(1, 2), kept).transpose(1, 2)
 
 
 def to_basis(projected: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:

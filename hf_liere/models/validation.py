@@ -12,16 +12,18 @@ FLOAT32_MAX = 3.4028234e38
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim")
 INPUT_SIZES = ("num_channels", "feature_size")
 MAX_AXES = 6
-RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
+RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "patch_dropout_prob")
 SCALES = ("position_perturbation", "position_shift", "layer_norm_eps", "rotary_init_scale")
 FACTORS = ("position_jitter", "position_rescale")
-# What acts in training only, with the value that does nothing.
-TRAINING_ONLY = {
+# What moves patches in training, with the value that does nothing.
+DISPLACEMENTS = {
     "position_perturbation": 0.0,
     "position_shift": 0.0,
     "position_jitter": None,
     "position_rescale": None,
 }
+# What acts in training only.
+TRAINING_ONLY = {**DISPLACEMENTS, "patch_dropout_prob": 0.0}
 # Fields, where a configuration has them, which values they accept, and how a message says so. Other rules decide where
 # `None` is accepted.
 RANGES = (
