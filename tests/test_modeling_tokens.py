@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 import hf_liere
 from hf_liere import reference
 from hf_liere.auto import load_checkpoint, model_class
+from hf_liere.cli import main
+from hf_liere.conversion.upgrades import upgrade_encoding
 
 
 ENCODINGS = ("none", "absolute", "axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld")
@@ -373,3 +376,24 @@ def test_without_the_package(kind, tmp_path):
     back = make.from_pretrained(tmp_path / "tuned").eval()
     torch.testing.assert_close(torch.tensor(tuned), back(features, positions).logits, **tolerance)
     assert (torch.tensor(tuned) - torch.tensor(loaded)).abs().max() > 1e-3
+
+
+def test_commands_for_images_say_so(tmp_path, capsys):
+    build(HEADS[0]).save_pretrained(tmp_path / "saved")
+    for command, flags, message in (
+        ("export", [], "LieRETokensForSequenceClassification: accepted are the image and video models"),
+        ("inspect", ["--output"], "no patch embedding .* so it is no vision transformer"),
+    ):
+        written = tmp_path / "written.pt2"
+        assert main([command, str(tmp_path / "saved"), *flags, str(written)]) == 1
+        assert re.search(message, capsys.readouterr().err), command
+        assert not written.exists()
+
+
+def test_encodings_are_upgraded():
+    model = build(HEADS[1], "comrope_ld", 3, position_scale=0.5)
+    features, positions = tokens(3)
+    upgraded = upgrade_encoding(model, position_encoding="liere", block_size=24)
+    expected = model(features, positions).logits
+    # The rotations of one are planes in an eigenbasis, those of the other exponentials of float32 matrices.
+    torch.testing.assert_close(upgraded(features, positions).logits, expected, rtol=0, atol=2e-5)
