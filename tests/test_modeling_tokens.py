@@ -124,7 +124,7 @@ def test_only_differences_of_positions_matter_where_that_is_promised(encoding, n
 @pytest.mark.parametrize("num_axes", [1, 3, 4])
 def test_rotations_are_those_of_the_reference_at_scaled_positions(encoding, num_axes):
     scale = [0.5 + axis for axis in range(num_axes)]
-    model = build(hf_liere.LieRETokensModel, encoding, num_axes, position_scale=scale)
+    model = build(hf_liere.LieRETokensModel, encoding, num_axes, position_scale=scale, position_origin=-0.5)
     positions = torch.rand(4, num_axes)
     placed = model.given_positions(positions, 2, 4)
     parameters = dict(model.rotary_encoding.named_parameters())
@@ -132,7 +132,7 @@ def test_rotations_are_those_of_the_reference_at_scaled_positions(encoding, num_
         matrices = rotation.matrices().detach().double()[0]  # (heads, tokens, blocks, b, b)
         for head, token in itertools.product(range(2), range(4)):
             generators = reference.generators(parameters, model.config, num_axes, layer, head)
-            at = positions[token].double() * torch.tensor(scale, dtype=torch.float64)
+            at = (positions[token].double() + 0.5) * torch.tensor(scale, dtype=torch.float64)
             expected = reference.rotations(generators, at.view(1, -1))[0]
             # The class token comes first; float32.
             dense = torch.block_diag(*matrices[head, 1 + token])
@@ -295,6 +295,7 @@ BAD_FIELDS = [
     ({"feature_size": 0}, "feature_size=0 must be at least 1"),
     ({"position_scale": [1.0]}, r"position_scale=\[1.0\] must be one number above 0 .* or 2 of them"),
     ({"position_scale": 0}, "position_scale=0 must be one number above 0"),
+    ({"position_origin": [0, float("inf")]}, r"position_origin=\[0, inf\] must be one number that is finite"),
     ({"position_encoding": "absolute"}, "absolute' implies, needs position_table_size, 2 numbers"),
     ({"position_encoding": "absolute", "position_table_size": [4]}, r"\[4\] must be 2 numbers"),
     ({"position_encoding": "none", "position_scale": 0.5}, "position_scale=0.5 would do nothing .*'none'"),
