@@ -210,9 +210,9 @@ def mean_of_views(logits: torch.Tensor, count: int) -> torch.Tensor:
 def ranks_and_losses(logits: Any, labels: torch.Tensor) -> torch.Tensor:
     """What the metrics need of an example or token: how many classes come before its label, and its cross entropy.
 
-    (…, 2); with two classes also, (…, 3), the log odds of the second. Of equal logits the first class comes first, as for
-    `argmax`. Reducing here, before processes exchange results, keeps an evaluation of many classes small, and its loss
-    exact where processes or batches are not of equal size. Rows of `IGNORED_LABEL` mean nothing.
+    (…, 2); with two classes also, (…, 3), the log odds of the second. Of equal logits the first class comes first, as
+    for `argmax`. Reducing here, before processes exchange results, keeps an evaluation of many classes small, and its
+    loss exact where processes or batches are not of equal size. Rows of `IGNORED_LABEL` mean nothing.
     """
     logits = (logits[0] if isinstance(logits, tuple) else logits).float()
     losses = F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none", ignore_index=IGNORED_LABEL)
