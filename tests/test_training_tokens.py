@@ -136,9 +136,8 @@ def test_solids_turn_by_halves_of_the_circle(split, points, first):
 def test_origin_and_scale_of_positions():
     data = load(dataset_name="solids", max_train_samples=20)
     everything = np.concatenate(data.train.positions)
-    for encoding, longest in (("liere", 1.0), ("absolute", 1.0), ("rope_mixed", 63 ** (1 / 3) - 1)):
-        if encoding == "rope_mixed":
-            longest = max(map(len, data.train.positions)) ** (1 / 3) - 1
+    most = max(map(len, data.train.positions))
+    for encoding, longest in (("liere", 1.0), ("absolute", 1.0), ("rope_mixed", most ** (1 / 3) - 1)):
         origin, scale = placement(data.train, encoding)
         placed = (everything - np.array(origin)) * scale
         assert placed.min() == pytest.approx(0, abs=1e-6) and placed.max() == pytest.approx(longest)

@@ -12,7 +12,7 @@ import numpy as np
 
 
 SPLITS = ("train", "validation")
-DEFAULT_SIZES = {"train": 6000, "validation": 1000}
+DEFAULT_SIZES = {"train": 5000, "validation": 1000}
 # Standard deviation of the measured positions, in units of the plan's radius.
 NOISE = 0.02
 

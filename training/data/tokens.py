@@ -34,8 +34,8 @@ class TokenDataArguments(LimitArguments):
     )
     label_column: str = flag("labels", "Column of classes: one for each sample, or one for each token.")
     task: str | None = flag(None, "`sequence` or `token`, for a check; by default what the labels are of.")
-    training_points: list[int] = flag([24, 64], "Smallest and largest number of points of a solid to train on.")
-    evaluation_points: int = flag(96, "Points of a solid to evaluate.")
+    training_points: list[int] = flag([16, 48], "Smallest and largest number of points of a solid to train on.")
+    evaluation_points: int = flag(72, "Points of a solid to evaluate.")
 
     def __post_init__(self):
         super().__post_init__()
