@@ -25,7 +25,7 @@ from torch import nn
 
 from .auto import load_checkpoint
 from .errors import InputError, quiet, require_libraries
-from .models.configuration_liere import ROTARY_ENCODINGS, LieREConfig, pair
+from .models.configuration_liere import ROTARY_ENCODINGS, LieREPixelConfig, pair
 from .models.modeling_liere import LieREPreTrainedModel
 from .storage.targets import new_file
 
@@ -126,7 +126,7 @@ def _require_format(output: Path, opset: int | None) -> None:
 
 
 def _save_onnx(
-    program: torch.export.ExportedProgram, config: LieREConfig, metadata: str, opset: int | None, path: Path
+    program: torch.export.ExportedProgram, config: LieREPixelConfig, metadata: str, opset: int | None, path: Path
 ) -> None:
     program = program.run_decompositions({torch.ops.aten.diagonal_scatter.default: _diagonal_scatter})
     (pixels,) = (node.meta["val"] for node in program.graph.nodes if node.name == "pixel_values")
@@ -161,7 +161,7 @@ def export_program(
     The graph that [`export_model`] writes, with the same arguments; `program.module()(pixel_values)` returns the
     outputs by name.
     """
-    if not isinstance(model, LieREPreTrainedModel):
+    if not isinstance(model, LieREPreTrainedModel) or not isinstance(model.config, LieREPixelConfig):
         raise ExportError(f"{type(model).__name__}: accepted are the image and video models of hf_liere.")
     config = model.config
     if config._attn_implementation not in EXPORTABLE_ATTENTION:
@@ -285,7 +285,9 @@ def _diagonal_scatter(states, source, offset=0, dim1=0, dim2=1):
     return torch.where((second == first[:, None] + offset).to(states.device), diagonal, states)
 
 
-def _grid(config: LieREConfig, image_size: int | tuple[int, int] | None, num_frames: int | None) -> tuple[int, ...]:
+def _grid(
+    config: LieREPixelConfig, image_size: int | tuple[int, int] | None, num_frames: int | None
+) -> tuple[int, ...]:
     """Patches per axis of inputs of this size, by default the configuration's."""
     shape = config.input_shape
     if image_size is not None:
@@ -299,12 +301,12 @@ def _grid(config: LieREConfig, image_size: int | tuple[int, int] | None, num_fra
     return tuple(size // extent for size, extent in zip(shape, config.patch_shape))
 
 
-def _pixels(config: LieREConfig, grid: tuple[int, ...], batch_size: int) -> torch.Tensor:
+def _pixels(config: LieREPixelConfig, grid: tuple[int, ...], batch_size: int) -> torch.Tensor:
     """Black images or clips."""
     *frames, height, width = (patches * extent for patches, extent in zip(grid, config.patch_shape))
     return torch.zeros(batch_size, *frames, config.num_channels, height, width)
 
 
-def _size_axes(config: LieREConfig) -> dict[int, str]:
+def _size_axes(config: LieREPixelConfig) -> dict[int, str]:
     """Axes of `pixel_values` that may vary in size, in the order of a grid."""
     return {2: "height", 3: "width"} if config.num_axes == 2 else {1: "frames", 3: "height", 4: "width"}

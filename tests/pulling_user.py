@@ -15,6 +15,7 @@ from transformers import (
     AutoImageProcessor,
     AutoModel,
     AutoModelForImageClassification,
+    AutoModelForTokenClassification,
     AutoModelForVideoClassification,
     AutoVideoProcessor,
     CLIPModel,
@@ -34,6 +35,7 @@ def outputs(models: dict) -> dict[str, torch.Tensor]:
     results = {
         "image": models["image"](pixels(1, 3, 16, 16)).logits,
         "video": models["video"](pixels(1, 4, 3, 8, 8)).logits,
+        "tokens": models["tokens"](pixels(1, 5, 2), pixels(5, 3)).logits,
         "backbone": models["backbone"](pixels(1, 3, 16, 16)).feature_maps[-1].contiguous(),
         "clip": models["clip"](pixel_values=pixels(1, 3, 16, 16), **text).logits_per_image,
     }
@@ -57,6 +59,7 @@ def main(output: str, base: str, way: str, revision: str) -> None:
     models = {
         "image": AutoModelForImageClassification.from_pretrained("tester/image", **pinned("image")),
         "video": AutoModelForVideoClassification.from_pretrained("tester/video", **pinned("video")),
+        "tokens": AutoModelForTokenClassification.from_pretrained("tester/tokens", **pinned("tokens")),
         "clip": AutoModel.from_pretrained("tester/clip", **pinned("clip")),
     }
     if way == "package":

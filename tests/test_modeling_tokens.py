@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 import hf_liere
 from hf_liere import reference
 from hf_liere.auto import load_checkpoint, model_class
+from hf_liere.cli import main
+from hf_liere.conversion.upgrades import upgrade_encoding
 
 
 ENCODINGS = ("none", "absolute", "axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld")
@@ -121,7 +124,7 @@ def test_only_differences_of_positions_matter_where_that_is_promised(encoding, n
 @pytest.mark.parametrize("num_axes", [1, 3, 4])
 def test_rotations_are_those_of_the_reference_at_scaled_positions(encoding, num_axes):
     scale = [0.5 + axis for axis in range(num_axes)]
-    model = build(hf_liere.LieRETokensModel, encoding, num_axes, position_scale=scale)
+    model = build(hf_liere.LieRETokensModel, encoding, num_axes, position_scale=scale, position_origin=-0.5)
     positions = torch.rand(4, num_axes)
     placed = model.given_positions(positions, 2, 4)
     parameters = dict(model.rotary_encoding.named_parameters())
@@ -129,7 +132,7 @@ def test_rotations_are_those_of_the_reference_at_scaled_positions(encoding, num_
         matrices = rotation.matrices().detach().double()[0]  # (heads, tokens, blocks, b, b)
         for head, token in itertools.product(range(2), range(4)):
             generators = reference.generators(parameters, model.config, num_axes, layer, head)
-            at = positions[token].double() * torch.tensor(scale, dtype=torch.float64)
+            at = (positions[token].double() + 0.5) * torch.tensor(scale, dtype=torch.float64)
             expected = reference.rotations(generators, at.view(1, -1))[0]
             # The class token comes first; float32.
             dense = torch.block_diag(*matrices[head, 1 + token])
@@ -292,6 +295,7 @@ BAD_FIELDS = [
     ({"feature_size": 0}, "feature_size=0 must be at least 1"),
     ({"position_scale": [1.0]}, r"position_scale=\[1.0\] must be one number above 0 .* or 2 of them"),
     ({"position_scale": 0}, "position_scale=0 must be one number above 0"),
+    ({"position_origin": [0, float("inf")]}, r"position_origin=\[0, inf\] must be one number that is finite"),
     ({"position_encoding": "absolute"}, "absolute' implies, needs position_table_size, 2 numbers"),
     ({"position_encoding": "absolute", "position_table_size": [4]}, r"\[4\] must be 2 numbers"),
     ({"position_encoding": "none", "position_scale": 0.5}, "position_scale=0.5 would do nothing .*'none'"),
@@ -373,3 +377,24 @@ def test_without_the_package(kind, tmp_path):
     back = make.from_pretrained(tmp_path / "tuned").eval()
     torch.testing.assert_close(torch.tensor(tuned), back(features, positions).logits, **tolerance)
     assert (torch.tensor(tuned) - torch.tensor(loaded)).abs().max() > 1e-3
+
+
+def test_commands_for_images_say_so(tmp_path, capsys):
+    build(HEADS[0]).save_pretrained(tmp_path / "saved")
+    for command, flags, message in (
+        ("export", [], "LieRETokensForSequenceClassification: accepted are the image and video models"),
+        ("inspect", ["--output"], "no patch embedding .* so it is no vision transformer"),
+    ):
+        written = tmp_path / "written.pt2"
+        assert main([command, str(tmp_path / "saved"), *flags, str(written)]) == 1
+        assert re.search(message, capsys.readouterr().err), command
+        assert not written.exists()
+
+
+def test_encodings_are_upgraded():
+    model = build(HEADS[1], "comrope_ld", 3, position_scale=0.5)
+    features, positions = tokens(3)
+    upgraded = upgrade_encoding(model, position_encoding="liere", block_size=24)
+    expected = model(features, positions).logits
+    # The rotations of one are planes in an eigenbasis, those of the other exponentials of float32 matrices.
+    torch.testing.assert_close(upgraded(features, positions).logits, expected, rtol=0, atol=2e-5)

@@ -16,7 +16,13 @@ from published_models import CARD, save_models
 from pulling_user import outputs
 from safetensors.torch import load_file, save_file
 from test_conversion import liere_weights
-from transformers import AutoModel, AutoModelForImageClassification, AutoModelForVideoClassification, CLIPModel
+from transformers import (
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForTokenClassification,
+    AutoModelForVideoClassification,
+    CLIPModel,
+)
 
 import hf_liere
 from hf_liere.cli import main
@@ -71,7 +77,7 @@ def test_every_kind_of_model_from_one_process_to_another(saved, hub, storage, tm
     # Code that comes with a checkpoint has no kernels for CPUs, which round otherwise.
     monkeypatch.setenv("HF_LIERE_CPU_KERNELS", "0")
     commits = {}
-    for kind in ("image", "video", "backbone", "clip", "adapter"):
+    for kind in ("image", "video", "tokens", "backbone", "clip", "adapter"):
         published = push(saved[kind], f"tester/{kind}", api=client(hub), reload=False, max_shard_size="60KB")
         assert hub.repo(f"tester/{kind}").resolve("main") == published.commit
         commits[kind] = published.commit
@@ -86,6 +92,7 @@ def test_every_kind_of_model_from_one_process_to_another(saved, hub, storage, tm
         {
             "image": AutoModelForImageClassification.from_pretrained(saved["image"]),
             "video": AutoModelForVideoClassification.from_pretrained(saved["video"]),
+            "tokens": AutoModelForTokenClassification.from_pretrained(saved["tokens"]),
             "backbone": hf_liere.LieREViTBackbone.from_pretrained(saved["backbone"]),
             "clip": AutoModel.from_pretrained(saved["clip"]),
             "adapter": hf_liere.load_rotary(base, saved["adapter"]),
@@ -127,6 +134,16 @@ def test_the_command_pushes_reloads_verifies_and_pulls(saved, hub, tmp_path, cap
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     assert main(["verify", str(other), "tester/model"]) == 1
     assert "holds other weights" in capsys.readouterr().err
+
+
+def test_a_model_of_tokens_is_published_with_the_card_that_its_owner_writes(saved, hub, tmp_path, capsys):
+    folder = tmp_path / "tokens"
+    shutil.copytree(saved["tokens"], folder)
+    (folder / "eval_results.json").write_text('{"eval_accuracy": 0.5}')
+    assert main(["push", str(folder), "tester/model", "--evaluation", str(folder)]) == 1
+    assert "cards are rendered for models of images and videos: write one as README.md" in capsys.readouterr().err
+    assert main(["push", str(folder), "tester/model"]) == 0
+    assert "loaded in a process of its own" in capsys.readouterr().out
 
 
 def test_a_commit_that_does_not_load_is_no_success(ready, saved, hub):

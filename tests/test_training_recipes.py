@@ -264,6 +264,13 @@ def test_the_batch_does_not_depend_on_how_it_is_shared():
         parse("cifar100", "--gradient_accumulation_steps", "3")
 
 
+def write_series(path, count):
+    """Series of five to seven numbers, of two classes in turn; the path of their file."""
+    lines = [f"{','.join(map(str, range(5 + number % 3)))}:{number % 2}" for number in range(count)]
+    path.write_text("\n".join(["@timeStamps false", "@classLabel true 0 1", "@data", *lines]))
+    return str(path)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """What stands for the data of the lines."""
@@ -275,6 +282,8 @@ def data(tmp_path_factory):
         "TRAIN.parquet": write_parquet(folder / "train.parquet", 12),
         "TEST.parquet": write_parquet(folder / "test.parquet", 6, seed=1),
         "VOLUMES.npz": str(folder / "volumes.npz"),
+        "TRAIN.ts": write_series(folder / "train.ts", 12),
+        "TEST.ts": write_series(folder / "test.ts", 6),
     }
 
 

@@ -20,7 +20,7 @@ from ..models.configuration_liere import ROTARY_ENCODINGS
 from ..version import __version__
 from .checked_facts import facts_of_run
 from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, pair, size_text
-from .run_records import RESULTS_FILE
+from .run_records import RESULTS_FILE, can_be_described
 
 
 CARD = "README.md"
@@ -179,7 +179,8 @@ def push_card(
             or `license`.
     """
     folder = Path(folder)
-    if facts is None and not evaluations and not (folder / RESULTS_FILE).is_file():
+    has_records = (folder / RESULTS_FILE).is_file() and can_be_described(folder)
+    if facts is None and not evaluations and not has_records:
         card = Card.read(folder, weights)
         return card.with_license(license) if license else card
     known = facts_of_run(folder, weights, facts, evaluations, title=repo_id.rpartition("/")[2])

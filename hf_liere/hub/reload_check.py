@@ -19,7 +19,10 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 
 def example_inputs(config) -> dict[str, torch.Tensor]:
-    """One input of the size that a model was trained on."""
+    """One input of the size that a model was trained on; for models of tokens, which have none, eight of them."""
+    if hasattr(config, "feature_size"):
+        features, positions = (torch.linspace(-1, 1, 8 * size).sin() for size in (config.feature_size, config.num_axes))
+        return {"inputs_embeds": features.view(1, 8, -1), "positions": positions.view(1, 8, -1)}
     vision = getattr(config, "vision_config", config)
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else size

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..auto import model_class
+from ..models.configuration_liere import LieRETokensConfig
 from ..storage.saved_weights import ADAPTER_CONFIG, first_line, read_json
 from .facts import METRICS, FactsError, common_facts
 
@@ -36,12 +37,18 @@ NOT_RECORDED = "not recorded"
 FOLDERS = ("image_folder", "video_folder", "volume_file")
 
 
+def can_be_described(folder: Path) -> bool:
+    """Whether there are cards for the kind of model in a folder: not for models of tokens, whose data can be any."""
+    return record(folder, "config.json").get("model_type") != LieRETokensConfig.model_type
+
+
 def describe_checkpoint(folder: Path) -> dict[str, Any]:
     """
     Facts of a saved model or adapter by name: those of [`Facts`], with every field of the configuration as `model`.
 
     Raises:
-        FactsError: if its configuration cannot be read or is none of our models'.
+        FactsError: if its configuration cannot be read or is none of our models', or of a model of tokens, which no
+            card describes.
     """
     if (folder / ADAPTER_CONFIG).is_file():
         adapter = record(folder, ADAPTER_CONFIG)
@@ -56,6 +63,11 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
     except Exception as error:
         # The strict configuration raises errors of its own, which name the field and what it accepts.
         raise FactsError(f"{folder / 'config.json'} is no configuration of ours: {first_line(error)}") from None
+    if not can_be_described(folder):
+        raise FactsError(
+            f"{folder} holds a {cls.__name__}, and cards are rendered for models of images and videos: write one as "
+            "README.md there, which is published as it is, without facts and evaluations."
+        )
     values = config.to_dict()
     model = {**(values.get("vision_config") or {}), **values, **(values.get("rotary_patch") or {})}
     found = {"architecture": cls.__name__, "encoding": model.get("position_encoding"), "model": model}

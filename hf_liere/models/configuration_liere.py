@@ -372,10 +372,11 @@ class LieRETokensConfig(LieREConfig):
     Args:
         feature_size (`int`, defaults to 1): Number of features of a token.
         num_axes (`int`, defaults to 1): Number of axes of a position, 1 … 6.
+        position_origin (`float` or `list[float]`, defaults to 0.0): See `position_scale`.
         position_scale (`float` or `list[float]`, defaults to 1.0):
-            What positions are multiplied by to become the coordinates of the encoding, one factor for all axes or one
-            for each. The generators of LieRE and ComRoPE start from rotations that suit coordinates from 0 to 1, those
-            of RoPE from ones that suit coordinates that count tokens; a table is read from 0 to 1.
+            The coordinates of the encoding are (positions − origin) · scale, with one number for all axes or one for
+            each. The generators of LieRE and ComRoPE start from rotations that suit coordinates from 0 to 1, those of
+            RoPE from ones that suit coordinates that count tokens; a table is read from 0 to 1.
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`], and for fields of images and videos.
@@ -385,6 +386,7 @@ class LieRETokensConfig(LieREConfig):
 
     feature_size: int = 1
     num_axes: int = 1
+    position_origin: float | int | list[float | int] | tuple[float | int, ...] = 0.0
     position_scale: float | int | list[float | int] | tuple[float | int, ...] = 1.0
 
     _auto_map = {
@@ -394,11 +396,10 @@ class LieRETokensConfig(LieREConfig):
         "AutoModelForTokenClassification": "modeling_liere_tokens.LieRETokensForTokenClassification",
     }
 
-    @property
-    def axis_scales(self) -> tuple[float, ...]:
-        """`position_scale` of each axis."""
-        scale = self.position_scale
-        return (scale,) * self.num_axes if isinstance(scale, (int, float)) else tuple(scale)
+    def by_axis(self, name: str) -> tuple[float, ...]:
+        """`position_origin` or `position_scale` of each axis."""
+        value = getattr(self, name)
+        return (value,) * self.num_axes if isinstance(value, (int, float)) else tuple(value)
 
     def validate_architecture(self):
         """As [`LieREConfig.validate_architecture`]."""
@@ -409,7 +410,7 @@ class LieRETokensConfig(LieREConfig):
         if given := sorted(name for name in others if hasattr(self, name)):
             raise ValueError(
                 f"{', '.join(given)}: fields of images and videos have no meaning for tokens, which have "
-                "feature_size, num_axes and position_scale."
+                "feature_size, num_axes, position_origin and position_scale."
             )
 
 

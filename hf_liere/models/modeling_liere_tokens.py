@@ -66,9 +66,10 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
         return None
 
     def scaled(self, positions: torch.Tensor) -> torch.Tensor:
-        """(…, N, A) positions as the user gives them → coordinates of the encoding, by `position_scale`."""
+        """(…, N, A) positions as the user gives them → coordinates of the encoding, see `position_scale`."""
         positions = positions.to(working_dtype(positions.device))
-        return positions * positions.new_tensor(self.config.axis_scales)
+        origin, scale = (positions.new_tensor(self.config.by_axis(f"position_{name}")) for name in ("origin", "scale"))
+        return (positions - origin) * scale
 
     def token_mask(
         self, attention_mask: torch.Tensor | object | None, batch_size: int, num_tokens: int
@@ -105,7 +106,7 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
         """
         Args:
             inputs_embeds: (B, N, feature_size) features of the tokens.
-            positions: (N, A) or (B, N, A), floating point, in the units of `position_scale`. Where class and register
+            positions: (N, A) or (B, N, A), floating point, see `position_scale`. Where class and register
                 tokens have coordinates (`rotate_prefix`, `position_table_size`), theirs may come first: (prefix + N, A)
                 or (B, prefix + N, A). Encodings without positions only check them.
             attention_mask: (B, N), true or 1 for tokens that are attended to, false or 0 for padding. Also what

@@ -143,22 +143,24 @@ def check_tokens(config) -> None:
     Raises:
         ValueError: if the fields of positions do not fit the encoding or each other.
     """
-    if len(config.axis_scales) != config.num_axes or not all(0 < scale <= FLOAT32_MAX for scale in config.axis_scales):
-        raise ValueError(
-            f"position_scale={config.position_scale} must be one number above 0 that is finite in float32, or "
-            f"{config.num_axes} of them, one per axis."
-        )
+    for name, lowest, accepted in (("position_origin", -FLOAT32_MAX, ""), ("position_scale", 0, " above 0")):
+        values = config.by_axis(name)
+        if len(values) != config.num_axes or not all(lowest < value <= FLOAT32_MAX for value in values):
+            raise ValueError(
+                f"{name}={getattr(config, name)} must be one number{accepted} that is finite in float32, or "
+                f"{config.num_axes} of them, one per axis."
+            )
     if config.use_absolute_position_embeddings and config.position_table_size is None:
         raise ValueError(
             "Tokens have no grid to learn a table for: use_absolute_position_embeddings=True, which "
             f"position_encoding='absolute' implies, needs position_table_size, {config.num_axes} numbers of entries, "
             "one per axis, of a table that is read at coordinates from 0 to 1."
         )
-    if not config.uses_positions and any(scale != 1 for scale in config.axis_scales):
-        raise ValueError(
-            f"position_scale={config.position_scale} would do nothing with "
-            f"position_encoding={config.position_encoding!r}."
-        )
+    for name, unused in (("position_origin", 0), ("position_scale", 1)):
+        if not config.uses_positions and any(value != unused for value in config.by_axis(name)):
+            raise ValueError(
+                f"{name}={getattr(config, name)} would do nothing with position_encoding={config.position_encoding!r}."
+            )
     if config.folded_grids is not None and config.position_encoding == "liere" and config.block_size > 2:
         raise ValueError(
             f"folded_grids={config.folded_grids}: liere with block_size={config.block_size} has rotations to keep for "

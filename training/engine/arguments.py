@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-from hf_liere import LieREVideoConfig, LieREViTConfig
+from hf_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from hf_liere.errors import InputError
 
 
@@ -62,17 +62,16 @@ def _model_arguments(name: str, config_class: type[PreTrainedConfig]) -> type[Ch
 
 ModelArguments = _model_arguments("ModelArguments", LieREViTConfig)
 VideoModelArguments = _model_arguments("VideoModelArguments", LieREVideoConfig)
+TokensModelArguments = _model_arguments("TokensModelArguments", LieRETokensConfig)
 
 
 @dataclass
-class SampleArguments:
-    """What the data of all scripts have in common."""
+class LimitArguments:
+    """Which examples of the data are used, of any script."""
 
     max_train_samples: int | None = flag(None, "Train on the first N examples only.")
     max_eval_samples: int | None = flag(None, "Evaluate the first N examples only.")
     train_fraction: float = flag(1.0, "Share of the training examples to train on, drawn at random with the seed.")
-    image_mean: list[float] | None = flag(None, "Mean per channel; by default the checkpoint's, else 0.5.")
-    image_std: list[float] | None = flag(None, "Standard deviation per channel; by default the checkpoint's, else 0.5.")
 
     @property
     def limits(self) -> dict[str, int | None]:
@@ -82,6 +81,14 @@ class SampleArguments:
     def __post_init__(self):
         if not 0 < self.train_fraction <= 1:
             raise InputError(f"--train_fraction {self.train_fraction}; accepted: above 0, up to 1.")
+
+
+@dataclass
+class SampleArguments(LimitArguments):
+    """What the data of all scripts for images and videos have in common."""
+
+    image_mean: list[float] | None = flag(None, "Mean per channel; by default the checkpoint's, else 0.5.")
+    image_std: list[float] | None = flag(None, "Standard deviation per channel; by default the checkpoint's, else 0.5.")
 
 
 @dataclass

@@ -43,7 +43,7 @@ CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dro
 SIZE_FIELDS = ("image_size", "num_frames")
 BICUBIC = 3
 # The names of classifier classes end with one of these.
-HEADS = ("ForImageClassification", "ForVideoClassification")
+HEADS = ("ForImageClassification", "ForVideoClassification", "ForSequenceClassification", "ForTokenClassification")
 # A classifier made from a model of images and text does not use these weights.
 NOT_FOR_CLASSIFIERS = ("text_model.", "text_projection.", "visual_projection.", "logit_scale", "logit_bias")
 
@@ -177,13 +177,20 @@ def resolve_processor(
 
 
 def build_model(
-    arguments: CheckpointArguments, config: PreTrainedConfig, images: LabelledImages, trains_head: bool
+    arguments: CheckpointArguments,
+    config: PreTrainedConfig,
+    images: LabelledImages,
+    trains_head: bool,
+    auto_class: type | None = None,
 ) -> PreTrainedModel:
     """
     A model for the classes of the data set.
 
     A checkpoint keeps its classifier if it knows the same classes. Otherwise it gets a new one to be trained, with a
     message, and is refused where no classifier is trained.
+
+    Args:
+        auto_class: Of the classifier; `None` means that of images or videos.
 
     Raises:
         InputError: if the number of labels is not the data set's, or a weight is missing or left over.
@@ -194,9 +201,9 @@ def build_model(
             f"--num_labels {arguments.num_labels} disagrees with the data set, which has {len(names)} labels: "
             f"{', '.join(names[:10])}{' …' if len(names) > 10 else ''}. Accepted: {len(names)}, or leave it out."
         )
-    auto_class = (
-        AutoModelForVideoClassification if isinstance(config, LieREVideoConfig) else AutoModelForImageClassification
-    )
+    if auto_class is None:
+        is_video = isinstance(config, LieREVideoConfig)
+        auto_class = AutoModelForVideoClassification if is_video else AutoModelForImageClassification
     labels = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
     if arguments.model_name_or_path is None:
         config.id2label, config.label2id = labels

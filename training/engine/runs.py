@@ -100,7 +100,7 @@ def run(
     trainer: Trainer,
     checkpoint: str | None,
     model_name_or_path: str | None,
-    input_size: Sequence[int],
+    input_size: Sequence[int] | None,
     described: dict[str, Any],
 ) -> dict[str, float]:
     """
@@ -110,7 +110,7 @@ def run(
         trainer: one with datasets, `evaluation_seconds` and, to keep the results of single examples, metrics that hold
             them as `examples`.
         checkpoint: the checkpoint to resume from, if any.
-        input_size: sizes of the model's input in this run, for the record.
+        input_size: sizes of the model's input in this run, for the record; `None` where every input has its own.
         described: dataclasses of arguments for the record, by name.
 
     Returns:

@@ -130,7 +130,8 @@ class ClassificationTrainer(RotaryTrainer):
     """
     The loss is the sum over all examples of a step, in all processes and accumulated batches, over their number.
 
-    Targets may be mixed (see `Collator`) and smoothed; logits of several views of an example are averaged.
+    Targets may be mixed (see `Collator`) and smoothed; logits of several views of an example are averaged. Where every
+    token has a label, tokens are the examples.
     """
 
     def __init__(self, *args, **kwargs):
@@ -184,11 +185,12 @@ def summed_cross_entropy(
     mixing_weights: torch.Tensor | None = None,
     smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Cross entropy of (B, classes) logits, summed over the batch; examples labelled `IGNORED_LABEL` add nothing.
+    """Cross entropy of (…, classes) logits, summed over the batch; examples labelled `IGNORED_LABEL` add nothing.
 
     It is linear in the target, so a mixed target is the weighted sum of two hard ones. In float32 at least.
     """
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    logits, labels = logits.flatten(0, -2), labels.flatten()
 
     def per_example(targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED_LABEL, label_smoothing=smoothing)
@@ -206,20 +208,20 @@ def mean_of_views(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def ranks_and_losses(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """What the metrics need of an example, (B, 2): how many classes come before its label, and its cross entropy.
+    """What the metrics need of an example or token: how many classes come before its label, and its cross entropy.
 
-    With two classes also, (B, 3), the log odds of the second. Of equal logits the first class comes first, as for
-    `argmax`. Reducing here, before processes exchange results, keeps an evaluation of many classes small, and its loss
-    exact where processes or batches are not of equal size. Rows of `IGNORED_LABEL` mean nothing.
+    (…, 2); with two classes also, (…, 3), the log odds of the second. Of equal logits the first class comes first, as
+    for `argmax`. Reducing here, before processes exchange results, keeps an evaluation of many classes small, and its
+    loss exact where processes or batches are not of equal size. Rows of `IGNORED_LABEL` mean nothing.
     """
     logits = (logits[0] if isinstance(logits, tuple) else logits).float()
-    losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED_LABEL)
-    labels = labels.clamp(min=0)
-    of_label = logits.gather(1, labels[:, None])
-    before = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
-    ranks = ((logits > of_label) | ((logits == of_label) & before)).sum(dim=1)
-    scores = [logits[:, 1] - logits[:, 0]] if logits.shape[1] == 2 else []
-    return torch.stack([ranks.float(), losses, *scores], dim=1)
+    losses = F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none", ignore_index=IGNORED_LABEL)
+    labels = labels.clamp(min=0).unsqueeze(-1)
+    of_label = logits.gather(-1, labels)
+    before = torch.arange(logits.shape[-1], device=logits.device) < labels
+    ranks = ((logits > of_label) | ((logits == of_label) & before)).sum(dim=-1)
+    scores = [logits[..., 1] - logits[..., 0]] if logits.shape[-1] == 2 else []
+    return torch.stack([ranks.float(), losses, *scores], dim=-1)
 
 
 class ClassificationMetrics:
@@ -228,6 +230,9 @@ class ClassificationMetrics:
 
     `loss` replaces Trainer's own, which weighs batches of different sizes alike. Examples that could not be read are
     left out and counted. `examples` holds what was computed last, by example: ranks and losses.
+
+    Where every token has a label, (samples, tokens), tokens without one are left out, intervals resample whole samples,
+    whose tokens depend on each other, and there are no `examples`.
 
     Args:
         num_classes: Among five or fewer every answer is one of the top five, so that accuracy is left out.
@@ -249,7 +254,11 @@ class ClassificationMetrics:
             wrong = int((~np.isfinite(losses)).sum())
             raise FloatingPointError(f"The evaluation loss of {wrong} of {len(losses)} examples is not finite.")
         self.examples = {"ranks": ranks.astype(np.int32), "losses": losses.astype(np.float32)}
-        metrics = self.metric.compute(ranks=ranks.astype(np.int64), losses=losses, num_classes=self.num_classes)
+        counted = {"ranks": ranks.astype(np.int64), "losses": losses, "num_classes": self.num_classes}
+        if labels.ndim == 2:
+            self.examples = {}
+            return self.metric.compute(**counted, groups=np.nonzero(read)[0])
+        metrics = self.metric.compute(**counted)
         if scores and 0 < labels[read].sum() < read.sum():
             metrics |= area_under_curve(scores[0], labels[read] == 1)
         return metrics if read.all() else metrics | {"unreadable": int((~read).sum())}

@@ -22,6 +22,7 @@ Args:
     num_resamples: B of the bootstrap; the LieRE paper uses 1000.
     confidence: coverage of the intervals.
     seed: of the resampling.
+    groups: a number for every example; those of equal numbers are drawn together. By default every example is alone.
 Returns:
     accuracy, top5_accuracy (of more than five classes; of fewer it is always 1) and loss, each with bounds under the
     same name with _low and _high.
@@ -38,15 +39,20 @@ class BootstrappedClassification(evaluate.Metric):
             features=datasets.Features({"ranks": datasets.Value("int64"), "losses": datasets.Value("float64")}),
         )
 
-    def _compute(self, ranks, losses, num_classes, num_resamples=1000, confidence=0.95, seed=0):
+    def _compute(self, ranks, losses, num_classes, num_resamples=1000, confidence=0.95, seed=0, groups=None):
         ranks = np.asarray(ranks)
         values = np.stack([ranks < 1, ranks < 5, np.asarray(losses)], axis=1, dtype=np.float64, casting="unsafe")
+        sums, sizes = values, np.ones(len(values))
+        if groups is not None:
+            _, members = np.unique(groups, return_inverse=True)
+            sizes = np.bincount(members).astype(np.float64)
+            sums = np.stack([np.bincount(members, weights=column) for column in values.T], axis=1)
         generator = np.random.default_rng(seed)
         means = np.empty((num_resamples, values.shape[1]))
         for resample in means:
             # Counting the draws costs less than gathering the drawn rows.
-            drawn = generator.integers(len(values), size=len(values))
-            resample[:] = np.bincount(drawn, minlength=len(values)) @ values / len(values)
+            drawn = np.bincount(generator.integers(len(sums), size=len(sums)), minlength=len(sums))
+            resample[:] = drawn @ sums / (drawn @ sizes)
         low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
         metrics = {}
         for name, mean, lower, upper in zip(

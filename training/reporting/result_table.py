@@ -17,7 +17,10 @@ AS_TRAINED = "as trained"
 # Results are averaged over these settings.
 SEEDS = ("seed", "evaluation_seed")
 # These settings follow from the name of the encoding.
-AS_IN_PAPER = ("coordinates", "rotary_init", "rotate_prefix", "model_name_or_path", "baseline")
+AS_IN_PAPER = (
+    *("coordinates", "position_table_size", "rotary_init", "rotate_prefix", "model_name_or_path"),
+    "baseline",
+)
 
 
 @dataclass

@@ -1,0 +1,106 @@
+"""Points on the surfaces of generated solids: upright prisms whose ground plan is the class.
+
+A token is a point: its position has three axes, and its only feature is the vertical part of the surface's normal, −1,
+0 or 1. How many points lie on top, bottom and sides tells next to nothing of the class, because heights vary: the
+answer is in where the points are. Training and evaluation differ in the rotation about the vertical axis, from the
+first or the second half of the circle, and in the number of points.
+"""
+
+import math
+
+import numpy as np
+
+
+SPLITS = ("train", "validation")
+DEFAULT_SIZES = {"train": 5000, "validation": 1000}
+# Standard deviation of the measured positions, in units of the plan's radius.
+NOISE = 0.02
+
+
+def _circle(radius: float, corners: int = 48) -> np.ndarray:
+    angles = np.arange(corners) * (2 * math.pi / corners)
+    return radius * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+# The right and the upper arm; the others lie opposite.
+CROSS = np.array([(0.3, -0.95), (0.3, -0.3), (0.95, -0.3), (0.95, 0.3), (0.3, 0.3), (0.3, 0.95)])
+# Ground plans as closed outlines, (corners, 2) each, inside of the unit circle; a point in an odd number is inside.
+PLANS = {
+    "triangle": [_circle(1.0, 3)],
+    "square": [_circle(1.0, 4)],
+    "disc": [_circle(0.9)],
+    "ring": [_circle(0.95), _circle(0.55)],
+    "angle": [np.array([[-0.7, -0.7], [0.7, -0.7], [0.7, -0.1], [-0.1, -0.1], [-0.1, 0.7], [-0.7, 0.7]])],
+    "cross": [np.array([*CROSS, *(-CROSS)])],
+}
+LABELS = tuple(PLANS)
+
+
+def solid(split: str, index: int, num_points: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, int]:
+    """
+    Args:
+        num_points: the smallest and the largest number of points.
+
+    Returns:
+        (N, 1) features and (N, 3) positions, float32, and the label, an index into `LABELS`.
+    """
+    rng = np.random.default_rng((SPLITS.index(split), index))
+    label, count = int(rng.integers(len(LABELS))), int(rng.integers(num_points[0], num_points[1] + 1))
+    outlines, height = PLANS[LABELS[label]], rng.uniform(0.4, 1.6)
+    sides = rng.random(count) < _share_of_sides(outlines, height)
+    plan = np.where(sides[:, None], _on_outlines(rng, outlines, count), _inside(rng, outlines, count))
+    ends = rng.integers(2, size=count) * 2 - 1
+    heights = np.where(sides, rng.uniform(-1, 1, count), ends) * height / 2
+    angle = math.pi * (rng.random() + SPLITS.index(split))
+    rotation = np.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
+    positions = rng.uniform(0.7, 1.0) * np.column_stack([plan @ rotation, heights])
+    positions += NOISE * rng.standard_normal(positions.shape)
+    features = np.where(sides, 0, ends)[:, None]
+    return features.astype(np.float32), positions.astype(np.float32), label
+
+
+def _edges(outlines: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """First and last point of all edges, (edges, 2) each."""
+    return np.concatenate(outlines), np.concatenate([np.roll(outline, -1, axis=0) for outline in outlines])
+
+
+def _share_of_sides(outlines: list[np.ndarray], height: float) -> float:
+    """Of the surface."""
+    areas = [abs(_doubled_areas(outline).sum()) / 2 for outline in outlines]
+    # The first outline is the outer one.
+    area, (first, last) = 2 * areas[0] - sum(areas), _edges(outlines)
+    sides = height * np.linalg.norm(last - first, axis=1).sum()
+    return sides / (sides + 2 * area)
+
+
+def _doubled_areas(outline: np.ndarray) -> np.ndarray:
+    """Twice the signed areas of the triangles of every edge and the origin."""
+    (x, y), (next_x, next_y) = outline.T, np.roll(outline, -1, axis=0).T
+    return x * next_y - next_x * y
+
+
+def _on_outlines(rng: np.random.Generator, outlines: list[np.ndarray], count: int) -> np.ndarray:
+    """(count, 2) points, uniform on the outlines."""
+    first, last = _edges(outlines)
+    lengths = np.linalg.norm(last - first, axis=1)
+    edges = rng.choice(len(lengths), size=count, p=lengths / lengths.sum())
+    return first[edges] + rng.random((count, 1)) * (last - first)[edges]
+
+
+def _inside(rng: np.random.Generator, outlines: list[np.ndarray], count: int) -> np.ndarray:
+    """(count, 2) points, uniform inside of the outlines, by rejection."""
+    found = np.empty((0, 2))
+    while len(found) < count:
+        points = rng.uniform(-1, 1, (4 * count, 2))
+        found = np.concatenate([found, points[inside(outlines, points)]])
+    return found[:count]
+
+
+def inside(outlines: list[np.ndarray], points: np.ndarray) -> np.ndarray:
+    """Whether (N, 2) points are inside: a ray to the right crosses an odd number of edges."""
+    first, last = _edges(outlines)
+    (x, y), (left, bottom), (right, top) = points.T[..., None], first.T, last.T
+    crosses = (bottom > y) != (top > y)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        at = left + (y - bottom) / (top - bottom) * (right - left)
+    return (crosses & (x < at)).sum(axis=1) % 2 == 1

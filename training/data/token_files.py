@@ -1,0 +1,106 @@
+"""Files of tokens: npz, parquet and ts, read into columns of one array per sample.
+
+- *npz*: the first axis of an array is that of the samples; or, with an array `lengths` (samples,), arrays of all tokens
+  one sample after the other.
+- *parquet*: a row is a sample, its cells are numbers, names, or (nested) lists of one entry per token.
+- *ts*: time series as aeon, sktime and the UEA archive have them, in columns `features` and `labels`. They are read
+  here, because aeon needs an older numpy than torch's.
+"""
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from hf_liere.errors import InputError
+from training.engine.messages import reason
+
+
+LENGTHS = "lengths"
+# By name; a cell is a number, a name or an array whose first axis is that of the tokens.
+Columns = dict[str, list]
+
+
+def read_columns(name: str, wanted: set[str]) -> Columns:
+    """
+    The wanted columns of a file, as far as it has them, and the others without content.
+
+    Raises:
+        InputError: if it cannot be read or is of another type.
+    """
+    readers = {".npz": _read_npz, ".parquet": _read_parquet, ".ts": _read_ts}
+    path = Path(name)
+    if path.suffix not in readers:
+        raise InputError(f"{name}: files of type {path.suffix!r} are not read; accepted: {', '.join(readers)}.")
+    if not path.is_file():
+        raise InputError(f"There is no file {name!r}.")
+    try:
+        return readers[path.suffix](path, wanted)
+    except InputError:
+        raise
+    except (OSError, ValueError, zipfile.BadZipFile, pyarrow.ArrowException) as error:
+        raise InputError(f"{name} cannot be read ({reason(error)}).") from error
+
+
+def _read_npz(path: Path, wanted: set[str]) -> Columns:
+    with np.load(path, allow_pickle=False) as arrays:
+        lengths = arrays[LENGTHS] if LENGTHS in arrays else None
+        columns = {}
+        for name in arrays:
+            array = arrays[name] if name in wanted else np.empty(0)
+            if array.ndim == 0:
+                raise InputError(f"{path.name}: {name!r} is a single value; accepted: an array of samples.")
+            if lengths is None or name not in wanted or len(array) == len(lengths):
+                columns[name] = list(array)
+            elif len(array) == lengths.sum():
+                columns[name] = np.split(array, np.cumsum(lengths)[:-1])
+            else:
+                raise InputError(
+                    f"{path.name}: {name!r} has {len(array)} entries; accepted are {len(lengths)}, one per sample, and "
+                    f"{lengths.sum()}, the sum of {LENGTHS!r}."
+                )
+        return columns
+
+
+def _read_parquet(path: Path, wanted: set[str]) -> Columns:
+    with pyarrow.parquet.ParquetFile(path) as file:
+        columns = {name: [] for name in file.schema_arrow.names}
+        table = file.read(columns=[name for name in columns if name in wanted])
+    for name in table.column_names:
+        for row, cell in enumerate(table[name].to_pylist()):
+            try:
+                columns[name].append(np.array(cell) if isinstance(cell, list) else cell)
+            except ValueError:
+                raise InputError(
+                    f"{path.name}, row {row}: the lists in {name!r} are of different lengths; accepted is a list with "
+                    "one entry, or one list of equal length, per token."
+                ) from None
+    return columns
+
+
+def _read_ts(path: Path, wanted: set[str]) -> Columns:
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    header, features, labels = {}, [], []
+    for number, line in enumerate(lines, 1):
+        if not line or line.startswith("#"):
+            continue
+        if line.startswith("@"):
+            key, _, value = line[1:].partition(" ")
+            header[key.lower()] = value.strip()
+            continue
+        if "data" not in header or not header.get("classlabel", "").lower().startswith("true"):
+            raise InputError(f"{path.name}, line {number}: there is no '@classLabel true …' and '@data' before it.")
+        if header.get("timestamps", "false").lower() != "false":
+            raise InputError(f"{path.name} has time stamps; accepted: series of values at equal intervals.")
+        *channels, label = line.split(":")
+        try:
+            series = [[float(value) for value in channel.split(",")] for channel in channels]
+        except ValueError as error:
+            raise InputError(f"{path.name}, line {number}: {error}; accepted: numbers.") from None
+        if len({len(channel) for channel in series}) != 1:
+            raise InputError(f"{path.name}, line {number}: the dimensions of a series must be of equal length.")
+        features.append(np.array(series).T)  # (tokens, features)
+        labels.append(label.strip())
+    return {"features": features, "labels": labels}

@@ -1,0 +1,325 @@
+"""Samples of tokens with features, positions and labels: read from files or generated, checked, and made to batches."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from hf_liere.errors import InputError
+from training.data import solids
+from training.data.augmentation import IGNORED_LABEL, PADDING
+from training.data.sources import LabelledImages
+from training.data.token_files import Columns, read_columns
+from training.engine.arguments import LimitArguments, flag
+from training.engine.messages import listed
+
+
+TASKS = ("sequence", "token")
+FEATURES, POSITIONS = "features", "positions"
+
+
+@dataclass
+class TokenDataArguments(LimitArguments):
+    dataset_name: str | None = flag(None, "`solids` for points on generated solids; else give files.")
+    train_files: list[str] | None = flag(None, "npz, parquet or ts files to train on.")
+    validation_files: list[str] | None = flag(None, "npz, parquet or ts files to evaluate.")
+    feature_columns: list[str] | None = flag(
+        None, "Columns of features, put side by side; by default the column `features`."
+    )
+    position_columns: list[str] | None = flag(
+        None,
+        "Columns of positions, put side by side; by default `positions`, or where there is none the token's index.",
+    )
+    label_column: str = flag("labels", "Column of classes: one for each sample, or one for each token.")
+    task: str | None = flag(None, "`sequence` or `token`, for a check; by default what the labels are of.")
+    training_points: list[int] = flag([16, 48], "Smallest and largest number of points of a solid to train on.")
+    evaluation_points: int = flag(72, "Points of a solid to evaluate.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dataset_name not in (None, "solids"):
+            raise InputError(f"--dataset_name {self.dataset_name!r}; accepted: solids, or files.")
+        if self.dataset_name and (self.train_files or self.validation_files):
+            raise InputError("--dataset_name solids goes with no files: its points are generated.")
+        if self.task not in (None, *TASKS):
+            raise InputError(f"--task {self.task!r}; accepted: {', '.join(TASKS)}.")
+        points = self.training_points
+        if len(points) != 2 or not 1 <= points[0] <= points[1] or self.evaluation_points < 1:
+            raise InputError(
+                f"--training_points {points} --evaluation_points {self.evaluation_points}; accepted: two numbers, the "
+                "smaller first, and one, all of at least 1."
+            )
+
+
+@dataclass
+class TokenTable:
+    """
+    Samples.
+
+    Attributes:
+        features, positions: (N, features) and (N, axes) float32 arrays, N of each sample's own.
+        labels: The class of every sample, or an array (N,) with those of its tokens, as in the data.
+    """
+
+    features: list[np.ndarray]
+    positions: list[np.ndarray]
+    labels: list
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Features and axes."""
+        return self.features[0].shape[1], self.positions[0].shape[1]
+
+    @property
+    def is_per_token(self) -> bool:
+        return isinstance(self.labels[0], np.ndarray)
+
+    def select(self, indices: np.ndarray | slice) -> "TokenTable":
+        chosen = np.arange(len(self))[indices]
+        return TokenTable(*([column[index] for index in chosen] for column in vars(self).values()))
+
+    def classes(self) -> set:
+        values = np.unique(np.concatenate(self.labels)) if self.is_per_token else set(self.labels)
+        return {value.item() if isinstance(value, np.generic) else value for value in values} - {IGNORED_LABEL}
+
+
+@dataclass
+class TokenData:
+    """What a run trains on and evaluates, and the names of the classes in the order of the labels."""
+
+    train: TokenTable | None
+    evaluation: TokenTable | None
+    label_names: list[str]
+    named: bool
+
+    @property
+    def some(self) -> TokenTable:
+        return self.train or self.evaluation
+
+    @property
+    def task(self) -> str:
+        return TASKS[self.some.is_per_token]
+
+    def for_model(self) -> LabelledImages:
+        """The classes, in the form in which the model of any script gets them."""
+        return LabelledImages(None, None, self.label_names, self.named)
+
+
+def load_tokens(arguments: TokenDataArguments, parts: tuple[str, ...], seed: int) -> TokenData:
+    """
+    Args:
+        parts: `training`, `evaluation` or both.
+        seed: Of the share of samples that `train_fraction` takes.
+
+    Raises:
+        InputError: if files, columns or values are missing or do not fit each other.
+    """
+    tables: dict[str, TokenTable | None] = {"training": None, "evaluation": None}
+    for part in parts:
+        limit = arguments.limits[part]
+        if limit is not None and limit < 1:
+            raise InputError(f"At most {limit} examples of the {part} data; accepted: 1 and above.")
+        if arguments.dataset_name:
+            tables[part] = _solids(arguments, part, limit)
+        else:
+            tables[part] = _from_files(arguments, part).select(slice(limit))
+    train, evaluation = tables["training"], tables["evaluation"]
+    if train is not None and arguments.train_fraction < 1:
+        count = max(round(len(train) * arguments.train_fraction), 1)
+        train = train.select(np.random.default_rng(seed).permutation(len(train))[:count])
+    _check_parts(arguments, train, evaluation)
+    names, named = _label_names(train, evaluation)
+    return TokenData(*(_numbered(table, names) for table in (train, evaluation)), [str(name) for name in names], named)
+
+
+def _solids(arguments: TokenDataArguments, part: str, limit: int | None) -> TokenTable:
+    split = solids.SPLITS[part == "evaluation"]
+    count = limit or solids.DEFAULT_SIZES[split]
+    points = tuple(arguments.training_points) if part == "training" else (arguments.evaluation_points,) * 2
+    features, positions, labels = zip(*(solids.solid(split, index, points) for index in range(count)))
+    return TokenTable(list(features), list(positions), [solids.LABELS[label] for label in labels])
+
+
+def _from_files(arguments: TokenDataArguments, part: str) -> TokenTable:
+    infix = "train" if part == "training" else "validation"
+    names = getattr(arguments, f"{infix}_files")
+    if not names:
+        raise InputError(f"There are no {part} data; accepted: --{infix}_files, or --dataset_name solids.")
+    tables = [_from_file(arguments, name) for name in names]
+    joined = TokenTable(*(sum((getattr(table, column) for table in tables), []) for column in vars(tables[0])))
+    for name, table in zip(names, tables):
+        _require_alike(tables[0], table, f"{names[0]} and {name}")
+    return joined
+
+
+def _from_file(arguments: TokenDataArguments, name: str) -> TokenTable:
+    features = arguments.feature_columns or [FEATURES]
+    wanted = {*features, *(arguments.position_columns or [POSITIONS]), arguments.label_column}
+    columns = read_columns(name, wanted)
+    positions = arguments.position_columns or ([POSITIONS] if POSITIONS in columns else [])
+    for column in (*features, *positions, arguments.label_column):
+        if column not in columns:
+            raise InputError(f"{name} has no column {column!r}; it has {listed(list(columns))}.")
+    samples = {column: len(columns[column]) for column in (*features, *positions, arguments.label_column)}
+    if len(set(samples.values())) != 1 or 0 in samples.values():
+        raise InputError(f"{name} has so many samples in its columns: {samples}; accepted: equally many, at least 1.")
+    made = TokenTable([], [], [])
+    for index, label in enumerate(columns[arguments.label_column]):
+        where = f"{name}, sample {index}"
+        tokens = _side_by_side(columns, features, index, where)
+        if positions:
+            placed = _side_by_side(columns, positions, index, where)
+        else:
+            placed = np.arange(len(tokens), dtype=np.float32)[:, None]
+        if len(placed) != len(tokens):
+            raise InputError(f"{where} has {len(tokens)} tokens with features and {len(placed)} with positions.")
+        made.features.append(tokens)
+        made.positions.append(placed)
+        made.labels.append(_label(label, len(tokens), where))
+    for index in range(len(made)):
+        _require_alike(made, made.select(slice(index, index + 1)), f"{name}, samples 0 and {index}")
+    return made
+
+
+def _side_by_side(columns: Columns, names: list[str], index: int, where: str) -> np.ndarray:
+    """The cells of several columns as one float32 array (N, columns)."""
+    parts = []
+    for name in names:
+        cell = np.asarray(columns[name][index])
+        cell = cell[:, None] if cell.ndim == 1 else cell
+        if cell.ndim != 2 or 0 in cell.shape or cell.dtype.kind not in "biuf":
+            raise InputError(
+                f"{where}: {name!r} is of shape {cell.shape} and type {cell.dtype}; accepted: numbers (tokens,) or "
+                "(tokens, …), of at least one token."
+            )
+        if not np.isfinite(cell).all():
+            raise InputError(
+                f"{where}: {name!r} holds {int((~np.isfinite(cell)).sum())} values that are not finite; fill them in "
+                "before, or leave these tokens out."
+            )
+        parts.append(cell.astype(np.float32))
+    if len({len(part) for part in parts}) != 1:
+        raise InputError(f"{where}: {', '.join(names)} have {', '.join(str(len(part)) for part in parts)} tokens.")
+    return np.concatenate(parts, axis=1)
+
+
+def _label(value: Any, tokens: int, where: str) -> Any:
+    label = np.asarray(value)
+    if label.shape not in ((), (tokens,)) or label.dtype.kind not in "biuU":
+        raise InputError(
+            f"{where}: labels of shape {label.shape} and type {label.dtype}; accepted: an integer or a name, or one "
+            f"for each of the {tokens} tokens."
+        )
+    return label.item() if label.ndim == 0 else label
+
+
+def _require_alike(first: TokenTable, other: TokenTable, which: str) -> None:
+    if first.sizes != other.sizes or first.is_per_token != other.is_per_token:
+        kinds = [f"{table.sizes[0]} features, {table.sizes[1]} axes" for table in (first, other)]
+        kinds = [
+            f"{kind}, labels of {'tokens' if table.is_per_token else 'samples'}"
+            for kind, table in zip(kinds, (first, other))
+        ]
+        raise InputError(f"{which} differ: {kinds[0]}; {kinds[1]}.")
+
+
+def _check_parts(arguments: TokenDataArguments, train: TokenTable | None, evaluation: TokenTable | None) -> None:
+    if train is not None and evaluation is not None:
+        _require_alike(train, evaluation, "The training and the evaluation data")
+        if unknown := evaluation.classes() - train.classes():
+            raise InputError(
+                f"The evaluation data have labels that the training data lack: {listed(sorted(map(str, unknown)))}."
+            )
+    given = TASKS[(train or evaluation).is_per_token]
+    if arguments.task not in (None, given):
+        raise InputError(
+            f"--task {arguments.task}, but the column {arguments.label_column!r} has labels of each "
+            f"{'token' if given == 'token' else 'sample'}; accepted: --task {given}."
+        )
+
+
+def _label_names(*tables: TokenTable | None) -> tuple[list, bool]:
+    """All classes in order, and whether they have names; numbers from 0 on have none."""
+    found = set().union(*(table.classes() for table in tables if table is not None))
+    if not found:
+        raise InputError(f"All labels are {IGNORED_LABEL}, which leaves a token out; there is nothing to learn.")
+    if all(isinstance(value, int) for value in found):
+        if min(found) < 0:
+            raise InputError(
+                f"Labels start at {min(found)}; accepted: numbers from 0 on, and {IGNORED_LABEL} for none."
+            )
+        return list(range(max(found) + 1)), False
+    kinds = {type(value).__name__ for value in found}
+    if len(kinds) > 1:
+        raise InputError(f"Labels are of types {', '.join(sorted(kinds))}; accepted: numbers or names.")
+    # Names that are numbers are in the order of these.
+    numeric = all(name.lstrip("-").isdigit() for name in found)
+    return sorted(found, key=int if numeric else str), True
+
+
+def _numbered(table: TokenTable | None, names: list) -> TokenTable | None:
+    if table is None:
+        return None
+    numbers = {name: number for number, name in enumerate(names)} | {IGNORED_LABEL: IGNORED_LABEL}
+    labels = [
+        np.array([numbers[item] for item in label.tolist()]) if table.is_per_token else numbers[label]
+        for label in table.labels
+    ]
+    return replace(table, labels=labels)
+
+
+@dataclass
+class TokenExamples(Dataset):
+    """
+    Examples of a table by index, or to train on by key `(epoch, index)`: `features`, `positions`, `label`.
+
+    Args:
+        numbers: The number in the model of every label of the data.
+    """
+
+    table: TokenTable
+    numbers: list[int]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Any]:
+        index = key[1] if isinstance(key, tuple) else key
+        if index == PADDING:
+            features, axes = self.table.sizes
+            label = np.full(1, IGNORED_LABEL) if self.table.is_per_token else IGNORED_LABEL
+            return {"features": np.zeros((1, features)), "positions": np.zeros((1, axes)), "label": label}
+        label = self.table.labels[index]
+        if self.table.is_per_token:
+            label = np.where(label == IGNORED_LABEL, IGNORED_LABEL, np.array(self.numbers)[np.maximum(label, 0)])
+        else:
+            label = self.numbers[label]
+        return {"features": self.table.features[index], "positions": self.table.positions[index], "label": label}
+
+
+def collate_tokens(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """
+    Batches as long as their longest example: `inputs_embeds` (B, N, features) and `positions` (B, N, axes), zero where
+    padded, `attention_mask` (B, N), and `labels` (B,), or (B, N) with `IGNORED_LABEL` for padding.
+    """
+    longest, size = max(len(example["features"]) for example in examples), len(examples)
+    shapes = {name: (size, longest, examples[0][name].shape[1]) for name in (FEATURES, POSITIONS)}
+    batch = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    mask = torch.zeros(size, longest, dtype=torch.long)
+    per_token = isinstance(examples[0]["label"], np.ndarray)
+    labels = torch.full((size, longest) if per_token else (size,), IGNORED_LABEL)
+    for row, example in enumerate(examples):
+        count = len(example["features"])
+        mask[row, :count] = 1
+        for name, values in batch.items():
+            values[row, :count] = torch.as_tensor(example[name])
+        if per_token:
+            labels[row, :count] = torch.as_tensor(example["label"])
+        else:
+            labels[row] = example["label"]
+    return {"inputs_embeds": batch[FEATURES], "positions": batch[POSITIONS], "attention_mask": mask, "labels": labels}

@@ -1,0 +1,82 @@
+"""Configuration of models of tokens: what the data decide of it."""
+
+import json
+
+import numpy as np
+from transformers.utils import logging
+
+from hf_liere import LieRETokensConfig
+from hf_liere.errors import InputError
+from hf_liere.models.validation import PLANAR_ENCODINGS
+from training.data.tokens import TokenData, TokenTable
+from training.engine.arguments import TokensModelArguments
+from training.engine.model_setup import resolve_config
+
+
+logger = logging.get_logger(__name__)
+
+ARCHITECTURES = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
+# Standard deviations that a linear layer of new weights can be trained on without scaling.
+USUAL_DEVIATIONS = (0.05, 20.0)
+
+
+def resolve_tokens_config(arguments: TokensModelArguments, data: TokenData) -> LieRETokensConfig:
+    """
+    The configuration of the checkpoint, or a new one from the flags and, where these are silent, the data: number of
+    features and axes, and origin and scale of the positions.
+
+    Raises:
+        InputError: if a flag or the checkpoint contradicts the data, or a flag the checkpoint.
+    """
+    sizes = dict(zip(("feature_size", "num_axes"), data.some.sizes))
+    if arguments.model_name_or_path is not None:
+        config = resolve_config(arguments)
+        if not isinstance(config, LieRETokensConfig):
+            raise InputError(f"--model_name_or_path: a model of tokens is needed, not one of {config.model_type!r}.")
+        (architecture,) = config.architectures or [ARCHITECTURES[data.task]]
+        if "Classification" in architecture and not architecture.endswith(ARCHITECTURES[data.task]):
+            raise InputError(
+                f"The checkpoint is a {architecture}, but the labels are of each "
+                f"{'token' if data.task == 'token' else 'sample'}."
+            )
+        for name, value in sizes.items():
+            if getattr(config, name) != value:
+                raise InputError(f"The checkpoint has {name}={getattr(config, name)}, the data have {value}.")
+        return config
+    given = arguments.architecture()
+    for name, value in sizes.items():
+        if given.get(name, value) != value:
+            raise InputError(f"--{name} {given[name]}, but the data have {value}; accepted: {value}, or leave it out.")
+        setattr(arguments, name, json.dumps(value))
+    config = resolve_config(arguments)
+    if data.train is not None:
+        _warn_of_scale(data.train)
+    if config.uses_positions and data.train is not None and not {"position_origin", "position_scale"} & set(given):
+        origin, scale = placement(data.train, config.position_encoding)
+        arguments.position_origin, arguments.position_scale = json.dumps(origin), json.dumps(scale)
+        config = resolve_config(arguments)
+    return config
+
+
+def placement(table: TokenTable, position_encoding: str) -> tuple[list[float], float]:
+    """
+    Origin of each axis, the smallest position, and the scale of all axes, which keeps angles: the axis of the largest
+    extent runs from 0 to 1 or, for RoPE, to n^(1/A) − 1, as do the indices of n tokens on a grid of A axes.
+    """
+    everything = np.concatenate(table.positions).astype(np.float64)
+    low, extent = everything.min(axis=0), float(np.ptp(everything, axis=0).max())
+    longest = max(map(len, table.positions)) ** (1 / everything.shape[1]) - 1
+    wanted = longest if position_encoding in PLANAR_ENCODINGS else 1.0
+    return low.tolist(), wanted / extent if extent > 0 and wanted > 0 else 1.0
+
+
+def _warn_of_scale(table: TokenTable) -> None:
+    deviations = np.concatenate(table.features).std(axis=0)
+    low, high = USUAL_DEVIATIONS
+    unusual = {index: f"{value:.3g}" for index, value in enumerate(deviations) if value > high or 0 < value < low}
+    if unusual:
+        shown = ", ".join(f"{value} of feature {index}" for index, value in list(unusual.items())[:5])
+        logger.warning(
+            f"Standard deviations are unusual: {shown}{' …' if len(unusual) > 5 else ''}. Features are used as they "
+            "are, and models learn best from values around 1."
+        )

@@ -1,0 +1,82 @@
+"""Trains, fine-tunes and evaluates classifiers of tokens that have positions: series, points, and others.
+
+A file holds features, positions and labels, see training/data/token_files.py. Labels of samples train
+`LieRETokensForSequenceClassification`, labels of tokens `LieRETokensForTokenClassification`. Time series as aeon and
+sktime ship them, whose positions are the index, and points on generated solids:
+
+    python training/token_classification.py training/recipes/series_mini.yaml \
+        --train_files JapaneseVowels_TRAIN.ts --validation_files JapaneseVowels_TEST.ts --output_dir outputs/vowels
+    python training/token_classification.py training/recipes/points_mini.yaml --output_dir outputs/points
+
+Tables of points with columns of their own, here with a class for every point:
+
+    python training/token_classification.py training/recipes/points_mini.yaml --dataset_name None \
+        --train_files train.parquet --validation_files test.parquet --feature_columns intensity \
+        --position_columns x y z --label_column part --output_dir outputs/parts
+
+Features are used as they are; scale them beforehand. Origin and scale of a new model's positions are those of the
+training data unless given, so that coordinates run from 0 to 1, or for RoPE count tokens. Any flag overrides the
+recipe. A run that was interrupted goes on with `--resume_from_checkpoint last`.
+"""
+
+import sys
+from pathlib import Path
+
+
+# `training` is not installed; the scripts find it, and an hf_liere that is not installed either, beside themselves.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, set_seed
+
+from hf_liere.errors import InputError
+from training.data.tokens import TokenDataArguments, TokenExamples, collate_tokens, load_tokens
+from training.engine.arguments import RunArguments, TokensModelArguments
+from training.engine.command_line import parse_arguments
+from training.engine.model_setup import build_model, check_checkpoint_keys, order_labels
+from training.engine.records import describe_examples
+from training.engine.runs import prepare_output_dir, run, start
+from training.engine.token_setup import resolve_tokens_config
+from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
+
+
+ARGUMENT_CLASSES = (TokensModelArguments, TokenDataArguments, RunArguments)
+AUTO_CLASSES = {"sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification}
+
+
+def main(arguments: list[str] | None = None) -> dict[str, float]:
+    """Runs the script with the given command line, by default the process's own; returns the last metrics."""
+    model_args, data_args, args = parse_arguments(arguments, ARGUMENT_CLASSES)
+    if args.push_to_hub:
+        raise InputError(
+            "--push_to_hub: cards are rendered for models of images and videos; write README.md into the finished "
+            "run's folder and publish it with hf-liere push."
+        )
+    checkpoint = prepare_output_dir(args)
+    data = load_tokens(data_args, args.parts, args.order_seed)
+    config = resolve_tokens_config(model_args, data)
+    set_seed(args.seed)
+    classes = data.for_model()
+    model = build_model(model_args, config, classes, args.do_train, AUTO_CLASSES[data.task])
+    if checkpoint is not None:
+        check_checkpoint_keys(checkpoint, model)
+    numbers = order_labels(classes, model.config)
+    train, evaluation = (table and TokenExamples(table, numbers) for table in (data.train, data.evaluation))
+    trainer = ClassificationTrainer(
+        model=model,
+        args=args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        data_collator=collate_tokens,
+        compute_metrics=ClassificationMetrics(model.config.num_labels),
+        preprocess_logits_for_metrics=ranks_and_losses,
+    )
+    described = {"data": data_args, "examples": describe_examples(data_args, {}, *map(_length, (train, evaluation)))}
+    return run(trainer, checkpoint, model_args.model_name_or_path, None, described)
+
+
+def _length(examples: TokenExamples | None) -> int | None:
+    return None if examples is None else len(examples)
+
+
+if __name__ == "__main__":
+    start(main)
