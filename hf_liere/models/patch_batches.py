@@ -138,6 +138,7 @@ def distinct_grids(
         spatial_shapes: (B, A) patches per axis.
         spacing: (A,), (B, A) or `None`; samples that differ in it have grids of their own.
     """
+    spacing = None if spacing is None else torch.as_tensor(spacing)
     groups = {}
     for sample, grid in enumerate(map(tuple, spatial_shapes.tolist())):
         of_sample = spacing[sample] if spacing is not None and spacing.ndim == 2 else spacing
