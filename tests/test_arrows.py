@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import training_helpers  # noqa: F401 (makes training importable)
 
-from training.data.arrows import BAG_OF_ARROWS_ACCURACY, CELL, LABELS, NUM_ARROWS, STEPS, Arrows
+from training.data.arrows import BAG_OF_ARROWS_ACCURACY, CELL, LABELS, NUM_ARROWS, STEPS, Arrows, rectangles
 
 
 FIRST_Y, FIRST_LETTER = 4, 8
@@ -19,41 +19,59 @@ def scenes():
     return [images.scene(index) for index in range(len(images))]
 
 
+@pytest.mark.parametrize("rectangular", [False, True], ids=["squares", "rectangles"])
 @pytest.mark.parametrize("image_size, grid", [(108, 9), (168, 14), (276, 23), (60, 5)])
-def test_every_scene_asks_one_question_with_one_answer(image_size, grid):
-    images = Arrows("train", 300, image_size)
+def test_every_scene_asks_one_question_with_one_answer(image_size, grid, rectangular):
+    images = Arrows("train", 300, image_size, rectangular=rectangular)
+    shapes = {images.grid(index) for index in range(300)}
+    assert shapes == (set(rectangles(grid)) if rectangular else {(grid, grid)})
     for index in range(300):
         stamps, cells, label = images.scene(index)
-        assert len(set(cells.tolist())) == 14 and 0 <= cells.min() and cells.max() < grid**2
+        rows, columns = images.grid(index)
+        assert len(set(cells.tolist())) == 14 and 0 <= cells.min() and cells.max() < rows * columns <= grid**2
         arrows = {cell: stamp for stamp, cell in zip(stamps.tolist(), cells.tolist()) if stamp < FIRST_Y}
         assert len(arrows) == NUM_ARROWS
         ((base, y_cell),) = [
             (stamp - FIRST_Y, cell) for stamp, cell in zip(stamps, cells) if FIRST_Y <= stamp < FIRST_LETTER
         ]
         assert sorted(stamp for stamp in stamps if stamp >= FIRST_LETTER) == list(range(FIRST_LETTER, FIRST_LETTER + 5))
-        row, column = divmod(int(y_cell), grid)
+        row, column = divmod(int(y_cell), columns)
         on_ray = []
         while True:
             row, column = row + STEPS[base][0], column + STEPS[base][1]
-            if not (0 <= row < grid and 0 <= column < grid):
+            if not (0 <= row < rows and 0 <= column < columns):
                 break
-            if row * grid + column in arrows:
-                on_ray.append(arrows[row * grid + column])
+            if row * columns + column in arrows:
+                on_ray.append(arrows[row * columns + column])
         assert on_ray == [label]
 
 
-def test_the_image_shows_the_scene():
-    images = Arrows("validation", 50)
+@pytest.mark.parametrize("rectangular", [False, True], ids=["squares", "rectangles"])
+def test_the_image_shows_the_scene(rectangular):
+    images = Arrows("validation", 50, rectangular=rectangular)
     for index in range(50):
         image, label = images[index]
         stamps, cells, scene_label = images.scene(index)
-        assert image.shape == (108, 108, 1) and image.dtype == np.uint8 and label == scene_label
+        rows, columns = images.grid(index)
+        assert image.shape == (12 * rows, 12 * columns, 1) and image.dtype == np.uint8 and label == scene_label
         inked = {
             (row, column)
-            for row, column in itertools.product(range(9), range(9))
+            for row, column in itertools.product(range(rows), range(columns))
             if (image[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL] == 0).any()
         }
-        assert inked == {divmod(int(cell), 9) for cell in cells}
+        assert inked == {divmod(int(cell), columns) for cell in cells}
+
+
+def test_rectangles_have_as_many_cells_as_fit():
+    assert rectangles(9) == ((5, 16), (6, 13), (7, 11), (8, 10), (9, 9), (10, 8), (11, 7), (13, 6), (16, 5))
+    assert rectangles(5) == ((5, 5),)
+    labels = np.array([Arrows("train", 4000, rectangular=True).scene(index)[2] for index in range(4000)])
+    grids = [Arrows("train", 4000, rectangular=True).grid(index) for index in range(4000)]
+    numbers = np.array([rectangles(9).index(grid) for grid in grids])
+    counts = np.zeros((9, 4))
+    np.add.at(counts, (numbers, labels), 1)
+    # Every shape and label is as frequent, and they are independent: 35 degrees of freedom, the 0.1% quantile.
+    assert ((counts - 4000 / 36) ** 2 / (4000 / 36)).sum() < 66.6
 
 
 def test_arrows_and_ys_point_where_they_should():

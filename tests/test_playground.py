@@ -13,7 +13,14 @@ from hub_client import client, online
 from hub_server import HubServer
 from PIL import Image
 from training_helpers import ROOT
-from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    Siglip2ImageProcessor,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
 
 import hf_liere
 from hf_liere import LieREViTConfig, RotaryPatchConfig, complete_model, patch
@@ -49,6 +56,19 @@ def test_an_answer_is_the_models_own(folder, checkpoints):
         assert next(iter(answer.probabilities)) == LABELS[expected.argmax()]
         assert torch.equal(answer.attention.maps, attention_maps(model, pixels).maps)
     assert [checkpoint.encoding for checkpoint in checkpoints] == ["comrope_ld, block_size 8", "liere, block_size 8"]
+
+
+def test_a_model_of_native_aspect_ratios_sees_the_squeezed_picture(tmp_path):
+    """With the constants of its processor, which would cut patches."""
+    constants = {"image_mean": [0.2] * 3, "image_std": [0.3] * 3, "resample": 3}
+    answers = []
+    for name, processor in (
+        ("first", Siglip2ImageProcessor(**constants, patch_size=12, max_num_patches=81)),
+        ("again", ViTImageProcessor(**constants, size={"height": 108, "width": 108})),
+    ):
+        processor.save_pretrained(save_classifier(tmp_path / name, processor=False))
+        answers.append(Classifiers()[find_checkpoints([str(tmp_path / name)])[0]].answer(picture_of(), 108))
+    assert answers[0].probabilities == answers[1].probabilities
 
 
 def test_another_resolution_is_another_grid_and_another_answer(checkpoints):

@@ -209,6 +209,34 @@ def test_metrics_without_single_examples_have_the_intervals_that_there_are():
     assert str(cell({"eval_map": 0.2}, {"eval_map": 0.3})) == "mAP 0.250 [0.200, 0.300]"
 
 
+def test_native_aspect_ratios_stand_against_squares(results, tmp_path):
+    """Of the same encoding, whichever stands first; a number of patches makes no line in the picture."""
+    _, lines = results
+    entries = []
+    for number, patches in enumerate((None, 81, 64)):
+        for entry in lines[::2]:
+            given = {} if patches is None else {"max_num_patches": patches}
+            correct = result_lines.correct_examples(entry)
+            correct[: 10 * number] = True
+            entries.append(
+                {**entry, "sweep": "aspect_ratios", "settings": {**entry["settings"], **given}}
+                | {"correct": result_lines.encoded_examples(correct)}
+            )
+    path = tmp_path / "aspect_ratios.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    text = report.main([str(path), "--output_dir", str(tmp_path / "report")]).read_text()
+    part = text.split("squeezed into squares, in points:")[1].split("Against Absolute")[0]
+    rows = [row.split(" | ") for row in part.splitlines() if row.startswith("| LieRE8") or row.startswith("| Absolute")]
+    assert [row[0] for row in rows] == [
+        f"| {name}, max_num_patches {patches}" for patches in (81, 64) for name in ("Absolute", "LieRE8")
+    ]
+    before, after = (
+        np.mean([result_lines.correct_examples(entry) for entry in some]) for some in (entries[2:4], entries[6:8])
+    )
+    assert rows[1][1].startswith(f"+{100 * (after - before):.1f} (")
+    assert plots.lines_of(result_table.arrange(entries)) == ({}, "")
+
+
 def test_no_two_encodings_of_a_picture_look_alike():
     names = ["no positions", "Absolute", "Axial RoPE", "RoPE-Mixed", "LieRE8", "LieRE32", "ComRoPE-AP", "ComRoPE-LD"]
     styles = plots._styles(names)

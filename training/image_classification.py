@@ -19,6 +19,9 @@ machine. An existing checkpoint is evaluated, here at another resolution, by
 
     python training/image_classification.py --model_name_or_path outputs/cifar10 --do_eval --image_size 48 \
         --validation_files test.parquet --output_dir outputs/cifar10_at_48
+
+With `--max_num_patches 64` images are not squeezed into one size: each keeps its aspect ratio, has at most 64 patches,
+and is padded to as many in its batch. The saved processor does the same.
 """
 
 import sys
@@ -28,11 +31,14 @@ from pathlib import Path
 # `training` is not installed; the scripts find it, and an hf_liere that is not installed either, beside themselves.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.data.augmentation import EvaluationImages, TrainingImages
+from transformers import Siglip2ImageProcessor
+
+from training.data.augmentation import EvaluationImages, ImageSize, TrainingImages
 from training.data.images import load_images
+from training.data.native_sizes import NativeSize, check_native_sizes, default_to_square
 from training.data.sources import DataRequest
 from training.data.streaming import StreamedImages, open_stream
-from training.engine.arguments import AugmentationArguments, DataArguments, ModelArguments, RunArguments
+from training.engine.arguments import AugmentationArguments, ImageDataArguments, ModelArguments, RunArguments
 from training.engine.classification import ClassifierArguments, build_classifier, train_classifier
 from training.engine.command_line import parse_arguments
 from training.engine.conditions import ConditionArguments
@@ -40,7 +46,7 @@ from training.engine.model_setup import order_labels, resolve_config, resolve_im
 from training.engine.runs import prepare_output_dir, start
 
 
-ARGUMENT_CLASSES = (ModelArguments, DataArguments, AugmentationArguments, ConditionArguments, RunArguments)
+ARGUMENT_CLASSES = (ModelArguments, ImageDataArguments, AugmentationArguments, ConditionArguments, RunArguments)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
@@ -48,9 +54,16 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     given = ClassifierArguments(*parse_arguments(arguments, ARGUMENT_CLASSES))
     model_args, data_args, args = given.model, given.data, given.run
     checkpoint = prepare_output_dir(args)
+    default_to_square(model_args, data_args)
     config = resolve_config(model_args)
     image_size = resolve_image_size(model_args, config)
     processor = resolve_processor(model_args, data_args, image_size, config)
+    input_size: ImageSize = image_size
+    if isinstance(processor, Siglip2ImageProcessor):
+        # The record says what is used, also where it is the checkpoint's.
+        data_args.max_num_patches = processor.max_num_patches
+        input_size = NativeSize(processor.patch_size, processor.max_num_patches)
+        check_native_sizes(input_size, image_size, config, given.augmentation, given.condition)
     request, stream = DataRequest(image_size, config.num_channels, args.parts, seed=args.seed), None
     if data_args.streaming:
         with args.main_process_first(desc="fetching the evaluation images"):
@@ -59,12 +72,12 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         images = load_images(data_args, request)
     model, train, evaluation = build_classifier(given, config, images, checkpoint)
     resample = int(processor.resample)
-    augment = given.augment(image_size, resample)
+    augment = given.augment(input_size, resample)
     if stream is not None:
         train = StreamedImages(stream, order_labels(images, model.config), config.num_channels, augment, args)
     elif train is not None:
         train = TrainingImages(train, augment)
-    datasets = {"train": train, "evaluation": evaluation and EvaluationImages(evaluation, image_size, resample)}
+    datasets = {"train": train, "evaluation": evaluation and EvaluationImages(evaluation, input_size, resample)}
     return train_classifier(given, model, processor, image_size, datasets, images.splits, checkpoint)
 
 

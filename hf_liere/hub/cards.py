@@ -19,7 +19,7 @@ from ..errors import require_libraries
 from ..models.configuration_liere import ROTARY_ENCODINGS
 from ..version import __version__
 from .checked_facts import facts_of_run
-from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, pair, size_text
+from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, inputs_text, pair, size_text
 from .run_records import RESULTS_FILE, can_be_described
 
 
@@ -111,7 +111,7 @@ def render(facts: Facts, repo_id: str | None = None) -> Card:
         eval_results=[result for one in facts.results for result in _eval_results(facts, one, task)] or None,
     )
     pictures = {}
-    if len({_height(result) for result in facts.results}) > 1:
+    if len({_height(result) for result in _of_one_size(facts)}) > 1:
         pictures[PICTURE] = _plot(facts)
     card = ModelCard.from_template(
         metadata,
@@ -130,6 +130,7 @@ def render(facts: Facts, repo_id: str | None = None) -> Card:
         as_trained=_as_trained,
         code=_code,
         size=size_text,
+        inputs=inputs_text,
         percent=_percent,
         value=_value,
         shown_classes=SHOWN_CLASSES,
@@ -225,7 +226,7 @@ def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> 
     for metric, label in METRICS.items():
         if metric not in result:
             continue
-        details = {"image_size": list(result["image_size"]), "samples": result.get("samples")}
+        details = {name: result.get(name) for name in ("image_size", "max_num_patches", "samples")}
         if result.get(f"{metric}_low") != result.get(f"{metric}_high"):
             details |= {"low": result[f"{metric}_low"], "high": result[f"{metric}_high"], "confidence": 0.95}
         entries.append(
@@ -236,7 +237,7 @@ def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> 
                 dataset_config=data.get("config"),
                 dataset_split=data.get("split"),
                 metric_type="accuracy" if metric.endswith("accuracy") else metric,
-                metric_name=f"{label} at {size_text(result['image_size'])} px",
+                metric_name=f"{label} at {inputs_text(result)}",
                 metric_value=result[metric],
                 metric_args={key: value for key, value in details.items() if value is not None},
             )
@@ -253,10 +254,11 @@ def _plot(facts: Facts) -> bytes:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.8), layout="constrained")
-    heights = [_height(result) for result in facts.results]
-    values = [100 * result["accuracy"] for result in facts.results]
+    results = _of_one_size(facts)
+    heights = [_height(result) for result in results]
+    values = [100 * result["accuracy"] for result in results]
     bounds = [
-        [100 * abs(result.get(f"accuracy_{end}", result["accuracy"]) - result["accuracy"]) for result in facts.results]
+        [100 * abs(result.get(f"accuracy_{end}", result["accuracy"]) - result["accuracy"]) for result in results]
         for end in ("low", "high")
     ]
     axes.errorbar(heights, values, yerr=bounds, fmt="o-", color="#0072B2", capsize=3, label="this checkpoint, measured")
@@ -288,10 +290,17 @@ def _height(figure: Mapping[str, Any]) -> int:
     return figure["image_size"][-2]
 
 
+def _of_one_size(facts: Facts) -> list[dict[str, Any]]:
+    """The results of images that were all of the same size."""
+    return [result for result in facts.results if result.get("max_num_patches") is None]
+
+
 def _as_trained(facts: Facts, result: Mapping[str, Any]) -> bool:
     trained = facts.model.get("image_size")
     frames = facts.model.get("num_frames")
     size = result["image_size"]
+    if result.get("max_num_patches") != facts.recipe.get("max_num_patches"):
+        return False
     return trained is not None and size[-2:] == pair(trained) and (len(size) == 2 or size[0] == frames)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..storage.saved_weights import saved_parameters
-from .facts import MODEL_FIELDS, Facts, FactsError, pair, size_text
+from .facts import MODEL_FIELDS, Facts, FactsError, inputs_of, inputs_text
 from .run_records import (
     RESULTS_FILE,
     RUN_FILE,
@@ -68,8 +68,8 @@ def facts_of_run(
             f"The facts of {known.title!r} contradict {folder}: {'; '.join(differing)}. Correct the facts or leave "
             "them out; accepted are facts that agree, and those of which checkpoint and records say nothing."
         )
-    sizes = [pair(result["image_size"]) for result in measured]
-    known.results = measured + [result for result in known.results if result["image_size"] not in sizes]
+    inputs = [inputs_of(result) for result in measured]
+    known.results = measured + [result for result in known.results if inputs_of(result) not in inputs]
     for result in known.results:
         _require_weights(result, weights)
     found["model"] = _given(found["model"], MODEL_FIELDS)
@@ -124,7 +124,7 @@ def _require_weights(result: Mapping[str, Any], weights: str) -> None:
     if result.get("weights") != weights:
         measured = f"weights {result['weights'][:12]}…" if result.get("weights") else "unknown weights"
         raise FactsError(
-            f"The accuracy at {size_text(result['image_size'])} px was measured with {measured}, the card is for "
+            f"The accuracy at {inputs_text(result)} was measured with {measured}, the card is for "
             f"{weights[:12]}…; evaluate this checkpoint, or push the one that was evaluated."
         )
 
@@ -169,9 +169,9 @@ def contradictions(
     differing += _contradictions_of_run(facts, folder, run, model)
     differing += _contradictions_of_data(facts, model, found)
     for result in facts.results:
-        at = f" at {size_text(result['image_size'])} px"
+        at = f" at {inputs_text(result)}"
         for other in measured:
-            if pair(other["image_size"]) == result["image_size"]:
+            if inputs_of(other) == inputs_of(result):
                 figures = [
                     {name + at: value for name, value in one.items() if name != "data"} for one in (result, other)
                 ]

@@ -2,7 +2,7 @@
 
 import math
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -137,7 +137,7 @@ class Facts:
                 raise FactsError(f"data {data!r}: the name is missing.")
         for figure in (*self.results, *self.paper_figures):
             _check_figure(figure)
-        self.results.sort(key=lambda result: result["image_size"])
+        self.results.sort(key=inputs_of)
 
     @property
     def status(self) -> str:
@@ -163,6 +163,9 @@ def _check_figure(figure: dict) -> None:
     figure["image_size"] = sides = [size, size] if isinstance(size, int) else size
     if not isinstance(sides, list) or len(sides) not in (2, 3) or not all(isinstance(side, int) for side in sides):
         raise FactsError(f"image_size {size!r}: accepted are a number of pixels, or [height, width].")
+    patches = figure.get("max_num_patches")
+    if patches is not None and (not isinstance(patches, int) or patches < 1):
+        raise FactsError(f"max_num_patches {patches!r}: accepted are numbers of patches, 1 and above.")
     names = [f"{metric}{end}" for metric in METRICS for end in ("", "_low", "_high")]
     for name in (*names, "low", "high"):
         if name in figure and not _is_number(figure[name]):
@@ -219,3 +222,14 @@ def pair(size: int | Iterable[int]) -> list[int]:
 
 def size_text(size: int | Iterable[int]) -> str:
     return " × ".join(map(str, pair(size)))
+
+
+def inputs_of(figure: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """What images a figure was measured with, to be compared: `max_num_patches`, 0 for one size, and `image_size`."""
+    return figure.get("max_num_patches") or 0, pair(figure["image_size"])
+
+
+def inputs_text(figure: Mapping[str, Any]) -> str:
+    """What images a figure was measured with: images of one size, or of many with their own aspect ratio."""
+    patches = figure.get("max_num_patches")
+    return f"{size_text(figure['image_size'])} px" if patches is None else f"up to {patches} patches"

@@ -85,7 +85,8 @@ def result_of_run(folder: str | Path, metrics: Mapping[str, Any] | None = None) 
     Returns:
         `image_size`, `samples`, `weights` (digest of the evaluated weights), `data` (what was evaluated, see
         [`data_of_run`]), and for every metric its value and, as `<metric>_low` and `<metric>_high`, the bounds of its
-        95% interval.
+        95% interval. Also `max_num_patches` where images kept their aspect ratio and had at most so many patches; then
+        `image_size` is only the size that coordinates refer to.
 
     Raises:
         FactsError: if the record cannot be read, or the evaluation changed its images or positions on purpose.
@@ -109,6 +110,8 @@ def result_of_run(folder: str | Path, metrics: Mapping[str, Any] | None = None) 
         "weights": record(folder, "weights.json").get("sha256"),
         "data": data,
     }
+    if (patches := part(run, "data").get("max_num_patches")) is not None:
+        result["max_num_patches"] = patches
     for metric in METRICS:
         for name in (metric, f"{metric}_low", f"{metric}_high"):
             if f"eval_{name}" in metrics:
@@ -165,7 +168,7 @@ def recipe_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     if "max_steps" in chosen:
         # Trainer stops there, whatever the number of epochs.
         chosen.pop("num_train_epochs", None)
-    chosen |= {name: data[name] for name in ("max_train_samples",) if data.get(name)}
+    chosen |= {name: data[name] for name in ("max_num_patches", "max_train_samples") if data.get(name)}
     if data.get("train_fraction", 1) != 1:
         chosen["train_fraction"] = data["train_fraction"]
     if run.get("model_name_or_path"):

@@ -4,6 +4,9 @@ On a grid of cells, by default 9×9 cells of 12×12 pixels, stand eight arrows a
 is turned one of four ways, and exactly one arrow stands on the ray that leaves the base of the Y. The label is that
 arrow's direction. A guess from the arrows alone, their most frequent direction, is right with probability
 `BAG_OF_ARROWS_ACCURACY` = 44.2%; more needs the relative position of the Y and an arrow.
+
+Beside the paper's square grids there are rectangles: every image has one of the grids with about as many cells that
+[`rectangles`] lists, drawn at random.
 """
 
 import numpy as np
@@ -18,6 +21,7 @@ LETTERS = "ABCDE"
 # The sizes of the paper's experiment: 800,000 examples, hence none is seen twice.
 DEFAULT_SIZES = {"train": 800_000, "validation": 10_000, "test": 10_000}
 SMALLEST_GRID = 5
+GRID_STREAM = 1
 
 # E[max of multinomial(8, ¼)] / 8, the expected share of the most frequent direction.
 BAG_OF_ARROWS_ACCURACY = 0.4422607421875
@@ -54,6 +58,12 @@ _FIRST_Y = 4
 _LETTER_STAMPS = np.arange(8, 8 + len(LETTERS))
 
 
+def rectangles(grid: int) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of grids with `grid`² cells or as many as fit, from wide to tall, the square among them."""
+    wide = [(rows, grid**2 // rows) for rows in range(SMALLEST_GRID, grid)]
+    return (*wide, (grid, grid), *((rows, columns) for columns, rows in reversed(wide)))
+
+
 class Arrows:
     """A split of the arrows task; `arrows[index]` is `(image, label)`, the same on every call, machine and process.
 
@@ -62,6 +72,7 @@ class Arrows:
         size: number of images.
         image_size: side of the square image in pixels, a multiple of `CELL`.
         seed: another seed is another data set.
+        rectangular: whether images have the shapes of `rectangles` instead, with at most as many pixels.
 
     Raises:
         ValueError: if the split is unknown or the image does not consist of whole cells.
@@ -69,7 +80,14 @@ class Arrows:
 
     label_names = LABELS
 
-    def __init__(self, split: str, size: int | None = None, image_size: int = 9 * CELL, seed: int = 0):
+    def __init__(
+        self,
+        split: str,
+        size: int | None = None,
+        image_size: int = 9 * CELL,
+        seed: int = 0,
+        rectangular: bool = False,
+    ):
         if split not in SPLITS:
             raise ValueError(f"The arrows have no split {split!r}; accepted: {', '.join(SPLITS)}.")
         if image_size % CELL or image_size < SMALLEST_GRID * CELL:
@@ -79,20 +97,29 @@ class Arrows:
             )
         self.split = split
         self.size = DEFAULT_SIZES[split] if size is None else size
-        self.grid = image_size // CELL
+        grid = image_size // CELL
+        self.grids = rectangles(grid) if rectangular else ((grid, grid),)
         self.seed = seed
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        """The image, uint8 of shape (image_size, image_size, 1), and its label, an index into `LABELS`."""
+        """The image, uint8 of shape (height, width, 1), and its label, an index into `LABELS`."""
         stamps, cells, label = self.scene(index)
-        canvas = np.full((self.grid**2, CELL, CELL), 255, np.uint8)
+        rows, columns = self.grid(index)
+        canvas = np.full((rows * columns, CELL, CELL), 255, np.uint8)
         canvas[cells] = _STAMPS[stamps]
-        side = self.grid * CELL
-        rows = canvas.reshape(self.grid, self.grid, CELL, CELL).swapaxes(1, 2)
-        return rows.reshape(side, side, 1), label
+        lines = canvas.reshape(rows, columns, CELL, CELL).swapaxes(1, 2)
+        return lines.reshape(rows * CELL, columns * CELL, 1), label
+
+    def grid(self, index: int) -> tuple[int, int]:
+        """Rows and columns of the cells of an image."""
+        if len(self.grids) == 1:
+            return self.grids[0]
+        # A stream of its own, so that what stands on a grid does not depend on which grids there are.
+        rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index, GRID_STREAM))
+        return self.grids[rng.integers(len(self.grids))]
 
     def scene(self, index: int) -> tuple[np.ndarray, np.ndarray, int]:
         """What stands where: stamps (14,), their cells in raster order (14,), and the label.
@@ -102,22 +129,24 @@ class Arrows:
         """
         if not 0 <= index < self.size:
             raise IndexError(f"The {self.split} split has {self.size} arrows images, no number {index}.")
-        grid = self.grid
+        rows, columns = self.grid(index)
         rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
         directions = rng.integers(4, size=NUM_ARROWS)
         base = int(rng.integers(4))
-        room, aside = int(rng.integers(1, grid)), int(rng.integers(grid))
+        is_vertical = bool(STEPS[base, 0])
+        length, breadth = (rows, columns) if is_vertical else (columns, rows)
+        room, aside = int(rng.integers(1, length)), int(rng.integers(breadth))
         distance = int(rng.integers(1, room + 1))
 
         # `room` cells lie between the Y and the border its base faces.
-        along = room if base in (LABELS.index("up"), LABELS.index("left")) else grid - 1 - room
-        row, column = (along, aside) if STEPS[base, 0] else (aside, along)
-        y_cell = row * grid + column
-        step = int(STEPS[base, 0]) * grid + int(STEPS[base, 1])
+        along = room if base in (LABELS.index("up"), LABELS.index("left")) else length - 1 - room
+        row, column = (along, aside) if is_vertical else (aside, along)
+        y_cell = row * columns + column
+        step = int(STEPS[base, 0]) * columns + int(STEPS[base, 1])
         target = y_cell + distance * step
 
-        order = rng.permutation(grid * grid)
-        on_ray = np.zeros(grid * grid, bool)
+        order = rng.permutation(rows * columns)
+        on_ray = np.zeros(rows * columns, bool)
         on_ray[[y_cell + i * step for i in range(room + 1)]] = True
         others = order[~on_ray[order]][: NUM_ARROWS - 1]
         # Letters may stand on the ray: only a second arrow there would make the question ambiguous.

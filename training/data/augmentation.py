@@ -6,7 +6,7 @@ pixels. The epoch travels with the index, `(epoch, index)`, because persistent w
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ PADDING = -1
 IGNORED_LABEL = -100
 # Keeps random erasing apart from the rest of the augmentation, which has the same (seed, epoch, index).
 ERASING_STREAM = 2
+
+# Height and width of the model's input, or what gives these for the height and width of an image.
+ImageSize = tuple[int, int] | Callable[[tuple[int, int]], tuple[int, int]]
 
 
 class EpochSampler(torch.utils.data.Sampler):
@@ -82,7 +85,7 @@ class TrainingImages(SourceDataset):
 class EvaluationImages(SourceDataset):
     """Images of a source resized to the model's input, as the saved image processor does."""
 
-    image_size: tuple[int, int]
+    image_size: ImageSize
     resample: int
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -93,10 +96,10 @@ class EvaluationImages(SourceDataset):
 class Augmentation:
     """
     Crop, flip and RandAugment of one uint8 image (height, width, C) to (*image_size, C), or of a clip (T, height,
-    width, C), whose frames are all treated alike.
+    width, C), whose frames are all treated alike. Where the size depends on the image, crops have its aspect ratio.
     """
 
-    def __init__(self, image_size: tuple[int, int], resample: int, arguments: AugmentationArguments, seed: int):
+    def __init__(self, image_size: ImageSize, resample: int, arguments: AugmentationArguments, seed: int):
         self.image_size = image_size
         self.resample = resample
         self.arguments = arguments
@@ -114,7 +117,7 @@ class Augmentation:
             return np.stack([self(frame, epoch, index) for frame in image])
         rng = np.random.default_rng((self.seed, epoch, index))
         if self.arguments.random_resized_crop:
-            image = image[_random_part(image.shape[:2], self.arguments.random_resized_crop_scale, rng)]
+            image = image[self._random_part(image.shape[:2], rng)]
         image = resized(image, self.image_size, self.resample)
         if self.arguments.crop_padding:
             image = _padded_crop(image, self.arguments.crop_padding, rng)
@@ -131,8 +134,11 @@ class Augmentation:
             return size
         # The same first draw as above.
         rng = np.random.default_rng((self.seed, epoch, index))
-        rows, columns = _random_part(size, self.arguments.random_resized_crop_scale, rng)
+        rows, columns = self._random_part(size, rng)
         return rows.stop - rows.start, columns.stop - columns.start
+
+    def _random_part(self, size: tuple[int, int], rng: np.random.Generator) -> tuple[slice, slice]:
+        return _random_part(size, self.arguments.random_resized_crop_scale, rng, callable(self.image_size))
 
 
 @contextlib.contextmanager
@@ -187,22 +193,29 @@ class Collator:
         *views, height, width = images[0].shape[:-1] if images else self.image_size
         pixels = torch.zeros(len(examples), *views, self.num_channels, height, width)
         if images:
-            stacked = torch.from_numpy(np.stack(images)).movedim(-1, -3)
-            # Grey images are repeated for every channel.
-            torch.addcmul(self.shift, stacked, self.scale, out=pixels[: len(images)])
+            self.normalised(torch.from_numpy(np.stack(images)).movedim(-1, -3), out=pixels[: len(images)])
         if len(views) > 1:
             pixels = pixels.flatten(0, 1)
         batch = {"labels": labels, "pixel_values": pixels}
         if self.has_spacing:
             batch |= _places(examples, views)
-        is_training = "key" in examples[0]
-        if is_training and self.erase.p > 0:
-            for image, example in zip(pixels[: len(images)], examples):
-                with _seeded_torch(np.random.default_rng((self.seed, *example["key"], ERASING_STREAM))):
-                    self.erase(image)
-        if is_training and (self.arguments.mixup_alpha or self.arguments.cutmix_alpha):
+        self.erase_parts(pixels, examples)
+        if "key" in examples[0] and (self.arguments.mixup_alpha or self.arguments.cutmix_alpha):
             batch.update(self._mix(pixels, labels, len(images), examples))
         return batch
+
+    def normalised(self, images: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """(…, C, height, width) of uint8 images; grey ones are repeated for every channel."""
+        return torch.addcmul(self.shift, images, self.scale, out=out)
+
+    def erase_parts(self, pixels: Iterable[torch.Tensor], examples: list[dict[str, Any]]) -> None:
+        """Replaces parts of the images of training examples by noise, in place."""
+        if "key" not in examples[0] or not self.erase.p:
+            return
+        for image, example in zip(pixels, examples):
+            if "image" in example:
+                with _seeded_torch(np.random.default_rng((self.seed, *example["key"], ERASING_STREAM))):
+                    self.erase(image)
 
     def _mix(
         self, pixels: torch.Tensor, labels: torch.Tensor, count: int, examples: list[dict[str, Any]]
@@ -234,8 +247,9 @@ def _places(examples: list[dict[str, Any]], views: Sequence[int]) -> dict[str, t
     return {name: places.flatten(0, 1) if len(views) > 1 else places for name, places in values.items()}
 
 
-def resized(image: np.ndarray, size: tuple[int, int], resample: int) -> np.ndarray:
+def resized(image: np.ndarray, size: ImageSize, resample: int) -> np.ndarray:
     """A uint8 image (…, height, width, C) at another size; unchanged if it has that size already."""
+    size = size(image.shape[-3:-1]) if callable(size) else size
     if image.shape[-3:-1] == tuple(size):
         return image
     if image.ndim > 3:
@@ -260,12 +274,17 @@ def _padded_crop(image: np.ndarray, padding: int, rng: np.random.Generator) -> n
     return padded[top : top + height, left : left + width]
 
 
-def _random_part(size: tuple[int, int], scale: Sequence[float], rng: np.random.Generator) -> tuple[slice, slice]:
-    """A part with a random share of the area and an aspect ratio of ¾ … 4⁄3, as in Inception and torchvision."""
+def _random_part(
+    size: tuple[int, int], scale: Sequence[float], rng: np.random.Generator, keeps_ratio: bool = False
+) -> tuple[slice, slice]:
+    """
+    A part with a random share of the area and an aspect ratio of ¾ … 4⁄3, as in Inception and torchvision, or the
+    image's own.
+    """
     height, width = size
     for _ in range(10):
         area = height * width * rng.uniform(*scale)
-        ratio = np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3)))
+        ratio = width / height if keeps_ratio else np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3)))
         part_width, part_height = round(np.sqrt(area * ratio)), round(np.sqrt(area / ratio))
         if 0 < part_width <= width and 0 < part_height <= height:
             top, left = int(rng.integers(height - part_height + 1)), int(rng.integers(width - part_width + 1))

@@ -25,6 +25,10 @@ from training.engine.arguments import DataArguments
 from training.engine.messages import reason
 
 
+RECTANGLES = "rectangles"
+ARROWS_CONFIGURATIONS = ("squares", RECTANGLES)
+
+
 @dataclass
 class DecodedImages:
     """
@@ -151,14 +155,18 @@ def _load_decoded(arguments: DataArguments, request: DataRequest) -> LabelledIma
 def _load_arrows(arguments: DataArguments, request: DataRequest) -> LabelledImages:
     if request.image_size[0] != request.image_size[1]:
         raise InputError(
-            f"The arrows are square; {request.image_size} is not. Accepted: --image_size 108 and the like."
+            f"The size of the arrows is that of a square, not {request.image_size}. Accepted: --image_size 108 and the "
+            f"like; with --dataset_config_name {RECTANGLES} images of many shapes have about as many pixels."
+        )
+    if arguments.dataset_config_name not in (None, *ARROWS_CONFIGURATIONS):
+        raise InputError(
+            f"--dataset_config_name {arguments.dataset_config_name!r}: the arrows have none of that name; accepted: "
+            f"{', '.join(ARROWS_CONFIGURATIONS)}."
         )
     splits = {"training": arguments.train_split, "evaluation": arguments.eval_split or "validation"}
+    shape = request.image_size[0], request.seed, arguments.dataset_config_name == RECTANGLES
     try:
-        sources = {
-            part: Arrows(splits[part], arguments.limits[part], request.image_size[0], request.seed)
-            for part in request.parts
-        }
+        sources = {part: Arrows(splits[part], arguments.limits[part], *shape) for part in request.parts}
     except ValueError as error:
         raise InputError(str(error)) from None
     names = {"train": splits["training"], "evaluation": splits["evaluation"]}

@@ -94,7 +94,9 @@ class SampleArguments(LimitArguments):
 @dataclass
 class DataArguments(SampleArguments):
     dataset_name: str | None = flag(None, "A data set on the Hub, or `arrows` for the generated task of LieRE 5.2.")
-    dataset_config_name: str | None = flag(None, "Configuration of the data set.")
+    dataset_config_name: str | None = flag(
+        None, "Configuration of the data set; of the arrows `squares` (the default) or `rectangles`."
+    )
     image_folder: str | None = flag(
         None, "Folder with one folder of images per class, or train/ and validation/ of these."
     )
@@ -117,8 +119,29 @@ class DataArguments(SampleArguments):
 
 
 @dataclass
+class ImageDataArguments(DataArguments):
+    """Images that a model may also take at their own aspect ratios."""
+
+    max_num_patches: int | None = flag(
+        None,
+        "Every image keeps its aspect ratio and is resized to the largest size of at most N patches, instead of "
+        "--image_size; by default as the checkpoint's processor says. --image_size remains the size that coordinates "
+        "of the training grid and position tables refer to, by default the largest square of at most N patches.",
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_num_patches is not None and self.max_num_patches < 1:
+            raise InputError(f"--max_num_patches {self.max_num_patches}; accepted: 1 and above.")
+
+
+@dataclass
 class AugmentationArguments:
-    random_resized_crop: bool = flag(False, "Crop a random part of the image and resize it, as for ImageNet.")
+    random_resized_crop: bool = flag(
+        False,
+        "Crop a random part of the image and resize it, as for ImageNet; with --max_num_patches a part of the image's "
+        "own aspect ratio.",
+    )
     random_resized_crop_scale: list[float] = flag([0.08, 1.0], "Smallest and largest share of the area of that crop.")
     crop_padding: int = flag(0, "Pad by N black pixels and crop back at random, as for CIFAR.")
     flip_probability: float = flag(0.0, "Probability of a horizontal flip.")

@@ -3,10 +3,11 @@
 from typing import NamedTuple
 
 from torch.utils.data import Dataset
-from transformers import PreTrainedConfig, PreTrainedModel, ViTImageProcessor, set_seed
+from transformers import PreTrainedConfig, PreTrainedModel, Siglip2ImageProcessor, ViTImageProcessor, set_seed
 
 from hf_liere.models.video_processing_liere import LieREVideoProcessor
-from training.data.augmentation import Augmentation, Collator
+from training.data.augmentation import Augmentation, Collator, ImageSize
+from training.data.native_sizes import PatchCollator
 from training.data.sources import LabelledImages, Relabelled, Source
 from training.engine.arguments import AugmentationArguments, CheckpointArguments, RunArguments, SampleArguments
 from training.engine.conditions import ConditionArguments, ConditionCollator
@@ -25,7 +26,7 @@ class ClassifierArguments(NamedTuple):
     condition: ConditionArguments
     run: RunArguments
 
-    def augment(self, image_size: tuple[int, int], resample: int) -> Augmentation:
+    def augment(self, image_size: ImageSize, resample: int) -> Augmentation:
         return Augmentation(image_size, resample, self.augmentation, self.run.order_seed)
 
 
@@ -45,7 +46,7 @@ def build_classifier(
 def train_classifier(
     arguments: ClassifierArguments,
     model: PreTrainedModel,
-    processor: ViTImageProcessor | LieREVideoProcessor,
+    processor: ViTImageProcessor | Siglip2ImageProcessor | LieREVideoProcessor,
     input_size: tuple[int, ...],
     datasets: dict[str, Dataset | None],
     splits: dict[str, str],
@@ -55,16 +56,18 @@ def train_classifier(
     Trains and evaluates as the command line says; returns the last metrics.
 
     Args:
-        processor: saved with the model; the batches have its mean and deviation.
+        processor: saved with the model; the batches have its mean and deviation, and its number of patches if any.
         input_size: of the model in this run, (height, width) or (frames, height, width).
         datasets: to `train` on and for the `evaluation`.
         splits: where these come from, as `LabelledImages` has them.
         checkpoint: the checkpoint to resume from, if any.
     """
     args, train, evaluation = arguments.run, datasets["train"], datasets["evaluation"]
-    mean, std = processor.image_mean, processor.image_std
-    settings = arguments.augmentation, args.order_seed, is_physical(model.config)
-    collator = Collator(input_size, model.config.num_channels, mean, std, *settings)
+    settings = processor.image_mean, processor.image_std, arguments.augmentation, args.order_seed
+    if isinstance(processor, Siglip2ImageProcessor):
+        collator = PatchCollator(model.config, processor.max_num_patches, *settings)
+    else:
+        collator = Collator(input_size, model.config.num_channels, *settings, is_physical(model.config))
     trainer = ClassificationTrainer(
         model=model,
         args=args,

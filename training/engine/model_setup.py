@@ -14,11 +14,12 @@ from transformers import (
     AutoVideoProcessor,
     PreTrainedConfig,
     PreTrainedModel,
+    Siglip2ImageProcessor,
     ViTImageProcessor,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
-from hf_liere import LieREVideoConfig
+from hf_liere import LieREVideoConfig, LieREViTConfig
 from hf_liere.errors import InputError
 from hf_liere.models.validation import TRAINING_ONLY
 from hf_liere.models.video_processing_liere import LieREVideoProcessor
@@ -152,16 +153,27 @@ def resolve_num_frames(arguments: CheckpointArguments, config: LieREVideoConfig)
 
 def resolve_processor(
     arguments: CheckpointArguments, data_arguments: SampleArguments, size: tuple[int, int], config: PreTrainedConfig
-) -> ViTImageProcessor | LieREVideoProcessor:
-    """The processor that is saved with the checkpoint, so that pipelines prepare pixels as the evaluation does."""
+) -> ViTImageProcessor | Siglip2ImageProcessor | LieREVideoProcessor:
+    """
+    The processor that is saved with the checkpoint, so that pipelines prepare pixels as the evaluation does: one that
+    keeps the aspect ratio of images if `max_num_patches` is among the arguments of the data, or else among those of the
+    checkpoint's processor, and the script has that flag.
+
+    Raises:
+        InputError: if the constants are not those of the model's channels, or its patches are not square and images are
+            to keep their aspect ratio.
+    """
     is_video = isinstance(config, LieREVideoConfig)
     num_channels = getattr(config, "vision_config", config).num_channels
     mean, std, resample = [0.5] * num_channels, [0.5] * num_channels, BICUBIC
+    max_num_patches = getattr(data_arguments, "max_num_patches", None)
     if arguments.model_name_or_path is not None:
         try:
             auto_class = AutoVideoProcessor if is_video else AutoImageProcessor
             saved = auto_class.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
             mean, std, resample = saved.image_mean, saved.image_std, int(saved.resample)
+            if max_num_patches is None and hasattr(data_arguments, "max_num_patches"):
+                max_num_patches = getattr(saved, "max_num_patches", None)
         except OSError:
             logger.warning(f"{arguments.model_name_or_path} has no processor; mean and deviation are 0.5.")
     mean, std = data_arguments.image_mean or mean, data_arguments.image_std or std
@@ -171,9 +183,28 @@ def resolve_processor(
     if min(std) <= 0:
         raise InputError(f"--image_std {std}; accepted: positive numbers.")
     fields = {"image_mean": list(mean), "image_std": list(std), "resample": resample}
+    if max_num_patches is not None:
+        patch_size = _square_patch(config, max_num_patches)
+        return Siglip2ImageProcessor(**fields, patch_size=patch_size, max_num_patches=max_num_patches)
     fields["size"] = {"height": size[0], "width": size[1]}
     # Whole frames are resized, as images are, without a centre crop.
     return LieREVideoProcessor(**fields, do_center_crop=False) if is_video else ViTImageProcessor(**fields)
+
+
+def _square_patch(config: PreTrainedConfig, max_num_patches: int) -> int:
+    """The side of a patch, of a model that takes images of different sizes."""
+    if not isinstance(config, LieREViTConfig):
+        raise InputError(
+            f"--max_num_patches {max_num_patches}: {config.model_type} models are trained on images of one size here; "
+            "accepted: models of this library."
+        )
+    height, width = config.patch_shape
+    if height != width:
+        raise InputError(
+            f"--max_num_patches {max_num_patches}: patches of {height}×{width} are not square, and the processor that "
+            "keeps aspect ratios cuts square ones; accepted: a patch_size of one number."
+        )
+    return height
 
 
 def build_model(

@@ -222,7 +222,12 @@ class Classifier:
             raise InputError(f"The weights of {checkpoint.name} cannot be loaded: {first_line(error)}") from error
         require_loaded_keys(loading, checkpoint.name)
         try:
-            self.processor = AutoImageProcessor.from_pretrained(checkpoint.folder, **local)
+            saved = AutoImageProcessor.from_pretrained(checkpoint.folder, **local)
+            self.processor = saved
+            if hasattr(saved, "max_num_patches"):
+                # Pictures are squeezed here, also for models whose own processor keeps their aspect ratio.
+                constants = {"image_mean": saved.image_mean, "image_std": saved.image_std, "resample": saved.resample}
+                self.processor = ViTImageProcessor(**constants)
         except OSError:
             logger.warning(f"{checkpoint.name} has no processor; mean and deviation are 0.5.")
             half = [0.5] * checkpoint.num_channels

@@ -28,6 +28,8 @@ AXES = {
     "position_perturbation": "perturbation σ in training (patches)",
     "hidden_size": "channels",
 }
+# A number of patches has no place on an axis beside squares, which have none.
+NOT_ON_AXES = ("max_num_patches",)
 # Smallest span of the axis, in percent for accuracies, so that small differences look small.
 LEAST_SPAN = {"accuracy": 5.0, "AUC": 0.05, "mAP": 0.05}
 # Beyond this ratio of the largest to the smallest number the axis counts doublings.
@@ -171,4 +173,4 @@ def _encoding(row: str) -> int | None:
 
 
 def _is_number(name: str, value: Any) -> bool:
-    return name not in SEEDS and isinstance(value, int | float) and not isinstance(value, bool)
+    return name not in (*SEEDS, *NOT_ON_AXES) and isinstance(value, int | float) and not isinstance(value, bool)

@@ -11,6 +11,10 @@ from training.reporting.significance import paired_test
 from training.reporting.sweeps import TRAINING, as_flags, combinations, read_sweep
 
 
+# How the names of rows of images at their own aspect ratios go on.
+NATIVE = "max_num_patches "
+
+
 def title_of(folder: str, results: list[dict[str, Any]], table: Table, common: list[str]) -> str:
     numbers = sorted({len(next(iter(cells.values())).by_seed()) for cells in table.values()})
     seeds = "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
@@ -41,10 +45,15 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     is_accuracy = next(iter(first.values())).metric() == "eval_accuracy"
     if drops := _drops(table, conditions, figures):
         lines += ["Relative loss of accuracy under the condition:", drops]
+    if is_accuracy and (pairs := _squeezed(table)) and (tests := _tests(table, pairs, conditions)):
+        lines += [
+            "Images at their own aspect ratios against the same model of images squeezed into squares, in points:",
+            tests,
+        ]
     references = [next((row for row in table if row.startswith("Absolute")), next(iter(table)))]
     references += [row for row in table if row.startswith("RoPE-Mixed")][:1]
     for against in dict.fromkeys(references if is_accuracy else []):
-        if tests := _tests(table, against, conditions):
+        if tests := _tests(table, {row: against for row in table if row != against}, conditions):
             lines += [f"Against {against}, in points:", tests]
     if is_accuracy and conditions == [AS_TRAINED] and (reached := _epochs_to_baseline(table)):
         lines += ["Epochs until the accuracy that Absolute has at the end:", reached]
@@ -159,15 +168,22 @@ def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> str
     return markdown(header, rows, "---:")
 
 
-def _tests(table: Table, against: str, conditions: list[str]) -> str | None:
-    """Paired tests of every row against one of them, under every condition."""
-    bases = {column: cell.correct() for column, cell in table.get(against, {}).items()}
+def _squeezed(table: Table) -> dict[str, str]:
+    """For every row of images at their own aspect ratios the row that differs in that only."""
+    parts = {row: row.split(", ") for row in table}
+    plain = {row: ", ".join(part for part in some if not part.startswith(NATIVE)) for row, some in parts.items()}
+    return {row: other for row, other in plain.items() if row != other and other in table}
+
+
+def _tests(table: Table, references: dict[str, str], conditions: list[str]) -> str | None:
+    """Paired tests of rows, each against another one, under every condition."""
     rows = []
-    for row, cells in table.items():
+    for row, against in references.items():
         line = []
         for column in conditions:
-            base, other = bases.get(column), cells[column].correct() if column in cells else None
-            if row == against or base is None or other is None or other.shape[1] != base.shape[1]:
+            cells = [table[name].get(column) for name in (against, row)]
+            base, other = (cell and cell.correct() for cell in cells)
+            if base is None or other is None or other.shape[1] != base.shape[1]:
                 line.append("–")
                 continue
             test = paired_test(base, other)

@@ -1,0 +1,106 @@
+"""Images at their own aspect ratios: resized to at most a number of patches, and padded to it in batches."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+from transformers.models.siglip2.image_processing_siglip2 import get_image_size_for_max_num_patches
+
+from hf_liere import LieREViTConfig, batch_of_patches
+from hf_liere.errors import InputError
+from training.data.augmentation import Collator
+from training.data.image_formats import height_and_width
+from training.engine.arguments import AugmentationArguments, ImageDataArguments, ModelArguments
+from training.engine.conditions import ConditionArguments
+
+
+@dataclass(frozen=True)
+class NativeSize:
+    """
+    The size that an image gets, whose aspect ratio it keeps but for rounding: the largest at which both sides, rounded
+    up to whole patches, have at most `max_num_patches` patches. The rule and its code are those of transformers'
+    `Siglip2ImageProcessor`.
+    """
+
+    patch_size: int
+    max_num_patches: int
+
+    def __call__(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Height and width of an image in pixels → those of the model's input."""
+        return get_image_size_for_max_num_patches(*size, self.patch_size, self.max_num_patches)
+
+
+class PatchCollator(Collator):
+    """
+    As [`Collator`], for images of different sizes: `labels` (B,), and `pixel_values` (B, max_num_patches, patch
+    pixels), `pixel_attention_mask` and `spatial_shapes` as from [`batch_of_patches`]. What holds no image is one patch
+    of zeros, because attention needs a token. Images are not mixed.
+
+    Args:
+        config: A [`LieREViTConfig`].
+    """
+
+    def __init__(
+        self,
+        config: LieREViTConfig,
+        max_num_patches: int,
+        image_mean: list[float],
+        image_std: list[float],
+        arguments: AugmentationArguments,
+        seed: int,
+    ):
+        super().__init__(config.patch_shape, config.num_channels, image_mean, image_std, arguments, seed)
+        self.config = config
+        self.max_num_patches = max_num_patches
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        images = [self._pixels(example) for example in examples]
+        self.erase_parts(images, examples)
+        labels = torch.tensor([example["label"] for example in examples])
+        return {"labels": labels, **batch_of_patches(images, self.config, self.max_num_patches)}
+
+    def _pixels(self, example: dict[str, Any]) -> torch.Tensor:
+        """(C, height, width)."""
+        if "image" not in example:
+            return torch.zeros(self.num_channels, *self.image_size)
+        # A copy, because a flipped image has negative strides and others may not be written to.
+        return self.normalised(torch.from_numpy(np.array(example["image"], order="C")).movedim(-1, -3))
+
+
+def default_to_square(arguments: ModelArguments, data_arguments: ImageDataArguments) -> None:
+    """Gives a new model without an image size the largest square of at most `max_num_patches` patches."""
+    given = arguments.architecture()
+    if data_arguments.max_num_patches is None or arguments.model_name_or_path or "image_size" in given:
+        return
+    patch = height_and_width(given.get("patch_size", LieREViTConfig.patch_size))
+    side = math.isqrt(data_arguments.max_num_patches)
+    arguments.image_size = f"[{side * patch[0]},{side * patch[1]}]"
+
+
+def check_native_sizes(
+    size: NativeSize,
+    image_size: tuple[int, int],
+    config: PreTrainedConfig,
+    augmentation: AugmentationArguments,
+    condition: ConditionArguments,
+) -> None:
+    """
+    Raises:
+        InputError: if the model cannot take images of different sizes, or a flag needs images of one size.
+    """
+    flag = f"--max_num_patches {size.max_num_patches}"
+    if tuple(height_and_width(config.image_size)) != image_size:
+        raise InputError(
+            f"--image_size {image_size[0]}×{image_size[1]} has no effect beside {flag}: coordinates refer to the "
+            f"checkpoint's {config.image_size}. Accepted: leave it out."
+        )
+    for name in ("mixup_alpha", "cutmix_alpha"):
+        if getattr(augmentation, name):
+            raise InputError(f"--{name} mixes images of one size; accepted with {flag}: 0.")
+    if condition.evaluation_shuffle != "none":
+        raise InputError(f"--evaluation_shuffle permutes the patches of one size; accepted with {flag}: none.")
+    if condition.evaluation_offset:
+        raise InputError(f"--evaluation_offset shifts the coordinates of one size; accepted with {flag}: 0.")
