@@ -160,6 +160,35 @@ def test_a_resumed_run_equals_an_uninterrupted_one(encoding, files, tmp_path):
     assert_same_weights(tmp_path / "whole", tmp_path / "halves")
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--gradient_checkpointing", "true"],
+        ["--torch_compile", "true", "--torch_compile_backend", "eager"],
+        # Starting to stream takes ten seconds.
+        pytest.param(["--streaming"], marks=pytest.mark.slow),
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_switches_do_not_change_what_is_learnt(flags, files, tmp_path):
+    """Streamed images come in another order, so that both runs see all of them in one batch."""
+    common = [*files, *NATIVE, "--per_device_train_batch_size", 12, "--max_steps", 2, "--learning_rate", 1e-4]
+    train(tmp_path / "plain", *common)
+    train(tmp_path / "other", *common, *flags)
+    # Sums in another order.
+    assert_same_weights(tmp_path / "plain", tmp_path / "other", 1e-6)
+
+
+def test_patches_are_dropped_in_training_only(files, tmp_path):
+    """With a learning rate of zero both models are the same, and only the losses of their training differ."""
+    flags = [*files, *NATIVE, "--max_steps", 1, "--do_eval", "--learning_rate", 0]
+    for probability in (0.0, 0.5):
+        train(tmp_path / f"{probability}", *flags, "--patch_dropout_prob", probability)
+    first, second = (json.loads((tmp_path / name / "all_results.json").read_text()) for name in ("0.0", "0.5"))
+    assert first["eval_loss"] == pytest.approx(second["eval_loss"], abs=1e-6)
+    assert abs(first["train_loss"] - second["train_loss"]) > 1e-5
+
+
 @pytest.mark.slow
 def test_two_processes_equal_one(files, tmp_path):
     """Twelve images in batches of 8: four of the second step are padding, which holds no image."""
