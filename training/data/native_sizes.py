@@ -1,5 +1,6 @@
 """Images at their own aspect ratios: resized to at most a number of patches, and padded to it in batches."""
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -75,9 +76,11 @@ def default_to_square(arguments: ModelArguments, data_arguments: ImageDataArgume
     given = arguments.architecture()
     if data_arguments.max_num_patches is None or arguments.model_name_or_path or "image_size" in given:
         return
-    patch = height_and_width(given.get("patch_size", LieREViTConfig.patch_size))
-    side = math.isqrt(data_arguments.max_num_patches)
-    arguments.image_size = f"[{side * patch[0]},{side * patch[1]}]"
+    patch, side = given.get("patch_size", LieREViTConfig.patch_size), math.isqrt(data_arguments.max_num_patches)
+    sides = patch if isinstance(patch, list) else [patch]
+    # What is no size the configuration refuses.
+    if all(isinstance(extent, int) for extent in sides):
+        arguments.image_size = json.dumps([side * extent for extent in sides] if sides is patch else side * patch)
 
 
 def check_native_sizes(
@@ -89,7 +92,7 @@ def check_native_sizes(
 ) -> None:
     """
     Raises:
-        InputError: if the model cannot take images of different sizes, or a flag needs images of one size.
+        InputError: if a flag needs images of one size, or has no effect where they have different ones.
     """
     flag = f"--max_num_patches {size.max_num_patches}"
     if tuple(height_and_width(config.image_size)) != image_size:
