@@ -96,8 +96,10 @@ struct Rows {
     explicit Rows(const Shape& shape) : values(shape.rows()), states(shape.states) {}
 
     void start(const Pair& pair, const Place& place) {
-        for (size_t row = 0; row < values.size(); ++row)
-            values[row] = pair.at<float>(row % states, place.first + row / states, place.head, place.token);
+        size_t row = 0;
+        for (int64_t sample = place.first; row < values.size(); ++sample)
+            for (int64_t which = 0; which < states; ++which)
+                values[row++] = pair.at<float>(which, sample, place.head, place.token);
     }
 
     void read() {}
@@ -128,8 +130,10 @@ struct CopiedRows {
     }
 
     void start(const Pair& pair, const Place& place) {
-        for (size_t row = 0; row < memory.size(); ++row)
-            memory[row] = pair.at<State>(row % states, place.first + row / states, place.head, place.token);
+        size_t row = 0;
+        for (int64_t sample = place.first; row < memory.size(); ++sample)
+            for (int64_t which = 0; which < states; ++which)
+                memory[row++] = pair.at<State>(which, sample, place.head, place.token);
     }
 
     void read() {
