@@ -66,7 +66,7 @@ def layer_block_rotations(
     if torch.is_grad_enabled() and (positions.requires_grad or generators.requires_grad):
         # No graph knows how many squares there will be: two for every token are enough for norms up to 819.
         saved = 2 * positions.shape[0]
-        if not values_are_unknown(squarings):
+        if not values_are_unknown(positions, squarings):
             saved = int(num_saved(_of_rays(_tokens(grid, num_prefix_tokens, len(positions)), squarings)).sum())
     results = _block_rotations(positions, generators, squarings, grid, num_prefix_tokens, saved, dtype, states or dtype)
     return _transposed(results[:-1])
