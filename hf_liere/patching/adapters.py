@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..models.rotary_patch import Plan, RotaryPatchConfig, attach, plan
-from ..models.vision_towers import head_shape, projections
+from ..models.vision_towers import linear_layer, projections
 from ..storage.saved_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .apply import require_patched, rotary_parameters
 
@@ -46,7 +46,7 @@ def save_rotary(model: nn.Module, directory: str | Path) -> None:
     for _, tower in towers:
         adapter = tower.rotary_patch
         attentions = [tower.get_submodule(name) for name in adapter.attention_names]
-        bases.append(_fingerprint(attentions, adapter.train_grid))
+        bases.append(_fingerprint(tower, attentions, adapter.base))
     content = {"rotary_patch": configs[0], "base": bases}
     (directory / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
 
@@ -124,10 +124,10 @@ def read_adapter(
         raise ValueError(f"{path} cannot be read ({error}): it is damaged or was not copied to its end.") from error
 
 
-def _fingerprint(attentions: list[nn.Module], train_grid: tuple[int, ...]) -> dict:
-    model_type = attentions[0].config.model_type.removeprefix("rotary_")
-    values = (model_type, len(attentions), *head_shape(attentions[0]), list(train_grid), _sketch(attentions))
-    return dict(zip(FINGERPRINT, values, strict=True))
+def _fingerprint(tower: nn.Module, attentions: list[nn.Module], base: dict) -> dict:
+    config = getattr(attentions[0], "config", None) or tower.config
+    model_type = config.model_type.removeprefix("rotary_")
+    return {"model_type": model_type, "layers": len(attentions), **base, "weights": _sketch(attentions)}
 
 
 def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
@@ -141,8 +141,7 @@ def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
     sketches = []
     for attention in attentions:
         for projection in projections(attention):
-            # peft wraps linear layers.
-            weight = getattr(projection, "base_layer", projection).weight
+            weight = linear_layer(projection).weight
             if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.is_meta:
                 return None
             values = weight.detach().to("cpu", torch.float64).flatten()
@@ -167,12 +166,13 @@ def _distance(found: list[list[float]], saved: list[list[float]]) -> float:
 
 
 def _check_base(planned: Plan, saved: dict, source: str | Path, check_weights: bool) -> None:
-    found = _fingerprint([attention for _, attention in planned.attentions], planned.tower.train_grid)
-    differing = [name for name in found if name != "weights" and found[name] != saved[name]]
+    attentions = [attention for _, attention in planned.attentions]
+    found = _fingerprint(planned.tower.module, attentions, planned.base())
+    differing = [name for name in found if name != "weights" and found[name] != saved.get(name)]
     if differing:
         raise ValueError(
             f"{source} holds rotations for another model: "
-            + "; ".join(f"{name} {saved[name]} there, {found[name]} here" for name in differing)
+            + "; ".join(f"{name} {saved.get(name)} there, {found[name]} here" for name in differing)
             + "."
         )
     if not check_weights:
@@ -191,7 +191,8 @@ def _check_base(planned: Plan, saved: dict, source: str | Path, check_weights: b
 
 def _load_encoding(index: int, planned: Plan, tensors: dict, source: str | Path) -> nn.Module:
     encoding = planned.build_encoding()
-    for name, parameter in encoding.named_parameters():
+    for full_name, parameter in encoding.named_parameters():
+        name = full_name.rpartition(".")[2]
         saved = tensors.pop(f"{index}.{name}", None)
         if saved is not None and not (saved.is_floating_point() and saved.isfinite().all()):
             raise ValueError(f"{source} holds {name} with values that are not finite numbers: nothing was loaded.")
