@@ -1,11 +1,10 @@
-"""Families that rotate queries and keys by themselves, with random weights: one table for the tests of pretrained RoPE."""
+"""Families that rotate queries and keys by themselves, with random weights: one table for the tests."""
 
 import dataclasses
-import importlib
+import importlib.util
 from collections.abc import Callable
 
 import torch
-import transformers
 from patching_cases import IMAGE, model, part, run
 from torch import nn
 
@@ -42,7 +41,6 @@ class Case:
         inputs: Makes its inputs.
         towers: The modules around rotary modules.
         generates: Whether the model generates text.
-        dense: Block size for the encodings of `DENSE`, by name, where it is not 4; `None` where it cannot be.
     """
 
     build: Callable[[], nn.Module]
@@ -168,7 +166,9 @@ CASES = {
         ("model.visual", "model.language_model"),
         generates=True,
     ),
-    "qwen3_vl_tower": Case(part("qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionModel", **VISION, **DEEP), packed, ("",)),
+    "qwen3_vl_tower": Case(
+        part("qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionModel", **VISION, **DEEP), packed, ("",)
+    ),
     "qwen3_vl": Case(
         vision_language("qwen3_vl", "Qwen3VL", [2, 2, 2], DEEP),
         images_in_text,

@@ -92,14 +92,14 @@ class CoordinateProbe(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "CoordinateProbe":
         result = super()._apply(fn, recurse)
         # Half types round the unit to zero.
-        for name in self.module._buffers:
-            self.module._buffers[name] = self.module._buffers[name].float()
+        self.reset_parameters()
         return result
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill the buffers again, after a construction without values."""
-        for buffer in self.module.buffers():
-            buffer.fill_(UNIT)
+        """Fill the buffers again, in float32, after a conversion or a construction without values."""
+        for name, buffer in self.module._buffers.items():
+            self.module._buffers[name] = torch.full_like(buffer, UNIT, dtype=torch.float32)
 
     def forward(self, *arguments, **options) -> torch.Tensor:
         """The arguments of the rotary module → (…, N, D) coordinates, without a gradient, float32."""
@@ -195,8 +195,8 @@ def _tower(
         )
     if len(ropes) > 1:
         raise ValueError(
-            f"{shown} has several modules that compute rotations, {', '.join(ropes)}: which attention module uses which "
-            "is unknown; accepted: one, for which a type of layers may be an argument."
+            f"{shown} has several modules that compute rotations, {', '.join(ropes)}: which attention module uses "
+            "which is unknown; accepted: one, for which a type of layers may be an argument."
         )
     rope, name = modules[ropes[0]], ropes[0]
     _refuse_changing_frequencies(rope, name)
