@@ -143,6 +143,14 @@ CASES = {
     # Adjacent channels make a plane, and only half of the channels are rotated.
     "cohere": language("Cohere"),
     "glm": language("Glm", **HEADS, partial_rotary_factor=0.5),
+    "ernie": language("Ernie4_5", **HEADS),
+    # Queries, keys and values of one projection, in an order of its own.
+    "gpt_neox": Case(model("GPTNeoXConfig", "GPTNeoXForCausalLM", **TEXT), tokens, ("gpt_neox",), generates=True),
+    "modernbert": Case(
+        model("ModernBertConfig", "ModernBertForMaskedLM", **TEXT, layer_types=["sliding_attention", "full_attention"]),
+        tokens,
+        ("model",),
+    ),
     "dinov3": Case(model("DINOv3ViTConfig", "DINOv3ViTModel", **IMAGE, num_register_tokens=2), images, ("",)),
     "pixtral": Case(model("PixtralVisionConfig", "PixtralVisionModel", **IMAGE), pixtral_images, ("",)),
     "qwen2_vl_tower": Case(
@@ -197,6 +205,6 @@ def build(name, implementation="sdpa"):
 
 def outputs(built, inputs, **options):
     """All tensors of the output that are not a cache."""
-    if "input_ids" in inputs:
+    if built.can_generate():
         options.setdefault("use_cache", False)
     return run(built, inputs, **options)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from patching_cases import IMAGE, SMALL, randomize
 from patching_cases import model as model_of
-from patching_cases import randomize
 from rope_cases import CASES, HEADS, TEXT, build, outputs, rope
 
 from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, rotary_parameters, save_rotary, unpatch
@@ -303,16 +303,16 @@ class TestRefusals:
                 "CLIPVisionModel has no module with frequencies .*pass rotary_init='zeros'",
             ),
             (
-                model_of(
-                    "GPTNeoXConfig",
-                    "GPTNeoXForCausalLM",
-                    vocab_size=64,
-                    hidden_size=32,
-                    num_hidden_layers=1,
-                    num_attention_heads=2,
-                    intermediate_size=48,
-                ),
-                "gpt_neox.rotary_emb .GPTNeoXRotaryEmbedding. computes rotations, but no attention module",
+                model_of("MLCDVisionConfig", "MLCDVisionModel", **IMAGE),
+                "MLCDVisionModel computes cos and sin in its forward pass, beside those of vision_rotary_embedding",
+            ),
+            (
+                model_of("Llama4VisionConfig", "Llama4VisionModel", **IMAGE),
+                "Llama4VisionModel has no module with frequencies",
+            ),
+            (
+                model_of("VJEPA2Config", "VJEPA2Model", **SMALL, crop_size=16, patch_size=4, frames_per_clip=4),
+                "VJEPA2Model has no module with frequencies",
             ),
         ],
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .vision_towers import projections, takes
+from .vision_towers import names_in_forward, takes
 
 
 # sin(x) is x in every floating point type for angles this small: with this frequency, sin is the coordinate itself.
@@ -70,12 +70,15 @@ class RopeTower:
 
     @property
     def shown(self) -> str:
-        kind = type(self.module).__name__
-        return f"{self.name} ({kind})" if self.name else kind
+        return _shown(self.name, self.module)
 
     @property
     def rope(self) -> nn.Module:
         return self.module.get_submodule(self.rope_name)
+
+
+def _shown(name: str, module: nn.Module) -> str:
+    return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
 
 class CoordinateProbe(nn.Module):
@@ -179,7 +182,7 @@ def _attentions(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]
     taking = {name: module for name, module in modules.items() if takes(module, "position_embeddings")}
     for name, module in taking.items():
         inner = any(other is not module and takes(other, "position_embeddings") for other in module.modules())
-        if not inner and projections(module):
+        if not inner:
             yield name, module
 
 
@@ -187,11 +190,16 @@ def _tower(
     modules: dict[str, nn.Module], owner: str, ropes: list[str], attentions: list[tuple[str, nn.Module]]
 ) -> RopeTower:
     module = modules[owner]
-    shown = f"{owner or type(module).__name__} ({type(module).__name__})"
+    shown = _shown(owner, module)
     if not attentions:
         raise ValueError(
-            f"{ropes[0]} ({type(modules[ropes[0]]).__name__}) computes rotations, but no attention module with query "
-            f"and key projections in {shown} takes them as position_embeddings: how they are applied is unknown."
+            f"{ropes[0]} ({type(modules[ropes[0]]).__name__}) computes rotations, but no module in {shown} takes them "
+            "as position_embeddings: how they are applied is unknown."
+        )
+    if {"cos", "sin"} <= set(names_in_forward(module)):
+        raise ValueError(
+            f"{shown} computes cos and sin in its forward pass, beside those of {ropes[0]}: its rotations are not "
+            "those of coordinates and frequencies alone."
         )
     if len(ropes) > 1:
         raise ValueError(
@@ -241,7 +249,8 @@ def examine(rope: nn.Module, name: str, buffer: str, layer_type: str | None) -> 
     )
     options = {} if layer_type is None else {"layer_type": layer_type}
     with torch.device("cpu"), torch.no_grad():
-        arguments, coordinates = _accepted_positions(rope, options, refusal)
+        arguments, found = accepted_positions(rope, options, refusal)
+        coordinates = found.flatten(0, -2)
 
         def channels(value, neutral_factor=False):
             changed = _with_frequencies(rope, value, neutral_factor)
@@ -276,8 +285,8 @@ def _numbered_groups(values: list) -> tuple[int, ...]:
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
 
-def _accepted_positions(rope: nn.Module, options: dict, refusal: ValueError) -> tuple[tuple, torch.Tensor]:
-    """The arguments of positions in a form that a rotary module takes, and the (N, D) coordinates it makes of them."""
+def accepted_positions(rope: nn.Module, options: dict, refusal: ValueError) -> tuple[tuple, torch.Tensor]:
+    """Arguments with positions in a form that a rotary module takes, and the (…, N, D) coordinates it makes of them."""
     probe = CoordinateProbe(rope)
     for arguments, shape in _candidates(rope):
         try:
@@ -285,7 +294,7 @@ def _accepted_positions(rope: nn.Module, options: dict, refusal: ValueError) -> 
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             continue
         if coordinates.shape[:-1] == shape and coordinates.isfinite().all():
-            return arguments, coordinates.flatten(0, -2)
+            return arguments, coordinates
     raise refusal
 
 
@@ -301,7 +310,8 @@ def _candidates(rope: nn.Module) -> Iterator[tuple[tuple, tuple[int, ...]]]:
     # Distinct for all tokens and axes.
     positions = torch.arange(1, 3 * TOKENS + 1).view(3, TOKENS) * 5 % 23
     yield (states, positions.unsqueeze(1)), (1, TOKENS)
-    for axes in (3, 2):
+    # Modules of two axes would also take three.
+    for axes in (2, 3):
         yield (states, positions[:axes].T.unsqueeze(0)), (1, TOKENS)
         yield (states, positions[:axes].T), (TOKENS,)
     yield (states, positions[:1]), (1, TOKENS)

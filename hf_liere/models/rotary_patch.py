@@ -28,7 +28,7 @@ from .patched_forward import (
     rotations_of_tokens,
     see_grid,
 )
-from .pretrained_rope import RopePatch, RopePlan, plan_rope
+from .pretrained_patch import RopePatch, RopePlan, plan_rope
 from .rope_layout import frequency_buffers
 from .validation import ROTARY_ENCODINGS, check_format_version
 from .vision_towers import (

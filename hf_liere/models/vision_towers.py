@@ -110,7 +110,7 @@ def refuse_rotating(tower: nn.Module, attentions: list[tuple[str, nn.Module]]) -
     found = [
         f"{type(attention).__name__}.forward uses {name}"
         for _, attention in attentions
-        for name in _names_in_forward(attention)
+        for name in names_in_forward(attention)
         if ROTATING_NAME.search(name)
     ]
     found += [
@@ -164,10 +164,10 @@ def refuse_other_tokens(tower: Tower, attentions: list[tuple[str, nn.Module]]) -
 
 
 def _uses_interface(module: nn.Module) -> bool:
-    return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in _names_in_forward(module)
+    return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
 
 
-def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+def names_in_forward(module: nn.Module) -> tuple[str, ...]:
     """Names of globals and attributes that the forward of a module's class reads."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names

@@ -140,7 +140,9 @@ def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
     """
     sketches = []
     for attention in attentions:
-        for projection in projections(attention):
+        # Models with RoPE are patched whatever they call their projections.
+        found = projections(attention) or [module for module in attention.modules() if hasattr(module, "out_features")]
+        for projection in found:
             weight = linear_layer(projection).weight
             if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.is_meta:
                 return None
