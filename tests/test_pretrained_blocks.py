@@ -1,4 +1,4 @@
-"""Learned blocks that start at the pretrained rotation of models with RoPE, and the rotations of the plain reference."""
+"""Learned blocks that start at the pretrained rotation of models with RoPE, and their independent reference."""
 
 import itertools
 import math
