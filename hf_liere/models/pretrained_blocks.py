@@ -5,11 +5,12 @@ rotation, b/2 planes in a block of b channels.
 
 import torch
 from torch import nn
+from transformers import initialization as init
 
 from .lie_algebra import product_dtype
 from .positions import TokenPositions
 from .pretrained_rope import PretrainedRope
-from .rope_layout import RopeLayout, RopeTower
+from .rope_layout import RopeLayout, RopeTower, frequency_buffers
 from .rotary_embedding import LieRotaryEmbedding
 from .rotation import Rotation, rotate_one, rotate_pair
 from .vision_towers import linear_layer, projections
@@ -44,39 +45,41 @@ class PretrainedBlocks(PretrainedRope):
         self.planes = order_of_planes(layout, config.position_encoding, self.rotary.config.block_size, tower.shown)
         for name in ("order", "inverse"):
             self.register_buffer(name, torch.empty(0), persistent=False)
-        self.reset_parameters()
-        self.start(tower.rope)
+        self.reset_parameters(tower.rope)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
+    def reset_parameters(self, rope: nn.Module) -> None:
+        super().reset_parameters(rope)
         planes = self.layouts[self.layout_of_layer[self.layers[0]]].layout.channels_of_planes()
         device = "cpu" if self.order.is_meta else self.order.device
         self.order = torch.tensor([channel for plane in self.planes for channel in planes[plane]], device=device)
         self.inverse = self.order.argsort()
+        if not any(rope._buffers[name].is_meta for name in frequency_buffers(rope)):
+            for name, values in self.starting_values(rope).items():
+                init.copy_(getattr(self.rotary.encoding, name), values)
 
-    @torch.no_grad()
-    def start(self, rope: nn.Module) -> None:
-        """Generators of the frequencies of the rotary module, in the entries of blocks that turn a plane."""
+    def starting_values(self, rope: nn.Module) -> dict[str, torch.Tensor]:
+        """Parameters of the encoding: pretrained frequencies in the entries of blocks that turn a plane, else zeros."""
         encoding = self.rotary.encoding
+        values = {
+            name: torch.zeros(parameter.shape, dtype=torch.float32) for name, parameter in encoding.named_parameters()
+        }
         size, blocks = encoding.block_size, encoding.num_blocks
         row, column = torch.triu_indices(size, size, offset=1)
         in_plane = (row % 2 == 0) & (column == row + 1)
+        every_axis = torch.arange(encoding.num_axes)
         for rank, layer in enumerate(self.layers[: encoding.layers]):
-            planes = self.layouts[self.layout_of_layer[layer]]
-            frequencies = planes.of_rope(rope).cpu()
-            if frequencies.is_meta:
-                return
-            frequencies = frequencies[list(self.planes)].view(blocks, size // 2)
-            axes = planes.axes.cpu()[list(self.planes)].view(blocks, size // 2)
-            if encoding.generators.ndim == 5:
-                for axis in range(encoding.num_axes):
-                    encoding.generators[axis, rank][..., in_plane] = frequencies * (axes == axis)
+            planes, order = self.layouts[self.layout_of_layer[layer]], list(self.planes)
+            frequencies = planes.of_rope(rope).cpu()[order].view(blocks, size // 2)
+            axes = planes.axes.cpu()[order].view(blocks, size // 2)
+            if values["generators"].ndim == 5:
+                of_axes = frequencies * (axes == every_axis.view(-1, 1, 1))  # (A, blocks, b/2)
+                values["generators"][:, rank, ..., in_plane] = of_axes.unsqueeze(1).expand(-1, encoding.heads, -1, -1)
             else:
-                encoding.generators[rank][..., in_plane] = frequencies.expand(encoding.heads, -1, -1)
-            if hasattr(encoding, "multipliers"):
-                of_block = axes[:, 0] == torch.arange(encoding.num_axes).unsqueeze(-1)  # (A, blocks)
-                encoding.multipliers[:, rank] = of_block.unsqueeze(1).to(encoding.multipliers)
+                values["generators"][rank, ..., in_plane] = frequencies.expand(encoding.heads, -1, -1)
+            if "multipliers" in values:
+                values["multipliers"][:, rank] = (axes[:, 0] == every_axis.view(-1, 1, 1)).float()
+        return values
 
     def forward(
         self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module, states: torch.Tensor

@@ -20,7 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 from .patched_forward import View
 from .pretrained_blocks import PretrainedBlocks, projected_states
 from .pretrained_rope import PretrainedPlanes, PretrainedRope
-from .rope_layout import RopeTower, accepted_positions, find_rope_towers
+from .rope_layout import RopeLayout, RopeTower, accepted_positions, find_rope_towers
 from .vision_towers import linear_layer, projections
 
 
@@ -46,14 +46,36 @@ class RopePatch:
 
     config: object
     attention_names: list[str]
-    base: dict
     rope_name: str
     handles: list = field(default_factory=list)
+
+    def base(self, tower: nn.Module) -> dict:
+        """As [`RopePlan.base`]."""
+        attention, layouts = tower.get_submodule(self.attention_names[0]), tower.rotary_encoding.layouts
+        return describe_base(tower.get_submodule(self.rope_name), attention, [planes.layout for planes in layouts])
+
+    def reset_parameters(self, tower: nn.Module) -> None:
+        """Values of the start for parameters that no checkpoint had."""
+        tower.rotary_encoding.reset_parameters(tower.get_submodule(self.rope_name))
 
     def detach(self, tower: nn.Module) -> None:
         """Undo [`RopePlan.attach`]."""
         for handle in self.handles:
             handle.remove()
+
+
+def describe_base(rope: nn.Module, attention: nn.Module, layouts: list[RopeLayout]) -> dict:
+    """What adapters say of the model that they belong to: its heads, and the frequencies that it starts from."""
+    head_dim = len(layouts[0].planes)
+    widths = [getattr(linear_layer(part), "out_features", 0) for part in projections(attention)]
+    frequencies = [rope._buffers[layout.buffer].flatten().tolist() for layout in layouts]
+    return {
+        "heads": [width // head_dim for width in widths],
+        "head_dim": head_dim,
+        "train_grid": [],
+        # Of models in half types, too.
+        "frequencies": [[float(f"{value:.2g}") for value in values] for values in frequencies],
+    }
 
 
 @dataclass
@@ -73,19 +95,8 @@ class RopePlan:
         return kind(self.tower, self.layers, self.config)
 
     def base(self) -> dict:
-        """What adapters for this tower say of the model that they belong to."""
-        head_dim = len(self.tower.layouts[self.layers[0]].planes)
-        widths = [getattr(linear_layer(part), "out_features", 0) for part in projections(self.attentions[0][1])]
-        frequencies = []
-        for layout in dict.fromkeys(self.tower.layouts):
-            values = self.tower.rope._buffers[layout.buffer]
-            frequencies.append(None if values.is_meta else [float(f"{x:.2g}") for x in values.flatten().tolist()])
-        return {
-            "heads": [width // head_dim for width in widths],
-            "head_dim": head_dim,
-            "train_grid": [],
-            "frequencies": frequencies,
-        }
+        """See [`describe_base`]."""
+        return describe_base(self.tower.rope, self.attentions[0][1], list(dict.fromkeys(self.tower.layouts)))
 
     def attach(self, encoding: PretrainedRope) -> None:
         tower, module = self.tower, self.tower.module
@@ -101,7 +112,7 @@ class RopePlan:
                     handles.append(projected.register_forward_hook(partial(rotate_states, module, layer, part)))
                 handles.append(attention.register_forward_hook(forget_rotation))
         names = [name[prefix:] for name, _ in self.attentions]
-        module.rotary_patch = RopePatch(self.config, names, self.base(), tower.rope_name, handles)
+        module.rotary_patch = RopePatch(self.config, names, tower.rope_name, handles)
 
 
 def plan_rope(model: nn.Module, config) -> list[RopePlan]:
@@ -179,7 +190,7 @@ def _seen_by_attention(
     coordinates = position_embeddings[1]
     dtype = weight.dtype if weight.is_floating_point() else torch.float32
     states = torch.arange(coordinates.shape[-2] * projection.in_features, device=coordinates.device)
-    states = (states * 0.7).sin().view(coordinates.shape[-2], -1).to(dtype)
+    states = (states.float() * 0.7).sin().view(coordinates.shape[-2], -1).to(dtype)
     given = {
         "position_embeddings": tuple(x.to(dtype) if x is position_embeddings[0] else x for x in position_embeddings),
         "cu_seqlens": torch.tensor([0, len(states)], dtype=torch.int32, device=states.device),

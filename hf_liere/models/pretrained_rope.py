@@ -97,7 +97,8 @@ class PretrainedRope(LearnedRotations):
         """
         raise NotImplementedError
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, rope: nn.Module) -> None:
+        """Fill everything again as at the start, after a construction without values; loaded parameters stay."""
         for module in (self.probe, *self.layouts):
             module.reset_parameters()
 
@@ -121,11 +122,11 @@ class PretrainedPlanes(PretrainedRope):
                 f"equal ones in layers: {[layout.num_planes for layout in tower.layouts]}."
             )
         self.log_factors = self.new_parameter(1 if config.share_layers else len(layers), counts.pop())
-        self.reset_parameters()
+        self.reset_parameters(tower.rope)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
+    def reset_parameters(self, rope: nn.Module) -> None:
+        super().reset_parameters(rope)
         init.zeros_(self.log_factors)
 
     def forward(

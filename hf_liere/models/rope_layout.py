@@ -266,7 +266,7 @@ def examine(rope: nn.Module, name: str, buffer: str, layer_type: str | None) -> 
             raise refusal
         factor, _ = channels(lambda _, values: values)
         found_cos, found_sin = channels(lambda _, values: _numbered(values, 2).rsqrt())
-        angles = coordinates * _numbered(torch.zeros(count), 2).rsqrt()[numbers]
+        angles = coordinates * _numbered(torch.empty(count), 2).rsqrt()[numbers]
         expected = (angles.cos() * factor[0, 0], angles.sin() * factor[0, 0])
         if not (torch.equal(found_cos, expected[0]) and torch.equal(found_sin, expected[1])):
             raise refusal
@@ -304,9 +304,9 @@ def _candidates(rope: nn.Module) -> Iterator[tuple[tuple, tuple[int, ...]]]:
         patch = getattr(getattr(rope, "config", None), "patch_size", None)
         if patch is not None and len(inspect.signature(type(rope).forward).parameters) == 2:
             rows, columns = patch if isinstance(patch, (list, tuple)) else (patch, patch)
-            yield (torch.zeros(1, 3, 2 * rows, 3 * columns),), (6,)
+            yield (torch.zeros(1, 3, 2 * rows, 3 * columns, dtype=torch.float32),), (6,)
         return
-    states = torch.zeros(1, 1)
+    states = torch.zeros(1, 1, dtype=torch.float32)
     # Distinct for all tokens and axes.
     positions = torch.arange(1, 3 * TOKENS + 1).view(3, TOKENS) * 5 % 23
     yield (states, positions.unsqueeze(1)), (1, TOKENS)

@@ -180,20 +180,26 @@ class RotaryPatch:
     The state of a patched tower, stored on it as `rotary_patch`; the forward pass and `detach` read it.
 
     Attributes:
-        base: What [`Plan.base`] returned, for adapters.
         fixed_table: (1, N, hidden_size) position table that is not a parameter and that the model cannot resize;
             the patch embedding adds its entries. `None` for other models.
     """
 
     config: RotaryPatchConfig
     attention_names: list[str]
-    base: dict
     embeddings_name: str
     train_grid: tuple[int, ...]
     coordinates: str
     is_flexible: bool
     handles: list
     fixed_table: torch.Tensor | None = None
+
+    def base(self, tower: nn.Module) -> dict:
+        """As [`Plan.base`]."""
+        return describe_base(tower.get_submodule(self.attention_names[0]), self.train_grid)
+
+    def reset_parameters(self, tower: nn.Module) -> None:
+        """Values of the start for parameters that no checkpoint had."""
+        tower.rotary_encoding.reset_parameters()
 
     def detach(self, tower: nn.Module) -> None:
         """Undo [`Plan.attach`]."""
@@ -212,6 +218,12 @@ class RotaryPatch:
                 module._gradient_checkpointing_func = checkpointing.function
 
 
+def describe_base(attention: nn.Module, train_grid: tuple[int, ...]) -> dict:
+    """What adapters say of the model that they belong to."""
+    heads, head_dim = head_shape(attention)
+    return {"heads": heads, "head_dim": head_dim, "train_grid": list(train_grid)}
+
+
 @dataclass
 class Plan:
     """A rotary patch of one tower whose configuration has been checked, made before the model is modified."""
@@ -225,9 +237,8 @@ class Plan:
         return build_rotary_encoding(self.rotary_config, len(self.tower.train_grid))
 
     def base(self) -> dict:
-        """What adapters for this tower say of the model that they belong to."""
-        heads, head_dim = head_shape(self.attentions[0][1])
-        return {"heads": heads, "head_dim": head_dim, "train_grid": list(self.tower.train_grid)}
+        """See [`describe_base`]."""
+        return describe_base(self.attentions[0][1], self.tower.train_grid)
 
     def attach(self, encoding: RotaryEncoding) -> None:
         tower = self.tower
@@ -238,7 +249,6 @@ class Plan:
         tower.module.rotary_patch = RotaryPatch(
             config=self.config,
             attention_names=[name[prefix:] for name, _ in self.attentions],
-            base=self.base(),
             embeddings_name=next(n for n, m in tower.module.named_modules() if m is tower.embeddings),
             train_grid=tower.train_grid,
             coordinates=self.rotary_config.coordinates,

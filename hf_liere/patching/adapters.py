@@ -46,7 +46,7 @@ def save_rotary(model: nn.Module, directory: str | Path) -> None:
     for _, tower in towers:
         adapter = tower.rotary_patch
         attentions = [tower.get_submodule(name) for name in adapter.attention_names]
-        bases.append(_fingerprint(tower, attentions, adapter.base))
+        bases.append(_fingerprint(tower, attentions, adapter.base(tower)))
     content = {"rotary_patch": configs[0], "base": bases}
     (directory / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
 
