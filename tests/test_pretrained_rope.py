@@ -128,9 +128,12 @@ def check_fresh_process(folder, names, config):
         assert sum(path.stat().st_size for path in (folder / name).iterdir()) < 60_000
         with torch.no_grad():
             torch.save((inputs, outputs(model, inputs)), folder / f"{name}.pt")
+    run_process([sys.executable, "-c", FRESH_PROCESS, str(folder), *names])
+
+
+def run_process(command):
     tests = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", FRESH_PROCESS, str(folder), *names]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
 
@@ -263,6 +266,74 @@ def test_lora_beside_learned_frequencies(tmp_path):
     base, _ = build("llama")
     restored = peft.PeftModel.from_pretrained(patch(base, PLANES), tmp_path).eval()
     assert same_bits(outputs(restored, inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_5_vl"])
+def test_offloaded_and_dispatched_models(name):
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = build(name)
+    patch(model, PLANES)
+    randomize(model)
+    with torch.no_grad():
+        expected = outputs(model, inputs)
+        offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
+        assert next(value for _, value in rotary_parameters(offloaded)).is_meta
+        assert same_bits(outputs(offloaded, inputs), expected)
+        dispatched = accelerate.dispatch_model(build(name)[0], {"": "cpu"}, force_hooks=True)
+        patch(dispatched, PLANES)
+        dispatched.load_state_dict(model.state_dict())
+        assert same_bits(outputs(dispatched, inputs), expected)
+
+
+def test_two_processes_take_the_step_of_one(tmp_path):
+    model, inputs = build("llama")
+    patch(model, PLANES)
+    randomize(model)
+    batch = {**inputs, "labels": inputs["input_ids"]}
+    torch.save((copy.deepcopy(model), batch), tmp_path / "start.pt")
+    before = {name: value.detach().clone() for name, value in rotary_parameters(model)}
+    model.train()(**batch).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    worker = Path(__file__).with_name("patching_worker.py")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run_process([sys.executable, *launch, str(worker), str(tmp_path)])
+    stepped = torch.load(tmp_path / "stepped.pt")
+    for name, value in model.named_parameters():
+        # Means of two halves in float32 instead of one mean.
+        torch.testing.assert_close(stepped[name], value.detach(), rtol=0, atol=1e-6, msg=name)
+    assert all((stepped[name] - value).abs().max() > 1e-5 for name, value in before.items())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_yarn", "gemma3", "qwen3_vl"])
+def test_angles_of_published_sizes_are_the_same_bits(name):
+    """cos and sin of 128 channels and positions up to 131,000, as attention gets them."""
+    config = copy.deepcopy(build(name)[0].config.get_text_config())
+    config.update(
+        {"head_dim": 128, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 131072}
+    )
+    if "mrope_section" in config.rope_parameters:
+        config.rope_parameters["mrope_section"] = [24, 20, 20]
+    model = transformers.AutoModel.from_config(config).eval()
+    seen = []
+    for layer in model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs["position_embeddings"]), with_kwargs=True
+        )
+    positions = torch.cat([torch.arange(300), torch.arange(130_700, 131_001)]).unsqueeze(0)
+    inputs = {"input_ids": torch.ones_like(positions), "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        model(**inputs)
+        expected = list(seen)
+        seen.clear()
+        for module in model.modules():
+            module._forward_pre_hooks.clear()
+        patch(model, PLANES)
+        for layer in model.layers:
+            layer.self_attn.register_forward_pre_hook(
+                lambda module, args, kwargs: seen.append(kwargs["position_embeddings"]), with_kwargs=True
+            )
+        model(**inputs)
+    assert len(expected) == 2 and all(same_bits(*pair) for pair in zip(seen, expected, strict=True))
 
 
 class TestRefusals:
