@@ -427,6 +427,9 @@ class TestRefusals:
             patch(model, PLANES)
         other = model_of("LlamaConfig", "LlamaForCausalLM", **{**TEXT, **HEADS}, **rope(rope_theta=500.0))()
         self.refuse(other, "frequencies .* there, .* here", load_rotary, tmp_path)
+        # Rounded frequencies are those of the same model.
+        rounded, _ = build("llama")
+        assert is_patched(load_rotary(rounded.to(torch.bfloat16), tmp_path))
         self.refuse(build("mistral")[0], "model_type llama there, mistral here", load_rotary, tmp_path)
 
     def test_cos_and_sin_that_the_model_did_not_compute(self):

@@ -90,6 +90,9 @@ class PretrainedBlocks(PretrainedRope):
         layout = self.layouts[self.layout_of_layer[layer]].layout
         still = cos.new_full((*coordinates.shape[:-1], len(layout.planes)), layout.factor)
         prefix = states.shape[-2] - coordinates.shape[-2]
+        # Where the generators are, unless they are offloaded: then they come to the coordinates.
+        device = next(self.rotary.parameters()).device
+        coordinates = coordinates if device.type == "meta" else coordinates.to(device)
         positions = TokenPositions(nn.functional.pad(coordinates, (0, 0, prefix, 0)) if prefix else coordinates)
         rotations = self.rotary.encoding(positions, product_dtype(states), self.layers.index(layer))
         return still, torch.zeros_like(still), next(iter(rotations))

@@ -66,15 +66,17 @@ class RopePatch:
 
 def describe_base(rope: nn.Module, attention: nn.Module, layouts: list[RopeLayout]) -> dict:
     """What adapters say of the model that they belong to: its heads, and the frequencies that it starts from."""
-    head_dim = len(layouts[0].planes)
-    widths = [getattr(linear_layer(part), "out_features", 0) for part in projections(attention)]
+    head_dim = getattr(attention, "head_dim", len(layouts[0].planes))
+    widths = [getattr(linear_layer(part), "out_features", 0) for part in projections(attention)] or [0]
+    # One projection makes queries, keys and values.
+    heads = [width // head_dim // (3 if len(widths) == 1 else 1) or None for width in widths]
     frequencies = [rope._buffers[layout.buffer].flatten().tolist() for layout in layouts]
     return {
-        "heads": [width // head_dim for width in widths],
+        "heads": heads[0],
+        "key_heads": heads[-1],
         "head_dim": head_dim,
         "train_grid": [],
-        # Of models in half types, too.
-        "frequencies": [[float(f"{value:.2g}") for value in values] for values in frequencies],
+        "frequencies": [[float(f"{value:.5g}") for value in values] for values in frequencies],
     }
 
 
@@ -105,7 +107,8 @@ class RopePlan:
         module.rotary_encoding = encoding.to(weight.device).train(module.training)
         handles = [tower.rope.register_forward_hook(partial(hand_on_coordinates, module), with_kwargs=True)]
         for layer, (_, attention) in enumerate(tower.attentions):
-            hook = partial(rotate_as_layer, module, layer)
+            names = tuple(name for name in inspect.signature(type(attention).forward).parameters if name != "self")
+            hook = partial(rotate_as_layer, module, layer, names)
             handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
             if layer in self.layers and isinstance(encoding, PretrainedBlocks):
                 for part, projected in projected_states(attention).items():
@@ -230,14 +233,10 @@ def hand_on_coordinates(tower: nn.Module, rope: nn.Module, args, kwargs, output)
     return output[0][..., : coordinates.shape[-1]], coordinates
 
 
-def rotate_as_layer(tower: nn.Module, layer: int, attention: nn.Module, args, kwargs):
-    """Forward pre-hook of an attention module: cos and sin of its layer, from the coordinates."""
-    position = None
-    if "position_embeddings" in kwargs:
-        cos, coordinates = kwargs["position_embeddings"]
-    else:
-        position = list(_argument_names(attention)).index("position_embeddings")
-        cos, coordinates = args[position]
+def rotate_as_layer(tower: nn.Module, layer: int, names: tuple[str, ...], attention: nn.Module, args, kwargs):
+    """Forward pre-hook of an attention module with arguments of these names: cos and sin of its layer."""
+    given = {**dict(zip(names, args)), **kwargs}
+    cos, coordinates = given["position_embeddings"]
     encoding, rope = tower.rotary_encoding, tower.get_submodule(tower.rotary_patch.rope_name)
     num_axes = encoding.layouts[encoding.layout_of_layer[layer]].layout.num_axes
     if coordinates.shape[-1] != num_axes or coordinates.dtype != torch.float32:
@@ -246,12 +245,12 @@ def rotate_as_layer(tower: nn.Module, layer: int, attention: nn.Module, args, kw
             f"{layer} got {coordinates.dtype} of shape {tuple(coordinates.shape)}: the model computes with cos and sin "
             "before attention, or they do not come from it; unpatch the model."
         )
-    states = args[0] if args else kwargs["hidden_states"]
+    states = given[names[0]]
     *replaced, rotation = encoding(layer, cos, coordinates, rope, states)
     _thread.rotation = None if rotation is None else (layer, rotation, states.ndim)
-    if position is None:
-        return args, {**kwargs, "position_embeddings": tuple(replaced)}
-    return (*args[:position], tuple(replaced), *args[position + 1 :]), kwargs
+    given["position_embeddings"] = tuple(replaced)
+    positional = names[: len(args)]
+    return tuple(given.pop(name) for name in positional), given
 
 
 def rotate_states(tower: nn.Module, layer: int, part: str, module: nn.Module, args, output: torch.Tensor):
@@ -268,8 +267,3 @@ def rotate_states(tower: nn.Module, layer: int, part: str, module: nn.Module, ar
 
 def forget_rotation(attention: nn.Module, args, output) -> None:
     _thread.rotation = None
-
-
-def _argument_names(module: nn.Module) -> tuple[str, ...]:
-    code = type(module).forward.__code__
-    return code.co_varnames[1 : code.co_argcount]

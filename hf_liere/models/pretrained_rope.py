@@ -42,9 +42,10 @@ class RopePlanes(nn.Module):
         self, coordinates: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(…, N, A) coordinates and (planes,) frequencies → (…, N, D) cos and sin."""
-        angles = coordinates.index_select(-1, self.axes) * frequencies  # (…, N, planes)
+        axes, channels = self.axes.to(coordinates.device), self.channels.to(coordinates.device)
+        angles = coordinates.index_select(-1, axes) * frequencies  # (…, N, planes)
         factor = self.layout.factor
-        return tuple((x * factor).to(dtype).index_select(-1, self.channels) for x in (angles.cos(), angles.sin()))
+        return tuple((x * factor).to(dtype).index_select(-1, channels) for x in (angles.cos(), angles.sin()))
 
 
 class PretrainedRope(LearnedRotations):

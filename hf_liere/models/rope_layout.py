@@ -113,6 +113,9 @@ class CoordinateProbe(nn.Module):
         # Rotary modules return the type of their first argument, of which they read nothing else but shape and device.
         if states.dtype != torch.float32:
             states = torch.empty((), dtype=torch.float32, device=states.device).expand(states.shape)
+        for name, buffer in self.module._buffers.items():
+            if buffer.device != states.device:
+                self.module._buffers[name] = buffer.to(states.device)
         # Not by calling the module: frameworks may have put a forward of their own on the instance that was copied.
         _, sin = type(self.module).forward(self.module, states, *arguments, **options)
         return sin.float() * (1 / UNIT)

@@ -20,6 +20,8 @@ from .apply import require_patched, rotary_parameters
 SKETCH_SIZE = 32
 # Twice the error of rounding to bfloat16, and less than training usually changes weights.
 WEIGHTS_TOLERANCE = 0.005
+# Twice the error of rounding to bfloat16.
+FREQUENCY_TOLERANCE = 0.008
 FINGERPRINT = ("model_type", "layers", "heads", "head_dim", "train_grid", "weights")
 
 
@@ -170,7 +172,7 @@ def _distance(found: list[list[float]], saved: list[list[float]]) -> float:
 def _check_base(planned: Plan, saved: dict, source: str | Path, check_weights: bool) -> None:
     attentions = [attention for _, attention in planned.attentions]
     found = _fingerprint(planned.tower.module, attentions, planned.base())
-    differing = [name for name in found if name != "weights" and found[name] != saved.get(name)]
+    differing = [name for name in found if name != "weights" and not _agree(found[name], saved.get(name))]
     if differing:
         raise ValueError(
             f"{source} holds rotations for another model: "
@@ -189,6 +191,15 @@ def _check_base(planned: Plan, saved: dict, source: str | Path, check_weights: b
             f"{distance:.1%}. Load the base it belongs to, or pass check_weights=False for one that was trained "
             "further."
         )
+
+
+def _agree(found, saved) -> bool:
+    """Whether two facts are the same, but for what rounding to half types does to the frequencies of a model."""
+    if isinstance(found, list) and isinstance(saved, list):
+        return len(found) == len(saved) and all(map(_agree, found, saved))
+    if isinstance(found, float) and isinstance(saved, (int, float)):
+        return math.isclose(found, saved, rel_tol=FREQUENCY_TOLERANCE)
+    return found == saved
 
 
 def _load_encoding(index: int, planned: Plan, tensors: dict, source: str | Path) -> nn.Module:
