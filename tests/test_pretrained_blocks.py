@@ -132,6 +132,16 @@ def test_compiled_whole_graph_gives_the_same(name, encoding):
     check_compiled(name, blocks(encoding))
 
 
+@pytest.mark.parametrize("name, axes, planes", [("llama", 1, 8), ("dinov3", 2, 8)])
+def test_planes_of_every_key_head(name, axes, planes):
+    model, inputs = build(name)
+    expected = outputs(model, inputs)
+    patch(model, RotaryPatchConfig(position_encoding="liere", block_size=2, rotary_init="pretrained"))
+    ((_, value),) = rotary_parameters(model)
+    assert value.shape == (axes, 2, 2, planes, 1)
+    close_to_start(outputs(model, inputs), expected)
+
+
 def test_heads_and_layers_may_share_generators():
     model, inputs = build("llama")
     expected = outputs(model, inputs)

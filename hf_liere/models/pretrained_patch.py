@@ -179,6 +179,7 @@ def check_start(planned: RopePlan, encoding: PretrainedBlocks) -> None:
             after = _seen_by_attention(attention, (cos[..., :1].to(device), coordinates.to(device)), arguments)
         finally:
             detach_rope(tower.module)
+            _thread.rotation = None
     # Less than the angle of any wrong pair, and more than half types round.
     if any((x - y).abs().max() > 0.05 * x.abs().max() for x, y in zip(before, after)):
         raise ValueError(refusal.format("pairs channels in another way"))
@@ -205,7 +206,9 @@ def _seen_by_attention(
     named = {name: None for name in needed if parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
     for name in ("self", "hidden_states"):
         named.pop(name, None)
-    config = attention.config
+    config = getattr(attention, "config", None)
+    if config is None:
+        return None
     attention.config = View(config, _attn_implementation=SEEING)
     try:
         for shape in (states, states.unsqueeze(0)) if coordinates.ndim == 2 else (states.unsqueeze(0),):

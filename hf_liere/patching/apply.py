@@ -1,4 +1,4 @@
-"""Learned rotations inside pretrained vision transformers: patch, unpatch, and models that reload with them."""
+"""Learned rotations inside pretrained models: patch, unpatch, and models that reload with them."""
 
 import copy
 from collections.abc import Iterator
