@@ -8,6 +8,7 @@ from transformers import (
     AutoConfig,
     AutoImageProcessor,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedImageModeling,
     AutoModelForSequenceClassification,
@@ -38,6 +39,11 @@ from .models.modeling_patched import (
     RotaryCLIPVisionConfig,
     RotaryCLIPVisionModel,
     RotaryCLIPVisionModelWithProjection,
+    RotaryDINOv3ViTConfig,
+    RotaryDINOv3ViTModel,
+    RotaryLlamaConfig,
+    RotaryLlamaForCausalLM,
+    RotaryLlamaModel,
     RotaryViTConfig,
     RotaryViTForImageClassification,
     RotaryViTForMaskedImageModeling,
@@ -73,6 +79,8 @@ MODELS = {
         AutoModelForImageClassification: RotaryViTForImageClassification,
         AutoModelForMaskedImageModeling: RotaryViTForMaskedImageModeling,
     },
+    RotaryDINOv3ViTConfig: {AutoModel: RotaryDINOv3ViTModel},
+    RotaryLlamaConfig: {AutoModel: RotaryLlamaModel, AutoModelForCausalLM: RotaryLlamaForCausalLM},
 }
 
 

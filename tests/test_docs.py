@@ -11,7 +11,8 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_runs(page):
+def test_every_block_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     text, namespace = page.read_text(encoding="utf-8"), {"__name__": page.stem}
     blocks = list(BLOCK.finditer(text))
     assert blocks, f"{page.name} has no Python block"

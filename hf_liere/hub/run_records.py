@@ -9,6 +9,7 @@ from typing import Any
 
 from ..auto import model_class
 from ..models.configuration_liere import LieRETokensConfig
+from ..models.modeling_patched import RotaryLlamaConfig
 from ..storage.saved_weights import ADAPTER_CONFIG, first_line, read_json
 from .facts import METRICS, FactsError, common_facts
 
@@ -38,8 +39,9 @@ FOLDERS = ("image_folder", "video_folder", "volume_file")
 
 
 def can_be_described(folder: Path) -> bool:
-    """Whether there are cards for the kind of model in a folder: not for models of tokens, whose data can be any."""
-    return record(folder, "config.json").get("model_type") != LieRETokensConfig.model_type
+    """Whether there are cards for the kind of model in a folder: not for those of tokens and text."""
+    others = (LieRETokensConfig.model_type, RotaryLlamaConfig.model_type)
+    return record(folder, "config.json").get("model_type") not in others
 
 
 def describe_checkpoint(folder: Path) -> dict[str, Any]:

@@ -198,7 +198,12 @@ def _reads_table(tower: Tower) -> bool:
 
 def _remarks(tower: Tower, encoding, has_inputs: bool) -> list[str]:
     remarks = []
-    if encoding is None:
+    if encoding is None and getattr(tower.module, "rotary_patch", None) is not None:
+        remarks.append(
+            "The rotations are learned from the model's own RoPE, which is not shown here: no generators, rotations or "
+            "frequencies."
+        )
+    elif encoding is None:
         remarks.append(
             "There are no rotations of this package in the model: no generators, rotations or frequencies to show."
         )

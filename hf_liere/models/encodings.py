@@ -23,7 +23,34 @@ ALL_LAYERS_BYTES = 1 << 30
 ALL_LAYERS = slice(None)
 
 
-class RotaryEncoding(nn.Module):
+class LearnedRotations(nn.Module):
+    """Parameters of rotations, which half types must not round; `config` names the encoding."""
+
+    @staticmethod
+    def new_parameter(*shape: int) -> nn.Parameter:
+        """In the default type, or float32 for half types: rounded generators rotate distant patches wrongly."""
+        return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LearnedRotations":
+        before = {parameter.dtype for parameter in self.parameters()}
+        result = super()._apply(fn, recurse)
+        rounded = ({parameter.dtype for parameter in self.parameters()} - before) & {torch.float16, torch.bfloat16}
+        if rounded:
+            logger.warning_once(
+                f"The generators of {self.config.position_encoding} were rounded to {rounded.pop()}: rotations of "
+                "distant patches are off by up to 0.1 on a 64 × 64 grid. Keep them in float32: load the model with "
+                "from_pretrained(…, dtype=…), which keeps them, or train it with autocast."
+            )
+        return result
+
+    @property
+    def rotation_dtype(self) -> torch.dtype:
+        """float64 for float64 parameters, else float32: attention casts them when it applies them."""
+        is_double = any(parameter.dtype == torch.float64 for parameter in self.parameters())
+        return torch.float64 if is_double else torch.float32
+
+
+class RotaryEncoding(LearnedRotations):
     """
     R(p) = exp(Σ_a p_a A_a) (LieRE eq. 4, ComRoPE eq. 3) for all layers at once, with block-diagonal skew-symmetric A_a.
 
@@ -46,23 +73,6 @@ class RotaryEncoding(nn.Module):
         self.layers = 1 if config.share_layers else config.num_hidden_layers
         self.heads = 1 if config.share_heads else config.num_attention_heads
         self.cache = RotationCache()
-
-    @staticmethod
-    def new_parameter(*shape: int) -> nn.Parameter:
-        """In the default type, or float32 for half types: rounded generators rotate distant patches wrongly."""
-        return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "RotaryEncoding":
-        before = {parameter.dtype for parameter in self.parameters()}
-        result = super()._apply(fn, recurse)
-        rounded = ({parameter.dtype for parameter in self.parameters()} - before) & {torch.float16, torch.bfloat16}
-        if rounded:
-            logger.warning_once(
-                f"The generators of {self.config.position_encoding} were rounded to {rounded.pop()}: rotations of "
-                "distant patches are off by up to 0.1 on a 64 × 64 grid. Keep them in float32: load the model with "
-                "from_pretrained(…, dtype=…), which keeps them, or train it with autocast."
-            )
-        return result
 
     def entries(self, device: torch.device) -> torch.Tensor:
         """
@@ -134,12 +144,6 @@ class RotaryEncoding(nn.Module):
         ]
         rotations = [rotation_class(layer.transpose(1, 2)) for layer in rotations]
         return rotations * (self.num_layers // self.layers if layers == self.layers else 1)
-
-    @property
-    def rotation_dtype(self) -> torch.dtype:
-        """float64 for float64 parameters, else float32: attention casts them when it applies them."""
-        is_double = any(parameter.dtype == torch.float64 for parameter in self.parameters())
-        return torch.float64 if is_double else torch.float32
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

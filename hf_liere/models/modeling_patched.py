@@ -1,6 +1,6 @@
 """
-CLIP and ViT with learned rotations, as classes with their own `model_type`. `from_pretrained` and the Auto classes
-restore them with their rotations, by this package or by the code that is saved with a checkpoint.
+CLIP, ViT, DINOv3 and Llama with learned rotations, as classes with their own `model_type`. `from_pretrained` and the
+Auto classes restore them with their rotations, by this package or by the code that is saved with a checkpoint.
 """
 
 from huggingface_hub.dataclasses import strict
@@ -11,6 +11,11 @@ from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
     CLIPVisionModelWithProjection,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
     ViTConfig,
     ViTForImageClassification,
     ViTForMaskedImageModeling,
@@ -27,8 +32,10 @@ from .rotary_patch import RotaryPatchConfig, attach, patched_towers, plan
 class RotaryConfigMixin:
     """Configurations that check and complete `rotary_patch`, and name every Auto class in `auto_map`."""
 
+    _default_patch = {}
+
     def __post_init__(self, **kwargs):
-        self.rotary_patch = RotaryPatchConfig.from_dict(self.rotary_patch or {}).to_dict()
+        self.rotary_patch = RotaryPatchConfig.from_dict(self.rotary_patch or self._default_patch).to_dict()
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
 
@@ -48,7 +55,7 @@ class RotaryModelMixin:
         # transformers leaves the initialisation of a nested PreTrainedModel to that model, which knows no generators.
         # Parameters that were loaded are marked and keep their values.
         for _, tower in patched_towers(self):
-            tower.rotary_encoding.reset_parameters()
+            tower.rotary_patch.reset_parameters(tower)
 
 
 @strict
@@ -95,6 +102,38 @@ class RotaryViTConfig(RotaryConfigMixin, ViTConfig):
     }
 
 
+PRETRAINED_PLANES = {"position_encoding": "rope_mixed", "rotary_init": "pretrained"}
+
+
+@strict
+class RotaryDINOv3ViTConfig(RotaryConfigMixin, DINOv3ViTConfig):
+    """Configuration of DINOv3 with learned rotations; `rotary_patch`: see [`RotaryPatchConfig`]."""
+
+    model_type = "rotary_dinov3_vit"
+    rotary_patch: dict | None = None
+
+    _default_patch = PRETRAINED_PLANES
+    _auto_map = {
+        "AutoConfig": "modeling_patched.RotaryDINOv3ViTConfig",
+        "AutoModel": "modeling_patched.RotaryDINOv3ViTModel",
+    }
+
+
+@strict
+class RotaryLlamaConfig(RotaryConfigMixin, LlamaConfig):
+    """Configuration of Llama with learned rotations; `rotary_patch`: see [`RotaryPatchConfig`]."""
+
+    model_type = "rotary_llama"
+    rotary_patch: dict | None = None
+
+    _default_patch = PRETRAINED_PLANES
+    _auto_map = {
+        "AutoConfig": "modeling_patched.RotaryLlamaConfig",
+        "AutoModel": "modeling_patched.RotaryLlamaModel",
+        "AutoModelForCausalLM": "modeling_patched.RotaryLlamaForCausalLM",
+    }
+
+
 class RotaryCLIPVisionModel(RotaryModelMixin, CLIPVisionModel):
     """[`CLIPVisionModel`] with learned rotations."""
 
@@ -137,6 +176,24 @@ class RotaryViTForMaskedImageModeling(RotaryModelMixin, ViTForMaskedImageModelin
     config_class = RotaryViTConfig
 
 
+class RotaryDINOv3ViTModel(RotaryModelMixin, DINOv3ViTModel):
+    """[`DINOv3ViTModel`] with learned rotations."""
+
+    config_class = RotaryDINOv3ViTConfig
+
+
+class RotaryLlamaModel(RotaryModelMixin, LlamaModel):
+    """[`LlamaModel`] with learned rotations."""
+
+    config_class = RotaryLlamaConfig
+
+
+class RotaryLlamaForCausalLM(RotaryModelMixin, LlamaForCausalLM):
+    """[`LlamaForCausalLM`] with learned rotations."""
+
+    config_class = RotaryLlamaConfig
+
+
 # The class with rotations for each class of transformers.
 COMPLETE_MODELS = {
     CLIPVisionModel: RotaryCLIPVisionModel,
@@ -146,10 +203,15 @@ COMPLETE_MODELS = {
     ViTModel: RotaryViTModel,
     ViTForImageClassification: RotaryViTForImageClassification,
     ViTForMaskedImageModeling: RotaryViTForMaskedImageModeling,
+    DINOv3ViTModel: RotaryDINOv3ViTModel,
+    LlamaModel: RotaryLlamaModel,
+    LlamaForCausalLM: RotaryLlamaForCausalLM,
 }
 
-# transformers looks up by class name how the keys of weights are renamed when they are loaded and saved.
-for plain in (CLIPVisionModel, ViTModel):
-    renaming = get_checkpoint_conversion_mapping(plain.__name__)
+# transformers looks up by class name or type how the keys of weights are renamed when they are loaded and saved.
+RENAMED = {plain.__name__: COMPLETE_MODELS[plain].__name__ for plain in (CLIPVisionModel, ViTModel)}
+RENAMED[DINOv3ViTConfig.model_type] = RotaryDINOv3ViTConfig.model_type
+for plain, complete in RENAMED.items():
+    renaming = get_checkpoint_conversion_mapping(plain)
     if renaming is not None:
-        register_checkpoint_conversion_mapping(COMPLETE_MODELS[plain].__name__, renaming, overwrite=True)
+        register_checkpoint_conversion_mapping(complete, renaming, overwrite=True)

@@ -28,6 +28,8 @@ from .patched_forward import (
     rotations_of_tokens,
     see_grid,
 )
+from .pretrained_patch import RopePatch, RopePlan, plan_rope
+from .rope_layout import frequency_buffers
 from .validation import ROTARY_ENCODINGS, check_format_version
 from .vision_towers import (
     Tower,
@@ -42,6 +44,19 @@ from .vision_towers import (
 
 FORMAT_VERSION = 1
 KEEP_ABSOLUTE = ("interpolate", "train_size", "fade", "drop")
+# Fields of positions and starting values that a model which rotates already has itself.
+OF_NEW_POSITIONS = (
+    "rotary_init_scale",
+    "rope_theta",
+    "coordinates",
+    "position_perturbation",
+    "position_shift",
+    "position_jitter",
+    "position_rescale",
+    "rotate_prefix",
+    "keep_absolute",
+    "absolute_weight",
+)
 
 
 @dataclass
@@ -53,9 +68,13 @@ class RotaryPatchConfig:
         position_encoding: `comrope_ld`, `comrope_ap`, `liere`, `rope_mixed` or `axial_rope`.
         block_size: Size b of the diagonal blocks of the generators; `None` means the encoding's own (8, RoPE: 2).
         layers: Indices of the attention layers to rotate, from 0; `None` means all.
-        target: Dotted name of the vision tower, as in `model.named_modules()`; `None` means every tower.
+        target: Dotted name of the vision tower, or of the module around the one that computes RoPE, as in
+            `model.named_modules()`; `None` means all.
         share_heads, share_layers: One set of generators for all heads of a layer, for all layers.
-        rotary_init: `"zeros"` leaves the model exactly as it is: zero generators, exp(0) = I (ComRoPE §4.4). Any other
+        rotary_init: `"zeros"` leaves a model without rotations exactly as it is: zero generators, exp(0) = I (ComRoPE
+            §4.4). `"pretrained"` is for models that rotate by themselves (RoPE) and starts at their rotations:
+            `rope_mixed` learns the frequencies of every layer and computes the same bits at the start, `liere`,
+            `comrope_ld` and `comrope_ap` learn blocks of each key head and start within rounding. Any other
             (`"frequencies"`, `"normal"`, `"uniform"`, `None` for the encoding's own, see `LieREConfig`) is **not
             neutral**: it changes what the pretrained model computes. `axial_rope` learns nothing and takes only `None`.
         rotary_init_scale, rope_theta, coordinates: See `LieREPixelConfig`.
@@ -116,6 +135,17 @@ class RotaryPatchConfig:
                 f"rotary_init={self.rotary_init!r}: axial_rope learns nothing and never starts neutral; pass "
                 "rotary_init=None to accept that, or another position_encoding."
             )
+        if self.rotary_init == "pretrained":
+            self._check_pretrained()
+
+    def _check_pretrained(self) -> None:
+        defaults = {field.name: field.default for field in fields(self)}
+        given = [name for name in OF_NEW_POSITIONS if getattr(self, name) != defaults[name]]
+        if given:
+            raise ValueError(
+                f"{', '.join(f'{name}={getattr(self, name)!r}' for name in given)}: with rotary_init='pretrained' the "
+                "coordinates of tokens and their frequencies are those of the model; leave these fields out."
+            )
 
     def _check_types(self) -> None:
         if isinstance(self.layers, (list, tuple, range, set)) and all(type(layer) is int for layer in self.layers):
@@ -163,6 +193,36 @@ class RotaryPatch:
     handles: list
     fixed_table: torch.Tensor | None = None
 
+    def base(self, tower: nn.Module) -> dict:
+        """As [`Plan.base`]."""
+        return describe_base(tower.get_submodule(self.attention_names[0]), self.train_grid)
+
+    def reset_parameters(self, tower: nn.Module) -> None:
+        """Values of the start for parameters that no checkpoint had."""
+        tower.rotary_encoding.reset_parameters()
+
+    def detach(self, tower: nn.Module) -> None:
+        """Undo [`Plan.attach`]."""
+        for handle in self.handles:
+            handle.remove()
+        embeddings = tower.get_submodule(self.embeddings_name)
+        vars(embeddings).pop(table_method(embeddings), None)
+        if self.fixed_table is not None:
+            embeddings.position_embeddings = self.fixed_table
+        for name in self.attention_names:
+            attention = tower.get_submodule(name)
+            attention.config = attention.config.base
+        for module in tower.modules():
+            checkpointing = getattr(module, "_gradient_checkpointing_func", None)
+            if isinstance(checkpointing, CheckpointingInPass):
+                module._gradient_checkpointing_func = checkpointing.function
+
+
+def describe_base(attention: nn.Module, train_grid: tuple[int, ...]) -> dict:
+    """What adapters say of the model that they belong to."""
+    heads, head_dim = head_shape(attention)
+    return {"heads": heads, "head_dim": head_dim, "train_grid": list(train_grid)}
+
 
 @dataclass
 class Plan:
@@ -176,8 +236,39 @@ class Plan:
     def build_encoding(self) -> RotaryEncoding:
         return build_rotary_encoding(self.rotary_config, len(self.tower.train_grid))
 
+    def base(self) -> dict:
+        """See [`describe_base`]."""
+        return describe_base(self.attentions[0][1], self.tower.train_grid)
 
-def plan(model: nn.Module, config: RotaryPatchConfig) -> list[Plan]:
+    def attach(self, encoding: RotaryEncoding) -> None:
+        tower = self.tower
+        # Quantized projections may have no parameters.
+        weight = next(self.attentions[0][1].parameters(), next(tower.module.parameters()))
+        prefix = len(tower.name) + 1 if tower.name else 0
+        tower.module.rotary_encoding = encoding.to(weight.device).train(tower.module.training)
+        tower.module.rotary_patch = RotaryPatch(
+            config=self.config,
+            attention_names=[name[prefix:] for name, _ in self.attentions],
+            embeddings_name=next(n for n, m in tower.module.named_modules() if m is tower.embeddings),
+            train_grid=tower.train_grid,
+            coordinates=self.rotary_config.coordinates,
+            is_flexible=tower.is_flexible,
+            handles=[
+                tower.module.register_forward_pre_hook(begin_pass, prepend=True),
+                tower.module.register_forward_hook(end_pass, always_call=True),
+                tower.embeddings.register_forward_pre_hook(accept_any_size, with_kwargs=True),
+                tower.embeddings.register_forward_hook(rotations_of_tokens, with_kwargs=True),
+            ],
+        )
+        _replace_table(tower)
+        if not tower.is_flexible:
+            tower.module.rotary_patch.handles.append(tower.patch_embedding.register_forward_hook(see_grid))
+        for layer, (_, attention) in enumerate(self.attentions):
+            eager = inspect.unwrap(type(attention).forward).__globals__.get("eager_attention_forward")
+            attention.config = rotary_attention_config(attention.config, layer, eager or eager_attention_forward)
+
+
+def plan(model: nn.Module, config: RotaryPatchConfig) -> list[Plan] | list[RopePlan]:
     """
     Raises:
         ValueError: if the model is patched already, has nothing to patch, or the configuration does not fit it.
@@ -185,7 +276,19 @@ def plan(model: nn.Module, config: RotaryPatchConfig) -> list[Plan]:
     patched = [name or type(model).__name__ for name, _ in patched_towers(model)]
     if patched:
         raise ValueError(f"{', '.join(patched)} is patched already; call unpatch(model) first.")
-    towers = find_towers(model)
+    if config.rotary_init == "pretrained":
+        return plan_rope(model, config)
+    try:
+        towers = find_towers(model)
+    except ValueError as error:
+        rotating = [name for name, module in model.named_modules() if frequency_buffers(module)]
+        if not rotating:
+            raise
+        raise ValueError(
+            f"{type(model).__name__} rotates query and key by itself ({rotating[0]}), and rotary_init="
+            f"{config.rotary_init!r} is for models that do not: pass rotary_init='pretrained' to start at its own "
+            f"rotations. {error}"
+        ) from error
     names = [tower.name for tower in towers]
     if config.target is not None:
         towers = [tower for tower in towers if config.target == tower.name]
@@ -252,35 +355,11 @@ def _has_fixed_table(tower: Tower) -> bool:
     return table_method(tower.embeddings) is None and "position_embeddings" in vars(tower.embeddings)
 
 
-def attach(plans: list[Plan], encodings: list[RotaryEncoding] | None = None) -> None:
+def attach(plans: list[Plan] | list[RopePlan], encodings: list[nn.Module] | None = None) -> None:
     """Attach rotations to the towers of `plans`: new encodings, or those of a loaded adapter."""
-    for index, planned in enumerate(plans):
-        tower = planned.tower
-        encoding = planned.build_encoding() if encodings is None else encodings[index]
-        # Quantized projections may have no parameters.
-        weight = next(planned.attentions[0][1].parameters(), next(tower.module.parameters()))
-        prefix = len(tower.name) + 1 if tower.name else 0
-        tower.module.rotary_encoding = encoding.to(weight.device).train(tower.module.training)
-        tower.module.rotary_patch = RotaryPatch(
-            config=planned.config,
-            attention_names=[name[prefix:] for name, _ in planned.attentions],
-            embeddings_name=next(n for n, m in tower.module.named_modules() if m is tower.embeddings),
-            train_grid=tower.train_grid,
-            coordinates=planned.rotary_config.coordinates,
-            is_flexible=tower.is_flexible,
-            handles=[
-                tower.module.register_forward_pre_hook(begin_pass, prepend=True),
-                tower.module.register_forward_hook(end_pass, always_call=True),
-                tower.embeddings.register_forward_pre_hook(accept_any_size, with_kwargs=True),
-                tower.embeddings.register_forward_hook(rotations_of_tokens, with_kwargs=True),
-            ],
-        )
-        _replace_table(tower)
-        if not tower.is_flexible:
-            tower.module.rotary_patch.handles.append(tower.patch_embedding.register_forward_hook(see_grid))
-        for layer, (_, attention) in enumerate(planned.attentions):
-            eager = inspect.unwrap(type(attention).forward).__globals__.get("eager_attention_forward")
-            attention.config = rotary_attention_config(attention.config, layer, eager or eager_attention_forward)
+    # All are built first: one that cannot be must not leave the others attached.
+    for planned, encoding in zip(plans, encodings or [planned.build_encoding() for planned in plans]):
+        planned.attach(encoding)
 
 
 def _replace_table(tower: Tower) -> None:
@@ -297,25 +376,12 @@ def _replace_table(tower: Tower) -> None:
 
 def detach(tower: nn.Module) -> None:
     """Undo [`attach`]."""
-    adapter = tower.rotary_patch
-    for handle in adapter.handles:
-        handle.remove()
-    embeddings = tower.get_submodule(adapter.embeddings_name)
-    vars(embeddings).pop(table_method(embeddings), None)
-    if adapter.fixed_table is not None:
-        embeddings.position_embeddings = adapter.fixed_table
-    for name in adapter.attention_names:
-        attention = tower.get_submodule(name)
-        attention.config = attention.config.base
-    for module in tower.modules():
-        checkpointing = getattr(module, "_gradient_checkpointing_func", None)
-        if isinstance(checkpointing, CheckpointingInPass):
-            module._gradient_checkpointing_func = checkpointing.function
+    tower.rotary_patch.detach(tower)
     del tower.rotary_encoding, tower.rotary_patch
 
 
 def patched_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of the towers that are patched."""
     for name, module in model.named_modules():
-        if isinstance(vars(module).get("rotary_patch"), RotaryPatch):
+        if isinstance(vars(module).get("rotary_patch"), (RotaryPatch, RopePatch)):
             yield name, module

@@ -110,7 +110,7 @@ def refuse_rotating(tower: nn.Module, attentions: list[tuple[str, nn.Module]]) -
     found = [
         f"{type(attention).__name__}.forward uses {name}"
         for _, attention in attentions
-        for name in _names_in_forward(attention)
+        for name in names_in_forward(attention)
         if ROTATING_NAME.search(name)
     ]
     found += [
@@ -125,8 +125,9 @@ def refuse_rotating(tower: nn.Module, attentions: list[tuple[str, nn.Module]]) -
     ]
     if found:
         raise ValueError(
-            f"{type(tower).__name__} rotates query and key by itself ({found[0]}), and would rotate them twice. "
-            "Accepted: models whose attention does not rotate, such as CLIP, SigLIP, DINOv2 or ViT."
+            f"{type(tower).__name__} rotates query and key by itself ({found[0]}), and would rotate them twice. Pass "
+            "rotary_init='pretrained' to start at its own rotations. Accepted: models whose attention does not rotate, "
+            "such as CLIP, SigLIP, DINOv2 or ViT."
         )
 
 
@@ -163,10 +164,10 @@ def refuse_other_tokens(tower: Tower, attentions: list[tuple[str, nn.Module]]) -
 
 
 def _uses_interface(module: nn.Module) -> bool:
-    return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in _names_in_forward(module)
+    return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
 
 
-def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+def names_in_forward(module: nn.Module) -> tuple[str, ...]:
     """Names of globals and attributes that the forward of a module's class reads."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names
@@ -195,6 +196,14 @@ def projections(attention: nn.Module) -> list[nn.Module]:
         if all(isinstance(module, nn.Module) for module in found):
             return found
     return []
+
+
+def linear_layer(projection: nn.Module) -> nn.Module:
+    """The module with the weight of a projection, inside of what peft or the model itself wraps around it."""
+    if hasattr(projection, "base_layer"):
+        return projection.base_layer
+    inner = (module for module in projection.modules() if hasattr(module, "out_features"))
+    return projection if hasattr(projection, "weight") else next(inner, projection)
 
 
 def head_shape(attention: nn.Module) -> tuple[int, int]:

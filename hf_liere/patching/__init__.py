@@ -1,1 +1,1 @@
-"""Learned rotations in pretrained vision transformers, and adapters that store them."""
+"""Learned rotations in pretrained models, and adapters that store them."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..models.rotary_patch import Plan, RotaryPatchConfig, attach, plan
-from ..models.vision_towers import head_shape, projections
+from ..models.vision_towers import linear_layer, projections
 from ..storage.saved_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .apply import require_patched, rotary_parameters
 
@@ -20,6 +20,8 @@ from .apply import require_patched, rotary_parameters
 SKETCH_SIZE = 32
 # Twice the error of rounding to bfloat16, and less than training usually changes weights.
 WEIGHTS_TOLERANCE = 0.005
+# Twice the error of rounding to bfloat16.
+FREQUENCY_TOLERANCE = 0.008
 FINGERPRINT = ("model_type", "layers", "heads", "head_dim", "train_grid", "weights")
 
 
@@ -46,7 +48,7 @@ def save_rotary(model: nn.Module, directory: str | Path) -> None:
     for _, tower in towers:
         adapter = tower.rotary_patch
         attentions = [tower.get_submodule(name) for name in adapter.attention_names]
-        bases.append(_fingerprint(attentions, adapter.train_grid))
+        bases.append(_fingerprint(tower, attentions, adapter.base(tower)))
     content = {"rotary_patch": configs[0], "base": bases}
     (directory / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
 
@@ -124,10 +126,10 @@ def read_adapter(
         raise ValueError(f"{path} cannot be read ({error}): it is damaged or was not copied to its end.") from error
 
 
-def _fingerprint(attentions: list[nn.Module], train_grid: tuple[int, ...]) -> dict:
-    model_type = attentions[0].config.model_type.removeprefix("rotary_")
-    values = (model_type, len(attentions), *head_shape(attentions[0]), list(train_grid), _sketch(attentions))
-    return dict(zip(FINGERPRINT, values, strict=True))
+def _fingerprint(tower: nn.Module, attentions: list[nn.Module], base: dict) -> dict:
+    config = getattr(attentions[0], "config", None) or tower.config
+    model_type = config.model_type.removeprefix("rotary_")
+    return {"model_type": model_type, "layers": len(attentions), **base, "weights": _sketch(attentions)}
 
 
 def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
@@ -140,9 +142,10 @@ def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
     """
     sketches = []
     for attention in attentions:
-        for projection in projections(attention):
-            # peft wraps linear layers.
-            weight = getattr(projection, "base_layer", projection).weight
+        # Models with RoPE are patched whatever they call their projections.
+        found = projections(attention) or [module for module in attention.modules() if hasattr(module, "out_features")]
+        for projection in found:
+            weight = linear_layer(projection).weight
             if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.is_meta:
                 return None
             values = weight.detach().to("cpu", torch.float64).flatten()
@@ -167,12 +170,13 @@ def _distance(found: list[list[float]], saved: list[list[float]]) -> float:
 
 
 def _check_base(planned: Plan, saved: dict, source: str | Path, check_weights: bool) -> None:
-    found = _fingerprint([attention for _, attention in planned.attentions], planned.tower.train_grid)
-    differing = [name for name in found if name != "weights" and found[name] != saved[name]]
+    attentions = [attention for _, attention in planned.attentions]
+    found = _fingerprint(planned.tower.module, attentions, planned.base())
+    differing = [name for name in found if name != "weights" and not _agree(found[name], saved.get(name))]
     if differing:
         raise ValueError(
             f"{source} holds rotations for another model: "
-            + "; ".join(f"{name} {saved[name]} there, {found[name]} here" for name in differing)
+            + "; ".join(f"{name} {saved.get(name)} there, {found[name]} here" for name in differing)
             + "."
         )
     if not check_weights:
@@ -189,9 +193,19 @@ def _check_base(planned: Plan, saved: dict, source: str | Path, check_weights: b
         )
 
 
+def _agree(found, saved) -> bool:
+    """Whether two facts are the same, but for what rounding to half types does to the frequencies of a model."""
+    if isinstance(found, list) and isinstance(saved, list):
+        return len(found) == len(saved) and all(map(_agree, found, saved))
+    if isinstance(found, float) and isinstance(saved, (int, float)):
+        return math.isclose(found, saved, rel_tol=FREQUENCY_TOLERANCE)
+    return found == saved
+
+
 def _load_encoding(index: int, planned: Plan, tensors: dict, source: str | Path) -> nn.Module:
     encoding = planned.build_encoding()
-    for name, parameter in encoding.named_parameters():
+    for full_name, parameter in encoding.named_parameters():
+        name = full_name.rpartition(".")[2]
         saved = tensors.pop(f"{index}.{name}", None)
         if saved is not None and not (saved.is_floating_point() and saved.isfinite().all()):
             raise ValueError(f"{source} holds {name} with values that are not finite numbers: nothing was loaded.")

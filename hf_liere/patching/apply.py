@@ -1,5 +1,6 @@
-"""Learned rotations inside pretrained vision transformers: patch, unpatch, and models that reload with them."""
+"""Learned rotations inside pretrained models: patch, unpatch, and models that reload with them."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,13 +17,15 @@ CLASS_FIELDS = ("model_type", "architectures", "auto_map", "rotary_patch")
 
 def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
     """
-    Rotate query and key in the vision towers of a pretrained model (ComRoPE §4.4), in place.
+    Rotate query and key in the vision towers of a pretrained model (ComRoPE §4.4), in place; or, with
+    `rotary_init="pretrained"`, learn the rotations of a model that rotates by itself (RoPE), of language or images.
 
     With `rotary_init="zeros"` the model computes the same bits as before in float32, and gradients reach the
-    generators. Its weights are not changed, moved or renamed; the generators are a new module `rotary_encoding` of
-    each vision tower. Nothing is frozen: `rotary_parameters` lists the new parameters. Save the rotations with
-    `save_rotary` or `complete_model`; the model's own `save_pretrained` writes generators that its class reports as
-    unexpected and does not load.
+    generators; so does one with RoPE and `position_encoding="rope_mixed", rotary_init="pretrained"`. Its weights are
+    not changed, moved or renamed; the generators are a new module `rotary_encoding` of each vision tower, or of each
+    module around one that computes RoPE. Nothing is frozen: `rotary_parameters` lists the new parameters. Save the
+    rotations with `save_rotary` or `complete_model`; the model's own `save_pretrained` writes generators that its class
+    reports as unexpected and does not load.
 
     With peft, generators are trained and saved beside its adapters as `modules_to_save`:
 
@@ -54,8 +57,9 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
 
     Raises:
         ValueError: before anything is changed, if the model is patched already, has no vision tower whose attention
-            goes through transformers' attention interface, rotates queries and keys by itself (DINOv3, Qwen-VL …),
-            has tokens that cannot be assigned to patches, or does not fit the configuration.
+            goes through transformers' attention interface, rotates queries and keys by itself while `rotary_init` is
+            not `"pretrained"` or the reverse, has tokens that cannot be assigned to patches, or does not fit the
+            configuration.
     """
     attach(plan(model, config))
     return model
@@ -128,13 +132,13 @@ def set_absolute_weight(model: nn.Module, weight: float) -> None:
 
 def complete_model(model: PreTrainedModel) -> PreTrainedModel:
     """
-    A patched CLIP or ViT as a class with its own `model_type`, whose rotations `save_pretrained` saves and
-    `from_pretrained` restores, also that of the Auto classes. The weights are copied. Use [`save_rotary`] for models of
-    other families.
+    A patched CLIP, ViT, DINOv3 or Llama as a class with its own `model_type`, whose rotations `save_pretrained` saves
+    and `from_pretrained` restores, also that of the Auto classes. The weights are copied. Use [`save_rotary`] for
+    models of other families.
 
     Raises:
-        ValueError: if the model is not patched, its class has no such counterpart (only CLIP's and ViT's have), or it
-            holds parameters of adapters.
+        ValueError: if the model is not patched, its class has no such counterpart (only those of CLIP, ViT, DINOv3
+            and Llama have), or it holds parameters of adapters.
     """
     towers = require_patched(model)
     counterpart = COMPLETE_MODELS.get(type(model))
@@ -156,6 +160,14 @@ def _as_class(kind: type[PreTrainedModel], model: PreTrainedModel, **fields) -> 
     for (_, tower), (_, source) in zip(patched_towers(built), patched_towers(model)):
         # Generators keep their own type in a model of another type.
         tower.rotary_encoding.to(dtype=source.rotary_encoding.rotation_dtype)
+    # Buffers that are not saved, such as the frequencies of RoPE, keep the type that they have.
+    own = dict(model.named_buffers())
+    for name, module in built.named_modules():
+        for buffer in module._buffers:
+            if (path := f"{name}.{buffer}".lstrip(".")) in own:
+                module._buffers[buffer] = own[path].clone()
+    if model.can_generate():
+        built.generation_config = copy.deepcopy(model.generation_config)
     weights = model.state_dict()
     if not is_patched(built):
         weights = {name: weight for name, weight in weights.items() if "rotary_encoding" not in name.split(".")}

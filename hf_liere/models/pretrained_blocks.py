@@ -1,0 +1,247 @@
+"""
+Learned blocks inside models with RoPE: generators of LieRE and ComRoPE that start as the planes of the pretrained
+rotation, b/2 planes in a block of b channels.
+"""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .lie_algebra import product_dtype
+from .positions import TokenPositions
+from .pretrained_rope import PretrainedRope
+from .rope_layout import RopeLayout, RopeTower, frequency_buffers
+from .rotary_embedding import LieRotaryEmbedding
+from .rotation import Rotation, rotate_one, rotate_pair
+from .vision_towers import linear_layer, projections
+
+
+class PretrainedBlocks(PretrainedRope):
+    """
+    R(p) = exp(Σ_a p_a A_a) of every key head and layer, for blocks of channels that are brought next to each other.
+
+    Attributes:
+        rotary: The [`LieRotaryEmbedding`] with the parameters, for channels in the order of `order`.
+        order: (D,) the model's channel at every place; the two of a plane are neighbours.
+        inverse: (D,) the place of every channel of the model.
+    """
+
+    def __init__(self, tower: RopeTower, layers: list[int], config):
+        super().__init__(tower, layers, config)
+        layout = _common_layout(tower, layers, config.share_layers)
+        heads, key_heads = _common_heads(tower, layers, len(layout.planes))
+        self.rotary = LieRotaryEmbedding(
+            heads,
+            len(layout.planes),
+            layout.num_axes,
+            config.position_encoding,
+            config.block_size,
+            num_key_value_heads=key_heads,
+            num_layers=len(layers),
+            share_heads=config.share_heads,
+            share_layers=config.share_layers,
+            rotary_init="zeros",
+        )
+        self.planes = order_of_planes(layout, config.position_encoding, self.rotary.config.block_size, tower.shown)
+        for name in ("order", "inverse"):
+            self.register_buffer(name, torch.empty(0), persistent=False)
+        self.reset_parameters(tower.rope)
+
+    @torch.no_grad()
+    def reset_parameters(self, rope: nn.Module) -> None:
+        super().reset_parameters(rope)
+        planes = self.layouts[self.layout_of_layer[self.layers[0]]].layout.channels_of_planes()
+        device = "cpu" if self.order.is_meta else self.order.device
+        self.order = torch.tensor([channel for plane in self.planes for channel in planes[plane]], device=device)
+        self.inverse = self.order.argsort()
+        if not any(rope._buffers[name].is_meta for name in frequency_buffers(rope)):
+            for name, values in self.starting_values(rope).items():
+                init.copy_(getattr(self.rotary.encoding, name), values)
+
+    def starting_values(self, rope: nn.Module) -> dict[str, torch.Tensor]:
+        """Parameters of the encoding: pretrained frequencies in the entries of blocks that turn a plane, else zeros."""
+        encoding = self.rotary.encoding
+        values = {
+            name: torch.zeros(parameter.shape, dtype=torch.float32) for name, parameter in encoding.named_parameters()
+        }
+        size, blocks = encoding.block_size, encoding.num_blocks
+        row, column = torch.triu_indices(size, size, offset=1)
+        in_plane = (row % 2 == 0) & (column == row + 1)
+        every_axis = torch.arange(encoding.num_axes)
+        for rank, layer in enumerate(self.layers[: encoding.layers]):
+            planes, order = self.layouts[self.layout_of_layer[layer]], list(self.planes)
+            frequencies = planes.of_rope(rope).cpu()[order].view(blocks, size // 2)
+            axes = planes.axes.cpu()[order].view(blocks, size // 2)
+            if values["generators"].ndim == 5:
+                of_axes = frequencies * (axes == every_axis.view(-1, 1, 1))  # (A, blocks, b/2)
+                values["generators"][:, rank, ..., in_plane] = of_axes.unsqueeze(1).expand(-1, encoding.heads, -1, -1)
+            else:
+                values["generators"][rank, ..., in_plane] = frequencies.expand(encoding.heads, -1, -1)
+            if "multipliers" in values:
+                values["multipliers"][:, rank] = (axes[:, 0] == every_axis.view(-1, 1, 1)).float()
+        return values
+
+    def forward(
+        self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Rotation | None]:
+        """As [`PretrainedRope.forward`]: tokens before those with coordinates are not rotated."""
+        if layer not in self.layers:
+            return self.unchanged(layer, cos, coordinates, rope)
+        layout = self.layouts[self.layout_of_layer[layer]].layout
+        still = cos.new_full((*coordinates.shape[:-1], len(layout.planes)), layout.factor)
+        prefix = states.shape[-2] - coordinates.shape[-2]
+        # Where the generators are, unless they are offloaded: then they come to the coordinates.
+        device = next(self.rotary.parameters()).device
+        coordinates = coordinates if device.type == "meta" else coordinates.to(device)
+        positions = TokenPositions(nn.functional.pad(coordinates, (0, 0, prefix, 0)) if prefix else coordinates)
+        rotations = self.rotary.encoding(positions, product_dtype(states), self.layers.index(layer))
+        return still, torch.zeros_like(still), next(iter(rotations))
+
+    def rotated(
+        self, rotation: Rotation, part: str, before: torch.Tensor, states: torch.Tensor, state_dims: int
+    ) -> torch.Tensor:
+        """
+        Queries, keys, or both and values, by a rotation, in the layout that they have.
+
+        Args:
+            part: `"query"`, `"key"` or `"all"` for queries, keys and values after one another.
+            before: What the module that made `states` was given.
+            states: (…, N, H · D), (…, N, H, D) or (…, H, N, D).
+            state_dims: Dimensions of what attention sees, that is of (…, N, hidden_size).
+        """
+        rotation, order, inverse = (x.to(states.device) for x in (rotation, self.order, self.inverse))
+        tokens, head_dim = rotation.num_tokens(), self.rotary.head_dim
+        flat = states.ndim == state_dims
+        if flat and part == "all":
+            query, key, value = states.chunk(3, dim=-1)
+            query, key = (_heads_first(x.unflatten(-1, (-1, head_dim)), state_dims) for x in (query, key))
+            query, key = rotate_pair(rotation, *(x.index_select(-1, order) for x in (query, key)))
+            query, key = (_tokens_first(x.index_select(-1, inverse), state_dims).flatten(-2) for x in (query, key))
+            return torch.cat([query, key, value], dim=-1)
+        heads = states.unflatten(-1, (-1, head_dim)) if flat else states
+        tokens_first = flat or _is_tokens_first(heads, before, tokens)
+        heads = _heads_first(heads, state_dims) if tokens_first else heads
+        heads = rotate_one(rotation, heads.index_select(-1, order), self.rotary.num_key_value_heads)
+        heads = heads.index_select(-1, inverse)
+        heads = _tokens_first(heads, state_dims) if tokens_first else heads
+        return heads.flatten(-2) if flat else heads
+
+
+def _heads_first(states: torch.Tensor, state_dims: int) -> torch.Tensor:
+    """(…, N, H, D) → (B, H, N, D)."""
+    states = states.transpose(-3, -2)
+    return states.unsqueeze(0) if state_dims == 2 else states
+
+
+def _tokens_first(states: torch.Tensor, state_dims: int) -> torch.Tensor:
+    """The inverse of [`_heads_first`]."""
+    states = states.squeeze(0) if state_dims == 2 else states
+    return states.transpose(-3, -2)
+
+
+def _is_tokens_first(states: torch.Tensor, before: torch.Tensor, tokens: int) -> bool:
+    """Whether (…, N, H, D) rather than (…, H, N, D): a norm is given a view of projected tokens, if N = H."""
+    if states.shape[-3] != states.shape[-2]:
+        return states.shape[-3] == tokens
+    return before.stride(-3) >= before.stride(-2)
+
+
+def projected_states(attention: nn.Module) -> dict[str, nn.Module]:
+    """The last modules before queries and keys are rotated, by part, see [`PretrainedBlocks.rotated`]."""
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    if all(isinstance(norm, nn.Module) for norm in norms):
+        return dict(zip(("query", "key"), norms))
+    found = projections(attention)
+    return {"all": found[0]} if len(found) == 1 else dict(zip(("query", "key"), found))
+
+
+def _common_layout(tower: RopeTower, layers: list[int], share_layers: bool) -> RopeLayout:
+    layouts = [tower.layouts[layer] for layer in layers]
+    if len({(layout.planes, layout.axes) for layout in layouts}) > 1:
+        raise ValueError(
+            f"The attention layers of {tower.shown} pair channels differently, and blocks of all are of the same "
+            "channels; name equal ones in layers."
+        )
+    if share_layers and len({(layout.buffer, layout.factor) for layout in layouts}) > 1:
+        raise ValueError(
+            f"share_layers=True: the attention layers of {tower.shown} turn with different frequencies, "
+            f"{sorted({layout.buffer for layout in layouts})}."
+        )
+    sizes = sorted({len(channels) for channels in layouts[0].channels_of_planes()})
+    if sizes != [2]:
+        raise ValueError(
+            f"{tower.shown}: {tower.rope_name} gives the same cos and sin to {' or '.join(map(str, sizes))} channels, "
+            "so which two make a plane is unknown; accepted: position_encoding='rope_mixed'."
+        )
+    return layouts[0]
+
+
+def _common_heads(tower: RopeTower, layers: list[int], rotated: int) -> tuple[int, int]:
+    """
+    Numbers of query and key heads.
+
+    Raises:
+        ValueError: if the widths of the projections are not those of heads whose channels are all rotated.
+    """
+    found = set()
+    for layer in layers:
+        name, attention = tower.attentions[layer]
+        widths = [getattr(linear_layer(part), "out_features", None) for part in projections(attention)]
+        if not widths:
+            raise ValueError(
+                f"{name} ({type(attention).__name__}) has no q_proj and k_proj, query and key, or qkv: where its "
+                "queries and keys can be rotated is unknown; accepted: position_encoding='rope_mixed'."
+            )
+        widths = [widths[0] // 3] * 2 if len(widths) == 1 and widths[0] and widths[0] % 3 == 0 else widths
+        head_dim = getattr(attention, "head_dim", rotated)
+        heads = getattr(attention, "num_heads", None) or getattr(
+            getattr(attention, "config", None), "num_attention_heads", None
+        )
+        if head_dim != rotated or widths[0] != (heads or 0) * rotated or not widths[-1] or widths[-1] % rotated:
+            raise ValueError(
+                f"{name} ({type(attention).__name__}) rotates {rotated} channels of {heads} heads of {head_dim}, and "
+                f"projects to widths {widths}: blocks need projections to heads whose channels are all rotated; "
+                "accepted: position_encoding='rope_mixed'."
+            )
+        found.add((widths[0] // rotated, widths[-1] // rotated))
+    if len(found) > 1:
+        raise ValueError(
+            f"The layers of {tower.shown} have different numbers of heads, {sorted(found)}; name equal ones."
+        )
+    return found.pop()
+
+
+def order_of_planes(layout: RopeLayout, position_encoding: str, block_size: int, shown: str) -> tuple[int, ...]:
+    """
+    The planes of a head in an order in which b/2 after another make a block that the encoding has: of any axes for
+    LieRE, of one axis for ComRoPE-LD (eq. 10), of axis j mod A in block j for ComRoPE-AP (eq. 8).
+
+    Raises:
+        ValueError: if there is none.
+    """
+    axis_of_plane = [layout.axes[channels[0]] for channels in layout.channels_of_planes()]
+    of_axis = [[p for p, axis in enumerate(axis_of_plane) if axis == a] for a in range(layout.num_axes)]
+    counts, size = [len(planes) for planes in of_axis], block_size // 2
+    if block_size % 2:
+        raise ValueError(f"block_size={block_size}: a block is made of planes, two channels each; pass an even size.")
+    if position_encoding == "liere":
+        if sum(counts) % size:
+            raise ValueError(
+                f"block_size={block_size} does not divide the {2 * sum(counts)} rotated channels of {shown}."
+            )
+        return tuple(range(sum(counts)))
+    blocks = [[planes[i : i + size] for i in range(0, len(planes), size)] for planes in of_axis]
+    if any(count % size for count in counts):
+        raise ValueError(
+            f"block_size={block_size}: {shown} rotates {counts} planes by its axes, and a block of {position_encoding} "
+            f"has {size} of one axis; accepted are sizes that divide twice these numbers, and liere for any axes."
+        )
+    if position_encoding == "comrope_ap" and len(set(counts)) > 1:
+        raise ValueError(
+            f"{shown} rotates {counts} planes by its axes, but comrope_ap has as many blocks of each; accepted: "
+            "comrope_ld and liere."
+        )
+    if position_encoding == "comrope_ap":
+        # Blocks of the axes in turn.
+        blocks = [[block] for turn in zip(*blocks) for block in turn]
+    return tuple(plane for blocks_of_axis in blocks for block in blocks_of_axis for plane in block)

@@ -1,0 +1,272 @@
+"""
+Rotary patches of models that rotate queries and keys by themselves: the plan, which is checked before anything is
+changed, and the hooks.
+
+A forward pass: a hook on the rotary module hands on the coordinates of the tokens in the place of cos and sin, so that
+whatever the model does with these (windows, slices of tokens) is done with the coordinates. A hook on every attention
+module makes cos and sin of them with the frequencies of its layer. Blocks that are no planes rotate queries and keys
+where they are made, before the model's own rotation, which then gets cos = 1 and sin = 0; keys are cached rotated.
+"""
+
+import inspect
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
+
+from .patched_forward import View
+from .pretrained_blocks import PretrainedBlocks, projected_states
+from .pretrained_rope import PretrainedPlanes, PretrainedRope
+from .rope_layout import RopeLayout, RopeTower, accepted_positions, find_rope_towers
+from .vision_towers import linear_layer, projections
+
+
+# The rotation of the attention module that is running; it belongs to the thread, never to a module.
+_thread = threading.local()
+
+
+class Seen(Exception):
+    """Ends a call of an attention module, with its query and key."""
+
+
+def see_states(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs):
+    raise Seen(query.float(), key.float())
+
+
+SEEING = f"seen:{__name__}"
+AttentionInterface.register(SEEING, see_states)
+
+
+@dataclass
+class RopePatch:
+    """The state of a patched [`RopeTower`], stored on it as `rotary_patch`."""
+
+    config: object
+    attention_names: list[str]
+    rope_name: str
+    handles: list = field(default_factory=list)
+
+    def base(self, tower: nn.Module) -> dict:
+        """As [`RopePlan.base`]."""
+        attention, layouts = tower.get_submodule(self.attention_names[0]), tower.rotary_encoding.layouts
+        return describe_base(tower.get_submodule(self.rope_name), attention, [planes.layout for planes in layouts])
+
+    def reset_parameters(self, tower: nn.Module) -> None:
+        """Values of the start for parameters that no checkpoint had."""
+        tower.rotary_encoding.reset_parameters(tower.get_submodule(self.rope_name))
+
+    def detach(self, tower: nn.Module) -> None:
+        """Undo [`RopePlan.attach`]."""
+        for handle in self.handles:
+            handle.remove()
+
+
+def describe_base(rope: nn.Module, attention: nn.Module, layouts: list[RopeLayout]) -> dict:
+    """What adapters say of the model that they belong to: its heads, and the frequencies that it starts from."""
+    head_dim = getattr(attention, "head_dim", len(layouts[0].planes))
+    widths = [getattr(linear_layer(part), "out_features", 0) for part in projections(attention)] or [0]
+    # One projection makes queries, keys and values.
+    heads = [width // head_dim // (3 if len(widths) == 1 else 1) or None for width in widths]
+    frequencies = [rope._buffers[layout.buffer].flatten().tolist() for layout in layouts]
+    return {
+        "heads": heads[0],
+        "key_heads": heads[-1],
+        "head_dim": head_dim,
+        "train_grid": [],
+        "frequencies": [[float(f"{value:.5g}") for value in values] for values in frequencies],
+    }
+
+
+@dataclass
+class RopePlan:
+    """A rotary patch of a model that rotates by itself, checked before anything is changed."""
+
+    tower: RopeTower
+    layers: list[int]
+    config: object
+
+    @property
+    def attentions(self) -> list[tuple[str, nn.Module]]:
+        return [self.tower.attentions[layer] for layer in self.layers]
+
+    def build_encoding(self) -> PretrainedRope:
+        kind = PretrainedPlanes if self.config.position_encoding == "rope_mixed" else PretrainedBlocks
+        return kind(self.tower, self.layers, self.config)
+
+    def base(self) -> dict:
+        """See [`describe_base`]."""
+        return describe_base(self.tower.rope, self.attentions[0][1], list(dict.fromkeys(self.tower.layouts)))
+
+    def attach(self, encoding: PretrainedRope) -> None:
+        tower, module = self.tower, self.tower.module
+        weight = next(self.attentions[0][1].parameters(), next(module.parameters()))
+        prefix = len(tower.name) + 1 if tower.name else 0
+        module.rotary_encoding = encoding.to(weight.device).train(module.training)
+        handles = [tower.rope.register_forward_hook(partial(hand_on_coordinates, module), with_kwargs=True)]
+        for layer, (_, attention) in enumerate(tower.attentions):
+            names = tuple(name for name in inspect.signature(type(attention).forward).parameters if name != "self")
+            hook = partial(rotate_as_layer, module, layer, names)
+            handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
+            if layer in self.layers and isinstance(encoding, PretrainedBlocks):
+                for part, projected in projected_states(attention).items():
+                    handles.append(projected.register_forward_hook(partial(rotate_states, module, layer, part)))
+                handles.append(attention.register_forward_hook(forget_rotation))
+        names = [name[prefix:] for name, _ in self.attentions]
+        module.rotary_patch = RopePatch(self.config, names, tower.rope_name, handles)
+
+
+def plan_rope(model: nn.Module, config) -> list[RopePlan]:
+    """
+    Args:
+        config: A `RotaryPatchConfig` with `rotary_init="pretrained"`.
+
+    Raises:
+        ValueError: if no module computes rotations that can be learned, or the configuration does not fit.
+    """
+    plans = []
+    for tower in find_rope_towers(model, config.target):
+        available = list(range(len(tower.attentions)))
+        layers = available if config.layers is None else config.layers
+        if not layers or set(layers) - set(available):
+            raise ValueError(
+                f"layers={layers} do not match: {tower.shown} has attention layers "
+                f"{[f'{index}: {name}' for index, (name, _) in enumerate(tower.attentions)]}."
+            )
+        if hasattr(tower.module, "rotary_encoding"):
+            raise ValueError(f"{tower.shown} has a rotary_encoding of its own; it would be overwritten.")
+        plans.append(RopePlan(tower, layers, config))
+    # What does not fit is noticed before a model is changed.
+    for planned in plans:
+        encoding = planned.build_encoding()
+        if isinstance(encoding, PretrainedBlocks):
+            check_start(planned, encoding)
+    return plans
+
+
+def check_start(planned: RopePlan, encoding: PretrainedBlocks) -> None:
+    """
+    Compare the queries and keys that attention sees, with the rotation of the model and with the one that starts from
+    it, in one attention module: which channels are paired, and how, is what attention makes of cos and sin.
+
+    Raises:
+        ValueError: if they differ, or the attention module cannot be called by itself.
+    """
+    tower, layer = planned.tower, planned.layers[0]
+    name, attention = tower.attentions[layer]
+    tensors = [*attention.parameters(), *attention.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        # A model that is constructed before its weights are loaded was checked when it was patched.
+        return
+    refusal = (
+        f"{name} ({type(attention).__name__}) {{}}: blocks start where queries and keys are rotated as "
+        f"{tower.rope_name} pairs their channels; accepted: position_encoding='rope_mixed'."
+    )
+    layer_type = tower.layouts[layer].layer_type
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    arguments, _ = accepted_positions(tower.rope, options, ValueError(refusal.format("has unknown positions")))
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    with torch.no_grad():
+        coordinates = encoding.coordinates(layer_type, *arguments, **options)
+        cos, sin, _ = encoding.unchanged(layer, coordinates[:0], coordinates, tower.rope)
+        before = _seen_by_attention(attention, (cos.to(device), sin.to(device)), arguments)
+        if before is None:
+            raise ValueError(refusal.format("could not be called with a few tokens to see what it rotates"))
+        planned.attach(encoding)
+        try:
+            after = _seen_by_attention(attention, (cos[..., :1].to(device), coordinates.to(device)), arguments)
+        finally:
+            detach_rope(tower.module)
+            _thread.rotation = None
+    # Less than the angle of any wrong pair, and more than half types round.
+    if any((x - y).abs().max() > 0.05 * x.abs().max() for x, y in zip(before, after)):
+        raise ValueError(refusal.format("pairs channels in another way"))
+
+
+def _seen_by_attention(
+    attention: nn.Module, position_embeddings: tuple[torch.Tensor, torch.Tensor], arguments: tuple
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Query and key that an attention module hands to transformers' attention interface, for a few tokens."""
+    projection = linear_layer(projections(attention)[0])
+    weight = next(attention.parameters(), torch.empty(0))
+    coordinates = position_embeddings[1]
+    dtype = weight.dtype if weight.is_floating_point() else torch.float32
+    states = torch.arange(coordinates.shape[-2] * projection.in_features, device=coordinates.device)
+    states = (states.float() * 0.7).sin().view(coordinates.shape[-2], -1).to(dtype)
+    given = {
+        "position_embeddings": tuple(x.to(dtype) if x is position_embeddings[0] else x for x in position_embeddings),
+        "cu_seqlens": torch.tensor([0, len(states)], dtype=torch.int32, device=states.device),
+        "position_ids": arguments[-1].to(states.device),
+    }
+    parameters = inspect.signature(type(attention).forward).parameters
+    given = {name: value for name, value in given.items() if name in parameters}
+    needed = (name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty)
+    named = {name: None for name in needed if parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    for name in ("self", "hidden_states"):
+        named.pop(name, None)
+    config = getattr(attention, "config", None)
+    if config is None:
+        return None
+    attention.config = View(config, _attn_implementation=SEEING)
+    try:
+        for shape in (states, states.unsqueeze(0)) if coordinates.ndim == 2 else (states.unsqueeze(0),):
+            try:
+                attention(shape, **{**named, **given})
+            except Seen as seen:
+                return seen.args
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+                continue
+    finally:
+        attention.config = config
+    return None
+
+
+def detach_rope(tower: nn.Module) -> None:
+    """Undo [`RopePlan.attach`]."""
+    tower.rotary_patch.detach(tower)
+    del tower.rotary_encoding, tower.rotary_patch
+
+
+def hand_on_coordinates(tower: nn.Module, rope: nn.Module, args, kwargs, output):
+    """Forward hook of a rotary module: (…, N, A) channels of cos, for their type, and coordinates instead of sin."""
+    layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
+    coordinates = tower.rotary_encoding.coordinates(layer_type, *args, **kwargs)
+    return output[0][..., : coordinates.shape[-1]], coordinates
+
+
+def rotate_as_layer(tower: nn.Module, layer: int, names: tuple[str, ...], attention: nn.Module, args, kwargs):
+    """Forward pre-hook of an attention module with arguments of these names: cos and sin of its layer."""
+    given = {**dict(zip(names, args)), **kwargs}
+    cos, coordinates = given["position_embeddings"]
+    encoding, rope = tower.rotary_encoding, tower.get_submodule(tower.rotary_patch.rope_name)
+    num_axes = encoding.layouts[encoding.layout_of_layer[layer]].layout.num_axes
+    if coordinates.shape[-1] != num_axes or coordinates.dtype != torch.float32:
+        raise RuntimeError(
+            f"{tower.rotary_patch.rope_name} handed on float32 coordinates of {num_axes} axes, but attention layer "
+            f"{layer} got {coordinates.dtype} of shape {tuple(coordinates.shape)}: the model computes with cos and sin "
+            "before attention, or they do not come from it; unpatch the model."
+        )
+    states = given[names[0]]
+    *replaced, rotation = encoding(layer, cos, coordinates, rope, states)
+    _thread.rotation = None if rotation is None else (layer, rotation, states.ndim)
+    given["position_embeddings"] = tuple(replaced)
+    positional = names[: len(args)]
+    return tuple(given.pop(name) for name in positional), given
+
+
+def rotate_states(tower: nn.Module, layer: int, part: str, module: nn.Module, args, output: torch.Tensor):
+    """Forward hook of the module that makes the queries or keys of an attention module, or both."""
+    current = getattr(_thread, "rotation", None)
+    if current is None or current[0] != layer:
+        raise RuntimeError(
+            f"{type(module).__name__} of attention layer {layer} ran outside of its attention module, so the positions "
+            "of its tokens are unknown. Call the model around it, or unpatch the model."
+        )
+    _, rotation, state_dims = current
+    return tower.rotary_encoding.rotated(rotation, part, args[0], output, state_dims)
+
+
+def forget_rotation(attention: nn.Module, args, output) -> None:
+    _thread.rotation = None

@@ -1,0 +1,321 @@
+"""
+Models that rotate queries and keys by themselves (RoPE): the modules that compute cos and sin, the attention modules
+that these are handed to as `position_embeddings`, and which channel turns with which frequency of which coordinate.
+All of it is found by calling the modules with known positions and frequencies, never by the name of a class.
+"""
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .vision_towers import names_in_forward, takes
+
+
+# sin(x) is x in every floating point type for angles this small: with this frequency, sin is the coordinate itself.
+UNIT = 2.0**-60
+TOKENS = 7
+
+
+@dataclass(frozen=True)
+class RopeLayout:
+    """
+    What a rotary module computes for one type of layers: cos and sin of p_a ω_f for each of D channels, times a factor.
+
+    Attributes:
+        buffer: Name of the buffer with the frequencies.
+        layer_type: Argument that selects this type of layers, or `None` where there is only one.
+        frequencies: For every channel, the index f of its frequency in the buffer.
+        axes: For every channel, its axis a, numbered as they appear.
+        planes: For every channel, its plane: the channels with the same frequency and axis.
+        factor: By which cos and sin are multiplied (YaRN's attention scaling).
+    """
+
+    buffer: str
+    layer_type: str | None
+    frequencies: tuple[int, ...]
+    axes: tuple[int, ...]
+    planes: tuple[int, ...]
+    factor: float
+
+    @property
+    def num_axes(self) -> int:
+        return max(self.axes) + 1
+
+    @property
+    def num_planes(self) -> int:
+        return max(self.planes) + 1
+
+    def channels_of_planes(self) -> list[tuple[int, ...]]:
+        """The channels of every plane, in ascending order."""
+        found = [[] for _ in range(self.num_planes)]
+        for channel, plane in enumerate(self.planes):
+            found[plane].append(channel)
+        return [tuple(channels) for channels in found]
+
+
+@dataclass
+class RopeTower:
+    """A rotary module with the module around it and the attention modules that it serves."""
+
+    name: str
+    module: nn.Module
+    rope_name: str
+    attentions: list[tuple[str, nn.Module]]
+    layouts: list[RopeLayout]
+
+    @property
+    def shown(self) -> str:
+        return _shown(self.name, self.module)
+
+    @property
+    def rope(self) -> nn.Module:
+        return self.module.get_submodule(self.rope_name)
+
+
+def _shown(name: str, module: nn.Module) -> str:
+    return f"{name} ({type(module).__name__})" if name else type(module).__name__
+
+
+class CoordinateProbe(nn.Module):
+    """
+    A copy of a rotary module whose frequencies are [`UNIT`], so that it returns the coordinates of tokens, for every
+    channel that of its axis, exactly as the rotary module multiplies them with frequencies.
+    """
+
+    def __init__(self, rope: nn.Module):
+        super().__init__()
+        self.module = _with_frequencies(rope, lambda name, values: torch.full_like(values, UNIT), neutral_factor=True)
+        self.states_name = next(name for name in inspect.signature(type(rope).forward).parameters if name != "self")
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "CoordinateProbe":
+        result = super()._apply(fn, recurse)
+        # Half types round the unit to zero.
+        self.reset_parameters()
+        return result
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill the buffers again, in float32, after a conversion or a construction without values."""
+        for name, buffer in self.module._buffers.items():
+            self.module._buffers[name] = torch.full_like(buffer, UNIT, dtype=torch.float32)
+
+    def forward(self, *arguments, **options) -> torch.Tensor:
+        """The arguments of the rotary module → (…, N, D) coordinates, without a gradient, float32."""
+        if self.states_name in options:
+            options = dict(options)
+            arguments = (options.pop(self.states_name), *arguments)
+        states, *arguments = arguments
+        # Rotary modules return the type of their first argument, of which they read nothing else but shape and device.
+        if states.dtype != torch.float32:
+            states = torch.empty((), dtype=torch.float32, device=states.device).expand(states.shape)
+        for name, buffer in self.module._buffers.items():
+            if buffer.device != states.device:
+                self.module._buffers[name] = buffer.to(states.device)
+        # Not by calling the module: frameworks may have put a forward of their own on the instance that was copied.
+        _, sin = type(self.module).forward(self.module, states, *arguments, **options)
+        return sin.float() * (1 / UNIT)
+
+
+def _with_frequencies(
+    rope: nn.Module, value: Callable[[str, torch.Tensor], torch.Tensor], neutral_factor: bool = False
+) -> nn.Module:
+    """A copy of a rotary module with other frequencies, in float32 on the CPU, and without hooks."""
+    made = copy.copy(rope)
+    state = vars(made)
+    for name in list(state):
+        if name.endswith("_hooks") or "_hooks_" in name:
+            state[name] = OrderedDict()
+        elif neutral_factor and name.endswith("attention_scaling"):
+            state[name] = 1.0
+    for name in ("forward", "_hf_hook", "_old_forward"):
+        state.pop(name, None)
+    state["_parameters"], state["_modules"] = {}, {}
+    names = [name for name, buffer in rope._buffers.items() if buffer is not None and name.endswith("inv_freq")]
+    blank = {name: torch.zeros(rope._buffers[name].shape, dtype=torch.float32, device="cpu") for name in names}
+    state["_buffers"] = {name: value(name, blank[name]) for name in names}
+    state["_non_persistent_buffers_set"] = set(names)
+    return made.eval()
+
+
+def frequency_buffers(module: nn.Module) -> list[str]:
+    """Names of the frequencies that a module multiplies positions with; copies that it keeps aside are left out."""
+    return [name for name in module._buffers if name.endswith("inv_freq") and "original" not in name]
+
+
+def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTower]:
+    """
+    All modules of a model that compute rotations and hand them to attention, with the attention modules.
+
+    Args:
+        target: Name of the one module around a rotary module to look at; `None` for all.
+
+    Raises:
+        ValueError: if there is none, or its frequencies cannot be learned; the message names the module.
+    """
+    modules = dict(model.named_modules())
+    ropes = {name: module for name, module in modules.items() if name and frequency_buffers(module)}
+    owners = {}
+    for name in ropes:
+        owners.setdefault(name.rpartition(".")[0], []).append(name)
+    if not owners:
+        raise ValueError(
+            f"{type(model).__name__} has no module with frequencies (inv_freq) from which it computes rotations of its "
+            "own, so there is nothing that rotary_init='pretrained' could start from; pass rotary_init='zeros' for "
+            "models of images that do not rotate."
+        )
+    if target is not None and target not in owners:
+        raise ValueError(f"target={target!r} computes no rotations; modules that do: {sorted(owners)}.")
+    attentions = dict(_attentions(modules))
+    of_owner = {owner: [] for owner in owners}
+    for name, attention in attentions.items():
+        inside = [owner for owner in owners if not owner or name.startswith(f"{owner}.")]
+        if inside:
+            of_owner[max(inside, key=len)].append((name, attention))
+    chosen = owners if target is None else [target]
+    return [_tower(modules, owner, owners[owner], of_owner[owner]) for owner in chosen]
+
+
+def _attentions(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The innermost modules that take cos and sin."""
+    taking = {name: module for name, module in modules.items() if takes(module, "position_embeddings")}
+    for name, module in taking.items():
+        inner = any(other is not module and takes(other, "position_embeddings") for other in module.modules())
+        if not inner:
+            yield name, module
+
+
+def _tower(
+    modules: dict[str, nn.Module], owner: str, ropes: list[str], attentions: list[tuple[str, nn.Module]]
+) -> RopeTower:
+    module = modules[owner]
+    shown = _shown(owner, module)
+    if not attentions:
+        raise ValueError(
+            f"{ropes[0]} ({type(modules[ropes[0]]).__name__}) computes rotations, but no module in {shown} takes them "
+            "as position_embeddings: how they are applied is unknown."
+        )
+    if {"cos", "sin"} <= set(names_in_forward(module)):
+        raise ValueError(
+            f"{shown} computes cos and sin in its forward pass, beside those of {ropes[0]}: its rotations are not "
+            "those of coordinates and frequencies alone."
+        )
+    if len(ropes) > 1:
+        raise ValueError(
+            f"{shown} has several modules that compute rotations, {', '.join(ropes)}: which attention module uses "
+            "which is unknown; accepted: one, for which a type of layers may be an argument."
+        )
+    rope, name = modules[ropes[0]], ropes[0]
+    _refuse_changing_frequencies(rope, name)
+    if not takes(rope, "layer_type"):
+        layouts = [examine(rope, name, frequency_buffers(rope)[0], None)] * len(attentions)
+    else:
+        types = getattr(getattr(module, "config", None), "layer_types", None) or []
+        if len(types) != len(attentions):
+            raise ValueError(
+                f"{name} rotates types of layers differently, but the configuration of {shown} names {len(types)} "
+                f"layer_types for {len(attentions)} attention modules."
+            )
+        found = {kind: examine(rope, name, f"{kind}_inv_freq", kind) for kind in dict.fromkeys(types)}
+        layouts = [found[kind] for kind in types]
+    inner_name = name[len(owner) + 1 :] if owner else name
+    return RopeTower(owner, module, inner_name, attentions, layouts)
+
+
+def _refuse_changing_frequencies(rope: nn.Module, name: str) -> None:
+    kinds = getattr(rope, "rope_type", None)
+    for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+        if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+            raise ValueError(
+                f"{name} ({type(rope).__name__}) has rope_type={kind!r}, which computes other frequencies for longer "
+                "inputs in every forward pass: learned ones would be overwritten. Accepted: types with fixed "
+                "frequencies, such as default, linear, llama3, yarn and axial."
+            )
+
+
+def examine(rope: nn.Module, name: str, buffer: str, layer_type: str | None) -> RopeLayout:
+    """
+    The layout of a rotary module, from what it returns for known positions and frequencies.
+
+    Raises:
+        ValueError: if cos and sin are not those of one coordinate times one frequency in every channel.
+    """
+    if buffer not in rope._buffers:
+        raise ValueError(f"{name} ({type(rope).__name__}) has no {buffer}; its buffers: {sorted(rope._buffers)}.")
+    refusal = ValueError(
+        f"{name} ({type(rope).__name__}) does not return the cos and sin of one coordinate times one frequency of "
+        f"{buffer} for every channel, as rotary_init='pretrained' needs."
+    )
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    with torch.device("cpu"), torch.no_grad():
+        arguments, found = accepted_positions(rope, options, refusal)
+        coordinates = found.flatten(0, -2)
+
+        def channels(value, neutral_factor=False):
+            changed = _with_frequencies(rope, value, neutral_factor)
+            cos, sin = type(changed).forward(changed, *arguments, **options)
+            return cos.flatten(0, -2), sin.flatten(0, -2)  # (N, D)
+
+        _, sin = channels(lambda _, values: _numbered(values, 1).mul(UNIT), neutral_factor=True)
+        token = coordinates.abs().argmax(0, keepdim=True)  # (1, D)
+        numbers = (sin / UNIT).gather(0, token) / coordinates.gather(0, token)
+        numbers = numbers.round().long().squeeze(0) - 1
+        count = rope._buffers[buffer].numel()
+        if (numbers < 0).any() or (numbers >= count).any():
+            raise refusal
+        factor, _ = channels(lambda _, values: values)
+        found_cos, found_sin = channels(lambda _, values: _numbered(values, 2).rsqrt())
+        angles = coordinates * _numbered(torch.empty(count), 2).rsqrt()[numbers]
+        expected = (angles.cos() * factor[0, 0], angles.sin() * factor[0, 0])
+        # The same operations; a processor may still round differently at the end of a row.
+        if any((x - y).abs().max() > 1e-6 for x, y in zip((found_cos, found_sin), expected)):
+            raise refusal
+    axes = _numbered_groups([tuple(column) for column in coordinates.T.tolist()])
+    planes = _numbered_groups(list(zip(axes, numbers.tolist())))
+    return RopeLayout(buffer, layer_type, tuple(numbers.tolist()), axes, planes, float(factor[0, 0]))
+
+
+def _numbered(values: torch.Tensor, start: int) -> torch.Tensor:
+    return torch.arange(start, start + values.numel(), dtype=torch.float32).view(values.shape)
+
+
+def _numbered_groups(values: list) -> tuple[int, ...]:
+    """Equal values get the same number, in the order in which they appear."""
+    numbers = {}
+    return tuple(numbers.setdefault(value, len(numbers)) for value in values)
+
+
+def accepted_positions(rope: nn.Module, options: dict, refusal: ValueError) -> tuple[tuple, torch.Tensor]:
+    """Arguments with positions in a form that a rotary module takes, and the (…, N, D) coordinates it makes of them."""
+    probe = CoordinateProbe(rope)
+    for arguments, shape in _candidates(rope):
+        try:
+            coordinates = probe(*arguments, **options)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            continue
+        if coordinates.shape[:-1] == shape and coordinates.isfinite().all():
+            return arguments, coordinates
+    raise refusal
+
+
+def _candidates(rope: nn.Module) -> Iterator[tuple[tuple, tuple[int, ...]]]:
+    """Arguments in the forms that models pass positions in, and the shape of tokens that they must lead to."""
+    if not takes(rope, "position_ids"):
+        patch = getattr(getattr(rope, "config", None), "patch_size", None)
+        if patch is not None and len(inspect.signature(type(rope).forward).parameters) == 2:
+            rows, columns = patch if isinstance(patch, (list, tuple)) else (patch, patch)
+            yield (torch.zeros(1, 3, 2 * rows, 3 * columns, dtype=torch.float32),), (6,)
+        return
+    states = torch.zeros(1, 1, dtype=torch.float32)
+    # Distinct for all tokens and axes.
+    positions = torch.arange(1, 3 * TOKENS + 1).view(3, TOKENS) * 5 % 23
+    yield (states, positions.unsqueeze(1)), (1, TOKENS)
+    # Modules of two axes would also take three.
+    for axes in (2, 3):
+        yield (states, positions[:axes].T.unsqueeze(0)), (1, TOKENS)
+        yield (states, positions[:axes].T), (TOKENS,)
+    yield (states, positions[:1]), (1, TOKENS)

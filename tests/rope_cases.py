@@ -1,0 +1,210 @@
+"""Families that rotate queries and keys by themselves, with random weights: one table for the tests."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+
+import torch
+from patching_cases import IMAGE, model, part, run
+from torch import nn
+
+
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEADS = {"head_dim": 16}
+VISION = {"hidden_size": 32, "depth": 2, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48}
+QWEN_TOKENS = {
+    "image_token_id": 60,
+    "video_token_id": 61,
+    "vision_start_token_id": 62,
+    "vision_end_token_id": 63,
+}
+# Images as the processors of Qwen-VL pack them: 4 × 6 and 2 × 2 patches of 2 × 4 × 4 values, in one sequence.
+GRIDS = torch.tensor([[1, 4, 6], [1, 2, 2]])
+
+
+@dataclasses.dataclass
+class Case:
+    """
+    Attributes:
+        build: Makes the model.
+        inputs: Makes its inputs.
+        towers: The modules around rotary modules.
+        generates: Whether the model generates text.
+    """
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], dict]
+    towers: tuple[str, ...]
+    generates: bool = False
+
+
+def tokens():
+    return {"input_ids": torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(0))}
+
+
+def images():
+    return {"pixel_values": torch.randn(2, 3, 16, 24)}
+
+
+def packed():
+    return {"hidden_states": torch.randn(28, 96), "grid_thw": GRIDS}
+
+
+def pixtral_images():
+    return {"pixel_values": torch.randn(2, 3, 16, 16), "image_sizes": torch.tensor([[16, 8], [8, 12]])}
+
+
+def gemma_patches():
+    """Two images of 4 × 6 and 2 × 4 patches of 4 × 4, the second one padded."""
+    positions = torch.full((2, 24, 2), -1)
+    for sample, (rows, columns) in enumerate(((4, 6), (2, 4))):
+        grid = torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy")
+        positions[sample, : rows * columns] = torch.stack(grid, -1).flatten(0, 1)
+    return {"pixel_values": torch.rand(2, 24, 48), "pixel_position_ids": positions}
+
+
+def images_in_text():
+    """A sentence with two images in it; four patches make a token."""
+    ids = [1, 5, 62, *[60] * 6, 63, 7, 62, 60, 63, 8, 9]
+    types = [int(token == 60) for token in ids]
+    return {
+        "input_ids": torch.tensor([ids]),
+        "mm_token_type_ids": torch.tensor([types]),
+        "pixel_values": torch.randn(28, 96),
+        "image_grid_thw": GRIDS,
+    }
+
+
+def rope(**fields):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **fields}}
+
+
+def vision_language(family, name, sections, vision):
+    def build():
+        configs = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
+        models = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        text = {**TEXT, **rope(mrope_section=sections)}
+        config = getattr(configs, f"{name}Config")(
+            text_config=text, vision_config={**VISION, **vision}, **QWEN_TOKENS, tie_word_embeddings=False
+        )
+        return getattr(models, f"{name}ForConditionalGeneration")(config)
+
+    return build
+
+
+def language(name, config=None, **fields):
+    return Case(
+        model(f"{config or name}Config", f"{name}ForCausalLM", **{**TEXT, **fields}), tokens, ("model",), generates=True
+    )
+
+
+YARN = rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+LLAMA3 = rope(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+WINDOWS = {"fullatt_block_indexes": [1], "window_size": 16, "intermediate_size": 48}
+DEEP = {"intermediate_size": 48, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+GEMMA_VISION = {**TEXT, **HEADS, "patch_size": 4, "position_embedding_size": 16, "pooling_kernel_size": 2}
+
+CASES = {
+    "llama": language("Llama", **HEADS),
+    "llama_linear": language("Llama", **HEADS, **rope(rope_type="linear", factor=2.0)),
+    "llama_llama3": language("Llama", **HEADS, **LLAMA3),
+    "llama_yarn": language("Llama", **HEADS, **YARN),
+    "mistral": language("Mistral", **HEADS, sliding_window=6),
+    "qwen2": language("Qwen2"),
+    "qwen3": language("Qwen3", **HEADS),
+    "gemma3": language(
+        "Gemma3",
+        "Gemma3Text",
+        **HEADS,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=6,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    # Adjacent channels make a plane, and only half of the channels are rotated.
+    "cohere": language("Cohere"),
+    "glm": language("Glm", **HEADS, partial_rotary_factor=0.5),
+    "ernie": language("Ernie4_5", **HEADS),
+    # Queries, keys and values of one projection, in an order of its own.
+    "gpt_neox": Case(model("GPTNeoXConfig", "GPTNeoXForCausalLM", **TEXT), tokens, ("gpt_neox",), generates=True),
+    "modernbert": Case(
+        model("ModernBertConfig", "ModernBertForMaskedLM", **TEXT, layer_types=["sliding_attention", "full_attention"]),
+        tokens,
+        ("model",),
+    ),
+    "dinov3": Case(model("DINOv3ViTConfig", "DINOv3ViTModel", **IMAGE, num_register_tokens=2), images, ("",)),
+    "pixtral": Case(model("PixtralVisionConfig", "PixtralVisionModel", **IMAGE), pixtral_images, ("",)),
+    "qwen2_vl_tower": Case(
+        part(
+            "qwen2_vl",
+            "Qwen2VLVisionConfig",
+            "Qwen2VisionTransformerPretrainedModel",
+            **{**VISION, "embed_dim": 32, "hidden_size": 48},
+        ),
+        packed,
+        ("",),
+    ),
+    "qwen2_5_vl_tower": Case(
+        part("qwen2_5_vl", "Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel", **VISION, **WINDOWS),
+        packed,
+        ("",),
+    ),
+    "qwen2_5_vl": Case(
+        vision_language("qwen2_5_vl", "Qwen2_5_VL", [2, 2, 2], WINDOWS),
+        images_in_text,
+        ("model.visual", "model.language_model"),
+        generates=True,
+    ),
+    "qwen3_vl_tower": Case(
+        part("qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionModel", **VISION, **DEEP), packed, ("",)
+    ),
+    "qwen3_vl": Case(
+        vision_language("qwen3_vl", "Qwen3VL", [2, 2, 2], DEEP),
+        images_in_text,
+        ("model.visual", "model.language_model"),
+        generates=True,
+    ),
+}
+if importlib.util.find_spec("transformers.models.gemma4"):
+    CASES["gemma4_vision"] = Case(
+        part("gemma4", "Gemma4VisionConfig", "Gemma4VisionModel", **GEMMA_VISION), gemma_patches, ("encoder",)
+    )
+
+
+def build(name, implementation="sdpa"):
+    """A model in evaluation mode whose weights are wide enough for attention to matter, and its inputs."""
+    torch.manual_seed(0)
+    built = CASES[name].build().eval()
+    with torch.no_grad():
+        for parameter in built.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
+    built.set_attn_implementation(implementation)
+    torch.manual_seed(1)
+    return built, CASES[name].inputs()
+
+
+def outputs(built, inputs, **options):
+    """All tensors of the output that are not a cache."""
+    if built.can_generate():
+        options.setdefault("use_cache", False)
+    return run(built, inputs, **options)

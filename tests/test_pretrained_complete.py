@@ -1,0 +1,101 @@
+"""Complete models with RoPE and learned rotations: restored with and without the package."""
+
+import pytest
+import torch
+import transformers
+from patching_cases import randomize
+from rope_cases import build, outputs
+from test_auto import run as run_process
+from test_pretrained_rope import PLANES, same_bits
+
+from hf_liere import RotaryPatchConfig, complete_model, is_patched, patch, rotary_parameters, save_rotary, unpatch
+from hf_liere.models.modeling_patched import RotaryDINOv3ViTConfig, RotaryLlamaConfig
+
+
+BLOCKS = RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained")
+COMMUTING = RotaryPatchConfig(position_encoding="comrope_ld", block_size=4, rotary_init="pretrained", layers=[1])
+AUTO_CLASSES = {"llama": "AutoModelForCausalLM", "llama_yarn": "AutoModelForCausalLM", "dinov3": "AutoModel"}
+CONFIGS = {"planes": PLANES, "blocks": BLOCKS, "commuting": COMMUTING}
+
+
+def complete(name, config):
+    model, inputs = build(name)
+    patch(model, config)
+    randomize(model)
+    return model, complete_model(model).eval(), inputs
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("name", AUTO_CLASSES)
+def test_complete_model_computes_and_reloads_the_same_bits(name, kind, tmp_path):
+    model, whole, inputs = complete(name, CONFIGS[kind])
+    expected = outputs(model, inputs)
+    assert same_bits(outputs(whole, inputs), expected)
+    whole.save_pretrained(tmp_path / "whole")
+    loaded, report = type(whole).from_pretrained(tmp_path / "whole", output_loading_info=True)
+    assert not any(report.values()), report
+    assert same_bits(outputs(loaded.eval(), inputs), expected)
+    # Its rotations are an adapter for the plain model, and it becomes that model again.
+    save_rotary(loaded, tmp_path / "rotary")
+    plain = unpatch(loaded)
+    assert type(plain) is type(model) and not is_patched(plain)
+    assert same_bits(outputs(plain, inputs), outputs(build(name)[0], inputs))
+
+
+@pytest.mark.parametrize("package", [True, False])
+def test_auto_classes_restore_in_a_fresh_process(tmp_path, package, monkeypatch):
+    # Code that comes with a checkpoint has no kernels for CPUs, which round otherwise.
+    monkeypatch.setenv("HF_LIERE_CPU_KERNELS", str(int(package)))
+    names = {f"{name}-{kind}": auto for name, auto in AUTO_CLASSES.items() for kind in ("planes", "blocks")}
+    for folder in names:
+        name, _, kind = folder.partition("-")
+        _, whole, inputs = complete(name, CONFIGS[kind])
+        whole.save_pretrained(tmp_path / folder)
+        with torch.no_grad():
+            torch.save((inputs, outputs(whole, inputs)[:1]), tmp_path / f"{folder}.pt")
+    code = f"""
+        import torch, transformers
+        for name, auto_class in {names}.items():
+            auto = getattr(transformers, auto_class)
+            model, report = auto.from_pretrained(name, output_loading_info=True, trust_remote_code={not package})
+            inputs, (expected,) = torch.load(f"{{name}}.pt")
+            with torch.no_grad():
+                found = model.eval()(**inputs)[0]
+            print(name, type(model).__module__.split(".")[0], not any(report.values()), torch.equal(found, expected))
+    """
+    origin = "hf_liere" if package else "transformers_modules"
+    assert run_process(code, tmp_path, package) == [f"{name} {origin} True True" for name in names]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("name, config_class", [("llama", RotaryLlamaConfig), ("dinov3", RotaryDINOv3ViTConfig)])
+def test_weights_of_a_plain_checkpoint_start_at_their_rope(name, config_class, kind, tmp_path):
+    model, inputs = build(name)
+    model.save_pretrained(tmp_path)
+    config = config_class.from_dict(
+        {**model.config.to_dict(), "model_type": config_class.model_type, "rotary_patch": CONFIGS[kind].to_dict()}
+    )
+    kind_of_model = getattr(transformers, AUTO_CLASSES[name]).from_config(config)
+    loaded = type(kind_of_model).from_pretrained(tmp_path, config=config).eval()
+    found, expected = outputs(loaded, inputs), outputs(model, inputs)
+    if kind == "planes":
+        assert same_bits(found, expected)
+    for value, start in zip(found, expected):
+        # Blocks start within rounding.
+        torch.testing.assert_close(value, start, rtol=0, atol=1e-5)
+
+
+def test_frequencies_stay_float32_in_a_bfloat16_model(tmp_path):
+    _, whole, inputs = complete("llama", PLANES)
+    whole.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {value.dtype for _, value in rotary_parameters(loaded)} == {torch.float32}
+    again = complete_model(patch(unpatch(loaded), PLANES))
+    with torch.no_grad():
+        for (_, value), (_, source) in zip(rotary_parameters(again), rotary_parameters(loaded)):
+            value.copy_(source)
+    assert same_bits(outputs(again.eval(), inputs), outputs(loaded.eval(), inputs))
+
+
+def test_configuration_of_its_own_rotates_by_default():
+    assert RotaryLlamaConfig().rotary_patch["rotary_init"] == "pretrained"

@@ -1,0 +1,442 @@
+"""Learned rotations in models with RoPE: the unpatched model and rotations of the plain reference are compared with."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from patching_cases import IMAGE, SMALL, randomize
+from patching_cases import model as model_of
+from rope_cases import CASES, HEADS, TEXT, build, outputs, rope
+
+from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, rotary_parameters, save_rotary, unpatch
+
+
+PLANES = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained")
+GENERATING = [name for name, case in CASES.items() if case.generates]
+
+
+def same_bits(first, second):
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", CASES)
+def test_planes_start_as_the_same_bits_and_unpatch_is_exact(name, implementation):
+    model, inputs = build(name, implementation)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = outputs(model, inputs)
+    patch(model, PLANES)
+    assert tuple(
+        key.removesuffix("rotary_encoding.log_factors").rstrip(".") for key, _ in rotary_parameters(model)
+    ) == (CASES[name].towers)
+    assert same_bits(outputs(model, inputs), expected)
+    randomize(model)
+    assert not same_bits(outputs(model, inputs), expected)
+    unpatch(model)
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[key], before[key]) for key in before)
+    assert same_bits(outputs(model, inputs), expected)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_reach_every_frequency(name):
+    model, inputs = build(name)
+    patch(model, PLANES)
+    sum(tensor.square().sum() for tensor in outputs(model.train(), inputs) if tensor.requires_grad).backward()
+    for key, value in rotary_parameters(model):
+        assert value.shape[0] == 2 and value.grad.abs().min() > 0, key
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_cached_steps_are_the_computation_without_a_cache(name):
+    model, inputs = build(name)
+    patch(model, PLANES)
+    randomize(model)
+    check_cached_steps(model, inputs)
+
+
+def check_cached_steps(model, inputs, cache=None):
+    """The logits of each of three generated tokens, and of one forward pass over all of them."""
+    length = inputs["input_ids"].shape[1]
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    generated = model.generate(
+        **inputs, max_new_tokens=3, min_new_tokens=3, **options, **({"cache_implementation": cache} if cache else {})
+    )
+    longer = {**inputs, "input_ids": generated.sequences}
+    if "mm_token_type_ids" in inputs:
+        longer["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, 3))
+    if "attention_mask" in inputs:
+        longer["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
+        # As `generate` counts: padding has no position.
+        longer["position_ids"] = (longer["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        whole = model(**longer, use_cache=False).logits[:, length - 1 : -1]
+    # float32 attention over one query and over all of them.
+    torch.testing.assert_close(torch.stack(generated.logits, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_static_cache_and_padding_on_the_left():
+    model, inputs = build("llama")
+    patch(model, PLANES)
+    randomize(model)
+    check_cached_steps(model, inputs, "static")
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, :4] = 0
+    check_cached_steps(model, {**inputs, "attention_mask": mask})
+
+
+def test_positions_of_the_user():
+    """Attention depends on differences of positions alone, and on nothing but the positions that are given."""
+    model, inputs = build("llama")
+    patch(model, PLANES)
+    randomize(model)
+    positions = torch.tensor([[0, 1, 2, 5, 6, 9, 10, 11, 12, 20, 21]]).expand(2, -1)
+    found = model(**inputs, position_ids=positions).logits
+    # Angles of float32 positions that are larger by 30.
+    torch.testing.assert_close(model(**inputs, position_ids=positions + 30).logits, found, rtol=1e-3, atol=1e-4)
+    assert (model(**inputs).logits - found).abs().max() > 1e-2
+
+
+FRESH_PROCESS = """
+import sys, torch
+from rope_cases import build, outputs
+from hf_liere import load_rotary
+
+folder = sys.argv[1]
+for name in sys.argv[2:]:
+    model, _ = build(name)
+    inputs, expected = torch.load(f"{folder}/{name}.pt")
+    load_rotary(model, f"{folder}/{name}")
+    with torch.no_grad():
+        found = outputs(model, inputs)
+    assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected)), name
+"""
+
+
+def check_fresh_process(folder, names, config):
+    for name in names:
+        model, inputs = build(name)
+        patch(model, config)
+        randomize(model)
+        save_rotary(model, folder / name)
+        assert sum(path.stat().st_size for path in (folder / name).iterdir()) < 60_000
+        with torch.no_grad():
+            torch.save((inputs, outputs(model, inputs)), folder / f"{name}.pt")
+    run_process([sys.executable, "-c", FRESH_PROCESS, str(folder), *names])
+
+
+def run_process(command):
+    tests = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+
+
+def test_adapters_of_every_family_in_a_fresh_process(tmp_path):
+    check_fresh_process(tmp_path, list(CASES), PLANES)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["llama", "dinov3", "qwen2_5_vl_tower"])
+def test_checkpointed_gradients_are_those_without(name, reentrant):
+    check_checkpointing(name, reentrant, PLANES)
+
+
+def check_checkpointing(name, reentrant, config):
+    gradients = []
+    for checkpointing in (False, True):
+        model, inputs = build(name)
+        patch(model, config)
+        torch.manual_seed(2)
+        randomize(model, std=0.1)
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(3)
+        found = outputs(model, inputs)
+        sum(tensor.square().sum() for tensor in found if tensor.requires_grad).backward()
+        gradients.append([value.grad for _, value in rotary_parameters(model)])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        # Reentrant checkpointing adds up in another order.
+        torch.testing.assert_close(checkpointed, plain, rtol=1e-5, atol=1e-5 * plain.abs().max())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "dinov3"])
+def test_compiled_whole_graph_gives_the_same(name):
+    check_compiled(name, PLANES)
+
+
+def check_compiled(name, config):
+    model, inputs = build(name)
+    patch(model, config)
+    randomize(model, std=0.1)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    gradients = []
+    for runs in (model, compiled):
+        model.zero_grad()
+        found = outputs(runs, inputs)
+        found[0].square().sum().backward()
+        gradients.append([found[0].detach(), *(value.grad for _, value in rotary_parameters(model))])
+    for expected, value in zip(*gradients):
+        # Compiled graphs of float32 add up in another order.
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4 * max(1.0, float(expected.abs().max())))
+
+
+def test_chosen_layers_learn_and_the_others_stay():
+    model, inputs = build("llama", "eager")
+    expected = model(**inputs, output_attentions=True).attentions
+    patch(model, RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained", layers=[1]))
+    randomize(model)
+    found = model(**inputs, output_attentions=True).attentions
+    assert torch.equal(found[0], expected[0]) and not torch.equal(found[1], expected[1])
+
+
+def test_layers_may_share_frequencies_and_a_target_may_be_named():
+    config = {"position_encoding": "rope_mixed", "rotary_init": "pretrained"}
+    model, _ = build("qwen2_5_vl")
+    patch(model, RotaryPatchConfig(**config, share_layers=True, target="model.visual"))
+    ((name, value),) = rotary_parameters(model)
+    assert name == "model.visual.rotary_encoding.log_factors" and value.shape == (1, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "dinov3", "qwen2_5_vl_tower"])
+def test_half_types_start_as_the_same_bits(name, dtype):
+    model, inputs = build(name)
+    model = model.to(dtype)
+    inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+    expected = outputs(model, inputs)
+    patch(model, PLANES)
+    assert all(value.dtype == torch.float32 for _, value in rotary_parameters(model))
+    assert same_bits(outputs(model, inputs), expected)
+    sum(tensor.float().square().mean() for tensor in outputs(model, inputs)).backward()
+    assert all(value.grad.isfinite().all() and value.grad.any() for _, value in rotary_parameters(model))
+    # A patched model may be cast as well; what it learned is rounded, where it starts is not.
+    again, _ = build(name)
+    assert same_bits(outputs(patch(again, PLANES).to(dtype), inputs), expected)
+
+
+def test_copies_have_rotations_of_their_own():
+    model, inputs = build("llama")
+    patch(model, PLANES)
+    randomize(model)
+    expected = outputs(model, inputs)
+    other = copy.deepcopy(model)
+    assert same_bits(outputs(other, inputs), expected)
+    randomize(other, std=0.2)
+    assert same_bits(outputs(model, inputs), expected) and not same_bits(outputs(other, inputs), expected)
+    unpatch(other)
+    assert is_patched(model) and not is_patched(other) and same_bits(outputs(model, inputs), expected)
+
+
+def test_dinov3_augments_the_coordinates_of_all_layers_alike():
+    """In training, DINOv3 draws a scale of the coordinates: once for all layers, however often these read it."""
+    model, inputs = build("dinov3")
+    patch(model, PLANES)
+    model.train()
+    seen = []
+    for layer in model.model.layer:
+        layer.attention.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs["position_embeddings"]), with_kwargs=True
+        )
+    for _ in range(2):
+        model(**inputs)
+    first, second, third, fourth = seen
+    assert same_bits(first, second) and same_bits(third, fourth) and not same_bits(first, third)
+
+
+def test_lora_beside_learned_frequencies(tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = {"target_modules": ["q_proj", "k_proj"], "r": 2, "init_lora_weights": False}
+    model, inputs = build("llama")
+    tuned = peft.get_peft_model(
+        patch(model, PLANES), peft.LoraConfig(**lora, modules_to_save=["rotary_encoding"])
+    ).eval()
+    randomize(tuned)
+    expected = outputs(tuned, inputs)
+    assert all(value.requires_grad for _, value in rotary_parameters(tuned))
+    tuned.save_pretrained(tmp_path)
+    base, _ = build("llama")
+    restored = peft.PeftModel.from_pretrained(patch(base, PLANES), tmp_path).eval()
+    assert same_bits(outputs(restored, inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_5_vl"])
+def test_offloaded_and_dispatched_models(name):
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = build(name)
+    patch(model, PLANES)
+    randomize(model)
+    with torch.no_grad():
+        expected = outputs(model, inputs)
+        offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
+        assert next(value for _, value in rotary_parameters(offloaded)).is_meta
+        assert same_bits(outputs(offloaded, inputs), expected)
+        dispatched = accelerate.dispatch_model(build(name)[0], {"": "cpu"}, force_hooks=True)
+        patch(dispatched, PLANES)
+        dispatched.load_state_dict(model.state_dict())
+        assert same_bits(outputs(dispatched, inputs), expected)
+
+
+def test_two_processes_take_the_step_of_one(tmp_path):
+    model, inputs = build("llama")
+    patch(model, PLANES)
+    randomize(model)
+    batch = {**inputs, "labels": inputs["input_ids"]}
+    torch.save((copy.deepcopy(model), batch), tmp_path / "start.pt")
+    before = {name: value.detach().clone() for name, value in rotary_parameters(model)}
+    model.train()(**batch).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    worker = Path(__file__).with_name("patching_worker.py")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run_process([sys.executable, *launch, str(worker), str(tmp_path)])
+    stepped = torch.load(tmp_path / "stepped.pt")
+    for name, value in model.named_parameters():
+        # Means of two halves in float32 instead of one mean.
+        torch.testing.assert_close(stepped[name], value.detach(), rtol=0, atol=1e-6, msg=name)
+    assert all((stepped[name] - value).abs().max() > 1e-5 for name, value in before.items())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_yarn", "gemma3", "qwen3_vl"])
+def test_angles_of_published_sizes_are_the_same_bits(name):
+    """cos and sin of 128 channels and positions up to 131,000, as attention gets them."""
+    config = copy.deepcopy(build(name)[0].config.get_text_config())
+    config.update(
+        {"head_dim": 128, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 131072}
+    )
+    if "mrope_section" in config.rope_parameters:
+        config.rope_parameters["mrope_section"] = [24, 20, 20]
+    model = transformers.AutoModel.from_config(config).eval()
+    seen = []
+    for layer in model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs["position_embeddings"]), with_kwargs=True
+        )
+    positions = torch.cat([torch.arange(300), torch.arange(130_700, 131_001)]).unsqueeze(0)
+    inputs = {"input_ids": torch.ones_like(positions), "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        model(**inputs)
+        expected = list(seen)
+        seen.clear()
+        for module in model.modules():
+            module._forward_pre_hooks.clear()
+        patch(model, PLANES)
+        for layer in model.layers:
+            layer.self_attn.register_forward_pre_hook(
+                lambda module, args, kwargs: seen.append(kwargs["position_embeddings"]), with_kwargs=True
+            )
+        model(**inputs)
+    assert len(expected) == 2 and all(same_bits(*pair) for pair in zip(seen, expected, strict=True))
+
+
+class TestRefusals:
+    """Every refusal leaves the model as it was."""
+
+    def refuse(self, model, message, function, *arguments):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ValueError, match=message):
+            function(model, *arguments)
+        after = model.state_dict()
+        assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+    @pytest.mark.parametrize(
+        "build, message",
+        [
+            (
+                model_of("LlamaConfig", "LlamaForCausalLM", **TEXT, **rope(rope_type="dynamic", factor=2.0)),
+                "model.rotary_emb .LlamaRotaryEmbedding. has rope_type='dynamic', which computes other frequencies",
+            ),
+            (
+                model_of(
+                    "LlamaConfig",
+                    "LlamaForCausalLM",
+                    **TEXT,
+                    **rope(
+                        rope_type="longrope",
+                        factor=2.0,
+                        short_factor=[1.0] * 6,
+                        long_factor=[2.0] * 6,
+                        original_max_position_embeddings=32,
+                    ),
+                ),
+                "has rope_type='longrope'",
+            ),
+            (
+                model_of("CLIPVisionConfig", "CLIPVisionModel", hidden_size=36, num_hidden_layers=1),
+                "CLIPVisionModel has no module with frequencies .*pass rotary_init='zeros'",
+            ),
+            (
+                model_of("MLCDVisionConfig", "MLCDVisionModel", **IMAGE),
+                "MLCDVisionModel computes cos and sin in its forward pass, beside those of vision_rotary_embedding",
+            ),
+            (
+                model_of("Llama4VisionConfig", "Llama4VisionModel", **IMAGE),
+                "Llama4VisionModel has no module with frequencies",
+            ),
+            (
+                model_of("VJEPA2Config", "VJEPA2Model", **SMALL, crop_size=16, patch_size=4, frames_per_clip=4),
+                "VJEPA2Model has no module with frequencies",
+            ),
+        ],
+    )
+    def test_models_that_do_not_fit(self, build, message):
+        self.refuse(build(), message, patch, PLANES)
+
+    @pytest.mark.parametrize("name", ["llama", "dinov3", "qwen2_5_vl_tower", "gemma4_vision"])
+    def test_other_starts_of_models_that_rotate(self, name):
+        if name not in CASES:
+            pytest.skip(f"transformers {transformers.__version__} has no {name}")
+        self.refuse(build(name)[0], "by itself .*rotary_init='pretrained'", patch, RotaryPatchConfig())
+
+    @pytest.mark.parametrize(
+        "fields, message",
+        [
+            ({"layers": [5]}, r"layers=.5. do not match: model .LlamaModel. has attention layers .'0: model.layers.0"),
+            ({"target": "visual"}, r"target='visual' computes no rotations; modules that do: .'model'"),
+        ],
+    )
+    def test_configuration_that_does_not_fit(self, fields, message):
+        config = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained", **fields)
+        self.refuse(build("llama")[0], message, patch, config)
+
+    @pytest.mark.parametrize(
+        "fields, message",
+        [
+            ({"position_encoding": "axial_rope"}, "axial_rope learns nothing"),
+            ({"coordinates": "unit"}, "coordinates='unit': with rotary_init='pretrained' the coordinates"),
+            ({"rope_theta": 10.0, "position_shift": 0.1}, "rope_theta=10.0, position_shift=0.1: with"),
+            ({"keep_absolute": "drop"}, "keep_absolute='drop': with"),
+        ],
+    )
+    def test_configuration_for_no_model(self, fields, message):
+        with pytest.raises(ValueError, match=message):
+            RotaryPatchConfig(**{"position_encoding": "rope_mixed", "rotary_init": "pretrained", **fields})
+
+    def test_patched_twice_and_adapters_of_another_base(self, tmp_path):
+        model, _ = build("llama")
+        save_rotary(patch(model, PLANES), tmp_path)
+        with pytest.raises(ValueError, match="model is patched already"):
+            patch(model, PLANES)
+        other = model_of("LlamaConfig", "LlamaForCausalLM", **{**TEXT, **HEADS}, **rope(rope_theta=500.0))()
+        self.refuse(other, "frequencies .* there, .* here", load_rotary, tmp_path)
+        # Rounded frequencies are those of the same model.
+        rounded, _ = build("llama")
+        assert is_patched(load_rotary(rounded.to(torch.bfloat16), tmp_path))
+        self.refuse(build("mistral")[0], "model_type llama there, mistral here", load_rotary, tmp_path)
+
+    def test_cos_and_sin_that_the_model_did_not_compute(self):
+        model, _ = build("llama")
+        patch(model, PLANES)
+        layer = model.model.layers[0].self_attn
+        with pytest.raises(
+            RuntimeError, match="rotary_emb handed on float32 coordinates of 1 axes, but attention layer 0"
+        ):
+            layer(torch.zeros(1, 3, 48), position_embeddings=(torch.ones(1, 3, 16), torch.zeros(1, 3, 16)))
