@@ -8,7 +8,14 @@ import pytest
 import torch
 from patching_cases import randomize
 from rope_cases import CASES, GRIDS, build, outputs
-from test_pretrained_rope import check_cached_steps, check_checkpointing, check_compiled, check_fresh_process, same_bits
+from test_pretrained_rope import (
+    check_cached_steps,
+    check_checkpointing,
+    check_compiled,
+    check_copies,
+    check_fresh_process,
+    same_bits,
+)
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -152,6 +159,43 @@ def test_heads_and_layers_may_share_generators():
     gemma, _ = build("gemma3")
     with pytest.raises(ValueError, match="share_layers=True: the attention layers of model .* different frequencies"):
         patch(gemma, blocks("liere", share_layers=True))
+
+
+@pytest.mark.parametrize("first", ["patch", "lora"])
+@pytest.mark.parametrize("name, targets", [("llama", ["q_proj", "k_proj"]), ("qwen2_5_vl_tower", ["qkv"])])
+def test_what_lora_adds_to_projections_is_rotated_too(name, targets, first):
+    """As if its matrices were added to the weights, whichever was there first."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=targets, r=2, init_lora_weights=False, modules_to_save=["rotary_encoding"])
+    model, inputs = build(name)
+    if first == "patch":
+        tuned = peft.get_peft_model(patch(model, blocks("liere")), lora)
+    else:
+        tuned = patch(
+            peft.get_peft_model(model, peft.LoraConfig(**{**lora.to_dict(), "modules_to_save": None})), blocks("liere")
+        )
+    tuned.eval()
+    torch.manual_seed(5)
+    for _, parameter in rotary_parameters(tuned):
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    found = outputs(tuned, inputs)
+    rotations = [value.detach().clone() for _, value in rotary_parameters(tuned)]
+    for _, module in tuned.named_modules():
+        if hasattr(module, "merge") and hasattr(module, "base_layer"):
+            module.merge()
+    merged, _ = build(name)
+    weights = {key.replace(".base_layer", ""): value for key, value in tuned.get_base_model().state_dict().items()}
+    merged.load_state_dict({key: weights[key] for key in merged.state_dict()})
+    patch(merged, blocks("liere"))
+    for (_, parameter), value in zip(rotary_parameters(merged), rotations, strict=True):
+        parameter.data.copy_(value)
+    for value, expected in zip(outputs(merged, inputs), found, strict=True):
+        # A sum of two products and one product.
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-4 * max(1.0, float(expected.detach().abs().max())))
+
+
+def test_copies_have_rotations_of_their_own():
+    check_copies(blocks("liere"))
 
 
 def test_chosen_layers_get_blocks_and_the_others_stay():

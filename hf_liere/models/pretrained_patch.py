@@ -12,6 +12,7 @@ import inspect
 import threading
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,12 +43,29 @@ AttentionInterface.register(SEEING, see_states)
 
 @dataclass
 class RopePatch:
-    """The state of a patched [`RopeTower`], stored on it as `rotary_patch`."""
+    """
+    The state of a patched [`RopeTower`], stored on it as `rotary_patch`.
+
+    Attributes:
+        rotating: By layer and part, the module whose output [`rotate_states`] rotates, and the handle of that hook.
+    """
 
     config: object
     attention_names: list[str]
     rope_name: str
     handles: list = field(default_factory=list)
+    rotating: dict[tuple[int, str], tuple[nn.Module, Any]] = field(default_factory=dict)
+
+    def rotate_states_of(self, tower: nn.Module, layer: int, attention: nn.Module) -> None:
+        """Rotate what the attention module projects now: adapters such as LoRA put other modules around projections."""
+        for part, module in projected_states(attention).items():
+            known, handle = self.rotating.get((layer, part), (None, None))
+            if known is module:
+                continue
+            if handle is not None:
+                handle.remove()
+            handle = module.register_forward_hook(partial(rotate_states, tower, layer, part))
+            self.rotating[layer, part] = (module, handle)
 
     def base(self, tower: nn.Module) -> dict:
         """As [`RopePlan.base`]."""
@@ -60,7 +78,7 @@ class RopePatch:
 
     def detach(self, tower: nn.Module) -> None:
         """Undo [`RopePlan.attach`]."""
-        for handle in self.handles:
+        for handle in (*self.handles, *(handle for _, handle in self.rotating.values())):
             handle.remove()
 
 
@@ -104,6 +122,7 @@ class RopePlan:
         tower, module = self.tower, self.tower.module
         weight = next(self.attentions[0][1].parameters(), next(module.parameters()))
         prefix = len(tower.name) + 1 if tower.name else 0
+        patch = RopePatch(self.config, [name[prefix:] for name, _ in self.attentions], tower.rope_name)
         module.rotary_encoding = encoding.to(weight.device).train(module.training)
         handles = [tower.rope.register_forward_hook(partial(hand_on_coordinates, module), with_kwargs=True)]
         for layer, (_, attention) in enumerate(tower.attentions):
@@ -111,11 +130,10 @@ class RopePlan:
             hook = partial(rotate_as_layer, module, layer, names)
             handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
             if layer in self.layers and isinstance(encoding, PretrainedBlocks):
-                for part, projected in projected_states(attention).items():
-                    handles.append(projected.register_forward_hook(partial(rotate_states, module, layer, part)))
+                patch.rotate_states_of(module, layer, attention)
                 handles.append(attention.register_forward_hook(forget_rotation))
-        names = [name[prefix:] for name, _ in self.attentions]
-        module.rotary_patch = RopePatch(self.config, names, tower.rope_name, handles)
+        patch.handles = handles
+        module.rotary_patch = patch
 
 
 def plan_rope(model: nn.Module, config) -> list[RopePlan]:
@@ -250,7 +268,10 @@ def rotate_as_layer(tower: nn.Module, layer: int, names: tuple[str, ...], attent
         )
     states = given[names[0]]
     *replaced, rotation = encoding(layer, cos, coordinates, rope, states)
-    _thread.rotation = None if rotation is None else (layer, rotation, states.ndim)
+    _thread.rotation = None
+    if rotation is not None:
+        tower.rotary_patch.rotate_states_of(tower, layer, attention)
+        _thread.rotation = (layer, rotation, states.ndim)
     given["position_embeddings"] = tuple(replaced)
     positional = names[: len(args)]
     return tuple(given.pop(name) for name in positional), given

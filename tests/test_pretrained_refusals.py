@@ -1,0 +1,117 @@
+"""What `rotary_init="pretrained"` does not accept, and what models with RoPE do not."""
+
+import pytest
+import torch
+import transformers
+from patching_cases import IMAGE, SMALL
+from patching_cases import model as model_of
+from rope_cases import CASES, HEADS, TEXT, build, rope
+from test_pretrained_rope import PLANES
+
+from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, save_rotary
+
+
+class TestRefusals:
+    """Every refusal leaves the model as it was."""
+
+    def refuse(self, model, message, function, *arguments):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ValueError, match=message):
+            function(model, *arguments)
+        after = model.state_dict()
+        assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+    @pytest.mark.parametrize(
+        "build, message",
+        [
+            (
+                model_of("LlamaConfig", "LlamaForCausalLM", **TEXT, **rope(rope_type="dynamic", factor=2.0)),
+                "model.rotary_emb .LlamaRotaryEmbedding. has rope_type='dynamic', which computes other frequencies",
+            ),
+            (
+                model_of(
+                    "LlamaConfig",
+                    "LlamaForCausalLM",
+                    **TEXT,
+                    **rope(
+                        rope_type="longrope",
+                        factor=2.0,
+                        short_factor=[1.0] * 6,
+                        long_factor=[2.0] * 6,
+                        original_max_position_embeddings=32,
+                    ),
+                ),
+                "has rope_type='longrope'",
+            ),
+            (
+                model_of("CLIPVisionConfig", "CLIPVisionModel", hidden_size=36, num_hidden_layers=1),
+                "CLIPVisionModel has no module with frequencies .*pass rotary_init='zeros'",
+            ),
+            (
+                model_of("MLCDVisionConfig", "MLCDVisionModel", **IMAGE),
+                "MLCDVisionModel computes cos and sin in its forward pass, beside those of vision_rotary_embedding",
+            ),
+            (
+                model_of("Llama4VisionConfig", "Llama4VisionModel", **IMAGE),
+                "Llama4VisionModel has no module with frequencies",
+            ),
+            (
+                model_of("VJEPA2Config", "VJEPA2Model", **SMALL, crop_size=16, patch_size=4, frames_per_clip=4),
+                "VJEPA2Model has no module with frequencies",
+            ),
+        ],
+    )
+    def test_models_that_do_not_fit(self, build, message):
+        self.refuse(build(), message, patch, PLANES)
+
+    @pytest.mark.parametrize("name", ["llama", "dinov3", "qwen2_5_vl_tower", "gemma4_vision"])
+    def test_other_starts_of_models_that_rotate(self, name):
+        if name not in CASES:
+            pytest.skip(f"transformers {transformers.__version__} has no {name}")
+        self.refuse(build(name)[0], "by itself .*rotary_init='pretrained'", patch, RotaryPatchConfig())
+
+    @pytest.mark.parametrize(
+        "fields, message",
+        [
+            ({"layers": [5]}, r"layers=.5. do not match: model .LlamaModel. has attention layers .'0: model.layers.0"),
+            ({"target": "visual"}, r"target='visual' computes no rotations; modules that do: .'model'"),
+        ],
+    )
+    def test_configuration_that_does_not_fit(self, fields, message):
+        config = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained", **fields)
+        self.refuse(build("llama")[0], message, patch, config)
+
+    @pytest.mark.parametrize(
+        "fields, message",
+        [
+            ({"position_encoding": "axial_rope"}, "axial_rope learns nothing"),
+            ({"coordinates": "unit"}, "coordinates='unit': with rotary_init='pretrained' the coordinates"),
+            ({"rope_theta": 10.0, "position_shift": 0.1}, "rope_theta=10.0, position_shift=0.1: with"),
+            ({"keep_absolute": "drop"}, "keep_absolute='drop': with"),
+        ],
+    )
+    def test_configuration_for_no_model(self, fields, message):
+        with pytest.raises(ValueError, match=message):
+            RotaryPatchConfig(**{"position_encoding": "rope_mixed", "rotary_init": "pretrained", **fields})
+
+    def test_patched_twice_and_adapters_of_another_base(self, tmp_path):
+        model, _ = build("llama")
+        save_rotary(patch(model, PLANES), tmp_path)
+        with pytest.raises(ValueError, match="model is patched already"):
+            patch(model, PLANES)
+        other = model_of("LlamaConfig", "LlamaForCausalLM", **{**TEXT, **HEADS}, **rope(rope_theta=500.0))()
+        self.refuse(other, "frequencies .* there, .* here", load_rotary, tmp_path)
+        # Rounded frequencies are those of the same model.
+        rounded, _ = build("llama")
+        assert is_patched(load_rotary(rounded.to(torch.bfloat16), tmp_path))
+        self.refuse(build("mistral")[0], "model_type llama there, mistral here", load_rotary, tmp_path)
+
+    def test_cos_and_sin_that_the_model_did_not_compute(self):
+        model, _ = build("llama")
+        patch(model, PLANES)
+        layer = model.model.layers[0].self_attn
+        with pytest.raises(
+            RuntimeError, match="rotary_emb handed on float32 coordinates of 1 axes, but attention layer 0"
+        ):
+            layer(torch.zeros(1, 3, 48), position_embeddings=(torch.ones(1, 3, 16), torch.zeros(1, 3, 16)))
