@@ -134,7 +134,14 @@ def test_checkpointed_gradients_are_those_without(name, reentrant):
     check_checkpointing(name, reentrant, blocks("liere"))
 
 
-@pytest.mark.parametrize("name, encoding", [("llama", "liere"), ("llama", "comrope_ld"), ("dinov3", "liere")])
+@pytest.mark.parametrize(
+    "name, encoding",
+    [
+        ("llama", "liere"),
+        pytest.param("llama", "comrope_ld", marks=pytest.mark.slow),
+        pytest.param("dinov3", "liere", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_whole_graph_gives_the_same(name, encoding):
     check_compiled(name, blocks(encoding))
 

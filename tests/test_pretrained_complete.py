@@ -42,7 +42,7 @@ def test_complete_model_computes_and_reloads_the_same_bits(name, kind, tmp_path)
     assert same_bits(outputs(plain, inputs), outputs(build(name)[0], inputs))
 
 
-@pytest.mark.parametrize("package", [True, False])
+@pytest.mark.parametrize("package", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_auto_classes_restore_in_a_fresh_process(tmp_path, package, monkeypatch):
     # Code that comes with a checkpoint has no kernels for CPUs, which round otherwise.
     monkeypatch.setenv("HF_LIERE_CPU_KERNELS", str(int(package)))

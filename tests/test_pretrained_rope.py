@@ -166,7 +166,9 @@ def check_checkpointing(name, reentrant, config):
         torch.testing.assert_close(checkpointed, plain, rtol=1e-5, atol=1e-5 * plain.abs().max())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "dinov3"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "dinov3"))]
+)
 def test_compiled_whole_graph_gives_the_same(name):
     check_compiled(name, PLANES)
 
@@ -289,6 +291,7 @@ def test_offloaded_and_dispatched_models(name):
         assert same_bits(outputs(dispatched, inputs), expected)
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_step_of_one(tmp_path):
     model, inputs = build("llama")
     patch(model, PLANES)
