@@ -27,7 +27,7 @@ from training.reporting.result_lines import encoded_examples
 TRAINING = Path(__file__).resolve().parents[1]
 SCRIPTS = (
     *("image_classification", "video_classification", "token_classification", "object_detection"),
-    "clip_finetuning",
+    *("clip_finetuning", "language_modeling"),
 )
 SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "mini")
 
