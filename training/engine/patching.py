@@ -64,10 +64,13 @@ def check_patch(auto_class: type, config: PreTrainedConfig, patched: RotaryPatch
     try:
         with torch.device("meta"):
             model = auto_class.from_config(copy.deepcopy(config))
-        plan(model, patched)
     except ValueError as error:
         # The further lines of the message list all classes of transformers.
         raise InputError(str(error).splitlines()[0]) from error
+    try:
+        plan(model, patched)
+    except ValueError as error:
+        raise InputError(" ".join(str(error).split())) from error
 
 
 def with_lora(

@@ -46,11 +46,20 @@ class LanguageModel(nn.Module):
     def state_dict(self, *args, prefix: str = "", **kwargs) -> dict[str, torch.Tensor]:
         """Weights that are one parameter, such as those of embedding and head, once: files hold no tensor twice."""
         state = super().state_dict(*args, prefix=prefix, **kwargs)
-        once = {name for name, _ in self.named_parameters()}
-        for name, _ in self.named_parameters(remove_duplicate=False):
-            if name not in once:
-                state.pop(prefix + name, None)
+        for name in self._other_names():
+            state.pop(prefix + name, None)
         return state
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor], strict: bool = True, assign: bool = False):
+        """What `state_dict` returns is whole."""
+        others = {other: state_dict[name] for other, name in self._other_names().items() if name in state_dict}
+        return super().load_state_dict({**others, **state_dict}, strict, assign)
+
+    def _other_names(self) -> dict[str, str]:
+        """For every further name of a parameter that has several, its first one."""
+        first = {id(parameter): name for name, parameter in self.named_parameters()}
+        every = self.named_parameters(remove_duplicate=False)
+        return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
     def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return rotary_parameters(self)
