@@ -63,6 +63,13 @@ class TextDataArguments(LimitArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        if min(self.lengths) < 2:
+            raise InputError(
+                f"--max_length {self.max_length} --evaluation_lengths {self.evaluation_lengths}; accepted: 2 and above."
+            )
+
+    def require_origin(self) -> None:
+        """Raises [`InputError`] unless exactly one origin of texts is given."""
         origins = {
             "--dataset_name": self.dataset_name,
             "--text_folder": self.text_folder,
@@ -71,10 +78,6 @@ class TextDataArguments(LimitArguments):
         given = [name for name, value in origins.items() if value]
         if len(given) != 1:
             raise InputError(f"{' and '.join(given) or 'No data'} given; accepted: one of {', '.join(origins)}.")
-        if min(self.lengths) < 2:
-            raise InputError(
-                f"--max_length {self.max_length} --evaluation_lengths {self.evaluation_lengths}; accepted: 2 and above."
-            )
 
     @property
     def lengths(self) -> list[int]:
@@ -162,6 +165,7 @@ def load_texts(
     Raises:
         InputError: for data that cannot be read or have no block of one of the lengths.
     """
+    arguments.require_origin()
     tables = _load_documents(arguments)
     chosen, splits = pick_splits(tables, arguments, DataRequest((1, 1), parts=parts))
     streams = {}

@@ -27,11 +27,12 @@ AXES = {
     "train_fraction": "share of the training images",
     "position_perturbation": "perturbation σ in training (patches)",
     "hidden_size": "channels",
+    "max_length": "tokens in a block of the evaluation",
 }
 # A number of patches has no place on an axis beside squares, which have none.
 NOT_ON_AXES = ("max_num_patches",)
 # Smallest span of the axis, in percent for accuracies, so that small differences look small.
-LEAST_SPAN = {"accuracy": 5.0, "AUC": 0.05, "mAP": 0.05}
+LEAST_SPAN = {"accuracy": 5.0, "AUC": 0.05, "mAP": 0.05, "perplexity": 0.05}
 # Beyond this ratio of the largest to the smallest number the axis counts doublings.
 LOGARITHMIC = 8
 
