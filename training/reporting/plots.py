@@ -77,6 +77,8 @@ def lines_of(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
                 names = {name for other in cells.values() for name in other.results[0]["condition"]}
                 size = result["run"].get("image_size")
                 varied = {"image_size": size[-1]} if "image_size" in names and size else {}
+                if "max_length" in names:
+                    varied = {"max_length": result["run"]["data"]["max_length"]}
             for name, value in varied.items():
                 lines[row].append((value, cell))
                 number = name
