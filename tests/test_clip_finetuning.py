@@ -18,10 +18,11 @@ from training_helpers import ROOT, assert_same_weights, run_process, write_parqu
 
 import hf_liere
 from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, rotary_parameters
-from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments, PatchArguments
+from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments
 from training.clip_finetuning import main
 from training.engine.arguments import AugmentationArguments, DataArguments
 from training.engine.command_line import parse_arguments
+from training.engine.patching import PatchArguments
 
 
 SCRIPT = ROOT / "training" / "clip_finetuning.py"

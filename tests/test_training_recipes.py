@@ -86,7 +86,7 @@ def test_recipes_hold_existing_keys_and_fitting_values(name):
     parsed = parse(name)
     model_args, training = parsed[0], parsed[-1]
     assert isinstance(training.learning_rate, float) and training.do_train and training.do_eval
-    if LINES[name][0] == "clip_finetuning":
+    if LINES[name][0] in ("clip_finetuning", "language_modeling"):
         return
     config = model_args.config_class(**model_args.architecture())
     for key, value in yaml.safe_load(RECIPES[name].read_text()).items():
@@ -278,7 +278,11 @@ def data(tmp_path_factory):
     volumes = np.random.default_rng(0).integers(256, size=(8, 8, 32, 32), dtype=np.uint8)
     labels = np.arange(8)[:, None] % 2
     np.savez(folder / "volumes.npz", train_images=volumes, train_labels=labels, val_images=volumes, val_labels=labels)
+    (folder / "texts").mkdir()
+    for number in range(20):
+        (folder / "texts" / f"{number}.py").write_text("def f(x):\n    return x\n" * 100)
     return {
+        "TEXTS": str(folder / "texts"),
         "TRAIN.parquet": write_parquet(folder / "train.parquet", 12),
         "TEST.parquet": write_parquet(folder / "test.parquet", 6, seed=1),
         "VOLUMES.npz": str(folder / "volumes.npz"),
@@ -325,6 +329,8 @@ def test_small_recipes_run_to_their_results(name, run_mini):
         results = json.loads((folder / "all_results.json").read_text())
         assert results["eval_samples"] == 6 and results["parameters"] > 1000
         assert math.isfinite(results["eval_map" if name == "coco_mini" else "eval_loss"])
+        if LINES[name][0] == "language_modeling":
+            assert results["eval_perplexity"] > 1 and results["eval_512_perplexity"] > 1
 
 
 @pytest.mark.parametrize("mini", [False, True], ids=["full", "mini"])
@@ -335,7 +341,7 @@ def test_sweeps_name_models_that_exist(path, mini):
     classes = script_of(sweep["recipe"]).ARGUMENT_CLASSES
     for settings in sweeps.combinations(sweep["train"]):
         flags = sweeps.flags_of(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
-        if sweep["script"] == "clip_finetuning":
+        if sweep["script"] in ("clip_finetuning", "language_modeling"):
             patch_args = vars(parse_arguments(flags, classes)[1])
             if patch_args["position_encoding"] != "none":
                 given = {key: None if value == "None" else value for key, value in patch_args.items()}

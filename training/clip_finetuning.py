@@ -26,10 +26,11 @@ from typing import Any
 # `training` is not installed; the scripts find it, and an hf_liere that is not installed either, beside themselves.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments, PatchArguments
+from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments
 from training.clip.comparison import Comparison
 from training.engine.arguments import AugmentationArguments, DataArguments
 from training.engine.command_line import parse_arguments
+from training.engine.patching import PatchArguments
 from training.engine.runs import start
 
 

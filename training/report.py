@@ -31,10 +31,10 @@ REPORT = "report.md"
 HOW_TO_READ = """
 Accuracies are means over seeds, in percent; the single seeds stand beside them. Intervals are 95%, bootstrapped from
 the evaluated examples: they say how far another test set could move a figure, and nothing of how far other seeds would.
-An AUC has the mean of the intervals of its seeds. A mAP has no interval but [lowest, highest seed]. Where all of n
-examples are right the bootstrap has no width: by the rule of three, 3/n of others could be wrong. p is that of a paired
-z-test over the examples, two-sided, not corrected for the number of comparisons. Pictures show single seeds as small
-circles.
+An AUC or a perplexity has the mean of the intervals of its seeds. A mAP has no interval but [lowest, highest seed].
+Where all of n examples are right the bootstrap has no width: by the rule of three, 3/n of others could be wrong. p is
+that of a paired z-test over the examples, two-sided, not corrected for the number of comparisons. Pictures show single
+seeds as small circles.
 """.strip()
 
 

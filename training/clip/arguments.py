@@ -1,13 +1,11 @@
 """Command line of training/clip_finetuning.py: how a pretrained vision tower is changed and which part is trained."""
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import CLIPConfig, PreTrainedConfig
 
-from hf_liere import RotaryPatchConfig
 from hf_liere.errors import InputError
 from training.clip.classifiers import TRAINABLE
 from training.engine.arguments import CheckpointArguments, RunArguments, flag
@@ -15,7 +13,6 @@ from training.engine.model_setup import checkpoint_config
 
 
 HEADS = ("classifier", "zero_shot")
-UNPATCHED = "none"
 
 
 @dataclass
@@ -42,23 +39,6 @@ class FineTuningArguments(CheckpointArguments):
 
     def architecture(self) -> dict[str, Any]:
         return {} if self.image_size is None else {"image_size": self.image_size}
-
-
-def _patch_fields() -> list[tuple[str, type, dataclasses.Field]]:
-    """The fields of RotaryPatchConfig as flags, and `none` among the encodings."""
-    fields = []
-    for patch_field in dataclasses.fields(RotaryPatchConfig):
-        text = f"{patch_field.name} of RotaryPatchConfig, there {patch_field.default!r}."
-        kind, default = patch_field.type, patch_field.default
-        if patch_field.name == "position_encoding":
-            kind, default = str | None, None
-            text += f" {UNPATCHED} patches nothing; by default a checkpoint that is patched keeps its own."
-        if patch_field.name != "format_version":
-            fields.append((patch_field.name, kind, flag(default, text)))
-    return fields
-
-
-PatchArguments = dataclasses.make_dataclass("PatchArguments", _patch_fields())
 
 
 @dataclass

@@ -1,18 +1,16 @@
-"""Pretrained vision towers as image classifiers: what classifies, what is trained, what a finished run leaves."""
+"""Pretrained vision towers as image classifiers: what classifies and what is trained."""
 
-import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_liere import complete_model, is_patched, rotary_parameters, save_rotary, unpatch
+from hf_liere import is_patched, rotary_parameters
 from hf_liere.errors import InputError
-from hf_liere.models.modeling_patched import COMPLETE_MODELS
 from hf_liere.models.vision_towers import find_towers
+from training.engine.patching import with_lora, without_peft
 
 
 TRAINABLE = ("rotary", "rotary+head", "lora+rotary", "all")
@@ -38,7 +36,7 @@ class Classifier(nn.Module):
     @property
     def pretrained(self) -> PreTrainedModel:
         """The model of transformers, without peft around it."""
-        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        return without_peft(self.model)
 
     def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
         """(B, C, height, width) → logits (B, classes)."""
@@ -128,21 +126,10 @@ def _embed(
 
 
 def add_lora(classifier: Classifier, rank: int, alpha: float) -> None:
-    """LoRA (Hu et al., 2022) in every linear layer of the tower's attention, and a trained copy of the classifier."""
-    # Imported here because no other run needs peft.
-    import peft
-
+    """LoRA in every linear layer of the tower's attention, and a trained copy of the classifier."""
     (tower,) = find_towers(classifier.model)
-    targets = [
-        ".".join(filter(None, (attention_name, name)))
-        for attention_name, attention in tower.attentions
-        for name, module in attention.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
     copied = [HEAD.rstrip(".")] if any(True for _ in classifier.head_parameters()) else None
-    classifier.model = peft.get_peft_model(
-        classifier.model, peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, modules_to_save=copied)
-    )
+    classifier.model = with_lora(classifier.model, tower.attentions, rank, alpha, copied)
 
 
 def freeze(classifier: Classifier, trainable: str) -> int:
@@ -160,25 +147,3 @@ def freeze(classifier: Classifier, trainable: str) -> int:
     for parameter in classifier.frozen_parameters():
         parameter.requires_grad_(False)
     return sum(parameter.numel() for parameter in classifier.parameters() if parameter.requires_grad)
-
-
-def save_classifier(classifier: Classifier, folder: Path, trained_base: bool) -> None:
-    """
-    What loads again without this script: `rotary` for `load_rotary`, `lora` for peft, and where the model's own
-    weights were trained the model: with its rotations in `folder` where its class can hold them, else without them in
-    `base`, for `load_rotary`.
-
-    Args:
-        trained_base: Whether weights of the model itself were trained.
-    """
-    model, patched = classifier.pretrained, is_patched(classifier)
-    if patched:
-        save_rotary(classifier.model, folder / "rotary")
-    if model is not classifier.model:
-        classifier.model.save_pretrained(folder / "lora")
-    elif not patched or getattr(model.config, "rotary_patch", None) is not None:
-        model.save_pretrained(folder)
-    elif type(model) in COMPLETE_MODELS:
-        complete_model(model).save_pretrained(folder)
-    elif trained_base:
-        unpatch(copy.deepcopy(model)).save_pretrained(folder / "base")

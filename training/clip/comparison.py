@@ -20,16 +20,9 @@ from transformers import (
 
 from hf_liere import RotaryPatchConfig, is_patched, patch
 from hf_liere.errors import InputError
-from hf_liere.models.rotary_patch import plan
 from hf_liere.storage.loading import require_all_keys
-from training.clip.arguments import (
-    UNPATCHED,
-    FineTuningArguments,
-    FineTuningTrainingArguments,
-    PatchArguments,
-    resolve_config,
-)
-from training.clip.classifiers import HEAD, TRAINABLE, Classifier, ZeroShotClassifier, add_lora, freeze, save_classifier
+from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments, resolve_config
+from training.clip.classifiers import HEAD, TRAINABLE, Classifier, ZeroShotClassifier, add_lora, freeze
 from training.data.augmentation import Augmentation, Collator, EvaluationImages, TrainingImages
 from training.data.images import load_images
 from training.data.sources import DataRequest, Relabelled
@@ -40,6 +33,14 @@ from training.engine.model_setup import (
     order_labels,
     resolve_image_size,
     resolve_processor,
+)
+from training.engine.patching import (
+    UNPATCHED,
+    PatchArguments,
+    check_patch,
+    patch_config,
+    refuse_other_patch,
+    save_patched,
 )
 from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, RESOLUTIONS_FILE, environment, portable, write_record
 from training.engine.runs import claim_folder
@@ -102,48 +103,30 @@ class Comparison:
 
     def _resolve_patches(self) -> dict[str, RotaryPatchConfig | None]:
         """What to patch for each subfolder of the results; the empty name is the folder itself."""
+        refuse_other_patch(self.patch_args, self.config, self.args.do_train)
         own = getattr(self.config, "rotary_patch", None)
-        encoding = self.patch_args.position_encoding
-        if own is not None and encoding not in (None, own["position_encoding"]):
-            raise InputError(
-                f"--position_encoding {encoding}: the checkpoint is patched with {own['position_encoding']}; accepted: "
-                "that, or a checkpoint that is not patched."
-            )
         if not self.args.do_train:
-            if own is None and encoding not in (None, UNPATCHED):
-                raise InputError(f"--position_encoding {encoding}: nothing is patched without --do_train.")
             return {"": None}
         if own is not None:
             return {"patched": None}
-        if encoding == UNPATCHED:
+        if self.patch_args.position_encoding == UNPATCHED:
             return {"unpatched": None}
-        given = {name: None if value == "None" else value for name, value in vars(self.patch_args).items()}
-        del given["position_encoding"]
-        try:
-            config = RotaryPatchConfig(**given, **({"position_encoding": encoding} if encoding else {}))
-        except ValueError as error:
-            raise InputError(str(error)) from error
-        return {"patched": config, **({"unpatched": None} if self.model_args.baseline else {})}
+        baseline = {"unpatched": None} if self.model_args.baseline else {}
+        return {"patched": patch_config(self.patch_args), **baseline}
 
     def _check_patches(self) -> None:
         """Refuses what the model cannot take, before data are loaded or a folder is written."""
         is_zero_shot = self.model_args.head == "zero_shot"
         auto_class = AutoModelForZeroShotImageClassification if is_zero_shot else AutoModelForImageClassification
-        for patch_config in filter(None, self.patches.values()):
-            try:
-                with torch.device("meta"):
-                    model = auto_class.from_config(copy.deepcopy(self.config))
-                plan(model, patch_config)
-            except ValueError as error:
-                # The further lines of the message list all classes of transformers.
-                raise InputError(str(error).splitlines()[0]) from error
+        for wanted in filter(None, self.patches.values()):
+            check_patch(auto_class, self.config, wanted)
 
     def arguments_of(self, name: str) -> FineTuningTrainingArguments:
         arguments = copy.copy(self.args)
         arguments.output_dir = str(self.folders[name])
         return arguments
 
-    def build_classifier(self, patch_config: RotaryPatchConfig | None) -> Classifier:
+    def build_classifier(self, wanted: RotaryPatchConfig | None) -> Classifier:
         """The pretrained model with its head; the patched and the unpatched one differ in the rotations only."""
         # Loading a model writes its labels into the configuration.
         arguments, config = self.model_args, copy.deepcopy(self.config)
@@ -154,8 +137,8 @@ class Comparison:
         else:
             model = build_model(arguments, config, self.images, trains and arguments.trainable != "rotary")
         try:
-            if patch_config is not None:
-                patch(model, patch_config)
+            if wanted is not None:
+                patch(model, wanted)
             if self.tokenizer is None:
                 classifier = Classifier(model)
             else:
@@ -191,11 +174,11 @@ class Comparison:
 
     def run(self, name: str) -> list[dict[str, Any]]:
         """Trains and evaluates one model; returns its results, one entry per image size."""
-        folder, patch_config = self.folders[name], self.patches[name]
+        folder, wanted = self.folders[name], self.patches[name]
         if self.is_resumed and (folder / RESOLUTIONS_FILE).is_file():
             return json.loads((folder / RESOLUTIONS_FILE).read_text(encoding="utf-8"))["resolutions"]
         checkpoint = last_complete_checkpoint(folder) if self.is_resumed else None
-        classifier = self.build_classifier(patch_config)
+        classifier = self.build_classifier(wanted)
         learning = self._freeze(classifier, name) if self.args.do_train else 0
         if checkpoint is not None:
             check_checkpoint_keys(checkpoint, classifier)
@@ -203,7 +186,7 @@ class Comparison:
         if trainer.is_fsdp_enabled:
             raise InputError("FSDP shards what is saved here in one piece; accepted: one process, or several by DDP.")
         if trainer.is_world_process_zero():
-            write_record(folder, CONFIG_FILE, self._resolved(patch_config))
+            write_record(folder, CONFIG_FILE, self._resolved(wanted))
             write_record(folder, ENVIRONMENT_FILE, environment())
         if learning:
             metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
@@ -219,7 +202,7 @@ class Comparison:
             self.processor.save_pretrained(folder)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
-            save_classifier(classifier, folder, self.model_args.trainable != "rotary")
+            save_patched(classifier.model, folder, self.model_args.trainable != "rotary")
 
     def _freeze(self, classifier: Classifier, name: str) -> int:
         """Freezes what is not trained; returns the number of parameters that learn, 0 without anything to train."""
@@ -251,12 +234,12 @@ class Comparison:
             write_record(self.folders[name], RESOLUTIONS_FILE, {"resolutions": results})
         return results
 
-    def _resolved(self, patch_config: RotaryPatchConfig | None) -> dict[str, Any]:
+    def _resolved(self, wanted: RotaryPatchConfig | None) -> dict[str, Any]:
         content = {"model": vars(self.model_args), "data": vars(self.data_args), "training": self.args.to_dict()}
         content["augmentation"] = vars(self.augmentation_args)
         content["rotary_patch"] = getattr(self.config, "rotary_patch", None)
-        if patch_config is not None:
-            content["rotary_patch"] = patch_config.to_dict()
+        if wanted is not None:
+            content["rotary_patch"] = wanted.to_dict()
         return portable(content)
 
 

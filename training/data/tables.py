@@ -37,7 +37,11 @@ def load_tables(arguments: DataArguments) -> datasets.DatasetDict:
             raise InputError(f"--image_folder {arguments.image_folder!r} is no folder.")
         with readable(f"--image_folder {arguments.image_folder!r}"):
             return datasets.load_dataset("imagefolder", data_dir=arguments.image_folder)
-    files = {"train": arguments.train_files or [], "validation": arguments.validation_files or []}
+    return load_table_files({"train": arguments.train_files or [], "validation": arguments.validation_files or []})
+
+
+def load_table_files(files: dict[str, list[str]]) -> datasets.DatasetDict:
+    """Tables in parquet, json or csv files, all of one type, by split. Raises [`InputError`] for what is not read."""
     builders = set()
     require_files(files["train"] + files["validation"])
     for name in files["train"] + files["validation"]:

@@ -161,13 +161,14 @@ def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
     trained_images = metrics["train_samples_per_second"] * metrics["train_runtime"]
     metrics["train_images_per_second"] = round(trained_images / training_seconds, 1)
     metrics["parameters"] = sum(parameter.numel() for parameter in trainer.model.parameters())
-    trainer.save_whole(trainer.save_model)
+    trainer.save_whole(trainer.save_finished)
     trainer.log_metrics("train", metrics)
     trainer.save_metrics("train", metrics)
     trainer.save_state()
     if trainer.is_world_process_zero():
         folder, step = trainer.args.output_dir, trainer.state.global_step
-        write_record(folder, WEIGHTS_FILE, {"sha256": saved_weights_digest(folder), "step": step})
+        if trainer.leaves_whole_model:
+            write_record(folder, WEIGHTS_FILE, {"sha256": saved_weights_digest(folder), "step": step})
     return metrics
 
 

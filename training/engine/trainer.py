@@ -31,7 +31,12 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
     - Only weights of linear and convolution layers decay. The rotations' parameters may have their own learning rate.
     - A loss or gradient that is not finite raises before the step is taken.
     - Examples come in an order and with an augmentation that do not depend on global generators.
+
+    Attributes:
+        leaves_whole_model: Whether a finished run leaves the weights of a whole model in its folder itself.
     """
+
+    leaves_whole_model = True
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -106,6 +111,10 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
         return _with_own_generator(super().get_eval_dataloader(eval_dataset))
+
+    def save_finished(self, folder: str) -> None:
+        """Writes what a finished run leaves."""
+        self.save_model(folder)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds to the losses the speed of training, without evaluations, and the hours that remain."""
@@ -257,11 +266,15 @@ class ClassificationMetrics:
         counted = {"ranks": ranks.astype(np.int64), "losses": losses, "num_classes": self.num_classes}
         if labels.ndim == 2:
             self.examples = {}
-            return self.metric.compute(**counted, groups=np.nonzero(read)[0])
+            return self.metric.compute(**counted, groups=self.groups(read))
         metrics = self.metric.compute(**counted)
         if scores and 0 < labels[read].sum() < read.sum():
             metrics |= area_under_curve(scores[0], labels[read] == 1)
         return metrics if read.all() else metrics | {"unreadable": int((~read).sum())}
+
+    def groups(self, read: np.ndarray) -> np.ndarray:
+        """For every token with a label, where `read` (samples, tokens) is true, what it is drawn with: its sample."""
+        return np.nonzero(read)[0]
 
 
 def area_under_curve(

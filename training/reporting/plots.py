@@ -27,11 +27,12 @@ AXES = {
     "train_fraction": "share of the training images",
     "position_perturbation": "perturbation σ in training (patches)",
     "hidden_size": "channels",
+    "max_length": "tokens in a block of the evaluation",
 }
 # A number of patches has no place on an axis beside squares, which have none.
 NOT_ON_AXES = ("max_num_patches",)
 # Smallest span of the axis, in percent for accuracies, so that small differences look small.
-LEAST_SPAN = {"accuracy": 5.0, "AUC": 0.05, "mAP": 0.05}
+LEAST_SPAN = {"accuracy": 5.0, "AUC": 0.05, "mAP": 0.05, "perplexity": 0.05}
 # Beyond this ratio of the largest to the smallest number the axis counts doublings.
 LOGARITHMIC = 8
 
@@ -76,6 +77,8 @@ def lines_of(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
                 names = {name for other in cells.values() for name in other.results[0]["condition"]}
                 size = result["run"].get("image_size")
                 varied = {"image_size": size[-1]} if "image_size" in names and size else {}
+                if "max_length" in names:
+                    varied = {"max_length": result["run"]["data"]["max_length"]}
             for name, value in varied.items():
                 lines[row].append((value, cell))
                 number = name

@@ -12,7 +12,7 @@ from training.reporting.result_lines import correct_examples
 from training.reporting.significance import Interval, bootstrap_mean
 
 
-METRICS = {"eval_accuracy": "accuracy", "eval_auc": "AUC", "eval_map": "mAP"}
+METRICS = {"eval_accuracy": "accuracy", "eval_auc": "AUC", "eval_map": "mAP", "eval_perplexity": "perplexity"}
 AS_TRAINED = "as trained"
 # Results are averaged over these settings.
 SEEDS = ("seed", "evaluation_seed")
@@ -95,7 +95,7 @@ def without(row: str, common: list[str]) -> str:
 
 
 def method(settings: dict[str, Any], script: str = "image_classification") -> str:
-    """The name that a model has in the papers, and what else was set; without rotations CLIP keeps its table."""
+    """The name that a model has in the papers, and what else was set; unpatched models keep their own positions."""
     ignored = (*SEEDS, *AS_IN_PAPER)
     rest = {name: value for name, value in settings.items() if name not in ignored and value is not None}
     encoding, block = rest.pop("position_encoding", None), rest.pop("block_size", None)
@@ -103,7 +103,7 @@ def method(settings: dict[str, Any], script: str = "image_classification") -> st
         rest |= {} if block is None else {"block_size": block}
         return ", ".join(_named(rest)) or "the recipe"
     name = {
-        "none": "Absolute" if script == "clip_finetuning" else "no positions",
+        "none": {"clip_finetuning": "Absolute", "language_modeling": "RoPE as it was"}.get(script, "no positions"),
         "absolute": "Absolute",
         "axial_rope": "Axial RoPE",
         "rope_mixed": "RoPE-Mixed",

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from training.reporting.result_lines import encoded_examples
 TRAINING = Path(__file__).resolve().parents[1]
 SCRIPTS = (
     *("image_classification", "video_classification", "token_classification", "object_detection"),
-    "clip_finetuning",
+    *("clip_finetuning", "language_modeling"),
 )
 SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "mini")
 
@@ -107,7 +108,9 @@ def train_and_evaluate(
             go_on = _still_to_do(place, evaluation)
             if go_on is not None:
                 script([*evaluation, "--model_name_or_path", str(folder), *go_on])
-        results.append({**shared, "condition": condition, **_evaluated(place)})
+        evaluated = _evaluated(place)
+        results.append({**shared, "condition": condition, **evaluated})
+        results += [{**results[-1], **of_length} for of_length in _of_lengths(condition, evaluated["metrics"])]
     return results
 
 
@@ -168,6 +171,20 @@ def _evaluated_sizes(folder: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for entry in _read(folder / RESOLUTIONS_FILE)["resolutions"]
     ]
+
+
+def _of_lengths(condition: dict[str, Any], metrics: dict[str, float]) -> list[dict[str, Any]]:
+    """Conditions and metrics of a language model for blocks of further lengths; they are taken out of `metrics`."""
+    lengths = [match[1] for name in metrics if (match := re.fullmatch(r"eval_(\d+)_perplexity", name))]
+    found = []
+    for length in sorted(lengths, key=int):
+        prefix = f"eval_{length}_"
+        own = {f"eval_{name.removeprefix(prefix)}": metrics[name] for name in metrics if name.startswith(prefix)}
+        for name in [name for name in metrics if name.startswith(prefix)]:
+            del metrics[name]
+        own["eval_samples"] = metrics["eval_samples"]
+        found.append({"condition": {**condition, "max_length": int(length)}, "metrics": own})
+    return found
 
 
 def _history(folder: Path) -> list[list[float]]:

@@ -1,0 +1,133 @@
+"""Rotary patches in runs: their flags, their check before anything is loaded, LoRA, and what a finished run leaves."""
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_liere import RotaryPatchConfig, complete_model, is_patched, save_rotary, unpatch
+from hf_liere.errors import InputError
+from hf_liere.models.modeling_patched import COMPLETE_MODELS
+from hf_liere.models.rotary_patch import plan
+from training.engine.arguments import flag
+
+
+UNPATCHED = "none"
+
+
+def _patch_fields() -> list[tuple[str, type, dataclasses.Field]]:
+    """The fields of RotaryPatchConfig as flags, and `none` among the encodings."""
+    fields = []
+    for patch_field in dataclasses.fields(RotaryPatchConfig):
+        text = f"{patch_field.name} of RotaryPatchConfig, there {patch_field.default!r}."
+        kind, default = patch_field.type, patch_field.default
+        if patch_field.name == "position_encoding":
+            kind, default = str | None, None
+            text += f" {UNPATCHED} patches nothing; by default a checkpoint that is patched keeps its own."
+        if patch_field.name != "format_version":
+            fields.append((patch_field.name, kind, flag(default, text)))
+    return fields
+
+
+PatchArguments = dataclasses.make_dataclass("PatchArguments", _patch_fields())
+
+
+def refuse_other_patch(arguments: PatchArguments, config: PreTrainedConfig, trains: bool) -> None:
+    """Raises [`InputError`] for an encoding that is not the checkpoint's, or that nothing would train."""
+    own, encoding = getattr(config, "rotary_patch", None), arguments.position_encoding
+    if own is not None and encoding not in (None, own["position_encoding"]):
+        raise InputError(
+            f"--position_encoding {encoding}: the checkpoint is patched with {own['position_encoding']}; accepted: "
+            "that, or a checkpoint that is not patched."
+        )
+    if not trains and own is None and encoding not in (None, UNPATCHED):
+        raise InputError(f"--position_encoding {encoding}: nothing is patched without --do_train.")
+
+
+def patch_config(arguments: PatchArguments) -> RotaryPatchConfig:
+    """The configuration that the flags describe. Raises [`InputError`] for values that no model accepts."""
+    given = {name: None if value == "None" else value for name, value in vars(arguments).items()}
+    if given["position_encoding"] is None:
+        del given["position_encoding"]
+    try:
+        return RotaryPatchConfig(**given)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def check_patch(auto_class: type, config: PreTrainedConfig, patched: RotaryPatchConfig) -> None:
+    """Raises [`InputError`] for what a model of this configuration cannot take; only its shapes are made."""
+    try:
+        with torch.device("meta"):
+            model = auto_class.from_config(copy.deepcopy(config))
+    except ValueError as error:
+        # The further lines of the message list all classes of transformers.
+        raise InputError(str(error).splitlines()[0]) from error
+    try:
+        plan(model, patched)
+    except ValueError as error:
+        raise InputError(" ".join(str(error).split())) from error
+
+
+def with_lora(
+    model: PreTrainedModel,
+    attentions: Iterable[tuple[str, nn.Module]],
+    rank: int,
+    alpha: float,
+    copied: list[str] | None = None,
+) -> nn.Module:
+    """
+    LoRA (Hu et al., 2022) in every linear layer of these attention modules.
+
+    Args:
+        attentions: (name in the model, module).
+        copied: names of modules of which a copy is trained.
+
+    Raises:
+        InputError: if peft is not installed.
+    """
+    # Imported here because no other run needs peft.
+    try:
+        import peft
+    except ImportError as error:
+        raise InputError("LoRA needs peft, which is not installed: pip install peft.") from error
+    targets = [
+        ".".join(filter(None, (attention_name, name)))
+        for attention_name, attention in attentions
+        for name, module in attention.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    lora = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, modules_to_save=copied)
+    return peft.get_peft_model(model, lora)
+
+
+def without_peft(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers inside of what peft puts around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def save_patched(model: nn.Module, folder: Path, trained_base: bool) -> None:
+    """
+    What loads again without the scripts: `rotary` for `load_rotary`, `lora` for peft, and where the model's own
+    weights were trained the model: with its rotations in `folder` where its class can hold them, else without them in
+    `base`, for `load_rotary`.
+
+    Args:
+        model: of transformers, patched or not, or a peft model around it.
+        trained_base: Whether weights of the model itself were trained.
+    """
+    inner, patched = without_peft(model), is_patched(model)
+    if patched:
+        save_rotary(model, folder / "rotary")
+    if inner is not model:
+        model.save_pretrained(folder / "lora")
+    elif not patched or getattr(inner.config, "rotary_patch", None) is not None:
+        inner.save_pretrained(folder)
+    elif type(inner) in COMPLETE_MODELS:
+        complete_model(inner).save_pretrained(folder)
+    elif trained_base:
+        unpatch(copy.deepcopy(inner)).save_pretrained(folder / "base")

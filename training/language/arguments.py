@@ -1,0 +1,143 @@
+"""Command line of training/language_modeling.py: the model, how it is changed and which part is trained."""
+
+import json
+from dataclasses import dataclass
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from hf_liere import RotaryPatchConfig
+from hf_liere.errors import InputError
+from hf_liere.models.rope_layout import frequency_buffers
+from training.data.texts import TextDataArguments, byte_tokenizer
+from training.engine.arguments import RunArguments, flag, require_numbers
+from training.engine.model_setup import checkpoint_config, loadable
+from training.engine.patching import UNPATCHED, PatchArguments, check_patch, patch_config, refuse_other_patch
+
+
+TRAINABLE = ("rotary", "lora+rotary", "all")
+
+
+@dataclass
+class LanguageModelArguments:
+    model_name_or_path: str | None = flag(
+        None, "Causal language model to train further or evaluate: a local folder or a name on the Hub; else a new one."
+    )
+    model_revision: str = flag("main", "Branch, tag or commit of a checkpoint on the Hub.")
+    model_type: str = flag("llama", "Kind of a new model, as transformers calls it.")
+    config_overrides: str | None = flag(None, "json of fields of a new model's configuration.")
+    tokenizer_name: str | None = flag(
+        None, "Folder or name on the Hub of the tokenizer; by default the checkpoint's, for a new model bytes of UTF-8."
+    )
+    trainable: str = flag(
+        "all", "What learns: the rotations, also LoRA in attention, or the whole model.", choices=list(TRAINABLE)
+    )
+    lora_rank: int = flag(8, "Rank of LoRA's matrices.")
+    lora_alpha: float = flag(16.0, "LoRA's products are scaled by this over the rank.")
+
+    def __post_init__(self):
+        require_numbers(self, "lora_rank", lowest=1)
+        require_numbers(self, "lora_alpha")
+        if self.model_name_or_path is not None and self.config_overrides is not None:
+            raise InputError("--config_overrides is for new models; accepted: without --model_name_or_path.")
+        if self.model_name_or_path is None and self.trainable != "all":
+            raise InputError(f"--trainable {self.trainable}: a new model has nothing pretrained; accepted: all.")
+
+
+@dataclass
+class LanguagePatchArguments(PatchArguments):
+    """Language models rotate by themselves, so that learned rotations start at theirs."""
+
+    rotary_init: str | None = flag("pretrained", "rotary_init of RotaryPatchConfig.")
+
+
+@dataclass
+class LanguageTrainingArguments(RunArguments):
+    per_device_eval_batch_size: int = flag(8, "Blocks per process in an evaluation.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        # The forward of the module that is trained takes no labels.
+        self.label_names = ["labels"]
+        if self.push_to_hub:
+            raise InputError("--push_to_hub: cards are rendered for models of images and videos; publish the folder.")
+        if self.dataloader_persistent_workers:
+            raise InputError("--dataloader_persistent_workers would evaluate every length on the blocks of the first.")
+
+
+def resolve_config(arguments: LanguageModelArguments) -> PreTrainedConfig:
+    """The configuration of the checkpoint, or a new one from the flags. Raises [`InputError`] for what is wrong."""
+    if arguments.model_name_or_path is not None:
+        return checkpoint_config("--model_name_or_path", arguments.model_name_or_path, arguments.model_revision)
+    if arguments.model_type not in CONFIG_MAPPING:
+        raise InputError(
+            f"--model_type {arguments.model_type!r} is unknown to transformers; accepted: llama and others."
+        )
+    try:
+        given = json.loads(arguments.config_overrides or "{}")
+        return CONFIG_MAPPING[arguments.model_type](**given)
+    except Exception as error:
+        # The strict configurations raise errors of their own, which name the field and what it accepts.
+        raise InputError(f"--config_overrides {arguments.config_overrides}: {error}") from error
+
+
+def resolve_tokenizer(arguments: LanguageModelArguments, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    """
+    The tokenizer of the run; the configuration of a new model gets its vocabulary.
+
+    Raises:
+        InputError: if it cannot be loaded, or the model has fewer tokens.
+    """
+    name = arguments.tokenizer_name or arguments.model_name_or_path
+    if name is None:
+        tokenizer = byte_tokenizer()
+    else:
+        given = "--tokenizer_name" if arguments.tokenizer_name else "--model_name_or_path"
+        with loadable(given, name):
+            revision = "main" if arguments.tokenizer_name else arguments.model_revision
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    if arguments.model_name_or_path is None:
+        if "vocab_size" not in json.loads(arguments.config_overrides or "{}"):
+            config.vocab_size = len(tokenizer)
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, token, getattr(tokenizer, token))
+    size = config.get_text_config().vocab_size
+    if len(tokenizer) > size:
+        raise InputError(f"The tokenizer has {len(tokenizer)} tokens, the model {size}; accepted: at most as many.")
+    return tokenizer
+
+
+def resolve_patch(
+    arguments: LanguageModelArguments, patch_args: LanguagePatchArguments, config: PreTrainedConfig, trains: bool
+) -> RotaryPatchConfig | None:
+    """
+    What to patch; `None` for a model that stays as it is.
+
+    Raises:
+        InputError: if the model does not take it, or nothing would be left to learn.
+    """
+    refuse_other_patch(patch_args, config, trains)
+    is_patched = getattr(config, "rotary_patch", None) is not None
+    if not trains or is_patched or patch_args.position_encoding in (None, UNPATCHED):
+        if trains and arguments.trainable == "rotary" and not is_patched:
+            raise InputError("--trainable rotary: nothing is patched; accepted: with --position_encoding, or all.")
+        return None
+    wanted = patch_config(patch_args)
+    check_patch(AutoModelForCausalLM, config, wanted)
+    return wanted
+
+
+def check_lengths(data_args: TextDataArguments, config: PreTrainedConfig) -> None:
+    """Raises [`InputError`] for lengths that a model with a table of positions does not have."""
+    longest, most = max(data_args.lengths), getattr(config.get_text_config(), "max_position_embeddings", None)
+    if most is None or longest <= most:
+        return
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise InputError(str(error).splitlines()[0]) from error
+    if not any(frequency_buffers(module) for module in model.modules()):
+        raise InputError(
+            f"Blocks of {longest} tokens: {type(model).__name__} has positions for {most}; accepted: up to that."
+        )

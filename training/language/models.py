@@ -1,0 +1,181 @@
+"""Causal language models in a run: how they are loaded and changed, what is trained, how they are evaluated."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedConfig, PreTrainedModel
+
+from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters
+from hf_liere.errors import InputError
+from hf_liere.models.rope_layout import find_rope_towers
+from hf_liere.storage.loading import require_loaded_keys
+from training.data.texts import TokenBlocks, TokenStream
+from training.engine.model_setup import loadable
+from training.engine.patching import save_patched, with_lora, without_peft
+from training.engine.trainer import ClassificationMetrics, ClassificationTrainer
+from training.language.arguments import LanguageModelArguments
+
+
+class LanguageModel(nn.Module):
+    """
+    Logits of a causal language model for whole blocks.
+
+    It is no `PreTrainedModel`, so Trainer keeps all weights of a checkpoint under the names that they have in memory,
+    rotations and LoRA among them.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        # Trainer reads the configuration of its model.
+        self.config = model.config
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        """The model of transformers, without peft around it."""
+        return without_peft(self.model)
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """(B, N) → logits (B, N, vocab_size)."""
+        return {"logits": self.model(input_ids=input_ids, use_cache=False).logits}
+
+    def state_dict(self, *args, prefix: str = "", **kwargs) -> dict[str, torch.Tensor]:
+        """Weights that are one parameter, such as those of embedding and head, once: files hold no tensor twice."""
+        state = super().state_dict(*args, prefix=prefix, **kwargs)
+        for name in self._other_names():
+            state.pop(prefix + name, None)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor], strict: bool = True, assign: bool = False):
+        """What `state_dict` returns is whole."""
+        others = {other: state_dict[name] for other, name in self._other_names().items() if name in state_dict}
+        return super().load_state_dict({**others, **state_dict}, strict, assign)
+
+    def _other_names(self) -> dict[str, str]:
+        """For every further name of a parameter that has several, its first one."""
+        first = {id(parameter): name for name, parameter in self.named_parameters()}
+        every = self.named_parameters(remove_duplicate=False)
+        return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+    def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return rotary_parameters(self)
+
+    def gradient_checkpointing_enable(self, **kwargs) -> None:
+        self.model.gradient_checkpointing_enable(**kwargs)
+
+    def activation_checkpointing_enable(self, **kwargs) -> None:
+        """The name under which newer releases of transformers call `gradient_checkpointing_enable`."""
+        self.model.activation_checkpointing_enable(**kwargs)
+
+
+def build_model(
+    arguments: LanguageModelArguments, config: PreTrainedConfig, wanted: RotaryPatchConfig | None, trains: bool
+) -> LanguageModel:
+    """
+    The model of a run, with its rotations and LoRA.
+
+    Raises:
+        InputError: if a weight is missing or left over, the model does not take the patch, or peft is missing.
+    """
+    name = arguments.model_name_or_path
+    if name is None:
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    else:
+        with loadable("--model_name_or_path", name):
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                name,
+                revision=arguments.model_revision,
+                config=config,
+                # Weights in half precision would lose small updates; with --bf16 the computation is in bfloat16.
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+        require_loaded_keys(loading, name)
+    try:
+        if trains and arguments.trainable == "lora+rotary":
+            towers = find_rope_towers(model)
+            attentions = [attention for tower in towers for attention in tower.attentions]
+            # Before the patch, whose hooks then rotate what LoRA adds to queries and keys as well.
+            model = with_lora(model, attentions, arguments.lora_rank, arguments.lora_alpha)
+        if wanted is not None:
+            patch(without_peft(model), wanted)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    language_model = LanguageModel(model)
+    if trains:
+        _freeze(language_model, arguments.trainable)
+    return language_model
+
+
+def _freeze(model: LanguageModel, trainable: str) -> None:
+    if trainable == "all":
+        return
+    model.requires_grad_(False)
+    lora = [value for name, value in model.named_parameters() if "lora_" in name and trainable == "lora+rotary"]
+    learning = [*lora, *(value for _, value in model.rotary_parameters())]
+    for parameter in learning:
+        parameter.requires_grad_(True)
+    if not learning:
+        raise InputError(f"--trainable {trainable} leaves nothing to learn; accepted: all.")
+
+
+class LanguageMetrics(ClassificationMetrics):
+    """
+    Metrics of the next token, and the perplexity exp(loss) with its interval.
+
+    Args:
+        vocab_size: Of the model.
+        stream: The tokens that are evaluated; intervals resample as it says.
+        lengths: Of the blocks that they are cut into.
+    """
+
+    def __init__(self, vocab_size: int, stream: TokenStream, lengths: list[int]):
+        super().__init__(vocab_size)
+        self.units = {length: stream.units(length, max(lengths)) for length in lengths}
+
+    def __call__(self, results: EvalPrediction) -> dict[str, float]:
+        metrics = super().__call__(results)
+        bounds = {bound: float(np.exp(metrics[f"loss{bound}"])) for bound in ("", "_low", "_high")}
+        return metrics | {f"perplexity{bound}": value for bound, value in bounds.items()}
+
+    def groups(self, read: np.ndarray) -> np.ndarray:
+        return self.units[read.shape[1]][read]
+
+
+class LanguageTrainer(ClassificationTrainer):
+    """
+    Evaluates blocks of several lengths when the training is over.
+
+    Args:
+        further: By length, blocks beside those of `eval_dataset`; their metrics are called `eval_<length>_…`.
+        trained_base: Whether weights of the model itself are trained.
+    """
+
+    def __init__(self, *args, further: dict[int, TokenBlocks], trained_base: bool, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.further = further
+        self.trained_base = trained_base
+
+    @property
+    def leaves_whole_model(self) -> bool:
+        return Path(self.args.output_dir, "model.safetensors").is_file()
+
+    def learning_rate_groups(self, model: nn.Module) -> list[tuple[str, float, list[nn.Parameter]]]:
+        # Of a model that is not patched no rotations are expected.
+        return super().learning_rate_groups(model) if is_patched(model) else []
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if eval_dataset is None and not self.is_in_train:
+            for length, blocks in self.further.items():
+                metrics |= super().evaluate(blocks, ignore_keys, f"{metric_key_prefix}_{length}")
+        return metrics
+
+    def save_finished(self, folder: str) -> None:
+        if self.args.should_save:
+            self.processing_class.save_pretrained(folder)
+            save_patched(self.model.model, Path(folder), self.trained_base)
