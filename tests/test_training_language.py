@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from training_helpers import ROOT
 
-from hf_liere import is_patched, load_rotary, rotary_parameters
+from hf_liere import is_patched, load_rotary, rotary_parameters, unpatch
 from training import evaluate_sweep, report
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.texts import (
@@ -194,6 +194,16 @@ def test_lora_and_rotations_load_again_by_their_own_libraries(flags, llama, data
     assert_same_perplexities(metrics, model, tmp_path, data)
     before = perplexity(transformers.AutoModelForCausalLM.from_pretrained(llama[0]), llama[0], data, 16)
     assert metrics["eval_perplexity"] != pytest.approx(before, rel=1e-4)
+
+
+def test_lora_in_a_model_that_is_patched_already(llama, data, tmp_path):
+    peft = pytest.importorskip("peft")
+    train(tmp_path / "patched", data, "--model_name_or_path", llama[0], *BLOCKS)
+    flags = ["--model_name_or_path", tmp_path / "patched", "--trainable", "lora+rotary"]
+    metrics = train(tmp_path / "run", data, *flags)
+    base = unpatch(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "patched"))
+    model = peft.PeftModel.from_pretrained(load_rotary(base, tmp_path / "run/rotary"), tmp_path / "run/lora")
+    assert_same_perplexities(metrics, model, tmp_path / "run", data)
 
 
 def test_families_without_a_complete_class_leave_adapter_and_base(data, tmp_path):

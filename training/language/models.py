@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedConfig,
 from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters
 from hf_liere.errors import InputError
 from hf_liere.models.rope_layout import find_rope_towers
+from hf_liere.models.rotary_patch import patched_towers
 from hf_liere.storage.loading import require_loaded_keys
 from training.data.texts import TokenBlocks, TokenStream
 from training.engine.model_setup import loadable
@@ -97,10 +98,7 @@ def build_model(
         require_loaded_keys(loading, name)
     try:
         if trains and arguments.trainable == "lora+rotary":
-            towers = find_rope_towers(model)
-            attentions = [attention for tower in towers for attention in tower.attentions]
-            # Before the patch, whose hooks then rotate what LoRA adds to queries and keys as well.
-            model = with_lora(model, attentions, arguments.lora_rank, arguments.lora_alpha)
+            model = with_lora(model, _attentions(model), arguments.lora_rank, arguments.lora_alpha)
         if wanted is not None:
             patch(without_peft(model), wanted)
     except ValueError as error:
@@ -109,6 +107,18 @@ def build_model(
     if trains:
         _freeze(language_model, arguments.trainable)
     return language_model
+
+
+def _attentions(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """(name, module) of what is rotated by a model that is patched already, or by its own RoPE."""
+    if not is_patched(model):
+        return [attention for tower in find_rope_towers(model) for attention in tower.attentions]
+    names = [
+        f"{tower_name}.{name}" if tower_name else name
+        for tower_name, tower in patched_towers(model)
+        for name in tower.rotary_patch.attention_names
+    ]
+    return [(name, model.get_submodule(name)) for name in names]
 
 
 def _freeze(model: LanguageModel, trainable: str) -> None:
