@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import sys
+from fractions import Fraction
 
 import av
 import numpy as np
@@ -22,7 +23,7 @@ from training_helpers import (
 from hf_liere import LieREVideoForVideoClassification
 from training import video_classification
 from training.data.augmentation import Augmentation, Collator
-from training.data.clips import ClipArray, ClipReader, EvaluationClips, TrainingClips, clip_indices
+from training.data.clips import ClipArray, ClipFile, ClipReader, EvaluationClips, TrainingClips, clip_indices
 from training.data.moving_shapes import LABELS, frames, write_moving_shapes, write_video
 from training.data.sources import DataRequest, Subset
 from training.data.video_data import VideoDataArguments, load_clips
@@ -441,6 +442,32 @@ def test_spacing_follows_crops_and_resizing():
     assert collated([{"label": -100}])["spacing"].tolist() == [[1, 1]]
 
 
+@pytest.mark.parametrize("name", ["variable.mkv", "variable.mp4"])
+def test_times_of_frames_at_a_variable_rate(tmp_path, name):
+    """Of frames whose brightness is their time in tenths of a second: bright ones are far apart."""
+    tenths = [3, 4, 5, 8, 12, 13, 20, 24]
+    with av.open(str(tmp_path / name), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 16
+        stream.time_base = stream.codec_context.time_base = Fraction(1, 10)
+        for time in tenths:
+            frame = av.VideoFrame.from_ndarray(np.full((16, 16, 3), 10 * time, dtype=np.uint8), format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 10)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    reader = FrameReader(1)
+    times = reader.frame_times(tmp_path / name)
+    # Containers round times to milliseconds.
+    assert times == pytest.approx((np.array(tenths) - 3) / 10, abs=1e-3)
+    clip = ClipFile(tmp_path / name, len(tenths), reader, reader.spacing(tmp_path / name), times)
+    example = EvaluationClips([(clip, 0)], (8, 8), 2, ClipReader(4, None), 1)[0]
+    brightness = example["image"].reshape(4, -1).mean(1) / 100 - 0.3
+    # Compression changes grey levels by a few.
+    assert example["frame_times"].reshape(-1) == pytest.approx(brightness, abs=0.06)
+    assert example["spacing"].reshape(-1).tolist() == [2.0, 2.0]
+    assert reader.frame_times(tmp_path / "scan.npz") is None
+
+
 PHYSICAL = ["--coordinates", "physical", "--physical_unit", "[12,8,8]", "--num_channels", 1]
 
 
@@ -496,9 +523,12 @@ def test_volumes_of_an_npz_have_spacings(tmp_path):
             load(volume_file=str(tmp_path / "none.npz"), channels=1, spacing=True)
 
 
-def test_what_has_no_spacing_is_refused_with_its_name(shapes, scans, tmp_path):
-    with pytest.raises(InputError, match=r"--coordinates physical: \d+.mp4: tells no spacing"):
-        run(tmp_path / "run", "--video_folder", shapes, *PHYSICAL, "--do_train", "--max_steps", 1)
+def test_what_has_no_spacing_is_refused_with_its_name(scans, tmp_path):
+    others = tmp_path / "others"
+    shutil.copytree(scans, others)
+    np.save(next(others.rglob("*.nii*")).with_name("bare.npy"), np.zeros((4, 16, 16), dtype=np.uint8))
+    with pytest.raises(InputError, match="--coordinates physical: bare.npy: tells no spacing"):
+        run(tmp_path / "run", "--video_folder", others, *PHYSICAL, "--do_train", "--max_steps", 1)
     with pytest.raises(InputError, match="mix volumes of different spacing"):
         run(tmp_path / "run", "--video_folder", scans, *PHYSICAL, "--do_train", "--max_steps", 1, "--mixup_alpha", 0.2)
     with pytest.raises(InputError, match="--evaluation_offset: physical coordinates follow from each volume"):

@@ -21,8 +21,9 @@ class Clip(Protocol):
     """A video that is not read yet."""
 
     name: str
-    # Distances of slices, rows and columns, where the model needs them.
+    # Distances of slices, rows and columns, where the model needs them, and the times of frames that are no slices.
     spacing: tuple[float, float, float] | None
+    frame_times: np.ndarray | None
 
     def __len__(self) -> int: ...
 
@@ -36,6 +37,7 @@ class ClipFile:
     length: int
     reader: FrameReader
     spacing: tuple[float, float, float] | None = None
+    frame_times: np.ndarray | None = None
 
     @property
     def name(self) -> str:
@@ -53,6 +55,7 @@ class ClipArray:
     frames: np.ndarray
     name: str
     spacing: tuple[float, float, float] | None = None
+    frame_times: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.frames)
@@ -85,8 +88,9 @@ def places_of_voxels(
     clip: Clip, indices: np.ndarray, extent: tuple[int, int], size: tuple[int, int]
 ) -> dict[str, np.ndarray]:
     """
-    What a model with physical coordinates needs beside the pixels: `frame_times`, the places of the chosen slices, of
-    the shape of `indices`, and the `spacing` (rows, columns) after resizing. Empty for clips without a spacing.
+    What a model with physical coordinates needs beside the pixels: `frame_times`, the times of the chosen frames or the
+    places of the chosen slices, of the shape of `indices`, and the `spacing` (rows, columns) after resizing. Empty for
+    clips without a spacing.
 
     Args:
         extent: rows and columns of the clip that the input of the model shows.
@@ -95,7 +99,8 @@ def places_of_voxels(
     if clip.spacing is None:
         return {}
     slices, *pixel = clip.spacing
-    return {"frame_times": indices * slices, "spacing": np.array(pixel) * extent / np.array(size)}
+    times = indices * slices if clip.frame_times is None else clip.frame_times[indices]
+    return {"frame_times": times, "spacing": np.array(pixel) * extent / np.array(size)}
 
 
 @dataclass

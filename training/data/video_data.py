@@ -133,10 +133,13 @@ def _opened(
             logger.warning(f"Left out: {error}")
             continue
         try:
-            spacing = reader.spacing(path) if needs_spacing else None
+            places = (reader.spacing(path), reader.frame_times(path)) if needs_spacing else ()
         except UnreadableError as error:
             raise InputError(f"--coordinates physical: {error}") from error
-        clips.append((ClipFile(path, length, reader, spacing), label))
+        if places and places[1] is not None:
+            # A header may state another number of frames.
+            length = len(places[1])
+        clips.append((ClipFile(path, length, reader, *places), label))
     return clips
 
 

@@ -59,12 +59,23 @@ class FrameReader:
         return self._named(path, lambda path: self._read(path, [int(index) for index in indices]))
 
     def spacing(self, path: Path) -> tuple[float, float, float]:
-        """Distances of a volume's slices, rows and columns, in mm for NIfTI, in the measure of the array for npz.
+        """
+        Distances of a volume's slices, rows and columns, in mm for NIfTI, in the measure of the array for npz; of a
+        video's rows and columns in pixels, beside 1 for its frames, which have [`frame_times`].
 
         Raises:
             UnreadableError: if the file tells none, or none that is positive and finite.
         """
         return self._named(path, _spacing)
+
+    def frame_times(self, path: Path) -> np.ndarray | None:
+        """
+        Seconds at which the frames of a video are shown, from zero, also at a variable rate; `None` for volumes.
+
+        Raises:
+            UnreadableError: if the file does not tell the times of all frames.
+        """
+        return self._named(path, _frame_times) if path.suffix.lower() in VIDEO_SUFFIXES else None
 
     def _named(self, path: Path, action):
         try:
@@ -177,9 +188,22 @@ def _spacing(path: Path) -> tuple[float, float, float]:
             if SPACING not in arrays.files:
                 raise UnreadableError(f"tells no spacing of its voxels; an npz does so by an array {SPACING!r}.")
             values = arrays[SPACING].reshape(-1).tolist()
+    elif path.suffix.lower() in VIDEO_SUFFIXES:
+        return 1.0, 1.0, 1.0
     else:
         raise UnreadableError("tells no spacing of its voxels; NIfTI files do, and npz files with an array 'spacing'.")
     return checked_spacing(values)
+
+
+def _frame_times(path: Path) -> np.ndarray:
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        stamps = [packet.pts for packet in container.demux(stream) if packet.size]
+        if not stamps or None in stamps or stream.time_base is None:
+            raise UnreadableError(f"tells the times of {len(stamps) - stamps.count(None)} of {len(stamps)} frames.")
+        # Packets come in the order of decoding.
+        times = np.array(sorted(stamps)) * float(stream.time_base)
+    return times - times[0]
 
 
 def checked_spacing(values: Sequence[float]) -> tuple[float, float, float]:
