@@ -101,7 +101,7 @@ class LieRotaryEmbedding(nn.Module):
                 rope_theta=rope_theta,
             )
         except StrictDataclassError as error:
-            raise ValueError(f"These rotations do not exist. {error}") from error
+            raise ValueError(f"These rotations do not exist. {error.__cause__ or error}") from error
         self.encoding = build_rotary_encoding(self.config, num_axes)
 
     def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
