@@ -11,8 +11,11 @@ import torch
 import hf_liere
 
 
-CASES = [(kind, encoding) for kind in ("ddp", "fsdp") for encoding in ("rope_mixed", "liere", "comrope_ld")]
-CASES += [("fsdp_small", "comrope_ld")]
+CASES = [("ddp", "liere"), ("fsdp", "comrope_ld"), ("fsdp_small", "comrope_ld")]
+CASES += [
+    pytest.param(kind, encoding, marks=pytest.mark.slow)
+    for kind, encoding in (("ddp", "rope_mixed"), ("ddp", "comrope_ld"), ("fsdp", "rope_mixed"), ("fsdp", "liere"))
+]
 CASES += [pytest.param("zero3", encoding, marks=pytest.mark.slow) for encoding in ("liere", "comrope_ld")]
 
 

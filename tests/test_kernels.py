@@ -280,8 +280,15 @@ def compile_for_cuda(capability, pointer, head_dim, count):
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
-@pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
-@pytest.mark.parametrize("head_dim, count", [(64, 1), (triton_kernels.MAX_HEAD_DIM, 2)])
+@pytest.mark.parametrize(
+    "pointer, head_dim, count",
+    [
+        ("*bf16", triton_kernels.MAX_HEAD_DIM, 2),
+        ("*fp32", 64, 1),
+        pytest.param("*bf16", 64, 1, marks=pytest.mark.slow),
+        pytest.param("*fp32", triton_kernels.MAX_HEAD_DIM, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_kernels_compile_for_cuda(capability, pointer, head_dim, count):
     """For one state and for two, down to machine code and within the shared memory of a block; this needs no GPU."""
     pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
