@@ -200,6 +200,21 @@ def test_positions_of_the_user():
         assert (given - model(**batch).logits).abs().max() > 1e-2
 
 
+def test_positions_of_the_user_beside_a_table_need_no_spacing():
+    model = build("liere", coordinates="physical", physical_unit=32, use_absolute_position_embeddings=True)
+    pixels = images()
+    batch = batch_of_patches(pixels, model.config)
+    positions = torch.rand(4, batch["pixel_values"].shape[1], 2)
+    with torch.no_grad():
+        together = model(**batch, positions=positions).logits
+        counts = batch["pixel_attention_mask"].sum(1)
+        alone = [
+            model(image.unsqueeze(0), positions=places[:count]).logits
+            for image, places, count in zip(pixels, positions, counts)
+        ]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("augmentation", [{"position_perturbation": 0.5}, {"position_rescale": 2.0}])
 def test_augmentation_of_coordinates(augmentation):
     model = build("liere", **augmentation).train()

@@ -192,6 +192,11 @@ class LieREEncoderModel(LieREPreTrainedModel):
         """Whether class and register tokens have coordinates, for rotations or a table that is read at coordinates."""
         return self.config.rotate_prefix or self.config.position_table_size is not None
 
+    @property
+    def _prefix(self) -> tuple[int, float]:
+        """Number of class and register tokens, and their coordinate on every axis."""
+        return self.config.num_prefix_tokens, self.config.prefix_coordinate if self._prefix_is_placed else 0.0
+
     def rotations(
         self, positions: TokenPositions | None, states: torch.dtype | None = None
     ) -> Iterable[Rotation | None]:
@@ -271,10 +276,11 @@ class LieREPixelModel(LieREEncoderModel):
         config = self.config
         if not config.uses_positions:
             return None
-        prefix = config.num_prefix_tokens, config.prefix_coordinate if self._prefix_is_placed else 0.0
         if extents is not None:
-            return of_extents(grid, extents, *prefix, offsets)
-        return of_grid(grid, config.train_grid, config.coordinates, *prefix, offsets, device, working_dtype(device))
+            return of_extents(grid, extents, *self._prefix, offsets)
+        return of_grid(
+            grid, config.train_grid, config.coordinates, *self._prefix, offsets, device, working_dtype(device)
+        )
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
@@ -328,18 +334,21 @@ class LieREPixelModel(LieREEncoderModel):
         if spatial_shapes is None and pixel_attention_mask is None:
             pixels = self.pixels(pixel_values)
             grid = self.embeddings.patch_embeddings.grid(pixels)
-            table, placed = self.placed(grid, pixels.shape[0], pixels.device, positions, spacing, frame_times)
+            num_patches = math.prod(grid)
+            table, placed = self.placed(grid, pixels.shape[0], pixels.device, spacing, frame_times, positions is None)
         else:
             if attention_mask is not None or frame_times is not None:
                 raise ValueError(
                     "attention_mask and frame_times were given beside spatial_shapes: inputs of different sizes take "
                     "pixel_attention_mask and spacing."
                 )
-            pixels = pixel_values
+            pixels, num_patches = pixel_values, pixel_values.shape[1]
             present = check_patches(self.config, pixels, pixel_attention_mask, spatial_shapes)
-            table, placed = self.placed_patches(spatial_shapes, pixels, positions, spacing)
+            table, placed = self.placed_patches(spatial_shapes, pixels, spacing, positions is None)
             prefix = present.new_ones(present.shape[0], self.config.num_prefix_tokens)
             attention_mask = torch.cat([prefix, present], dim=1)
+        if positions is not None:
+            placed = self.given_positions(positions, pixels.shape[0], num_patches)
         embeddings = self.embeddings(pixels, table, bool_masked_pos, placed)
         dropped = self.config.patch_dropout_prob if self.training else 0.0
         return self.transform(embeddings, placed, attention_mask, dropped, **kwargs)
@@ -349,53 +358,53 @@ class LieREPixelModel(LieREEncoderModel):
         grid: tuple[int, ...],
         batch_size: int,
         device: torch.device,
-        positions: torch.Tensor | None,
         spacing: torch.Tensor | None = None,
         frame_times: torch.Tensor | None = None,
+        needs_positions: bool = True,
     ) -> tuple[torch.Tensor | None, TokenPositions | None]:
         """
-        The learned table (1, N, hidden_size) for a grid, and the positions of all tokens, the given ones if any, both
-        displaced as training asks for; `None` where the model has none.
+        The learned table (1, N, hidden_size) for a grid and, if needed, the positions of all tokens, both displaced as
+        training asks for; `None` where the model has none.
         """
         config, dtype = self.config, working_dtype(device)
         extents = offsets = displaced = None
-        if config.coordinates == "physical" and positions is None:
+        if config.coordinates == "physical" and needs_positions:
             extents, displaced = physical_extents(config, grid, batch_size, spacing, frame_times, device, dtype)
         if self.training:
             offsets, displaced = displacements(config, grid, displaced, device, dtype)
         table = self.embeddings.patch_table(grid, offsets)
-        if positions is not None:
-            return table, self.given_positions(positions, batch_size, math.prod(grid))
-        return table, self.grid_positions(grid, displaced, device, extents)
+        return table, self.grid_positions(grid, displaced, device, extents) if needs_positions else None
 
     def placed_patches(
         self,
         spatial_shapes: torch.Tensor,
         pixels: torch.Tensor,
-        positions: torch.Tensor | None,
         spacing: torch.Tensor | None,
+        needs_positions: bool,
     ) -> tuple[torch.Tensor | None, TokenPositions | GroupedPositions | None]:
         """
         As [`placed`], for (B, N, patch pixels) patches of samples with (B, A) grids of their own: (B, N, hidden_size)
         and positions that exist once for every distinct grid.
         """
-        config, (batch_size, num_patches, _), device = self.config, pixels.shape, pixels.device
-        given = None if positions is None else self.given_positions(positions, batch_size, num_patches)
-        if not self.embeddings.has_table and (given is not None or not config.uses_positions):
-            return None, given
+        config, num_patches, device = self.config, pixels.shape[1], pixels.device
+        has_table, needs_positions = self.embeddings.has_table, needs_positions and config.uses_positions
+        if not has_table and not needs_positions:
+            return None, None
         drawn = self.training and any(getattr(config, name) != value for name, value in DISPLACEMENTS.items())
-        by_grid = self.embeddings.has_table or config.coordinates == "physical" or drawn
+        by_grid = has_table or config.coordinates == "physical" or drawn
         if values_are_unknown(spatial_shapes) and not by_grid:
             shapes = spatial_shapes.to(device, working_dtype(device))
-            prefix = config.num_prefix_tokens, config.prefix_coordinate if self._prefix_is_placed else 0.0
-            return None, of_shapes(shapes, num_patches, config.train_grid, config.coordinates, *prefix)
+            return None, of_shapes(shapes, num_patches, config.train_grid, config.coordinates, *self._prefix)
         grids = distinct_grids(spatial_shapes, spacing, device)
         samples = tuple(indices for *_, indices in grids)
-        tables, groups = zip(*(self.placed(grid, len(rows), device, None, of_grid) for grid, of_grid, rows in grids))
-        table = padded_rows([part[0] for part in tables], samples, num_patches) if self.embeddings.has_table else None
-        if given is not None or not config.uses_positions:
-            return table, given
-        return table, GroupedPositions(groups, samples)
+        tables, groups = zip(
+            *(
+                self.placed(grid, len(rows), device, of_grid, needs_positions=needs_positions)
+                for grid, of_grid, rows in grids
+            )
+        )
+        table = padded_rows([part[0] for part in tables], samples, num_patches) if has_table else None
+        return table, GroupedPositions(groups, samples) if needs_positions else None
 
 
 class LieREViTModel(LieREPixelModel):

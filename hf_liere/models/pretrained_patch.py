@@ -22,7 +22,7 @@ from .patched_forward import View
 from .pretrained_blocks import PretrainedBlocks, projected_states
 from .pretrained_rope import PretrainedPlanes, PretrainedRope
 from .rope_layout import RopeLayout, RopeTower, accepted_positions, find_rope_towers
-from .vision_towers import linear_layer, projections
+from .vision_towers import choose_layers, linear_layer, projections
 
 
 # The rotation of the attention module that is running; it belongs to the thread, never to a module.
@@ -146,15 +146,7 @@ def plan_rope(model: nn.Module, config) -> list[RopePlan]:
     """
     plans = []
     for tower in find_rope_towers(model, config.target):
-        available = list(range(len(tower.attentions)))
-        layers = available if config.layers is None else config.layers
-        if not layers or set(layers) - set(available):
-            raise ValueError(
-                f"layers={layers} do not match: {tower.shown} has attention layers "
-                f"{[f'{index}: {name}' for index, (name, _) in enumerate(tower.attentions)]}."
-            )
-        if hasattr(tower.module, "rotary_encoding"):
-            raise ValueError(f"{tower.shown} has a rotary_encoding of its own; it would be overwritten.")
+        layers = choose_layers(tower.shown, tower.module, tower.attentions, config.layers)
         plans.append(RopePlan(tower, layers, config))
     # What does not fit is noticed before a model is changed.
     for planned in plans:

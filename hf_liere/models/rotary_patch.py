@@ -33,6 +33,7 @@ from .rope_layout import frequency_buffers
 from .validation import ROTARY_ENCODINGS, check_format_version
 from .vision_towers import (
     Tower,
+    choose_layers,
     find_towers,
     head_shape,
     position_table,
@@ -299,20 +300,12 @@ def plan(model: nn.Module, config: RotaryPatchConfig) -> list[Plan] | list[RopeP
 
 def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> Plan:
     refuse_rotating(tower.module, tower.attentions)
-    available = list(range(len(tower.attentions)))
-    layers = available if config.layers is None else config.layers
-    if not layers or set(layers) - set(available):
-        raise ValueError(
-            f"layers={layers} do not match: {tower.name or type(tower.module).__name__} has attention layers "
-            f"{[f'{index}: {name}' for index, (name, _) in enumerate(tower.attentions)]}."
-        )
+    layers = choose_layers(tower.name or type(tower.module).__name__, tower.module, tower.attentions, config.layers)
     attentions = [tower.attentions[layer] for layer in layers]
     refuse_other_tokens(tower, attentions)
     shapes = {head_shape(attention) for _, attention in attentions}
     if len(shapes) != 1:
         raise ValueError(f"The layers have different (heads, head_dim): {sorted(shapes)}; name equal ones in layers.")
-    if hasattr(tower.module, "rotary_encoding"):
-        raise ValueError(f"{type(tower.module).__name__} has a rotary_encoding of its own; it would be overwritten.")
     if config.keep_absolute != "interpolate":
         _check_table(tower, config)
     heads, head_dim = shapes.pop()

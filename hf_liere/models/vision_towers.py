@@ -131,6 +131,27 @@ def refuse_rotating(tower: nn.Module, attentions: list[tuple[str, nn.Module]]) -
         )
 
 
+def choose_layers(
+    shown: str, module: nn.Module, attentions: list[tuple[str, nn.Module]], layers: list[int] | None
+) -> list[int]:
+    """
+    The indices of the attention modules that are to be patched, all of them for `None`.
+
+    Raises:
+        ValueError: if there are no such layers, or the tower called `shown` has a `rotary_encoding` already.
+    """
+    available = list(range(len(attentions)))
+    chosen = available if layers is None else layers
+    if not chosen or set(chosen) - set(available):
+        raise ValueError(
+            f"layers={chosen} do not match: {shown} has attention layers "
+            f"{[f'{index}: {name}' for index, (name, _) in enumerate(attentions)]}."
+        )
+    if hasattr(module, "rotary_encoding"):
+        raise ValueError(f"{shown} has a rotary_encoding of its own; it would be overwritten.")
+    return chosen
+
+
 def refuse_other_tokens(tower: Tower, attentions: list[tuple[str, nn.Module]]) -> None:
     """
     Raises:
