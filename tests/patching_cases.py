@@ -1,9 +1,14 @@
 """Families with random weights for the tests of patching: one table, small but with every part of the real models."""
 
+import copy
 import dataclasses
 import importlib
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import transformers
@@ -258,3 +263,34 @@ def randomize(built, std=0.3):
     with torch.no_grad():
         for _, parameter in rotary_parameters(built):
             parameter.normal_(std=std)
+
+
+def same_bits(first, second):
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def run_process(command, **kwargs):
+    """What a process printed that finds the package and the modules of the tests."""
+    tests = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, **kwargs)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def check_step_of_two_processes(built, batch, folder, least):
+    """One step of SGD under DDP is that of one process, and moves every generator by more than `least` somewhere."""
+    from hf_liere.patching.apply import rotary_parameters
+
+    torch.save((copy.deepcopy(built), batch), folder / "start.pt")
+    before = {name: value.detach().clone() for name, value in rotary_parameters(built)}
+    built.train()(**batch).loss.backward()
+    torch.optim.SGD(built.parameters(), lr=0.1).step()
+    worker = Path(__file__).with_name("patching_worker.py")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run_process([sys.executable, *launch, str(worker), str(folder)])
+    stepped = torch.load(folder / "stepped.pt")
+    for name, value in built.named_parameters():
+        # Means of two halves in float32 instead of one mean.
+        torch.testing.assert_close(stepped[name], value.detach(), rtol=0, atol=1e-6, msg=name)
+    assert all((stepped[name] - value).abs().max() > least for name, value in before.items())

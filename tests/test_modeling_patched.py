@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from patching_cases import IMAGE, build, randomize
+from patching_cases import IMAGE, build, randomize, same_bits
 from patching_cases import run as outputs_of
 from test_auto import run as run_process
 
@@ -39,10 +39,6 @@ def complete(name, **fields):
     patch(model, RotaryPatchConfig(**{"position_encoding": "liere", "block_size": 8, **fields}))
     randomize(model)
     return model, complete_model(model).eval(), inputs
-
-
-def same_bits(first, second):
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second))
 
 
 @pytest.mark.parametrize("name", [*AUTO_CLASSES, "clip_projection"])

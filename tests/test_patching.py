@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -16,7 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from patching_cases import CASES, IMAGE, REAL_SIZES, ROTATING, UNFIT, build, clip_config, randomize, run
+from patching_cases import (
+    CASES,
+    IMAGE,
+    REAL_SIZES,
+    ROTATING,
+    UNFIT,
+    build,
+    check_step_of_two_processes,
+    clip_config,
+    randomize,
+    run,
+    run_process,
+    same_bits,
+)
 from reference import head_rotation
 from safetensors.torch import load_file, save_file
 
@@ -35,10 +47,6 @@ from hf_liere.models.vision_towers import find_towers, head_shape, position_tabl
 
 SHARED_CONFIG = RotaryPatchConfig(position_encoding="comrope_ld", block_size=4)
 ENCODINGS = [("rope_mixed", 2), ("liere", 8), ("comrope_ap", 4), ("comrope_ld", 4)]
-
-
-def same_bits(first, second):
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second))
 
 
 def encoding_of(name):
@@ -355,14 +363,6 @@ def test_adapters_of_every_family_in_a_fresh_process(tmp_path):
     run_process([sys.executable, "-c", FRESH_PROCESS, str(tmp_path), *CASES])
 
 
-def run_process(command, **kwargs):
-    tests = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, **kwargs)
-    assert process.returncode == 0, process.stderr
-    return process.stdout
-
-
 @pytest.mark.slow
 def test_readme_example_runs_as_written(tmp_path):
     readme = (Path(__file__).parents[1] / "README.md").read_text()
@@ -630,18 +630,7 @@ def test_two_processes_take_the_step_of_one(tmp_path):
     patch(model, SHARED_CONFIG)
     randomize(model)
     batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 1, 2, 0])}
-    torch.save((copy.deepcopy(model), batch), tmp_path / "start.pt")
-    before = {name: value.detach().clone() for name, value in rotary_parameters(model)}
-    model.train()(**batch).loss.backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    worker = Path(__file__).with_name("patching_worker.py")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run_process([sys.executable, *launch, str(worker), str(tmp_path)])
-    stepped = torch.load(tmp_path / "stepped.pt")
-    for name, value in model.named_parameters():
-        # Means of two halves in float32 instead of one mean.
-        torch.testing.assert_close(stepped[name], value.detach(), rtol=0, atol=1e-6, msg=name)
-    assert all((stepped[name] - value).abs().max() > 1e-4 for name, value in before.items())
+    check_step_of_two_processes(model, batch, tmp_path, 1e-4)
 
 
 def test_implementation_may_change_after_patching():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from patching_cases import randomize
+from patching_cases import randomize, same_bits
 from rope_cases import CASES, GRIDS, build, outputs
 from test_pretrained_rope import (
     check_cached_steps,
@@ -14,12 +14,12 @@ from test_pretrained_rope import (
     check_compiled,
     check_copies,
     check_fresh_process,
-    same_bits,
+    check_unpatched,
 )
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_liere import RotaryPatchConfig, patch, reference, rotary_parameters, unpatch
+from hf_liere import RotaryPatchConfig, patch, reference, rotary_parameters
 
 
 DENSE = ["liere", "comrope_ld", "comrope_ap"]
@@ -60,11 +60,7 @@ def test_blocks_start_at_the_pretrained_rotation_and_learn(name, encoding):
     assert all(value.grad.abs().min() > 0 for _, value in rotary_parameters(model))
     randomize(model)
     assert not same_bits(outputs(model, inputs), expected)
-    unpatch(model)
-    after = model.state_dict()
-    assert list(after) == list(before) and all(torch.equal(after[key], before[key]) for key in before)
-    assert same_bits(outputs(model, inputs), expected)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    check_unpatched(model, inputs, before, expected)
 
 
 @pytest.mark.parametrize("name, encoding", [pair for pair in ALL if pair not in FITTING])

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import transformers
-from patching_cases import randomize
+from patching_cases import randomize, same_bits
 from rope_cases import build, outputs
 from test_auto import run as run_process
-from test_pretrained_rope import PLANES, same_bits
+from test_pretrained_rope import PLANES
 
 from hf_liere import RotaryPatchConfig, complete_model, is_patched, patch, rotary_parameters, save_rotary, unpatch
 from hf_liere.models.modeling_patched import RotaryDINOv3ViTConfig, RotaryLlamaConfig

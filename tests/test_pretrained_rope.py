@@ -1,15 +1,12 @@
 """Learned rotations in models with RoPE: the unpatched model and rotations of the plain reference are compared with."""
 
 import copy
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from patching_cases import randomize
+from patching_cases import check_step_of_two_processes, randomize, run_process, same_bits
 from rope_cases import CASES, build, outputs
 
 from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters, save_rotary, unpatch
@@ -19,8 +16,13 @@ PLANES = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrain
 GENERATING = [name for name, case in CASES.items() if case.generates]
 
 
-def same_bits(first, second):
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second))
+def check_unpatched(model, inputs, before, expected):
+    """The weights and outputs of before, and no hook is left."""
+    unpatch(model)
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[key], before[key]) for key in before)
+    assert same_bits(outputs(model, inputs), expected)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -36,11 +38,7 @@ def test_planes_start_as_the_same_bits_and_unpatch_is_exact(name, implementation
     assert same_bits(outputs(model, inputs), expected)
     randomize(model)
     assert not same_bits(outputs(model, inputs), expected)
-    unpatch(model)
-    after = model.state_dict()
-    assert list(after) == list(before) and all(torch.equal(after[key], before[key]) for key in before)
-    assert same_bits(outputs(model, inputs), expected)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    check_unpatched(model, inputs, before, expected)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -128,13 +126,6 @@ def check_fresh_process(folder, names, config):
         with torch.no_grad():
             torch.save((inputs, outputs(model, inputs)), folder / f"{name}.pt")
     run_process([sys.executable, "-c", FRESH_PROCESS, str(folder), *names])
-
-
-def run_process(command):
-    tests = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
 
 
 def test_adapters_of_every_family_in_a_fresh_process(tmp_path):
@@ -297,18 +288,7 @@ def test_two_processes_take_the_step_of_one(tmp_path):
     patch(model, PLANES)
     randomize(model)
     batch = {**inputs, "labels": inputs["input_ids"]}
-    torch.save((copy.deepcopy(model), batch), tmp_path / "start.pt")
-    before = {name: value.detach().clone() for name, value in rotary_parameters(model)}
-    model.train()(**batch).loss.backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    worker = Path(__file__).with_name("patching_worker.py")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run_process([sys.executable, *launch, str(worker), str(tmp_path)])
-    stepped = torch.load(tmp_path / "stepped.pt")
-    for name, value in model.named_parameters():
-        # Means of two halves in float32 instead of one mean.
-        torch.testing.assert_close(stepped[name], value.detach(), rtol=0, atol=1e-6, msg=name)
-    assert all((stepped[name] - value).abs().max() > 1e-5 for name, value in before.items())
+    check_step_of_two_processes(model, batch, tmp_path, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_yarn", "gemma3", "qwen3_vl"])
