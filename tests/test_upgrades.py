@@ -6,6 +6,7 @@ import torch
 import hf_liere
 from hf_liere.conversion.base import ConversionError
 from hf_liere.conversion.upgrades import upgrade_encoding
+from hf_liere.inspection.encodings import generators
 
 
 # The same function in another order of float32 operations.
@@ -49,6 +50,18 @@ EXACT_UPGRADES = [
     ("comrope_ld", {"block_size": 4, "rotate_prefix": True, "prefix_coordinate": 0.25}, "liere", 12),
     ("comrope_ld", {"block_size": 4}, "comrope_ld", 4),
     ("comrope_ld", {"block_size": 2}, "rope_mixed", None),
+    # In another basis.
+    ("comrope_ld", {"block_size": 8}, "rope_mixed", None),
+    ("comrope_ld", {"block_size": 3}, "rope_mixed", None),
+    ("comrope_ld", {"block_size": 8, "share_heads": True, "share_layers": True}, "liere", 6),
+    ("comrope_ld", {"block_size": 8}, "comrope_ld", 4),
+    ("comrope_ap", {"block_size": 4, "rotate_prefix": True}, "rope_mixed", None),
+    ("comrope_ap", {"block_size": 6}, "comrope_ap", 4),
+    ("comrope_ap", {"block_size": 3}, "comrope_ap", 6),
+    ("axial_rope", {}, "comrope_ld", 4),
+    ("axial_rope", {}, "comrope_ap", 12),
+    # The spectrum that it starts with has two directions.
+    ("rope_mixed", {}, "comrope_ld", 6),
 ]
 
 
@@ -87,7 +100,7 @@ def test_outputs_are_unchanged_on_three_axes(tiny_video, old, fields, new, block
 
 
 @torch.no_grad()
-def test_upgrades_of_what_turns_are_not_vacuous(tiny):
+def test_upgrades_of_rotations_are_not_vacuous(tiny):
     """Without its rotations the model of the tests above would give other outputs."""
     model = classifier(tiny(position_encoding="rope_mixed"))
     before = model(images(2, 3, 16, 16)).logits
@@ -161,17 +174,45 @@ def test_special_values_may_be_upgraded_to_comrope_ld(tiny):
     torch.testing.assert_close(upgraded(pixels).logits, model(pixels).logits, **EXACT)
 
 
+@torch.no_grad()
+def test_generators_that_happen_to_commute_become_planes_and_blocks_again(tiny):
+    """What ComRoPE-LD learned goes through LieRE, which knows nothing of it, to RoPE-Mixed and back to ComRoPE-LD."""
+    model = classifier(tiny(position_encoding="comrope_ld", block_size=8))
+    as_liere = upgrade_encoding(model, position_encoding="liere", block_size=24)
+    planes = upgrade_encoding(as_liere, position_encoding="rope_mixed")
+    back = upgrade_encoding(planes, position_encoding="comrope_ld", block_size=8)
+    pixels = images(2, 3, 16, 16)
+    for upgraded in (as_liere, planes, back):
+        torch.testing.assert_close(upgraded(pixels).logits, model(pixels).logits, **EXACT)
+    old, new = model.liere.rotary_encoding, back.liere.rotary_encoding
+    torch.testing.assert_close(canonical(new), canonical(old), rtol=1e-5, atol=1e-6)
+
+
+def canonical(encoding):
+    """Magnitudes of the planes of every head, in order: eigenvalues of the generator of a random position."""
+    matrices = torch.einsum("a,alhbij->lhbij", torch.tensor([0.3, 0.7]).double(), generators(encoding))
+    return torch.linalg.eigvalsh(1j * matrices).flatten(-2).sort().values
+
+
 REFUSED = [
-    ("rope_mixed", {}, "comrope_ap", 2, "turns with one axis alone"),
-    ("liere", {"block_size": 4}, "comrope_ap", 4, "turns with one axis alone"),
-    ("comrope_ld", {"block_size": 4}, "comrope_ap", 4, "turns with one axis alone"),
-    ("rope_mixed", {}, "comrope_ld", 8, "multiples of one matrix.*different ratios"),
-    ("liere", {"block_size": 4}, "comrope_ld", 4, "multiples of one matrix"),
-    ("comrope_ld", {"block_size": 4}, "comrope_ld", 8, "multiples of one matrix"),
-    ("axial_rope", {}, "comrope_ld", 24, "multiples of one matrix"),
-    ("liere", {"block_size": 8}, "liere", 4, "8 does not divide 4"),
+    ("rope_mixed", {}, "comrope_ap", 2, "rotates with one axis alone, and 12 planes of a head rotate with several"),
+    ("liere", {"block_size": 4}, "comrope_ap", 4, "rotates with one axis alone.*Nor do the generators.*commute"),
+    ("comrope_ld", {"block_size": 4}, "comrope_ap", 4, "rotates with one axis alone, and 12 planes"),
+    ("rope_mixed", {}, "comrope_ld", 8, "6 planes.*one ratio of the axes; of the 3 blocks they need 2.*1 are left"),
+    ("liere", {"block_size": 4}, "comrope_ld", 4, "multiples of one matrix.*Nor do the generators.*commute"),
+    ("comrope_ld", {"block_size": 4}, "comrope_ld", 8, "2 planes of a head rotate with one ratio.*0 are left"),
+    ("axial_rope", {}, "comrope_ld", 24, "6 planes of a head rotate with one ratio of the axes"),
+    ("liere", {"block_size": 8}, "liere", 4, "8 does not divide 4.*Nor do the generators of this model commute"),
     ("liere", {"block_size": 4}, "liere", 6, "4 does not divide 6"),
+    (
+        "liere",
+        {"block_size": 8},
+        "rope_mixed",
+        None,
+        "8 does not divide 2.*Nor do the generators of this model commute",
+    ),
     ("liere", {"block_size": 3}, "liere", 9, "last 6 of 24 channels unrotated, blocks of 3 only 0"),
+    ("comrope_ld", {"block_size": 4}, "liere", 5, "12 planes of a head.*need 6.*4 are left"),
     ("rope_mixed", {}, "axial_rope", None, "nothing to learn.*rope_mixed, liere, comrope_ap, comrope_ld"),
     ("rope_mixed", {}, "none", None, "nothing to learn"),
     ("rope_mixed", {}, "liere", 25, "block_size=25"),

@@ -1,45 +1,43 @@
 """
-Exact upgrades of a model to a more general position encoding: the same function, with more to learn.
+Exact upgrades of a model to another position encoding: the same function, usually with more to learn.
 
 So a pretrained RoPE-Mixed ViT becomes a LieRE ViT, and fine-tuning starts from the accuracy that it has.
-In the table b divides b′, and the channels b leaves unrotated stay unrotated under b′:
+There are two ways, and the first that is possible is taken:
 
-| from | to | how |
-|---|---|---|
-| none, absolute | rope_mixed, liere b, comrope_ap b, comrope_ld b | generators 0, multipliers 1 |
-| axial_rope | rope_mixed, liere b, comrope_ld 2 | the fixed frequencies become entries |
-| axial_rope | comrope_ap b | the same after reordering query and key channels, if the planes fill the head |
-| rope_mixed | liere b, comrope_ld 2 | diagonal 2×2 blocks inside b×b blocks; a plane has one generator up to scale |
-| liere b | liere b′ | diagonal blocks inside larger blocks |
-| comrope_ap b | liere b′, comrope_ld b | zero for the axes that a block does not serve |
-| comrope_ap b | comrope_ap b′ | blocks of one axis are put side by side by reordering query and key channels |
-| comrope_ld b | liere b′ | θ_a · P for every axis |
-| shared heads or layers | not shared | copies |
+*In place*, query and key stay as they are: the blocks of b channels are put into blocks of b′, where b divides b′ and
+the channels that b leaves unrotated stay unrotated.
 
-No exact upgrade exists in these cases:
+*In another basis*, for generators that commute: they share planes (see [`lie_algebra.CommonPlanes`]), in whose basis
+they are RoPE-Mixed. Query and key weights take up the basis, which changes no attention logit because queries and keys
+are not normalised, and the planes are put where the new encoding can rotate them as the old one does:
 
-- *rope_mixed, liere or comrope_ld → comrope_ap*: their blocks rotate with all axes, those of comrope_ap with one.
-- *liere → comrope_ld, and any block size that joins blocks under comrope_ld*: all axes' generators of a block must be
-  multiples of one matrix, and blocks that differ in their ratio of axes are not; checked on the values.
-- *b′ < b, or b not dividing b′*: the blocks of b would be cut.
-- *A larger unrotated tail*, and *any rotation → none, absolute or axial_rope*: rotations would be lost.
+| to | planes that fit |
+|---|---|
+| rope_mixed, liere b | all, where the blocks hold as many planes as are rotated |
+| comrope_ld b | planes of one block rotate with the same ratio of the axes |
+| comrope_ap b | every plane rotates with one axis alone; each block serves one axis, in turn |
+
+So every encoding whose generators commute becomes RoPE-Mixed, and LieRE whose generators happen to commute as well;
+RoPE-Mixed becomes ComRoPE where its spectrum allows. From `none` and `absolute`, generators are 0 and multipliers 1.
+
+No exact upgrade exists where generators do not commute and b does not divide b′, where planes do not fit, and to
+encodings that learn no rotations.
 """
-
-import re
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..models.configuration_liere import LieREConfig
 from ..models.encodings import RotaryEncoding
-from ..models.lie_algebra import skew, skew_entries
+from ..models.lie_algebra import common_planes, skew, skew_entries
 from ..models.modeling_liere import LieREPreTrainedModel
+from ..models.validation import COMMUTING_ENCODINGS
 from .base import ConversionError
 
 
 LEARNED_ENCODINGS = ("rope_mixed", "liere", "comrope_ap", "comrope_ld")
-# Generators that are multiples of one matrix up to float32 rounding.
-PROPORTIONAL = 1e-6
+# Relative difference from commuting, proportional or axial generators that float32 rounding may cause.
+ROUNDING = 1e-6
 
 
 def upgrade_encoding(
@@ -75,17 +73,18 @@ def upgrade_encoding(
     changes = {"block_size": block_size, "share_heads": share_heads, "share_layers": share_layers}
     config = _upgraded_config(model.config, {"position_encoding": position_encoding, **changes})
     encoder = getattr(model, model.base_model_prefix, model)
-    entries, order = _upgraded_entries(model, encoder.rotary_encoding, config)
+    parameters, bases = _upgraded_parameters(encoder.rotary_encoding, model.config, config)
     state_dict = {name: tensor for name, tensor in model.state_dict().items() if "rotary_encoding." not in name}
-    if order != sorted(order):
-        _reorder_channels(state_dict, model.config, order)
     prefix = "" if encoder is model else f"{model.base_model_prefix}."
     device = next(model.parameters()).device
-    for name, tensor in _parameters(entries, position_encoding).items():
+    for name, tensor in parameters.items():
         state_dict[f"{prefix}rotary_encoding.{name}"] = tensor.float().to(device)
     arguments = {"use_mask_token": True} if encoder is model and encoder.embeddings.mask_token is not None else {}
     upgraded = type(model)(config, **arguments)
     upgraded.load_state_dict({name: tensor.clone() for name, tensor in state_dict.items()}, assign=True)
+    if bases is not None:
+        for index, layer in enumerate(getattr(upgraded, upgraded.base_model_prefix, upgraded).layers):
+            layer.attention.fold(bases[index % len(bases)].unsqueeze(1).to(device))
     return upgraded.train(model.training)
 
 
@@ -106,94 +105,59 @@ def _upgraded_config(config: LieREConfig, changes: dict[str, object]) -> LieRECo
     return upgraded
 
 
-def _upgraded_entries(
-    model: LieREPreTrainedModel, encoding: RotaryEncoding | None, config: LieREConfig
-) -> tuple[torch.Tensor, list[int]]:
+def _upgraded_parameters(
+    encoding: RotaryEncoding | None, old: LieREConfig, new: LieREConfig
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
     """
-    The generators' entries of all blocks of `config`, (axes, layers, heads, blocks, entries), and the order in which
-    the model's blocks are put into them; it is sorted where channels stay in place.
+    The parameters of the new encoding by name, and the basis (layers or 1, heads or 1, D, D) that queries and keys
+    change to; `None` where they stay as they are.
     """
-    old, size, axes = model.config, config.block_size, config.num_axes
-    layers = 1 if config.share_layers else config.num_hidden_layers
-    heads = 1 if config.share_heads else config.num_attention_heads
-    blocks = config.head_dim // size
+    layers = 1 if new.share_layers else new.num_hidden_layers
+    heads = 1 if new.share_heads else new.num_attention_heads
+    blocks, size = new.head_dim // new.block_size, new.block_size
     if encoding is None:
-        return torch.zeros(axes, layers, heads, blocks, size * (size - 1) // 2, dtype=torch.float64), []
+        zeros = torch.zeros(new.num_axes, layers, heads, blocks, size * (size - 1) // 2, dtype=torch.float64)
+        return _parameters(zeros, new.position_encoding), None
     with torch.no_grad():
-        entries = encoding.entries(next(model.parameters()).device).detach().double().cpu()
-    _check_blocks(old, config.position_encoding, size, entries.shape[3])
-    order = list(range(entries.shape[3]))
-    if config.position_encoding == "comrope_ap":
-        order = _blocks_by_axis(entries, size // old.block_size)
-        entries = entries[:, :, :, order]
-    entries = _join_blocks(entries, old.block_size, size, blocks)
-    return entries.expand(axes, layers, heads, *entries.shape[3:]), order
+        parameter = next(encoding.parameters(), torch.empty(0))
+        matrices = skew(encoding.entries(parameter.device).detach().double().cpu(), encoding.block_size)
+    bases = None
+    try:
+        entries = _in_place(matrices, old, new)
+        parameters = _parameters(entries.expand(-1, layers, heads, -1, -1), new.position_encoding)
+    except ConversionError as reason:
+        planes = common_planes(matrices)
+        if planes.error.max() > ROUNDING:
+            raise ConversionError(
+                f"{reason} Nor do the generators of this model commute, so that no basis makes them rotations of "
+                f"planes, which could be put elsewhere (relative error {planes.error.max():.2g})."
+            ) from None
+        frequencies, bases = _by_head(planes.frequencies, planes.basis, new.head_dim)
+        entries, bases = _in_new_places(frequencies, bases, new)
+        parameters = _parameters(entries.expand(-1, layers, heads, -1, -1), new.position_encoding)
+    return parameters, bases
 
 
-def _reorder_channels(state_dict: dict[str, torch.Tensor], config: LieREConfig, order: list[int]) -> None:
-    """Put the channels of query and key into the order of their blocks."""
-    channels = torch.arange(config.head_dim).view(-1, config.block_size)[order].flatten()
-    for name in state_dict:
-        if re.search(r"\.attention\.[qk]_proj\.", name):
-            per_head = state_dict[name].unflatten(0, (config.num_attention_heads, config.head_dim))
-            state_dict[name] = per_head[:, channels.to(per_head.device)].flatten(0, 1)
+def _in_place(matrices: torch.Tensor, old: LieREConfig, new: LieREConfig) -> torch.Tensor:
+    """
+    Entries of blocks that hold the old blocks on their diagonal, and zeros where there are none left, (A, layers,
+    heads, blocks, entries).
 
-
-def _parameters(entries: torch.Tensor, position_encoding: str) -> dict[str, torch.Tensor]:
-    """Parameters of an encoding by name, from the entries of its generators (axes, layers, heads, blocks, entries)."""
-    if position_encoding == "comrope_ld":
-        return _proportional(entries)
-    if position_encoding == "comrope_ap":
-        block = torch.arange(entries.shape[3])
-        # Each block serves one axis, and the axes alternate.
-        entries = entries.movedim(3, 0)[block, block % len(entries)].movedim(0, 2)
-    return {"generators": entries}
-
-
-def _check_blocks(config: LieREConfig, position_encoding: str, size: int, blocks: int) -> None:
-    """Raises where the structure of the encodings alone forbids an exact upgrade."""
-    old, old_size = config.position_encoding, config.block_size
-    if position_encoding == "comrope_ap" and old not in ("axial_rope", "comrope_ap"):
-        raise ConversionError(
-            f"No exact upgrade from {old} to comrope_ap: a block of comrope_ap turns with one axis alone, while blocks "
-            f"of {old} turn with all {config.num_axes} axes, and no change of basis makes one of the other."
-        )
+    Raises:
+        ConversionError: if old blocks would be cut or not be rotated any more.
+    """
+    old_size, size = matrices.shape[-1], new.block_size
     if size % old_size:
         raise ConversionError(
-            f"No exact upgrade from blocks of {old_size} to blocks of {size}: {old_size} does not divide {size}, so "
-            "blocks would be cut, and generators that were free would have to vanish between the parts."
+            f"No exact upgrade from {old.position_encoding} with blocks of {old_size} to {new.position_encoding} with "
+            f"blocks of {size}: {old_size} does not divide {size}, so blocks would be cut."
         )
-    rotated = blocks * old_size
-    if config.head_dim // size * size < rotated:
+    rotated, blocks, joined = matrices.shape[3] * old_size, new.head_dim // size, size // old_size
+    if blocks * size < rotated:
         raise ConversionError(
-            f"No exact upgrade to blocks of {size}: they leave the last {config.head_dim % size} of {config.head_dim} "
-            f"channels unrotated, blocks of {old_size} only {config.head_dim - rotated}, and rotations of channels in "
-            "between would be lost."
+            f"No exact upgrade to blocks of {size}: they leave the last {new.head_dim % size} of {new.head_dim} "
+            f"channels unrotated, blocks of {old_size} only {new.head_dim - rotated}."
         )
-
-
-def _blocks_by_axis(entries: torch.Tensor, joined: int) -> list[int]:
-    """Order of blocks in which each group of `joined` serves one axis, the axes in turn (ComRoPE-AP)."""
-    axes, blocks = entries.shape[0], entries.shape[3]
-    if blocks % (axes * joined):
-        raise ConversionError(
-            f"No exact upgrade to comrope_ap: {blocks} blocks cannot be grouped by {joined} for each of {axes} axes."
-        )
-    # The blocks of Axial RoPE come axis by axis, those of ComRoPE-AP alternate; a block of zeros may serve any axis.
-    activity = entries.abs().amax(dim=(1, 2, 4))
-    contiguous = torch.arange(blocks) // (blocks // axes)
-    in_turn = torch.arange(blocks) % axes
-    serves = next(
-        axis for axis in (in_turn, contiguous) if (activity * (torch.arange(axes)[:, None] != axis)).sum() == 0
-    )
-    waiting = [iter((serves == axis).nonzero().flatten().tolist()) for axis in range(axes)]
-    return [next(waiting[block % axes]) for block in range(blocks // joined) for _ in range(joined)]
-
-
-def _join_blocks(entries: torch.Tensor, old_size: int, size: int, blocks: int) -> torch.Tensor:
-    """Entries of blocks of `size` that hold the old blocks on their diagonal, and zeros where there are none left."""
-    joined = size // old_size
-    matrices = skew(entries, old_size)
     matrices = torch.nn.functional.pad(matrices, (0, 0, 0, 0, 0, blocks * joined - matrices.shape[3]))
     matrices = matrices.unflatten(3, (blocks, joined))
     larger = matrices.new_zeros(*matrices.shape[:4], size, size)
@@ -203,6 +167,127 @@ def _join_blocks(entries: torch.Tensor, old_size: int, size: int, blocks: int) -
     return skew_entries(larger)
 
 
+def _by_head(frequencies: torch.Tensor, basis: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Planes of blocks as planes of heads: (A, layers, heads, planes), and the basis (layers, heads, D, D) whose columns
+    are the planes, two each, and then the channels that are in no plane.
+    """
+    blocks, size = basis.shape[2:4]
+    whole = torch.eye(head_dim, dtype=basis.dtype).repeat(*basis.shape[:2], 1, 1)
+    for block in range(blocks):
+        part = slice(block * size, (block + 1) * size)
+        whole[..., part, part] = basis[:, :, block]
+    channels = torch.arange(blocks * size).view(blocks, size)
+    in_planes = channels[:, : size - size % 2].flatten()
+    others = sorted(set(range(head_dim)) - set(in_planes.tolist()))
+    return frequencies.flatten(3), whole[..., in_planes.tolist() + others]
+
+
+def _in_new_places(
+    frequencies: torch.Tensor, basis: torch.Tensor, config: LieREConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries of the new generators, whose blocks hold the planes, and the basis in the order of its channels."""
+    axes, layers, heads, planes = frequencies.shape
+    size, blocks = config.block_size, config.head_dim // config.block_size
+    generators = frequencies.new_zeros(axes, layers, heads, config.head_dim, config.head_dim)
+    ordered = torch.empty_like(basis)
+    for layer in range(layers):
+        for head in range(heads):
+            found = frequencies[:, layer, head]  # (A, planes)
+            places = _places(found, config)
+            channels = [-1] * config.head_dim
+            for plane, place in places.items():
+                channels[place : place + 2] = [2 * plane, 2 * plane + 1]
+                generators[:, layer, head, place + 1, place] = found[:, plane]
+                generators[:, layer, head, place, place + 1] = -found[:, plane]
+            others = iter(sorted(set(range(config.head_dim)) - set(channels)))
+            ordered[layer, head] = basis[layer, head][:, [next(others) if c < 0 else c for c in channels]]
+    blockwise = generators[..., : blocks * size, : blocks * size].unflatten(-1, (blocks, size))
+    blockwise = blockwise.unflatten(3, (blocks, size)).diagonal(dim1=3, dim2=5).movedim(-1, 3)
+    return skew_entries(blockwise), ordered
+
+
+def _places(frequencies: torch.Tensor, config: LieREConfig) -> dict[int, int]:
+    """
+    For every plane of a head that is rotated, its first channel in the new order.
+
+    Args:
+        frequencies: (A, planes).
+
+    Raises:
+        ConversionError: if the blocks of the new encoding cannot hold the planes.
+    """
+    encoding, size, axes = config.position_encoding, config.block_size, len(frequencies)
+    blocks, room = config.head_dim // size, size // 2
+    free = list(range(blocks))
+    places = {}
+    for axis, planes in _that_share_blocks(frequencies, encoding):
+        accepting = [block for block in free if axis is None or block % axes == axis]
+        needed = -(-len(planes) // room)
+        if len(accepting) < needed:
+            shared = f"axis {axis}" if axis is not None else "one ratio of the axes"
+            raise ConversionError(
+                f"No exact upgrade to {encoding} with block_size={size}: {len(planes)} planes of a head rotate with "
+                f"{shared}; of the {blocks} blocks they need {needed} for themselves, and {len(accepting)} are left."
+            )
+        for index, plane in enumerate(planes):
+            places[plane] = accepting[index // room] * size + index % room * 2
+        free = [block for block in free if block not in accepting[:needed]]
+    return places
+
+
+def _that_share_blocks(frequencies: torch.Tensor, encoding: str) -> list[tuple[int | None, list[int]]]:
+    """
+    Planes (A, planes) that are rotated, in groups that may share the blocks of an encoding, each with the one axis that
+    its blocks must serve, `None` for any.
+    """
+    magnitudes = frequencies.norm(dim=0)
+    rotated = (magnitudes > 0).nonzero().flatten().tolist()
+    if encoding not in COMMUTING_ENCODINGS:
+        return [(None, rotated)] if rotated else []
+    directions = frequencies / magnitudes.where(magnitudes > 0, 1)
+    if encoding == "comrope_ap":
+        axes = directions.abs().argmax(dim=0)
+        oblique = sum((1 - directions[axes[plane], plane].abs()).item() > ROUNDING**2 for plane in rotated)
+        if oblique:
+            raise ConversionError(
+                f"No exact upgrade to comrope_ap: each of its blocks rotates with one axis alone, and {oblique} planes "
+                "of a head rotate with several."
+            )
+        return [
+            (axis, planes) for axis in range(len(frequencies)) if (planes := [p for p in rotated if axes[p] == axis])
+        ]
+    groups: list[list[int]] = []
+    for plane in rotated:
+        # The cosine of a small angle differs from 1 by its square. A plane may also rotate the other way.
+        alike = [
+            group
+            for group in groups
+            if 1 - (directions[:, group[0]] @ directions[:, plane]).abs().item() <= ROUNDING**2
+        ]
+        if alike:
+            alike[0].append(plane)
+        else:
+            groups.append([plane])
+    return [(None, group) for group in groups]
+
+
+def _parameters(entries: torch.Tensor, position_encoding: str) -> dict[str, torch.Tensor]:
+    """Parameters of an encoding by name, from the entries of its generators (A, layers, heads, blocks, entries)."""
+    if position_encoding == "comrope_ld":
+        return _proportional(entries)
+    if position_encoding == "comrope_ap":
+        axes, block = len(entries), torch.arange(entries.shape[3])
+        # Each block serves one axis, and the axes alternate.
+        serves = (block % axes == torch.arange(axes).unsqueeze(-1)).view(axes, 1, 1, -1, 1)
+        if (entries * ~serves).norm() > ROUNDING * entries.norm():
+            raise ConversionError(
+                "No exact upgrade to comrope_ap: each of its blocks rotates with one axis alone, the axes in turn."
+            )
+        return {"generators": (entries * serves).sum(0)}
+    return {"generators": entries}
+
+
 def _proportional(entries: torch.Tensor) -> dict[str, torch.Tensor]:
     """P and θ with entries[a] = θ_a P, block by block (ComRoPE eq. 10); θ = 1 for a block of zeros."""
     largest = entries.norm(dim=-1).argmax(dim=0, keepdim=True)
@@ -210,10 +295,10 @@ def _proportional(entries: torch.Tensor) -> dict[str, torch.Tensor]:
     squared = base.square().sum(dim=-1)
     multipliers = torch.where(squared > 0, (entries * base).sum(dim=-1) / squared.clamp_min(1e-300), 1.0)
     difference = (entries - multipliers.unsqueeze(-1) * base).norm(dim=-1)
-    if (difference > PROPORTIONAL * base.norm(dim=-1)).any():
+    different = difference > ROUNDING * base.norm(dim=-1)
+    if different.any():
         raise ConversionError(
             "No exact upgrade to comrope_ld: the generators of a block's axes must be multiples of one matrix, and "
-            f"in {(difference > PROPORTIONAL * base.norm(dim=-1)).any(dim=0).sum().item()} blocks they are not, whose "
-            "planes turn with different ratios of the axes."
+            f"in {different.any(dim=0).sum().item()} blocks they are not."
         )
     return {"generators": base.squeeze(0), "multipliers": multipliers}
