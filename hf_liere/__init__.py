@@ -2,6 +2,7 @@
 
 from . import kernels  # noqa: F401 (registers itself)
 from .auto import register
+from .conversion.upgrades import upgrade_encoding
 from .models.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from .models.modeling_liere import (
     LieREViTBackbone,
@@ -52,4 +53,5 @@ __all__ = [
     "save_rotary",
     "set_absolute_weight",
     "unpatch",
+    "upgrade_encoding",
 ]

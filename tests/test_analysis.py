@@ -151,8 +151,10 @@ def test_frequencies_of_rope(classifier):
     """axial_rope with 16 channels and 2 axes: four planes per axis at 100^(−i/4), rows first; one patch is one unit."""
     model = classifier(position_encoding="axial_rope", hidden_size=16, num_attention_heads=1)
     found = learned_frequencies(encoding_of(model))
-    expected = torch.tensor([100 ** (-i / 4) for i in range(4)] + [0.0] * 4, dtype=torch.float64)
-    assert torch.allclose(found.per_coordinate[:, 0, 0], torch.stack([expected, expected.roll(4)]), rtol=1e-12)
+    # The largest first, and rows before columns.
+    expected = torch.zeros(2, 8, dtype=torch.float64)
+    expected[0, 0::2] = expected[1, 1::2] = torch.tensor([100 ** (-i / 4) for i in range(4)])
+    assert torch.allclose(found.per_coordinate[:, 0, 0], expected, rtol=1e-7)
     assert torch.equal(found.per_patch, found.per_coordinate)
 
 
@@ -174,6 +176,18 @@ def test_frequencies_of_comrope_are_those_of_its_rotations(classifier):
     # A folded model stores float32.
     assert torch.allclose(folded.per_patch, found.per_patch, rtol=1e-6)
     assert learned_frequencies(encoding_of(classifier())) is None
+
+
+@pytest.mark.parametrize("encoding, size", [("comrope_ld", 8), ("comrope_ap", 4), ("axial_rope", None)])
+def test_encodings_in_different_bases_have_the_same_canonical_form(classifier, encoding, size):
+    """A model and its upgrades, whose generators are other matrices in another basis, plane by plane."""
+    model = classifier(position_encoding=encoding, block_size=size)
+    found = learned_frequencies(encoding_of(model)).per_patch
+    for other, block_size in (("rope_mixed", None), ("liere", 24)):
+        upgraded = hf_liere.upgrade_encoding(model, position_encoding=other, block_size=block_size)
+        compared = learned_frequencies(encoding_of(upgraded)).per_patch
+        # Their parameters are float32.
+        assert torch.allclose(compared, found.expand_as(compared), rtol=1e-5, atol=1e-6)
 
 
 def test_angle_statistics(classifier):

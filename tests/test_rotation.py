@@ -13,7 +13,7 @@ import hf_liere
 import hf_liere.models.encodings
 from hf_liere.models.exponential import block_rotations
 from hf_liere.models.exponential_gradient import POLYNOMIAL_NORM
-from hf_liere.models.lie_algebra import eigenbasis, skew
+from hf_liere.models.lie_algebra import common_planes, eigenbasis, skew
 from hf_liere.models.positions import of_grid
 from hf_liere.models.rotation import EigenRotation, to_basis
 from hf_liere.models.squaring import POLYNOMIAL, Rays
@@ -57,6 +57,33 @@ def test_eigenbasis_is_orthogonal_and_makes_planes(seed, size, kind, scale):
     assert planes.abs().max() <= 1e-11 * max(matrices.flatten(1).norm(dim=1).max().item(), 1e-300)
     if kind == "zero":
         assert torch.equal(basis, identity)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 12), st.integers(1, 4), st.sampled_from(["generic", "axial", "repeated"]))
+def test_generators_share_planes_if_and_only_if_they_commute(seed, size, axes, kind):
+    generator = torch.Generator().manual_seed(seed)
+    frame = torch.linalg.qr(torch.randn(3, size, size, generator=generator, dtype=torch.float64))[0]
+    frequencies = torch.randn(axes, 3, size // 2, generator=generator, dtype=torch.float64)
+    if kind == "axial":
+        frequencies = frequencies * (torch.arange(size // 2) % axes == torch.arange(axes)[:, None])[:, None]
+    elif kind == "repeated":
+        frequencies = frequencies.round()
+    planes = torch.zeros(axes, 3, size, size, dtype=torch.float64)
+    even = torch.arange(0, size - 1, 2)
+    planes[..., even + 1, even], planes[..., even, even + 1] = frequencies, -frequencies
+    matrices = frame @ planes @ frame.transpose(-1, -2)
+    found = common_planes(matrices)
+    assert found.error.max() < 1e-9
+    # Sums over the axes of p_a f_a, the angles of a rotation, do not depend on the basis.
+    position = torch.randn(axes, generator=generator, dtype=torch.float64)
+    angles, expected = (
+        torch.einsum("a,akp->kp", position, each).abs().sort().values for each in (found.frequencies, frequencies)
+    )
+    torch.testing.assert_close(angles, expected, rtol=0, atol=1e-9)
+    if axes > 1 and size > 2:
+        noise = skew(torch.randn(axes, 3, size * (size - 1) // 2, generator=generator, dtype=torch.float64), size)
+        assert common_planes(noise).error.min() > 1e-3
 
 
 @settings(max_examples=40, deadline=None)

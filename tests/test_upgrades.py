@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import hf_liere
+from hf_liere import upgrade_encoding
 from hf_liere.conversion.base import ConversionError
-from hf_liere.conversion.upgrades import upgrade_encoding
 from hf_liere.inspection.encodings import generators
 
 

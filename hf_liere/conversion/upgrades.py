@@ -225,7 +225,9 @@ def _places(frequencies: torch.Tensor, config: LieREConfig) -> dict[int, int]:
         accepting = [block for block in free if axis is None or block % axes == axis]
         needed = -(-len(planes) // room)
         if len(accepting) < needed:
-            shared = f"axis {axis}" if axis is not None else "one ratio of the axes"
+            shared = "the axes" if axis is None else f"axis {axis}"
+            if encoding == "comrope_ld":
+                shared = "one ratio of the axes"
             raise ConversionError(
                 f"No exact upgrade to {encoding} with block_size={size}: {len(planes)} planes of a head rotate with "
                 f"{shared}; of the {blocks} blocks they need {needed} for themselves, and {len(accepting)} are left."

@@ -15,10 +15,10 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from .. import reference
-from ..models.encodings import ComRoPEAxialPartition, RotaryEncoding
+from ..models.encodings import RotaryEncoding
 from ..models.exponential import block_rotations
 from ..models.folding import FoldedComRoPE, build_rotary_encoding
-from ..models.lie_algebra import plane_rotations, skew
+from ..models.lie_algebra import common_planes, plane_rotations, skew
 from ..models.positions import of_grid
 from ..models.rotation import PlaneRotation
 
@@ -30,6 +30,8 @@ HISTOGRAM_BINS = 61
 # Number of draws of untrained generators, and of the elements that are compared with learned ones.
 DRAWS = 10
 ELEMENTS_COMPARED = 20_000
+# Relative difference from commuting generators that rounding of their entries to float32 may cause.
+COMMUTING = 1e-6
 
 
 class Commutators(NamedTuple):
@@ -108,8 +110,16 @@ class Initialization(NamedTuple):
 
 class Frequencies(NamedTuple):
     """
+    The canonical form of rotations whose generators commute: the frequencies of the planes that they share. In the
+    basis of these planes they are RoPE-Mixed, and query and key weights can take up the basis, so that models with the
+    same frequencies can compute the same, whatever their encoding is called.
+
+    The planes of a head are in the order of their magnitudes, the largest first, and then of their first frequencies.
+    The first frequency of a plane that is not 0 is positive: its sign depends on the order of the plane's two channels.
+
     Attributes:
-        per_coordinate: (A, layers, heads, planes) angular frequencies in radians per unit of a coordinate.
+        per_coordinate: (A, layers, heads, planes) angular frequencies in radians per unit of a coordinate; 0 for
+            channels that are not rotated.
         per_patch: The same in radians per patch of the trained grid; f · (q − p) is the angle between two patches.
     """
 
@@ -309,17 +319,27 @@ def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def learned_frequencies(encoding: RotaryEncoding) -> Frequencies | None:
-    """
-    Frequencies of encodings that rotate planes: those with b = 2, and ComRoPE in its eigenbasis, folded or not. `None`
-    for LieRE with larger blocks, whose generators have no planes in common.
-    """
-    if encoding.block_size == 2:
-        frequencies = generators(encoding)[..., 1, 0]
-    elif isinstance(encoding, ComRoPEAxialPartition):
-        frequencies = encoding.folded_frequencies().detach().to("cpu", torch.float64)
-    else:
+    """Frequencies of the planes that the generators share, see [`Frequencies`]; `None` if they do not commute."""
+    planes = common_planes(generators(encoding))
+    if planes.error.max() > COMMUTING:
         return None
+    frequencies = planes.frequencies.flatten(3)  # (A, layers, heads, planes)
+    missing = encoding.config.head_dim // 2 - frequencies.shape[-1]
+    frequencies = torch.nn.functional.pad(frequencies, (0, missing))
+    first = (frequencies.abs() > COMMUTING * frequencies.norm(dim=0)).int().argmax(dim=0, keepdim=True)
+    frequencies = frequencies * frequencies.gather(0, first).sign()
+    frequencies = _in_order_of(frequencies[0], frequencies)
+    # Rounding must not decide the order of planes of one magnitude, which axial encodings have.
+    magnitudes = frequencies.norm(dim=0)
+    rounding = 10 * COMMUTING * magnitudes.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    frequencies = _in_order_of((magnitudes / rounding).round(), frequencies)
     return Frequencies(frequencies, frequencies * patch_steps(encoding).view(-1, 1, 1, 1))
+
+
+def _in_order_of(keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Planes of frequencies (A, layers, heads, planes) by their keys (layers, heads, planes), the largest first."""
+    order = keys.argsort(dim=-1, descending=True, stable=True)
+    return frequencies.gather(-1, order.expand_as(frequencies))
 
 
 def analyse_encoding(encoding: RotaryEncoding, progress: bool = False) -> EncodingAnalysis:

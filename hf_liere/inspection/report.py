@@ -166,17 +166,14 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
         largest = encoding.frequencies.per_patch.abs().max().item()
         beyond = ""
         if largest > np.pi:
-            beyond = " Outside of the dashed square, a plane turns by more than π from patch to patch: it aliases."
+            beyond = " Outside of the dashed square, a plane rotates by more than π from patch to patch: it aliases."
         plots.append(
             Plot(
                 "Frequencies in the plane",
-                "Each point is a plane of channels, which turns by f · (q − p) between patches p and q"
-                + (
-                    " (in the eigenbasis that the generators share)"
-                    if "comrope" in analysis.model["position_encoding"]
-                    else ""
-                )
-                + f". The largest component is {largest:.3g} radians per patch.{beyond}",
+                "Each point is a plane that the generators share, which rotates by f · (q − p) between patches p and "
+                "q. These frequencies are the canonical form of the encoding: it is RoPE-Mixed in the basis of the "
+                "planes, which the query and key weights can take up, so that encodings whose generators commute can "
+                f"be compared by them. The largest component is {largest:.3g} radians per patch.{beyond}",
                 "Scatter plot of the learned angular frequencies, by layer.",
                 plot_frequencies(encoding, axes),
             )
@@ -214,7 +211,8 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
             f"The generators commute: these rotations compare patches by the difference of their positions alone. "
             f"{relativity_of_model(analysis)}"
             if largest < 1e-9
-            else "The generators do not commute: attention between patches depends on where both are."
+            else "The generators do not commute: attention between patches depends on where both are, and no change of "
+            "basis makes these rotations RoPE-Mixed."
         )
         plots.append(
             Plot(
