@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from scipy import stats
 from training_helpers import ROOT
 
 from training import report
 from training.engine.arguments import InputError
 from training.reporting import plots, result_lines, result_table, sweeps
-from training.reporting.significance import bootstrap_mean, paired_test
+from training.reporting.significance import bootstrap_mean, holm, paired_test, paired_test_over_seeds
 
 
 def test_paired_tests_are_those_of_the_paper():
@@ -24,11 +25,10 @@ def test_paired_tests_are_those_of_the_paper():
     test = paired_test(first, second)
     differences = second[0].astype(float) - first[0]
     assert test.difference.mean == pytest.approx(differences.mean())
-    assert test.z == pytest.approx(differences.mean() / (differences.std(ddof=1) / 100))
+    assert test.statistic == pytest.approx(differences.mean() / (differences.std(ddof=1) / 100))
     assert test.difference.high - test.difference.mean == pytest.approx(
-        1.96 * abs(differences.mean() / test.z), rel=1e-4
+        1.96 * abs(differences.mean() / test.statistic), rel=1e-4
     )
-    stats = pytest.importorskip("scipy.stats")
     # With 10,000 examples Student's distribution is normal to four digits.
     assert test.p_value == pytest.approx(stats.ttest_rel(second[0], first[0].astype(float)).pvalue, rel=1e-2)
     assert math.erfc(1.81 / math.sqrt(2)) == pytest.approx(0.070, abs=5e-4)
@@ -45,6 +45,41 @@ def test_tests_reject_a_true_hypothesis_as_often_as_they_say():
     )
     # 20 expected; 8 … 35 is four standard deviations around it.
     assert 8 <= rejected <= 35
+
+
+def test_tests_over_seeds_are_students():
+    """Against scipy's own paired test, and the interval against a table of Student's distribution."""
+    first, second = np.array([0.50, 0.52, 0.49, 0.51, 0.50]), np.array([0.53, 0.55, 0.50, 0.55, 0.51])
+    test = paired_test_over_seeds(first, second)
+    expected = stats.ttest_rel(second, first)
+    assert (test.statistic, test.p_value) == pytest.approx((expected.statistic, expected.pvalue))
+    error = (second - first).std(ddof=1) / math.sqrt(5)
+    # The 97.5% quantile with four degrees of freedom.
+    assert test.difference.high - test.difference.mean == pytest.approx(2.776 * error, rel=1e-3)
+    with pytest.raises(ValueError, match="seeds cannot be paired"):
+        paired_test_over_seeds(first, second[:4])
+
+
+def test_corrected_tests_seldom_reject_any_of_many_true_hypotheses():
+    # Holm (1979): 4 · 0.005, then 3 · 0.01, then 2 · 0.03, and the last no less than that.
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    generator = np.random.default_rng(0)
+    found = sum(min(holm(generator.random(20))) < 0.05 for _ in range(1000))
+    # 49 expected (1 − 0.9975²⁰); without the correction it would be 640. Four standard deviations are 27.
+    assert found <= 76
+    assert holm([]) == []
+
+
+def test_models_that_differ_in_coordinates_only_have_rows_of_their_own():
+    trained = [
+        {"position_encoding": encoding, "coordinates": coordinates}
+        for encoding in ("liere", "rope_mixed")
+        for coordinates in (None, "unit")
+    ]
+    shown = result_table.told_apart_by(trained, "image_classification")
+    rows = [result_table.method(settings, "image_classification", shown) for settings in trained]
+    assert rows == ["LieRE8", "LieRE8, coordinates unit", "RoPE-Mixed", "RoPE-Mixed, coordinates unit"]
+    assert result_table.told_apart_by(trained[::2], "image_classification") == ()
 
 
 def test_intervals_are_over_examples_and_not_over_runs():

@@ -2,8 +2,8 @@
 
     python training/report.py outputs/cifar100/*.jsonl --output_dir outputs/report
 
-Writes report.md, and for every sweep a picture. Models are compared by paired tests over the same examples, against
-Absolute (or the first of the sweep) and against RoPE-Mixed. A figure of a paper stands in the row of the same settings;
+Writes report.md, and for every sweep a picture. Models are compared by paired tests, against Absolute (or the first
+of the sweep) and against RoPE-Mixed. A figure of a paper stands in the row of the same settings;
 what it was measured on is said above the table. `--keep_results` stores the results beside the report, compactly:
 training/results was made so, and is made again from itself by
 
@@ -33,8 +33,9 @@ Accuracies are means over seeds, in percent; the single seeds stand beside them.
 the evaluated examples: they say how far another test set could move a figure, and nothing of how far other seeds would.
 An AUC or a perplexity has the mean of the intervals of its seeds. A mAP has no interval but [lowest, highest seed].
 Where all of n examples are right the bootstrap has no width: by the rule of three, 3/n of others could be wrong. p is
-that of a paired z-test over the examples, two-sided, not corrected for the number of comparisons. Pictures show single
-seeds as small circles.
+that of a paired z-test over the examples, two-sided; with five seeds or more, of a paired t-test over the seeds, which
+contains what other seeds would change. "Holm" is p corrected for the number of tests in the table. Pictures show
+single seeds as small circles.
 """.strip()
 
 

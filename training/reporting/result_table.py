@@ -21,6 +21,8 @@ AS_IN_PAPER = (
     *("coordinates", "position_table_size", "rotary_init", "rotate_prefix", "model_name_or_path"),
     "baseline",
 )
+# Unless two models of a sweep differ in nothing else.
+TELLING = ("coordinates", "rotary_init", "rotate_prefix")
 
 
 @dataclass
@@ -79,8 +81,11 @@ Table = dict[str, dict[str, Cell]]
 def arrange(results: list[dict[str, Any]]) -> Table:
     """Cells by the names of settings and of conditions, in the order of the results; seeds go into the same cell."""
     table: dict[str, dict[str, Cell]] = defaultdict(lambda: defaultdict(Cell))
+    shown = told_apart_by([result["settings"] for result in results], results[0]["script"])
     for result in results:
-        table[method(result["settings"], result["script"])][condition(result["condition"])].results.append(result)
+        table[method(result["settings"], result["script"], shown)][condition(result["condition"])].results.append(
+            result
+        )
     return {row: dict(cells) for row, cells in table.items()}
 
 
@@ -94,9 +99,26 @@ def without(row: str, common: list[str]) -> str:
     return ", ".join(part for part in row.split(", ") if part not in common)
 
 
-def method(settings: dict[str, Any], script: str = "image_classification") -> str:
-    """The name that a model has in the papers, and what else was set; unpatched models keep their own positions."""
-    ignored = (*SEEDS, *AS_IN_PAPER)
+def told_apart_by(trained: Iterable[dict[str, Any]], script: str) -> tuple[str, ...]:
+    """Those of [`TELLING`] in which models of a sweep differ that would otherwise have the same name."""
+    values: dict[str, set[tuple]] = defaultdict(set)
+    for settings in trained:
+        values[method(settings, script)].add(tuple(str(settings.get(name)) for name in TELLING))
+    return tuple(
+        name
+        for index, name in enumerate(TELLING)
+        if any(len({some[index] for some in of}) > 1 for of in values.values())
+    )
+
+
+def method(settings: dict[str, Any], script: str = "image_classification", shown: Iterable[str] = ()) -> str:
+    """
+    The name that a model has in the papers, and what else was set; unpatched models keep their own positions.
+
+    Args:
+        shown: Settings that are named although they usually follow from the name of the encoding.
+    """
+    ignored = {*SEEDS, *AS_IN_PAPER} - set(shown)
     rest = {name: value for name, value in settings.items() if name not in ignored and value is not None}
     encoding, block = rest.pop("position_encoding", None), rest.pop("block_size", None)
     if encoding is None:

@@ -6,13 +6,15 @@ from typing import Any
 import numpy as np
 
 from training.reporting.markdown import markdown
-from training.reporting.result_table import AS_TRAINED, Table, method, without
-from training.reporting.significance import paired_test
+from training.reporting.result_table import AS_TRAINED, Cell, Table, method, told_apart_by, without
+from training.reporting.significance import PairedTest, holm, paired_test, paired_test_over_seeds
 from training.reporting.sweeps import TRAINING, as_flags, combinations, read_sweep
 
 
 # How the names of rows of images at their own aspect ratios go on.
 NATIVE = "max_num_patches "
+# From so many seeds on, tests are over seeds: fewer have almost no power.
+SEEDS_TO_TEST = 5
 
 
 def title_of(folder: str, results: list[dict[str, Any]], table: Table, common: list[str]) -> str:
@@ -67,8 +69,10 @@ def _not_measured(results: list[dict[str, Any]], table: Table, common: list[str]
         return []
     sweep = read_sweep(file, _is_mini(results[0]))
     wanted: dict[str, set] = {}
-    for settings in combinations(sweep["train"]):
-        wanted.setdefault(without(method(settings, sweep["script"]), common), set()).add(settings.get("seed"))
+    trained = combinations(sweep["train"])
+    shown = told_apart_by(trained, sweep["script"])
+    for settings in trained:
+        wanted.setdefault(without(method(settings, sweep["script"], shown), common), set()).add(settings.get("seed"))
     missing = []
     for row, seeds in wanted.items():
         left = seeds - set(next(iter(table[row].values())).by_seed()) if row in table else seeds
@@ -176,23 +180,41 @@ def _squeezed(table: Table) -> dict[str, str]:
 
 
 def _tests(table: Table, references: dict[str, str], conditions: list[str]) -> str | None:
-    """Paired tests of rows, each against another one, under every condition."""
-    rows = []
-    for row, against in references.items():
-        line = []
-        for column in conditions:
-            cells = [table[name].get(column) for name in (against, row)]
-            base, other = (cell and cell.correct() for cell in cells)
-            if base is None or other is None or other.shape[1] != base.shape[1]:
-                line.append("–")
-                continue
-            test = paired_test(base, other)
-            bounds = (100 * value for value in (test.difference.mean, test.difference.low, test.difference.high))
-            mean, low, high = (f"{value:+.1f}".replace("-", "−") for value in bounds)
-            line.append(f"{mean} ({low} – {high}), p {_p_value(test.p_value)}")
-        if set(line) != {"–"}:
-            rows.append([row, *line])
+    """Paired tests of rows, each against another one, under every condition, corrected for the number of all."""
+    tests = {
+        (row, column): test
+        for row, against in references.items()
+        for column in conditions
+        if (test := _test(table[against].get(column), table[row].get(column))) is not None
+    }
+    corrected = dict(zip(tests, holm([test.p_value for test in tests.values()])))
+    rows = [
+        [row, *(_shown(tests.get((row, column)), corrected.get((row, column))) for column in conditions)]
+        for row in references
+        if any((row, column) in tests for column in conditions)
+    ]
     return markdown(["", *conditions], rows, "---:") if rows else None
+
+
+def _test(base: Cell | None, other: Cell | None) -> PairedTest | None:
+    """Over seeds where both have the same, enough of them; else over examples, if both kept the same."""
+    if base is None or other is None:
+        return None
+    seeds = [cell.by_seed() for cell in (base, other)]
+    if set(seeds[0]) == set(seeds[1]) and len(seeds[0]) >= SEEDS_TO_TEST:
+        return paired_test_over_seeds(*(np.array([some[seed] for seed in sorted(seeds[0])]) for some in seeds))
+    examples = [cell.correct() for cell in (base, other)]
+    if any(some is None for some in examples) or examples[0].shape[1] != examples[1].shape[1]:
+        return None
+    return paired_test(*examples)
+
+
+def _shown(test: PairedTest | None, corrected: float | None) -> str:
+    if test is None:
+        return "–"
+    bounds = (100 * value for value in (test.difference.mean, test.difference.low, test.difference.high))
+    mean, low, high = (f"{value:+.1f}".replace("-", "−") for value in bounds)
+    return f"{mean} ({low} – {high}), p {_p_value(test.p_value)}, Holm {_p_value(corrected)}"
 
 
 def _p_value(value: float) -> str:

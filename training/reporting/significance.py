@@ -1,9 +1,11 @@
-"""Intervals and tests for the reports: bootstrapped means over runs, and paired tests over the same examples."""
+"""Intervals and tests for the reports: bootstrapped means over runs, and paired tests over examples and over seeds."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import stats
 
 
 @dataclass
@@ -15,10 +17,10 @@ class Interval:
 
 @dataclass
 class PairedTest:
-    """Differences between two models on the same examples; `p_value` is two-sided."""
+    """Differences between two models on the same examples or seeds, their z or t, and the two-sided `p_value`."""
 
     difference: Interval
-    z: float
+    statistic: float
     p_value: float
 
 
@@ -52,13 +54,44 @@ def paired_test(first: np.ndarray, second: np.ndarray) -> PairedTest:
     """
     if first.shape[1:] != second.shape[1:] or first.shape[-1] < 2:
         raise ValueError(f"Results of {first.shape[-1]} and {second.shape[-1]} examples cannot be paired.")
-    differences = second.mean(axis=0, dtype=np.float64) - first.mean(axis=0, dtype=np.float64)
-    mean, error = differences.mean(), differences.std(ddof=1) / math.sqrt(len(differences))
+    return _of_differences(second.mean(axis=0, dtype=np.float64) - first.mean(axis=0, dtype=np.float64), stats.norm)
+
+
+def paired_test_over_seeds(first: np.ndarray, second: np.ndarray) -> PairedTest:
+    """
+    Paired t-test of the mean of `second - first` over seeds: it says what other seeds would give, initial weights,
+    order and examples alike, where [`paired_test`] speaks of other examples for the same trained models.
+
+    Args:
+        first, second: (seeds,) figures of the same seeds in the same order.
+
+    Raises:
+        ValueError: if the seeds are not as many, or only one.
+    """
+    if first.shape != second.shape or first.ndim != 1 or len(first) < 2:
+        raise ValueError(f"Figures of {first.shape} and {second.shape} seeds cannot be paired.")
+    return _of_differences(second.astype(np.float64) - first, stats.t(len(first) - 1))
+
+
+def _of_differences(differences: np.ndarray, distribution) -> PairedTest:
+    mean, error = float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(len(differences))
     if error == 0:
-        z, p_value = (0.0, 1.0) if mean == 0 else (math.copysign(math.inf, mean), 0.0)
+        statistic, p_value = (0.0, 1.0) if mean == 0 else (math.copysign(math.inf, mean), 0.0)
     else:
-        z = mean / error
-        p_value = math.erfc(abs(z) / math.sqrt(2))
-    # The 97.5% quantile of the normal distribution.
-    margin = 1.959963984540054 * error
-    return PairedTest(Interval(float(mean), float(mean - margin), float(mean + margin)), float(z), float(p_value))
+        statistic = mean / error
+        p_value = 2 * float(distribution.sf(abs(statistic)))
+    margin = float(distribution.ppf(0.975)) * error
+    return PairedTest(Interval(mean, mean - margin, mean + margin), statistic, p_value)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """
+    p-values corrected for their number by Holm's method (1979): of those below a level, the chance that any is there
+    without a difference is at most this level, whatever their dependence.
+    """
+    order = np.argsort(p_values, kind="stable")
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
