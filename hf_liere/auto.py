@@ -4,21 +4,21 @@ import os
 
 import transformers
 from transformers import (
+    CONFIG_MAPPING,
     AutoBackbone,
     AutoConfig,
     AutoImageProcessor,
     AutoModel,
-    AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedImageModeling,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoModelForVideoClassification,
-    AutoModelForZeroShotImageClassification,
     AutoVideoProcessor,
 )
 from transformers.utils import is_torchvision_available, is_vision_available
 
+from .models import modeling_patched
 from .models.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from .models.modeling_liere import (
     LieREViTBackbone,
@@ -32,23 +32,7 @@ from .models.modeling_liere_tokens import (
     LieRETokensModel,
 )
 from .models.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
-from .models.modeling_patched import (
-    RotaryCLIPConfig,
-    RotaryCLIPForImageClassification,
-    RotaryCLIPModel,
-    RotaryCLIPVisionConfig,
-    RotaryCLIPVisionModel,
-    RotaryCLIPVisionModelWithProjection,
-    RotaryDINOv3ViTConfig,
-    RotaryDINOv3ViTModel,
-    RotaryLlamaConfig,
-    RotaryLlamaForCausalLM,
-    RotaryLlamaModel,
-    RotaryViTConfig,
-    RotaryViTForImageClassification,
-    RotaryViTForMaskedImageModeling,
-    RotaryViTModel,
-)
+from .models.modeling_patched import PREFIX, TYPE_PREFIX, auto_classes, rotary_class, rotary_config
 from .storage.loading import loading_options, require_finite, require_loaded_keys, translate_loading_errors
 
 
@@ -68,20 +52,29 @@ MODELS = {
         AutoModelForSequenceClassification: LieRETokensForSequenceClassification,
         AutoModelForTokenClassification: LieRETokensForTokenClassification,
     },
-    RotaryCLIPConfig: {
-        AutoModel: RotaryCLIPModel,
-        AutoModelForImageClassification: RotaryCLIPForImageClassification,
-        AutoModelForZeroShotImageClassification: RotaryCLIPModel,
-    },
-    RotaryCLIPVisionConfig: {AutoModel: RotaryCLIPVisionModel},
-    RotaryViTConfig: {
-        AutoModel: RotaryViTModel,
-        AutoModelForImageClassification: RotaryViTForImageClassification,
-        AutoModelForMaskedImageModeling: RotaryViTForMaskedImageModeling,
-    },
-    RotaryDINOv3ViTConfig: {AutoModel: RotaryDINOv3ViTModel},
-    RotaryLlamaConfig: {AutoModel: RotaryLlamaModel, AutoModelForCausalLM: RotaryLlamaForCausalLM},
 }
+
+
+class FamilyWithRotations:
+    """
+    Stands for the configuration class with rotations of one family of transformers, which is made when a checkpoint
+    needs it: all of them would import all of transformers.
+    """
+
+    family = ""
+
+    def __new__(cls, *args, **kwargs):
+        return cls._made()(*args, **kwargs)
+
+    @classmethod
+    def from_dict(cls, *args, **kwargs):
+        return cls._made().from_dict(*args, **kwargs)
+
+    @classmethod
+    def _made(cls) -> type[transformers.PreTrainedConfig]:
+        config = rotary_config(CONFIG_MAPPING[cls.family])
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        return config
 
 
 def register() -> None:
@@ -91,14 +84,18 @@ def register() -> None:
     `register_for_auto_class` makes `save_pretrained` put the modeling code beside the weights, so that a checkpoint
     also loads where this package is not installed.
     """
+    own = {config_class.model_type for config_class in MODELS}
     for config_class, models in MODELS.items():
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         config_class.register_for_auto_class()
         for auto_class, model_class in models.items():
             auto_class.register(config_class, model_class, exist_ok=True)
             model_class.register_for_auto_class(auto_class.__name__)
-    # No Auto class returns this model, as in transformers, but its code must be saved too.
-    RotaryCLIPVisionModelWithProjection.register_for_auto_class("AutoModel")
+    for family in [name for name in CONFIG_MAPPING if name not in own and not name.startswith(TYPE_PREFIX)]:
+        model_type = f"{TYPE_PREFIX}{family}"
+        if model_type not in CONFIG_MAPPING:
+            kind = type(model_type, (FamilyWithRotations,), {"family": family, "__module__": __name__})
+            AutoConfig.register(model_type, kind)
     processors = _image_processors()
     if processors:
         AutoImageProcessor.register(LieREViTConfig, image_processor_classes=processors, exist_ok=True)
@@ -131,10 +128,23 @@ def model_class(architecture: str) -> type:
         ValueError: if none of our models has that name.
     """
     classes = {cls.__name__: cls for models in MODELS.values() for cls in models.values()}
-    classes[RotaryCLIPVisionModelWithProjection.__name__] = RotaryCLIPVisionModelWithProjection
-    if architecture not in classes:
-        raise ValueError(f"{architecture!r} is none of our models; accepted: {', '.join(sorted(classes))}.")
-    return classes[architecture]
+    if architecture in classes:
+        return classes[architecture]
+    made = getattr(modeling_patched, architecture, None) if str(architecture).startswith(PREFIX) else None
+    if not hasattr(made, "plain_class"):
+        raise ValueError(
+            f"{architecture!r} is none of our models; accepted: {', '.join(sorted(classes))}, and {PREFIX} before the "
+            "name of a model of transformers."
+        )
+    return made
+
+
+def models_of(config_class: type) -> dict[type, type]:
+    """By Auto class, what it returns for a configuration class; empty if that is none of ours."""
+    if config_class in MODELS or not config_class.__name__.startswith(PREFIX):
+        return MODELS.get(config_class, {})
+    plain = config_class.__bases__[1]
+    return {getattr(transformers, name): rotary_class(model) for name, model in auto_classes(plain).items()}
 
 
 def load_checkpoint(

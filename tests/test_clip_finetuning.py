@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from patching_cases import CASES, IMAGE, ROTATING, VIT_B, clip_config
+from patching_cases import CASES, IMAGE, ROTATING, VIT_B, randomize
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from training_helpers import ROOT, assert_same_weights, run_process, write_parquet
+from training_helpers import ROOT, assert_same_weights, run_process, small_clip, write_parquet
 
 import hf_liere
 from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, rotary_parameters
@@ -22,7 +22,7 @@ from training.clip.arguments import FineTuningArguments, FineTuningTrainingArgum
 from training.clip_finetuning import main
 from training.engine.arguments import AugmentationArguments, DataArguments
 from training.engine.command_line import parse_arguments
-from training.engine.patching import PatchArguments
+from training.engine.patching import PatchArguments, save_patched
 
 
 SCRIPT = ROOT / "training" / "clip_finetuning.py"
@@ -43,19 +43,7 @@ def data(tmp_path_factory):
 def clip_folder(tmp_path_factory):
     """A CLIP of images and text with a tokenizer, as on the Hub."""
     folder = tmp_path_factory.mktemp("clip")
-    torch.manual_seed(0)
-    letters = [f"{letter}{end}" for letter in "abcdefghijklmnopqrstuvwxyz0123456789." for end in ("", "</w>")]
-    vocabulary = {token: number for number, token in enumerate([*letters, "<|startoftext|>", "<|endoftext|>"])}
-    tokenizer = transformers.CLIPTokenizer(vocab=vocabulary, merges=[])
-    config = clip_config()
-    config.text_config.vocab_size = len(vocabulary)
-    config.text_config.max_position_embeddings = 32
-    config.text_config.eos_token_id = tokenizer.eos_token_id
-    model = transformers.CLIPModel(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
+    model, tokenizer = small_clip()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -254,12 +242,24 @@ def test_both_models_get_a_new_classifier_for_other_classes(data, tmp_path):
     assert saved.abs().max() < 1
 
 
-def test_families_without_a_complete_class_leave_adapter_and_base(data, tmp_path):
+def test_every_family_leaves_a_whole_model(data, tmp_path):
     CASES["siglip_classifier"].build().save_pretrained(tmp_path / "siglip")
     results = train(tmp_path / "run", str(tmp_path / "siglip"), data)
-    folder = tmp_path / "run" / "patched"
-    base = transformers.AutoModelForImageClassification.from_pretrained(folder / "base")
-    assert accuracies(results)["patched", 16] == measured_again(load_rotary(base, folder / "rotary"), data, 16)
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "patched")
+    assert type(model).__name__ == "RotarySiglipForImageClassification"
+    assert accuracies(results)["patched", 16] == measured_again(model, data, 16)
+
+
+def test_classes_that_transformers_does_not_export_leave_adapter_and_base(tmp_path):
+    class Derived(transformers.ViTModel):
+        pass
+
+    model = patch(Derived(transformers.ViTConfig(**IMAGE)), RotaryPatchConfig(block_size=4)).eval()
+    randomize(model)
+    save_patched(model, tmp_path, trained_base=True)
+    base = load_rotary(transformers.ViTModel.from_pretrained(tmp_path / "base"), tmp_path / "rotary").eval()
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(base(images).last_hidden_state, model(images).last_hidden_state)
 
 
 def test_two_processes_train_and_save_both_models(whole, clip_folder, data, tmp_path):

@@ -14,7 +14,15 @@ from hf_liere.models.modeling_patched import RotaryDINOv3ViTConfig, RotaryLlamaC
 
 BLOCKS = RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained")
 COMMUTING = RotaryPatchConfig(position_encoding="comrope_ld", block_size=4, rotary_init="pretrained", layers=[1])
-AUTO_CLASSES = {"llama": "AutoModelForCausalLM", "llama_yarn": "AutoModelForCausalLM", "dinov3": "AutoModel"}
+AUTO_CLASSES = {
+    "llama": "AutoModelForCausalLM",
+    "llama_yarn": "AutoModelForCausalLM",
+    "qwen3": "AutoModelForCausalLM",
+    "gemma3": "AutoModelForCausalLM",
+    "dinov3": "AutoModel",
+    "pixtral": "AutoModel",
+    "qwen2_5_vl": "AutoModelForImageTextToText",
+}
 CONFIGS = {"planes": PLANES, "blocks": BLOCKS, "commuting": COMMUTING}
 
 
@@ -46,7 +54,8 @@ def test_complete_model_computes_and_reloads_the_same_bits(name, kind, tmp_path)
 def test_auto_classes_restore_in_a_fresh_process(tmp_path, package, monkeypatch):
     # Code that comes with a checkpoint has no kernels for CPUs, which round otherwise.
     monkeypatch.setenv("HF_LIERE_CPU_KERNELS", str(int(package)))
-    names = {f"{name}-{kind}": auto for name, auto in AUTO_CLASSES.items() for kind in ("planes", "blocks")}
+    kinds = {"llama": "blocks", "qwen3": "planes", "dinov3": "planes", "qwen2_5_vl": "blocks"}
+    names = {f"{name}-{kind}": AUTO_CLASSES[name] for name, kind in kinds.items()}
     for folder in names:
         name, _, kind = folder.partition("-")
         _, whole, inputs = complete(name, CONFIGS[kind])

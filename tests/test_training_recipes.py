@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from training_helpers import ROOT, TINY_RUN, write_parquet
+from training_helpers import ROOT, TINY_RUN, write_dual_encoder, write_parquet
 from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
 
 import hf_liere
@@ -37,7 +37,7 @@ LINES = {
 SWEEPS = sorted((ROOT / "training" / "sweeps").glob("*.yaml"))
 FULL = sorted(name for name in RECIPES if not name.endswith("_mini"))
 # What starts from another model's weights, and the detector, have tests of their own.
-CLASSIFIERS = sorted(set(FULL) - {"clip_finetuning", "coco", "imagenet_256"})
+CLASSIFIERS = sorted(set(FULL) - {"clip_finetuning", "dual_encoder", "coco", "imagenet_256"})
 CLASSES = {"cifar100": 100, "arrows": 4, "rsna": 2, "ucf101": 101, "ucf101_comrope": 101}
 # Training images or videos: CIFAR-100, the paper's arrows, UCF101's first split, COCO 2017, ImageNet-1k.
 SIZES = {"cifar100": 50_000, "arrows": 800_000, "ucf101": 9_537, "ucf101_comrope": 9_537, "coco": 118_287}
@@ -283,6 +283,7 @@ def data(tmp_path_factory):
         (folder / "texts" / f"{number}.py").write_text("def f(x):\n    return x\n" * 100)
     return {
         "TEXTS": str(folder / "texts"),
+        "DINOV3_CLIP": write_dual_encoder(folder / "dual_encoder"),
         "TRAIN.parquet": write_parquet(folder / "train.parquet", 12),
         "TEST.parquet": write_parquet(folder / "test.parquet", 6, seed=1),
         "VOLUMES.npz": str(folder / "volumes.npz"),
@@ -321,7 +322,7 @@ def run_mini(data, tmp_path_factory):
 def test_small_recipes_run_to_their_results(name, run_mini):
     folder = run_mini(name)
     if LINES[name][0] == "clip_finetuning":
-        (model,) = folder.glob("patched") if name == "clip_finetuning_mini" else folder.glob("*")
+        model = folder / ("unpatched" if name == "clip_pretraining_mini" else "patched")
         results = json.loads((model / "resolutions.json").read_text())["resolutions"]
         assert [result["samples"] for result in results] == [6, 6, 6]
         assert all(math.isfinite(result["loss"]) for result in results)

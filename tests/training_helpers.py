@@ -8,6 +8,8 @@ from pathlib import Path
 import datasets
 import numpy as np
 import torch
+import transformers
+from patching_cases import IMAGE, clip_config
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -38,6 +40,44 @@ def write_parquet(path: Path, count: int, num_labels: int = 3, seed: int = 0, si
     )
     table.to_parquet(path)
     return str(path)
+
+
+def small_clip() -> tuple[transformers.CLIPModel, transformers.CLIPTokenizer]:
+    """A CLIP of images and text with a tokenizer of letters."""
+    torch.manual_seed(0)
+    letters = [f"{letter}{end}" for letter in "abcdefghijklmnopqrstuvwxyz0123456789." for end in ("", "</w>")]
+    vocabulary = {token: number for number, token in enumerate([*letters, "<|startoftext|>", "<|endoftext|>"])}
+    tokenizer = transformers.CLIPTokenizer(vocab=vocabulary, merges=[])
+    config = clip_config()
+    config.text_config.vocab_size = len(vocabulary)
+    config.text_config.max_position_embeddings = 32
+    config.text_config.eos_token_id = tokenizer.eos_token_id
+    return widened(transformers.CLIPModel(config)), tokenizer
+
+
+def widened(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights that are wide enough for attention to matter."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
+    return model
+
+
+def write_dual_encoder(folder: Path) -> str:
+    """A small DINOv3 with the text tower of a small CLIP, its processor and its tokenizer; the path of their folder."""
+    clip, tokenizer = small_clip()
+    vision = widened(transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**IMAGE, num_register_tokens=2)))
+    text = transformers.CLIPTextModel(clip.config.text_config)
+    config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
+        vision.config, text.config, projection_dim=8
+    )
+    model = widened(transformers.VisionTextDualEncoderModel(config, vision_model=vision, text_model=text))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    size = {"height": 16, "width": 16}
+    transformers.DINOv3ViTImageProcessor(size=size, resample=3).save_pretrained(folder)
+    return str(folder)
 
 
 def write_images_folder(folder: Path, splits: dict[str, int], classes: tuple[str, ...] = ("cat", "dog")) -> str:

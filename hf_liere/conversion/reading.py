@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..auto import MODELS
+from ..models.modeling_patched import TYPE_PREFIX
 from ..storage.client import translate_hub_errors
 from ..storage.loading import loading_options, local_path, reason, shards
 from .base import ConversionError
@@ -42,7 +43,8 @@ def read_checkpoint(
     """
     path = locate(checkpoint, revision)
     source_config = json_beside(path, "config.json")
-    if path.is_dir() and (source_config or {}).get("model_type") in OWN_MODEL_TYPES:
+    kind = str((source_config or {}).get("model_type"))
+    if path.is_dir() and (kind in OWN_MODEL_TYPES or kind.startswith(TYPE_PREFIX)):
         raise ConversionError(f"{checkpoint} is a model of hf_liere already; from_pretrained reads it as it is.")
     tensors = {}
     for file in _weight_files(path):

@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..auto import MODELS, model_class
+from ..auto import model_class, models_of
 from ..errors import require_libraries
 from ..models.configuration_liere import ROTARY_ENCODINGS
 from ..version import __version__
@@ -203,11 +203,12 @@ def _license_sentence(license: str | None) -> str:
 
 
 def _auto_class(architecture: str) -> str | None:
-    for models in MODELS.values():
-        for auto_class, cls in models.items():
-            # AutoBackbone takes configurations only.
-            if cls.__name__ == architecture and "Backbone" not in architecture:
-                return auto_class.__name__
+    if architecture == "adapter":
+        return None
+    for auto_class, cls in models_of(model_class(architecture).config_class).items():
+        # AutoBackbone takes configurations only.
+        if cls.__name__ == architecture and "Backbone" not in architecture:
+            return auto_class.__name__
     return None
 
 

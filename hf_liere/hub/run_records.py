@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationMixin
+
 from ..auto import model_class
-from ..models.configuration_liere import LieRETokensConfig
-from ..models.modeling_patched import RotaryLlamaConfig
 from ..storage.saved_weights import ADAPTER_CONFIG, first_line, read_json
 from .facts import METRICS, FactsError, common_facts
 
@@ -39,9 +39,14 @@ FOLDERS = ("image_folder", "video_folder", "volume_file")
 
 
 def can_be_described(folder: Path) -> bool:
-    """Whether there are cards for the kind of model in a folder: not for those of tokens and text."""
-    others = (LieRETokensConfig.model_type, RotaryLlamaConfig.model_type)
-    return record(folder, "config.json").get("model_type") not in others
+    """Whether there are cards for the kind of model in a folder: for those of images and videos, unless they write."""
+    architectures = record(folder, "config.json").get("architectures") or [None]
+    try:
+        cls = model_class(str(architectures[0]))
+    except ValueError:
+        # What is none of our models is noticed where it is described.
+        return True
+    return bool({"image", "video"} & set(cls.input_modalities)) and not issubclass(cls, GenerationMixin)
 
 
 def describe_checkpoint(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.modeling_patched import COMPLETE_MODELS
+from ..models.modeling_patched import rotary_class
 from ..models.rotary_patch import RotaryPatchConfig, attach, detach, patched_towers, plan
 
 
@@ -77,7 +77,7 @@ def unpatch(model: nn.Module) -> nn.Module:
         ValueError: if the model is not patched, or contains a complete model or is a part of one.
     """
     towers = require_patched(model)
-    plain = next((plain for plain, complete in COMPLETE_MODELS.items() if complete is type(model)), None)
+    plain = vars(type(model)).get("plain_class")
     if plain is not None:
         return _as_class(plain, model)
     # Otherwise the model would be saved as a patched one, and reload with new generators.
@@ -132,21 +132,19 @@ def set_absolute_weight(model: nn.Module, weight: float) -> None:
 
 def complete_model(model: PreTrainedModel) -> PreTrainedModel:
     """
-    A patched CLIP, ViT, DINOv3 or Llama as a class with its own `model_type`, whose rotations `save_pretrained` saves
-    and `from_pretrained` restores, also that of the Auto classes. The weights are copied. Use [`save_rotary`] for
-    models of other families.
+    A patched model of transformers as a class with its own `model_type`, such as `RotaryLlamaForCausalLM`, whose
+    rotations `save_pretrained` saves and `from_pretrained` restores, also that of the Auto classes. The weights are
+    copied. Use [`save_rotary`] for models that transformers does not export.
 
     Raises:
-        ValueError: if the model is not patched, its class has no such counterpart (only those of CLIP, ViT, DINOv3
-            and Llama have), or it holds parameters of adapters.
+        ValueError: if the model is not patched, transformers does not export its class, or it holds parameters of
+            adapters.
     """
     towers = require_patched(model)
-    counterpart = COMPLETE_MODELS.get(type(model))
-    if counterpart is None:
-        raise ValueError(
-            f"{type(model).__name__} has no class that reloads with rotations; accepted: "
-            f"{', '.join(source.__name__ for source in COMPLETE_MODELS)}. save_rotary works for every model."
-        )
+    try:
+        counterpart = rotary_class(type(model))
+    except ValueError as error:
+        raise ValueError(f"{error} save_rotary works for every model.") from error
     return _as_class(counterpart, model, rotary_patch=towers[0][1].rotary_patch.config.to_dict())
 
 

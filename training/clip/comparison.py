@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoModel,
     AutoModelForImageClassification,
     AutoModelForZeroShotImageClassification,
     AutoTokenizer,
@@ -117,7 +118,7 @@ class Comparison:
     def _check_patches(self) -> None:
         """Refuses what the model cannot take, before data are loaded or a folder is written."""
         is_zero_shot = self.model_args.head == "zero_shot"
-        auto_class = AutoModelForZeroShotImageClassification if is_zero_shot else AutoModelForImageClassification
+        auto_class = _zero_shot_class(self.config) if is_zero_shot else AutoModelForImageClassification
         for wanted in filter(None, self.patches.values()):
             check_patch(auto_class, self.config, wanted)
 
@@ -254,9 +255,15 @@ def _is_resumed(arguments: FineTuningTrainingArguments, folders: dict[str, Path]
     return True
 
 
+def _zero_shot_class(config: PreTrainedConfig) -> type:
+    """The Auto class for models of images and text; not all of them have one of their task."""
+    has_task = type(config) in AutoModelForZeroShotImageClassification._model_mapping
+    return AutoModelForZeroShotImageClassification if has_task else AutoModel
+
+
 def _load_zero_shot(arguments: FineTuningArguments, config: PreTrainedConfig) -> PreTrainedModel:
     try:
-        model, loading = AutoModelForZeroShotImageClassification.from_pretrained(
+        model, loading = _zero_shot_class(config).from_pretrained(
             arguments.model_name_or_path,
             revision=arguments.model_revision,
             config=config,

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_liere import RotaryPatchConfig, complete_model, is_patched, save_rotary, unpatch
 from hf_liere.errors import InputError
-from hf_liere.models.modeling_patched import COMPLETE_MODELS
+from hf_liere.models.modeling_patched import is_restorable
 from hf_liere.models.rotary_patch import plan
 from training.engine.arguments import flag
 
@@ -127,7 +127,7 @@ def save_patched(model: nn.Module, folder: Path, trained_base: bool) -> None:
         model.save_pretrained(folder / "lora")
     elif not patched or getattr(inner.config, "rotary_patch", None) is not None:
         inner.save_pretrained(folder)
-    elif type(inner) in COMPLETE_MODELS:
+    elif is_restorable(type(inner)):
         complete_model(inner).save_pretrained(folder)
     elif trained_base:
         unpatch(copy.deepcopy(inner)).save_pretrained(folder / "base")

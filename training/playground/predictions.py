@@ -20,7 +20,7 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from hf_liere.auto import MODELS
+from hf_liere.auto import models_of
 from hf_liere.errors import InputError
 from hf_liere.hub.pulling import pull
 from hf_liere.inspection.analysis import AttentionMaps, attention_maps, overlay
@@ -141,11 +141,13 @@ def _describe(name: str, folder: Path, repo_id: str | None) -> Checkpoint:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise InputError(f"{name} has no configuration that can be read: {first_line(error)}") from error
-    model_class = MODELS.get(type(config), {}).get(AutoModelForImageClassification)
+    model_class = models_of(type(config)).get(AutoModelForImageClassification)
     if model_class is None or model_class.__name__ not in (config.architectures or []):
         held = ", ".join(config.architectures or []) or config.model_type
-        classifiers = [models.get(AutoModelForImageClassification) for models in MODELS.values()]
-        raise InputError(f"{name} holds {held}; accepted: {', '.join(c.__name__ for c in classifiers if c)}.")
+        raise InputError(
+            f"{name} holds {held}; accepted: LieREViTForImageClassification, and classifiers of images that were "
+            "patched, such as RotaryViTForImageClassification."
+        )
     # Models of images and text keep the sizes in the part for images.
     vision = getattr(config, "vision_config", config)
     if vision.num_channels not in (1, 3):
