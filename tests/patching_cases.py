@@ -278,8 +278,11 @@ def run_process(command, **kwargs):
     return process.stdout
 
 
-def check_step_of_two_processes(built, batch, folder, least):
-    """One step of SGD under DDP is that of one process, and moves every generator by more than `least` somewhere."""
+def check_step_of_two_processes(built, batch, folder, least, kind="ddp"):
+    """
+    One step of SGD under DDP or FSDP2 (`kind`: see `patching_worker`) is that of one process, and moves every generator
+    by more than `least` somewhere.
+    """
     from hf_liere.patching.apply import rotary_parameters
 
     torch.save((copy.deepcopy(built), batch), folder / "start.pt")
@@ -288,7 +291,7 @@ def check_step_of_two_processes(built, batch, folder, least):
     torch.optim.SGD(built.parameters(), lr=0.1).step()
     worker = Path(__file__).with_name("patching_worker.py")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run_process([sys.executable, *launch, str(worker), str(folder)])
+    run_process([sys.executable, *launch, str(worker), kind, str(folder)])
     stepped = torch.load(folder / "stepped.pt")
     for name, value in built.named_parameters():
         # Means of two halves in float32 instead of one mean.

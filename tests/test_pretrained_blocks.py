@@ -13,7 +13,10 @@ from test_pretrained_rope import (
     check_checkpointing,
     check_compiled,
     check_copies,
+    check_flex_attention,
     check_fresh_process,
+    check_offloading,
+    check_static_cache,
     check_unpatched,
 )
 from transformers import AttentionInterface
@@ -99,14 +102,20 @@ def test_cached_steps_are_the_computation_without_a_cache(name, encoding):
     check_cached_steps(model, inputs)
 
 
-def test_static_cache_and_padding_on_the_left():
-    model, inputs = build("llama")
-    patch(model, blocks("liere"))
-    randomize(model, std=0.1)
-    check_cached_steps(model, inputs, "static")
-    mask = torch.ones_like(inputs["input_ids"])
-    mask[0, :4] = 0
-    check_cached_steps(model, {**inputs, "attention_mask": mask})
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_static_cache_and_padding_on_the_left(name):
+    check_static_cache(name, blocks("liere"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_5_vl"])
+def test_offloaded_and_dispatched_models(name):
+    check_offloading(name, blocks("liere"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "mistral", "dinov3"])
+def test_flex_attention_gives_the_same(name):
+    check_flex_attention(name, blocks("liere"))
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])

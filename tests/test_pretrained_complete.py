@@ -1,9 +1,11 @@
 """Complete models with RoPE and learned rotations: restored with and without the package."""
 
+import itertools
+
 import pytest
 import torch
 import transformers
-from patching_cases import randomize, same_bits
+from patching_cases import check_step_of_two_processes, randomize, same_bits
 from rope_cases import build, outputs
 from test_auto import run as run_process
 from test_pretrained_rope import PLANES
@@ -92,6 +94,37 @@ def test_weights_of_a_plain_checkpoint_start_at_their_rope(name, config_class, k
     for value, start in zip(found, expected):
         # Blocks start within rounding.
         torch.testing.assert_close(value, start, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["planes", "blocks"])
+@pytest.mark.parametrize("name", ["llama", "dinov3", "qwen2_5_vl"])
+def test_device_maps(name, kind, tmp_path):
+    """On one device, and with all that does not fit into memory on disk."""
+    pytest.importorskip("accelerate")
+    model, whole, inputs = complete(name, CONFIGS[kind])
+    whole.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = outputs(model, inputs)
+        placed = type(whole).from_pretrained(tmp_path, device_map={"": "cpu"})
+        assert same_bits(outputs(placed, inputs), expected)
+        offload = {"device_map": "auto", "max_memory": {"cpu": 60_000}, "offload_folder": tmp_path / "offload"}
+        offloaded = type(whole).from_pretrained(tmp_path, **offload)
+        assert next(value for _, value in rotary_parameters(offloaded)).is_meta
+        assert same_bits(outputs(offloaded, inputs), expected)
+
+
+STEPS = list(itertools.product(("ddp", "fsdp", "fsdp_small"), ("llama", "qwen3"), CONFIGS))
+FAST = [("fsdp_small", "llama", "blocks")]
+
+
+@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    "kind, name, config", [step if step in FAST else pytest.param(*step, marks=pytest.mark.slow) for step in STEPS]
+)
+def test_two_processes_take_the_step_of_one(kind, name, config, whole, tmp_path):
+    model, completed, inputs = complete(name, CONFIGS[config])
+    batch = {**inputs, "labels": inputs["input_ids"]}
+    check_step_of_two_processes(completed if whole else model, batch, tmp_path, 1e-5, kind)
 
 
 def test_frequencies_stay_float32_in_a_bfloat16_model(tmp_path):

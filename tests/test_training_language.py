@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from training_helpers import ROOT
+from training_helpers import ROOT, run_process
 
 from hf_liere import is_patched, load_rotary, rotary_parameters, unpatch
 from training import evaluate_sweep, report
@@ -39,6 +39,7 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num
 TINY |= {"num_key_value_heads": 1, "max_position_embeddings": 32, "tie_word_embeddings": True}
 PLANES = "--position_encoding rope_mixed".split()
 BLOCKS = "--position_encoding liere --block_size 4".split()
+WEIGHTS = "checkpoint-2/model.safetensors"
 
 
 def documents(count, seed=0):
@@ -206,12 +207,129 @@ def test_lora_in_a_model_that_is_patched_already(llama, data, tmp_path):
     assert_same_perplexities(metrics, model, tmp_path / "run", data)
 
 
-def test_families_without_a_complete_class_leave_adapter_and_base(data, tmp_path):
+@pytest.mark.parametrize(
+    "start", ["plain", *(pytest.param(x, marks=pytest.mark.slow) for x in ("patched", "unpatched"))]
+)
+def test_adapters_are_a_starting_point(start, llama, data, tmp_path):
+    """Of a plain model, of one that was patched before, and without any rotations."""
+    peft = pytest.importorskip("peft")
+    base = llama[0]
+    if start == "patched":
+        base = tmp_path / "base"
+        train(base, data, "--model_name_or_path", llama[0], *BLOCKS)
+    rotations = {"plain": BLOCKS, "patched": [], "unpatched": ["--position_encoding", "none"]}[start]
+    flags = ["--model_name_or_path", base, *rotations, "--trainable", "lora+rotary", "--lora_rank", 2]
+    metrics = train(tmp_path / "first", data, *flags, "--learning_rate", 1e-2)
+    again = ["--model_name_or_path", tmp_path / "first", "--trainable", "lora+rotary"]
+    evaluated = train(tmp_path / "evaluated", data, *again[:2], "--do_train", "false")
+    assert evaluated["eval_64_perplexity"] == metrics["eval_64_perplexity"]
+    further = train(tmp_path / "further", data, *again, "--learning_rate", 1e-2)
+    found = transformers.AutoModelForCausalLM.from_pretrained(base)
+    found = unpatch(found) if start == "patched" else found
+    if start != "unpatched":
+        load_rotary(found, tmp_path / "further" / "rotary")
+    found = peft.PeftModel.from_pretrained(found, tmp_path / "further" / "lora")
+    assert found.peft_config["default"].r == 2
+    assert_same_perplexities(further, found, tmp_path / "further", data)
+    before, after = (load_file(tmp_path / run / "lora" / "adapter_model.safetensors") for run in ("first", "further"))
+    assert before.keys() == after.keys() and any(not torch.equal(before[key], after[key]) for key in before)
+
+
+def test_adapters_that_cannot_be_trained_further_say_why(llama, data, tmp_path):
+    pytest.importorskip("peft")
+    flags = ["--model_name_or_path", llama[0], *PLANES, "--trainable", "lora+rotary"]
+    train(tmp_path / "first", data, *flags)
+    given = ["--model_name_or_path", tmp_path / "first", "--trainable"]
+    with pytest.raises(ValueError, match="--trainable all: .*first holds adapters beside the weights of .*run"):
+        train(tmp_path / "all", data, *given, "all")
+    with pytest.raises(ValueError, match="is patched with rope_mixed; accepted: that"):
+        train(tmp_path / "other", data, *given, "rotary", *BLOCKS)
+    config = tmp_path / "first" / "lora" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}))
+    with pytest.raises(ValueError, match="first is for .*gone cannot be loaded"):
+        train(tmp_path / "gone_base", data, *given, "rotary")
+    config.write_text("{")
+    with pytest.raises(ValueError, match="first: its adapters cannot be read"):
+        train(tmp_path / "damaged", data, *given, "rotary")
+
+
+def test_every_family_leaves_a_whole_model(data, tmp_path):
     new_model(tmp_path / "qwen", data, "qwen3")
     metrics = train(tmp_path / "run", data, "--model_name_or_path", tmp_path / "qwen", *BLOCKS)
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "base")
-    model = load_rotary(base, tmp_path / "run" / "rotary")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert type(model).__name__ == "RotaryQwen3ForCausalLM"
     assert_same_perplexities(metrics, model, tmp_path / "run", data)
+
+
+@pytest.mark.parametrize(
+    "trainable, flags",
+    [
+        ("lora+rotary", BLOCKS),
+        pytest.param("lora+rotary", PLANES, marks=pytest.mark.slow),
+        pytest.param("all", PLANES, marks=pytest.mark.slow),
+        pytest.param("all", BLOCKS, marks=pytest.mark.slow),
+    ],
+)
+def test_gradient_checkpointing_gives_the_same_model(trainable, flags, llama, data, tmp_path):
+    flags = ["--model_name_or_path", llama[0], *flags, "--trainable", trainable, "--save_steps", 2]
+    train(tmp_path / "plain", data, *flags)
+    train(tmp_path / "checkpointed", data, *flags, "--gradient_checkpointing", "true")
+    first, second = (load_file(tmp_path / run / WEIGHTS) for run in ("plain", "checkpointed"))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        # The same operations, in the same order.
+        torch.testing.assert_close(second[name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("flags", [PLANES, BLOCKS], ids=["planes", "blocks"])
+def test_bfloat16_trains_float32_weights(flags, llama, data, tmp_path):
+    flags = ["--model_name_or_path", llama[0], *flags, "--save_steps", 2]
+    exact = train(tmp_path / "float32", data, *flags)
+    rounded = train(tmp_path / "bfloat16", data, *flags, "--bf16", "true")
+    first, second = (load_file(tmp_path / run / WEIGHTS) for run in ("float32", "bfloat16"))
+    assert {value.dtype for value in second.values()} == {torch.float32}
+    assert any(not torch.equal(second[name], value) for name, value in first.items())
+    # Logits have eight bits.
+    assert rounded["eval_64_perplexity"] == pytest.approx(exact["eval_64_perplexity"], rel=0.02)
+    assert rounded["eval_64_perplexity"] != exact["eval_64_perplexity"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "trainable, flags", [("lora+rotary", BLOCKS), ("all", PLANES), ("all", BLOCKS), ("rotary", BLOCKS)]
+)
+def test_two_processes_train_the_model_of_one(trainable, flags, llama, data, tmp_path):
+    # Adam divides by gradients that are zero but for rounding.
+    flags = ["--model_name_or_path", llama[0], *flags, "--trainable", trainable, "--save_steps", 2]
+    flags += ["--optim", "sgd", "--learning_rate", 0.1, "--seed", 3]
+    one = train(tmp_path / "one", data, *flags, "--total_train_batch_size", 4)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT]
+    place = [index for index, flag in enumerate(TINY_RUN) if flag == "--per_device_train_batch_size"][0]
+    tiny = [*TINY_RUN[:place], *TINY_RUN[place + 2 :], "--total_train_batch_size", 4]
+    run_process(list(map(str, [*launch, "--output_dir", tmp_path / "two", *data, *tiny, *flags])))
+    first, second = (load_file(tmp_path / run / WEIGHTS) for run in ("one", "two"))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        # Means of two halves in float32 instead of one mean.
+        torch.testing.assert_close(second[name], value, rtol=0, atol=1e-6, msg=name)
+    two = json.loads((tmp_path / "two" / "all_results.json").read_text())
+    for name in ("eval_perplexity", "eval_32_perplexity", "eval_64_perplexity_low"):
+        assert two[name] == pytest.approx(one[name], rel=1e-5)
+
+
+def test_data_sets_of_the_hub_are_read_by_their_name(llama, tmp_path):
+    """A folder is laid out as a repository, and is given by its name in its place."""
+    for split, count in (("train", 12), ("validation", 5)):
+        table = datasets.Dataset.from_dict({"text": documents(count, len(split))})
+        table.to_json(tmp_path / "repository" / "data" / f"{split}.jsonl", force_ascii=False)
+        table.to_parquet(tmp_path / f"{split}.parquet")
+    files = ["--train_files", str(tmp_path / "train.parquet")]
+    files += ["--validation_files", str(tmp_path / "validation.parquet")]
+    flags = ["--model_name_or_path", llama[0], *PLANES]
+    expected = train(tmp_path / "files", files, *flags)
+    found = train(tmp_path / "name", ["--dataset_name", str(tmp_path / "repository")], *flags)
+    assert found["eval_64_perplexity"] == expected["eval_64_perplexity"]
+    assert found["train_loss"] == expected["train_loss"]
 
 
 @pytest.mark.parametrize("trainable", ["all", "lora+rotary"])

@@ -10,6 +10,7 @@ from hf_liere.errors import InputError
 from training.clip.classifiers import TRAINABLE
 from training.engine.arguments import CheckpointArguments, RunArguments, flag
 from training.engine.model_setup import checkpoint_config
+from training.engine.patching import find_adapters
 
 
 HEADS = ("classifier", "zero_shot")
@@ -70,6 +71,11 @@ def resolve_config(arguments: FineTuningArguments) -> PreTrainedConfig:
             raise InputError("--trainable rotary+head: --head zero_shot has no classifier; accepted: rotary.")
         if not arguments.prompts or any("{}" not in prompt for prompt in arguments.prompts):
             raise InputError(f"--prompts {arguments.prompts}; accepted: texts with {{}} for the name of a class.")
+    if (adapters := find_adapters(arguments.model_name_or_path)) is not None:
+        raise InputError(
+            f"--model_name_or_path {arguments.model_name_or_path} holds adapters for {adapters.base} and no whole "
+            "model; accepted: whole models."
+        )
     if arguments.vision_config is None:
         return checkpoint_config("--model_name_or_path", arguments.model_name_or_path, arguments.model_revision)
     try:

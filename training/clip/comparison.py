@@ -104,8 +104,8 @@ class Comparison:
 
     def _resolve_patches(self) -> dict[str, RotaryPatchConfig | None]:
         """What to patch for each subfolder of the results; the empty name is the folder itself."""
-        refuse_other_patch(self.patch_args, self.config, self.args.do_train)
         own = getattr(self.config, "rotary_patch", None)
+        refuse_other_patch(self.patch_args, own, self.args.do_train)
         if not self.args.do_train:
             return {"": None}
         if own is not None:

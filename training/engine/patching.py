@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,14 +10,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_liere import RotaryPatchConfig, complete_model, is_patched, save_rotary, unpatch
+from hf_liere import RotaryPatchConfig, complete_model, is_patched, load_rotary, save_rotary, unpatch
 from hf_liere.errors import InputError
 from hf_liere.models.modeling_patched import is_restorable
 from hf_liere.models.rotary_patch import plan
+from hf_liere.patching.adapters import read_adapter
+from hf_liere.storage.saved_weights import ADAPTER_CONFIG
 from training.engine.arguments import flag
 
 
 UNPATCHED = "none"
+# Of a run's folder, see `save_patched`.
+ROTARY, LORA, BASE = "rotary", "lora", "base"
 
 
 def _patch_fields() -> list[tuple[str, type, dataclasses.Field]]:
@@ -36,9 +41,9 @@ def _patch_fields() -> list[tuple[str, type, dataclasses.Field]]:
 PatchArguments = dataclasses.make_dataclass("PatchArguments", _patch_fields())
 
 
-def refuse_other_patch(arguments: PatchArguments, config: PreTrainedConfig, trains: bool) -> None:
-    """Raises [`InputError`] for an encoding that is not the checkpoint's, or that nothing would train."""
-    own, encoding = getattr(config, "rotary_patch", None), arguments.position_encoding
+def refuse_other_patch(arguments: PatchArguments, own: dict | None, trains: bool) -> None:
+    """Raises [`InputError`] for an encoding that is not the checkpoint's `own`, or that nothing would train."""
+    encoding = arguments.position_encoding
     if own is not None and encoding not in (None, own["position_encoding"]):
         raise InputError(
             f"--position_encoding {encoding}: the checkpoint is patched with {own['position_encoding']}; accepted: "
@@ -90,11 +95,7 @@ def with_lora(
     Raises:
         InputError: if peft is not installed.
     """
-    # Imported here because no other run needs peft.
-    try:
-        import peft
-    except ImportError as error:
-        raise InputError("LoRA needs peft, which is not installed: pip install peft.") from error
+    peft = _peft()
     targets = [
         ".".join(filter(None, (attention_name, name)))
         for attention_name, attention in attentions
@@ -122,12 +123,75 @@ def save_patched(model: nn.Module, folder: Path, trained_base: bool) -> None:
     """
     inner, patched = without_peft(model), is_patched(model)
     if patched:
-        save_rotary(model, folder / "rotary")
+        save_rotary(model, folder / ROTARY)
     if inner is not model:
-        model.save_pretrained(folder / "lora")
+        model.save_pretrained(folder / LORA)
     elif not patched or getattr(inner.config, "rotary_patch", None) is not None:
         inner.save_pretrained(folder)
     elif is_restorable(type(inner)):
         complete_model(inner).save_pretrained(folder)
     elif trained_base:
-        unpatch(copy.deepcopy(inner)).save_pretrained(folder / "base")
+        unpatch(copy.deepcopy(inner)).save_pretrained(folder / BASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """
+    Adapters that [`save_patched`] left in a folder without a whole model.
+
+    Attributes:
+        base: Folder or name of the model that they belong to.
+        rotary_patch: How it is patched; `None` without rotations.
+    """
+
+    folder: Path
+    base: str
+    rotary_patch: dict | None
+
+    def attach(self, model: PreTrainedModel, trains: bool) -> nn.Module:
+        """
+        The model with rotations and LoRA.
+
+        Raises:
+            ValueError: if they do not belong to it, or peft is missing.
+        """
+        if is_patched(model):
+            # Its own rotations are among those that were trained further.
+            model = unpatch(model)
+        if self.rotary_patch is not None:
+            load_rotary(model, self.folder / ROTARY)
+        if not (self.folder / LORA).is_dir():
+            return model
+        return _peft().PeftModel.from_pretrained(model, self.folder / LORA, is_trainable=trains)
+
+
+def find_adapters(name: str | None) -> Adapters | None:
+    """
+    The adapters in a folder, if it holds no whole model.
+
+    Raises:
+        InputError: if they cannot be read, or do not say which model they belong to.
+    """
+    folder = Path(name or "")
+    if name is None or (folder / "config.json").is_file():
+        return None
+    has_rotary, lora_config = (folder / ROTARY / ADAPTER_CONFIG).is_file(), folder / LORA / "adapter_config.json"
+    if not has_rotary and not lora_config.is_file():
+        return None
+    try:
+        base = str(folder / BASE)
+        if lora_config.is_file():
+            base = json.loads(lora_config.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        patched = read_adapter(folder / ROTARY)[0].to_dict() if has_rotary else None
+    except (KeyError, ValueError) as error:
+        raise InputError(f"--model_name_or_path {name}: its adapters cannot be read ({error}).") from error
+    return Adapters(folder, base, patched)
+
+
+def _peft():
+    # Imported here because no other run needs peft.
+    try:
+        import peft
+    except ImportError as error:
+        raise InputError("LoRA needs peft, which is not installed: pip install peft.") from error
+    return peft

@@ -12,7 +12,16 @@ from hf_liere.models.rope_layout import frequency_buffers
 from training.data.texts import TextDataArguments, byte_tokenizer
 from training.engine.arguments import RunArguments, flag, require_numbers
 from training.engine.model_setup import checkpoint_config, loadable
-from training.engine.patching import UNPATCHED, PatchArguments, check_patch, patch_config, refuse_other_patch
+from training.engine.patching import (
+    LORA,
+    UNPATCHED,
+    Adapters,
+    PatchArguments,
+    check_patch,
+    find_adapters,
+    patch_config,
+    refuse_other_patch,
+)
 
 
 TRAINABLE = ("rotary", "lora+rotary", "all")
@@ -32,7 +41,7 @@ class LanguageModelArguments:
     trainable: str = flag(
         "all", "What learns: the rotations, also LoRA in attention, or the whole model.", choices=list(TRAINABLE)
     )
-    lora_rank: int = flag(8, "Rank of LoRA's matrices.")
+    lora_rank: int = flag(8, "Rank of LoRA's matrices; adapters that are trained further keep theirs.")
     lora_alpha: float = flag(16.0, "LoRA's products are scaled by this over the rank.")
 
     def __post_init__(self):
@@ -67,6 +76,8 @@ class LanguageTrainingArguments(RunArguments):
 
 def resolve_config(arguments: LanguageModelArguments) -> PreTrainedConfig:
     """The configuration of the checkpoint, or a new one from the flags. Raises [`InputError`] for what is wrong."""
+    if (adapters := find_adapters(arguments.model_name_or_path)) is not None:
+        return checkpoint_config(f"--model_name_or_path {arguments.model_name_or_path} is for", adapters.base)
     if arguments.model_name_or_path is not None:
         return checkpoint_config("--model_name_or_path", arguments.model_name_or_path, arguments.model_revision)
     if arguments.model_type not in CONFIG_MAPPING:
@@ -116,8 +127,12 @@ def resolve_patch(
     Raises:
         InputError: if the model does not take it, or nothing would be left to learn.
     """
-    refuse_other_patch(patch_args, config, trains)
-    is_patched = getattr(config, "rotary_patch", None) is not None
+    adapters, own = find_adapters(arguments.model_name_or_path), getattr(config, "rotary_patch", None)
+    if adapters is not None:
+        own = adapters.rotary_patch
+        _refuse_beside_adapters(arguments, adapters, trains)
+    refuse_other_patch(patch_args, own, trains)
+    is_patched = own is not None
     if not trains or is_patched or patch_args.position_encoding in (None, UNPATCHED):
         if trains and arguments.trainable == "rotary" and not is_patched:
             raise InputError("--trainable rotary: nothing is patched; accepted: with --position_encoding, or all.")
@@ -125,6 +140,15 @@ def resolve_patch(
     wanted = patch_config(patch_args)
     check_patch(AutoModelForCausalLM, config, wanted)
     return wanted
+
+
+def _refuse_beside_adapters(arguments: LanguageModelArguments, adapters: Adapters, trains: bool) -> None:
+    has_lora, trainable = (adapters.folder / LORA).is_dir(), arguments.trainable
+    if trains and has_lora and trainable == "all":
+        raise InputError(
+            f"--trainable all: {arguments.model_name_or_path} holds adapters beside the weights of {adapters.base}; "
+            "accepted: lora+rotary and rotary."
+        )
 
 
 def check_lengths(data_args: TextDataArguments, config: PreTrainedConfig) -> None:

@@ -16,7 +16,7 @@ from hf_liere.models.rotary_patch import patched_towers
 from hf_liere.storage.loading import require_loaded_keys
 from training.data.texts import TokenBlocks, TokenStream
 from training.engine.model_setup import loadable
-from training.engine.patching import save_patched, with_lora, without_peft
+from training.engine.patching import find_adapters, save_patched, with_lora, without_peft
 from training.engine.trainer import ClassificationMetrics, ClassificationTrainer
 from training.language.arguments import LanguageModelArguments
 
@@ -82,14 +82,16 @@ def build_model(
     Raises:
         InputError: if a weight is missing or left over, the model does not take the patch, or peft is missing.
     """
-    name = arguments.model_name_or_path
+    name, adapters = arguments.model_name_or_path, find_adapters(arguments.model_name_or_path)
+    if adapters is not None:
+        name = adapters.base
     if name is None:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     else:
         with loadable("--model_name_or_path", name):
             model, loading = AutoModelForCausalLM.from_pretrained(
                 name,
-                revision=arguments.model_revision,
+                revision="main" if adapters else arguments.model_revision,
                 config=config,
                 # Weights in half precision would lose small updates; with --bf16 the computation is in bfloat16.
                 dtype=torch.float32,
@@ -97,7 +99,9 @@ def build_model(
             )
         require_loaded_keys(loading, name)
     try:
-        if trains and arguments.trainable == "lora+rotary":
+        if adapters is not None:
+            model = adapters.attach(model, trains)
+        if trains and arguments.trainable == "lora+rotary" and without_peft(model) is model:
             model = with_lora(model, _attentions(model), arguments.lora_rank, arguments.lora_alpha)
         if wanted is not None:
             patch(without_peft(model), wanted)
