@@ -246,7 +246,7 @@ def test_adapters_that_cannot_be_trained_further_say_why(llama, data, tmp_path):
         train(tmp_path / "other", data, *given, "rotary", *BLOCKS)
     config = tmp_path / "first" / "lora" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}))
-    with pytest.raises(ValueError, match="first is for .*gone cannot be loaded"):
+    with pytest.raises(ValueError, match="first is for .*gone: no such file or directory"):
         train(tmp_path / "gone_base", data, *given, "rotary")
     config.write_text("{")
     with pytest.raises(ValueError, match="first: its adapters cannot be read"):
@@ -329,7 +329,8 @@ def test_data_sets_of_the_hub_are_read_by_their_name(llama, tmp_path):
     expected = train(tmp_path / "files", files, *flags)
     found = train(tmp_path / "name", ["--dataset_name", str(tmp_path / "repository")], *flags)
     assert found["eval_64_perplexity"] == expected["eval_64_perplexity"]
-    assert found["train_loss"] == expected["train_loss"]
+    first, second = (load_file(tmp_path / run / "model.safetensors") for run in ("files", "name"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 @pytest.mark.parametrize("trainable", ["all", "lora+rotary"])

@@ -14,8 +14,9 @@ The same model trained further with learned frequencies; `--position_encoding li
 
 Texts are files (one document each), columns of parquet, json or csv files, or data sets on the Hub. They are packed
 into blocks of `--max_length` tokens. A finished run leaves the whole model where its class reloads with rotations
-(Llama), and otherwise the model in `base` and its rotations in `rotary`. `--trainable lora+rotary` leaves adapters in
-`lora` and `rotary`, to be loaded by `PeftModel.from_pretrained` and then `load_rotary(model.get_base_model(), …)`. A
+(every class that transformers exports), and otherwise the model in `base` and its rotations in `rotary`. `--trainable
+lora+rotary` leaves adapters in `lora` and `rotary`, to be loaded by `PeftModel.from_pretrained` and then
+`load_rotary(model.get_base_model(), …)`. Both kinds of folders are starting points for `--model_name_or_path` again. A
 run that was interrupted goes on with `--resume_from_checkpoint last`.
 """
 
