@@ -41,12 +41,14 @@ class Case:
         inputs: Makes its inputs.
         towers: The modules around rotary modules.
         generates: Whether the model generates text.
+        rotating_layers: How many of its two layers rotate.
     """
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict]
     towers: tuple[str, ...]
     generates: bool = False
+    rotating_layers: int = 2
 
 
 def tokens():
@@ -103,10 +105,9 @@ def vision_language(family, name, sections, vision):
     return build
 
 
-def language(name, config=None, **fields):
-    return Case(
-        model(f"{config or name}Config", f"{name}ForCausalLM", **{**TEXT, **fields}), tokens, ("model",), generates=True
-    )
+def language(name, config=None, rotating_layers=2, **fields):
+    built = model(f"{config or name}Config", f"{name}ForCausalLM", **{**TEXT, **fields})
+    return Case(built, tokens, ("model",), generates=True, rotating_layers=rotating_layers)
 
 
 YARN = rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
@@ -144,7 +145,14 @@ CASES = {
     "cohere": language("Cohere"),
     "glm": language("Glm", **HEADS, partial_rotary_factor=0.5),
     "ernie": language("Ernie4_5", **HEADS),
-    # Queries, keys and values of one projection, in an order of its own.
+    # Layers without a rotation, by the configuration or by the kind of their attention.
+    "smollm3": language("SmolLM3", rotating_layers=1, no_rope_layers=[0, 1]),
+    "cohere2": language(
+        "Cohere2", rotating_layers=1, layer_types=["sliding_attention", "full_attention"], sliding_window=6
+    ),
+    # One projection for queries, keys and values after each other.
+    "phi3": language("Phi3", partial_rotary_factor=1.0),
+    # One projection in an order of its own.
     "gpt_neox": Case(model("GPTNeoXConfig", "GPTNeoXForCausalLM", **TEXT), tokens, ("gpt_neox",), generates=True),
     "modernbert": Case(
         model("ModernBertConfig", "ModernBertForMaskedLM", **TEXT, layer_types=["sliding_attention", "full_attention"]),

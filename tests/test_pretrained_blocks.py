@@ -28,10 +28,7 @@ from hf_liere import RotaryPatchConfig, patch, reference, rotary_parameters
 DENSE = ["liere", "comrope_ld", "comrope_ap"]
 # Why a family cannot have blocks; by encoding where the others can.
 REFUSED = {
-    "glm": "rotates 8 channels of 4 heads of 16",
-    "ernie": "pairs channels in another way",
-    "gpt_neox": "has no q_proj and k_proj, query and key, or qkv",
-    "modernbert": "has no q_proj and k_proj, query and key, or qkv",
+    "gpt_neox": "has no q_proj and k_proj, query and key, or one projection for",
     ("qwen3_vl", "comrope_ap"): "must divide head_dim=128 for comrope_ap",
 }
 ALL = list(itertools.product(CASES, DENSE))

@@ -47,7 +47,8 @@ def test_gradients_reach_every_frequency(name):
     patch(model, PLANES)
     sum(tensor.square().sum() for tensor in outputs(model.train(), inputs) if tensor.requires_grad).backward()
     for key, value in rotary_parameters(model):
-        assert value.shape[0] == 2 and value.grad.abs().min() > 0, key
+        # Where a layer does not rotate, the other one alone learns.
+        assert value.shape[0] == CASES[name].rotating_layers and value.grad.abs().min() > 0, key
 
 
 @pytest.mark.parametrize("name", GENERATING)

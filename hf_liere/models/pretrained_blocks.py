@@ -11,6 +11,7 @@ from .lie_algebra import product_dtype
 from .positions import TokenPositions
 from .pretrained_rope import PretrainedRope
 from .rope_layout import RopeLayout, RopeTower, frequency_buffers
+from .rope_pairs import HeadPlanes
 from .rotary_embedding import LieRotaryEmbedding
 from .rotation import Rotation, rotate_one, rotate_pair
 from .vision_towers import linear_layer, projections
@@ -21,18 +22,21 @@ class PretrainedBlocks(PretrainedRope):
     R(p) = exp(Σ_a p_a A_a) of every key head and layer, for blocks of channels that are brought next to each other.
 
     Attributes:
+        heads: Numbers of query and of key heads.
         rotary: The [`LieRotaryEmbedding`] with the parameters, for channels in the order of `order`.
-        order: (D,) the model's channel at every place; the two of a plane are neighbours.
-        inverse: (D,) the place of every channel of the model.
+        order: (head_dim,) the model's channel at every place; the two of a plane are neighbours, and those that nothing
+            turns are last.
+        inverse: (head_dim,) the place of every channel of the model.
     """
 
-    def __init__(self, tower: RopeTower, layers: list[int], config):
+    def __init__(self, tower: RopeTower, layers: list[int], config, head_planes: HeadPlanes):
         super().__init__(tower, layers, config)
         layout = _common_layout(tower, layers, config.share_layers)
-        heads, key_heads = _common_heads(tower, layers, len(layout.planes))
+        heads, key_heads = self.heads = _common_heads(tower, layers, head_planes.head_dim)
+        self.head_planes = head_planes
         self.rotary = LieRotaryEmbedding(
             heads,
-            len(layout.planes),
+            2 * layout.num_planes,
             layout.num_axes,
             config.position_encoding,
             config.block_size,
@@ -50,9 +54,9 @@ class PretrainedBlocks(PretrainedRope):
     @torch.no_grad()
     def reset_parameters(self, rope: nn.Module) -> None:
         super().reset_parameters(rope)
-        planes = self.layouts[self.layout_of_layer[self.layers[0]]].layout.channels_of_planes()
+        turned = [channel for plane in self.planes for channel in self.head_planes.pairs[plane]]
         device = "cpu" if self.order.is_meta else self.order.device
-        self.order = torch.tensor([channel for plane in self.planes for channel in planes[plane]], device=device)
+        self.order = torch.tensor([*turned, *self.head_planes.still], device=device)
         self.inverse = self.order.argsort()
         if not any(rope._buffers[name].is_meta for name in frequency_buffers(rope)):
             for name, values in self.starting_values(rope).items():
@@ -110,21 +114,35 @@ class PretrainedBlocks(PretrainedRope):
             state_dims: Dimensions of what attention sees, that is of (…, N, hidden_size).
         """
         rotation, order, inverse = (x.to(states.device) for x in (rotation, self.order, self.inverse))
-        tokens, head_dim = rotation.num_tokens(), self.rotary.head_dim
+        tokens, head_dim = rotation.num_tokens(), self.head_planes.head_dim
         flat = states.ndim == state_dims
         if flat and part == "all":
-            query, key, value = states.chunk(3, dim=-1)
+            heads, key_heads = (count * head_dim for count in self.heads)
+            query, key, value = states.split([heads, key_heads, states.shape[-1] - heads - key_heads], dim=-1)
             query, key = (_heads_first(x.unflatten(-1, (-1, head_dim)), state_dims) for x in (query, key))
-            query, key = rotate_pair(rotation, *(x.index_select(-1, order) for x in (query, key)))
-            query, key = (_tokens_first(x.index_select(-1, inverse), state_dims).flatten(-2) for x in (query, key))
+            query, key = self._turned(rotation, order, inverse, query, key)
+            query, key = (_tokens_first(x, state_dims).flatten(-2) for x in (query, key))
             return torch.cat([query, key, value], dim=-1)
         heads = states.unflatten(-1, (-1, head_dim)) if flat else states
         tokens_first = flat or _is_tokens_first(heads, before, tokens)
         heads = _heads_first(heads, state_dims) if tokens_first else heads
-        heads = rotate_one(rotation, heads.index_select(-1, order), self.rotary.num_key_value_heads)
-        heads = heads.index_select(-1, inverse)
+        (heads,) = self._turned(rotation, order, inverse, heads)
         heads = _tokens_first(heads, state_dims) if tokens_first else heads
         return heads.flatten(-2) if flat else heads
+
+    def _turned(
+        self, rotation: Rotation, order: torch.Tensor, inverse: torch.Tensor, *states: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """(B, H, N, head_dim) → the same with the rotation of the channels that are turned."""
+        ordered, width = [x.index_select(-1, order) for x in states], self.rotary.head_dim
+        turned = [x[..., :width] for x in ordered]
+        if len(states) == 2 and self.heads[0] == self.heads[1]:
+            turned = rotate_pair(rotation, *turned)
+        else:
+            turned = [rotate_one(rotation, x, self.rotary.num_key_value_heads) for x in turned]
+        if width < len(order):
+            turned = [torch.cat([x, whole[..., width:]], dim=-1) for x, whole in zip(turned, ordered)]
+        return tuple(x.index_select(-1, inverse) for x in turned)
 
 
 def _heads_first(states: torch.Tensor, state_dims: int) -> torch.Tensor:
@@ -167,43 +185,32 @@ def _common_layout(tower: RopeTower, layers: list[int], share_layers: bool) -> R
             f"share_layers=True: the attention layers of {tower.shown} turn with different frequencies, "
             f"{sorted({layout.buffer for layout in layouts})}."
         )
-    sizes = sorted({len(channels) for channels in layouts[0].channels_of_planes()})
-    if sizes != [2]:
-        raise ValueError(
-            f"{tower.shown}: {tower.rope_name} gives the same cos and sin to {' or '.join(map(str, sizes))} channels, "
-            "so which two make a plane is unknown; accepted: position_encoding='rope_mixed'."
-        )
     return layouts[0]
 
 
-def _common_heads(tower: RopeTower, layers: list[int], rotated: int) -> tuple[int, int]:
+def _common_heads(tower: RopeTower, layers: list[int], head_dim: int) -> tuple[int, int]:
     """
     Numbers of query and key heads.
 
     Raises:
-        ValueError: if the widths of the projections are not those of heads whose channels are all rotated.
+        ValueError: if the widths of the projections are not those of heads of so many channels.
     """
     found = set()
     for layer in layers:
         name, attention = tower.attentions[layer]
         widths = [getattr(linear_layer(part), "out_features", None) for part in projections(attention)]
-        if not widths:
-            raise ValueError(
-                f"{name} ({type(attention).__name__}) has no q_proj and k_proj, query and key, or qkv: where its "
-                "queries and keys can be rotated is unknown; accepted: position_encoding='rope_mixed'."
-            )
-        widths = [widths[0] // 3] * 2 if len(widths) == 1 and widths[0] and widths[0] % 3 == 0 else widths
-        head_dim = getattr(attention, "head_dim", rotated)
         heads = getattr(attention, "num_heads", None) or getattr(
             getattr(attention, "config", None), "num_attention_heads", None
         )
-        if head_dim != rotated or widths[0] != (heads or 0) * rotated or not widths[-1] or widths[-1] % rotated:
+        if len(widths) == 1 and heads and widths[0]:
+            # Keys and values share the rest.
+            widths = [heads * head_dim, (widths[0] - heads * head_dim) / 2]
+        if widths[0] != (heads or 0) * head_dim or not widths[-1] or widths[-1] % head_dim:
             raise ValueError(
-                f"{name} ({type(attention).__name__}) rotates {rotated} channels of {heads} heads of {head_dim}, and "
-                f"projects to widths {widths}: blocks need projections to heads whose channels are all rotated; "
-                "accepted: position_encoding='rope_mixed'."
+                f"{name} ({type(attention).__name__}) has {heads} heads of {head_dim} channels, and projects to widths "
+                f"{widths}: blocks need projections to the heads; accepted: position_encoding='rope_mixed'."
             )
-        found.add((widths[0] // rotated, widths[-1] // rotated))
+        found.add((widths[0] // head_dim, int(widths[-1]) // head_dim))
     if len(found) > 1:
         raise ValueError(
             f"The layers of {tower.shown} have different numbers of heads, {sorted(found)}; name equal ones."

@@ -16,29 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_utils import AttentionInterface
 
-from .patched_forward import View
 from .pretrained_blocks import PretrainedBlocks, projected_states
 from .pretrained_rope import PretrainedPlanes, PretrainedRope
-from .rope_layout import RopeLayout, RopeTower, accepted_positions, find_rope_towers
+from .rope_layout import RopeLayout, RopeTower, find_rope_towers
+from .rope_pairs import HeadPlanes, Probe, rotating_layers, turned_planes
 from .vision_towers import choose_layers, linear_layer, projections
 
 
 # The rotation of the attention module that is running; it belongs to the thread, never to a module.
 _thread = threading.local()
-
-
-class Seen(Exception):
-    """Ends a call of an attention module, with its query and key."""
-
-
-def see_states(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs):
-    raise Seen(query.float(), key.float())
-
-
-SEEING = f"seen:{__name__}"
-AttentionInterface.register(SEEING, see_states)
 
 
 @dataclass
@@ -105,14 +92,16 @@ class RopePlan:
     tower: RopeTower
     layers: list[int]
     config: object
+    head_planes: HeadPlanes | None = None
 
     @property
     def attentions(self) -> list[tuple[str, nn.Module]]:
         return [self.tower.attentions[layer] for layer in self.layers]
 
     def build_encoding(self) -> PretrainedRope:
-        kind = PretrainedPlanes if self.config.position_encoding == "rope_mixed" else PretrainedBlocks
-        return kind(self.tower, self.layers, self.config)
+        if self.head_planes is None:
+            return PretrainedPlanes(self.tower, self.layers, self.config)
+        return PretrainedBlocks(self.tower, self.layers, self.config, self.head_planes)
 
     def base(self) -> dict:
         """See [`describe_base`]."""
@@ -147,7 +136,9 @@ def plan_rope(model: nn.Module, config) -> list[RopePlan]:
     plans = []
     for tower in find_rope_towers(model, config.target):
         layers = choose_layers(tower.shown, tower.module, tower.attentions, config.layers)
-        plans.append(RopePlan(tower, layers, config))
+        layers = rotating_layers(tower, layers, config.layers is not None)
+        planes = None if config.position_encoding == "rope_mixed" else turned_planes(tower, layers)
+        plans.append(RopePlan(tower, layers, config, planes))
     # What does not fit is noticed before a model is changed.
     for planned in plans:
         encoding = planned.build_encoding()
@@ -159,78 +150,30 @@ def plan_rope(model: nn.Module, config) -> list[RopePlan]:
 def check_start(planned: RopePlan, encoding: PretrainedBlocks) -> None:
     """
     Compare the queries and keys that attention sees, with the rotation of the model and with the one that starts from
-    it, in one attention module: which channels are paired, and how, is what attention makes of cos and sin.
+    it, in one attention module.
 
     Raises:
         ValueError: if they differ, or the attention module cannot be called by itself.
     """
     tower, layer = planned.tower, planned.layers[0]
-    name, attention = tower.attentions[layer]
-    tensors = [*attention.parameters(), *attention.buffers()]
-    if any(tensor.is_meta for tensor in tensors):
+    probe = Probe(tower, layer)
+    if probe.is_meta:
         # A model that is constructed before its weights are loaded was checked when it was patched.
         return
-    refusal = (
-        f"{name} ({type(attention).__name__}) {{}}: blocks start where queries and keys are rotated as "
-        f"{tower.rope_name} pairs their channels; accepted: position_encoding='rope_mixed'."
-    )
-    layer_type = tower.layouts[layer].layer_type
-    options = {} if layer_type is None else {"layer_type": layer_type}
-    arguments, _ = accepted_positions(tower.rope, options, ValueError(refusal.format("has unknown positions")))
-    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    device = next((tensor.device for tensor in probe.attention.parameters()), torch.device("cpu"))
     with torch.no_grad():
-        coordinates = encoding.coordinates(layer_type, *arguments, **options)
+        coordinates = encoding.coordinates(probe.layout.layer_type, *probe.arguments, **probe.options)
         cos, sin, _ = encoding.unchanged(layer, coordinates[:0], coordinates, tower.rope)
-        before = _seen_by_attention(attention, (cos.to(device), sin.to(device)), arguments)
-        if before is None:
-            raise ValueError(refusal.format("could not be called with a few tokens to see what it rotates"))
+        before = probe.see(cos.to(device), sin.to(device))
         planned.attach(encoding)
         try:
-            after = _seen_by_attention(attention, (cos[..., :1].to(device), coordinates.to(device)), arguments)
+            after = probe.see(cos[..., :1].to(device), coordinates.to(device))
         finally:
             detach_rope(tower.module)
             _thread.rotation = None
     # Less than the angle of any wrong pair, and more than half types round.
     if any((x - y).abs().max() > 0.05 * x.abs().max() for x, y in zip(before, after)):
-        raise ValueError(refusal.format("pairs channels in another way"))
-
-
-def _seen_by_attention(
-    attention: nn.Module, position_embeddings: tuple[torch.Tensor, torch.Tensor], arguments: tuple
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Query and key that an attention module hands to transformers' attention interface, for a few tokens."""
-    projection = linear_layer(projections(attention)[0])
-    weight = next(attention.parameters(), torch.empty(0))
-    coordinates = position_embeddings[1]
-    dtype = weight.dtype if weight.is_floating_point() else torch.float32
-    states = torch.arange(coordinates.shape[-2] * projection.in_features, device=coordinates.device)
-    states = (states.float() * 0.7).sin().view(coordinates.shape[-2], -1).to(dtype)
-    given = {
-        "position_embeddings": tuple(x.to(dtype) if x is position_embeddings[0] else x for x in position_embeddings),
-        "cu_seqlens": torch.tensor([0, len(states)], dtype=torch.int32, device=states.device),
-        "position_ids": arguments[-1].to(states.device),
-    }
-    parameters = inspect.signature(type(attention).forward).parameters
-    given = {name: value for name, value in given.items() if name in parameters}
-    needed = (name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty)
-    named = {name: None for name in needed if parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    for name in ("self", "hidden_states"):
-        named.pop(name, None)
-    config = getattr(attention, "config", None)
-    if config is None:
-        return None
-    attention.config = View(config, _attn_implementation=SEEING)
-    try:
-        for shape in (states, states.unsqueeze(0)) if coordinates.ndim == 2 else (states.unsqueeze(0),):
-            try:
-                attention(shape, **{**named, **given})
-            except Seen as seen:
-                return seen.args
-            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-                continue
-    finally:
-        attention.config = config
-    return None
+        raise probe.refusal("pairs channels in another way")
 
 
 def detach_rope(tower: nn.Module) -> None:
@@ -249,6 +192,9 @@ def hand_on_coordinates(tower: nn.Module, rope: nn.Module, args, kwargs, output)
 def rotate_as_layer(tower: nn.Module, layer: int, names: tuple[str, ...], attention: nn.Module, args, kwargs):
     """Forward pre-hook of an attention module with arguments of these names: cos and sin of its layer."""
     given = {**dict(zip(names, args)), **kwargs}
+    if given["position_embeddings"] is None:
+        # Some models leave layers without a rotation.
+        return None
     cos, coordinates = given["position_embeddings"]
     encoding, rope = tower.rotary_encoding, tower.get_submodule(tower.rotary_patch.rope_name)
     num_axes = encoding.layouts[encoding.layout_of_layer[layer]].layout.num_axes

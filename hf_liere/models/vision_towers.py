@@ -211,8 +211,8 @@ def _children(module: nn.Module) -> str:
 
 
 def projections(attention: nn.Module) -> list[nn.Module]:
-    """The query and key projections of an attention module, or its one projection for both."""
-    for names in (("q_proj", "k_proj"), ("query", "key"), ("qkv",)):
+    """The query and key projections of an attention module, or its one projection for queries, keys and values."""
+    for names in (("q_proj", "k_proj"), ("query", "key"), ("qkv",), ("Wqkv",), ("qkv_proj",)):
         found = [getattr(attention, name, None) for name in names]
         if all(isinstance(module, nn.Module) for module in found):
             return found
@@ -243,7 +243,9 @@ def head_shape(attention: nn.Module) -> tuple[int, int]:
             f"widths {sorted(map(str, widths)) or 'unknown'}; one number of heads and equal widths are needed."
         )
     head_dim = next((getattr(attention, n) for n in ("head_dim", "attention_head_size") if hasattr(attention, n)), None)
-    return heads, head_dim or widths.pop() // heads
+    # One projection makes queries, keys and values.
+    width = widths.pop() // (3 if len(projections(attention)) == 1 else 1)
+    return heads, head_dim or width // heads
 
 
 def position_table(embeddings: nn.Module) -> torch.Tensor | None:
