@@ -146,7 +146,7 @@ CASES = {
     "glm": language("Glm", **HEADS, partial_rotary_factor=0.5),
     "ernie": language("Ernie4_5", **HEADS),
     # Layers without a rotation, by the configuration or by the kind of their attention.
-    "smollm3": language("SmolLM3", rotating_layers=1, no_rope_layers=[0, 1]),
+    "smollm3": language("SmolLM3", rotating_layers=1, no_rope_layers=[1, 0]),
     "cohere2": language(
         "Cohere2", rotating_layers=1, layer_types=["sliding_attention", "full_attention"], sliding_window=6
     ),

@@ -242,7 +242,10 @@ AttentionInterface.register("recording", recording)
 
 
 def rope_of(name, model):
-    """Frequencies (A, D/2) of the planes (k, k + D/2), by the definition of each family, and the projections."""
+    """Frequencies (A, planes), by the definition of each family, and the attention modules."""
+    if name == "glm":
+        plane = torch.arange(4, dtype=torch.float64)
+        return (10000 ** (-plane / 4)).unsqueeze(0), [layer.self_attn for layer in model.model.layers]
     if name == "llama":
         plane = torch.arange(8, dtype=torch.float64)
         return (10000 ** (-plane / 8)).unsqueeze(0), [layer.self_attn for layer in model.model.layers]
@@ -254,7 +257,7 @@ def rope_of(name, model):
 
 def positions_of(name, order):
     """(N, A) positions of all tokens, prefix tokens at zero, in the `order` that attention sees."""
-    if name == "llama":
+    if name in ("llama", "glm"):
         return torch.arange(11, dtype=torch.float64).unsqueeze(-1)
     if name == "dinov3":
         # 4 × 6 patches, centres from −1 to 1, turns of 2π, after a class and two register tokens.
@@ -277,7 +280,7 @@ def positions_of(name, order):
 
 
 @pytest.mark.parametrize("encoding", ["rope_mixed", *DENSE])
-@pytest.mark.parametrize("name", ["llama", "dinov3", "qwen2_5_vl_tower"])
+@pytest.mark.parametrize("name", ["llama", "glm", "dinov3", "qwen2_5_vl_tower"])
 def test_queries_and_keys_are_rotated_as_the_reference_does(name, encoding):
     model, inputs = build(name)
     model.set_attn_implementation("recording")
@@ -310,12 +313,14 @@ def test_queries_and_keys_are_rotated_as_the_reference_does(name, encoding):
         factors = learned["log_factors"].detach().double().exp()
         # (A, layers, 1, planes, 1)
         learned = {"generators": (frequencies.unsqueeze(1) * factors).unsqueeze(2).unsqueeze(-1)}
-    described = SimpleNamespace(position_encoding=encoding, block_size=size, head_dim=16)
-    planes = list(range(8))
-    if encoding == "comrope_ap" and name != "llama":
+    planes = list(range(frequencies.shape[-1]))
+    described = SimpleNamespace(position_encoding=encoding, block_size=size, head_dim=2 * len(planes))
+    if encoding == "comrope_ap" and len(frequencies) == 2:
         # Two planes of the rows, two of the columns, and so on.
         planes = [0, 1, 4, 5, 2, 3, 6, 7]
-    channels = [channel for plane in planes for channel in (plane, plane + 8)]
+    # GLM turns neighbours among the first half of the channels, the others channels of both halves.
+    pair = (lambda plane: (2 * plane, 2 * plane + 1)) if name == "glm" else (lambda plane: (plane, plane + 8))
+    channels = [channel for plane in planes for channel in pair(plane)]
     for layer, attention in enumerate(attentions):
         query, key = (torch.cat(windows, 2).detach().double() for windows in zip(*seen[attention]))
         if (attention, "qkv") in projected:
@@ -330,7 +335,7 @@ def test_queries_and_keys_are_rotated_as_the_reference_does(name, encoding):
             for head in range(raw.shape[1]):
                 key_head = head // (raw.shape[1] // raw_key.shape[1])
                 found = reference.generators(learned, described, positions.shape[-1], layer, key_head)
-                matrices = torch.zeros_like(found)
+                matrices = found.new_zeros(len(found), 16, 16)
                 matrices[:, torch.tensor(channels).unsqueeze(-1), torch.tensor(channels)] = found
                 rotations = reference.rotations(matrices, positions)
                 expected = reference.rotate(raw[:, head], rotations)

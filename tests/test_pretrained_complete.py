@@ -21,6 +21,8 @@ AUTO_CLASSES = {
     "llama_yarn": "AutoModelForCausalLM",
     "qwen3": "AutoModelForCausalLM",
     "gemma3": "AutoModelForCausalLM",
+    "smollm3": "AutoModelForCausalLM",
+    "glm": "AutoModelForCausalLM",
     "dinov3": "AutoModel",
     "pixtral": "AutoModel",
     "qwen2_5_vl": "AutoModelForImageTextToText",

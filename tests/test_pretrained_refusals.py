@@ -65,6 +65,23 @@ class TestRefusals:
     def test_models_that_do_not_fit(self, build, message):
         self.refuse(build(), message, patch, PLANES)
 
+    @pytest.mark.skipif(not hasattr(transformers, "MiniMaxM3VLVisionModel"), reason="of newer releases of transformers")
+    def test_modules_whose_axes_are_unknown(self):
+        sizes = {"hidden_size": 36, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+        tower = model_of("MiniMaxM3VLVisionConfig", "MiniMaxM3VLVisionModel", **sizes, patch_size=4)()
+        self.refuse(tower, "takes positions on two axes and on three, and heads have 18 channels", patch, PLANES)
+
+    def test_modules_that_rotate_and_hand_on(self):
+        """As attention modules do whose indexer rotates queries and keys of its own."""
+
+        class Indexer(torch.nn.Module):
+            def forward(self, hidden_states, position_embeddings):
+                return hidden_states
+
+        model, _ = build("llama")
+        model.model.layers[0].self_attn.indexer = Indexer()
+        self.refuse(model, "layers.0.self_attn .LlamaAttention. rotates with cos and sin and hands them", patch, PLANES)
+
     @pytest.mark.parametrize("name", ["llama", "dinov3", "qwen2_5_vl_tower", "gemma4_vision"])
     def test_other_starts_of_models_that_rotate(self, name):
         if name not in CASES:
@@ -75,12 +92,17 @@ class TestRefusals:
         "fields, message",
         [
             ({"layers": [5]}, r"layers=.5. do not match: model .LlamaModel. has attention layers .'0: model.layers.0"),
+            (
+                {"layers": [0, 1]},
+                "layers=.1.: the model does not rotate in model.layers.1.self_attn; accepted: layers that it rotates",
+            ),
             ({"target": "visual"}, r"target='visual' computes no rotations; modules that do: .'model'"),
         ],
     )
     def test_configuration_that_does_not_fit(self, fields, message):
         config = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained", **fields)
-        self.refuse(build("llama")[0], message, patch, config)
+        name = "smollm3" if fields.get("layers") == [0, 1] else "llama"
+        self.refuse(build(name)[0], message, patch, config)
 
     @pytest.mark.parametrize(
         "fields, message",

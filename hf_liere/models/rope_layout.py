@@ -211,6 +211,8 @@ def _tower(
         )
     rope, name = modules[ropes[0]], ropes[0]
     _refuse_changing_frequencies(rope, name)
+    _refuse_rotating_around(modules, owner, attentions)
+    _refuse_unknown_axes(rope, name, attentions[0][1])
     if not takes(rope, "layer_type"):
         layouts = [examine(rope, name, frequency_buffers(rope)[0], None)] * len(attentions)
     else:
@@ -235,6 +237,41 @@ def _refuse_changing_frequencies(rope: nn.Module, name: str) -> None:
                 "inputs in every forward pass: learned ones would be overwritten. Accepted: types with fixed "
                 "frequencies, such as default, linear, llama3, yarn and axial."
             )
+
+
+def _refuse_rotating_around(modules: dict[str, nn.Module], owner: str, attentions: list[tuple[str, nn.Module]]) -> None:
+    """A module that uses cos and sin itself and hands them on would get coordinates, which it takes for them."""
+    innermost = {id(module) for _, module in attentions}
+    for name, module in modules.items():
+        is_around = any(inner.startswith(f"{name}.") for inner, _ in attentions) and name.startswith(owner)
+        if is_around and id(module) not in innermost and takes(module, "position_embeddings"):
+            code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+            if code is not None and {"cos", "sin"} <= set(code.co_varnames):
+                raise ValueError(
+                    f"{name} ({type(module).__name__}) rotates with cos and sin and hands them to a module inside that "
+                    "takes them as well; accepted: models in which one of the two does."
+                )
+
+
+def _refuse_unknown_axes(rope: nn.Module, name: str, attention: nn.Module) -> None:
+    """Modules that take positions on two axes may be for three, where these would have channels too."""
+    refusal = ValueError("")
+    head_dim = getattr(attention, "head_dim", None)
+    if head_dim is None or not takes(rope, "position_ids") or takes(rope, "layer_type"):
+        return
+    with torch.device("cpu"), torch.no_grad():
+        try:
+            arguments, coordinates = accepted_positions(rope, {}, refusal)
+            if arguments[-1].shape[-1] != 2 or arguments[-1].ndim != 2:
+                return
+            three = CoordinateProbe(rope)(arguments[0], torch.arange(3 * TOKENS).view(TOKENS, 3))
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return
+    if coordinates.shape[-1] < three.shape[-1] <= head_dim:
+        raise ValueError(
+            f"{name} ({type(rope).__name__}) takes positions on two axes and on three, and heads have {head_dim} "
+            f"channels for the {three.shape[-1]} of three: which the model passes is unknown."
+        )
 
 
 def examine(rope: nn.Module, name: str, buffer: str, layer_type: str | None) -> RopeLayout:
