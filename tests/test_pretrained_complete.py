@@ -15,7 +15,7 @@ from hf_liere.models.modeling_patched import RotaryDINOv3ViTConfig, RotaryLlamaC
 
 
 BLOCKS = RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained")
-COMMUTING = RotaryPatchConfig(position_encoding="comrope_ld", block_size=4, rotary_init="pretrained", layers=[1])
+COMMUTING = RotaryPatchConfig(position_encoding="comrope_ld", block_size=4, rotary_init="pretrained", layers=[0])
 AUTO_CLASSES = {
     "llama": "AutoModelForCausalLM",
     "llama_yarn": "AutoModelForCausalLM",
