@@ -11,18 +11,18 @@ from pathlib import Path
 
 # This file imports only the standard library; a command imports what it needs when it runs, see hf_liere/launcher.
 
-SOURCES = ("liere", "comrope", "naver", "timm", "vit", "clip")
-_WITH_CLIP, _TIMM = ("comrope", "naver", "timm", "vit", "clip"), ("naver", "timm")
+SOURCES = ("liere", "comrope", "naver", "timm", "vit", "clip", "dinov3")
+_ALL_BUT_LIERE, _TIMM, _DINOV3 = SOURCES[1:], ("naver", "timm"), ("dinov3",)
 # For every option of `convert` the kinds of source that take it, and what each accepts.
 CONVERT_OPTIONS = {
     "axis_order": {_TIMM: "columns_first or rows_first"},
     "axis_scale": {("comrope",): "true or false"},
     "cls_position": {("comrope",): "a number"},
-    "hidden_act": {_WITH_CLIP: "an activation of transformers, such as gelu or quick_gelu"},
-    "image_size": {("liere", *_WITH_CLIP): "a number, or a list of one for each axis"},
+    "hidden_act": {_ALL_BUT_LIERE: "an activation of transformers, such as gelu or quick_gelu"},
+    "image_size": {("liere", *_ALL_BUT_LIERE): "a number, or a list of one for each axis"},
     "layer_generators": {("liere",): "official or paper"},
-    "layer_norm_eps": {_WITH_CLIP: "a positive number"},
-    "num_attention_heads": {_WITH_CLIP: "a number that divides the width"},
+    "layer_norm_eps": {_ALL_BUT_LIERE: "a positive number"},
+    "num_attention_heads": {_ALL_BUT_LIERE: "a number that divides the width"},
     "num_axes": {("liere", "comrope"): "2 (images) or 3 (volumes, videos)"},
     "num_channels": {("liere",): "a number"},
     "num_frames": {("comrope",): "a number"},
@@ -33,8 +33,11 @@ CONVERT_OPTIONS = {
         ("comrope",): "liere, comrope-ap, comrope-ld, vanilla-rope, raw or none",
         _TIMM: "mixed, axial, absolute or none",
     },
+    "position_jitter": {_DINOV3: "a number of at least 1"},
+    "position_rescale": {_DINOV3: "a number of at least 1"},
+    "position_shift": {_DINOV3: "a number of at least 0"},
     "reference_grid": {_TIMM: "a number of patches, or a list of two"},
-    "rope_theta": {_TIMM: "a positive number"},
+    "rope_theta": {(*_TIMM, *_DINOV3): "a positive number"},
     "scale_factor": {("comrope",): "a number"},
     "theta_base": {("comrope",): "a positive number"},
 }
@@ -99,8 +102,8 @@ def _add_convert(subcommands) -> None:
     convert = subcommands.add_parser(
         "convert",
         help="an official or pretrained checkpoint to a directory that from_pretrained reads",
-        description="Convert a checkpoint of LieRE, ComRoPE, rope-vit, timm, ViT, DeiT or CLIP. The options say what "
-        "its shapes do not tell; their defaults are in the documentation of hf_liere.conversion.checkpoints.",
+        description="Convert a checkpoint of LieRE, ComRoPE, rope-vit, timm, ViT, DeiT, CLIP or DINOv3. The options say "
+        "what its shapes do not tell; their defaults are in the documentation of hf_liere.conversion.checkpoints.",
     )
     convert.add_argument("checkpoint", help="file, directory or repository on the Hub")
     convert.add_argument("output", help="directory to write; it must not exist or be empty")

@@ -24,7 +24,8 @@ def generators(parameters: Mapping[str, torch.Tensor], config, num_axes: int, la
     size, axes = config.block_size, torch.arange(num_axes)
     if config.position_encoding == "axial_rope":
         planes = config.head_dim // (2 * num_axes)
-        frequencies = config.rope_theta ** -(torch.arange(planes, dtype=torch.float64) / planes)
+        scale = 1.0 if config.rotary_init_scale is None else config.rotary_init_scale
+        frequencies = scale * config.rope_theta ** -(torch.arange(planes, dtype=torch.float64) / planes)
         entries = torch.block_diag(*[frequencies] * num_axes).view(num_axes, 1, 1, -1, 1)  # (A, 1, 1, blocks, 1)
     elif config.position_encoding == "comrope_ap":
         served = torch.arange(config.head_dim // size) % num_axes  # (blocks,)

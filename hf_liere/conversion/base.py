@@ -136,7 +136,7 @@ class Source:
         width = len(self.tensors.take(f"{layer.format(0)}.{names['mlp.fc1']}.weight", None, size))
         self.fields["intermediate_size"] = width
         shapes = {"layernorm_before": (size,), "layernorm_after": (size,), "mlp.fc1": (width, size)}
-        shapes["mlp.fc2"] = (size, width)
+        shapes |= {"mlp.gate": (width, size), "mlp.fc2": (size, width)}
         for index in range(self.fields["num_hidden_layers"]):
             for ours, official in names.items():
                 key, shape = f"{layer.format(index)}.{official}", shapes.get(ours, (size, size))
@@ -184,15 +184,18 @@ class Source:
         scale: Iterable[float] | None = None,
     ) -> None:
         """
-        Fixed frequencies, (planes,) for every axis and axis by axis in the head: `axial_rope` with base `theta` where
-        these are its frequencies, else shared generators of RoPE-Mixed.
+        Fixed frequencies, (planes,) for every axis and axis by axis in the head, times the `scale` of the axis (1):
+        `axial_rope` with base `theta` where these are its frequencies, else shared generators of RoPE-Mixed.
         """
         axes = len(self.patch)
-        geometric = theta is not None and 0 < theta < math.inf and scale is None
+        scale = [1.0] * axes if scale is None else list(scale)
+        geometric = theta is not None and 0 < theta < math.inf and len(set(scale)) == 1
         if geometric and len(frequencies) == head_dim // (2 * axes):
             self.fields |= {"position_encoding": "axial_rope", "rope_theta": theta}
+            if scale[0] != 1:
+                self.fields["rotary_init_scale"] = scale[0]
             return
-        scaled = [frequencies * factor for factor in (scale or [1.0] * axes)]
+        scaled = [frequencies * factor for factor in scale]
         # (axes, axes · planes)
         entries = torch.block_diag(*[row.unsqueeze(0) for row in scaled])
         entries = torch.nn.functional.pad(entries, (0, head_dim // 2 - entries.shape[1]))

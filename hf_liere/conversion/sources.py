@@ -8,6 +8,7 @@ from transformers.activations import ACT2FN
 from .base import ConversionError, Source, require_one_of
 from .clip import CLIP
 from .comrope import ComRoPE
+from .dinov3 import DINOv3
 from .liere import LieRE
 from .timm import Naver, Timm
 from .vit import ViT
@@ -20,6 +21,7 @@ CONVERTERS: dict[str, type[Source]] = {
     "timm": Timm,
     "vit": ViT,
     "clip": CLIP,
+    "dinov3": DINOv3,
 }
 SOURCES = tuple(CONVERTERS)
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a name", Iterable[int]: "a list"}
@@ -43,6 +45,8 @@ def detect_source(keys: Iterable[str]) -> str:
         return "naver" if "freqs" in keys else "timm"
     if any(key.endswith("embeddings.patch_embeddings.projection.weight") for key in keys):
         return "vit"
+    if "embeddings.patch_embeddings.weight" in keys:
+        return "dinov3"
     raise ConversionError(
         f"The tensors' names, such as {', '.join(sorted(keys)[:5]) or 'none at all'}, are of no known model; known are "
         f"{', '.join(SOURCES)}."

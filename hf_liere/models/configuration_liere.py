@@ -75,7 +75,8 @@ class LieREConfig(PreTrainedConfig):
             the multipliers of `comrope_ld` are normal, so that the generators get gradients). `None` means the choice
             of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`, `normal` for ComRoPE.
         rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
-            `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1.
+            `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1. The
+            fixed frequencies of `axial_rope` are multiplied by it (`None` means 1).
         rope_theta (`float`, *optional*):
             Base of the geometric spectrum of `axial_rope` (`None` means 100) and of `rotary_init="frequencies"`
             (`None` means 10), as in RoPE-ViT.
@@ -90,6 +91,9 @@ class LieREConfig(PreTrainedConfig):
         use_pre_layernorm (`bool`, defaults to `False`): Layer norm of the embeddings before the first layer (CLIP).
         head_dim (`int`, *optional*):
             Width of an attention head; `None` means `hidden_size / num_attention_heads`. LieRE's code fixes it to 64.
+        use_gated_mlp (`bool`, defaults to `False`):
+            Whether the MLP is fc2(act(gate(x)) · fc1(x)) instead of fc2(act(fc1(x))): with `hidden_act="silu"` SwiGLU
+            (Shazeer 2020, eq. 6), as in DINOv3.
         classifier_hidden_size (`int`, *optional*):
             Width of a hidden ReLU layer in the classifier (ComRoPE); `None` means a linear classifier.
         layerscale_value (`float`, *optional*): Initial value of layer scale; `None` builds no layer scale.
@@ -111,6 +115,7 @@ class LieREConfig(PreTrainedConfig):
     head_dim: int | None = None
     intermediate_size: int = 3072
     hidden_act: str = "gelu"
+    use_gated_mlp: bool = False
     hidden_dropout_prob: float | int = 0.0
     attention_probs_dropout_prob: float | int = 0.0
     drop_path_rate: float | int = 0.0

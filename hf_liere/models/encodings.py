@@ -183,7 +183,8 @@ class RotaryEncoding(LearnedRotations):
 class AxialRoPE(RotaryEncoding):
     """
     RoPE on each axis by itself, nothing learned (VisionLLaMA; RoPE-ViT §3.1): q = ⌊head_dim / 2A⌋ planes per axis, all
-    planes of the first axis first, plane i rotating with θ^(−i/q); channels left over are not rotated.
+    planes of the first axis first, plane i rotating with s θ^(−i/q); channels left over are not rotated. The scale s
+    is `rotary_init_scale`, 1 by default.
     """
 
     def __init__(self, config, num_axes: int):
@@ -193,7 +194,8 @@ class AxialRoPE(RotaryEncoding):
 
     def entries(self, device: torch.device) -> torch.Tensor:
         plane = torch.arange(self.planes_per_axis, device=device, dtype=working_dtype(device))
-        frequencies = self.config.rope_theta ** -(plane / self.planes_per_axis)
+        scale = 1.0 if self.config.rotary_init_scale is None else self.config.rotary_init_scale
+        frequencies = scale * self.config.rope_theta ** -(plane / self.planes_per_axis)
         planes = torch.block_diag(*[frequencies.unsqueeze(0)] * self.num_axes)
         return planes.view(self.num_axes, 1, 1, -1, 1)
 

@@ -56,6 +56,11 @@ def _model_arguments(name: str, config_class: type[PreTrainedConfig]) -> type[Ch
         (field_name, str | None, flag(None, f"{field_name} of {config_class.__name__}, there {entry.default!r}."))
         for field_name, entry in architecture_fields(config_class).items()
     ]
+    text = (
+        "Take the checkpoint to --position_encoding, --block_size, --share_heads and --share_layers by an exact upgrade: "
+        "the same outputs, with more to learn."
+    )
+    flags.append(("upgrade_encoding", bool, flag(False, text)))
     namespace = {"config_class": config_class}
     return dataclasses.make_dataclass(name, flags, bases=(CheckpointArguments,), namespace=namespace)
 

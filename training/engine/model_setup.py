@@ -20,7 +20,9 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from hf_liere import LieREVideoConfig, LieREViTConfig
+from hf_liere.conversion.upgrades import upgrade_encoding
 from hf_liere.errors import InputError
+from hf_liere.models.configuration_liere import LieREConfig
 from hf_liere.models.validation import TRAINING_ONLY
 from hf_liere.models.video_processing_liere import LieREVideoProcessor
 from hf_liere.storage.loading import (
@@ -42,6 +44,8 @@ logger = logging.get_logger(__name__)
 # checkpoint keeps the one it was trained at, to which its positions refer.
 CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", *TRAINING_ONLY)
 SIZE_FIELDS = ("image_size", "num_frames")
+# What --upgrade_encoding changes in a checkpoint.
+UPGRADED_FIELDS = ("position_encoding", "block_size", "share_heads", "share_layers")
 BICUBIC = 3
 # The names of classifier classes end with one of these.
 HEADS = ("ForImageClassification", "ForVideoClassification", "ForSequenceClassification", "ForTokenClassification")
@@ -69,14 +73,19 @@ def is_physical(config: PreTrainedConfig) -> bool:
 
 def _given_config(arguments: CheckpointArguments) -> PreTrainedConfig:
     given = arguments.architecture()
+    upgrades = getattr(arguments, "upgrade_encoding", False)
     if arguments.model_name_or_path is None:
+        if upgrades:
+            raise InputError("--upgrade_encoding: a new model has nothing to upgrade; accepted: --model_name_or_path.")
         try:
             return arguments.config_class(**given)
         except Exception as error:
             # The strict configuration raises errors of its own, which name the field and what it accepts.
             raise InputError(str(error)) from error
     config = checkpoint_config("--model_name_or_path", arguments.model_name_or_path, arguments.model_revision)
-    for name in SIZE_FIELDS:
+    if upgrades and not isinstance(config, LieREConfig):
+        raise InputError(f"--upgrade_encoding: the checkpoint is a {config.model_type}; accepted: a model of hf_liere.")
+    for name in (*SIZE_FIELDS, *(UPGRADED_FIELDS if upgrades else ())):
         given.pop(name, None)
     # Beside a checkpoint, None means whatever the checkpoint has.
     for name, value in ((name, value) for name, value in given.items() if value is not None):
@@ -270,7 +279,16 @@ def build_model(
         logger.warning(
             f"The checkpoint's classifier for {old} labels was replaced by a new one for the data set's {len(names)}."
         )
-    return model
+    return _upgraded(model, arguments) if getattr(arguments, "upgrade_encoding", False) else model
+
+
+def _upgraded(model: PreTrainedModel, arguments: CheckpointArguments) -> PreTrainedModel:
+    """The model with the position encoding of the flags. Raises [`InputError`] where no upgrade is exact."""
+    given = arguments.architecture()
+    wanted = {name: given[name] for name in UPGRADED_FIELDS if given.get(name) is not None}
+    if all(getattr(model.config, name) == value for name, value in wanted.items()):
+        return model
+    return upgrade_encoding(model, **{"position_encoding": model.config.position_encoding, **wanted})
 
 
 def order_labels(images: LabelledImages, config: PreTrainedConfig) -> list[int]:

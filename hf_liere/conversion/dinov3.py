@@ -1,0 +1,113 @@
+"""
+DINOv3's ViTs of transformers.
+
+DINOv3 turns plane i of an axis by 2π x θ^(−i/q) at the coordinate x = 2u − 1, u the `unit` coordinate of a patch, and
+leaves class and register tokens as they are. Scores depend on differences of coordinates alone, so this is Axial RoPE
+with frequencies 4π θ^(−i/q) at u, and with class and register tokens at u = ½, where x is zero.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .base import ConversionError, Source, sizes
+
+
+LAYER = "layer.{}"
+QUERY_KEY = {"attention.q_proj": "attention.q_proj", "attention.k_proj": "attention.k_proj"}
+NAMES = {
+    "layernorm_before": "norm1",
+    "layernorm_after": "norm2",
+    **QUERY_KEY,
+    "attention.v_proj": "attention.v_proj",
+    "attention.o_proj": "attention.o_proj",
+    "mlp.fc1": "mlp.up_proj",
+    "mlp.fc2": "mlp.down_proj",
+}
+GATE = {"mlp.gate": "mlp.gate_proj"}
+# Names in DINOv3's configuration by ours.
+AUGMENTATION = {f"position_{name}": f"pos_embed_{name}" for name in ("shift", "jitter", "rescale")}
+
+
+@dataclass
+class DINOv3(Source):
+    num_attention_heads: int | None = None
+    rope_theta: float = 100.0
+    hidden_act: str = "gelu"
+    layer_norm_eps: float = 1e-5
+    image_size: int | Iterable[int] = 224
+    position_shift: float = 0.0
+    position_jitter: float | None = None
+    position_rescale: float | None = None
+
+    @classmethod
+    def stated_options(cls, source_config: Mapping) -> dict:
+        augmentation = {ours: source_config.get(theirs) for ours, theirs in AUGMENTATION.items()}
+        stated = {name: value for name, value in augmentation.items() if value is not None}
+        return super().stated_options(source_config) | stated
+
+    def convert(self) -> None:
+        # In memory the layers are in a module of their own.
+        self.tensors.rename({r"^model\.layer\.": "layer."})
+        weight = self.tensors.take("embeddings.patch_embeddings.weight", None, None, None, None)
+        hidden_size = len(weight)
+        self.set_transformer(weight, self.tensors.count(r"layer\.(\d+)\."))
+        self.set_projection(weight, self.tensors.take("embeddings.patch_embeddings.bias", hidden_size))
+        self.set_shape(sizes("image_size", self.image_size, 2))
+        names = NAMES | (GATE if self.tensors.any(r"layer\.\d+\.mlp\.gate_proj\..*") else {})
+        self._add_missing_biases(names)
+        self.copy_layers(LAYER, names)
+        self._copy_layer_scales()
+        self._set_rotations()
+        self._copy_tokens()
+        self.fields |= {"use_gated_mlp": "mlp.gate" in names, "pooling": "cls", "position_shift": self.position_shift}
+        self.fields |= {"position_jitter": self.position_jitter, "position_rescale": self.position_rescale}
+        self.copy("layernorm", "norm", hidden_size)
+        self.ignored += self.tensors.ignore(r"embeddings\.mask_token|rope_embeddings\.inv_freq")
+
+    def _add_missing_biases(self, names: Mapping[str, str]) -> None:
+        """A bias that no layer has is zero; DINOv3 leaves out that of the key."""
+        for official in names.values():
+            if not self.tensors.any(rf"layer\.\d+\.{official}\.bias"):
+                for index in range(self.fields["num_hidden_layers"]):
+                    module = f"{LAYER.format(index)}.{official}"
+                    weight = self.tensors.take(f"{module}.weight", *[None] * (1 if "norm" in official else 2))
+                    self.tensors.tensors[f"{module}.bias"] = weight.new_zeros(len(weight))
+
+    def _copy_tokens(self) -> None:
+        hidden_size = self.fields["hidden_size"]
+        self.encoder["embeddings.cls_token"] = self.tensors.take("embeddings.cls_token", 1, 1, hidden_size)
+        registers = self.tensors.take("embeddings.register_tokens", 1, None, hidden_size)
+        self.fields["num_register_tokens"] = registers.shape[1]
+        if registers.shape[1]:
+            self.encoder["embeddings.register_tokens"] = registers
+
+    def _copy_layer_scales(self) -> None:
+        # This is DINOv3's initial value; the learned scales are in the weights.
+        self.fields["layerscale_value"] = 1.0
+        for index in range(self.fields["num_hidden_layers"]):
+            for name in ("layer_scale1", "layer_scale2"):
+                scale = self.tensors.take(f"{LAYER.format(index)}.{name}.lambda1", self.fields["hidden_size"])
+                self.encoder[f"layers.{index}.{name}.scale"] = scale
+
+    def _set_rotations(self) -> None:
+        """The frequencies, and query and key with channels i and i + head_dim/2, one plane of DINOv3, side by side."""
+        heads = self.fields["num_attention_heads"]
+        head_dim = self.fields["hidden_size"] // heads
+        if head_dim % 4:
+            raise ConversionError(f"Heads of {head_dim} channels are not divisible into planes of two axes.")
+        for index in range(self.fields["num_hidden_layers"]):
+            for name in QUERY_KEY:
+                for kind in ("weight", "bias"):
+                    key = f"layers.{index}.{name}.{kind}"
+                    self.encoder[key] = _halves_to_pairs(self.encoder[key], heads)
+        spectrum = self.rope_theta ** -(torch.arange(head_dim // 4, dtype=torch.float64) / (head_dim // 4))
+        self.set_frequencies(spectrum, self.rope_theta, head_dim, [4 * math.pi] * 2)
+        self.fields |= {"coordinates": "unit", "rotate_prefix": True, "prefix_coordinate": 0.5}
+
+
+def _halves_to_pairs(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of query or key, (heads · head_dim, …), with channel i and i + head_dim/2 of every head made neighbours."""
+    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
