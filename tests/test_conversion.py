@@ -119,6 +119,7 @@ TIMM = {
     "axial": ("vit_small_patch16_rope_224", {}, {"num_attention_heads": 2}),
     "axial_ape": ("vit_small_patch16_rope_ape_224", {}, {"num_attention_heads": 2}),
     "reg1_gap": ("vit_medium_patch16_rope_reg1_gap_256", {"ref_feat_shape": 4}, {"reference_grid": 4}),
+    "scaled": ("vit_medium_patch16_rope_reg1_gap_256", {"ref_feat_shape": 5}, {"reference_grid": 5}),
     "other_reference": ("vit_medium_patch16_rope_reg1_gap_256", {"ref_feat_shape": (4, 6)}, {"reference_grid": (4, 6)}),
     "reg4_gap": ("vit_betwixt_patch16_rope_reg4_gap_256", {"ref_feat_shape": 4}, {"reference_grid": 4}),
     "no_qkv_bias": ("vit_mediumd_patch16_rope_reg1_gap_256", {"ref_feat_shape": 4}, {"reference_grid": 4}),

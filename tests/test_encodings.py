@@ -57,6 +57,18 @@ def test_rotations_match_the_reference_and_are_orthogonal(tiny, encoding, axes, 
         torch.testing.assert_close(gram, torch.eye(24).double().expand_as(gram), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("axes", GRIDS)
+def test_the_scale_of_axial_rope_multiplies_its_frequencies(tiny, axes):
+    positions = of_grid(GRIDS[axes], GRIDS[axes], "index").coordinates
+    config, scaled = build(tiny, "axial_rope", axes, rotary_init_scale=0.3)
+    plain = build(tiny, "axial_rope", axes)[1]
+    for rotation, expected in zip(rotations_of(scaled, positions, config), rotations_of(plain, 0.3 * positions, config)):
+        # Angles are computed in float64 and their cos and sin rounded to float32.
+        torch.testing.assert_close(rotation, expected, rtol=0, atol=3e-7)
+    reference_of_last = reference.head_rotation(positions[-1], {}, config, axes, 0, 0)
+    torch.testing.assert_close(rotation[0, 0, -1], reference_of_last, rtol=0, atol=3e-7)
+
+
 @pytest.mark.parametrize("share_heads", [False, True])
 @pytest.mark.parametrize("share_layers", [False, True])
 @pytest.mark.parametrize("encoding", ["rope_mixed", "liere", "comrope_ap", "comrope_ld"])

@@ -98,6 +98,8 @@ class DINOv3(Source):
         head_dim = self.fields["hidden_size"] // heads
         if head_dim % 4:
             raise ConversionError(f"Heads of {head_dim} channels are not divisible into planes of two axes.")
+        if not 0 < self.rope_theta < math.inf:
+            raise ConversionError(f"rope_theta={self.rope_theta} must be positive and finite.")
         for index in range(self.fields["num_hidden_layers"]):
             for name in QUERY_KEY:
                 for kind in ("weight", "bias"):
