@@ -102,8 +102,8 @@ def _add_convert(subcommands) -> None:
     convert = subcommands.add_parser(
         "convert",
         help="an official or pretrained checkpoint to a directory that from_pretrained reads",
-        description="Convert a checkpoint of LieRE, ComRoPE, rope-vit, timm, ViT, DeiT, CLIP or DINOv3. The options say "
-        "what its shapes do not tell; their defaults are in the documentation of hf_liere.conversion.checkpoints.",
+        description="Convert a checkpoint of LieRE, ComRoPE, rope-vit, timm, ViT, DeiT, CLIP or DINOv3. The options "
+        "say what its shapes do not tell; their defaults are in the documentation of hf_liere.conversion.checkpoints.",
     )
     convert.add_argument("checkpoint", help="file, directory or repository on the Hub")
     convert.add_argument("output", help="directory to write; it must not exist or be empty")

@@ -62,7 +62,8 @@ def test_the_scale_of_axial_rope_multiplies_its_frequencies(tiny, axes):
     positions = of_grid(GRIDS[axes], GRIDS[axes], "index").coordinates
     config, scaled = build(tiny, "axial_rope", axes, rotary_init_scale=0.3)
     plain = build(tiny, "axial_rope", axes)[1]
-    for rotation, expected in zip(rotations_of(scaled, positions, config), rotations_of(plain, 0.3 * positions, config)):
+    nearer = rotations_of(plain, 0.3 * positions, config)
+    for rotation, expected in zip(rotations_of(scaled, positions, config), nearer, strict=True):
         # Angles are computed in float64 and their cos and sin rounded to float32.
         torch.testing.assert_close(rotation, expected, rtol=0, atol=3e-7)
     reference_of_last = reference.head_rotation(positions[-1], {}, config, axes, 0, 0)
