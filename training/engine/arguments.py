@@ -57,8 +57,8 @@ def _model_arguments(name: str, config_class: type[PreTrainedConfig]) -> type[Ch
         for field_name, entry in architecture_fields(config_class).items()
     ]
     text = (
-        "Take the checkpoint to --position_encoding, --block_size, --share_heads and --share_layers by an exact upgrade, "
-        "with the same outputs, with more to learn."
+        "Take the checkpoint to --position_encoding, --block_size, --share_heads and --share_layers by an exact "
+        "upgrade: the same outputs, with more to learn."
     )
     flags.append(("upgrade_encoding", bool, flag(False, text)))
     namespace = {"config_class": config_class}
