@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from test_conversion import converts, images, randomised, without
 from transformers import AutoModel, DINOv3ViTConfig, DINOv3ViTModel
 
+from hf_liere import upgrade_encoding
 from hf_liere.cli import main
 from hf_liere.conversion.base import ConversionError
 from hf_liere.conversion.checkpoints import convert_state_dict
 from hf_liere.conversion.reading import read_checkpoint
-from hf_liere.conversion.upgrades import upgrade_encoding
 from hf_liere.convert import convert_checkpoint
 
 
@@ -103,7 +103,7 @@ def test_upgrades_keep_the_outputs_and_have_something_to_learn(encoding, block_s
 def test_a_block_of_two_axes_is_no_block_of_comrope():
     """Heads of 32 channels have 16 for each axis."""
     model = convert_state_dict(dinov3().state_dict(), image_size=16, **HEADS).model()
-    with pytest.raises(ConversionError, match="multiples of one matrix"):
+    with pytest.raises(ConversionError, match="8 planes of a head rotate with one ratio of the axes"):
         upgrade_encoding(model, position_encoding="comrope_ld", block_size=32)
 
 

@@ -19,8 +19,7 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
-from hf_liere import LieREVideoConfig, LieREViTConfig
-from hf_liere.conversion.upgrades import upgrade_encoding
+from hf_liere import LieREVideoConfig, LieREViTConfig, upgrade_encoding
 from hf_liere.errors import InputError
 from hf_liere.models.configuration_liere import LieREConfig
 from hf_liere.models.validation import TRAINING_ONLY
