@@ -6,7 +6,7 @@ Export of image and video models to ONNX files and `torch.export` archives, with
 
 | `position_encoding` | what the exported graph holds | input size |
 |---|---|---|
-| `none`, `axial_rope`, `rope_mixed`, `comrope_ap`, `comrope_ld` | cos and sin of the positions | dynamic |
+| all others except `absolute` | cos and sin of the positions | dynamic |
 | `liere` | rotations of one grid as constants | fixed |
 | `liere` with `dynamic_size=True` | the matrix exponential, as float64 products | dynamic |
 | `absolute`, and any encoding beside a learned table | the table, resized to one grid | fixed |
@@ -26,6 +26,7 @@ from torch import nn
 from .auto import load_checkpoint
 from .errors import InputError, quiet, require_libraries
 from .models.configuration_liere import ROTARY_ENCODINGS, LieREPixelConfig, pair
+from .models.encoding_traits import needs_exponential
 from .models.modeling_liere import LieREPreTrainedModel
 from .storage.targets import new_file
 
@@ -175,7 +176,7 @@ def export_program(
             "exported file; torch.export.export takes spacing as well."
         )
     has_table = config.use_absolute_position_embeddings
-    has_exponential = config.position_encoding == "liere" and config.block_size > 2
+    has_exponential = needs_exponential(config)
     if dynamic_size and has_table:
         raise ExportError(
             "dynamic_size=True: the learned table of positions is resized for one input size; leave dynamic_size out "

@@ -16,36 +16,106 @@ def generators(parameters: Mapping[str, torch.Tensor], config, num_axes: int, la
 
     Args:
         parameters: Parameters of a rotary encoding, by name: `generators`, the entries of each block below its
-            diagonal, column by column (LieRE §4, ComRoPE eq. 8), and `multipliers` θ (ComRoPE-LD, eq. 10); none for
-            axial RoPE.
+            diagonal, column by column (LieRE §4, ComRoPE eq. 8), and `multipliers` θ (ComRoPE-LD, eq. 10); `skew`, such
+            entries of S (Cayley-STRING); none for fixed encodings. Those of Circulant-STRING are the entries of a row
+            right of the diagonal, those of Spherical RoPE the frequencies of the blocks.
         config: Configuration of the encoding.
     """
     learned = {name: values.detach().double().cpu() for name, values in parameters.items()}
-    size, axes = config.block_size, torch.arange(num_axes)
-    if config.position_encoding == "axial_rope":
-        planes = config.head_dim // (2 * num_axes)
-        scale = 1.0 if config.rotary_init_scale is None else config.rotary_init_scale
-        frequencies = scale * config.rope_theta ** -(torch.arange(planes, dtype=torch.float64) / planes)
-        entries = torch.block_diag(*[frequencies] * num_axes).view(num_axes, 1, 1, -1, 1)  # (A, 1, 1, blocks, 1)
-    elif config.position_encoding == "comrope_ap":
+    size, axes, encoding = config.block_size, torch.arange(num_axes), config.position_encoding
+    if encoding == "axial_rope":
+        frequencies = [axial_frequencies(config, num_axes, axis) for axis in range(num_axes)]
+        entries = torch.stack(frequencies).view(num_axes, 1, 1, -1, 1)  # (A, 1, 1, blocks, 1)
+    elif encoding == "golden_gate_rope":
+        entries = fixed_scale(config) * golden_gate_frequencies(config, num_axes)[:, None, :, :, None]
+    elif encoding == "comrope_ap":
         served = torch.arange(config.head_dim // size) % num_axes  # (blocks,)
         entries = (served == axes.unsqueeze(-1)).view(num_axes, 1, 1, -1, 1) * learned["generators"]
-    elif config.position_encoding == "comrope_ld":
+    elif encoding == "comrope_ld":
         entries = learned["multipliers"].unsqueeze(-1) * learned["generators"]
     else:
         entries = learned["generators"]  # (A, layers or 1, heads or 1, blocks, b(b−1)/2)
     # Where layers or heads share generators, there is one set.
     entries = entries[:, layer % entries.shape[1], head % entries.shape[2]]  # (A, blocks, b(b−1)/2)
+    if encoding == "circulant_string":
+        return torch.stack([torch.block_diag(*map(circulant, blocks, [size] * len(blocks))) for blocks in entries])
+    if encoding == "spherical_rope":
+        # The first axis rotates channels 0 and 1, the second channels 1 and 2.
+        below = entries.new_zeros(*entries.shape, 3)
+        below[0, :, 0], below[1, :, 2] = entries
+        entries = below
+    if encoding != "cayley_string":
+        return block_diagonal(entries, size, config.head_dim)
+    blocks = learned["skew"][layer % len(learned["skew"]), head % learned["skew"].shape[1]]  # (blocks, b(b−1)/2)
+    skew, identity = block_diagonal(blocks[None], size, config.head_dim)[0], torch.eye(config.head_dim).double()
+    basis = (identity - skew) @ torch.linalg.inv(identity + skew)
+    return basis @ block_diagonal(entries, 2, config.head_dim) @ basis.mT
+
+
+def block_diagonal(entries: torch.Tensor, size: int, width: int) -> torch.Tensor:
+    """Skew-symmetric (A, width, width) from (A, blocks, b(b−1)/2) entries below the diagonal, column by column."""
     below = [(row, column) for column in range(size) for row in range(column + 1, size)]
-    matrices = torch.zeros(num_axes, config.head_dim, config.head_dim, dtype=torch.float64)
+    matrices = torch.zeros(len(entries), width, width, dtype=torch.float64)
     for block in range(entries.shape[1]):
         for index, (row, column) in enumerate(below):
             matrices[:, block * size + row, block * size + column] = entries[:, block, index]
     return matrices - matrices.transpose(-1, -2)
 
 
-def rotations(matrices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """R(p) of (A, …, n, n) generators at (N, A) positions: (…, N, n, n)."""
+def circulant(entries: torch.Tensor, size: int) -> torch.Tensor:
+    """C − Cᵀ (Circulant-STRING), C being circulant with the first row 0, c₁, c₂, …, 0 of ⌊(b−1)/2⌋ `entries` c."""
+    row = torch.zeros(size, dtype=torch.float64)
+    row[1 : len(entries) + 1] = entries
+    matrix = torch.stack([row.roll(shift) for shift in range(size)])
+    return matrix - matrix.T
+
+
+def fixed_scale(config) -> float:
+    """What the frequencies of encodings that learn nothing are multiplied by."""
+    return 1.0 if config.rotary_init_scale is None else config.rotary_init_scale
+
+
+def axial_frequencies(config, num_axes: int, axis: int) -> torch.Tensor:
+    """Frequencies of all planes of a head for one axis (VisionLLaMA), zero for planes of the others."""
+    count, scale = config.head_dim // (2 * num_axes), fixed_scale(config)
+    frequencies = torch.zeros(num_axes * count, dtype=torch.float64)
+    for rank in range(count):
+        plane = axis * count + rank if config.axial_layout == "blocks" else rank * num_axes + axis
+        share = rank / count if config.axial_spectrum == "full" else plane / (num_axes * count)
+        frequencies[plane] = scale * config.rope_theta**-share
+    return frequencies
+
+
+def golden_gate_frequencies(config, num_axes: int) -> torch.Tensor:
+    """(A, heads, planes) of golden gate RoPE (jerryxio.ng/posts/nd-rope), as `LieREConfig` describes it."""
+    heads, planes = 1 if config.share_heads else config.num_attention_heads, config.head_dim // 2
+    # The positive root of x^(A+1) = x + 1.
+    low, high = 1.0, 2.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle ** (num_axes + 1) < middle + 1 else (low, middle)
+    unrotated = round(config.unrotated_share * planes)
+    frequencies = torch.zeros(num_axes, heads, planes, dtype=torch.float64)
+    for head in range(heads):
+        for plane in range(unrotated, planes):
+            index, share = head * planes + plane + 1, (plane - unrotated) / max(planes - unrotated - 1, 1)
+            uniform = [index / low ** (axis + 1) % 1 for axis in range(num_axes)]
+            direction = torch.special.ndtri(torch.tensor(uniform, dtype=torch.float64))
+            magnitude = config.min_frequency ** (1 - share) * config.max_frequency**share
+            frequencies[:, head, plane] = magnitude * direction / direction.norm()
+    return frequencies
+
+
+def rotations(matrices: torch.Tensor, positions: torch.Tensor, product: bool = False) -> torch.Tensor:
+    """
+    R(p) of (A, …, n, n) generators at (N, A) positions: (…, N, n, n), or the `product` over axes of exp(p_a A_a)
+    (Spherical RoPE).
+    """
+    if product:
+        first, *others = (rotations(matrices[a : a + 1], positions[:, a : a + 1]) for a in range(len(matrices)))
+        for other in others:
+            first = first @ other
+        return first
     return exponential(torch.einsum("pa,a...ij->...pij", positions.double(), matrices))
 
 

@@ -7,7 +7,8 @@ from hf_liere.reference import generators, rotate, rotations
 
 def head_rotation(position, parameters, config, num_axes, layer, head):
     """(head_dim, head_dim) rotation of one token in one head; channels without a block keep the identity."""
-    return rotations(generators(parameters, config, num_axes, layer, head), position.cpu().view(1, -1))[0]
+    matrices = generators(parameters, config, num_axes, layer, head)
+    return rotations(matrices, position.cpu().view(1, -1), config.position_encoding == "spherical_rope")[0]
 
 
 def exponential(matrices):

@@ -30,6 +30,10 @@ def test_a_slip_in_the_name_of_a_field_is_told(tmp_path, caplog, monkeypatch):
         ("liere", 8, "train_grid", "uniform", 2 * math.pi, False),
         ("comrope_ap", 8, "unit", "normal", 2**0.5, False),
         ("comrope_ld", 8, "unit", "normal", 2**0.5, False),
+        ("golden_gate_rope", 2, "index", None, None, False),
+        ("cayley_string", 64, "index", "frequencies", 1.0, False),
+        ("circulant_string", 16, "index", "frequencies", 1.0, False),
+        ("spherical_rope", 3, "index", "frequencies", 1.0, False),
     ],
 )
 def test_defaults_of_each_encoding(encoding, block_size, coordinates, rotary_init, scale, table):
@@ -63,6 +67,22 @@ BAD = [
     ({"position_encoding": "axial_rope", "rotary_init": "zeros"}, "'zeros'.*no parameters"),
     ({"position_encoding": "comrope_ld", "rotary_init": "frequencies"}, "liere with an even block_size.*comrope_ld"),
     ({"position_encoding": "liere", "rotary_init": "ones"}, "uniform.*ones"),
+    (
+        {"position_encoding": "liere", "block_size": 3, "rotary_init": "golden_gate"},
+        "available for rope_mixed, liere with an even block_size, .* not for liere with block_size=3.*uniform",
+    ),
+    ({"position_encoding": "spherical_rope", "rotary_init": "golden_gate"}, "not for spherical_rope"),
+    ({"position_encoding": "golden_gate_rope", "rotary_init": "zeros"}, "golden_gate_rope has no parameters"),
+    ({"position_encoding": "golden_gate_rope", "unrotated_share": 1.0}, r"unrotated_share=1.0 must lie in \[0, 1\)"),
+    ({"position_encoding": "golden_gate_rope", "min_frequency": 0}, "min_frequency=0 must be positive"),
+    ({"position_encoding": "golden_gate_rope", "min_frequency": 2}, "min_frequency=2 must not be above max_freq"),
+    ({"position_encoding": "rope_mixed", "max_frequency": 2}, "'max_frequency': 2} would do nothing.*golden_gate_rope"),
+    ({"position_encoding": "none", "axial_layout": "blocks"}, "'axial_layout': 'blocks'} would do nothing.*axial_rope"),
+    ({"position_encoding": "axial_rope", "axial_layout": "columns"}, "interleaved.*got columns"),
+    ({"position_encoding": "spherical_rope", "block_size": 4}, r"its only block_size is 3; accepted here: \[3\]"),
+    ({"position_encoding": "circulant_string"}, r"block_size=16 must be above 2 and divide .*\[3, 4, 6, 8, 12, 24\]"),
+    ({"position_encoding": "cayley_string", "block_size": 3}, r"block_size=3 must be even .*\[2, 4, 6, 8, 12, 24\]"),
+    ({"position_encoding": "cayley_string", "head_dim": 9}, "block_size=9 must be even .*none, choose another"),
     ({"position_encoding": "none", "block_size": 8}, "'none' has no rotations.*'block_size': 8"),
     ({"position_encoding": "absolute", "share_heads": True}, "'absolute' has no rotations.*'share_heads'"),
     ({"position_encoding": "absolute", "use_absolute_position_embeddings": False}, "contradicts"),
@@ -129,6 +149,11 @@ def test_comrope_ap_in_three_dimensions_needs_another_head_dim():
         hf_liere.LieREVideoConfig(position_encoding="comrope_ap")
     config = hf_liere.LieREVideoConfig(position_encoding="comrope_ap", hidden_size=384, num_attention_heads=8)
     assert config.head_dim == 48
+
+
+def test_spherical_rope_is_for_images(tiny_video):
+    with pytest.raises(StrictDataclassError, match="spherical_rope is defined on 2 axes, and there are 3: no"):
+        tiny_video(position_encoding="spherical_rope")
 
 
 def test_video_fields_must_fit(tiny_video):

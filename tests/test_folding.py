@@ -6,6 +6,7 @@ import sys
 import accelerate
 import pytest
 import torch
+from encoding_cases import COMMUTING, block_size
 from huggingface_hub.errors import StrictDataclassError
 from torch.nn.utils.prune import l1_unstructured
 from transformers import AutoModelForImageClassification
@@ -26,6 +27,12 @@ CASES = [
     ("comrope_ld", {"block_size": 3}),
     ("comrope_ld", {"block_size": 6, "share_layers": True, "share_heads": True}),
     ("comrope_ld", {"block_size": 8, "rotary_init": "zeros"}),
+    ("golden_gate_rope", {}),
+    ("cayley_string", {"rotate_prefix": True}),
+    ("cayley_string", {"block_size": 8, "share_heads": True, "share_layers": True}),
+    ("circulant_string", {"block_size": 8, "qkv_bias": False}),
+    ("circulant_string", {"block_size": 3, "rotate_prefix": True}),
+    ("spherical_rope", {"rotate_prefix": True}),
 ]
 
 
@@ -34,6 +41,10 @@ def model_of(tiny, encoding, fields, cls=hf_liere.LieREViTForImageClassification
     # What acts in training is not in the way of folding.
     training = {"position_perturbation": 0.2, "position_shift": 0.1, "position_jitter": 1.5, "position_rescale": 2.0}
     model = cls(tiny(position_encoding=encoding, initializer_range=0.1, **training, **fields))
+    for name, parameter in model.rotary_parameters():
+        if name.endswith("skew"):
+            # Else the basis is that of the model.
+            torch.nn.init.normal_(parameter)
     return model.eval()
 
 
@@ -67,17 +78,19 @@ def test_constants_are_used_for_the_grids_that_were_asked_for(tiny, monkeypatch)
     def refuse(*args):
         raise AssertionError("rotations were computed")
 
-    monkeypatch.setattr("hf_liere.models.encodings.layer_block_rotations", refuse)
+    monkeypatch.setattr("hf_liere.models.rotary_encoding.layer_block_rotations", refuse)
     folded(torch.randn(1, 3, 16, 16))
     with pytest.raises(AssertionError, match="were computed"):
         folded(torch.randn(1, 3, 16, 20))
 
 
-def test_commuting_encodings_fold_into_cosines_alone(tiny, monkeypatch):
-    folded = model_of(tiny, "comrope_ld", {"block_size": 8}).fold_rotations()
+@pytest.mark.parametrize("encoding", COMMUTING)
+def test_commuting_encodings_fold_into_cosines_alone(tiny, monkeypatch, encoding):
+    folded = model_of(tiny, encoding, {"block_size": block_size(encoding)}).fold_rotations()
     assert folded.config.folded_grids == []
-    for name in ("eigenbasis", "layer_block_rotations"):
-        monkeypatch.setattr(f"hf_liere.models.encodings.{name}", None)
+    monkeypatch.setattr("hf_liere.models.rotary_encoding.layer_block_rotations", None)
+    for name in ("eigenbasis", "cayley_map", "fourier_basis"):
+        monkeypatch.setattr(f"hf_liere.models.encodings_in_basis.{name}", None)
     assert torch.isfinite(folded(torch.randn(1, 3, 8, 24)).logits).all()
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import layer_worker
 import pytest
 import torch
+from encoding_cases import COMMUTING, ENCODINGS, block_size, on_axes
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_liere import LieREViTConfig, LieREViTModel, LieRotaryEmbedding, reference
-from hf_liere.models.validation import ROTARY_ENCODINGS
+from hf_liere.models.encoding_traits import ENCODING_TRAITS
 
 
 HEADS, KEY_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 48, 4
-COMMUTING = ("axial_rope", "rope_mixed", "comrope_ap", "comrope_ld")
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def seed():
 
 
 def build(encoding, axes=2, **options):
-    size = None if encoding in ("axial_rope", "rope_mixed") else BLOCK_SIZE
+    size = block_size(encoding, HEAD_DIM, axes, BLOCK_SIZE)
     options = {"num_key_value_heads": KEY_HEADS, **options}
     return LieRotaryEmbedding(HEADS, HEAD_DIM, axes, encoding, size, **options)
 
@@ -47,7 +47,8 @@ def expected(rotary, x, positions, layer=0):
     heads = []
     for head in range(x.shape[1]):
         generators = reference.generators(parameters, rotary.config, rotary.num_axes, layer, head // groups)
-        heads.append([reference.rotations(generators, sample) for sample in positions])
+        product = rotary.config.position_encoding == "spherical_rope"
+        heads.append([reference.rotations(generators, sample, product) for sample in positions])
     matrices = torch.stack([torch.stack(samples) for samples in heads], dim=1)  # (B, H, N, D, D)
     return reference.rotate(x, matrices)
 
@@ -55,8 +56,7 @@ def expected(rotary, x, positions, layer=0):
 @pytest.mark.usefixtures("both_paths")
 @pytest.mark.parametrize("shared_positions", [True, False])
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
-@pytest.mark.parametrize("axes", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("encoding", ROTARY_ENCODINGS)
+@pytest.mark.parametrize("encoding, axes", [(name, axes) for axes in (1, 2, 3, 4, 6) for name in on_axes(axes)])
 def test_the_layer_is_the_plain_reference(encoding, axes, key_heads, shared_positions):
     rotary = build(encoding, axes, num_key_value_heads=key_heads)
     # Negative and between grid points.
@@ -81,7 +81,7 @@ def test_far_positions(encoding, distance):
     )
 
 
-@pytest.mark.parametrize("encoding", ROTARY_ENCODINGS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("shared", [{}, {"share_layers": True}, {"share_heads": True}])
 def test_layers(encoding, shared):
     rotary = build(encoding, num_layers=3, **shared)
@@ -97,7 +97,7 @@ def test_layers(encoding, shared):
         torch.testing.assert_close(alone[1].double(), expected(rotary, key, positions, layer), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("encoding", ROTARY_ENCODINGS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_the_image_model_rotates_as_the_layer(encoding):
     config = LieREViTConfig(
         hidden_size=HEADS * HEAD_DIM,
@@ -107,7 +107,7 @@ def test_the_image_model_rotates_as_the_layer(encoding):
         image_size=32,
         patch_size=8,
         position_encoding=encoding,
-        block_size=None if encoding in ("axial_rope", "rope_mixed") else BLOCK_SIZE,
+        block_size=block_size(encoding, HEAD_DIM, 2, BLOCK_SIZE),
     )
     model = LieREViTModel(config)
     rotary = build(encoding, num_key_value_heads=HEADS, num_layers=2, rope_theta=config.rope_theta)
@@ -135,7 +135,7 @@ def test_scores_of_cross_attention_depend_on_differences_of_positions(encoding):
 
     shift = torch.tensor([3.7, -20.0, 0.1]).double()
     # Without parameters in float64, cos and sin are float32.
-    atol = 5e-6 if encoding == "axial_rope" else 1e-10
+    atol = 1e-10 if ENCODING_TRAITS[encoding].learned else 5e-6
     torch.testing.assert_close(scores(shift), scores(0.0), atol=atol, rtol=0)
 
 
@@ -173,7 +173,7 @@ class Attention(nn.Module):
         return scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
 
-@pytest.mark.parametrize("encoding", ROTARY_ENCODINGS)
+@pytest.mark.parametrize("encoding", on_axes(1))
 def test_keys_that_were_rotated_once_and_kept(encoding):
     attention = Attention(build(encoding, axes=1)).eval()
     x, positions = torch.randn(3, 6, HEADS * HEAD_DIM), torch.arange(6.0).unsqueeze(-1)
@@ -188,7 +188,7 @@ def test_keys_that_were_rotated_once_and_kept(encoding):
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("encoding", COMMUTING)
 def test_folding_keeps_the_scores(encoding, size):
-    size = None if encoding in ("axial_rope", "rope_mixed") else size
+    size = block_size(encoding, HEAD_DIM, 2, size)
     rotary = LieRotaryEmbedding(HEADS, HEAD_DIM, 2, encoding, size, num_key_value_heads=KEY_HEADS)
     attention = Attention(rotary).eval()
     x, positions = torch.randn(3, 6, HEADS * HEAD_DIM), torch.randn(6, 2)
@@ -197,7 +197,7 @@ def test_folding_keeps_the_scores(encoding, size):
     with torch.no_grad():
         torch.testing.assert_close(folded(x, positions), attention(x, positions), atol=1e-5, rtol=0)
     changed = not torch.equal(folded.q_proj.weight, attention.q_proj.weight)
-    assert changed == encoding.startswith("comrope")
+    assert changed == (not ENCODING_TRAITS[encoding].planar)
     if changed:
         with pytest.raises(ValueError, match="folded"):
             folded.train()
@@ -225,7 +225,7 @@ def test_folding_of_several_layers_changes_nothing_if_one_cannot_be_folded():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("encoding", ROTARY_ENCODINGS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_half_types(encoding, dtype):
     rotary = build(encoding)
     positions = torch.rand(2, 5, 2)
@@ -241,7 +241,7 @@ def test_half_types(encoding, dtype):
         assert (result.double() - exact).abs().max() < 16 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("encoding", ROTARY_ENCODINGS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_gradients(encoding):
     """Of states and generators against finite differences, with grouped queries and other positions of keys."""
     rotary = build(encoding).double()
@@ -260,7 +260,7 @@ def test_gradients(encoding):
     assert torch.autograd.gradcheck(scores, (query, key, *values), fast_mode=True, atol=1e-6)
 
 
-@pytest.mark.parametrize("encoding", ROTARY_ENCODINGS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_one_graph(encoding):
     rotary = build(encoding)
     positions = torch.randn(2, 5, 2)

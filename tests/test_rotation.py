@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from rotating import rotate, rotate_query_key
 
 import hf_liere
-import hf_liere.models.encodings
+import hf_liere.models.encodings_in_basis
+import hf_liere.models.rotary_encoding
 from hf_liere.models.exponential import block_rotations
 from hf_liere.models.exponential_gradient import POLYNOMIAL_NORM
 from hf_liere.models.lie_algebra import common_planes, eigenbasis, skew
@@ -218,10 +219,17 @@ def test_states_of_any_layout_and_type(encoding_size, dtype, contiguous):
         torch.testing.assert_close(rotate(state, rotation), rotated, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("encoding, computes", [("liere", "layer_block_rotations"), ("comrope_ld", "eigenbasis")])
-def test_gradient_checkpointing_recomputes_no_rotation(tiny, encoding, computes, monkeypatch):
-    calls, original = [], getattr(hf_liere.models.encodings, computes)
-    monkeypatch.setattr(hf_liere.models.encodings, computes, lambda *args: calls.append(1) or original(*args))
+@pytest.mark.parametrize(
+    "encoding, module, computes",
+    [
+        ("liere", hf_liere.models.rotary_encoding, "layer_block_rotations"),
+        ("comrope_ld", hf_liere.models.encodings_in_basis, "eigenbasis"),
+        ("cayley_string", hf_liere.models.encodings_in_basis, "cayley_map"),
+    ],
+)
+def test_gradient_checkpointing_recomputes_no_rotation(tiny, encoding, module, computes, monkeypatch):
+    calls, original = [], getattr(module, computes)
+    monkeypatch.setattr(module, computes, lambda *args: calls.append(1) or original(*args))
     model = hf_liere.LieREViTForImageClassification(tiny(position_encoding=encoding, block_size=8)).train()
     model.gradient_checkpointing_enable()
     model(torch.randn(2, 3, 16, 16), labels=torch.tensor([0, 1])).loss.backward()

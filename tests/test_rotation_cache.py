@@ -7,6 +7,8 @@ import threading
 import patching_cases
 import pytest
 import torch
+from encoding_cases import ENCODINGS
+from encoding_cases import fields as fields_of
 
 import hf_liere
 from hf_liere.models import rotation_cache
@@ -26,23 +28,17 @@ def computed(monkeypatch):
 
         return layer_rotations
 
-    for encoding in set(ENCODING_CLASSES.values()):
-        if "layer_rotations" in vars(encoding):
-            monkeypatch.setattr(encoding, "layer_rotations", recorded(encoding.layer_rotations))
-    monkeypatch.setattr(
-        hf_liere.models.encodings.RotaryEncoding,
-        "layer_rotations",
-        recorded(hf_liere.models.encodings.RotaryEncoding.layer_rotations),
-    )
+    for ancestor in {ancestor for encoding in ENCODING_CLASSES.values() for ancestor in encoding.mro()}:
+        if "layer_rotations" in vars(ancestor):
+            monkeypatch.setattr(ancestor, "layer_rotations", recorded(ancestor.layer_rotations))
     return grids
 
 
 def build(tiny, encoding, **fields):
-    planar = encoding in ("axial_rope", "rope_mixed")
-    return hf_liere.LieREViTModel(tiny(position_encoding=encoding, block_size=2 if planar else 4, **fields)).eval()
+    return hf_liere.LieREViTModel(tiny(**fields_of(encoding), **fields)).eval()
 
 
-@pytest.mark.parametrize("encoding", ENCODING_CLASSES)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_size_is_computed_once(tiny, computed, encoding):
     model, images = build(tiny, encoding), {size: torch.randn(2, 3, size, size) for size in (16, 32)}
     expected = {size: model(pixels).last_hidden_state for size, pixels in images.items()}

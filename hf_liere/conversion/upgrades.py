@@ -28,10 +28,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..models.configuration_liere import LieREConfig
+from ..models.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, traits_of
 from ..models.encodings import RotaryEncoding
 from ..models.lie_algebra import common_planes, skew, skew_entries
 from ..models.modeling_liere import LieREPreTrainedModel
-from ..models.validation import COMMUTING_ENCODINGS
 from .base import ConversionError
 
 
@@ -96,7 +96,7 @@ def _upgraded_config(config: LieREConfig, changes: dict[str, object]) -> LieRECo
         if learned and changes[name] and not getattr(config, name):
             raise ConversionError(f"{name}=True: generators that differ cannot become one set.")
     # Fields for which the new encoding has its own defaults.
-    changes |= dict.fromkeys(("rotary_init", "rotary_init_scale", "rope_theta"))
+    changes |= dict.fromkeys(("rotary_init", "rotary_init_scale", "rope_theta", *OWN_FIELDS))
     try:
         upgraded = type(config).from_dict(config.to_dict() | changes)
     except (StrictDataclassError, ValueError) as error:
@@ -123,6 +123,11 @@ def _upgraded_parameters(
         matrices = skew(encoding.entries(parameter.device).detach().double().cpu(), encoding.block_size)
     bases = None
     try:
+        if traits_of(old).product:
+            raise ConversionError(
+                f"No exact upgrade from {old.position_encoding}: it rotates about the axes one after the other, not by "
+                "the exponential of a sum."
+            )
         entries = _in_place(matrices, old, new)
         parameters = _parameters(entries.expand(-1, layers, heads, -1, -1), new.position_encoding)
     except ConversionError as reason:
@@ -245,7 +250,7 @@ def _that_share_blocks(frequencies: torch.Tensor, encoding: str) -> list[tuple[i
     """
     magnitudes = frequencies.norm(dim=0)
     rotated = (magnitudes > 0).nonzero().flatten().tolist()
-    if encoding not in COMMUTING_ENCODINGS:
+    if not ENCODING_TRAITS[encoding].proportional:
         return [(None, rotated)] if rotated else []
     directions = frequencies / magnitudes.where(magnitudes > 0, 1)
     if encoding == "comrope_ap":

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_map_only
 
-from ..models.folding import FoldedComRoPE, FoldedLieRE
+from ..models.folding import FoldedLieRE, FoldedPlanes
 from ..models.vision_towers import Tower, head_shape, position_table
 from ..patching.apply import is_patched
 from .attention import (
@@ -182,9 +182,7 @@ def describe(model: nn.Module) -> dict:
         names = ("position_encoding", "block_size", "coordinates", "share_heads", "share_layers", "rotate_prefix")
         description |= {name: getattr(encoding.config, name) for name in names}
         description["rotated_layers"] = encoding.num_layers
-        description["folded"] = isinstance(encoding, (FoldedLieRE, FoldedComRoPE)) or (
-            encoding.config.folded_grids is not None
-        )
+        description["folded"] = encoding.config.folded_grids is not None
     return description
 
 
@@ -207,7 +205,7 @@ def _remarks(tower: Tower, encoding, has_inputs: bool) -> list[str]:
         remarks.append(
             "There are no rotations of this package in the model: no generators, rotations or frequencies to show."
         )
-    if isinstance(encoding, FoldedComRoPE):
+    if isinstance(encoding, FoldedPlanes):
         remarks.append(
             "The model is folded: its eigenbasis is in the query and key weights, so that generators are shown in that "
             "basis, where they are plane rotations. Their elements are not those of ComRoPE's Table 8."

@@ -5,6 +5,7 @@ Where layers or heads share generators, "layers" or "heads" is 1 in the shapes b
 """
 
 import copy
+import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from .. import reference
-from ..models.encodings import RotaryEncoding
+from ..models.encoding_traits import EncodingTraits, traits_of
 from ..models.exponential import block_rotations
-from ..models.folding import FoldedComRoPE, build_rotary_encoding
+from ..models.folding import FoldedPlanes, build_rotary_encoding
 from ..models.lie_algebra import common_planes, plane_rotations, skew
 from ..models.positions import of_grid
+from ..models.rotary_encoding import RotaryEncoding
 from ..models.rotation import PlaneRotation
 
 
@@ -68,7 +70,7 @@ class RelativityError(NamedTuple):
 class AngleStatistics(NamedTuple):
     """
     Elements of the upper triangles of the angle matrices A_a (ComRoPE App. F, Table 8, Fig. 8), without the blocks that
-    `comrope_ap` and `axial_rope` leave zero for the axes they do not serve.
+    encodings like `comrope_ap` and `axial_rope` leave zero for the axes they do not serve.
 
     Attributes:
         std: Standard deviation over everything.
@@ -161,7 +163,7 @@ def generators(encoding: RotaryEncoding) -> torch.Tensor:
     """
     The skew-symmetric A_a, (A, layers, heads, blocks, b, b) in float64.
 
-    Those of a folded ComRoPE are in the eigenbasis that its weights contain: plane rotations, b = 2.
+    Those of folded ComRoPE and STRING are in the eigenbasis that its weights contain: plane rotations, b = 2.
     """
     device = next((parameter.device for parameter in encoding.parameters()), torch.device("cpu"))
     return skew(encoding.entries(device).detach().to("cpu", torch.float64), encoding.block_size)
@@ -182,9 +184,9 @@ def patch_steps(encoding: RotaryEncoding) -> torch.Tensor:
     return (positions.amax(0) - positions.amin(0)) / intervals
 
 
-def rotations(matrices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rotations(matrices: torch.Tensor, positions: torch.Tensor, product: bool = False) -> torch.Tensor:
     """
-    R(p) = exp(Σ_a p_a A_a) (LieRE eq. 4, ComRoPE eq. 3).
+    R(p) = exp(Σ_a p_a A_a) (LieRE eq. 4, ComRoPE eq. 3), or Π_a exp(p_a A_a) where `product` says so.
 
     Args:
         matrices: (A, …, blocks, b, b) generators in float64.
@@ -193,6 +195,9 @@ def rotations(matrices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     Returns:
         (…, blocks, P, b, b) in float64.
     """
+    if product:
+        axes = zip(matrices.split(1), positions.split(1, dim=-1))
+        return functools.reduce(torch.matmul, (rotations(*axis) for axis in axes))
     if matrices.shape[-1] > 2:
         return block_rotations(positions, matrices, torch.float64)
     cos_sin = plane_rotations(positions, matrices[..., 1, 0].flatten(1), torch.float64)  # (planes, P, 2)
@@ -232,14 +237,14 @@ def relativity_error(
     chosen = torch.randint(len(patches), (2, pairs), generator=torch.Generator().manual_seed(0))
     chosen[:, 0] = torch.tensor([0, len(patches) - 1])
     first, second = patches[chosen]  # (pairs, A) each
-    matrices = generators(encoding)
+    matrices, product = generators(encoding), traits_of(encoding.config).product
     largest = matrices.new_zeros(len(offsets), *matrices.shape[1:3])
     mean = largest.clone()
     with tqdm(total=largest[..., 0].numel(), desc="relativity", disable=not progress) as bar:
         for layer, layer_matrices in enumerate(matrices.unbind(1)):
-            unmoved = rotations(layer_matrices, first).transpose(-1, -2) @ rotations(layer_matrices, second)
+            unmoved = rotations(layer_matrices, first, product).mT @ rotations(layer_matrices, second, product)
             for index, offset in enumerate(offsets):
-                shifted = [rotations(layer_matrices, points + offset * steps) for points in (first, second)]
+                shifted = [rotations(layer_matrices, points + offset * steps, product) for points in (first, second)]
                 difference = shifted[0].transpose(-1, -2) @ shifted[1] - unmoved
                 # The Gram matrix gives the largest singular value faster than an SVD, with enough accuracy.
                 squares = torch.linalg.eigvalsh(difference.transpose(-1, -2) @ difference)[..., -1]
@@ -251,16 +256,16 @@ def relativity_error(
 
 def angle_statistics(encoding: RotaryEncoding) -> AngleStatistics:
     """Statistics of the generators' elements, see [`AngleStatistics`]."""
-    elements = _elements(generators(encoding), encoding.config.position_encoding)
+    elements = _elements(generators(encoding), traits_of(encoding.config))
     layer_std = elements.flatten(1).std(dim=1, correction=0)
     return AngleStatistics(elements.std(correction=0).item(), layer_std, *_densities(elements))
 
 
-def _elements(matrices: torch.Tensor, position_encoding: str) -> torch.Tensor:
+def _elements(matrices: torch.Tensor, traits: EncodingTraits) -> torch.Tensor:
     """(layers, axes · blocks, heads · elements) of the upper triangles."""
     row, column = torch.triu_indices(*matrices.shape[-2:], offset=1)
     elements = matrices[..., row, column].permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
-    if position_encoding in ("comrope_ap", "axial_rope"):
+    if traits.serves_one_axis:
         served = (elements != 0).any(2).any(0)
         elements = elements[:, served] if served.any() else elements
     return elements
@@ -274,23 +279,23 @@ def _densities(*samples: torch.Tensor) -> list[torch.Tensor]:
 
 
 def initialization(encoding: RotaryEncoding) -> Initialization | None:
-    """Comparison with untrained generators, see [`Initialization`]; `None` for `axial_rope`, which is not trained."""
-    config = copy.deepcopy(encoding.config)
-    if config.position_encoding == "axial_rope":
+    """Comparison with untrained generators, see [`Initialization`]; `None` for fixed ones."""
+    config, traits = copy.deepcopy(encoding.config), traits_of(encoding.config)
+    if not traits.learned:
         return None
     config.folded_grids = None
     draws = []
-    learned = _elements(generators(encoding), config.position_encoding).flatten()
+    learned = _elements(generators(encoding), traits).flatten()
     with torch.random.fork_rng(devices=[]):
         untrained = build_rotary_encoding(config, encoding.num_axes)
         torch.manual_seed(0)
         for _ in range(DRAWS):
             untrained.reset_parameters()
-            if isinstance(encoding, FoldedComRoPE):
+            if isinstance(encoding, FoldedPlanes):
                 matrices = skew(untrained.folded_frequencies().detach().double().unsqueeze(-1), 2)
             else:
                 matrices = generators(untrained)
-            draws.append(_some(_elements(matrices, config.position_encoding).flatten()))
+            draws.append(_some(_elements(matrices, traits).flatten()))
         compared = _some(learned)
     drawn = torch.cat(draws)
     edges, density, learned_density = _densities(drawn, learned)
@@ -350,7 +355,7 @@ def analyse_encoding(encoding: RotaryEncoding, progress: bool = False) -> Encodi
     return EncodingAnalysis(
         generators=matrices.float(),
         positions=positions,
-        rotations=reference.rotations(matrices, positions).float(),
+        rotations=reference.rotations(matrices, positions, traits_of(encoding.config).product).float(),
         commutators=commutators(matrices),
         relativity=relativity_error(encoding, progress=progress),
         angles=angle_statistics(encoding),

@@ -7,6 +7,7 @@ from pathlib import Path
 import jinja2
 import numpy as np
 
+from ..models.encoding_traits import ENCODING_TRAITS
 from ..version import __version__
 from .analysis import Analysis
 from .encodings import EncodingAnalysis
@@ -34,11 +35,7 @@ RELATIVE_UP_TO = 1e-3
 ENCODINGS = {
     "none": "no positions at all",
     "absolute": "a learned table of absolute positions",
-    "axial_rope": "RoPE on each axis by itself, with fixed frequencies",
-    "rope_mixed": "RoPE-Mixed: rotations of planes by learned frequencies of all axes",
-    "liere": "LieRE: rotations R(p) = exp(Σ pₐ Aₐ) with free skew-symmetric generators Aₐ",
-    "comrope_ap": "ComRoPE-AP: learned rotations whose generators commute, each block serving one axis",
-    "comrope_ld": "ComRoPE-LD: learned rotations whose generators commute, being multiples of one matrix",
+    **{name: traits.description for name, traits in ENCODING_TRAITS.items()},
 }
 COORDINATES = {
     "index": "patch indices 0, 1, 2, …",
@@ -97,7 +94,7 @@ def summary(analysis: Analysis) -> str:
     if encoding is None:
         return text + "Its positions are those of its family."
     kind = ENCODINGS[encoding]
-    if encoding in ("liere", "comrope_ap", "comrope_ld"):
+    if encoding in ENCODING_TRAITS and not ENCODING_TRAITS[encoding].planar:
         kind += f", in blocks of {model['block_size']} channels"
     text += f"Its position encoding is {encoding} — {kind}"
     if model["patched"]:

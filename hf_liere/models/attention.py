@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .rotation import Rotation, to_basis
+from .rotation import Rotation, basis_gradients, to_basis
 
 
 # torch has no public name for hooks of all modules; a release without this private one is taken to have none.
@@ -181,19 +181,24 @@ class _LinearInBasis(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        hidden_states, weight, _, basis = inputs
-        ctx.save_for_backward(hidden_states, weight, basis)
+        hidden_states, weight, bias, basis = inputs
+        ctx.save_for_backward(hidden_states, weight, bias if ctx.needs_input_grad[3] else None, basis)
 
     @staticmethod
     def backward(ctx, gradient):
-        hidden_states, weight, basis = ctx.saved_tensors
+        hidden_states, weight, bias, basis = ctx.saved_tensors
         back = basis.transpose(-1, -2)
-        hidden_gradient = weight_gradient = bias_gradient = None
+        hidden_gradient = weight_gradient = bias_gradient = basis_gradient = None
         rows = gradient.flatten(0, -2)
+        of_rows = (rows.T @ hidden_states.flatten(0, -2).to(rows.dtype)) if any(ctx.needs_input_grad[1::2]) else None
         if ctx.needs_input_grad[0]:
             hidden_gradient = (gradient @ to_basis(weight, basis).to(gradient.dtype)).to(hidden_states.dtype)
         if ctx.needs_input_grad[1]:
-            weight_gradient = to_basis(rows.T @ hidden_states.flatten(0, -2).to(rows.dtype), back).to(weight.dtype)
+            weight_gradient = to_basis(of_rows, back).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             bias_gradient = to_basis(rows.sum(0), back).to(weight.dtype)
-        return hidden_gradient, weight_gradient, bias_gradient, None
+        if ctx.needs_input_grad[3]:
+            basis_gradient = basis_gradients(weight, of_rows, basis)
+            if bias is not None:
+                basis_gradient = basis_gradient + basis_gradients(bias, rows.sum(0), basis)
+        return hidden_gradient, weight_gradient, bias_gradient, basis_gradient

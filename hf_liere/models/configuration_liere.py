@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
 from transformers.utils import logging
 
+from .encoding_traits import EncodingTraits, own_fields, traits_of
 from .validation import (
     FORMAT_VERSION,
-    PLANAR_ENCODINGS,
     ROTARY_ENCODINGS,
     check_architecture,
     check_pixels,
@@ -22,21 +22,7 @@ from .validation import (
 
 logger = logging.get_logger(__name__)
 
-DEFAULT_COORDINATES = {
-    "axial_rope": "index",
-    "rope_mixed": "index",
-    "liere": "train_grid",
-    "comrope_ap": "unit",
-    "comrope_ld": "unit",
-}
-DEFAULT_ROTARY_INIT = {
-    "rope_mixed": "frequencies",
-    "liere": "uniform",
-    "comrope_ap": "normal",
-    "comrope_ld": "normal",
-}
-DEFAULT_ROTARY_INIT_SCALE = {"uniform": 2 * math.pi, "normal": math.sqrt(2), "frequencies": 1.0, "zeros": 1.0}
-DEFAULT_ROPE_THETA = {"axial_rope": 100.0, "rope_mixed": 10.0, "liere": 10.0}
+DEFAULT_ROTARY_INIT_SCALE = {"uniform": 2 * math.pi, "normal": math.sqrt(2)}
 
 
 @strict
@@ -48,13 +34,18 @@ class LieREConfig(PreTrainedConfig):
     Args:
         position_encoding (`str`, defaults to `"liere"`):
             `"none"`, `"absolute"` (learned table), `"axial_rope"` (fixed frequencies, each serving one axis, as in
-            VisionLLaMA and RoPE-ViT), `"rope_mixed"` (learned 2-D rotations, RoPE-Mixed), `"liere"` (LieRE: free
-            generators), `"comrope_ap"` or `"comrope_ld"` (ComRoPE: generators that commute).
+            VisionLLaMA and RoPE-ViT), `"golden_gate_rope"` (fixed frequencies of all axes, evenly spread directions),
+            `"rope_mixed"` (learned 2-D rotations, RoPE-Mixed), `"liere"` (LieRE: free generators), `"comrope_ap"` or
+            `"comrope_ld"` (ComRoPE: generators that commute), `"cayley_string"` (RoPE-Mixed in a learned basis) or
+            `"circulant_string"` (circulant generators; STRING), `"spherical_rope"` (products of rotations about two
+            axes, for images).
         block_size (`int`, *optional*):
-            Size b of the diagonal blocks of the generators. `None` means 2 for `axial_rope` and `rope_mixed` (no other
-            value is possible there) and 8 for `liere`, `comrope_ap` and `comrope_ld`. LieRE takes 2 … head_dim and
-            leaves the last `head_dim % block_size` channels unrotated; `comrope_ld` needs block_size to divide
-            head_dim, `comrope_ap` needs block_size · axes to divide it.
+            Size b of the diagonal blocks of the generators. `None` means 2 for `axial_rope`, `golden_gate_rope` and
+            `rope_mixed`, 3 for `spherical_rope` (no other value is possible there), 8 for `liere`, `comrope_ap` and
+            `comrope_ld`, 16 for `circulant_string` and head_dim for `cayley_string`. LieRE takes 2 … head_dim and
+            leaves the last `head_dim % block_size` channels unrotated; `comrope_ld`, `cayley_string` (even sizes) and
+            `circulant_string` (above 2) need block_size to divide head_dim, `comrope_ap` needs block_size · axes to
+            divide it.
         use_absolute_position_embeddings (`bool`, *optional*):
             Whether a learned table is added to the embeddings. `None` means yes for `absolute` only; `True`
             puts the table beside a rotary encoding.
@@ -71,15 +62,29 @@ class LieREConfig(PreTrainedConfig):
             Coordinate of class and register tokens on every axis, for `rotate_prefix` and `position_table_size`.
         rotary_init (`str`, *optional*):
             `"uniform"` U[0, scale); `"normal"` N(0, scale²); `"frequencies"` (geometric RoPE-Mixed spectrum times
-            scale, for `rope_mixed` and `liere` with even block_size); `"zeros"` (the initial model has no rotations;
-            the multipliers of `comrope_ld` are normal, so that the generators get gradients). `None` means the choice
-            of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`, `normal` for ComRoPE.
+            scale, for `rope_mixed`, STRING and `liere` with even block_size; for `spherical_rope` that of `axial_rope`)
+            and `"golden_gate"` (golden gate RoPE's times scale, for the same except `spherical_rope`); `"zeros"` (the
+            initial model has no rotations; the multipliers of `comrope_ld` are normal, so that the generators get
+            gradients). `None` means the choice of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`,
+            `normal` for ComRoPE; for STRING, whose own could not be seen, and `spherical_rope` `frequencies`.
         rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
             `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1. The
-            fixed frequencies of `axial_rope` are multiplied by it (`None` means 1).
+            fixed frequencies of `axial_rope` and `golden_gate_rope` are multiplied by it (`None` means 1).
         rope_theta (`float`, *optional*):
-            Base of the geometric spectrum of `axial_rope` (`None` means 100) and of `rotary_init="frequencies"`
-            (`None` means 10), as in RoPE-ViT.
+            Base of the geometric spectrum of `axial_rope` and `spherical_rope` (`None` means 100) and of
+            `rotary_init="frequencies"` of the others (`None` means 10), as in RoPE-ViT.
+        min_frequency, max_frequency (`float`, *optional*):
+            The band of frequencies, in radians per unit of the coordinate, of `golden_gate_rope` and
+            `rotary_init="golden_gate"`; `None` means 0.1 and 1.
+        unrotated_share (`float`, *optional*):
+            Share of the planes that do not rotate there; `None` means 0.
+        axial_layout (`str`, *optional*):
+            Whether `axial_rope` has the planes of an axis after one another (`"blocks"`, the default) or the axes in
+            turn (`"interleaved"`, as in Qwen3-VL).
+        axial_spectrum (`str`, *optional*):
+            Whether every axis of `axial_rope` has a spectrum of its own (`"full"`, the default) or all planes of a head
+            are one spectrum (`"shared"`), of which every axis has a band in `"blocks"` (Qwen2-VL) and every A-th
+            frequency `"interleaved"` (Qwen3-VL).
         use_class_token (`bool`, defaults to `True`): Whether a class token precedes the patches.
         num_register_tokens (`int`, defaults to 0): Number of register tokens, placed after the class token.
         pooling (`str`, defaults to `"cls"`):
@@ -130,9 +135,7 @@ class LieREConfig(PreTrainedConfig):
     pooling: Literal["cls", "mean", "mean_all", "prefix"] = "cls"
     classifier_hidden_size: int | None = None
 
-    position_encoding: Literal["none", "absolute", "axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld"] = (
-        "liere"
-    )
+    position_encoding: Literal[("none", "absolute", *ROTARY_ENCODINGS)] = "liere"
     block_size: int | None = None
     use_absolute_position_embeddings: bool | None = None
     position_table_size: list[int] | tuple[int, ...] | None = None
@@ -140,9 +143,14 @@ class LieREConfig(PreTrainedConfig):
     share_layers: bool = False
     rotate_prefix: bool = False
     prefix_coordinate: float | int = 0.5
-    rotary_init: Literal["uniform", "normal", "frequencies", "zeros"] | None = None
+    rotary_init: Literal["uniform", "normal", "frequencies", "golden_gate", "zeros"] | None = None
     rotary_init_scale: float | int | None = None
     rope_theta: float | int | None = None
+    min_frequency: float | int | None = None
+    max_frequency: float | int | None = None
+    unrotated_share: float | int | None = None
+    axial_layout: Literal["blocks", "interleaved"] | None = None
+    axial_spectrum: Literal["full", "shared"] | None = None
     folded_grids: list[list[int]] | None = None
     format_version: int = FORMAT_VERSION
 
@@ -161,19 +169,27 @@ class LieREConfig(PreTrainedConfig):
         if self.head_dim is None and 0 < self.num_attention_heads <= self.hidden_size:
             if self.hidden_size % self.num_attention_heads == 0:
                 self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.block_size is None and encoding in ROTARY_ENCODINGS:
-            self.block_size = 2 if encoding in PLANAR_ENCODINGS else 8
         if self.use_absolute_position_embeddings is None:
             self.use_absolute_position_embeddings = encoding == "absolute"
-        if self.rotary_init is None:
-            self.rotary_init = DEFAULT_ROTARY_INIT.get(encoding)
-        if self.rotary_init_scale is None and self.rotary_init is not None:
-            self.rotary_init_scale = DEFAULT_ROTARY_INIT_SCALE[self.rotary_init]
-        if self.rope_theta is None:
-            self.rope_theta = DEFAULT_ROPE_THETA.get(encoding)
+        if (traits := traits_of(self)) is not None:
+            self._fill_in(traits)
         # save_pretrained maps only the class of the saved model, but every Auto class should load any checkpoint.
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
+
+    def _fill_in(self, traits: EncodingTraits) -> None:
+        """The defaults of a rotary encoding, in fields that are `None`."""
+        if self.block_size is None:
+            self.block_size = traits.block_sizes.default or self.head_dim
+        if self.rotary_init is None and traits.learned:
+            self.rotary_init = traits.rotary_inits[0]
+        if self.rotary_init_scale is None and self.rotary_init is not None:
+            self.rotary_init_scale = DEFAULT_ROTARY_INIT_SCALE.get(self.rotary_init, 1.0)
+        if self.rope_theta is None:
+            self.rope_theta = traits.rope_theta
+        for name, value in own_fields(self).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
     @property
     def train_grid(self) -> tuple[int, ...] | None:
@@ -219,8 +235,8 @@ class LieREPixelConfig(LieREConfig):
             video); `"physical"` ½ + (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times
             the `spacing` that the model is given with its input. The centre of the input is at ½, the same tissue in
             the same field of view has the same coordinates whatever the size of voxels, and an input with an extent
-            of one unit has `unit` coordinates. `None` means `index` for the RoPE encodings, `train_grid` for `liere`,
-            `unit` for ComRoPE, as in the papers.
+            of one unit has `unit` coordinates. `None` means `index` for the RoPE encodings and STRING, `train_grid` for
+            `liere`, `unit` for ComRoPE, as in the papers.
         position_perturbation (`float`, defaults to 0.0):
             σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
             around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch.
@@ -264,9 +280,10 @@ class LieREPixelConfig(LieREConfig):
 
     def __post_init__(self, **kwargs):
         if self.coordinates is None:
+            traits = traits_of(self)
             # A table that is read at coordinates is that of ComRoPE.
             without_rotation = None if self.position_table_size is None else "unit"
-            self.coordinates = DEFAULT_COORDINATES.get(self.position_encoding, without_rotation)
+            self.coordinates = without_rotation if traits is None else traits.coordinates
         super().__post_init__(**kwargs)
 
     @property
@@ -381,7 +398,7 @@ class LieRETokensConfig(LieREConfig):
         position_scale (`float` or `list[float]`, defaults to 1.0):
             The coordinates of the encoding are (positions − origin) · scale, with one number for all axes or one for
             each. The generators of LieRE and ComRoPE start from rotations that suit coordinates from 0 to 1, those of
-            RoPE from ones that suit coordinates that count tokens; a table is read from 0 to 1.
+            RoPE and STRING from ones that suit coordinates that count tokens; a table is read from 0 to 1.
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`], and for fields of images and videos.

@@ -1,190 +1,37 @@
-"""The rotary encodings: what each one learns, and the rotations it gives to every layer."""
+"""The rotary encodings whose rotations are computed in the basis of the model, and the table of all."""
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
-from torch import nn
 from transformers import initialization as init
-from transformers.utils import logging
-from transformers.utils.generic import maybe_autocast
 
-from .exponential import Rays, layer_block_rotations
-from .lie_algebra import cos_sin, eigenbasis, plane_rotations, skew, working_dtype
-from .positions import GroupedPositions, TokenPositions
-from .rotation import BlockRotation, EigenRotation, GroupedRotation, PlaneRotation, Rotation
-from .rotation_cache import RotationCache
+from .encodings_in_basis import CayleyString, CirculantString, ComRoPEAxialPartition, ComRoPELinearlyDependent
+from .exponential import Rays
+from .lie_algebra import working_dtype
+from .positions import TokenPositions
+from .rotary_encoding import ALL_LAYERS, RotaryEncoding, golden_gate_frequencies
+from .rotation import BlockRotation, Rotation
 
-
-logger = logging.get_logger(__name__)
 
 # All layers at once take fewer calls, but the rotations of LieRE64 with ViT-B at 3,136 tokens need 7.4 GB.
 ALL_LAYERS_BYTES = 1 << 30
-ALL_LAYERS = slice(None)
 
 
-class LearnedRotations(nn.Module):
-    """Parameters of rotations, which half types must not round; `config` names the encoding."""
-
-    @staticmethod
-    def new_parameter(*shape: int) -> nn.Parameter:
-        """In the default type, or float32 for half types: rounded generators rotate distant patches wrongly."""
-        return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LearnedRotations":
-        before = {parameter.dtype for parameter in self.parameters()}
-        result = super()._apply(fn, recurse)
-        rounded = ({parameter.dtype for parameter in self.parameters()} - before) & {torch.float16, torch.bfloat16}
-        if rounded:
-            logger.warning_once(
-                f"The generators of {self.config.position_encoding} were rounded to {rounded.pop()}: rotations of "
-                "distant patches are off by up to 0.1 on a 64 × 64 grid. Keep them in float32: load the model with "
-                "from_pretrained(…, dtype=…), which keeps them, or train it with autocast."
-            )
-        return result
-
-    @property
-    def rotation_dtype(self) -> torch.dtype:
-        """float64 for float64 parameters, else float32: attention casts them when it applies them."""
-        is_double = any(parameter.dtype == torch.float64 for parameter in self.parameters())
-        return torch.float64 if is_double else torch.float32
-
-
-class RotaryEncoding(LearnedRotations):
-    """
-    R(p) = exp(Σ_a p_a A_a) (LieRE eq. 4, ComRoPE eq. 3) for all layers at once, with block-diagonal skew-symmetric A_a.
-
-    Subclasses say what is learned and how it makes the generators' free entries. Parameters live here, at the root of
-    the model and outside its layers, in one tensor of shape (…, layers or 1, heads or 1, blocks, …) per kind.
-
-    Args:
-        config: A [`LieREConfig`] whose `position_encoding` is rotary.
-        num_axes: Number A of axes of a position.
-    """
-
-    def __init__(self, config, num_axes: int):
-        super().__init__()
-        self.config = config
-        self.num_axes = num_axes
-        self.num_layers = config.num_hidden_layers
-        self.block_size = config.block_size
-        self.num_blocks = config.head_dim // config.block_size
-        self.num_entries = config.block_size * (config.block_size - 1) // 2
-        self.layers = 1 if config.share_layers else config.num_hidden_layers
-        self.heads = 1 if config.share_heads else config.num_attention_heads
-        self.cache = RotationCache()
-
-    def entries(self, device: torch.device) -> torch.Tensor:
-        """
-        Free entries of the generators, see [`lie_algebra.skew`]: (A, layers or 1, heads or 1, blocks, b(b−1)/2), on
-        `device` where they are not parameters.
-        """
-        raise NotImplementedError
-
-    def forward(
-        self,
-        positions: TokenPositions | GroupedPositions,
-        states: torch.dtype | None = None,
-        layer: int | None = None,
-    ) -> Iterable[Rotation]:
-        """
-        One rotation per layer for all tokens; inference keeps those of the last grids, see [`RotationCache`].
-
-        Args:
-            states: Type of the queries and keys that will be rotated, float32 if `None`: half types need no better
-                rotations than they can hold, see [`exponential.block_rotations`].
-            layer: Compute only the rotation of this layer.
-        """
-        if isinstance(positions, GroupedPositions):
-            groups = zip(*self._of_groups(positions.groups, states))
-            return [GroupedRotation(rotations, positions.samples) for rotations in groups]
-        if layer is not None:
-            return [next(iter(self.layer_rotations(positions, states, self._generators_of(layer))))]
-        return self.cache.rotations(self, positions, states)
-
-    def _of_groups(self, groups: tuple[TokenPositions, ...], states: torch.dtype | None) -> list[Iterable[Rotation]]:
-        """For every group of tokens the rotation of every layer, all computed together."""
-        lengths = [group.coordinates.shape[0] for group in groups]
-        together = TokenPositions(torch.cat([group.coordinates for group in groups]))
-        return list(zip(*(rotation.split(lengths) for rotation in self.forward(together, states))))
-
-    def _generators_of(self, layer: int) -> slice:
-        """The generators of a layer among those of all."""
-        return slice(layer, layer + 1) if self.layers > 1 else ALL_LAYERS
-
-    def layer_rotations(
-        self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
-    ) -> Iterable[Rotation]:
-        """The rotations that `forward` returns, for some or all layers, in the form that attention applies fastest."""
-        return self.rotations_from(positions, self.entries(positions.coordinates.device)[:, layers], states)
-
-    def rotations_from(
-        self, positions: TokenPositions, entries: torch.Tensor, states: torch.dtype | None, rays: Rays | None = None
-    ) -> list[Rotation]:
-        """Planes or blocks in the basis of the model, for the layers whose `entries` are given."""
-        coordinates = positions.coordinates.to(working_dtype(positions.coordinates.device))
-        batch, tokens = coordinates.shape[:-2], coordinates.shape[-2]
-        coordinates = coordinates.reshape(-1, self.num_axes)  # (B · N, A)
-        layers, heads, blocks = entries.shape[1:4]
-        if self.block_size == 2:
-            rotation_class = PlaneRotation
-            # Layer by layer the angles stay in a core's cache.
-            rotations = [
-                plane_rotations(coordinates, frequencies, self.rotation_dtype)  # (H · planes, B · N, 2)
-                for frequencies in entries.flatten(2).unbind(1)
-            ]
-        else:
-            rotation_class = BlockRotation
-            generators = skew(entries.flatten(2, 3), self.block_size)  # (A, layers, H · blocks, b, b)
-            rotations = layer_block_rotations(coordinates, generators, self.rotation_dtype, rays, states)
-        # Tokens before heads in memory, as in the queries and keys that will be rotated.
-        rotations = [
-            layer.transpose(0, 1).contiguous().unflatten(1, (heads, blocks)).unflatten(0, (*(batch or (1,)), tokens))
-            for layer in rotations
-        ]
-        rotations = [rotation_class(layer.transpose(1, 2)) for layer in rotations]
-        return rotations * (self.num_layers // self.layers if layers == self.layers else 1)
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Fill `generators` as `rotary_init` and `rotary_init_scale` say, unless they came from a checkpoint."""
-        name, scale = self.config.rotary_init, self.config.rotary_init_scale
-        if name == "uniform":
-            init.uniform_(self.generators, 0.0, scale)
-        elif name == "normal":
-            init.normal_(self.generators, 0.0, scale)
-        elif name == "zeros":
-            init.zeros_(self.generators)
-        elif name == "frequencies":
-            init.copy_(self.generators, self.frequency_entries().to(self.generators).mul(scale))
-
-    def frequency_entries(self) -> torch.Tensor:
-        """
-        RoPE-Mixed's initial spectrum (RoPE-ViT §3.2): the planes of a head fall into one group per axis, plane i of q
-        in a group rotates with θ^(−i/q), and the groups' directions are random and orthonormal, drawn for
-        every layer and head.
-        """
-        planes = self.num_blocks * self.block_size // 2
-        group_size = math.ceil(planes / self.num_axes)
-        plane = torch.arange(planes)
-        magnitudes = self.config.rope_theta ** -((plane % group_size) / group_size)
-        # Half types have no QR decomposition.
-        shape = (self.layers, self.heads, self.num_axes, self.num_axes)
-        directions, _ = torch.linalg.qr(torch.randn(shape, dtype=torch.float32))
-        frequencies = directions[..., plane // group_size] * magnitudes  # (layers, heads, A, planes)
-        frequencies = frequencies.permute(2, 0, 1, 3)
-        entries = frequencies.new_zeros(*frequencies.shape[:3], self.num_blocks, self.num_entries)
-        row, column = torch.triu_indices(self.block_size, self.block_size, offset=1)
-        in_plane = (row % 2 == 0) & (column == row + 1)
-        entries[..., in_plane] = frequencies.unflatten(-1, (self.num_blocks, self.block_size // 2))
-        return entries
+def fixed_scale(config) -> float:
+    """What fixed frequencies are multiplied by."""
+    return 1.0 if config.rotary_init_scale is None else config.rotary_init_scale
 
 
 class AxialRoPE(RotaryEncoding):
     """
-    RoPE on each axis by itself, nothing learned (VisionLLaMA; RoPE-ViT §3.1): q = ⌊head_dim / 2A⌋ planes per axis, all
-    planes of the first axis first, plane i rotating with s θ^(−i/q); channels left over are not rotated. The scale s
-    is `rotary_init_scale`, 1 by default.
+    RoPE on each axis by itself, nothing learned (VisionLLaMA; RoPE-ViT §3.1): q = ⌊head_dim / 2A⌋ planes per axis,
+    plane i of an axis rotating with s θ^(−i/q); channels left over are not rotated. The scale s is
+    `rotary_init_scale`, 1 by default.
+
+    `axial_layout` puts all planes of the first axis first (`"blocks"`) or the axes in turn (`"interleaved"`). With
+    `axial_spectrum="shared"`, plane j of the head rotates with s θ^(−j/Aq) whatever its axis: in blocks, every axis has a
+    band of frequencies of its own (Qwen2-VL's chunks), interleaved, every A-th frequency (Qwen3-VL). Those models also
+    give their axes different numbers of planes, which does not exist here.
     """
 
     def __init__(self, config, num_axes: int):
@@ -193,11 +40,31 @@ class AxialRoPE(RotaryEncoding):
         self.planes_per_axis = config.head_dim // (2 * num_axes)
 
     def entries(self, device: torch.device) -> torch.Tensor:
-        plane = torch.arange(self.planes_per_axis, device=device, dtype=working_dtype(device))
-        scale = 1.0 if self.config.rotary_init_scale is None else self.config.rotary_init_scale
-        frequencies = scale * self.config.rope_theta ** -(plane / self.planes_per_axis)
-        planes = torch.block_diag(*[frequencies.unsqueeze(0)] * self.num_axes)
-        return planes.view(self.num_axes, 1, 1, -1, 1)
+        axes, count = self.num_axes, self.planes_per_axis
+        plane = torch.arange(axes * count, device=device, dtype=working_dtype(device))
+        blocks = self.config.axial_layout == "blocks"
+        axis, rank = (plane // count, plane % count) if blocks else (plane % axes, plane // axes)
+        exponents = rank / count if self.config.axial_spectrum == "full" else plane / (axes * count)
+        frequencies = fixed_scale(self.config) * self.config.rope_theta**-exponents
+        serves = axis == torch.arange(axes, device=device).unsqueeze(-1)
+        return (frequencies * serves).view(axes, 1, 1, -1, 1)
+
+
+class GoldenGateRoPE(RotaryEncoding):
+    """
+    Planes with fixed frequencies of all axes, see [`golden_gate_frequencies`], times `rotary_init_scale`, 1 by default;
+    nothing is learned. Heads differ unless they are shared, layers do not. An odd last channel is not rotated.
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        self.layers = 1
+        # No buffer, which would be rounded with the model; and ONNX has no normal quantiles.
+        frequencies = golden_gate_frequencies(config, num_axes, 1, self.heads, self.num_blocks)
+        self.frequencies = fixed_scale(config) * frequencies
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        return self.frequencies.to(working_dtype(device)).to(device).unsqueeze(-1)
 
 
 class LieRE(RotaryEncoding):
@@ -217,6 +84,9 @@ class LieRE(RotaryEncoding):
 
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
+
+    def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"generators": self.in_blocks(frequencies)}
 
     def _of_groups(self, groups: tuple[TokenPositions, ...], states: torch.dtype | None) -> list[Iterable[Rotation]]:
         # A grid by itself has multiples, and may be in the cache.
@@ -241,118 +111,70 @@ class LieRE(RotaryEncoding):
         return (self.rotations_from(positions, part, states, rays)[0] for part in parts)
 
 
-class ComRoPEAxialPartition(RotaryEncoding):
+class SphericalRoPE(RotaryEncoding):
     """
-    ComRoPE-AP (§3.3.1, eq. 8): block j rotates with coordinate j mod A only, so generators of different axes act on
-    different channels and commute.
+    Spherical RoPE ("A Circular Argument", arXiv 2511.08368): R(p) = R_z(ω₀ p₀) R_x(ω₁ p₁) in blocks of three channels,
+    with R_z a rotation of the first two channels and R_x of the last two, counter-clockwise. The rotations of both axes
+    do not commute: R(p)ᵀR(q) depends on q₀ − p₀ alone in the first coordinate, but on both p₁ and q₁. The last
+    head_dim mod 3 channels are not rotated.
 
-    ComRoPE's Table 7 counts full b×b matrices P, of which only P − Pᵀ acts; stored here are its b(b−1)/2 free entries,
-    that is 32,256 instead of 73,728 numbers for ViT-B with b = 8.
+    Only the form for images was at hand, second-hand. There it is fixed; here the frequencies start at θ^(−i/K) for
+    block i of K on both axes, as in Axial RoPE, and are learned; `requires_grad_(False)` keeps them. Which coordinate
+    the first rotation belongs to is ours. For other numbers of axes no published form is known to us.
 
     Attributes:
-        generators: (layers or 1, heads or 1, blocks, b(b−1)/2).
+        generators: (2, layers or 1, heads or 1, blocks), the ω; 6,048 numbers for ViT-B.
     """
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
-        self.generators = self.new_parameter(self.layers, self.heads, self.num_blocks, self.num_entries)
-
-    def axis_multipliers(self, device: torch.device) -> torch.Tensor:
-        """(A, layers or 1, heads or 1, blocks) factors of a block's one matrix in the generators of the axes."""
-        served = torch.arange(self.num_blocks, device=device) % self.num_axes
-        serves = served == torch.arange(self.num_axes, device=device).unsqueeze(-1)
-        return serves.view(self.num_axes, 1, 1, self.num_blocks)
+        self.generators = self.new_parameter(num_axes, self.layers, self.heads, self.num_blocks)
 
     def entries(self, device: torch.device) -> torch.Tensor:
-        # In float32, the rounding of this product would dominate the error of the rotations.
-        dtype = working_dtype(device)
-        return self.axis_multipliers(device).to(dtype).unsqueeze(-1) * self.generators.to(dtype)
+        # Of the pairs (0, 1), (0, 2), (1, 2) of channels, the first axis rotates the first and the second the last.
+        first, second = self.generators.unbind(0)
+        zero = torch.zeros_like(first)
+        return torch.stack([torch.stack([first, zero, zero], -1), torch.stack([zero, zero, second], -1)])
 
     def layer_rotations(
         self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> list[Rotation]:
-        """
-        Without a matrix exponential: each block is diagonalised once for all tokens.
+        """The product of both rotations in closed form."""
+        frequencies, rotations = self.generators[:, layers], []
+        planes = torch.diag_embed(frequencies.movedim(0, -1)).movedim(-1, 0)  # (2, layers, heads, blocks, 2)
+        for cos_sin in self.planes(positions, planes.flatten(3)):
+            cos, sin = cos_sin.transpose(1, 2).unbind(-1)  # (1 or B, N, H, blocks · 2)
+            (cos_z, cos_x), (sin_z, sin_x) = (part.unflatten(-1, (-1, 2)).unbind(-1) for part in (cos, sin))
+            rows = (
+                (cos_z, -sin_z * cos_x, sin_z * sin_x),
+                (sin_z, cos_z * cos_x, -cos_z * sin_x),
+                (torch.zeros_like(sin_x), sin_x, cos_x),
+            )
+            blocks = torch.stack([torch.stack(row, -1) for row in rows], -2)
+            rotations.append(BlockRotation(blocks.transpose(1, 2)))
+        return self.for_layers(rotations)
 
-        Returns:
-            One [`rotation.EigenRotation`] per layer, or [`rotation.BlockRotation`] for blocks of odd size, which have
-            one direction outside of every plane.
-        """
-        if self.block_size % 2:
-            return super().layer_rotations(positions, states, layers)
-        coordinates = positions.coordinates
-        dtype, device = working_dtype(coordinates.device), coordinates.device
-        batch, tokens = coordinates.shape[:-2] or (1,), coordinates.shape[-2]
-        with maybe_autocast(device.type, enabled=False):
-            basis, generators, frequencies = self.spectrum(dtype, layers)
-            multipliers = self.axis_multipliers(device).to(dtype).expand(-1, self.layers, self.heads, -1)
-            multipliers = multipliers[:, layers]  # (A, layers, H, blocks)
-            coordinates = coordinates.to(dtype).reshape(-1, self.num_axes)  # (B · N, A)
-            phases, cos_sins = [], []
-            for layer_multipliers, layer_frequencies in zip(multipliers.unbind(1), frequencies):
-                phase = (coordinates @ layer_multipliers.flatten(1)).view(*batch, tokens, self.heads, self.num_blocks)
-                angles = (phase.unsqueeze(-1) * layer_frequencies).flatten(-2)  # (B, N, H, planes)
-                cos_sins.append(cos_sin(angles, self.rotation_dtype).transpose(1, 2))
-                phases.append(phase.detach().transpose(1, 2).to(self.rotation_dtype))
-        basis, generators = basis.to(self.rotation_dtype), generators.to(self.rotation_dtype)
-        rotations = [EigenRotation(*layer) for layer in zip(cos_sins, basis, generators, phases)]
-        return rotations * (self.num_layers // self.layers if len(rotations) == self.layers else 1)
-
-    def bases(self) -> list[torch.Tensor]:
-        """Eigenbasis of every layer, (1 or H, blocks, b, b) each, for `LieREAttention.fold`."""
-        basis, _, _ = self.spectrum(working_dtype(self.generators.device))
-        return list(basis) * (self.num_layers // self.layers)
-
-    def folded_frequencies(self) -> torch.Tensor:
-        """Angular frequency of every axis and plane, (A, layers or 1, heads or 1, planes)."""
-        dtype = working_dtype(self.generators.device)
-        _, _, frequencies = self.spectrum(dtype)
-        return (self.axis_multipliers(frequencies.device).to(dtype).unsqueeze(-1) * frequencies).flatten(-2)
-
-    def spectrum(
-        self, dtype: torch.dtype, layers: slice = ALL_LAYERS
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """
-        Eigenbasis U, UᵀSU and frequencies μ of the one matrix S of every block, in `dtype`, see
-        [`lie_algebra.eigenbasis`]: (layers or 1, heads or 1, blocks, b, b) twice and (layers or 1, heads or 1, blocks,
-        ⌊b/2⌋).
-        """
-        generators = skew(self.generators[layers].to(dtype), self.block_size)
-        basis = eigenbasis(generators.detach())
-        generators = basis.transpose(-1, -2) @ generators @ basis
-        planes = range(0, self.block_size - 1, 2)
-        return basis, generators, torch.stack([generators[..., plane + 1, plane] for plane in planes], dim=-1)
-
-
-class ComRoPELinearlyDependent(ComRoPEAxialPartition):
-    """
-    ComRoPE-LD (§3.3.2, eq. 10): A_a = θ_a (P − Pᵀ); the generators of all axes are multiples of one matrix and commute.
-
-    As in the paper there is one multiplier θ per axis, block and head (the official code shares them over heads), so
-    ViT-B with b = 8 has 32,256 entries of P − Pᵀ (73,728 as full matrices in ComRoPE's Table 7) and 2,304 multipliers.
-
-    Attributes:
-        generators: (layers or 1, heads or 1, blocks, b(b−1)/2), entries of P − Pᵀ.
-        multipliers: (A, layers or 1, heads or 1, blocks), the θ_a.
-    """
-
-    def __init__(self, config, num_axes: int):
-        super().__init__(config, num_axes)
-        self.multipliers = self.new_parameter(num_axes, self.layers, self.heads, self.num_blocks)
-
-    def axis_multipliers(self, device: torch.device) -> torch.Tensor:
-        return self.multipliers
+    @property
+    def num_planes(self) -> int:
+        return self.num_blocks
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        super().reset_parameters()
-        init.normal_(self.multipliers)
+        if self.config.rotary_init != "frequencies":
+            super().reset_parameters()
+            return
+        magnitudes = self.config.rope_theta ** -(torch.arange(self.num_blocks) / self.num_blocks)
+        init.copy_(self.generators, (magnitudes * self.config.rotary_init_scale).expand_as(self.generators))
 
 
 ENCODING_CLASSES = {
     "axial_rope": AxialRoPE,
+    "golden_gate_rope": GoldenGateRoPE,
     "rope_mixed": LieRE,
     "liere": LieRE,
     "comrope_ap": ComRoPEAxialPartition,
     "comrope_ld": ComRoPELinearlyDependent,
+    "cayley_string": CayleyString,
+    "circulant_string": CirculantString,
+    "spherical_rope": SphericalRoPE,
 }

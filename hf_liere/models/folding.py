@@ -8,8 +8,11 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .encodings import ENCODING_CLASSES, ComRoPEAxialPartition, LieRE, RotaryEncoding
+from .encoding_traits import needs_exponential, traits_of
+from .encodings import ENCODING_CLASSES, LieRE
+from .encodings_in_basis import EncodingInBasis
 from .positions import TokenPositions
+from .rotary_encoding import RotaryEncoding
 from .rotation import BlockRotation, Rotation
 from .validation import TRAINING_ONLY
 
@@ -56,10 +59,10 @@ class FoldedLieRE(LieRE):
             init.copy_(constants, torch.eye(self.block_size).expand_as(constants))
 
 
-class FoldedComRoPE(RotaryEncoding):
+class FoldedPlanes(RotaryEncoding):
     """
-    ComRoPE for inference: RoPE with a frequency per axis and plane. The eigenbasis is in the query and key weights; it
-    puts the channels that odd blocks leave unrotated after all planes of their head.
+    An [`EncodingInBasis`] for inference: RoPE with a frequency per axis and plane. The basis is in the query and key
+    weights; it puts the channels that odd blocks leave unrotated after all planes of their head.
 
     Attributes:
         frequencies: (A, layers or 1, heads or 1, planes).
@@ -84,7 +87,12 @@ def grid_name(grid: tuple[int, ...]) -> str:
     return "x".join(map(str, grid))
 
 
-FOLDED_ENCODINGS = {"liere": FoldedLieRE, "comrope_ap": FoldedComRoPE, "comrope_ld": FoldedComRoPE}
+def folded_class(config) -> type[RotaryEncoding]:
+    """The class of the rotations of a folded model: its own where the rotations cost no more than cos and sin."""
+    encoding = ENCODING_CLASSES[config.position_encoding]
+    if issubclass(encoding, EncodingInBasis):
+        return FoldedPlanes
+    return FoldedLieRE if needs_exponential(config) else encoding
 
 
 def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
@@ -95,12 +103,13 @@ def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
     Raises:
         ValueError: if the encoding does not exist on that many axes.
     """
-    encoding = ENCODING_CLASSES.get(config.position_encoding)
-    if config.folded_grids is not None:
-        encoding = FOLDED_ENCODINGS.get(config.position_encoding, encoding)
-    if encoding is None:
+    traits = traits_of(config)
+    if traits is None:
         return None
-    encoding = encoding(config, num_axes)
+    if traits.num_axes not in (None, num_axes):
+        raise ValueError(f"{config.position_encoding} is defined on {traits.num_axes} axes, not on {num_axes}.")
+    folded = config.folded_grids is not None
+    encoding = (folded_class(config) if folded else ENCODING_CLASSES[config.position_encoding])(config, num_axes)
     encoding.reset_parameters()
     return encoding
 
@@ -114,11 +123,12 @@ def fold_rotations(model: nn.Module, encoder_class: type, grids: Iterable[tuple[
             f"There is nothing to fold in a model with position_encoding={config.position_encoding!r} and "
             f"folded_grids={config.folded_grids}."
         )
-    constant = config.position_encoding == "liere" and config.block_size > 2
+    constant = needs_exponential(config)
     if constant and config.train_grid is None:
         raise ValueError(
-            f"liere with block_size={config.block_size} folds into the constant rotations of a grid, and this model "
-            "takes positions with every input; accepted here: block_size 2 and encodings whose generators commute."
+            f"{config.position_encoding} with block_size={config.block_size} folds into the constant rotations of a "
+            "grid, and this model takes positions with every input; accepted here: block_size 2 and encodings whose "
+            "generators commute."
         )
     folded = _copied(model)
     encoder = next(module for module in folded.modules() if isinstance(module, encoder_class))
@@ -138,7 +148,7 @@ def fold_rotations(model: nn.Module, encoder_class: type, grids: Iterable[tuple[
     encoder.rotary_encoding = build_rotary_encoding(folded.config, config.num_axes).to(reference)
     if constant:
         encoder.rotary_encoding.take_over(encoding, rotations)
-    elif isinstance(encoding, ComRoPEAxialPartition):
+    elif isinstance(encoding, EncodingInBasis):
         encoder.rotary_encoding.frequencies.copy_(encoding.folded_frequencies())
         for layer, basis in zip(encoder.layers, encoding.bases()):
             layer.attention.fold(basis)

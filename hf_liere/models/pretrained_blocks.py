@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .encoding_traits import ENCODING_TRAITS
 from .lie_algebra import product_dtype
 from .positions import TokenPositions
 from .pretrained_rope import PretrainedRope
@@ -60,30 +61,18 @@ class PretrainedBlocks(PretrainedRope):
         self.inverse = self.order.argsort()
         if not any(rope._buffers[name].is_meta for name in frequency_buffers(rope)):
             for name, values in self.starting_values(rope).items():
-                init.copy_(getattr(self.rotary.encoding, name), values)
+                init.copy_(getattr(self.rotary.encoding, name), values.to(getattr(self.rotary.encoding, name)))
 
     def starting_values(self, rope: nn.Module) -> dict[str, torch.Tensor]:
-        """Parameters of the encoding: pretrained frequencies in the entries of blocks that turn a plane, else zeros."""
-        encoding = self.rotary.encoding
-        values = {
-            name: torch.zeros(parameter.shape, dtype=torch.float32) for name, parameter in encoding.named_parameters()
-        }
-        size, blocks = encoding.block_size, encoding.num_blocks
-        row, column = torch.triu_indices(size, size, offset=1)
-        in_plane = (row % 2 == 0) & (column == row + 1)
-        every_axis = torch.arange(encoding.num_axes)
-        for rank, layer in enumerate(self.layers[: encoding.layers]):
+        """Parameters of the encoding with which it rotates the planes as the pretrained model does."""
+        encoding, of_layers = self.rotary.encoding, []
+        every_axis = torch.arange(encoding.num_axes).unsqueeze(-1)
+        for layer in self.layers[: encoding.layers]:
             planes, order = self.layouts[self.layout_of_layer[layer]], list(self.planes)
-            frequencies = planes.of_rope(rope).cpu()[order].view(blocks, size // 2)
-            axes = planes.axes.cpu()[order].view(blocks, size // 2)
-            if values["generators"].ndim == 5:
-                of_axes = frequencies * (axes == every_axis.view(-1, 1, 1))  # (A, blocks, b/2)
-                values["generators"][:, rank, ..., in_plane] = of_axes.unsqueeze(1).expand(-1, encoding.heads, -1, -1)
-            else:
-                values["generators"][rank, ..., in_plane] = frequencies.expand(encoding.heads, -1, -1)
-            if "multipliers" in values:
-                values["multipliers"][:, rank] = (axes[:, 0] == every_axis.view(-1, 1, 1)).float()
-        return values
+            serves = planes.axes.cpu()[order] == every_axis  # (A, planes)
+            of_layers.append(serves * planes.of_rope(rope).cpu()[order])
+        frequencies = torch.stack(of_layers, dim=1).unsqueeze(2)  # (A, layers, 1, planes)
+        return encoding.of_planes(frequencies.expand(-1, -1, encoding.heads, -1))
 
     def forward(
         self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module, states: torch.Tensor
@@ -221,7 +210,7 @@ def _common_heads(tower: RopeTower, layers: list[int], head_dim: int) -> tuple[i
 def order_of_planes(layout: RopeLayout, position_encoding: str, block_size: int, shown: str) -> tuple[int, ...]:
     """
     The planes of a head in an order in which b/2 after another make a block that the encoding has: of any axes for
-    LieRE, of one axis for ComRoPE-LD (eq. 10), of axis j mod A in block j for ComRoPE-AP (eq. 8).
+    LieRE and Cayley-STRING, of one axis for ComRoPE-LD (eq. 10), of axis j mod A in block j for ComRoPE-AP (eq. 8).
 
     Raises:
         ValueError: if there is none.
@@ -231,7 +220,8 @@ def order_of_planes(layout: RopeLayout, position_encoding: str, block_size: int,
     counts, size = [len(planes) for planes in of_axis], block_size // 2
     if block_size % 2:
         raise ValueError(f"block_size={block_size}: a block is made of planes, two channels each; pass an even size.")
-    if position_encoding == "liere":
+    traits = ENCODING_TRAITS[position_encoding]
+    if not traits.proportional:
         if sum(counts) % size:
             raise ValueError(
                 f"block_size={block_size} does not divide the {2 * sum(counts)} rotated channels of {shown}."
@@ -243,12 +233,12 @@ def order_of_planes(layout: RopeLayout, position_encoding: str, block_size: int,
             f"block_size={block_size}: {shown} rotates {counts} planes by its axes, and a block of {position_encoding} "
             f"has {size} of one axis; accepted are sizes that divide twice these numbers, and liere for any axes."
         )
-    if position_encoding == "comrope_ap" and len(set(counts)) > 1:
+    if traits.serves_one_axis and len(set(counts)) > 1:
         raise ValueError(
-            f"{shown} rotates {counts} planes by its axes, but comrope_ap has as many blocks of each; accepted: "
-            "comrope_ld and liere."
+            f"{shown} rotates {counts} planes by its axes, but {position_encoding} has as many blocks of each; "
+            "accepted: comrope_ld, liere and cayley_string."
         )
-    if position_encoding == "comrope_ap":
+    if traits.serves_one_axis:
         # Blocks of the axes in turn.
         blocks = [[block] for turn in zip(*blocks) for block in turn]
     return tuple(plane for blocks_of_axis in blocks for block in blocks_of_axis for plane in block)

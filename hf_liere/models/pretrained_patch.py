@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .encoding_traits import traits_of
 from .pretrained_blocks import PretrainedBlocks, projected_states
 from .pretrained_rope import PretrainedPlanes, PretrainedRope
 from .rope_layout import RopeLayout, RopeTower, find_rope_towers
@@ -137,7 +138,7 @@ def plan_rope(model: nn.Module, config) -> list[RopePlan]:
     for tower in find_rope_towers(model, config.target):
         layers = choose_layers(tower.shown, tower.module, tower.attentions, config.layers)
         layers = rotating_layers(tower, layers, config.layers is not None)
-        planes = None if config.position_encoding == "rope_mixed" else turned_planes(tower, layers)
+        planes = None if traits_of(config).pretrained == "planes" else turned_planes(tower, layers)
         plans.append(RopePlan(tower, layers, config, planes))
     # What does not fit is noticed before a model is changed.
     for planned in plans:

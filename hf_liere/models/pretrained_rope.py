@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .encodings import LearnedRotations
 from .rope_layout import CoordinateProbe, RopeLayout, RopeTower
+from .rotary_encoding import LearnedRotations
 from .rotation import Rotation
 
 

@@ -9,11 +9,11 @@ from torch import nn
 
 from .attention import check_foldable, fold_into
 from .configuration_liere import LieRETokensConfig
-from .encodings import ComRoPEAxialPartition
+from .encoding_traits import ENCODING_TRAITS, generators_commute
+from .encodings_in_basis import EncodingInBasis
 from .folding import build_rotary_encoding
 from .positions import TokenPositions, check_coordinates
 from .rotation import Rotation, rotate_one, rotate_pair
-from .validation import ROTARY_ENCODINGS
 
 
 class LieRotaryEmbedding(nn.Module):
@@ -43,13 +43,13 @@ class LieRotaryEmbedding(nn.Module):
         num_heads: Number of query heads.
         head_dim: Channels of a head.
         num_axes: Number A of axes of a position, 1 to 6.
-        position_encoding: `"liere"`, `"rope_mixed"`, `"axial_rope"`, `"comrope_ap"` or `"comrope_ld"`.
-        block_size: Size b of the diagonal blocks of the generators; `None` means 2 for `rope_mixed` and `axial_rope`,
-            8 for the others.
+        position_encoding: A rotary encoding of [`LieREConfig`], such as `"liere"`, `"rope_mixed"` or `"comrope_ld"`.
+        block_size: Size b of the diagonal blocks of the generators; `None` means that of [`LieREConfig`].
         num_key_value_heads: Number of key heads, a divisor of `num_heads`; `None` means `num_heads`. Generators belong
             to key heads: the queries that attend to a key are rotated as it is.
         num_layers: Number of layers with generators of their own.
         share_heads, share_layers, rotary_init, rotary_init_scale, rope_theta: See [`LieREConfig`].
+        min_frequency, max_frequency, unrotated_share, axial_layout, axial_spectrum: See [`LieREConfig`].
 
     Attributes:
         encoding: The [`RotaryEncoding`] with the parameters, the same class as in the image, video and token models.
@@ -73,15 +73,20 @@ class LieRotaryEmbedding(nn.Module):
         rotary_init: str | None = None,
         rotary_init_scale: float | None = None,
         rope_theta: float | None = None,
+        min_frequency: float | None = None,
+        max_frequency: float | None = None,
+        unrotated_share: float | None = None,
+        axial_layout: str | None = None,
+        axial_spectrum: str | None = None,
     ):
         super().__init__()
         num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
         if min(num_heads, num_key_value_heads) < 1 or num_heads % num_key_value_heads:
             raise ValueError(f"num_heads={num_heads} must be a multiple of num_key_value_heads={num_key_value_heads}.")
-        if position_encoding not in ROTARY_ENCODINGS:
+        if position_encoding not in ENCODING_TRAITS:
             raise ValueError(
                 f"position_encoding={position_encoding!r} is not a rotary encoding; accepted: "
-                f"{', '.join(ROTARY_ENCODINGS)}."
+                f"{', '.join(ENCODING_TRAITS)}."
             )
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         self.num_axes, self.num_layers = num_axes, num_layers
@@ -99,6 +104,11 @@ class LieRotaryEmbedding(nn.Module):
                 rotary_init=rotary_init,
                 rotary_init_scale=rotary_init_scale,
                 rope_theta=rope_theta,
+                min_frequency=min_frequency,
+                max_frequency=max_frequency,
+                unrotated_share=unrotated_share,
+                axial_layout=axial_layout,
+                axial_spectrum=axial_spectrum,
             )
         except StrictDataclassError as error:
             raise ValueError(f"These rotations do not exist. {error.__cause__ or error}") from error
@@ -206,14 +216,15 @@ class LieRotaryEmbedding(nn.Module):
         encoding, config = self.encoding, self.config
         if config.folded_grids is not None:
             raise ValueError("The rotations are folded already.")
-        if config.position_encoding == "liere" and config.block_size > 2:
+        if not generators_commute(config):
             raise ValueError(
-                f"The generators of liere with block_size={config.block_size} do not commute, so that no basis of the "
-                "projections makes their rotations cheaper; keep what rotations(positions) returns instead."
+                f"The generators of {config.position_encoding} with block_size={config.block_size} do not commute, so "
+                "that no basis of the projections makes their rotations cheaper; keep what rotations(positions) "
+                "returns instead."
             )
         layers = [self._projections(*given) for given in (("q_proj", q_proj), ("k_proj", k_proj))]
         check_foldable([projection for projections in layers for projection in projections])
-        if not isinstance(encoding, ComRoPEAxialPartition):
+        if not isinstance(encoding, EncodingInBasis):
             # Planes have no basis.
             return self
         for projections, basis in zip(zip(*layers), encoding.bases()):

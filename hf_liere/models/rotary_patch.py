@@ -15,7 +15,7 @@ from torch import nn
 
 from .attention import eager_attention_forward
 from .configuration_liere import LieREPixelConfig, LieREVideoConfig, LieREViTConfig
-from .encodings import RotaryEncoding
+from .encoding_traits import ENCODING_TRAITS, OWN_FIELDS
 from .folding import build_rotary_encoding
 from .patched_forward import (
     CheckpointingInPass,
@@ -30,7 +30,8 @@ from .patched_forward import (
 )
 from .pretrained_patch import RopePatch, RopePlan, plan_rope
 from .rope_layout import frequency_buffers
-from .validation import ROTARY_ENCODINGS, check_format_version
+from .rotary_encoding import RotaryEncoding
+from .validation import check_format_version
 from .vision_towers import (
     Tower,
     choose_layers,
@@ -49,6 +50,7 @@ KEEP_ABSOLUTE = ("interpolate", "train_size", "fade", "drop")
 OF_NEW_POSITIONS = (
     "rotary_init_scale",
     "rope_theta",
+    *OWN_FIELDS,
     "coordinates",
     "position_perturbation",
     "position_shift",
@@ -66,8 +68,8 @@ class RotaryPatchConfig:
     Which rotations a pretrained vision transformer gets, and where.
 
     Args:
-        position_encoding: `comrope_ld`, `comrope_ap`, `liere`, `rope_mixed` or `axial_rope`.
-        block_size: Size b of the diagonal blocks of the generators; `None` means the encoding's own (8, RoPE: 2).
+        position_encoding: A rotary encoding of [`LieREConfig`], such as `comrope_ld`, `liere` or `rope_mixed`.
+        block_size: Size b of the diagonal blocks of the generators; `None` means the encoding's own, see `LieREConfig`.
         layers: Indices of the attention layers to rotate, from 0; `None` means all.
         target: Dotted name of the vision tower, or of the module around the one that computes RoPE, as in
             `model.named_modules()`; `None` means all.
@@ -75,10 +77,12 @@ class RotaryPatchConfig:
         rotary_init: `"zeros"` leaves a model without rotations exactly as it is: zero generators, exp(0) = I (ComRoPE
             §4.4). `"pretrained"` is for models that rotate by themselves (RoPE) and starts at their rotations:
             `rope_mixed` learns the frequencies of every layer and computes the same bits at the start, `liere`,
-            `comrope_ld` and `comrope_ap` learn blocks of each key head and start within rounding. Any other
-            (`"frequencies"`, `"normal"`, `"uniform"`, `None` for the encoding's own, see `LieREConfig`) is **not
-            neutral**: it changes what the pretrained model computes. `axial_rope` learns nothing and takes only `None`.
+            `comrope_ld`, `comrope_ap` and `cayley_string` learn blocks of each key head and start within rounding. Any
+            other (`"frequencies"`, `"normal"`, …, `None` for the encoding's own, see `LieREConfig`) is **not
+            neutral**: it changes what the pretrained model computes. `axial_rope` and `golden_gate_rope` learn nothing
+            and take only `None`.
         rotary_init_scale, rope_theta, coordinates: See `LieREPixelConfig`.
+        min_frequency, max_frequency, unrotated_share, axial_layout, axial_spectrum: See `LieREConfig`.
         position_perturbation, position_shift, position_jitter, position_rescale: See `LieREPixelConfig`. Towers whose
             samples have grids of their own draw for each sample.
         rotate_prefix: Whether class and register tokens are rotated as tokens at the centre (official ComRoPE).
@@ -101,6 +105,11 @@ class RotaryPatchConfig:
     rotary_init: str | None = "zeros"
     rotary_init_scale: float | None = None
     rope_theta: float | None = None
+    min_frequency: float | None = None
+    max_frequency: float | None = None
+    unrotated_share: float | None = None
+    axial_layout: str | None = None
+    axial_spectrum: str | None = None
     coordinates: str | None = None
     position_perturbation: float = 0.0
     position_shift: float = 0.0
@@ -114,10 +123,10 @@ class RotaryPatchConfig:
     def __post_init__(self):
         self._check_types()
         check_format_version(self.format_version, FORMAT_VERSION)
-        if self.position_encoding not in ROTARY_ENCODINGS:
+        if self.position_encoding not in ENCODING_TRAITS:
             raise ValueError(
                 f"position_encoding={self.position_encoding!r} is not a rotary encoding; accepted: "
-                f"{', '.join(ROTARY_ENCODINGS)}."
+                f"{', '.join(ENCODING_TRAITS)}."
             )
         if self.coordinates == "physical":
             raise ValueError(
@@ -131,15 +140,22 @@ class RotaryPatchConfig:
             raise ValueError(
                 f"absolute_weight={self.absolute_weight} belongs to keep_absolute='fade', not {self.keep_absolute!r}."
             )
-        if self.position_encoding == "axial_rope" and self.rotary_init is not None:
+        if not ENCODING_TRAITS[self.position_encoding].learned and self.rotary_init is not None:
             raise ValueError(
-                f"rotary_init={self.rotary_init!r}: axial_rope learns nothing and never starts neutral; pass "
-                "rotary_init=None to accept that, or another position_encoding."
+                f"rotary_init={self.rotary_init!r}: {self.position_encoding} learns nothing and never starts neutral; "
+                "pass rotary_init=None to accept that, or another position_encoding."
             )
         if self.rotary_init == "pretrained":
             self._check_pretrained()
 
     def _check_pretrained(self) -> None:
+        reason = ENCODING_TRAITS[self.position_encoding].pretrained
+        starting = [name for name, traits in ENCODING_TRAITS.items() if traits.pretrained in ("planes", "blocks")]
+        if self.position_encoding not in starting:
+            raise ValueError(
+                f"rotary_init='pretrained' does not exist for {self.position_encoding}: {reason}; accepted: "
+                f"{', '.join(starting)}."
+            )
         defaults = {field.name: field.default for field in fields(self)}
         given = [name for name in OF_NEW_POSITIONS if getattr(self, name) != defaults[name]]
         if given:

@@ -133,7 +133,7 @@ class EigenRotation(NamedTuple):
 
     Attributes:
         cos_sin: (1 or B, 1 or H, N, blocks · b/2, 2) cos and sin of s(p) μ.
-        basis: (1 or H, blocks, b, b) orthogonal U, without a gradient.
+        basis: (1 or H, blocks, b, b) orthogonal U; with a gradient where it is learned by itself.
         generators: (1 or H, blocks, b, b), the value of UᵀSU with the gradient of S, or `None` if not needed.
         phases: (1 or B, 1 or H, N, blocks) the s(p), or `None` as `generators`.
     """
@@ -190,7 +190,7 @@ class EigenRotation(NamedTuple):
         R(p) = U rot(s(p) μ) Uᵀ as (1 or B, 1 or H, N, blocks, b, b) in float64, in the basis of the model and without
         a gradient.
         """
-        size, basis = self.basis.shape[-1], self.basis.double().unsqueeze(1)  # (1 or H, 1, blocks, b, b)
+        size, basis = self.basis.shape[-1], self.basis.detach().double().unsqueeze(1)  # (1 or H, 1, blocks, b, b)
         planes = PlaneRotation(self.cos_sin.detach().double()).matrices().unflatten(3, (-1, size // 2))
         rotations = planes.new_zeros(*planes.shape[:4], size, size)  # (1 or B, 1 or H, N, blocks, b, b)
         for plane in range(size // 2):
@@ -305,3 +305,12 @@ def to_basis(projected: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
         rows = projected.to(dtype).reshape(-1, blocks, size, projected[0].numel())  # (H, blocks, b, …)
         changed = torch.matmul(basis.to(dtype).transpose(-1, -2), rows)
     return changed.view(projected.shape).to(projected.dtype)
+
+
+def basis_gradients(projected: torch.Tensor, gradients: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """Gradient of the basis from that of [`to_basis`]`(projected, basis)`, in the shape and type of the basis."""
+    heads, blocks, size, _ = basis.shape
+    with maybe_autocast(projected.device.type, enabled=False):
+        before, after = (x.to(basis.dtype).reshape(-1, blocks, size, x[0].numel()) for x in (projected, gradients))
+        of_heads = torch.matmul(before, after.transpose(-1, -2))  # (H, blocks, b, b)
+    return of_heads if heads > 1 else of_heads.sum(0, keepdim=True)

@@ -20,18 +20,17 @@ CACHE_BYTES = 1 << 29
 class _Entry(NamedTuple):
     """Rotations, and the values of what they were computed from."""
 
-    coordinates: torch.Tensor
-    entries: torch.Tensor
+    sources: tuple[torch.Tensor, ...]
     rotations: list[Rotation]
 
     def num_bytes(self) -> int:
         distinct = {id(rotation): rotation for rotation in self.rotations}.values()
         tensors = [tensor for rotation in distinct for tensor in rotation if tensor is not None]
-        return sum(tensor.nbytes for tensor in (self.entries, *tensors))
+        return sum(tensor.nbytes for tensor in (*self.sources[1:], *tensors))
 
-    def fits(self, coordinates: torch.Tensor, entries: torch.Tensor) -> bool:
-        """Whether the rotations are those of these coordinates and entries, by value."""
-        return torch.equal(self.coordinates, coordinates) and torch.equal(self.entries, entries)
+    def fits(self, sources: tuple[torch.Tensor, ...]) -> bool:
+        """Whether the rotations are those of these coordinates and sources of an encoding, by value."""
+        return all(torch.equal(known, given) for known, given in zip(self.sources, sources))
 
 
 class RotationCache:
@@ -40,7 +39,7 @@ class RotationCache:
     is not saved.
 
     Values are compared, not versions of tensors: whatever changes a generator, the rotations are computed again. They
-    are those of the generators' entries, not of parameters, which replicas of `DataParallel` do not have.
+    are those of the encoding's `sources`, not of `parameters()`, which replicas of `DataParallel` do not have.
     """
 
     def __init__(self):
@@ -62,23 +61,23 @@ class RotationCache:
     ) -> Iterable[Rotation]:
         """
         What `encoding.layer_rotations(positions, states)` returns, or returned before for the same grid, coordinates,
-        entries and type. Nothing is stored in training mode.
+        sources and type. Nothing is stored in training mode.
         """
         coordinates = positions.coordinates
         if encoding.training or torch.is_grad_enabled() or positions.grid is None or values_are_unknown(coordinates):
             return encoding.layer_rotations(positions, states)
-        entries = encoding.entries(coordinates.device)
-        if values_are_unknown(entries):
+        sources = (coordinates, *encoding.sources(coordinates.device))
+        if values_are_unknown(*sources):
             return encoding.layer_rotations(positions, states)
-        name = (positions.grid, states, encoding.rotation_dtype, *((x.dtype, x.device) for x in (coordinates, entries)))
+        name = (positions.grid, states, encoding.rotation_dtype, *((x.dtype, x.device) for x in sources))
         with self.lock:
             entry = self.entries.get(name)
-        if entry is not None and entry.fits(coordinates, entries):
+        if entry is not None and entry.fits(sources):
             return entry.rotations
         rotations = encoding.layer_rotations(positions, states)
         # Above a bound the layers are computed one by one, when they are asked for.
         if isinstance(rotations, list):
-            self._store(name, _Entry(coordinates, entries.clone(), rotations))
+            self._store(name, _Entry((coordinates, *(source.clone() for source in sources[1:])), rotations))
         return rotations
 
     def _store(self, name: tuple, entry: _Entry) -> None:

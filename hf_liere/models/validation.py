@@ -2,18 +2,28 @@
 
 from transformers.activations import ACT2FN
 
+from .encoding_traits import (
+    ANY,
+    ENCODING_TRAITS,
+    OWN_FIELDS,
+    accepted_inits,
+    needs_exponential,
+    own_fields,
+    traits_of,
+)
+
 
 FORMAT_VERSION = 1
-PLANAR_ENCODINGS = ("axial_rope", "rope_mixed")
-COMMUTING_ENCODINGS = ("comrope_ap", "comrope_ld")
-ROTARY_ENCODINGS = (*PLANAR_ENCODINGS, "liere", *COMMUTING_ENCODINGS)
+ROTARY_ENCODINGS = tuple(ENCODING_TRAITS)
 
 FLOAT32_MAX = 3.4028234e38
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim")
 INPUT_SIZES = ("num_channels", "feature_size")
 MAX_AXES = 6
-RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "patch_dropout_prob")
+DROPPED = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "patch_dropout_prob")
+SHARES = (*DROPPED, "unrotated_share")
 SCALES = ("position_perturbation", "position_shift", "layer_norm_eps", "rotary_init_scale")
+POSITIVE = ("initializer_range", "rope_theta", "min_frequency", "max_frequency")
 FACTORS = ("position_jitter", "position_rescale")
 # What moves patches in training, with the value that does nothing.
 DISPLACEMENTS = {
@@ -30,8 +40,8 @@ RANGES = (
     ((*SIZES, *INPUT_SIZES, "classifier_hidden_size"), lambda value: value >= 1, "be at least 1"),
     (("num_axes",), lambda value: 1 <= value <= MAX_AXES, f"lie in 1 … {MAX_AXES}"),
     (("num_register_tokens",), lambda value: value >= 0, "be at least 0"),
-    (RATES, lambda value: 0 <= value < 1, "lie in [0, 1)"),
-    (("initializer_range", "rope_theta"), lambda value: 0 < value <= FLOAT32_MAX, "be positive and finite in float32"),
+    (SHARES, lambda value: 0 <= value < 1, "lie in [0, 1)"),
+    (POSITIVE, lambda value: 0 < value <= FLOAT32_MAX, "be positive and finite in float32"),
     (SCALES, lambda value: 0 <= value <= FLOAT32_MAX, "be at least 0 and finite in float32"),
     (FACTORS, lambda value: 1 <= value <= FLOAT32_MAX, "be at least 1 and finite in float32, or None"),
     (("layerscale_value", "prefix_coordinate"), lambda value: abs(value) <= FLOAT32_MAX, "be finite in float32"),
@@ -56,6 +66,7 @@ def check_architecture(config) -> None:
         raise ValueError(f"hidden_act={config.hidden_act!r} must be one of {', '.join(sorted(ACT2FN))}.")
     _check_shapes(config)
     _check_table(config)
+    _check_own_fields(config)
     if config.position_encoding in ROTARY_ENCODINGS:
         _check_block_size(config)
         _check_rotary_init(config)
@@ -161,10 +172,10 @@ def check_tokens(config) -> None:
             raise ValueError(
                 f"{name}={getattr(config, name)} would do nothing with position_encoding={config.position_encoding!r}."
             )
-    if config.folded_grids is not None and config.position_encoding == "liere" and config.block_size > 2:
+    if config.folded_grids is not None and needs_exponential(config):
         raise ValueError(
-            f"folded_grids={config.folded_grids}: liere with block_size={config.block_size} has rotations to keep for "
-            "grids only, and tokens have none; accepted: None."
+            f"folded_grids={config.folded_grids}: {config.position_encoding} with block_size="
+            f"{config.block_size} has rotations to keep for grids only, and tokens have none; accepted: None."
         )
 
 
@@ -210,51 +221,75 @@ def _check_table(config) -> None:
 
 
 def _check_block_size(config) -> None:
-    encoding, block_size = config.position_encoding, config.block_size
+    encoding, size, traits = config.position_encoding, config.block_size, traits_of(config)
     head_dim, axes = config.head_dim, config.num_axes
+    if traits.num_axes not in (None, axes):
+        raise ValueError(
+            f"{encoding} is defined on {traits.num_axes} axes, and there are {axes}: no published form for another "
+            "number is known. Accepted here are the other rotary encodings."
+        )
     if head_dim < 2:
         raise ValueError(
             f"A head_dim of {head_dim} (hidden_size={config.hidden_size} / num_attention_heads="
             f"{config.num_attention_heads}) cannot be rotated; {encoding} needs at least 2."
         )
-    if encoding in PLANAR_ENCODINGS and block_size != 2:
-        raise ValueError(f"block_size={block_size}: {encoding} rotates planes, its only block_size is 2.")
-    if not 2 <= block_size <= head_dim:
+    sizes = traits.block_sizes
+    if size < 2 or (sizes.accepts(size, head_dim, axes) and size > head_dim):
         raise ValueError(
-            f"block_size={block_size} does not fit a head_dim of {head_dim}: {encoding} takes 2 … {head_dim}."
+            f"block_size={size} does not fit a head_dim of {head_dim}: {encoding} takes 2 … {head_dim}."
+            if sizes.rule is None
+            else f"block_size={size} does not fit a head_dim of {head_dim}; {_accepted_sizes(config)}."
         )
-    if encoding == "axial_rope" and head_dim < 2 * axes:
+    if not sizes.accepts(size, head_dim, axes):
+        rule = sizes.rule.format(size=size, encoding=encoding, head_dim=head_dim, axes=axes)
+        raise ValueError(f"{rule}; {_accepted_sizes(config)}.")
+    if traits.planar and traits.serves_one_axis and head_dim < 2 * axes:
         raise ValueError(
-            f"A head_dim of {head_dim} is too small for axial_rope on {axes} axes: it needs a plane for each axis, "
+            f"A head_dim of {head_dim} is too small for {encoding} on {axes} axes: it needs a plane for each axis, "
             f"so at least {2 * axes}."
         )
-    divisors = [size for size in range(2, head_dim + 1) if head_dim % size == 0]
-    if encoding == "comrope_ld" and block_size not in divisors:
-        raise ValueError(
-            f"block_size={block_size} must divide head_dim={head_dim} for comrope_ld; accepted here: {divisors}."
-        )
-    accepted = [size for size in divisors if head_dim % (size * axes) == 0]
-    if encoding == "comrope_ap" and block_size not in accepted:
-        raise ValueError(
-            f"block_size={block_size} times {axes} axes must divide head_dim={head_dim} for comrope_ap (each block "
-            f"serves one axis); accepted here: {accepted or 'none, choose another head_dim'}."
-        )
+
+
+def _accepted_sizes(config) -> str:
+    accepted = traits_of(config).block_sizes.accepted(config.head_dim, config.num_axes)
+    return f"accepted here: {accepted or 'none, choose another head_dim'}"
 
 
 def _check_rotary_init(config) -> None:
-    encoding, block_size = config.position_encoding, config.block_size
-    if encoding == "axial_rope" and config.rotary_init is not None:
-        raise ValueError(f"rotary_init={config.rotary_init!r}: axial_rope has no parameters to initialise.")
-    if config.rotary_init == "frequencies" and (encoding in COMMUTING_ENCODINGS or block_size % 2):
+    encoding, name, block_size = config.position_encoding, config.rotary_init, config.block_size
+    accepted = accepted_inits(config)
+    if name is None or name in accepted:
+        return
+    if not accepted:
+        raise ValueError(f"rotary_init={name!r}: {encoding} has no parameters to initialise.")
+    available = [
+        f"{other} with an even block_size" if traits.block_sizes is ANY else other
+        for other, traits in ENCODING_TRAITS.items()
+        if name in traits.rotary_inits
+    ]
+    raise ValueError(
+        f"rotary_init={name!r} gives every plane of channels a frequency: it is available for {', '.join(available)}, "
+        f"not for {encoding} with block_size={block_size}, which accepts {', '.join(accepted)}."
+    )
+
+
+def _check_own_fields(config) -> None:
+    given = {name: value for name in OWN_FIELDS if (value := getattr(config, name)) is not None}
+    if refused := {name: value for name, value in given.items() if name not in own_fields(config)}:
         raise ValueError(
-            f"rotary_init='frequencies' is a spectrum of plane rotations: it is available for rope_mixed and for "
-            f"liere with an even block_size, not for {encoding} with block_size={block_size}."
+            f"{refused} would do nothing with position_encoding={config.position_encoding!r} and rotary_init="
+            f"{config.rotary_init!r}: axial_layout and axial_spectrum belong to axial_rope, the others to "
+            "golden_gate_rope and to rotary_init='golden_gate'."
+        )
+    if given.get("min_frequency", 0) > given.get("max_frequency", 0):
+        raise ValueError(
+            f"min_frequency={config.min_frequency} must not be above max_frequency={config.max_frequency}."
         )
 
 
 def _check_folding(config) -> None:
     grids = config.folded_grids
-    if grids and (config.position_encoding != "liere" or config.block_size == 2):
+    if grids and not needs_exponential(config):
         raise ValueError(
             f"folded_grids={grids}: only liere with block_size above 2 has rotations to keep; accepted for "
             f"{config.position_encoding}: [] or None."

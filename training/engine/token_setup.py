@@ -7,7 +7,7 @@ from transformers.utils import logging
 
 from hf_liere import LieRETokensConfig
 from hf_liere.errors import InputError
-from hf_liere.models.validation import PLANAR_ENCODINGS
+from hf_liere.models.encoding_traits import ENCODING_TRAITS
 from training.data.tokens import TokenData, TokenTable
 from training.engine.arguments import TokensModelArguments
 from training.engine.model_setup import resolve_config
@@ -61,12 +61,13 @@ def resolve_tokens_config(arguments: TokensModelArguments, data: TokenData) -> L
 def placement(table: TokenTable, position_encoding: str) -> tuple[list[float], float]:
     """
     Origin of each axis, the smallest position, and the scale of all axes, which keeps angles: the axis of the largest
-    extent runs from 0 to 1 or, for RoPE, to n^(1/A) − 1, as do the indices of n tokens on a grid of A axes.
+    extent runs from 0 to 1 or, for RoPE and STRING, to n^(1/A) − 1, as do the indices of n tokens on a grid of A axes.
     """
     everything = np.concatenate(table.positions).astype(np.float64)
     low, extent = everything.min(axis=0), float(np.ptp(everything, axis=0).max())
     longest = max(map(len, table.positions)) ** (1 / everything.shape[1]) - 1
-    wanted = longest if position_encoding in PLANAR_ENCODINGS else 1.0
+    traits = ENCODING_TRAITS.get(position_encoding)
+    wanted = longest if traits is not None and traits.coordinates == "index" else 1.0
     return low.tolist(), wanted / extent if extent > 0 and wanted > 0 else 1.0
 
 

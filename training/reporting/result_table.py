@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_liere.models.encoding_traits import ENCODING_TRAITS
 from training.reporting.result_lines import correct_examples
 from training.reporting.significance import Interval, bootstrap_mean
 
@@ -127,13 +128,10 @@ def method(settings: dict[str, Any], script: str = "image_classification", shown
     name = {
         "none": {"clip_finetuning": "Absolute", "language_modeling": "RoPE as it was"}.get(script, "no positions"),
         "absolute": "Absolute",
-        "axial_rope": "Axial RoPE",
-        "rope_mixed": "RoPE-Mixed",
-        "liere": f"LieRE{block or 8}",
-        "comrope_ap": "ComRoPE-AP",
-        "comrope_ld": "ComRoPE-LD",
-    }[encoding]
-    if encoding.startswith("comrope") and block not in (None, 8):
+    }.get(encoding) or ENCODING_TRAITS[encoding].title
+    if encoding == "liere":
+        name += str(block or 8)
+    elif encoding in ENCODING_TRAITS and block not in (None, ENCODING_TRAITS[encoding].block_sizes.default):
         name += f", block_size {block}"
     return ", ".join([name, *_named(rest)])
 
