@@ -1,5 +1,7 @@
 """Which encodings and block sizes the tests run over: an encoding that has traits is in all of these lists."""
 
+import torch
+
 from hf_liere.models.encoding_traits import ENCODING_TRAITS
 
 
@@ -8,6 +10,10 @@ LEARNED = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.learn
 COMMUTING = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.commutes)
 # Encodings that can start without any rotation.
 NEUTRAL = tuple(name for name, traits in ENCODING_TRAITS.items() if "zeros" in traits.rotary_inits)
+
+
+# Their basis is never the identity, so that even without any rotation queries and keys are rounded in it.
+ROUNDED = ("circulant_string",)
 
 
 def on_axes(axes, encodings=ENCODINGS):
@@ -32,3 +38,16 @@ def fields(encoding, head_dim=24, axes=2, wanted=4):
     if encoding not in ENCODING_TRAITS:
         return {"position_encoding": encoding}
     return {"position_encoding": encoding, "block_size": block_size(encoding, head_dim, axes, wanted)}
+
+
+@torch.no_grad()
+def moved(model, std=0.3):
+    """The model or encoding with parameters of rotations that training could have led to: none is at its start."""
+    named = model.rotary_parameters() if hasattr(model, "rotary_parameters") else model.named_parameters()
+    for _, parameter in named:
+        parameter.add_(std * torch.randn_like(parameter))
+    return model
+
+
+# Every encoding on images, with heads of 24 channels.
+IMAGE_CASES = [("liere", 3), *((encoding, block_size(encoding, wanted=8)) for encoding in ENCODINGS)]

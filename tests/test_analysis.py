@@ -10,6 +10,8 @@ import pytest
 import reference
 import torch
 import transformers
+from encoding_cases import COMMUTING, ENCODINGS, moved
+from encoding_cases import fields as encoding_fields
 
 import hf_liere
 from hf_liere.inspection.analysis import (
@@ -33,6 +35,7 @@ from hf_liere.inspection.encodings import (
     rotary_encoding,
     rotations,
 )
+from hf_liere.models.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.positions import of_coordinates
 
 
@@ -124,12 +127,11 @@ def test_relativity_error_of_liere_off_the_diagonal(classifier):
         assert found.mean[0, 0, head] > 0.01
 
 
-@pytest.mark.parametrize("position_encoding", ["comrope_ap", "comrope_ld", "rope_mixed", "axial_rope"])
+@pytest.mark.parametrize("position_encoding", COMMUTING)
 @pytest.mark.parametrize("fold", [False, True])
 def test_commuting_encodings_are_relative(classifier, position_encoding, fold):
     """Far below the 1e-5 that is asked for: it is computed in float64, so that an error would be the encoding's."""
-    size = 4 if position_encoding.startswith("comrope") else None
-    model = classifier(position_encoding=position_encoding, block_size=size)
+    model = moved(classifier(**encoding_fields(position_encoding)))
     encoding = encoding_of(model.fold_rotations() if fold else model)
     assert relativity_error(encoding).largest.max() < 1e-10
     assert commutators(generators(encoding)).norm.max() < 1e-10
@@ -137,14 +139,15 @@ def test_commuting_encodings_are_relative(classifier, position_encoding, fold):
 
 def test_rotations_are_those_of_attention(classifier):
     """Against the rotations that the model hands to its layers, for patches of its own grid."""
-    for fields in ({}, {"position_encoding": "rope_mixed"}, {"position_encoding": "comrope_ld"}):
+    for fields in map(encoding_fields, ENCODINGS):
         model = classifier(**fields).liere
         positions = model.grid_positions((4, 4), None, torch.device("cpu")).coordinates[1:]
-        ours = rotations(generators(model.rotary_encoding), positions)
+        product = ENCODING_TRAITS[model.config.position_encoding].product
+        ours = rotations(generators(model.rotary_encoding), positions, product)
         for layer, rotation in enumerate(model.rotary_encoding(of_coordinates(positions))):
             rotation = rotation.matrices()[0].transpose(1, 2).double()
             # The model rounds to float32.
-            assert torch.allclose(ours[layer], rotation, atol=1e-6)
+            assert torch.allclose(ours[layer % len(ours)], rotation, atol=1e-6)
 
 
 def test_frequencies_of_rope(classifier):

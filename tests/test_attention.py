@@ -1,6 +1,7 @@
 import pytest
 import reference
 import torch
+from encoding_cases import COMMUTING, ENCODINGS, IMAGE_CASES, fields, moved
 from rotating import rotate
 
 from hf_liere.models.attention import LieREAttention
@@ -12,15 +13,12 @@ def layer_inputs(tiny, encoding, batch=None, **overrides):
     config = tiny(position_encoding=encoding, **overrides)
     config._attn_implementation = "eager"
     encoding = build_rotary_encoding(config, 2)
-    encoding.reset_parameters()
+    moved(encoding)
     positions = torch.rand(*((batch,) if batch else ()), 6, 2)
     return config, encoding(of_coordinates(positions))[0]
 
 
-CASES = [("rope_mixed", 2), ("liere", 5), ("liere", 8), ("comrope_ld", 4), ("axial_rope", 2)]
-
-
-@pytest.mark.parametrize("encoding, block_size", CASES)
+@pytest.mark.parametrize("encoding, block_size", [("liere", 5), *IMAGE_CASES])
 @pytest.mark.parametrize("batch", [None, 3])
 @pytest.mark.parametrize("share_heads", [False, True])
 def test_rotate_is_the_block_diagonal_product(tiny, encoding, block_size, batch, share_heads):
@@ -42,7 +40,7 @@ def test_rotate_keeps_the_tail_and_the_type(tiny):
     assert not torch.equal(rotated[..., :20], states[..., :20])
 
 
-@pytest.mark.parametrize("encoding, block_size", CASES)
+@pytest.mark.parametrize("encoding, block_size", IMAGE_CASES)
 def test_attention_matches_the_reference(tiny, encoding, block_size):
     config, rotation = layer_inputs(tiny, encoding, block_size=block_size)
     module = LieREAttention(config)
@@ -51,15 +49,14 @@ def test_attention_matches_the_reference(tiny, encoding, block_size):
     torch.testing.assert_close(module(states, rotation)[0].double(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("encoding, relative", [("comrope_ap", True), ("comrope_ld", True), ("liere", False)])
-def test_attention_under_a_common_shift(tiny, encoding, relative):
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_attention_under_a_common_shift(tiny, encoding):
     """Outputs, and so the logits between patches, do not see a shift of all positions where generators commute."""
-    config = tiny(position_encoding=encoding, block_size=4)
+    config = tiny(**fields(encoding))
     config._attn_implementation = "eager"
-    rotary, module = build_rotary_encoding(config, 2), LieREAttention(config)
-    rotary.reset_parameters()
+    rotary, module = moved(build_rotary_encoding(config, 2)), LieREAttention(config)
     states, positions = torch.randn(2, 6, 48) * 5, torch.rand(6, 2)
     shifted = (of_coordinates(positions), of_coordinates(positions + torch.tensor([0.3, -2.0])))
     weights = [module(states, rotary(p)[0])[1] for p in shifted]
     deviation = (weights[0] - weights[1]).abs().max()
-    assert deviation < 1e-5 if relative else deviation > 1e-3
+    assert deviation < 1e-5 if encoding in COMMUTING else deviation > 1e-3

@@ -9,6 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from encoding_cases import IMAGE_CASES, moved
 
 import hf_liere
 from hf_liere import export
@@ -21,9 +22,13 @@ TOLERANCE = 1e-5
 ANY_SIZE = [
     ("comrope_ld", 8, ".onnx"),
     ("comrope_ld", 8, ".pt2"),
+    ("golden_gate_rope", 2, ".onnx"),
+    ("cayley_string", 24, ".onnx"),
+    ("spherical_rope", 3, ".onnx"),
     *(
         pytest.param(encoding, block_size, suffix, marks=pytest.mark.slow)
-        for encoding, block_size in (("none", None), ("axial_rope", None), ("rope_mixed", None), ("comrope_ap", 4))
+        for encoding, block_size in (("none", None), *IMAGE_CASES)
+        if encoding not in ("comrope_ld", "liere")
         for suffix in (".onnx", ".pt2")
     ),
 ]
@@ -49,7 +54,7 @@ def shape_of(path):
 @pytest.mark.parametrize("encoding, block_size, suffix", ANY_SIZE)
 def test_images_of_any_size(tiny, tmp_path, encoding, block_size, suffix):
     config = tiny(position_encoding=encoding, block_size=block_size, num_hidden_layers=1)
-    model = hf_liere.LieREViTForImageClassification(config)
+    model = moved(hf_liere.LieREViTForImageClassification(config))
     path = export_model(model, tmp_path / "folder" / f"model{suffix}")
     pixels = [torch.randn(1, 3, 16, 16), torch.randn(3, 3, 8, 40), torch.randn(2, 3, 32, 12)]
     assert_same(model, path, *pixels)

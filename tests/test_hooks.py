@@ -7,6 +7,8 @@ import copy
 
 import pytest
 import torch
+from encoding_cases import LEARNED
+from encoding_cases import fields as encoding_fields
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -14,9 +16,11 @@ from transformers import TorchAoConfig
 
 import hf_liere
 from hf_liere.inspection.costs import count_cost
+from hf_liere.models.encoding_traits import ENCODING_TRAITS
 
 
-ENCODINGS = ["comrope_ap", "comrope_ld", "liere"]
+# Those whose rotations are not of neighbouring channels.
+ENCODINGS = [name for name in LEARNED if not ENCODING_TRAITS[name].planar]
 # Logits and gradients of order 1 in float32, with products in another order.
 ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -33,7 +37,7 @@ def batch():
 
 
 def build(tiny, encoding, **fields):
-    config = tiny(position_encoding=encoding, block_size=4, initializer_range=0.2, **fields)
+    config = tiny(**encoding_fields(encoding), initializer_range=0.2, **fields)
     return hf_liere.LieREViTForImageClassification(config).eval()
 
 

@@ -4,8 +4,10 @@ import itertools
 import json
 import re
 
+import encoding_cases
 import pytest
 import torch
+from encoding_cases import COMMUTING, ENCODINGS, LEARNED, moved, on_axes
 from huggingface_hub.errors import StrictDataclassError
 from test_auto import run
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -15,20 +17,25 @@ from hf_liere import reference
 from hf_liere.auto import load_checkpoint, model_class
 from hf_liere.cli import main
 from hf_liere.conversion.upgrades import upgrade_encoding
+from hf_liere.models.encoding_traits import ENCODING_TRAITS
 
 
-ENCODINGS = ("none", "absolute", "axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld")
+# On every number of axes that a head of 24 channels allows.
+CASES = [
+    (encoding, axes)
+    for axes in range(1, 7)
+    for encoding in ("none", "absolute", *on_axes(axes))
+    if encoding not in ENCODINGS or ENCODING_TRAITS[encoding].block_sizes.accepted(24, axes)
+]
 HEADS = (hf_liere.LieRETokensForSequenceClassification, hf_liere.LieRETokensForTokenClassification)
 
 
 def fields(encoding, num_axes):
-    """Of an encoding; a head of 24 channels has two planes for each of up to six axes."""
+    """Of an encoding, in blocks of 8 channels where it has them."""
     given = {"position_encoding": encoding, "num_axes": num_axes}
     if encoding == "absolute":
         return given | {"position_table_size": [3] * num_axes}
-    return given | {"liere": {"block_size": 8}, "comrope_ap": {"block_size": 2}, "comrope_ld": {"block_size": 8}}.get(
-        encoding, {}
-    )
+    return given | encoding_cases.fields(encoding, axes=num_axes, wanted=8)
 
 
 def build(make, encoding="liere", num_axes=2, implementation="sdpa", **overrides):
@@ -44,11 +51,8 @@ def tokens(num_axes=2, count=9, batch=2):
     return torch.randn(batch, count, 5), torch.rand(batch, count, num_axes)
 
 
-@pytest.mark.parametrize("num_axes", range(1, 7))
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding, num_axes", CASES)
 def test_permuted_tokens_permute_outputs(encoding, num_axes):
-    if encoding == "comrope_ap" and num_axes == 5:
-        pytest.skip("five axes do not divide 24 channels")
     features, positions = tokens(num_axes)
     order = torch.randperm(9)
     model = build(HEADS[1], encoding, num_axes)
@@ -66,7 +70,7 @@ def test_permuted_tokens_permute_outputs(encoding, num_axes):
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("pooling", ["cls", "mean", "mean_all", "prefix"])
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding, num_axes", [case for case in CASES if case[1] == 2])
 def test_a_sample_gives_the_same_logits_alone_and_padded(encoding, pooling, implementation):
     lengths, features, positions = (9, 4, 1), *tokens(count=9, batch=3)
     mask = torch.arange(9) < torch.tensor(lengths).unsqueeze(1)
@@ -106,6 +110,10 @@ def test_padding_with_flex_attention():
         ("liere", 1, 8, True),
         ("liere", 3, 8, False),
         ("absolute", 3, None, False),
+        ("golden_gate_rope", 3, None, True),
+        ("cayley_string", 3, 24, True),
+        ("circulant_string", 3, 8, True),
+        ("spherical_rope", 2, None, False),
     ],
 )
 def test_only_differences_of_positions_matter_where_that_is_promised(encoding, num_axes, block_size, relative):
@@ -116,15 +124,14 @@ def test_only_differences_of_positions_matter_where_that_is_promised(encoding, n
     shift = torch.linspace(0.3, 0.7, num_axes, dtype=torch.float64)
     deviation = (model(features, positions + shift).logits - model(features, positions).logits).abs().max()
     # Without parameters that are float64, rotations are float32.
-    tolerance = 1e-5 if encoding == "axial_rope" else 1e-9
+    tolerance = 1e-9 if encoding in LEARNED else 1e-5
     assert deviation < tolerance if relative else deviation > 1e-3
 
 
-@pytest.mark.parametrize("encoding", ["liere", "comrope_ld"])
-@pytest.mark.parametrize("num_axes", [1, 3, 4])
+@pytest.mark.parametrize("encoding, num_axes", [case for case in CASES if case[0] in LEARNED])
 def test_rotations_are_those_of_the_reference_at_scaled_positions(encoding, num_axes):
     scale = [0.5 + axis for axis in range(num_axes)]
-    model = build(hf_liere.LieRETokensModel, encoding, num_axes, position_scale=scale, position_origin=-0.5)
+    model = moved(build(hf_liere.LieRETokensModel, encoding, num_axes, position_scale=scale, position_origin=-0.5))
     positions = torch.rand(4, num_axes)
     placed = model.given_positions(positions, 2, 4)
     parameters = dict(model.rotary_encoding.named_parameters())
@@ -133,7 +140,7 @@ def test_rotations_are_those_of_the_reference_at_scaled_positions(encoding, num_
         for head, token in itertools.product(range(2), range(4)):
             generators = reference.generators(parameters, model.config, num_axes, layer, head)
             at = (positions[token].double() + 0.5) * torch.tensor(scale, dtype=torch.float64)
-            expected = reference.rotations(generators, at.view(1, -1))[0]
+            expected = reference.rotations(generators, at.view(1, -1), encoding == "spherical_rope")[0]
             # The class token comes first; float32.
             dense = torch.block_diag(*matrices[head, 1 + token])
             torch.testing.assert_close(dense, expected, rtol=0, atol=2e-6)
@@ -178,9 +185,9 @@ def test_a_table_of_a_multilinear_function_is_that_function():
     torch.testing.assert_close(values, function(positions), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("encoding", ["comrope_ap", "comrope_ld", "rope_mixed", "axial_rope"])
+@pytest.mark.parametrize("encoding", COMMUTING)
 def test_commuting_rotations_fold(encoding, tmp_path):
-    model = build(HEADS[0], encoding, 3)
+    model = moved(build(HEADS[0], encoding, 3))
     features, positions = tokens(3)
     expected = model(features, positions).logits
     model.fold_rotations().save_pretrained(tmp_path)
@@ -209,16 +216,16 @@ def test_hidden_tokens_have_no_part_in_the_loss():
     torch.testing.assert_close(model(features, positions, mask, labels=ignored).loss, expected)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_every_parameter_learns(encoding):
-    features, positions = tokens(4)
+@pytest.mark.parametrize("encoding, num_axes", [case for case in CASES if case[1] in (2, 4)])
+def test_every_parameter_learns(encoding, num_axes):
+    features, positions = tokens(num_axes)
     for make, labels in zip(HEADS, (torch.tensor([0, 2]), torch.randint(3, (2, 9)))):
-        model = build(make, encoding, 4, num_register_tokens=1, pooling="mean_all").train()
+        model = build(make, encoding, num_axes, num_register_tokens=1, pooling="mean_all").train()
         model(features, positions, labels=labels).loss.backward()
         assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
-@pytest.mark.parametrize("encoding", ["absolute", "liere", "comrope_ld"])
+@pytest.mark.parametrize("encoding", ["absolute", *on_axes(3)])
 def test_in_a_compiled_graph_and_exported(encoding):
     model = build(HEADS[0], encoding, 3, pooling="mean")
     features, positions = tokens(3)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from encoding_cases import block_size, on_axes
 
 import hf_liere
 
@@ -7,11 +8,7 @@ import hf_liere
 ENCODINGS = [
     ("none", None),
     ("absolute", None),
-    ("axial_rope", None),
-    ("rope_mixed", None),
-    ("liere", 5),
-    ("comrope_ap", 4),
-    ("comrope_ld", 8),
+    *((encoding, block_size(encoding, axes=3, wanted=5)) for encoding in on_axes(3)),
 ]
 
 

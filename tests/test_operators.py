@@ -4,18 +4,17 @@ import copy
 
 import pytest
 import torch
+from encoding_cases import IMAGE_CASES
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 import hf_liere
 from hf_liere.models import exponential, operators
 from hf_liere.models.backends import plain_operations
+from hf_liere.models.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.exponential import layer_block_rotations
 from hf_liere.models.lie_algebra import skew
 from hf_liere.models.positions import of_grid
 from hf_liere.models.squaring import Rays, num_saved
-
-
-ENCODINGS = [("liere", 8), ("liere", 3), ("rope_mixed", 2), ("axial_rope", 2), ("comrope_ap", 4), ("comrope_ld", 8)]
 
 
 @pytest.fixture(params=["kernels", "plain"])
@@ -172,7 +171,7 @@ SHARED = {"share_layers": True, "share_heads": True, "rotate_prefix": True}
 
 
 @pytest.mark.parametrize(
-    "encoding, block_size, fields", [*((*encoding, {}) for encoding in ENCODINGS), ("liere", 8, SHARED)]
+    "encoding, block_size, fields", [*((*encoding, {}) for encoding in IMAGE_CASES), ("liere", 8, SHARED)]
 )
 def test_a_training_step_of_a_graph_is_that_of_the_model(
     tiny, implementation, fresh_compiler, encoding, block_size, fields
@@ -199,7 +198,7 @@ def loss(model, parameters, pixels, label):
     return torch.nn.functional.cross_entropy(logits, label.unsqueeze(0))
 
 
-@pytest.mark.parametrize("encoding, block_size", ENCODINGS)
+@pytest.mark.parametrize("encoding, block_size", IMAGE_CASES)
 def test_training_goes_on_after_inference_mode(tiny, implementation, encoding, block_size):
     """Nothing that inference mode made is kept for it."""
     model = classifier(tiny, encoding, block_size)
@@ -213,7 +212,7 @@ def test_training_goes_on_after_inference_mode(tiny, implementation, encoding, b
 
 # Warnings of torch: its attention has no rule for vmap.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("encoding, block_size", ENCODINGS)
+@pytest.mark.parametrize("encoding, block_size", IMAGE_CASES)
 def test_functions_transform_the_model(tiny, implementation, encoding, block_size):
     """Gradients of every sample, predictions of samples and of models of an ensemble, against one after the other."""
     model = classifier(tiny, encoding, block_size)
@@ -234,16 +233,16 @@ def test_functions_transform_the_model(tiny, implementation, encoding, block_siz
     torch.testing.assert_close(logits, torch.stack([one(pixels).logits for one in ensemble]), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("encoding, block_size", ENCODINGS)
+@pytest.mark.parametrize("encoding, block_size", IMAGE_CASES)
 def test_the_profiler_names_operators(tiny, implementation, encoding, block_size):
     model = classifier(tiny, encoding, block_size)
     pixels = torch.randn(1, 3, 16, 16)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(pixels).logits.sum().backward()
     names = {event.key for event in profile.key_averages()}
-    applied = "planes" if encoding != "liere" else "blocks"
+    applied = "planes" if ENCODING_TRAITS[encoding].commutes else "blocks"
     expected = {f"hf_liere::rotate_{applied}"}
-    if encoding != "axial_rope":
+    if ENCODING_TRAITS[encoding].learned:
         expected |= {f"hf_liere::rotate_{applied}_backward"}
     if encoding == "liere":
         expected |= {"hf_liere::block_rotations", "hf_liere::block_rotations_backward"}

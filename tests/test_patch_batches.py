@@ -1,5 +1,6 @@
 """Batches of images and clips of different sizes: what a sample gives must not depend on the others in its batch."""
 
+import encoding_cases
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,6 @@ from hf_liere import (
     batch_of_patches,
 )
 from hf_liere.models.encodings import RotaryEncoding
-from hf_liere.models.validation import ROTARY_ENCODINGS
 
 
 SIZES = ((32, 32), (16, 48), (40, 24), (32, 32))
@@ -39,8 +39,8 @@ def seed():
 
 
 def build(encoding="liere", attention="sdpa", **fields):
-    sizes = {"block_size": 4} if encoding in ("liere", "comrope_ap", "comrope_ld") else {}
-    config = LieREViTConfig(**{**SMALL, "position_encoding": encoding, **sizes, **fields})
+    head_dim = SMALL["hidden_size"] // SMALL["num_attention_heads"]
+    config = LieREViTConfig(**{**SMALL, **encoding_cases.fields(encoding, head_dim), **fields})
     config._attn_implementation = attention
     return LieREViTForImageClassification(config).eval()
 
@@ -60,7 +60,7 @@ def assert_as_alone(model, pixels, **arguments):
 
 @pytest.mark.parametrize("pooling", ["cls", "mean", "mean_all", "prefix"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("encoding", ROTARY_ENCODINGS)
+@pytest.mark.parametrize("encoding", encoding_cases.ENCODINGS)
 def test_padded_as_alone(encoding, attention, pooling):
     assert_as_alone(build(encoding, attention, pooling=pooling), images())
 

@@ -23,9 +23,10 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_liere import RotaryPatchConfig, patch, reference, rotary_parameters
+from hf_liere.models.encoding_traits import ENCODING_TRAITS
 
 
-DENSE = ["liere", "comrope_ld", "comrope_ap"]
+DENSE = [name for name, traits in ENCODING_TRAITS.items() if traits.pretrained == "blocks"]
 # Why a family cannot have blocks; by encoding where the others can.
 REFUSED = {
     "gpt_neox": "has no q_proj and k_proj, query and key, or one projection for",
@@ -55,7 +56,7 @@ def test_blocks_start_at_the_pretrained_rotation_and_learn(name, encoding):
     found = outputs(model, inputs)
     close_to_start(found, expected)
     sum(tensor.square().sum() for tensor in found if tensor.requires_grad).backward()
-    kinds = {"generators", "multipliers"} if encoding == "comrope_ld" else {"generators"}
+    kinds = {"generators"} | {"comrope_ld": {"multipliers"}, "cayley_string": {"skew"}}.get(encoding, set())
     assert {key.rpartition(".")[2] for key, _ in rotary_parameters(model)} == kinds
     assert all(value.grad.abs().min() > 0 for _, value in rotary_parameters(model))
     randomize(model)

@@ -9,7 +9,7 @@ from pathlib import Path
 import layer_worker
 import pytest
 import torch
-from encoding_cases import COMMUTING, ENCODINGS, block_size, on_axes
+from encoding_cases import COMMUTING, ENCODINGS, block_size, moved, on_axes
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -58,7 +58,7 @@ def expected(rotary, x, positions, layer=0):
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("encoding, axes", [(name, axes) for axes in (1, 2, 3, 4, 6) for name in on_axes(axes)])
 def test_the_layer_is_the_plain_reference(encoding, axes, key_heads, shared_positions):
-    rotary = build(encoding, axes, num_key_value_heads=key_heads)
+    rotary = moved(build(encoding, axes, num_key_value_heads=key_heads))
     # Negative and between grid points.
     positions = 3 * torch.randn(*(() if shared_positions else (3,)), 5, axes, dtype=torch.float64)
     query, key = inputs(3, key_heads=key_heads)
@@ -190,7 +190,7 @@ def test_keys_that_were_rotated_once_and_kept(encoding):
 def test_folding_keeps_the_scores(encoding, size):
     size = block_size(encoding, HEAD_DIM, 2, size)
     rotary = LieRotaryEmbedding(HEADS, HEAD_DIM, 2, encoding, size, num_key_value_heads=KEY_HEADS)
-    attention = Attention(rotary).eval()
+    attention = Attention(moved(rotary)).eval()
     x, positions = torch.randn(3, 6, HEADS * HEAD_DIM), torch.randn(6, 2)
     folded = copy.deepcopy(attention)
     assert folded.rotary.fold(folded.q_proj, folded.k_proj) is folded.rotary
@@ -244,7 +244,7 @@ def test_half_types(encoding, dtype):
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_gradients(encoding):
     """Of states and generators against finite differences, with grouped queries and other positions of keys."""
-    rotary = build(encoding).double()
+    rotary = moved(build(encoding)).double()
     query, key = (x.double().requires_grad_() for x in (states(tokens=2)[:1], states(tokens=3, heads=2)[:1]))
     positions, key_positions = (torch.randn(n, 2, dtype=torch.float64) for n in (2, 3))
     names, values = (

@@ -2,15 +2,13 @@
 
 import pytest
 import torch
+from encoding_cases import IMAGE_CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_liere
 from hf_liere.export import export_model
 from hf_liere.models.exponential import block_rotations
 from hf_liere.models.lie_algebra import skew
-
-
-ENCODINGS = [("liere", 8), ("liere", 3), ("rope_mixed", 2), ("axial_rope", 2), ("comrope_ap", 4), ("comrope_ld", 8)]
 
 
 class Logits(torch.nn.Module):
@@ -29,7 +27,7 @@ def classifier(tiny, encoding, block_size, **fields):
     return hf_liere.LieREViTForImageClassification(config).eval()
 
 
-@pytest.mark.parametrize("encoding, block_size", ENCODINGS)
+@pytest.mark.parametrize("encoding, block_size", IMAGE_CASES)
 def test_shapes_alone(tiny, encoding, block_size):
     with torch.device("meta"):
         model = classifier(tiny, encoding, block_size)
@@ -39,7 +37,7 @@ def test_shapes_alone(tiny, encoding, block_size):
         assert model(mode.from_tensor(torch.randn(2, 3, 8, 16))).logits.shape == (2, 3)
 
 
-@pytest.mark.parametrize("encoding, block_size", ENCODINGS)
+@pytest.mark.parametrize("encoding, block_size", IMAGE_CASES)
 @pytest.mark.filterwarnings("ignore")
 def test_a_traced_model_gives_the_same_logits(tiny, encoding, block_size):
     model = classifier(tiny, encoding, block_size)
@@ -49,7 +47,10 @@ def test_a_traced_model_gives_the_same_logits(tiny, encoding, block_size):
         torch.testing.assert_close(traced(second), model(second).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("encoding, block_size", [("liere", 8), ("comrope_ap", 4), ("rope_mixed", 2)])
+@pytest.mark.parametrize(
+    "encoding, block_size",
+    [("liere", 8), ("comrope_ap", 4), ("rope_mixed", 2), ("cayley_string", 8), ("spherical_rope", 3)],
+)
 def test_an_exported_program_runs_where_gradients_are_recorded(tiny, tmp_path, encoding, block_size):
     model = classifier(tiny, encoding, block_size)
     export_model(model, tmp_path / "model.pt2", dynamic_size=True)

@@ -6,6 +6,7 @@ import evaluate
 import numpy as np
 import pytest
 import torch
+from encoding_cases import LEARNED, block_size
 from training_helpers import ROOT, assert_same_weights, main, train, weights, write_parquet
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
@@ -89,10 +90,11 @@ def tiny_trainer(tmp_path, factor=1.0, **fields):
     return ClassificationTrainer(LieREViTForImageClassification(config), arguments)
 
 
-@pytest.mark.parametrize("encoding", ["liere", "rope_mixed", "comrope_ap", "comrope_ld"])
+@pytest.mark.parametrize("encoding", LEARNED)
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_only_weights_of_layers_decay(encoding, factor, tmp_path):
-    trainer = tiny_trainer(tmp_path, factor, position_encoding=encoding, block_size=2)
+    size = block_size(encoding, head_dim=8, wanted=2)
+    trainer = tiny_trainer(tmp_path, factor, position_encoding=encoding, block_size=size)
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     rotary = {name for name, _ in trainer.model.rotary_parameters()}
     assert rotary
