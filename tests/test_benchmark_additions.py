@@ -19,6 +19,7 @@ from training.speed.models import Row, build_model, compiled, register_attention
 
 
 ROWS = ("axial_rope", "rope_mixed", "comrope_ap8", "comrope_ld8", "liere8")
+ROWS += ("golden_gate_rope", "cayley_string", "circulant_string", "spherical_rope")
 
 
 def addition_of(name, training=False, keeps_rotations=True, **overrides):
@@ -92,7 +93,7 @@ def test_basis_of_weights_is_changed_where_the_model_changes_it(name):
     """By projections of no tokens, which have the gradients of nothing."""
     addition = addition_of(name, training=not name.startswith("folded"))
     addition.run(addition.rotated)
-    changes = name.startswith("comrope")
+    changes = name.startswith(("comrope", "cayley", "circulant"))
     assert addition.changes_basis == changes
     gradients = [layer.attention.q_proj.weight.grad for layer in addition.encoder.layers]
     if changes:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
+from encoding_cases import block_size
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,8 +48,8 @@ def read(path):
 @pytest.mark.parametrize("video", [False, True])
 def test_pseudo_code_is_the_reference(tiny, tiny_video, encoding, video):
     """The naive rotations are what the tests' own loops make of the same parameters."""
-    block_size = 2 if encoding in benchmark_models.PLANAR else 4
-    config = (tiny_video if video else tiny)(position_encoding=encoding, block_size=block_size)
+    size = block_size(encoding)
+    config = (tiny_video if video else tiny)(position_encoding=encoding, block_size=size)
     rotary = benchmark_models.build_rotary_encoding(config, config.num_axes)
     rotary.reset_parameters()
     parameters = {name: parameter.detach() for name, parameter in rotary.named_parameters()}
@@ -66,6 +67,7 @@ def test_pseudo_code_is_the_reference(tiny, tiny_video, encoding, video):
 @pytest.mark.parametrize(
     "name",
     "axial_rope comrope_ap8 comrope_ld16 liere8 liere64 naive_liere8 folded_rope_mixed folded_comrope_ld8".split()
+    + "golden_gate_rope cayley_string cayley_string8 circulant_string spherical_rope folded_cayley_string".split()
     + ["folded_liere8"],
 )
 def test_error_of_rotations(name):
@@ -227,6 +229,8 @@ def test_output_is_never_overwritten(tmp_path, capsys):
         ("naive_absolute", "no rotations"),
         ("timm_liere8", "timm has no such model"),
         ("comrope_ld7", "comrope_ld7: "),
+        ("spherical_rope4", "spherical_rope has no block size; accepted is 'spherical_rope'"),
+        ("naive_cayley_string", "pseudo-code is not here; accepted is 'cayley_string'"),
         ("none --table added", "models that rotate"),
         ("naive_liere8 --table growth", "models that rotate"),
     ],

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import yaml
+from encoding_cases import ENCODINGS
 from hub_client import client, online
 from hub_server import HubServer
 from hub_storage import validate_card
@@ -54,6 +55,12 @@ def test_facts_render_and_the_hub_accepts_them(name):
         # What a paper reports is no result of ours.
         published = {result.metric_value for result in data.eval_results or []}
         assert not published & {figure["accuracy"] for figure in facts.paper_figures}
+
+
+def test_every_encoding_has_a_description_and_a_paper():
+    common = common_facts()
+    assert set(common["encodings"]) == {"none", "absolute", *ENCODINGS}
+    assert {encoding["paper"] for encoding in common["encodings"].values()} == set(common["papers"])
 
 
 def test_the_hub_validates_a_card_before_anything_is_written(tmp_path, monkeypatch):

@@ -60,7 +60,8 @@ from training.speed.tables import (
 )
 
 
-ENCODING_ROWS = "absolute none axial_rope rope_mixed comrope_ap8 comrope_ld8 liere8 liere64".split()
+ENCODING_ROWS = "absolute none axial_rope golden_gate_rope rope_mixed comrope_ap8 comrope_ld8".split()
+ENCODING_ROWS += "cayley_string circulant_string spherical_rope liere8 liere64".split()
 # naive_liere64 is measured only where --rows names it: a step takes minutes.
 REFERENCE_ROWS = "naive_liere8 naive_comrope_ld8".split()
 TIMM_ROWS = "timm_absolute timm_rope_mixed".split()
@@ -112,7 +113,7 @@ def read_rows(options) -> list[Row]:
             names = [name for name in names if Row.parse(name).rotates]
         if options.num_frames is not None:
             # A head of 64 channels cannot be divided among three axes.
-            names = [name for name in names if name != "comrope_ap8"]
+            names = [name for name in names if name not in ("comrope_ap8", "spherical_rope")]
     if options.folded:
         names = [*names, *(f"folded_{row.name}" for row in map(Row.parse, names) if row.kind == "own" and row.learns)]
     rows = [Row.parse(name) for name in dict.fromkeys([BASELINE, *names])]

@@ -28,6 +28,10 @@ class BlockSizes:
     rule: str | None
     default: int | None
 
+    @property
+    def varies(self) -> bool:
+        return self not in (PLANES, TRIPLES)
+
     def accepted(self, head_dim: int, num_axes: int) -> list[int]:
         return [size for size in range(2, head_dim + 1) if self.accepts(size, head_dim, num_axes)]
 

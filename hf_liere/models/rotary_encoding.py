@@ -218,7 +218,7 @@ def geometric_frequencies(config, num_axes: int, layers: int, heads: int, planes
 
 def golden_gate_frequencies(config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
     """
-    Golden gate RoPE's spectrum (Xiong, "N-dimensional rotary position embeddings", jerryxio.ng/posts/nd-rope): plane i
+    Golden gate RoPE's spectrum (Xiong, jerryxio.ng/posts/nd-rope): plane i
     of head h rotates with ω_i d_hi, where the ω are `min_frequency` … `max_frequency` in geometric progression after
     `unrotated_share` of the planes with ω = 0, and the unit vector d of the n-th plane of a layer, n = 1 … heads ·
     planes, has the direction of Φ⁻¹(n g⁻ᵃ mod 1), a = 1 … A: normal quantiles of the Kronecker sequence of the

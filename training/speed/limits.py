@@ -6,10 +6,11 @@ import math
 
 import torch
 
-from hf_liere.models.encodings import RotaryEncoding
+from hf_liere.models.encoding_traits import traits_of
 from hf_liere.models.exponential_gradient import POLYNOMIAL_NORM
 from hf_liere.models.lie_algebra import skew
 from hf_liere.models.positions import TokenPositions
+from hf_liere.models.rotary_encoding import RotaryEncoding
 from training.speed.additions import Addition
 
 
@@ -46,27 +47,35 @@ def needed_work(addition: Addition) -> Work:
     """
     encoder, encoding = addition.encoder, addition.encoder.rotary_encoding
     positions = encoder.grid_positions(addition.grid, None, addition.device)
-    planes = next(iter(encoder.rotations(positions))).num_planes()
+    rotation = next(iter(encoder.rotations(positions)))
+    planes = rotation.num_planes()
     learned = addition.training and any(parameter.requires_grad for parameter in encoding.parameters())
-    work = applying(addition, encoding, planes, learned)
+    # Learned frequencies get their gradients from planes, matrices of blocks from outer products over the blocks.
+    of_planes = planes and getattr(rotation, "generators", None) is None
+    work = applying(addition, encoding, planes, learned, 2 if of_planes else encoding.block_size)
     constant = encoding.config.folded_grids is not None and not planes
     if constant or not (addition.training or addition.settings.compile or not addition.keeps_rotations):
         return work
-    work += making_planes(encoding, positions, planes) if planes else making_blocks(encoding, positions, learned)
+    if planes:
+        work += making_planes(encoding, positions, planes)
+    elif traits_of(encoding.config).product:
+        work += making_products(encoding, positions)
+    else:
+        work += making_blocks(encoding, positions, learned)
     if addition.changes_basis:
         weights = [layer.attention.q_proj.weight for layer in encoder.layers]
         work += changing_basis(weights, encoding.block_size, addition.training)
     return work
 
 
-def applying(addition: Addition, encoding: RotaryEncoding, planes: int, learned: bool) -> Work:
+def applying(addition: Addition, encoding: RotaryEncoding, planes: int, learned: bool, outer_size: int) -> Work:
     """
     Rotations applied to (B, H, N, C) queries and keys of L layers, C the channels that are rotated, n = BHNC.
 
     Forward, in every layer: 2n states are read and 2n written, and the numbers of the rotations are read, for N tokens
     and H heads (1 if shared) 2 per plane or b² per block; 2nb multiply-adds, with b = 2 for planes. Backward, the same
-    for gradients; if generators are learned, also 2n rotated states are read, and Σ g qᵀ over the blocks takes another
-    2nb multiply-adds, where b is the block size also for generators that commute.
+    for gradients; if generators are learned, also 2n rotated states are read, and Σ g qᵀ over blocks of `outer_size`
+    takes as many more multiply-adds for every state.
     """
     query, _ = addition.states.layers[0]
     batch, heads, tokens, _ = query.shape
@@ -79,7 +88,7 @@ def applying(addition: Addition, encoding: RotaryEncoding, planes: int, learned:
     )
     work = once + once if addition.training else once
     if learned:
-        work += Work(layers * states * query.element_size(), layers * states * size)
+        work += Work(layers * states * query.element_size(), layers * states * outer_size)
     return work
 
 
@@ -88,6 +97,13 @@ def making_planes(encoding: RotaryEncoding, positions: TokenPositions, planes: i
     tokens, axes = positions.coordinates.shape[-2:]
     angles = tokens * planes * encoding.heads * encoding.layers
     return Work(2 * angles * NUMBER_BYTES, angles * (axes + CIRCLE_PRODUCTS))
+
+
+def making_products(encoding: RotaryEncoding, positions: TokenPositions) -> Work:
+    """Blocks of three channels from cos and sin of two angles, with four products for each, written."""
+    tokens = positions.coordinates.shape[-2]
+    blocks = tokens * encoding.num_blocks * encoding.heads * encoding.layers
+    return Work(blocks * 9 * NUMBER_BYTES, blocks * (2 * (1 + CIRCLE_PRODUCTS) + 4))
 
 
 def making_blocks(encoding: RotaryEncoding, positions: TokenPositions, learned: bool) -> Work:

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_liere import LieREVideoConfig, LieREVideoForVideoClassification, LieREViTConfig, LieREViTForImageClassification
 from hf_liere.models.configuration_liere import LieREConfig
+from hf_liere.models.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.folding import build_rotary_encoding
 from hf_liere.models.positions import of_grid
 
@@ -26,10 +27,13 @@ SIZES = {
     "small": {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536},
     "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
 }
-UNROTATED, PLANAR = ("absolute", "none"), ("axial_rope", "rope_mixed")
-BLOCKWISE = ("comrope_ap", "comrope_ld", "liere")
+UNROTATED = ("absolute", "none")
+ONE_SIZE = tuple(name for name, traits in ENCODING_TRAITS.items() if not traits.block_sizes.varies)
+BLOCKWISE = tuple(name for name in ENCODING_TRAITS if name not in ONE_SIZE)
+# Those of the papers with pseudo-code, LieRE and ComRoPE.
+WITH_PSEUDO_CODE = ("axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld")
 TIMM_MODELS = {"absolute": "vit_small_patch16_224", "rope_mixed": "vit_small_patch16_rope_mixed_224"}
-ROW_NAME = re.compile(rf"(?:(folded|naive|timm)_)?({'|'.join(UNROTATED + PLANAR + BLOCKWISE)})(\d+)?")
+ROW_NAME = re.compile(rf"(?:(folded|naive|timm)_)?({'|'.join(UNROTATED + tuple(ENCODING_TRAITS))})(\d+)?")
 NUM_LABELS = 1000
 MOST_GRAPHS = 1 << 12
 TUBELET_SIZE = 2
@@ -91,20 +95,24 @@ class Row:
         match = ROW_NAME.fullmatch(name)
         if match is None:
             raise BenchmarkError(
-                f"{name!r} is no model; accepted are {', '.join(UNROTATED + PLANAR)}, {', '.join(BLOCKWISE)} with or "
-                f"without a block size (liere64), rotating ones after folded_ or naive_, and "
-                f"{', '.join('timm_' + encoding for encoding in TIMM_MODELS)}."
+                f"{name!r} is no model; accepted are {', '.join(UNROTATED + ONE_SIZE)}, {', '.join(BLOCKWISE)} with or "
+                f"without a block size (liere64), rotating ones after folded_, {', '.join(WITH_PSEUDO_CODE)} after "
+                f"naive_, and {', '.join('timm_' + encoding for encoding in TIMM_MODELS)}."
             )
         kind, encoding, size = match[1] or "own", match[2], match[3]
         if size and encoding not in BLOCKWISE:
             raise BenchmarkError(f"{name!r}: {encoding} has no block size; accepted is {name.rstrip('0123456789')!r}.")
         if kind in ("folded", "naive") and encoding in UNROTATED:
             raise BenchmarkError(f"{name!r}: {encoding} has no rotations; accepted is {encoding!r}.")
+        if kind == "naive" and encoding not in WITH_PSEUDO_CODE:
+            raise BenchmarkError(f"{name!r}: its paper's pseudo-code is not here; accepted is {encoding!r}.")
         if kind == "timm" and encoding not in TIMM_MODELS:
             raise BenchmarkError(
                 f"{name!r}: timm has no such model; accepted are {', '.join(TIMM_MODELS)} after timm_."
             )
-        block_size = None if encoding in UNROTATED else 2 if encoding in PLANAR else int(size or 8)
+        block_size = int(size) if size else None
+        if block_size is None and encoding in ENCODING_TRAITS:
+            block_size = ENCODING_TRAITS[encoding].block_sizes.default
         return cls(name, kind, encoding, block_size)
 
     @property
@@ -118,7 +126,7 @@ class Row:
 
     @property
     def learns(self) -> bool:
-        return self.encoding not in (*UNROTATED, "axial_rope")
+        return self.encoding not in UNROTATED and ENCODING_TRAITS[self.encoding].learned
 
 
 def check_row(settings: Settings, row: Row) -> None:
