@@ -1,9 +1,11 @@
 import math
+import subprocess
+import sys
 
 import pytest
 import reference
 import torch
-from encoding_cases import COMMUTING, ENCODINGS, LEARNED, NEUTRAL, block_size, block_sizes, on_axes
+from encoding_cases import COMMUTING, ENCODINGS, LEARNED, NEUTRAL, block_size, block_sizes, fields, moved, on_axes
 from transformers import AutoModelForImageClassification
 from transformers.utils import logging
 
@@ -322,3 +324,35 @@ def test_generators_stay_in_float32(tiny, tmp_path, encoding, dtype, caplog):
     loaded.to(dtype)
     logger.removeHandler(caplog.handler)
     assert f"generators of {encoding} were rounded to {dtype}" in caplog.text
+
+
+def test_checkpoints_load_without_the_package(tiny, tmp_path):
+    """Of every encoding, with parameters that training could have led to, in a process without hf_liere."""
+    pixel_values, logits = torch.randn(2, 3, 8, 24), {}
+    for encoding in ENCODINGS:
+        model = AutoModelForImageClassification.from_config(tiny(**fields(encoding), initializer_range=0.2))
+        moved(model).eval().save_pretrained(tmp_path / encoding)
+        logits[encoding] = model(pixel_values).logits.detach()
+    torch.save({"pixel_values": pixel_values, "logits": logits}, tmp_path / "expected.pt")
+    script = """
+import sys, torch
+from transformers import AutoModelForImageClassification
+sys.modules["hf_liere"] = None
+expected = torch.load(sys.argv[1] + "/expected.pt", weights_only=True)
+for encoding, logits in expected["logits"].items():
+    model = AutoModelForImageClassification.from_pretrained(f"{sys.argv[1]}/{encoding}", trust_remote_code=True)
+    torch.testing.assert_close(model(expected["pixel_values"]).logits, logits, rtol=0, atol=1e-5)
+"""
+    subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
+
+
+@pytest.mark.parametrize("encoding", ["rope_mixed", "liere"])
+def test_golden_gate_as_a_start(encoding):
+    """Learned frequencies start where golden gate RoPE is, and leave it when they learn."""
+    fields = {"unrotated_share": 0.25, "max_frequency": 2.0}
+    config, module = build(encoding, 3, block_size=block_size(encoding), rotary_init="golden_gate", **fields)
+    golden_config, golden = build("golden_gate_rope", 3, **fields)
+    positions = 3 * torch.randn(5, 3)
+    for one, other in zip(rotations_of(module, positions, config), rotations_of(golden, positions, golden_config)):
+        # Frequencies are rounded to float32, at angles up to twenty.
+        torch.testing.assert_close(one, other, rtol=0, atol=3e-6)

@@ -58,7 +58,10 @@ def test_blocks_start_at_the_pretrained_rotation_and_learn(name, encoding):
     sum(tensor.square().sum() for tensor in found if tensor.requires_grad).backward()
     kinds = {"generators"} | {"comrope_ld": {"multipliers"}, "cayley_string": {"skew"}}.get(encoding, set())
     assert {key.rpartition(".")[2] for key, _ in rotary_parameters(model)} == kinds
-    assert all(value.grad.abs().min() > 0 for _, value in rotary_parameters(model))
+    for name, value in rotary_parameters(model):
+        # The entry of S between the channels of a plane rotates the plane in itself, which changes nothing.
+        reached = value.grad.abs().amax(-1) if name.endswith("skew") else value.grad.abs()
+        assert reached.min() > 0, name
     randomize(model)
     assert not same_bits(outputs(model, inputs), expected)
     check_unpatched(model, inputs, before, expected)
