@@ -342,10 +342,10 @@ def test_relativity_of_a_patched_model(keep_absolute):
     assert (half.max() < 1e-5) == (keep_absolute == "drop")
 
 
-@pytest.mark.parametrize("fields", [{}, {"position_encoding": "rope_mixed"}, {"position_encoding": "comrope_ld"}])
+@pytest.mark.parametrize("encoding", ["liere", "rope_mixed", "comrope_ld", "cayley_string", "circulant_string"])
 @pytest.mark.parametrize("fold", [False, True])
-def test_untrained_generators_are_told_from_trained_ones(classifier, fields, fold):
-    model = classifier(**fields, num_hidden_layers=4)
+def test_untrained_generators_are_told_from_trained_ones(classifier, encoding, fold):
+    model = classifier(**encoding_fields(encoding, wanted=8), num_hidden_layers=4)
     parameters = [parameter for _, parameter in model.rotary_parameters()]
     # From the distribution itself; of ten draws that are like these, one is farther off in all but a tenth of cases.
     fresh = initialization(encoding_of(model.fold_rotations() if fold else model))

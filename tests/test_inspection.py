@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from browser import console_errors, prefer_color_scheme
+from encoding_cases import moved
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -157,6 +158,17 @@ def test_a_model_without_rotations(tiny, tmp_path):
     page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
     assert "no rotations of this package" in page.text and "no processor" in page.text
     assert [image["alt"].split()[0] for image in page.images] == ["Attention", "Attention"]
+
+
+@pytest.mark.parametrize("encoding", ["cayley_string", "spherical_rope"])
+def test_rotations_in_a_learned_basis_and_products_of_rotations(tiny, tmp_path, encoding):
+    """Planes in a learned basis commute; products of rotations do not, and are not the exponential of a sum."""
+    model = moved(hf_liere.LieREViTForImageClassification(tiny(position_encoding=encoding)))
+    assert inspect(save(model, tmp_path / "model"), "--output", tmp_path / "r") == 0
+    page = " ".join(Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8")).text.split())
+    commutes = encoding == "cayley_string"
+    assert ("The generators commute" in page) == ("canonical form" in page) == commutes
+    assert ("The generators do not commute" in page) == ("Π exp(pₐ Aₐ)" in page) == (not commutes)
 
 
 def test_without_images(tiny, tmp_path):

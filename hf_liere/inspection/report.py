@@ -128,6 +128,8 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
     encoding, axes = analysis.encoding, axis_names(analysis)
     if encoding is None:
         return []
+    product = ENCODING_TRAITS[analysis.model["position_encoding"]].product
+    form = "Π exp(pₐ Aₐ)" if product else "exp(Σ pₐ Aₐ)"
     blocks = "for every layer and head the blocks of its block-diagonal matrix side by side"
     plots = [
         Plot(
@@ -139,7 +141,7 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
         ),
         Plot(
             "Rotations",
-            f"R(p) = exp(Σ pₐ Aₐ) for a displacement of one patch, {blocks}. Close to the identity means that "
+            f"R(p) = {form} for a displacement of one patch, {blocks}. Close to the identity means that "
             "neighbouring patches are hardly told apart; far from it, that the encoding resolves single patches.",
             "Heat maps of rotation matrices by layer and head.",
             plot_rotations(encoding, axes),
