@@ -26,8 +26,9 @@ class EncodingInBasis(RotaryEncoding):
         raise NotImplementedError
 
     def entries(self, device: torch.device) -> torch.Tensor:
-        basis, frequencies = self.spectrum_of(device)
-        return skew_entries(in_basis(frequencies, basis))
+        with maybe_autocast(device.type, enabled=False):
+            basis, frequencies = self.spectrum_of(device)
+            return skew_entries(in_basis(frequencies, basis))
 
     def layer_rotations(
         self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS

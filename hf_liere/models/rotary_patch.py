@@ -75,12 +75,12 @@ class RotaryPatchConfig:
             `model.named_modules()`; `None` means all.
         share_heads, share_layers: One set of generators for all heads of a layer, for all layers.
         rotary_init: `"zeros"` leaves a model without rotations exactly as it is: zero generators, exp(0) = I (ComRoPE
-            §4.4). `"pretrained"` is for models that rotate by themselves (RoPE) and starts at their rotations:
-            `rope_mixed` learns the frequencies of every layer and computes the same bits at the start, `liere`,
-            `comrope_ld`, `comrope_ap` and `cayley_string` learn blocks of each key head and start within rounding. Any
-            other (`"frequencies"`, `"normal"`, …, `None` for the encoding's own, see `LieREConfig`) is **not
-            neutral**: it changes what the pretrained model computes. `axial_rope` and `golden_gate_rope` learn nothing
-            and take only `None`.
+            §4.4); `circulant_string`, whose basis is never the identity, within rounding. `"pretrained"` is for models
+            that rotate by themselves (RoPE) and starts at their rotations: `rope_mixed` learns the frequencies of every
+            layer and computes the same bits at the start, `liere`, `comrope_ld`, `comrope_ap` and `cayley_string` learn
+            blocks of each key head and start within rounding. Any other (`"frequencies"`, `"normal"`, …, `None` for the
+            encoding's own, see `LieREConfig`) is **not neutral**: it changes what the pretrained model computes.
+            `axial_rope` and `golden_gate_rope` learn nothing and take only `None`.
         rotary_init_scale, rope_theta, coordinates: See `LieREPixelConfig`.
         min_frequency, max_frequency, unrotated_share, axial_layout, axial_spectrum: See `LieREConfig`.
         position_perturbation, position_shift, position_jitter, position_rescale: See `LieREPixelConfig`. Towers whose
