@@ -233,16 +233,14 @@ def _check_block_size(config) -> None:
             f"A head_dim of {head_dim} (hidden_size={config.hidden_size} / num_attention_heads="
             f"{config.num_attention_heads}) cannot be rotated; {encoding} needs at least 2."
         )
-    sizes = traits.block_sizes
-    if size < 2 or (sizes.accepts(size, head_dim, axes) and size > head_dim):
-        raise ValueError(
-            f"block_size={size} does not fit a head_dim of {head_dim}: {encoding} takes 2 … {head_dim}."
-            if sizes.rule is None
-            else f"block_size={size} does not fit a head_dim of {head_dim}; {_accepted_sizes(config)}."
-        )
-    if not sizes.accepts(size, head_dim, axes):
+    sizes, fits = traits.block_sizes, 2 <= size <= head_dim
+    # A size that an encoding fixes is said before that of the head; the sizes of others must be numbers to divide by.
+    if (fits or not sizes.varies) and not sizes.accepts(size, head_dim, axes):
         rule = sizes.rule.format(size=size, encoding=encoding, head_dim=head_dim, axes=axes)
         raise ValueError(f"{rule}; {_accepted_sizes(config)}.")
+    if not fits:
+        accepted = f"{encoding} takes 2 … {head_dim}" if sizes.rule is None else _accepted_sizes(config)
+        raise ValueError(f"block_size={size} does not fit a head_dim of {head_dim}: {accepted}.")
     if traits.planar and traits.serves_one_axis and head_dim < 2 * axes:
         raise ValueError(
             f"A head_dim of {head_dim} is too small for {encoding} on {axes} axes: it needs a plane for each axis, "
