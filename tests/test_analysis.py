@@ -342,7 +342,7 @@ def test_relativity_of_a_patched_model(keep_absolute):
     assert (half.max() < 1e-5) == (keep_absolute == "drop")
 
 
-@pytest.mark.parametrize("encoding", ["liere", "rope_mixed", "comrope_ld", "cayley_string", "circulant_string"])
+@pytest.mark.parametrize("encoding", ["liere", "rope_mixed", "comrope_ld", "circulant_string"])
 @pytest.mark.parametrize("fold", [False, True])
 def test_untrained_generators_are_told_from_trained_ones(classifier, encoding, fold):
     model = classifier(**encoding_fields(encoding, wanted=8), num_hidden_layers=4)
