@@ -66,6 +66,14 @@ def both_paths(request):
 
 
 @pytest.fixture
+def fresh_compiler():
+    """Graphs of other tests' models count towards the compiler's limit of graphs for one function."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
 def shared():
     """The development data beside the checkout; tests that use it are skipped where it is absent."""
     if not SHARED.is_dir():

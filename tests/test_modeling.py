@@ -268,14 +268,6 @@ def test_generators_stay_in_float32_when_loaded_in_bfloat16(tiny, tmp_path):
     )
 
 
-@pytest.fixture
-def fresh_compiler():
-    """Graphs of other tests' models count towards the compiler's limit of graphs for one function."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 @pytest.mark.parametrize("encoding", ["rope_mixed", "liere"])
 def test_sizes_share_two_graphs(tiny, encoding, fresh_compiler):
     """One for the first size, one for all others."""

@@ -226,7 +226,7 @@ def test_every_parameter_learns(encoding, num_axes):
 
 
 @pytest.mark.parametrize("encoding", ["absolute", *on_axes(3)])
-def test_in_a_compiled_graph_and_exported(encoding):
+def test_in_a_compiled_graph_and_exported(encoding, fresh_compiler):
     model = build(HEADS[0], encoding, 3, pooling="mean")
     features, positions = tokens(3)
     mask = torch.arange(9) < torch.tensor([[9], [4]])

@@ -27,14 +27,6 @@ def implementation(request):
             yield
 
 
-@pytest.fixture
-def fresh_compiler():
-    """Graphs of other tests' models count towards the compiler's limit of graphs for one function."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 def states(*shape, transposed=True):
     """Queries or keys, by default in memory as a projection leaves them."""
     batch, heads, tokens, width = shape

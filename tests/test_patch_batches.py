@@ -177,7 +177,7 @@ def test_physical_positions(spacing):
 @pytest.mark.parametrize(
     "fields", [{}, {"coordinates": "unit"}, {"position_encoding": "comrope_ap", "rotate_prefix": True}]
 )
-def test_one_graph_for_all_shapes(fields):
+def test_one_graph_for_all_shapes(fields, fresh_compiler):
     fields = dict(fields)
     model = build(fields.pop("position_encoding", "liere"), **fields)
     batch = batch_of_patches(images(), model.config)

@@ -261,9 +261,7 @@ def test_gradients(encoding):
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_one_graph(encoding):
-    # Graphs of other encodings count towards the compiler's limit of graphs for one function.
-    torch.compiler.reset()
+def test_one_graph(encoding, fresh_compiler):
     rotary = build(encoding)
     positions = torch.randn(2, 5, 2)
     query, key = inputs()

@@ -15,7 +15,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_liere import LieREVideoConfig, LieREVideoForVideoClassification, LieREViTConfig, LieREViTForImageClassification
+from hf_liere import (
+    LieREVideoConfig,
+    LieREVideoForVideoClassification,
+    LieREViTConfig,
+    LieREViTForImageClassification,
+    reference,
+)
 from hf_liere.models.configuration_liere import LieREConfig
 from hf_liere.models.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.folding import build_rotary_encoding
@@ -238,6 +244,26 @@ def timm_installed() -> bool:
     return importlib.util.find_spec("timm") is not None
 
 
+class PlainRotation(nn.Module):
+    """
+    Rotations of one layer as `hf_liere.reference` computes them, in float64.
+
+    Args:
+        config, parameters, layer: As of [`NaiveRotation`].
+    """
+
+    def __init__(self, config, parameters: dict[str, torch.Tensor], layer: int):
+        super().__init__()
+        heads, self.product = range(config.num_attention_heads), ENCODING_TRAITS[config.position_encoding].product
+        of_heads = [reference.generators(parameters, config, config.num_axes, layer, head) for head in heads]
+        placed = of_grid(config.train_grid, config.train_grid, config.coordinates, config.num_prefix_tokens)
+        self.generators, self.positions = torch.stack(of_heads, dim=1), placed.coordinates  # (A, heads, D, D), (N, A)
+
+    def dense(self) -> torch.Tensor:
+        """(N, heads, head_dim, head_dim)."""
+        return reference.rotations(self.generators, self.positions, self.product).transpose(0, 1)
+
+
 class NaiveRotation(nn.Module):
     """
     Rotations of one layer by the papers' pseudo-code (LieRE appendix C, ComRoPE algorithm 1): skew-symmetric bases
@@ -342,8 +368,9 @@ def attach_naive_rotations(model: nn.Module, config) -> None:
 def rotation_error(settings: Settings, row: Row) -> float | None:
     """
     Largest error of an entry of R(p)ᵀR(p′), which is what attention sees of rotations whatever the basis they are
-    computed in, against the papers' pseudo-code in float64 on the same generators: two layers, every token p with one
-    other p′, inference in the type of `settings`. `None` where nothing is rotated or timm rotates.
+    computed in, against the papers' pseudo-code, or `hf_liere.reference`, in float64 on the same generators: two
+    layers, every token p with one other p′, inference in the type of `settings`. `None` where nothing is rotated or
+    timm rotates.
     """
     if row.encoding in UNROTATED or row.kind == "timm":
         return None
@@ -359,13 +386,14 @@ def rotation_error(settings: Settings, row: Row) -> float | None:
     depth = min(2, settings.num_hidden_layers)
     model = build_own(settings, row, settings.torch_dtype, "probe", depth)
     config, layers = model.config, model.liere.layers
+    parameters = {name.split(".")[-1]: parameter.cpu() for name, parameter in model.rotary_parameters()}
     if row.kind == "naive":
         references = [layer.attention.naive_rotation for layer in layers]
+    elif row.encoding in WITH_PSEUDO_CODE:
+        references = [NaiveRotation(config, parameters, index) for index in range(len(layers))]
     else:
-        rotary_config = model.liere.rotary_encoding.config
-        parameters = {name.split(".")[-1]: parameter.cpu() for name, parameter in model.rotary_parameters()}
-        references = [NaiveRotation(rotary_config, parameters, index) for index in range(len(layers))]
-    references = [copy.deepcopy(reference).cpu().double().dense() for reference in references]
+        references = [PlainRotation(config, parameters, index) for index in range(len(layers))]
+    references = [copy.deepcopy(each).cpu().double().dense() for each in references]
 
     # With unit vectors as states and identical projections, query and key are columns of the rotations.
     for layer in layers:
@@ -385,9 +413,9 @@ def rotation_error(settings: Settings, row: Row) -> float | None:
     model(pixels.to(settings.torch_dtype).expand(config.head_dim, *pixels.shape[1:]))
 
     error = 0.0
-    for reference, query, key in zip(references, queries, keys):
-        other = torch.randperm(reference.shape[0])
-        expected = torch.einsum("nhdi,nhdj->hnij", reference, reference[other])
+    for matrices, query, key in zip(references, queries, keys):
+        other = torch.randperm(matrices.shape[0])
+        expected = torch.einsum("nhdi,nhdj->hnij", matrices, matrices[other])
         found = torch.einsum("ihnd,jhnd->hnij", query.cpu().double(), key.cpu().double()[:, :, other])
         error = max(error, (found - expected).abs().max().item())
     return error
