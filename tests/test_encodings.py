@@ -165,6 +165,17 @@ def pairs_of(module, positions, config):
     return [r.transpose(-1, -2).unsqueeze(-3) @ r.unsqueeze(-4) for r in rotations_of(module, positions, config)]
 
 
+@pytest.mark.parametrize("encoding", ["axial_rope", "golden_gate_rope"])
+def test_fixed_frequencies_have_a_scale(encoding):
+    config, module = build(encoding, 2, rotary_init_scale=2.5)
+    position = torch.randn(2)
+    rotation = rotations_of(module, position.view(1, 2), config)[0][0, 1, 0]
+    expected = reference.head_rotation(position, {}, config, 2, 0, 1)
+    torch.testing.assert_close(rotation, expected, rtol=0, atol=3e-7)
+    unscaled = build(encoding, 2)[1].entries(torch.device("cpu"))
+    torch.testing.assert_close(module.entries(torch.device("cpu")), 2.5 * unscaled)
+
+
 def test_spherical_rope_is_relative_in_its_first_coordinate_alone():
     """R_x(−ω q₁) R_z(ω (q₀ − p₀)) R_x(ω p₁): a shift of the second coordinate matters."""
     config, module = build("spherical_rope", 2)

@@ -29,9 +29,9 @@ class AxialRoPE(RotaryEncoding):
     `rotary_init_scale`, 1 by default.
 
     `axial_layout` puts all planes of the first axis first (`"blocks"`) or the axes in turn (`"interleaved"`). With
-    `axial_spectrum="shared"`, plane j of the head rotates with s θ^(−j/Aq) whatever its axis: in blocks, every axis has a
-    band of frequencies of its own (Qwen2-VL's chunks), interleaved, every A-th frequency (Qwen3-VL). Those models also
-    give their axes different numbers of planes, which does not exist here.
+    `axial_spectrum="shared"`, plane j of the head rotates with s θ^(−j/Aq) whatever its axis: in blocks, every axis
+    has a band of frequencies of its own (Qwen2-VL's chunks), interleaved, every A-th frequency (Qwen3-VL). Those models
+    also give their axes different numbers of planes, which does not exist here.
     """
 
     def __init__(self, config, num_axes: int):
