@@ -50,10 +50,11 @@ def test_rotations_match_the_reference_and_are_orthogonal(encoding, axes, block_
 
 
 @pytest.mark.parametrize("axes", GRIDS)
-def test_the_scale_of_axial_rope_multiplies_its_frequencies(tiny, axes):
+@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name not in LEARNED])
+def test_the_scale_of_fixed_frequencies_multiplies_them(encoding, axes):
     positions = of_grid(GRIDS[axes], GRIDS[axes], "index").coordinates
-    config, scaled = build(tiny, "axial_rope", axes, rotary_init_scale=0.3)
-    plain = build(tiny, "axial_rope", axes)[1]
+    config, scaled = build(encoding, axes, rotary_init_scale=0.3)
+    plain = build(encoding, axes)[1]
     nearer = rotations_of(plain, 0.3 * positions, config)
     for rotation, expected in zip(rotations_of(scaled, positions, config), nearer, strict=True):
         # Angles are computed in float64 and their cos and sin rounded to float32.
@@ -163,17 +164,6 @@ def test_parameter_counts_of_the_other_encodings():
 
 def pairs_of(module, positions, config):
     return [r.transpose(-1, -2).unsqueeze(-3) @ r.unsqueeze(-4) for r in rotations_of(module, positions, config)]
-
-
-@pytest.mark.parametrize("encoding", ["axial_rope", "golden_gate_rope"])
-def test_fixed_frequencies_have_a_scale(encoding):
-    config, module = build(encoding, 2, rotary_init_scale=2.5)
-    position = torch.randn(2)
-    rotation = rotations_of(module, position.view(1, 2), config)[0][0, 1, 0]
-    expected = reference.head_rotation(position, {}, config, 2, 0, 1)
-    torch.testing.assert_close(rotation, expected, rtol=0, atol=3e-7)
-    unscaled = build(encoding, 2)[1].entries(torch.device("cpu"))
-    torch.testing.assert_close(module.entries(torch.device("cpu")), 2.5 * unscaled)
 
 
 def test_spherical_rope_is_relative_in_its_first_coordinate_alone():
