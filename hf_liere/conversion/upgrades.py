@@ -13,15 +13,17 @@ are not normalised, and the planes are put where the new encoding can rotate the
 
 | to | planes that fit |
 |---|---|
-| rope_mixed, liere b | all, where the blocks hold as many planes as are rotated |
+| rope_mixed, cayley_string, liere b | all, where the blocks hold as many planes as are rotated |
+| circulant_string b | ⌊(b−1)/2⌋ for each block |
 | comrope_ld b | planes of one block rotate with the same ratio of the axes |
 | comrope_ap b | every plane rotates with one axis alone; each block serves one axis, in turn |
 
 So every encoding whose generators commute becomes RoPE-Mixed, and LieRE whose generators happen to commute as well;
-RoPE-Mixed becomes ComRoPE where its spectrum allows. From `none` and `absolute`, generators are 0 and multipliers 1.
+RoPE-Mixed becomes ComRoPE or Circulant-STRING where its spectrum allows. From `none` and `absolute`, generators are 0
+and multipliers 1.
 
 No exact upgrade exists where generators do not commute and b does not divide b′, where planes do not fit, and to
-encodings that learn no rotations.
+encodings that learn no rotations. Spherical RoPE is a product of rotations, which no other encoding is.
 """
 
 import torch
@@ -29,13 +31,14 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ..models.configuration_liere import LieREConfig
 from ..models.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, traits_of
-from ..models.encodings import RotaryEncoding
+from ..models.encodings import ENCODING_CLASSES
 from ..models.lie_algebra import common_planes, skew, skew_entries
 from ..models.modeling_liere import LieREPreTrainedModel
+from ..models.rotary_encoding import RotaryEncoding
 from .base import ConversionError
 
 
-LEARNED_ENCODINGS = ("rope_mixed", "liere", "comrope_ap", "comrope_ld")
+LEARNED_ENCODINGS = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.learned and not traits.product)
 # Relative difference from commuting, proportional or axial generators that float32 rounding may cause.
 ROUNDING = 1e-6
 
@@ -89,7 +92,8 @@ def upgrade_encoding(
 
 
 def _upgraded_config(config: LieREConfig, changes: dict[str, object]) -> LieREConfig:
-    learned = config.position_encoding in LEARNED_ENCODINGS
+    traits = traits_of(config)
+    learned = traits is not None and traits.learned
     for name in ("share_heads", "share_layers"):
         if changes[name] is None:
             changes[name] = learned and getattr(config, name)
@@ -112,24 +116,20 @@ def _upgraded_parameters(
     The parameters of the new encoding by name, and the basis (layers or 1, heads or 1, D, D) that queries and keys
     change to; `None` where they stay as they are.
     """
-    layers = 1 if new.share_layers else new.num_hidden_layers
-    heads = 1 if new.share_heads else new.num_attention_heads
-    blocks, size = new.head_dim // new.block_size, new.block_size
+    target = ENCODING_CLASSES[new.position_encoding](new, new.num_axes)
     if encoding is None:
-        zeros = torch.zeros(new.num_axes, layers, heads, blocks, size * (size - 1) // 2, dtype=torch.float64)
-        return _parameters(zeros, new.position_encoding), None
+        zeros = torch.zeros(new.num_axes, target.layers, target.heads, target.num_planes, dtype=torch.float64)
+        return _of_planes(target, zeros), None
     with torch.no_grad():
         parameter = next(encoding.parameters(), torch.empty(0))
         matrices = skew(encoding.entries(parameter.device).detach().double().cpu(), encoding.block_size)
-    bases = None
     try:
         if traits_of(old).product:
             raise ConversionError(
-                f"No exact upgrade from {old.position_encoding}: it rotates about the axes one after the other, not by "
-                "the exponential of a sum."
+                f"No exact upgrade from {old.position_encoding}: its rotations are products of exponentials."
             )
         entries = _in_place(matrices, old, new)
-        parameters = _parameters(entries.expand(-1, layers, heads, -1, -1), new.position_encoding)
+        return _of_entries(entries.expand(-1, target.layers, target.heads, -1, -1), new.position_encoding), None
     except ConversionError as reason:
         planes = common_planes(matrices)
         if planes.error.max() > ROUNDING:
@@ -137,10 +137,9 @@ def _upgraded_parameters(
                 f"{reason} Nor do the generators of this model commute, so that no basis makes them rotations of "
                 f"planes, which could be put elsewhere (relative error {planes.error.max():.2g})."
             ) from None
-        frequencies, bases = _by_head(planes.frequencies, planes.basis, new.head_dim)
-        entries, bases = _in_new_places(frequencies, bases, new)
-        parameters = _parameters(entries.expand(-1, layers, heads, -1, -1), new.position_encoding)
-    return parameters, bases
+    frequencies, bases = _by_head(planes.frequencies, planes.basis, new.head_dim)
+    frequencies, bases = _in_new_places(frequencies, bases, target)
+    return _of_planes(target, frequencies.expand(-1, target.layers, target.heads, -1)), bases
 
 
 def _in_place(matrices: torch.Tensor, old: LieREConfig, new: LieREConfig) -> torch.Tensor:
@@ -149,9 +148,14 @@ def _in_place(matrices: torch.Tensor, old: LieREConfig, new: LieREConfig) -> tor
     heads, blocks, entries).
 
     Raises:
-        ConversionError: if old blocks would be cut or not be rotated any more.
+        ConversionError: if old blocks would be cut or not be rotated any more, or the new ones have their own form.
     """
     old_size, size = matrices.shape[-1], new.block_size
+    if new.position_encoding in ("cayley_string", "circulant_string"):
+        raise ConversionError(
+            f"No exact upgrade from {old.position_encoding} to {new.position_encoding} in place: its parameters are "
+            "frequencies of planes."
+        )
     if size % old_size:
         raise ConversionError(
             f"No exact upgrade from {old.position_encoding} with blocks of {old_size} to {new.position_encoding} with "
@@ -189,32 +193,33 @@ def _by_head(frequencies: torch.Tensor, basis: torch.Tensor, head_dim: int) -> t
 
 
 def _in_new_places(
-    frequencies: torch.Tensor, basis: torch.Tensor, config: LieREConfig
+    frequencies: torch.Tensor, basis: torch.Tensor, target: RotaryEncoding
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries of the new generators, whose blocks hold the planes, and the basis in the order of its channels."""
-    axes, layers, heads, planes = frequencies.shape
-    size, blocks = config.block_size, config.head_dim // config.block_size
-    generators = frequencies.new_zeros(axes, layers, heads, config.head_dim, config.head_dim)
+    """Frequencies (A, layers, heads, planes) in the order of the new encoding's planes, and the basis likewise."""
+    axes, layers, heads, _ = frequencies.shape
+    size, room = target.block_size, target.num_planes // target.num_blocks
+    placed = frequencies.new_zeros(axes, layers, heads, target.num_planes)
     ordered = torch.empty_like(basis)
     for layer in range(layers):
         for head in range(heads):
             found = frequencies[:, layer, head]  # (A, planes)
-            places = _places(found, config)
-            channels = [-1] * config.head_dim
-            for plane, place in places.items():
-                channels[place : place + 2] = [2 * plane, 2 * plane + 1]
-                generators[:, layer, head, place + 1, place] = found[:, plane]
-                generators[:, layer, head, place, place + 1] = -found[:, plane]
-            others = iter(sorted(set(range(config.head_dim)) - set(channels)))
-            ordered[layer, head] = basis[layer, head][:, [next(others) if c < 0 else c for c in channels]]
-    blockwise = generators[..., : blocks * size, : blocks * size].unflatten(-1, (blocks, size))
-    blockwise = blockwise.unflatten(3, (blocks, size)).diagonal(dim1=3, dim2=5).movedim(-1, 3)
-    return skew_entries(blockwise), ordered
+            columns = [-1] * target.config.head_dim
+            for plane, place in _places(found, target).items():
+                first = place // room * size + place % room * 2
+                columns[first : first + 2] = [2 * plane, 2 * plane + 1]
+                placed[:, layer, head, place] = found[:, plane]
+            others = iter(sorted(set(range(len(columns))) - set(columns)))
+            ordered[layer, head] = basis[layer, head][:, [next(others) if c < 0 else c for c in columns]]
+    of_block = target.basis_of_planes(basis.device)
+    if of_block is not None:
+        rest = torch.eye(target.config.head_dim - target.num_blocks * size, dtype=basis.dtype)
+        ordered = ordered @ torch.block_diag(*[of_block.to(basis)] * target.num_blocks, rest).T
+    return placed, ordered
 
 
-def _places(frequencies: torch.Tensor, config: LieREConfig) -> dict[int, int]:
+def _places(frequencies: torch.Tensor, target: RotaryEncoding) -> dict[int, int]:
     """
-    For every plane of a head that is rotated, its first channel in the new order.
+    For every plane of a head that is rotated, its place among the planes of the new encoding.
 
     Args:
         frequencies: (A, planes).
@@ -222,23 +227,23 @@ def _places(frequencies: torch.Tensor, config: LieREConfig) -> dict[int, int]:
     Raises:
         ConversionError: if the blocks of the new encoding cannot hold the planes.
     """
-    encoding, size, axes = config.position_encoding, config.block_size, len(frequencies)
-    blocks, room = config.head_dim // size, size // 2
-    free = list(range(blocks))
+    encoding, axes, blocks = target.config.position_encoding, len(frequencies), target.num_blocks
+    room, free = target.num_planes // blocks, list(range(blocks))
     places = {}
     for axis, planes in _that_share_blocks(frequencies, encoding):
         accepting = [block for block in free if axis is None or block % axes == axis]
         needed = -(-len(planes) // room)
         if len(accepting) < needed:
             shared = "the axes" if axis is None else f"axis {axis}"
-            if encoding == "comrope_ld":
+            if ENCODING_TRAITS[encoding].proportional and axis is None:
                 shared = "one ratio of the axes"
             raise ConversionError(
-                f"No exact upgrade to {encoding} with block_size={size}: {len(planes)} planes of a head rotate with "
-                f"{shared}; of the {blocks} blocks they need {needed} for themselves, and {len(accepting)} are left."
+                f"No exact upgrade to {encoding} with block_size={target.block_size}: {len(planes)} planes of a head "
+                f"rotate with {shared}; of the {blocks} blocks they need {needed} for themselves, and "
+                f"{len(accepting)} are left."
             )
         for index, plane in enumerate(planes):
-            places[plane] = accepting[index // room] * size + index % room * 2
+            places[plane] = accepting[index // room] * room + index % room
         free = [block for block in free if block not in accepting[:needed]]
     return places
 
@@ -250,15 +255,16 @@ def _that_share_blocks(frequencies: torch.Tensor, encoding: str) -> list[tuple[i
     """
     magnitudes = frequencies.norm(dim=0)
     rotated = (magnitudes > 0).nonzero().flatten().tolist()
-    if not ENCODING_TRAITS[encoding].proportional:
+    traits = ENCODING_TRAITS[encoding]
+    if not traits.proportional:
         return [(None, rotated)] if rotated else []
     directions = frequencies / magnitudes.where(magnitudes > 0, 1)
-    if encoding == "comrope_ap":
+    if traits.serves_one_axis:
         axes = directions.abs().argmax(dim=0)
         oblique = sum((1 - directions[axes[plane], plane].abs()).item() > ROUNDING**2 for plane in rotated)
         if oblique:
             raise ConversionError(
-                f"No exact upgrade to comrope_ap: each of its blocks rotates with one axis alone, and {oblique} planes "
+                f"No exact upgrade to {encoding}: each of its blocks rotates with one axis alone, and {oblique} planes "
                 "of a head rotate with several."
             )
         return [
@@ -279,20 +285,27 @@ def _that_share_blocks(frequencies: torch.Tensor, encoding: str) -> list[tuple[i
     return [(None, group) for group in groups]
 
 
-def _parameters(entries: torch.Tensor, position_encoding: str) -> dict[str, torch.Tensor]:
-    """Parameters of an encoding by name, from the entries of its generators (A, layers, heads, blocks, entries)."""
-    if position_encoding == "comrope_ld":
-        return _proportional(entries)
-    if position_encoding == "comrope_ap":
+def _of_planes(target: RotaryEncoding, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Parameters by name, from the frequencies (A, layers, heads, planes) of an encoding's planes."""
+    if traits_of(target.config).proportional:
+        return _of_entries(target.in_blocks(frequencies), target.config.position_encoding)
+    return target.of_planes(frequencies)
+
+
+def _of_entries(entries: torch.Tensor, position_encoding: str) -> dict[str, torch.Tensor]:
+    """Parameters by name, from the entries of the generators (A, layers, heads, blocks, entries)."""
+    traits = ENCODING_TRAITS[position_encoding]
+    if traits.serves_one_axis:
         axes, block = len(entries), torch.arange(entries.shape[3])
         # Each block serves one axis, and the axes alternate.
         serves = (block % axes == torch.arange(axes).unsqueeze(-1)).view(axes, 1, 1, -1, 1)
         if (entries * ~serves).norm() > ROUNDING * entries.norm():
             raise ConversionError(
-                "No exact upgrade to comrope_ap: each of its blocks rotates with one axis alone, the axes in turn."
+                f"No exact upgrade to {position_encoding}: each of its blocks rotates with one axis alone, the axes in "
+                "turn."
             )
         return {"generators": (entries * serves).sum(0)}
-    return {"generators": entries}
+    return _proportional(entries) if traits.proportional else {"generators": entries}
 
 
 def _proportional(entries: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -247,6 +247,10 @@ class CirculantString(EncodingInBasis):
         basis = fourier_basis(self.block_size, device).expand(*frequencies.shape[1:4], -1, -1)
         return basis, frequencies
 
+    def basis_of_planes(self, device: torch.device) -> torch.Tensor:
+        """As [`RotaryEncoding.basis_of_planes`]: the Fourier basis."""
+        return fourier_basis(self.block_size, device)
+
     def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
         """As [`RotaryEncoding.of_planes`], of the planes of the Fourier basis."""
         sines = self.sines(frequencies.device)

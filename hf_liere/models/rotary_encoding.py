@@ -190,6 +190,10 @@ class RotaryEncoding(LearnedRotations):
         """
         raise NotImplementedError
 
+    def basis_of_planes(self, device: torch.device) -> torch.Tensor | None:
+        """(b, b) basis of a block, the planes of [`of_planes`] first; `None` where these are pairs of channels."""
+        return None
+
     def in_blocks(self, frequencies: torch.Tensor) -> torch.Tensor:
         """(…, planes) frequencies as entries of blocks that rotate these planes, (…, blocks, b(b−1)/2)."""
         row, column = torch.triu_indices(self.block_size, self.block_size, offset=1)
