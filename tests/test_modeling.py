@@ -224,7 +224,8 @@ def test_perturbed_table_is_read_between_its_entries(tiny):
 @pytest.mark.parametrize("encoding", ["none", "absolute", *ENCODINGS])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_gives_the_same_gradients(tiny, encoding, reentrant):
-    config = tiny(drop_path_rate=0.5, hidden_dropout_prob=0.1, position_perturbation=0.0, **fields_of(encoding))
+    dropouts = {"drop_path_rate": 0.5, "hidden_dropout_prob": 0.1, "mlp_dropout_prob": 0.1}
+    config = tiny(**dropouts, position_perturbation=0.0, **fields_of(encoding))
     gradients = []
     for checkpointing in (False, True):
         model = classifier(config).train()
@@ -235,6 +236,20 @@ def test_gradient_checkpointing_gives_the_same_gradients(tiny, encoding, reentra
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=1e-6, msg=name)
+
+
+def test_dropout_inside_the_mlp_is_after_the_activation(tiny):
+    """The order of LieRE's code: linear, GELU, dropout, linear. Nothing is dropped at inference."""
+    mlp = classifier(tiny(mlp_dropout_prob=0.5)).liere.layers[0].mlp
+    official = torch.nn.Sequential(mlp.fc1, torch.nn.GELU(), torch.nn.Dropout(0.5), mlp.fc2)
+    states = images(2, 5, 48)
+    for training in (True, False):
+        results = []
+        for module in (mlp.train(training), official.train(training)):
+            torch.manual_seed(0)
+            results.append(module(states))
+        assert torch.equal(*results)
+    assert not torch.equal(mlp.train()(states), mlp.eval()(states))
 
 
 @pytest.mark.parametrize("encoding", ["none", "absolute", *ENCODINGS])

@@ -79,6 +79,7 @@ def test_padded_as_alone_with_flex_attention():
         {"position_encoding": "none"},
         {"coordinates": "unit_width"},
         {"coordinates": "train_index"},
+        {"coordinates": "fixed_grid"},
         {"coordinates": "index", "rotate_prefix": True},
         {"share_layers": True, "share_heads": True},
         {"final_norm": "pooled", "pooling": "mean"},

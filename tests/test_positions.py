@@ -18,9 +18,11 @@ def test_raster_order_and_conventions():
 def test_train_grid_is_linspace(size, trained):
     expected = torch.linspace(0, size / trained, size, dtype=torch.float64)
     torch.testing.assert_close(of_grid((size,), (trained,), "train_grid").coordinates[:, 0], expected)
+    fixed = torch.linspace(0, 1, size, dtype=torch.float64)
+    torch.testing.assert_close(of_grid((size,), (trained,), "fixed_grid").coordinates[:, 0], fixed)
 
 
-@pytest.mark.parametrize("coordinates", ["index", "train_grid", "train_index", "unit", "unit_width"])
+@pytest.mark.parametrize("coordinates", ["index", "train_grid", "fixed_grid", "train_index", "unit", "unit_width"])
 def test_offsets_are_patch_extents(coordinates):
     """Displacing every patch by one patch extent moves it to its neighbour's coordinate."""
     grid = (4, 5, 3)
@@ -59,7 +61,8 @@ def test_prefix_sits_before_the_patches():
 
 def test_bad_input():
     with pytest.raises(
-        ValueError, match="'pixels' must be one of 'index', 'train_grid', 'train_index', 'unit', 'unit_width'"
+        ValueError,
+        match="'pixels' must be one of 'index', 'train_grid', 'train_index', 'fixed_grid', 'unit', 'unit_width'",
     ):
         of_grid((2,), (2,), "pixels")
     with pytest.raises(ValueError, match=r"\(3, 2\).*\(4, 2\).*\(5, 4, 2\)"):
@@ -107,7 +110,7 @@ def test_augmentation_is_that_of_dinov3(strengths):
         assert (shares[0] - shares[1]).abs().max() < 1.95 * math.sqrt(2 / count)
 
 
-@pytest.mark.parametrize("coordinates", ["index", "train_grid", "train_index", "unit", "unit_width"])
+@pytest.mark.parametrize("coordinates", ["index", "train_grid", "fixed_grid", "train_index", "unit", "unit_width"])
 def test_augmentation_is_a_fraction_of_the_input_in_every_convention(coordinates):
     """Shift, then scale about the centre of the input, in a convention whose patches are at m + u·index."""
     grid, trained, dtype = (4, 6), (2, 3), torch.float64

@@ -147,7 +147,7 @@ def test_rays_are_the_multiples_of_a_grid(grid):
     assert (indices[[i for i in range(len(indices)) if i not in seen]] == 0).all()
 
 
-@pytest.mark.parametrize("coordinates", ["index", "train_grid", "train_index"])
+@pytest.mark.parametrize("coordinates", ["index", "train_grid", "train_index", "fixed_grid"])
 @pytest.mark.parametrize("size, scale", [(3, 1.0), (8, 2 * math.pi), (16, 30.0)])
 def test_rays_change_neither_rotations_nor_gradients(coordinates, size, scale):
     placed = of_grid((6, 9), (4, 4), coordinates, 1)

@@ -39,7 +39,7 @@ for its own layer: the model that the paper describes, which is not the model wh
 **Where official code is not followed.** rope-vit takes the positions and the table of the training grid for every input
 with as many patches, whatever its shape; here they are always those of the input's grid. ComRoPE's code clamps random
 displacements of half the paper's width and leaves frames in place; `position_perturbation` is the paper's eq. (11).
-LieRE's code has one more dropout, inside the MLP; nothing of this touches the outputs in evaluation mode otherwise.
+Nothing else of this touches the outputs in evaluation mode.
 """
 
 from collections.abc import Mapping

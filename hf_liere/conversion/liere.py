@@ -25,6 +25,7 @@ HARD_WIRED = {
     "qkv_bias": False,
     "layer_norm_eps": 1e-5,
     "hidden_dropout_prob": 0.1,
+    "mlp_dropout_prob": 0.1,
     "final_norm": "pooled",
 }
 

@@ -40,6 +40,7 @@ ENCODINGS = {
 COORDINATES = {
     "index": "patch indices 0, 1, 2, …",
     "train_grid": "0 … 1 over the trained grid",
+    "fixed_grid": "0 … 1 over any grid, from its first to its last patch",
     "train_index": "indices scaled to the trained grid",
     "unit": "0 … 1 over any grid",
     "unit_width": "0 … 1 over the width of any grid",

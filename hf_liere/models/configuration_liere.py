@@ -66,7 +66,8 @@ class LieREConfig(PreTrainedConfig):
             and `"golden_gate"` (golden gate RoPE's times scale, for the same except `spherical_rope`); `"zeros"` (the
             initial model has no rotations; the multipliers of `comrope_ld` are normal, so that the generators get
             gradients). `None` means the choice of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`,
-            `normal` for ComRoPE; for STRING, whose own could not be seen, and `spherical_rope` `frequencies`.
+            and for ComRoPE, whose paper states none, that of its code, `normal`; for STRING, whose own could not be
+            seen, and `spherical_rope` `frequencies`.
         rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
             `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1. The
             fixed frequencies of `axial_rope` and `golden_gate_rope` are multiplied by it (`None` means 1).
@@ -101,6 +102,9 @@ class LieREConfig(PreTrainedConfig):
             (Shazeer 2020, eq. 6), as in DINOv3.
         classifier_hidden_size (`int`, *optional*):
             Width of a hidden ReLU layer in the classifier (ComRoPE); `None` means a linear classifier.
+        mlp_dropout_prob (`float`, defaults to 0.0):
+            Dropout of the activations inside the MLP, as in LieRE's code; `hidden_dropout_prob` is that of the embeddings
+            and of what attention and MLP add to the hidden states.
         layerscale_value (`float`, *optional*): Initial value of layer scale; `None` builds no layer scale.
         drop_path_rate (`float`, defaults to 0.0): Stochastic depth rate of the last layer, linear from 0 at the first.
         folded_grids (`list`, *optional*):
@@ -122,6 +126,7 @@ class LieREConfig(PreTrainedConfig):
     hidden_act: str = "gelu"
     use_gated_mlp: bool = False
     hidden_dropout_prob: float | int = 0.0
+    mlp_dropout_prob: float | int = 0.0
     attention_probs_dropout_prob: float | int = 0.0
     drop_path_rate: float | int = 0.0
     layerscale_value: float | None = None
@@ -230,8 +235,8 @@ class LieREPixelConfig(LieREConfig):
             entries in raster order, as in LieRE's code for VisionLLaMA; larger grids are refused).
         coordinates (`str`, *optional*):
             The coordinate of the patch with index i on an axis of n patches that had n₀ in training: `"index"` i;
-            `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"train_index"` i·n₀/n (timm's reference
-            grid); `"unit"` (i+½)/n; `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on
+            `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"fixed_grid"` i/(n−1), that is
+            linspace(0, 1, n) (LieRE §5.6); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n; `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on
             video); `"physical"` ½ + (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times
             the `spacing` that the model is given with its input. The centre of the input is at ½, the same tissue in
             the same field of view has the same coordinates whatever the size of voxels, and an input with an extent
@@ -270,7 +275,9 @@ class LieREPixelConfig(LieREConfig):
     image_size: int | list[int] | tuple[int, int] = 224
     patch_size: int | list[int] | tuple[int, int] = 16
     position_table_resize: Literal["interpolate", "antialias", "truncate"] = "interpolate"
-    coordinates: Literal["index", "train_grid", "train_index", "unit", "unit_width", "physical"] | None = None
+    coordinates: (
+        Literal["index", "train_grid", "fixed_grid", "train_index", "unit", "unit_width", "physical"] | None
+    ) = None
     physical_unit: float | int | list[float | int] | tuple[float | int, ...] | None = None
     position_perturbation: float | int = 0.0
     position_shift: float | int = 0.0

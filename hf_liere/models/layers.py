@@ -18,12 +18,13 @@ class LieREMLP(nn.Module):
         self.activation = ACT2FN[config.hidden_act]
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
         self.gate = nn.Linear(config.hidden_size, config.intermediate_size) if config.use_gated_mlp else None
+        self.dropout = nn.Dropout(config.mlp_dropout_prob)
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         inner = self.fc1(hidden_states)
         gated = self.activation(inner) if self.gate is None else self.activation(self.gate(hidden_states)) * inner
-        return self.fc2(gated)
+        return self.fc2(self.dropout(gated))
 
 
 class LieRELayerScale(nn.Module):

@@ -19,11 +19,12 @@ COORDINATES = {
     "index": lambda index, size, trained, width: index,
     "train_grid": lambda index, size, trained, width: index * (size / trained / _at_least_one(size - 1)),
     "train_index": lambda index, size, trained, width: index * (trained / size),
+    "fixed_grid": lambda index, size, trained, width: index * (1 / _at_least_one(size - 1)),
     "unit": lambda index, size, trained, width: (index + 0.5) / size,
     "unit_width": lambda index, size, trained, width: (index + 0.5) / width,
 }
 # Of these, multiples of the index.
-PROPORTIONAL = ("index", "train_grid", "train_index")
+PROPORTIONAL = ("index", "train_grid", "train_index", "fixed_grid")
 
 
 class TokenPositions(NamedTuple):
@@ -65,7 +66,7 @@ def grid_positions(
     Args:
         grid: Patches per axis.
         coordinates: A convention of [`LieREPixelConfig`]: `"train_grid"` (LieRE's), `"index"` (RoPE's), `"unit"`
-            (ComRoPE's), `"train_index"` or `"unit_width"`.
+            (ComRoPE's), `"train_index"`, `"fixed_grid"` or `"unit_width"`.
         num_prefix_tokens: Number of tokens before the patches.
         train_grid: Patches per axis of a training input; `None` means `grid`.
         prefix_coordinate: Where prefix tokens sit on every axis; at 0 they are not rotated.
@@ -125,13 +126,14 @@ def of_grid(
     The patches of a grid, first axis slowest (raster order), after prefix tokens.
 
     With i the index of a patch on an axis of n patches that had n₀ in training: `index` i; `train_grid` i·(n/n₀)/(n−1)
-    (LieRE's code: linspace(0, n/n₀, n)); `train_index` i·n₀/n (timm's reference grid); `unit` (i+½)/n (ComRoPE
-    §3.4.1); `unit_width` (i+½)/w, w the size of the last axis (ComRoPE's code, frames included).
+    (LieRE's code: linspace(0, n/n₀, n)); `fixed_grid` i/(n−1) (the fixed range of LieRE §5.6); `train_index` i·n₀/n
+    (timm's reference grid); `unit` (i+½)/n (ComRoPE §3.4.1); `unit_width` (i+½)/w, w the size of the last axis
+    (ComRoPE's code, frames included).
 
     Args:
         grid: Patches per axis, A numbers.
         train_grid: Patches per axis in training.
-        coordinates: One of `index`, `train_grid`, `train_index`, `unit`, `unit_width`.
+        coordinates: One of `index`, `train_grid`, `fixed_grid`, `train_index`, `unit`, `unit_width`.
         prefix_coordinate: Where prefix tokens sit on every axis.
         offsets: (patches, A), displacement of each patch in patch extents, from [`perturbation`].
 

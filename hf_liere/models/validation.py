@@ -20,7 +20,10 @@ FLOAT32_MAX = 3.4028234e38
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim")
 INPUT_SIZES = ("num_channels", "feature_size")
 MAX_AXES = 6
-DROPPED = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "patch_dropout_prob")
+DROPPED = (
+    *("hidden_dropout_prob", "mlp_dropout_prob", "attention_probs_dropout_prob"),
+    *("drop_path_rate", "patch_dropout_prob"),
+)
 SHARES = (*DROPPED, "unrotated_share")
 SCALES = ("position_perturbation", "position_shift", "layer_norm_eps", "rotary_init_scale")
 POSITIVE = ("initializer_range", "rope_theta", "min_frequency", "max_frequency")

@@ -41,7 +41,8 @@ logger = logging.get_logger(__name__)
 
 # Fields that change how a checkpoint trains but not what its weights mean. The image size is that of the data: a
 # checkpoint keeps the one it was trained at, to which its positions refer.
-CHANGEABLE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", *TRAINING_ONLY)
+DROPOUTS = ("hidden_dropout_prob", "mlp_dropout_prob", "attention_probs_dropout_prob")
+CHANGEABLE_FIELDS = (*DROPOUTS, "drop_path_rate", *TRAINING_ONLY)
 SIZE_FIELDS = ("image_size", "num_frames")
 # What --upgrade_encoding changes in a checkpoint.
 UPGRADED_FIELDS = ("position_encoding", "block_size", "share_heads", "share_layers")
