@@ -1,11 +1,20 @@
 """Augmentation and batches: seeded by (seed, epoch, index) alone, padded and mixed exactly."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from timm.data.auto_augment import rand_augment_transform
 from torch.utils.data import DataLoader
+from torchvision.transforms import InterpolationMode, Resize
 from training_helpers import pictures
+from transformers import ViTImageProcessorPil
+
+import hf_liere
+from hf_liere.errors import InputError
 
 from training.data.augmentation import (
     IGNORED_LABEL,
@@ -14,9 +23,11 @@ from training.data.augmentation import (
     Collator,
     EpochSampler,
     EvaluationImages,
+    EvaluationView,
     TrainingImages,
 )
-from training.engine.arguments import AugmentationArguments
+from training.engine.arguments import AugmentationArguments, ImageDataArguments, ModelArguments
+from training.engine.model_setup import resolve_processor
 from training.engine.trainer import summed_cross_entropy
 
 
@@ -163,7 +174,7 @@ def test_all_frames_of_a_clip_are_erased_alike():
 
 
 def test_normalisation_is_that_of_the_processor():
-    images = EvaluationImages(Pictures(), (16, 16), BICUBIC)
+    images = EvaluationImages(Pictures(), EvaluationView((16, 16), BICUBIC))
     batch = collator()([images[index] for index in range(3)])
     pixels = np.stack([images[index]["image"] for index in range(3)]).transpose(0, 3, 1, 2) / 255
     expected = (pixels - np.array([0.4, 0.5, 0.6])[:, None, None]) / np.array([0.2, 0.3, 0.4])[:, None, None]
@@ -245,3 +256,119 @@ def test_the_loss_of_mixed_targets_is_that_of_soft_targets(smoothing):
     assert abs(got.item() - expected) < 1e-12
     single = summed_cross_entropy(logits.float(), labels, partners, weights.float(), smoothing)
     assert abs(single.item() - expected) < 1e-5
+
+
+@pytest.mark.parametrize("size", [(20, 30), (31, 17), (16, 16), (9, 40)])
+def test_a_random_crop_is_a_part_of_the_image_resized_as_by_torchvision(size):
+    image = np.random.default_rng(0).integers(256, size=(*size, 3), dtype=np.uint8)
+    whole = np.asarray(Resize(round(1.1 * 16), InterpolationMode.BICUBIC)(Image.fromarray(image)))
+    starts = set()
+    for index in range(200):
+        part = augment(random_crop_ratio=1.1)(image, 0, index)
+        places = [
+            (row, column)
+            for row in range(whole.shape[0] - 15)
+            for column in range(whole.shape[1] - 15)
+            if np.array_equal(whole[row : row + 16, column : column + 16], part)
+        ]
+        assert len(places) == 1
+        starts.update(places)
+    rows, columns = (extent - 15 for extent in whole.shape[:2])
+    # Every place is equally likely: the chance to miss any of at most 165 places in 200 draws is large, to miss half not.
+    assert len(starts) > rows * columns / 2
+
+
+def test_an_augmentation_before_the_crop_sees_the_whole_image():
+    image = np.asarray(pictures(1, 40)[0])
+    crop = {"random_resized_crop": True, "flip_probability": 0.5}
+    for policy in ({"rand_augment_ops": 2}, {"auto_augment": "rand-m9-mstd0.5-inc1"}):
+        first = AugmentationArguments(augment_first=True, **policy)
+        for index in range(5):
+            augmented = Augmentation((40, 40), BICUBIC, first, 0)(image, 0, index)
+            expected = augment(**crop)(augmented, 0, index)
+            assert np.array_equal(augment(augment_first=True, **policy, **crop)(image, 0, index), expected)
+            assert not np.array_equal(augment(**policy, **crop)(image, 0, index), expected)
+
+
+def test_policies_of_timm_are_its_own_and_seeded():
+    image = np.asarray(pictures(1, 16)[0])
+    state, numpy_state = random.getstate(), np.random.get_state()[1].copy()
+    results = [augment(auto_augment="rand-m7-n4-mstd0.5-inc1")(image, 0, index) for index in range(8)]
+    assert random.getstate() == state and np.array_equal(np.random.get_state()[1], numpy_state)
+    again = [augment(auto_augment="rand-m7-n4-mstd0.5-inc1")(image, 0, index) for index in range(8)]
+    assert all(np.array_equal(*pair) for pair in zip(results, again))
+    assert len({result.tobytes() for result in results}) > 1
+    # What timm itself makes of the image from the seeds that belong to (seed, epoch, index).
+    policy = rand_augment_transform(
+        "rand-m7-n4-mstd0.5-inc1", {"translate_const": 7, "interpolation": Image.Resampling.BICUBIC}
+    )
+    generator = np.random.default_rng((0, 0, 3))
+    # The flip draws first.
+    generator.random()
+    seed = int(generator.integers(2**63))
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    assert np.array_equal(np.asarray(policy(Image.fromarray(image))), results[3])
+    grey = augment(auto_augment="rand-m7-n4-mstd0.5-inc1")(image[..., :1], 0, 0)
+    assert grey.shape == (16, 16, 1)
+    with pytest.raises(InputError, match="'rand-x9' is no policy of timm"):
+        augment(auto_augment="rand-x9")
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"random_crop_ratio": 0.9}, "--random_crop_ratio 0.9; accepted: 0 for none, 1 and above"),
+        ({"random_crop_ratio": 1.1, "random_resized_crop": True}, "both choose an augmentation"),
+        ({"auto_augment": "rand-m9", "rand_augment_ops": 2}, "--auto_augment and --rand_augment_ops both choose"),
+    ],
+)
+def test_augmentations_that_exclude_each_other(given, message):
+    with pytest.raises(InputError, match=message):
+        AugmentationArguments(**given)
+
+
+@pytest.mark.parametrize("crops", [1, 2, 3])
+def test_views_lie_evenly_along_the_longer_side(crops):
+    """Of a picture whose pixels say where they are; the shorter side is twice the part, so nothing is resized."""
+    rows, columns = np.meshgrid(np.arange(32), np.arange(60), indexing="ij")
+    image = np.stack([rows, columns, rows], axis=-1).astype(np.uint8)
+    for axis, picture in ((1, image), (0, image.transpose(1, 0, 2))):
+        parts = EvaluationView((16, 16), BICUBIC, crops, 2.0).parts(picture)
+        # What the picture says of places is not turned with it.
+        corners = [part[0, 0, :2] for part in parts]
+        starts = {1: [22], 2: [0, 44], 3: [0, 22, 44]}[crops]
+        assert [list(map(int, corner)) for corner in corners] == [[8, start] for start in starts]
+        assert all(part.shape == (16, 16, 3) for part in parts)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (20, 33), (50, 21)])
+def test_the_saved_processor_cuts_what_the_evaluation_sees(size):
+    image = np.random.default_rng(1).integers(256, size=(*size, 3), dtype=np.uint8)
+    arguments = ImageDataArguments(eval_crops=1, eval_crop_ratio=1.25)
+    config = hf_liere.LieREViTConfig(image_size=16, patch_size=4)
+    processor = resolve_processor(ModelArguments(), arguments, (16, 16), config)
+    # By Pillow, as the evaluation.
+    processor = ViTImageProcessorPil(**processor.to_dict())
+    theirs = processor(Image.fromarray(image), return_tensors="pt").pixel_values[0]
+    example = EvaluationImages([(image, 0)], EvaluationView((16, 16), BICUBIC, 1, 1.25))[0]
+    ours = collator_of_halves()([example])["pixel_values"][0]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def collator_of_halves():
+    return Collator((16, 16), 3, [0.5] * 3, [0.5] * 3, AugmentationArguments(), 0)
+
+
+@pytest.mark.parametrize(
+    "given, size, message",
+    [
+        ({"eval_crops": 3}, (16, 16), "--eval_crops 3: several views are of videos only"),
+        ({"eval_crops": 1}, (16, 20), "--eval_crops 1 cuts out squares"),
+        ({"eval_crop_ratio": 1.1}, (16, 16), "--eval_crop_ratio 1.1 needs --eval_crops"),
+    ],
+)
+def test_views_that_cannot_be_cut(given, size, message):
+    config = hf_liere.LieREViTConfig(image_size=16, patch_size=4)
+    with pytest.raises(InputError, match=message):
+        resolve_processor(ModelArguments(), ImageDataArguments(**given), size, config)

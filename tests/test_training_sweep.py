@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -27,7 +28,7 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize("sizes, patch", [((8, 12), (4, 4)), ((4, 8, 4), (2, 4, 2))])
 def test_shuffling_permutes_whole_patches_against_a_loop(sizes, patch):
     pixels = torch.randn(2, 3, *sizes)
-    result = shuffled(pixels, patch, seed=1)
+    result = shuffled(pixels, patch, [np.random.default_rng(seed) for seed in (1, 2)])
 
     def patches(image):
         pieces = [image]
@@ -35,10 +36,13 @@ def test_shuffling_permutes_whole_patches_against_a_loop(sizes, patch):
             pieces = [part for piece in pieces for part in piece.split(extent, dim=axis)]
         return pieces
 
-    before, after = patches(pixels), patches(result)
-    order = torch.randperm(len(before), generator=torch.Generator().manual_seed(1)).tolist()
-    assert order != sorted(order)
-    assert all(torch.equal(after[place], before[source]) for place, source in enumerate(order))
+    orders = []
+    for image, seed in enumerate((1, 2)):
+        before, after = patches(pixels[image : image + 1]), patches(result[image : image + 1])
+        orders.append(np.random.default_rng(seed).permutation(len(before)).tolist())
+        assert orders[-1] != sorted(orders[-1])
+        assert all(torch.equal(after[place], before[source]) for place, source in enumerate(orders[-1]))
+    assert orders[0] != orders[1]
 
 
 def test_a_model_without_positions_sees_no_shuffle(tiny):
@@ -47,7 +51,8 @@ def test_a_model_without_positions_sees_no_shuffle(tiny):
         torch.manual_seed(0)
         config = tiny(position_encoding=encoding, use_class_token=False, pooling="mean", initializer_range=0.2)
         model = hf_liere.LieREViTForImageClassification(config).eval()
-        difference = (model(pixels).logits - model(shuffled(pixels, (4, 4), 0)).logits).abs().max()
+        orders = [np.random.default_rng(seed) for seed in range(2)]
+        difference = (model(pixels).logits - model(shuffled(pixels, (4, 4), orders)).logits).abs().max()
         # The tokens are added up in another order.
         assert difference < 1e-5 if blind else difference > 1e-3
 
@@ -103,11 +108,29 @@ def test_frames_are_shuffled_as_wholes(tiny_video):
     model = hf_liere.LieREVideoForVideoClassification(tiny_video())
     clips = torch.randn(2, 4, 3, 8, 8)
     condition = ConditionCollator(lambda examples: {"pixel_values": clips}, model, ConditionArguments("frames"))
-    result = condition([{}])["pixel_values"]
-    order = torch.randperm(4, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(result, clips[:, order]) and order.tolist() != [0, 1, 2, 3]
+    examples = [{"image": None, "index": index} for index in (5, 9)]
+    orders = [np.random.default_rng((0, index)).permutation(4) for index in (5, 9)]
+    assert len({(0, 1, 2, 3), *map(tuple, orders)}) == 3
+    expected = torch.stack([clip[order] for clip, order in zip(clips, orders)])
+    assert torch.equal(condition(examples)["pixel_values"], expected)
     # Training batches, which carry keys, are never changed.
     assert torch.equal(condition([{"key": (0, 0)}])["pixel_values"], clips)
+
+
+def test_the_order_of_an_image_does_not_depend_on_its_batch(tiny):
+    """Neither on what is beside it, nor on its place; an example that could not be read comes last."""
+    model = hf_liere.LieREViTForImageClassification(tiny())
+    images = {index: torch.randn(3, 16, 16) for index in range(4)}
+
+    def collate(examples):
+        rows = [images[example["index"]] for example in examples if "image" in example]
+        return {"pixel_values": torch.stack([*rows, *[torch.zeros(3, 16, 16)] * (len(examples) - len(rows))])}
+
+    condition = ConditionCollator(collate, model, ConditionArguments("patches"))
+    alone = {index: condition([{"image": 0, "index": index}])["pixel_values"][0] for index in images}
+    together = condition([{"label": -100}, *({"image": 0, "index": index} for index in (3, 1, 0))])["pixel_values"]
+    assert all(torch.equal(row, alone[index]) for row, index in zip(together, (3, 1, 0)))
+    assert not torch.equal(alone[1], images[1])
 
 
 def test_conditions_change_evaluations_but_no_training(files, tmp_path):

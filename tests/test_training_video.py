@@ -23,6 +23,7 @@ from training_helpers import (
 from hf_liere import LieREVideoForVideoClassification
 from training import video_classification
 from training.data.augmentation import Augmentation, Collator
+from training.data.augmentation import EvaluationView
 from training.data.clips import ClipArray, ClipFile, ClipReader, EvaluationClips, TrainingClips, clip_indices
 from training.data.moving_shapes import LABELS, frames, write_moving_shapes, write_video
 from training.data.sources import DataRequest, Subset
@@ -313,13 +314,44 @@ def test_probabilities_of_clips_are_averaged(shapes, tmp_path):
         with av.open(str(path)) as container:
             video = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
         # 16 frames; a clip of 4 with stride 2 spans 7, so that it starts at 0 … 9.
-        clips = np.stack([video[start : start + 7 : 2] for start in (1, 5, 8)])
+        clips = np.stack([video[start : start + 7 : 2] for start in (0, 5, 9)])
         pixels = torch.from_numpy(clips).permute(0, 1, 4, 2, 3).double() / 127.5 - 1
         with torch.no_grad():
             probability = model(pixels).logits.softmax(1).mean(0)
         losses.append(-probability[model.config.label2id[path.parent.name]].log().item())
     # float32 pixels and logits against float64.
     assert metrics["eval_loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+
+
+def test_views_of_a_video_are_clips_by_crops():
+    """Fifteen of a video whose frames say their number, and whose columns theirs; together or one by one."""
+    frames = np.broadcast_to(np.arange(24)[:, None, None], (24, 16, 40))
+    columns = np.broadcast_to(np.arange(40), (24, 16, 40))
+    clip = ClipArray(np.stack([frames, columns, frames], axis=-1).astype(np.uint8), "numbered")
+    settings = [(clip, 0), (clip, 1)], EvaluationView((16, 16), 2, 3), ClipReader(4, 2), 5
+    together, apart = EvaluationClips(*settings), EvaluationClips(*settings, averaged=False)
+    assert (len(together), len(apart)) == (2, 30)
+    views = together[1]["image"]
+    assert views.shape == (15, 4, 16, 16, 3)
+    # A clip of 4 frames at distance 2 spans 7, so that it begins at 0 … 17.
+    starts = [(begin, column) for column in (0, 12, 24) for begin in (0, 4, 9, 13, 17)]
+    assert [tuple(map(int, view[0, 0, 0, :2])) for view in views] == starts
+    for number, view in enumerate(views):
+        example = apart[15 + number]
+        assert np.array_equal(example["image"], view) and (example["label"], example["index"]) == (1, 15 + number)
+
+
+def test_every_view_counts_where_they_are_not_averaged(shapes, tmp_path):
+    run(tmp_path / "run", "--video_folder", shapes, "--do_train", "--max_steps", 1)
+    flags = ["--model_name_or_path", tmp_path / "run", "--video_folder", shapes, "--do_eval", "--frame_stride", 2]
+    flags = [*map(str, flags), "--eval_clips", "2", "--eval_crops", "1", *TINY_RUN]
+    losses = {}
+    for averaged in ("true", "false"):
+        folder = ["--output_dir", str(tmp_path / averaged), "--eval_average_views", averaged]
+        losses[averaged] = video_classification.main([*flags, *folder])
+    assert losses["false"]["eval_samples"] == 2 * losses["true"]["eval_samples"]
+    # The logarithm of a mean probability is no smaller than the mean of the logarithms.
+    assert losses["true"]["eval_loss"] <= losses["false"]["eval_loss"] + 1e-6
 
 
 def test_mean_of_views_is_the_log_of_mean_probabilities():
@@ -431,9 +463,9 @@ def test_spacing_follows_crops_and_resizing():
             assert np.diff(edges.mean(1))[0] / 7 / 12 == pytest.approx(example["spacing"][axis], abs=1 / 7 / 12)
             assert example["frame_times"].shape == (4,) and (example["frame_times"] % 3 == 0).all()
             assert (np.diff(example["frame_times"]) > 0).all()
-    several = EvaluationClips([(clip, 1)], (16, 16), 2, ClipReader(4, 2), 3)[0]
+    several = EvaluationClips([(clip, 1)], EvaluationView((16, 16), 2), ClipReader(4, 2), 3)[0]
     assert several["image"].shape[:2] == several["frame_times"].shape == (3, 4)
-    assert several["frame_times"].tolist() == [[3, 9, 15, 21], [9, 15, 21, 27], [15, 21, 27, 33]]
+    assert several["frame_times"].tolist() == [[0, 6, 12, 18], [9, 15, 21, 27], [15, 21, 27, 33]]
     assert several["spacing"].tolist() == [[0.5 * 40 / 16, 0.25 * 80 / 16]] * 3
     collated = Collator((4, 16, 16), 1, [0.5], [0.5], AugmentationArguments(), 0, has_spacing=True)
     batch = collated([{"label": -100}, several])
@@ -460,7 +492,7 @@ def test_times_of_frames_at_a_variable_rate(tmp_path, name):
     # Containers round times to milliseconds.
     assert times == pytest.approx((np.array(tenths) - 3) / 10, abs=1e-3)
     clip = ClipFile(tmp_path / name, len(tenths), reader, reader.spacing(tmp_path / name), times)
-    example = EvaluationClips([(clip, 0)], (8, 8), 2, ClipReader(4, None), 1)[0]
+    example = EvaluationClips([(clip, 0)], EvaluationView((8, 8), 2), ClipReader(4, None))[0]
     brightness = example["image"].reshape(4, -1).mean(1) / 100 - 0.3
     # Compression changes grey levels by a few.
     assert example["frame_times"].reshape(-1) == pytest.approx(brightness, abs=0.06)

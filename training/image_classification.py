@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from transformers import Siglip2ImageProcessor
 
-from training.data.augmentation import EvaluationImages, ImageSize, TrainingImages
+from training.data.augmentation import EvaluationImages, EvaluationView, ImageSize, TrainingImages
 from training.data.images import load_images
 from training.data.native_sizes import NativeSize, check_native_sizes, default_to_square
 from training.data.sources import DataRequest
@@ -77,7 +77,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         train = StreamedImages(stream, order_labels(images, model.config), config.num_channels, augment, args)
     elif train is not None:
         train = TrainingImages(train, augment)
-    datasets = {"train": train, "evaluation": evaluation and EvaluationImages(evaluation, input_size, resample)}
+    view = EvaluationView(input_size, resample, data_args.eval_crops or 0, data_args.eval_crop_ratio)
+    datasets = {"train": train, "evaluation": evaluation and EvaluationImages(evaluation, view)}
     return train_classifier(given, model, processor, image_size, datasets, images.splits, checkpoint)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_liere.errors import InputError
+from training.data.augmentation import EvaluationView
 from training.data.clips import ClipReader, EvaluationClips, TrainingClips
 from training.data.sources import DataRequest, fraction_of
 from training.data.video_data import VideoDataArguments, load_clips
@@ -61,9 +62,11 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     model, train, evaluation = build_classifier(given, config, clips, checkpoint)
     train = train and fraction_of(train, data_args.train_fraction, args.order_seed)
     reader, resample = ClipReader(num_frames, data_args.frame_stride), int(processor.resample)
+    view = EvaluationView(image_size, resample, data_args.eval_crops or 0, data_args.eval_crop_ratio)
+    shown = reader, data_args.eval_clips, data_args.eval_average_views
     datasets = {
         "train": train and TrainingClips(train, given.augment(image_size, resample), reader),
-        "evaluation": evaluation and EvaluationClips(evaluation, image_size, resample, reader, data_args.eval_clips),
+        "evaluation": evaluation and EvaluationClips(evaluation, view, *shown),
     }
     return train_classifier(given, model, processor, (num_frames, *image_size), datasets, clips.splits, checkpoint)
 

@@ -103,8 +103,8 @@ class LieREConfig(PreTrainedConfig):
         classifier_hidden_size (`int`, *optional*):
             Width of a hidden ReLU layer in the classifier (ComRoPE); `None` means a linear classifier.
         mlp_dropout_prob (`float`, defaults to 0.0):
-            Dropout of the activations inside the MLP, as in LieRE's code; `hidden_dropout_prob` is that of the embeddings
-            and of what attention and MLP add to the hidden states.
+            Dropout of the activations inside the MLP, as in LieRE's code; `hidden_dropout_prob` is that of the
+            embeddings and of what attention and MLP add to the hidden states.
         layerscale_value (`float`, *optional*): Initial value of layer scale; `None` builds no layer scale.
         drop_path_rate (`float`, defaults to 0.0): Stochastic depth rate of the last layer, linear from 0 at the first.
         folded_grids (`list`, *optional*):
@@ -236,8 +236,8 @@ class LieREPixelConfig(LieREConfig):
         coordinates (`str`, *optional*):
             The coordinate of the patch with index i on an axis of n patches that had n₀ in training: `"index"` i;
             `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"fixed_grid"` i/(n−1), that is
-            linspace(0, 1, n) (LieRE §5.6); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n; `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on
-            video); `"physical"` ½ + (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times
+            linspace(0, 1, n) (LieRE §5.6); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n;
+            `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on video); `"physical"` ½ + (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times
             the `spacing` that the model is given with its input. The centre of the input is at ½, the same tissue in
             the same field of view has the same coordinates whatever the size of voxels, and an input with an extent
             of one unit has `unit` coordinates. `None` means `index` for the RoPE encodings and STRING, `train_grid` for

@@ -24,7 +24,7 @@ from hf_liere.errors import InputError
 from hf_liere.storage.loading import require_all_keys
 from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments, resolve_config
 from training.clip.classifiers import HEAD, TRAINABLE, Classifier, ZeroShotClassifier, add_lora, freeze
-from training.data.augmentation import Augmentation, Collator, EvaluationImages, TrainingImages
+from training.data.augmentation import Augmentation, Collator, EvaluationImages, EvaluationView, TrainingImages
 from training.data.images import load_images
 from training.data.sources import DataRequest, Relabelled
 from training.engine.arguments import AugmentationArguments, DataArguments
@@ -166,12 +166,16 @@ class Comparison:
             model=classifier,
             args=args,
             train_dataset=train and TrainingImages(train, augment),
-            eval_dataset=self.evaluation and EvaluationImages(self.evaluation, self.image_size, resample),
+            eval_dataset=self.evaluation and EvaluationImages(self.evaluation, self._view(self.image_size)),
             data_collator=Collator(self.image_size, 3, mean, std, self.augmentation_args, seed),
             processing_class=self.processor,
             compute_metrics=ClassificationMetrics(len(self.images.label_names)),
             preprocess_logits_for_metrics=ranks_and_losses,
         )
+
+    def _view(self, size: tuple[int, int]) -> EvaluationView:
+        resample, arguments = int(self.processor.resample), self.data_args
+        return EvaluationView(size, resample, arguments.eval_crops or 0, arguments.eval_crop_ratio)
 
     def run(self, name: str) -> list[dict[str, Any]]:
         """Trains and evaluates one model; returns its results, one entry per image size."""
@@ -218,8 +222,7 @@ class Comparison:
     def _evaluate(self, trainer: FineTuningTrainer, name: str) -> list[dict[str, Any]]:
         # The data sets have names because Trainer caches loaders with persistent workers by name.
         trainer.eval_dataset = {
-            str(size[0]): EvaluationImages(self.evaluation, size, int(self.processor.resample))
-            for size in self.eval_sizes
+            str(size[0]): EvaluationImages(self.evaluation, self._view(size)) for size in self.eval_sizes
         }
         metrics = trainer.evaluate()
         results = [

@@ -6,8 +6,11 @@ pixels. The epoch travels with the index, `(epoch, index)`, because persistent w
 """
 
 import contextlib
+import functools
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandAugment, RandomErasing
 
+from hf_liere.errors import InputError
 from training.data.sources import SourceDataset
 from training.engine.arguments import AugmentationArguments
 
@@ -23,6 +27,8 @@ PADDING = -1
 IGNORED_LABEL = -100
 # Keeps random erasing apart from the rest of the augmentation, which has the same (seed, epoch, index).
 ERASING_STREAM = 2
+# And an augmentation before the crop, so that the crop does not depend on it.
+FIRST_STREAM = 3
 
 # Height and width of the model's input, or what gives these for the height and width of an image.
 ImageSize = tuple[int, int] | Callable[[tuple[int, int]], tuple[int, int]]
@@ -81,16 +87,52 @@ class TrainingImages(SourceDataset):
         return {"image": self.augment(image, epoch, index), "label": label, "key": key}
 
 
-@dataclass
-class EvaluationImages(SourceDataset):
-    """Images of a source resized to the model's input, as the saved image processor does."""
+@dataclass(frozen=True)
+class EvaluationView:
+    """
+    What an evaluation sees of images, as the saved image processor does.
+
+    Args:
+        crops: 0 for whole images, squeezed into the model's input; else the number of parts of that size that are cut
+            evenly along the longer side, one of them from the centre.
+        ratio: of the image, resized before with its aspect ratio, to the part along the shorter side.
+    """
 
     image_size: ImageSize
     resample: int
+    crops: int = 0
+    ratio: float = 1.0
+
+    def parts(self, image: np.ndarray) -> list[np.ndarray]:
+        """The views of an image or clip (…, height, width, C), which are (…, *image_size, C)."""
+        if not self.crops:
+            return [resized(image, self.image_size, self.resample)]
+        image = resized(image, covering(image.shape[-3:-1], self.image_size, self.ratio), self.resample)
+        room = [extent - size for extent, size in zip(image.shape[-3:-1], self.image_size)]
+        longer = int(room[1] > room[0])
+        parts = []
+        for number in range(self.crops):
+            start = [extent // 2 for extent in room]
+            if self.crops > 1:
+                start[longer] = number * room[longer] // (self.crops - 1)
+            parts.append(_part(image, start, self.image_size))
+        return parts
+
+    def extent(self, size: tuple[int, int]) -> tuple[float, float]:
+        """Rows and columns of an image of this size that a view shows."""
+        return _extent(size, self.image_size, self.ratio) if self.crops else size
+
+
+@dataclass
+class EvaluationImages(SourceDataset):
+    """Images of a source as an evaluation sees them: `image` (*image_size, C), `label` and `index`."""
+
+    view: EvaluationView
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, label = self.source[index]
-        return {"image": resized(image, self.image_size, self.resample), "label": label}
+        (part,) = self.view.parts(image)
+        return {"image": part, "label": label, "index": index}
 
 
 class Augmentation:
@@ -104,10 +146,15 @@ class Augmentation:
         self.resample = resample
         self.arguments = arguments
         self.seed = seed
-        operations = arguments.rand_augment_ops
-        self.rand_augment = RandAugment(operations, arguments.rand_augment_magnitude) if operations else None
-        crops = arguments.random_resized_crop or arguments.crop_padding > 0
-        self.is_random = crops or arguments.flip_probability > 0 or operations > 0
+        self.policy = None
+        if arguments.auto_augment:
+            self.policy = functools.partial(
+                _augmented_by_timm, _timm_policy(arguments.auto_augment, image_size, resample)
+            )
+        elif arguments.rand_augment_ops:
+            self.policy = RandAugment(arguments.rand_augment_ops, arguments.rand_augment_magnitude)
+        crops = arguments.random_resized_crop or arguments.random_crop_ratio or arguments.crop_padding > 0
+        self.is_random = crops or arguments.flip_probability > 0 or self.policy is not None
 
     def __call__(self, image: np.ndarray, epoch: int, index: int) -> np.ndarray:
         if not self.is_random:
@@ -116,20 +163,36 @@ class Augmentation:
             # Every frame starts from the same seed.
             return np.stack([self(frame, epoch, index) for frame in image])
         rng = np.random.default_rng((self.seed, epoch, index))
+        if self.policy is not None and self.arguments.augment_first:
+            image = self._augmented(image, np.random.default_rng((self.seed, epoch, index, FIRST_STREAM)))
         if self.arguments.random_resized_crop:
             image = image[self._random_part(image.shape[:2], rng)]
-        image = resized(image, self.image_size, self.resample)
+        if self.arguments.random_crop_ratio:
+            image = self._random_crop(image, rng)
+        else:
+            image = resized(image, self.image_size, self.resample)
         if self.arguments.crop_padding:
             image = _padded_crop(image, self.arguments.crop_padding, rng)
         if rng.random() < self.arguments.flip_probability:
             image = image[:, ::-1]
-        if self.rand_augment is not None:
-            with _seeded_torch(rng):
-                image = _from_pil(self.rand_augment(_to_pil(image)))
+        if self.policy is not None and not self.arguments.augment_first:
+            image = self._augmented(image, rng)
         return image
 
-    def extent(self, size: tuple[int, int], epoch: int, index: int) -> tuple[int, int]:
+    def _augmented(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        with _seeded_globals(rng):
+            return _from_pil(self.policy(_to_pil(image)))
+
+    def _random_crop(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        larger = covering(image.shape[:2], self.image_size, self.arguments.random_crop_ratio)
+        image = resized(image, larger, self.resample)
+        start = [int(rng.integers(extent - size + 1)) for extent, size in zip(larger, self.image_size)]
+        return _part(image, start, self.image_size)
+
+    def extent(self, size: tuple[int, int], epoch: int, index: int) -> tuple[float, float]:
         """Rows and columns of an image of this size that its augmented version shows, black borders aside."""
+        if self.arguments.random_crop_ratio:
+            return _extent(size, self.image_size, self.arguments.random_crop_ratio)
         if not self.arguments.random_resized_crop:
             return size
         # The same first draw as above.
@@ -142,11 +205,46 @@ class Augmentation:
 
 
 @contextlib.contextmanager
-def _seeded_torch(rng: np.random.Generator) -> Iterator[None]:
-    """Inside, the global generator, which torchvision draws from, has a seed from `rng`; afterwards its old state."""
+def _seeded_globals(rng: np.random.Generator) -> Iterator[None]:
+    """
+    Inside, the global generators, which torchvision and timm draw from, have seeds from `rng`; afterwards their old
+    states.
+    """
+    seed, states = int(rng.integers(2**63)), (random.getstate(), np.random.get_state())
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(rng.integers(2**63)))
-        yield
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def _timm_policy(name: str, image_size: ImageSize, resample: int) -> Callable[[Image.Image], Image.Image]:
+    """
+    RandAugment of timm with its constants for images of this size.
+
+    Raises:
+        InputError: if timm is not installed or knows no such policy.
+    """
+    try:
+        from timm.data.auto_augment import rand_augment_transform
+    except ImportError:
+        raise InputError(f"--auto_augment {name}: timm is not installed; accepted: pip install timm.") from None
+    try:
+        # The largest translation, as timm and VideoMAE have it.
+        largest = {} if callable(image_size) else {"translate_const": int(0.45 * min(image_size))}
+        constants = {"translate_const": 250, "interpolation": Image.Resampling(resample), **largest}
+        return rand_augment_transform(name, constants)
+    except (AssertionError, KeyError, ValueError) as error:
+        raise InputError(f"--auto_augment {name!r} is no policy of timm; accepted: rand-m9-mstd0.5-inc1.") from error
+
+
+def _augmented_by_timm(policy: Callable[[Image.Image], Image.Image], image: Image.Image) -> Image.Image:
+    # The policies fill with colours of three channels.
+    return policy(image.convert("RGB")).convert(image.mode)
 
 
 class Collator:
@@ -214,7 +312,7 @@ class Collator:
             return
         for image, example in zip(pixels, examples):
             if "image" in example:
-                with _seeded_torch(np.random.default_rng((self.seed, *example["key"], ERASING_STREAM))):
+                with _seeded_globals(np.random.default_rng((self.seed, *example["key"], ERASING_STREAM))):
                     self.erase(image)
 
     def _mix(
@@ -255,6 +353,28 @@ def resized(image: np.ndarray, size: ImageSize, resample: int) -> np.ndarray:
     if image.ndim > 3:
         return np.stack([resized(frame, size, resample) for frame in image])
     return _from_pil(_to_pil(image).resize((size[1], size[0]), resample))
+
+
+def covering(size: tuple[int, int], part: tuple[int, int], ratio: float) -> tuple[int, int]:
+    """
+    The size at which an image of `size` (height, width) just covers `ratio` times `part`, with its aspect ratio. Along
+    the longer side it is rounded down, as torchvision and the processors of transformers do.
+    """
+    least = [round(ratio * extent) for extent in part]
+    scale = max(Fraction(target, extent) for target, extent in zip(least, size))
+    return tuple(max(target, int(extent * scale)) for target, extent in zip(least, size))
+
+
+def _extent(size: tuple[int, int], part: tuple[int, int], ratio: float) -> tuple[float, float]:
+    """How much of an image of `size` a part of it shows that is cut out of the resized image."""
+    return tuple(
+        extent * shown / whole for extent, shown, whole in zip(size, part, covering(size, part, ratio), strict=True)
+    )
+
+
+def _part(image: np.ndarray, start: Sequence[int], size: tuple[int, int]) -> np.ndarray:
+    rows, columns = (slice(first, first + extent) for first, extent in zip(start, size))
+    return image[..., rows, columns, :]
 
 
 def _to_pil(image: np.ndarray) -> Image.Image:

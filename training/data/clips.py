@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from transformers.utils import logging
 
-from training.data.augmentation import IGNORED_LABEL, PADDING, EvaluationImages, TrainingImages, resized
+from training.data.augmentation import IGNORED_LABEL, PADDING, EvaluationImages, TrainingImages
 from training.data.video_files import FrameReader, UnreadableError
 
 
@@ -71,13 +71,13 @@ def clip_indices(length: int, num_frames: int, stride: int | None, start: float 
     Args:
         length: frames of the video.
         stride: distance of the frames; `None` spreads them over the video, one from each of `num_frames` segments.
-        start: in [0, 1), where the clip lies among all that are possible; without a stride one number per segment
+        start: in [0, 1], where the clip lies among all that are possible; without a stride one number per segment
             may say where in it the frame lies.
     """
     if stride is None:
-        return ((np.arange(num_frames) + start) * length / num_frames).astype(int)
-    first = int(start * (length - frames_needed(num_frames, stride) + 1))
-    return first + stride * np.arange(num_frames)
+        return np.minimum(((np.arange(num_frames) + start) * length / num_frames).astype(int), length - 1)
+    last = length - frames_needed(num_frames, stride)
+    return min(int(start * (last + 1)), last) + stride * np.arange(num_frames)
 
 
 def frames_needed(num_frames: int, stride: int | None) -> int:
@@ -85,7 +85,7 @@ def frames_needed(num_frames: int, stride: int | None) -> int:
 
 
 def places_of_voxels(
-    clip: Clip, indices: np.ndarray, extent: tuple[int, int], size: tuple[int, int]
+    clip: Clip, indices: np.ndarray, extent: tuple[float, float], size: tuple[int, int]
 ) -> dict[str, np.ndarray]:
     """
     What a model with physical coordinates needs beside the pixels: `frame_times`, the times of the chosen frames or the
@@ -152,23 +152,47 @@ class TrainingClips(TrainingImages):
 
 @dataclass
 class EvaluationClips(EvaluationImages):
-    """Evenly spread clips of each video of a source: `image` (clips, T, height, width, C), for one clip (T, …), and
-    what `places_of_voxels` returns."""
+    """
+    Views of each video of a source: `image` (views, T, height, width, C), for one view (T, …), `label`, `index`, and
+    what `places_of_voxels` returns.
+
+    Several clips of a video begin evenly between its first and its last possible one, a single one lies in the middle;
+    each is seen in all parts of `view`.
+
+    Args:
+        averaged: whether the views of a video are one example; else each is an example of its own.
+    """
 
     reader: ClipReader
-    num_clips: int
+    num_clips: int = 1
+    averaged: bool = True
+
+    @property
+    def num_views(self) -> int:
+        return self.num_clips * max(self.view.crops, 1)
+
+    def __len__(self) -> int:
+        return super().__len__() * (1 if self.averaged else self.num_views)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        clip, label = self.source[index]
-        starts = (np.arange(self.num_clips) + 0.5) / self.num_clips
+        number, view = (index, None) if self.averaged else divmod(index, self.num_views)
+        clip, label = self.source[number]
+        starts = np.linspace(0, 1, self.num_clips) if self.num_clips > 1 else [0.5]
         indices = np.stack([self.reader.indices(clip, start) for start in starts])
+        if view is not None:
+            indices = indices[view % self.num_clips :][:1]
         needed, places = np.unique(indices, return_inverse=True)
         frames = self.reader.read(clip, needed)
         if frames is None:
             return {"label": IGNORED_LABEL}
-        clips = resized(frames, self.image_size, self.resample)[places.reshape(indices.shape)]
-        given = places_of_voxels(clip, indices, frames.shape[1:3], self.image_size)
+        parts = self.view.parts(frames)
+        if view is not None:
+            parts = parts[view // self.num_clips :][:1]
+        views = np.concatenate([part[places.reshape(indices.shape)] for part in parts])
+        given = places_of_voxels(clip, indices, self.view.extent(frames.shape[1:3]), self.view.image_size)
         if given:
-            given["spacing"] = np.broadcast_to(given["spacing"], (len(clips), 2))
-        example = {"image": clips, **given}
-        return {name: value if len(clips) > 1 else value[0] for name, value in example.items()} | {"label": label}
+            given = {"frame_times": np.tile(given["frame_times"], (len(parts), 1)), "spacing": given["spacing"]}
+            given["spacing"] = np.broadcast_to(given["spacing"], (len(views), 2))
+        example = {"image": views, **given}
+        example = {name: value if len(views) > 1 else value[0] for name, value in example.items()}
+        return {**example, "label": label, "index": index}

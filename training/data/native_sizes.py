@@ -100,6 +100,8 @@ def check_native_sizes(
             f"--image_size {image_size[0]}×{image_size[1]} has no effect beside {flag}: coordinates refer to the "
             f"checkpoint's {config.image_size}. Accepted: leave it out."
         )
+    if augmentation.random_crop_ratio:
+        raise InputError(f"--random_crop_ratio cuts parts of one size; accepted with {flag}: 0.")
     for name in ("mixup_alpha", "cutmix_alpha"):
         if getattr(augmentation, name):
             raise InputError(f"--{name} mixes images of one size; accepted with {flag}: 0.")

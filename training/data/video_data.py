@@ -19,7 +19,7 @@ from training.data.clips import Clip, ClipArray, ClipFile, frames_needed
 from training.data.moving_shapes import DEFAULT_SIZES, SPLITS, write_moving_shapes
 from training.data.sources import PARTS, DataRequest, LabelledImages
 from training.data.video_files import SPACING, FrameReader, UnreadableError, checked_spacing, is_clip
-from training.engine.arguments import SampleArguments, flag
+from training.engine.arguments import ViewArguments, flag
 
 
 logger = logging.get_logger(__name__)
@@ -33,7 +33,7 @@ Files = dict[str, list[tuple[Path, int]]]
 
 
 @dataclass
-class VideoDataArguments(SampleArguments):
+class VideoDataArguments(ViewArguments):
     dataset_name: str | None = flag(None, "`moving_shapes`, generated; the default where no other data are given.")
     moving_shapes_folder: str = flag("outputs/moving_shapes", "Where the moving shapes are written, once per size.")
     video_folder: str | None = flag(
@@ -54,7 +54,10 @@ class VideoDataArguments(SampleArguments):
     frame_stride: int | None = flag(
         None, "Distance of the frames of a clip; by default they are spread over the video."
     )
-    eval_clips: int = flag(1, "Clips per video whose probabilities are averaged.")
+    eval_clips: int = flag(1, "Clips per video; with --eval_crops each is seen in all crops.")
+    eval_average_views: bool = flag(
+        True, "Average the probabilities of the views of a video; else every view counts as an example."
+    )
     intensity_range: list[float] | None = flag(
         None, "Intensities of volumes that become black and white; by default each volume's extremes."
     )

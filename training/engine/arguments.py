@@ -97,7 +97,26 @@ class SampleArguments(LimitArguments):
 
 
 @dataclass
-class DataArguments(SampleArguments):
+class ViewArguments(SampleArguments):
+    """Which part of an image or clip an evaluation sees."""
+
+    eval_crops: int | None = flag(
+        None,
+        "0: evaluate whole images, squeezed into --image_size. N: their shorter side is resized and N squares are cut "
+        "out, evenly along the longer side, one of them from the centre; several for videos only. By default as the "
+        "checkpoint's processor says, else 0.",
+    )
+    eval_crop_ratio: float = flag(1.0, "The shorter side before --eval_crops, in sides of --image_size.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.eval_crops is not None and self.eval_crops < 0:
+            raise InputError(f"--eval_crops {self.eval_crops}; accepted: 0 and above.")
+        require_numbers(self, "eval_crop_ratio", lowest=1)
+
+
+@dataclass
+class DataArguments(ViewArguments):
     dataset_name: str | None = flag(None, "A data set on the Hub, or `arrows` for the generated task of LieRE 5.2.")
     dataset_config_name: str | None = flag(
         None, "Configuration of the data set; of the arrows `squares` (the default) or `rectangles`."
@@ -148,10 +167,19 @@ class AugmentationArguments:
         "own aspect ratio.",
     )
     random_resized_crop_scale: list[float] = flag([0.08, 1.0], "Smallest and largest share of the area of that crop.")
+    random_crop_ratio: float = flag(
+        0.0,
+        "Resize the shorter side to N times the size, keeping the aspect ratio, and cut a random part out (ComRoPE's "
+        "code: 1.1); 0 for none.",
+    )
     crop_padding: int = flag(0, "Pad by N black pixels and crop back at random, as for CIFAR.")
     flip_probability: float = flag(0.0, "Probability of a horizontal flip.")
     rand_augment_ops: int = flag(0, "Operations of RandAugment per image; 0 for none.")
     rand_augment_magnitude: int = flag(9, "Magnitude of RandAugment, 0 … 30.")
+    auto_augment: str | None = flag(
+        None, "timm's RandAugment instead, such as DeiT's rand-m9-mstd0.5-inc1, with magnitudes 0 … 10."
+    )
+    augment_first: bool = flag(False, "RandAugment or the policy before the crop, as in LieRE's code.")
     random_erasing_probability: float = flag(
         0.0, "Probability that a rectangle of 2 … 33% of the image is replaced by noise, after normalising."
     )
@@ -171,6 +199,11 @@ class AugmentationArguments:
         for name in ("crop_padding", "rand_augment_ops", "mixup_alpha", "cutmix_alpha"):
             if getattr(self, name) < 0:
                 raise InputError(f"--{name} {getattr(self, name)} is negative; accepted: 0 and above.")
+        if self.random_crop_ratio and not 1 <= self.random_crop_ratio < math.inf:
+            raise InputError(f"--random_crop_ratio {self.random_crop_ratio}; accepted: 0 for none, 1 and above.")
+        for one, other in (("random_crop_ratio", "random_resized_crop"), ("auto_augment", "rand_augment_ops")):
+            if getattr(self, one) and getattr(self, other):
+                raise InputError(f"--{one} and --{other} both choose an augmentation; accepted: one of them.")
         if self.repeated_augmentation < 1:
             raise InputError(f"--repeated_augmentation {self.repeated_augmentation}; accepted: 1 and above.")
         if not 0 <= self.rand_augment_magnitude <= 30:

@@ -5,10 +5,11 @@ permuting their tokens before they get positions.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -25,14 +26,14 @@ COUNTING_COORDINATES = ("index", "train_index")
 @dataclass
 class ConditionArguments:
     evaluation_shuffle: str = flag(
-        "none", "Evaluate with permuted `patches` (of clips tubelets) or `frames`; the same permutation for all."
+        "none", "Evaluate with permuted `patches` (of clips tubelets) or `frames`, every image in an order of its own."
     )
     evaluation_offset: float = flag(
         0.0,
         "ρ: evaluate with coordinates shifted by a common offset from N(0, ρ²) per axis, in extents of a "
         "training input.",
     )
-    evaluation_seed: int = flag(0, "Seed of the permutation and of the offset.")
+    evaluation_seed: int = flag(0, "Seed of the permutations and of the offset.")
 
     def __post_init__(self):
         if self.evaluation_shuffle not in SHUFFLES:
@@ -82,22 +83,32 @@ class ConditionCollator:
             patch_shape = (1, *pixels.shape[3:])
         if self.arguments.evaluation_shuffle != "none":
             # `pixels` exchanges two axes of a batch, so applying it twice restores their order.
-            batch["pixel_values"] = self.encoder.pixels(shuffled(pixels, patch_shape, seed)).contiguous()
+            orders = [np.random.default_rng((seed, index)) for index in _indices(examples, len(pixels))]
+            batch["pixel_values"] = self.encoder.pixels(shuffled(pixels, patch_shape, orders)).contiguous()
         if self.arguments.evaluation_offset:
             grid = tuple(size // patch for size, patch in zip(pixels.shape[2:], self.encoder.config.patch_shape))
             batch["positions"] = shifted_positions(self.encoder, grid, self.arguments.evaluation_offset, seed)
         return batch
 
 
-def shuffled(pixels: torch.Tensor, patch_shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Inputs (B, C, *sizes) with their patches permuted, all of them alike."""
+def _indices(examples: list[dict[str, Any]], count: int) -> list[int]:
+    """For every input of a batch the index of its example, of which a collator puts those without an image last."""
+    indices = [example["index"] for example in examples if "image" in example]
+    indices += [0] * (len(examples) - len(indices))
+    return np.repeat(indices, count // len(examples)).tolist()
+
+
+def shuffled(
+    pixels: torch.Tensor, patch_shape: tuple[int, ...], generators: Sequence[np.random.Generator]
+) -> torch.Tensor:
+    """Inputs (B, C, *sizes) with their patches permuted, each in the order that its generator draws."""
     axes = len(patch_shape)
     counts = [size // patch for size, patch in zip(pixels.shape[2:], patch_shape)]
     split = [extent for pair in zip(counts, patch_shape) for extent in pair]
     outer, inner = range(2, 2 + 2 * axes, 2), range(3, 3 + 2 * axes, 2)
     patches = pixels.reshape(*pixels.shape[:2], *split).permute(0, 1, *outer, *inner).flatten(2, 1 + axes)
-    generator = torch.Generator().manual_seed(seed)
-    patches = patches[:, :, torch.randperm(math.prod(counts), generator=generator)].unflatten(2, counts)
+    orders = [torch.from_numpy(generator.permutation(math.prod(counts))) for generator in generators]
+    patches = torch.stack([image[:, order] for image, order in zip(patches, orders, strict=True)]).unflatten(2, counts)
     back = [axis for pair in zip(range(2, 2 + axes), range(2 + axes, 2 + 2 * axes)) for axis in pair]
     return patches.permute(0, 1, *back).reshape(pixels.shape)
 

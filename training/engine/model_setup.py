@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 
 from hf_liere import LieREVideoConfig, LieREViTConfig, upgrade_encoding
 from hf_liere.errors import InputError
-from hf_liere.models.configuration_liere import LieREConfig
+from hf_liere.models.configuration_liere import LieREConfig, LieREPixelConfig
 from hf_liere.models.validation import TRAINING_ONLY
 from hf_liere.models.video_processing_liere import LieREVideoProcessor
 from hf_liere.storage.loading import (
@@ -34,7 +34,7 @@ from hf_liere.storage.loading import (
 from hf_liere.storage.saved_weights import saved_shapes
 from training.data.image_formats import height_and_width
 from training.data.sources import LabelledImages
-from training.engine.arguments import CheckpointArguments, SampleArguments
+from training.engine.arguments import CheckpointArguments, SampleArguments, ViewArguments
 
 
 logger = logging.get_logger(__name__)
@@ -172,7 +172,7 @@ def resolve_processor(
         InputError: if the constants are not those of the model's channels, or its patches are not square and images are
             to keep their aspect ratio.
     """
-    is_video = isinstance(config, LieREVideoConfig)
+    is_video, is_ours = isinstance(config, LieREVideoConfig), isinstance(config, LieREPixelConfig)
     num_channels = getattr(config, "vision_config", config).num_channels
     mean, std, resample = [0.5] * num_channels, [0.5] * num_channels, BICUBIC
     max_num_patches = getattr(data_arguments, "max_num_patches", None)
@@ -183,6 +183,8 @@ def resolve_processor(
             mean, std, resample = saved.image_mean, saved.image_std, int(saved.resample)
             if max_num_patches is None and hasattr(data_arguments, "max_num_patches"):
                 max_num_patches = getattr(saved, "max_num_patches", None)
+            if is_ours and getattr(data_arguments, "eval_crops", 0) is None:
+                _take_over_crop(saved, data_arguments)
         except OSError:
             logger.warning(f"{arguments.model_name_or_path} has no processor; mean and deviation are 0.5.")
     mean, std = data_arguments.image_mean or mean, data_arguments.image_std or std
@@ -192,12 +194,42 @@ def resolve_processor(
     if min(std) <= 0:
         raise InputError(f"--image_std {std}; accepted: positive numbers.")
     fields = {"image_mean": list(mean), "image_std": list(std), "resample": resample}
+    crops = getattr(data_arguments, "eval_crops", None) or 0
+    _check_crops(data_arguments, crops, size, is_video, max_num_patches)
     if max_num_patches is not None:
         patch_size = _square_patch(config, max_num_patches)
         return Siglip2ImageProcessor(**fields, patch_size=patch_size, max_num_patches=max_num_patches)
-    fields["size"] = {"height": size[0], "width": size[1]}
-    # Whole frames are resized, as images are, without a centre crop.
-    return LieREVideoProcessor(**fields, do_center_crop=False) if is_video else ViTImageProcessor(**fields)
+    fields |= {"size": {"height": size[0], "width": size[1]}, "do_center_crop": crops > 0}
+    if crops:
+        # Of several crops a processor takes the one in the middle.
+        fields["crop_size"] = fields["size"]
+        fields["size"] = {"shortest_edge": round(data_arguments.eval_crop_ratio * size[0])}
+    return LieREVideoProcessor(**fields) if is_video else ViTImageProcessor(**fields)
+
+
+def _take_over_crop(
+    processor: ViTImageProcessor | Siglip2ImageProcessor | LieREVideoProcessor, arguments: ViewArguments
+) -> None:
+    """Sets the flags of the evaluation's view, so that the record says what is used, as the checkpoint's processor."""
+    if getattr(processor, "do_center_crop", False) and "shortest_edge" in processor.size:
+        arguments.eval_crops = 1
+        arguments.eval_crop_ratio = processor.size["shortest_edge"] / processor.crop_size["height"]
+
+
+def _check_crops(
+    arguments: SampleArguments, crops: int, size: tuple[int, int], is_video: bool, max_num_patches: int | None
+) -> None:
+    if not crops:
+        if getattr(arguments, "eval_crop_ratio", 1.0) != 1:
+            raise InputError(f"--eval_crop_ratio {arguments.eval_crop_ratio} needs --eval_crops; accepted: 1.")
+        return
+    if crops > 1 and not is_video:
+        raise InputError(f"--eval_crops {crops}: several views are of videos only; accepted for images: 0, 1.")
+    if size[0] != size[1] or max_num_patches is not None:
+        raise InputError(
+            f"--eval_crops {crops} cuts out squares; accepted with --max_num_patches or an --image_size that is none: "
+            "0."
+        )
 
 
 def _square_patch(config: PreTrainedConfig, max_num_patches: int) -> int:
