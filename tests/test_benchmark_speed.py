@@ -162,6 +162,23 @@ def test_table_of_encodings(tmp_path, capsys):
     )
 
 
+def test_table_of_epochs_is_the_time_of_its_images(tmp_path, capsys):
+    output = tmp_path / "epochs.jsonl"
+    arguments = [*TINY, "--table", "epochs", "--rows", "comrope_ld4", "--rounds", "2", "--output", str(output)]
+    assert benchmark_speed.main(arguments) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| comrope_ld4"))
+    _, minutes, paper, seconds, paper_seconds = (cell.strip() for cell in line.strip("|").split("|"))
+    assert (paper, paper_seconds) == ("19", "35")
+    lines = [json.loads(text) for text in output.read_text().splitlines()]
+    batch = benchmark_speed.parse_arguments(TINY).batch_size
+    for phase, images, unit, shown in (("training", 1_281_167, 60, minutes), ("inference", 50_000, 1, seconds)):
+        walls = [
+            line["value"]["wall"] for line in lines if (line.get("row"), line.get("quantity")) == ("comrope_ld4", phase)
+        ]
+        assert len(walls) == 2
+        assert shown == f"{sum(walls) / 2 / batch * images / unit:,.1f}"
+
+
 def test_table_of_growth(tmp_path, capsys):
     """Cells whose interval is too wide say so, and few rounds make no table."""
     arguments = [*TINY, "--table", "growth", "--axes", "depth", "frames", "--rows", "liere4"]

@@ -15,7 +15,6 @@ from transformers import ViTImageProcessorPil
 
 import hf_liere
 from hf_liere.errors import InputError
-
 from training.data.augmentation import (
     IGNORED_LABEL,
     PADDING,
@@ -274,7 +273,7 @@ def test_a_random_crop_is_a_part_of_the_image_resized_as_by_torchvision(size):
         assert len(places) == 1
         starts.update(places)
     rows, columns = (extent - 15 for extent in whole.shape[:2])
-    # Every place is equally likely: the chance to miss any of at most 165 places in 200 draws is large, to miss half not.
+    # Every place is equally likely: 200 draws miss some of at most 165 places, but hardly half of them.
     assert len(starts) > rows * columns / 2
 
 
@@ -333,7 +332,7 @@ def test_views_lie_evenly_along_the_longer_side(crops):
     """Of a picture whose pixels say where they are; the shorter side is twice the part, so nothing is resized."""
     rows, columns = np.meshgrid(np.arange(32), np.arange(60), indexing="ij")
     image = np.stack([rows, columns, rows], axis=-1).astype(np.uint8)
-    for axis, picture in ((1, image), (0, image.transpose(1, 0, 2))):
+    for picture in (image, image.transpose(1, 0, 2)):
         parts = EvaluationView((16, 16), BICUBIC, crops, 2.0).parts(picture)
         # What the picture says of places is not turned with it.
         corners = [part[0, 0, :2] for part in parts]

@@ -14,7 +14,9 @@ from training_helpers import ROOT, TINY_RUN, write_dual_encoder, write_parquet
 from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
 
 import hf_liere
-from hf_liere import RotaryPatchConfig
+from hf_liere import RotaryPatchConfig, cli
+from hf_liere.models.folding import build_rotary_encoding
+from training import benchmark_speed
 from training.clip.comparison import Comparison
 from training.data.augmentation import IGNORED_LABEL
 from training.detection import detectors
@@ -352,3 +354,115 @@ def test_sweeps_name_models_that_exist(path, mini):
             model_args = parse_arguments([*flags, *sweeps.as_flags(condition)], classes)[0]
             config = model_args.config_class(**model_args.architecture())
             assert config.position_encoding == settings.get("position_encoding", config.position_encoding)
+
+
+SOURCES = yaml.safe_load((ROOT / "training" / "recipe_sources.yaml").read_text(encoding="utf-8"))
+# What every training of a classifier has, so that no default decides it unseen.
+DECIDED = {"image_mean", "image_std", "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_grad_norm", "seed"}
+DECIDED |= {"total_train_batch_size", "warmup_steps", "weight_decay"}
+
+
+def values_with_sources(path):
+    """(key, value, comment) of every value of a recipe, whose comment is on its line or on those right above."""
+    above, found = [], []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            above.append(line.removeprefix("#").strip())
+            continue
+        if line.strip():
+            value, _, comment = line.partition("  # ")
+            ((key, value),) = yaml.safe_load(value).items()
+            found.append((key, value, comment or " ".join(above)))
+        above = []
+    return found
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_every_value_of_a_recipe_is_what_its_source_states(name):
+    found = values_with_sources(RECIPES[name])
+    assert {key: value for key, value, _ in found} == yaml.safe_load(RECIPES[name].read_text())
+    # A pretrained CLIP brings its statistics along.
+    undecided = {"image_mean", "image_std"} if name == "clip_finetuning" else set()
+    assert DECIDED - undecided <= {key for key, _, _ in found}
+    for key, value, comment in found:
+        source, _, remark = comment.partition(": ")
+        if source == "open":
+            assert len(remark.split()) > 1, f"{name}: {key} has no reason"
+        elif source == "run":
+            assert key in SOURCES["run"], f"{name}: {key} is not known to change nothing"
+        else:
+            assert source in SOURCES, f"{name}: {key} comes from {source!r}"
+            assert SOURCES[source].get(key) == value, f"{name}: {key} is {SOURCES[source].get(key)} in {source}"
+
+
+def test_every_source_is_one_of_a_recipe():
+    named = {comment.partition(": ")[0] for name in FULL for _, _, comment in values_with_sources(RECIPES[name])}
+    assert set(SOURCES) <= named
+
+
+EXPERIMENTS = yaml.safe_load((ROOT / "training" / "paper_experiments.yaml").read_text(encoding="utf-8"))
+# How many tables and figures the papers have.
+NUMBERS = {"LieRE": (10, 12), "LieRE v1": (4, 3), "ComRoPE": (10, 8)}
+
+
+def test_every_table_and_figure_of_the_papers_is_an_experiment_or_says_why_not():
+    assert set(EXPERIMENTS) == set(NUMBERS)
+    for paper, (tables, figures) in NUMBERS.items():
+        numbered = [f"Table {number}" for number in range(1, tables + 1)]
+        numbered += [f"Figure {number}" for number in range(1, figures + 1)]
+        assert [name for name in EXPERIMENTS[paper] if name.startswith(("Table", "Figure"))] == numbered
+        for name, entry in EXPERIMENTS[paper].items():
+            assert entry and set(entry) <= {"sweeps", "command", "none"}, (paper, name)
+            assert set(entry.get("sweeps", [])) <= {path.stem for path in SWEEPS}, (paper, name)
+            if "command" in entry:
+                check_command(shlex.split(entry["command"]))
+
+
+def check_command(words):
+    program, *arguments = words
+    if program == "hf-liere":
+        cli.parser().parse_args(arguments)
+    else:
+        assert program == "python" and (ROOT / arguments[0]).is_file()
+        if arguments[0].endswith("benchmark_speed.py"):
+            benchmark_speed.parse_arguments(arguments[1:])
+
+
+def test_the_table_of_sweeps_names_the_tables_and_figures_of_each():
+    for names, where in re.findall(r"^\| (`[^|]+`) \| [^|]+ \| ([^|]+) \|$", README, re.MULTILINE):
+        of_row = set(re.findall(r"`(\w+)`", names))
+        if not of_row <= {path.stem for path in SWEEPS}:
+            continue
+        told = set()
+        for part in where.split("; "):
+            paper = next((paper for paper in ("LieRE v1", *NUMBERS) if part.startswith(f"{paper} ")), None)
+            for kind, numbers in re.findall(r"(Table|Figure)s? ((?:\d+(?:, )?)+)", part):
+                told |= {(paper, f"{kind} {number}") for number in re.findall(r"\d+", numbers)}
+        listed = {
+            (paper, name)
+            for paper, entries in EXPERIMENTS.items()
+            for name, entry in entries.items()
+            if of_row & set(entry.get("sweeps", [])) and name.startswith(("Table", "Figure"))
+        }
+        assert told == listed, of_row
+
+
+@pytest.mark.parametrize("mini", [False, True], ids=["full", "mini"])
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_fixed_rotations_are_those_of_the_papers_code(path, mini):
+    """exp(−4t), t from 0 to 1, in the coordinates of LieRE's VisionLLaMA; base 10,000 in ComRoPE's."""
+    sweep = sweeps.read_sweep(path, mini)
+    for settings in sweeps.combinations(sweep["train"]):
+        if settings.get("position_encoding") != "axial_rope" or sweep["script"] == "clip_finetuning":
+            continue
+        flags = sweeps.flags_of(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
+        model_args = parse_arguments(flags, script_of(sweep["recipe"]).ARGUMENT_CLASSES)[0]
+        config = model_args.config_class(**model_args.architecture())
+        if config.coordinates == "train_grid":
+            encoding = build_rotary_encoding(config, config.num_axes)
+            found = encoding.entries(torch.device("cpu"))[0].flatten()[: encoding.planes_per_axis]
+            expected = torch.exp(-4 * torch.linspace(0, 1, encoding.planes_per_axis, dtype=torch.float64))
+            # The base is written with seven digits.
+            torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+        elif not mini:
+            assert (config.coordinates, config.rope_theta) == ("unit", 10000)

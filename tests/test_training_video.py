@@ -22,8 +22,7 @@ from training_helpers import (
 
 from hf_liere import LieREVideoForVideoClassification
 from training import video_classification
-from training.data.augmentation import Augmentation, Collator
-from training.data.augmentation import EvaluationView
+from training.data.augmentation import Augmentation, Collator, EvaluationView
 from training.data.clips import ClipArray, ClipFile, ClipReader, EvaluationClips, TrainingClips, clip_indices
 from training.data.moving_shapes import LABELS, frames, write_moving_shapes, write_video
 from training.data.sources import DataRequest, Subset

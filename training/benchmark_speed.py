@@ -18,6 +18,10 @@ short steps whole models differ by more than the share, because a rotation betwe
 one after another rotation. `--table growth` shows how the shares change with batch size, resolution, depth, block size
 and frames.
 
+`--table epochs` names the models of ComRoPE's Table 9 and prints what the paper does: minutes of a training epoch of
+ImageNet-1k and seconds of its validation split, computed from the median times of steps on this machine, without
+loading of data and without the optimizer's step.
+
 `--table encodings` compares whole models, also with those of other code: naive models are the papers' pseudo-code, and
 timm's have its own code throughout. All models are measured in turn, round after round, each right after `absolute`; a
 ratio is the median over the rounds with its 95% interval (the range of fewer than six), and the row of `absolute` shows
@@ -52,6 +56,7 @@ from training.speed.runner import machine
 from training.speed.tables import (
     contradictions,
     encodings_table,
+    epochs_table,
     failures,
     growth_table,
     limits_table,
@@ -67,7 +72,11 @@ REFERENCE_ROWS = "naive_liere8 naive_comrope_ld8".split()
 TIMM_ROWS = "timm_absolute timm_rope_mixed".split()
 GROWTH_ROWS = "absolute rope_mixed comrope_ld8 liere8 liere64".split()
 GROWTH_AXES = ("batch_size", "resolution", "depth", "block_size", "frames")
-TABLES = ("encodings", "added", "growth")
+# ComRoPE, Table 9.
+EPOCH_ROWS = "axial_rope liere8 comrope_ld4 comrope_ap4 comrope_ld8 comrope_ap8".split()
+TABLES = ("encodings", "epochs", "added", "growth")
+# These compare whole models.
+WHOLE_TABLES = ("encodings", "epochs")
 
 
 def parse_arguments(arguments: list[str] | None):
@@ -95,7 +104,7 @@ def parse_arguments(arguments: list[str] | None):
     parser.add_argument("--output", type=Path, help="json lines (outputs/speed-<time>.jsonl)")
     parser.add_argument("--resume", action="store_true", help="go on with an output that exists")
     options = parser.parse_args(arguments)
-    options.rounds = options.rounds if options.rounds is not None else 15 if options.table == "encodings" else 100
+    options.rounds = options.rounds if options.rounds is not None else 15 if options.table in WHOLE_TABLES else 100
     for name in ("batch_size", "image_size", "patch_size", "rounds"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: accepted are 1 and more")
@@ -106,7 +115,7 @@ def read_rows(options) -> list[Row]:
     names = options.rows
     if names is None:
         names = {"encodings": [*ENCODING_ROWS, *REFERENCE_ROWS], "added": ENCODING_ROWS, "growth": GROWTH_ROWS}
-        names = names[options.table]
+        names = (names | {"epochs": EPOCH_ROWS})[options.table]
         if options.table == "encodings" and timm_installed() and options.num_frames is None:
             names = [*names, *TIMM_ROWS]
         if options.table == "added":
@@ -118,7 +127,7 @@ def read_rows(options) -> list[Row]:
         names = [*names, *(f"folded_{row.name}" for row in map(Row.parse, names) if row.kind == "own" and row.learns)]
     rows = [Row.parse(name) for name in dict.fromkeys([BASELINE, *names])]
     for row in rows[1:]:
-        if options.table != "encodings" and not row.rotates:
+        if options.table not in WHOLE_TABLES and not row.rotates:
             raise BenchmarkError(
                 f"{row.name}: --table {options.table} takes our models that rotate, such as rope_mixed, liere8 and "
                 "folded_liere8; --table encodings compares all models."
@@ -144,15 +153,16 @@ def read_cases(options) -> list[Case]:
 
 
 def read_plan(options, device: str) -> Plan:
-    added = options.table != "encodings"
+    added = options.table not in WHOLE_TABLES
+    whole_rounds = {"added": options.whole_rounds, "growth": 0}
     return Plan(
-        whole_rounds={"encodings": options.rounds, "added": options.whole_rounds, "growth": 0}[options.table],
+        whole_rounds=whole_rounds.get(options.table, options.rounds),
         added_rounds=options.rounds if added else 0,
         warmup=options.warmup,
         steps=options.steps or (1 if device == "cpu" else 10),
         clock=options.clock,
-        errors=not added,
-        memory=options.table != "added",
+        errors=options.table == "encodings",
+        memory=options.table in ("encodings", "growth"),
     )
 
 
@@ -161,6 +171,8 @@ def report(options, cases: list[Case], records: Records) -> tuple[str, bool]:
     case, clock = cases[0], options.clock
     if options.table == "encodings":
         return encodings_table(records, case, clock), True
+    if options.table == "epochs":
+        return epochs_table(records, case), True
     if reasons := noise(records, cases, clock):
         advice = (
             "No table, because it would show noise: continue with --resume and more --rounds, on a machine without "

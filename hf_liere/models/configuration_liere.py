@@ -237,11 +237,12 @@ class LieREPixelConfig(LieREConfig):
             The coordinate of the patch with index i on an axis of n patches that had n₀ in training: `"index"` i;
             `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"fixed_grid"` i/(n−1), that is
             linspace(0, 1, n) (LieRE §5.6); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n;
-            `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on video); `"physical"` ½ + (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times
-            the `spacing` that the model is given with its input. The centre of the input is at ½, the same tissue in
-            the same field of view has the same coordinates whatever the size of voxels, and an input with an extent
-            of one unit has `unit` coordinates. `None` means `index` for the RoPE encodings and STRING, `train_grid` for
-            `liere`, `unit` for ComRoPE, as in the papers.
+            `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on video); `"physical"` ½ +
+            (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times the `spacing` that the
+            model is given with its input. The centre of the input is at ½, the same tissue in the same field of view
+            has the same coordinates whatever the size of voxels, and an input with an extent of one unit has `unit`
+            coordinates. `None` means `index` for the RoPE encodings and STRING, `train_grid` for `liere`, `unit` for
+            ComRoPE, as in the papers.
         position_perturbation (`float`, defaults to 0.0):
             σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
             around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch.

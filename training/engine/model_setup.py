@@ -46,6 +46,8 @@ CHANGEABLE_FIELDS = (*DROPOUTS, "drop_path_rate", *TRAINING_ONLY)
 SIZE_FIELDS = ("image_size", "num_frames")
 # What --upgrade_encoding changes in a checkpoint.
 UPGRADED_FIELDS = ("position_encoding", "block_size", "share_heads", "share_layers")
+# Coordinates that are equal on the training grid, so that a checkpoint of one may be evaluated with the other.
+SAME_IN_TRAINING = {"train_grid", "fixed_grid"}
 BICUBIC = 3
 # The names of classifier classes end with one of these.
 HEADS = ("ForImageClassification", "ForVideoClassification", "ForSequenceClassification", "ForTokenClassification")
@@ -89,7 +91,8 @@ def _given_config(arguments: CheckpointArguments) -> PreTrainedConfig:
         given.pop(name, None)
     # Beside a checkpoint, None means whatever the checkpoint has.
     for name, value in ((name, value) for name, value in given.items() if value is not None):
-        if name not in CHANGEABLE_FIELDS and getattr(config, name, None) != value:
+        same_in_training = name == "coordinates" and {value, getattr(config, name, None)} <= SAME_IN_TRAINING
+        if name not in CHANGEABLE_FIELDS and not same_in_training and getattr(config, name, None) != value:
             raise InputError(
                 f"--{name} {value} contradicts the checkpoint's {getattr(config, name, None)}; accepted beside "
                 f"--model_name_or_path: {', '.join(CHANGEABLE_FIELDS)} and --{', --'.join(SIZE_FIELDS)}."

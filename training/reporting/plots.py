@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
-from training.reporting.result_table import METRICS, SEEDS, Cell, Table, method
+from training.reporting.result_table import AS_TRAINED, METRICS, SEEDS, Cell, Table, condition, method
 
 
 matplotlib.use("Agg")
@@ -67,21 +67,18 @@ def plot(table: Table, title: str, path: Path) -> None:
 def lines_of(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
     """Points by line, and what the horizontal axis is: the one condition or setting that is a number and varies."""
     lines: dict[str, list[tuple[float, Cell]]] = defaultdict(list)
-    number = ""
+    conditions = [cell.results[0]["condition"] for cells in table.values() for cell in cells.values()]
+    numbers = {name for given in conditions for name, value in given.items() if _is_number(name, value)}
+    # Where several conditions are numbers, the first of them here is the axis and the others are lines.
+    number = next((name for name in [*AXES, *sorted(numbers)] if name in numbers), "")
     for row, cells in table.items():
-        for cell in cells.values():
+        for cell in cells.values() if number else ():
             result = cell.results[0]
-            varied = {name: value for name, value in result["condition"].items() if _is_number(name, value)}
-            if not varied and len(cells) > 1 and not result["condition"]:
-                # A result without a condition was evaluated at the size of the training.
-                names = {name for other in cells.values() for name in other.results[0]["condition"]}
-                size = result["run"].get("image_size")
-                varied = {"image_size": size[-1]} if "image_size" in names and size else {}
-                if "max_length" in names:
-                    varied = {"max_length": result["run"]["data"]["max_length"]}
-            for name, value in varied.items():
-                lines[row].append((value, cell))
-                number = name
+            place = result["condition"].get(number, _as_trained(result, number))
+            if place is not None:
+                others = condition({name: value for name, value in result["condition"].items() if name != number})
+                name = row if others == AS_TRAINED or len(cells) == 1 else f"{row}, {others}"
+                lines[name].append((place, cell))
     if lines and all(len(points) > 1 for points in lines.values()):
         return lines, number
     lines.clear()
@@ -100,6 +97,14 @@ def lines_of(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
             lines[row].append((given[varying[0]], next(iter(cells.values()))))
     # A comparison of encodings is not drawn as a line, even where some of them have a number.
     return (lines, varying[0]) if all(len(points) > 1 for points in lines.values()) else ({}, "")
+
+
+def _as_trained(result: dict[str, Any], number: str) -> float | None:
+    """The value of a condition that a result was evaluated without, which is that of the training."""
+    if number == "image_size":
+        size = result["run"].get("image_size")
+        return size[-1] if size else None
+    return result["run"]["data"]["max_length"] if number == "max_length" else None
 
 
 def _plot_lines(axes, lines: dict[str, list[tuple[float, Cell]]], number: str, label: str) -> None:

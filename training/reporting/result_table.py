@@ -19,7 +19,7 @@ AS_TRAINED = "as trained"
 SEEDS = ("seed", "evaluation_seed")
 # These settings follow from the name of the encoding.
 AS_IN_PAPER = (
-    *("coordinates", "position_table_size", "rotary_init", "rotate_prefix", "model_name_or_path"),
+    *("coordinates", "position_table_size", "rotary_init", "rotate_prefix", "rope_theta", "model_name_or_path"),
     "baseline",
 )
 # Unless two models of a sweep differ in nothing else.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from training.reporting.markdown import markdown
-from training.reporting.result_table import AS_TRAINED, Cell, Table, method, told_apart_by, without
+from training.reporting.result_table import AS_TRAINED, SEEDS, Cell, Table, method, told_apart_by, without
 from training.reporting.significance import PairedTest, holm, paired_test, paired_test_over_seeds
 from training.reporting.sweeps import TRAINING, as_flags, combinations, read_sweep
 
@@ -29,11 +29,7 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     """Everything about one sweep, as markdown; what all its models have in `common` stands above the table."""
     lines = [f"## {folder}: {results[0]['sweep']}", _about(results, common), _command(folder, results[0])]
     conditions = list(dict.fromkeys(column for cells in table.values() for column in cells))
-    papers = {
-        without(row, common): cells
-        for row, cells in paper.get("rows", {}).items()
-        if set(common) <= set(row.split(", "))
-    }
+    papers = _of_rows(paper.get("rows", {}), common)
     figures = {row: cells for row, cells in papers.items() if row in table}
     shown = [column for column in conditions if any(column in row for row in figures.values())]
     if shown:
@@ -44,7 +40,8 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     if missing := _not_measured(results, table, common):
         lines.append(f"Not measured yet: {'; '.join(missing)}.")
     first = next(iter(table.values()))
-    is_accuracy = next(iter(first.values())).metric() == "eval_accuracy"
+    metric = next(iter(first.values())).metric()
+    is_accuracy = metric == "eval_accuracy"
     if drops := _drops(table, conditions, figures):
         lines += ["Relative loss of accuracy under the condition:", drops]
     if is_accuracy and (pairs := _squeezed(table)) and (tests := _tests(table, pairs, conditions)):
@@ -52,28 +49,52 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
             "Images at their own aspect ratios against the same model of images squeezed into squares, in points:",
             tests,
         ]
+    if is_accuracy and (pairs := _starts(table)) and (tests := _tests(table, pairs, conditions)):
+        lines += ["The largest scale of the start against the smallest, in points:", tests]
+    for name in _sweep(results).get("report", []):
+        title, further = FURTHER_TABLES[name]
+        if made := further(table, _of_rows(paper.get(name, {}), common)):
+            lines += [title, made]
     references = [next((row for row in table if row.startswith("Absolute")), next(iter(table)))]
     references += [row for row in table if row.startswith("RoPE-Mixed")][:1]
     for against in dict.fromkeys(references if is_accuracy else []):
         if tests := _tests(table, {row: against for row in table if row != against}, conditions):
             lines += [f"Against {against}, in points:", tests]
-    if is_accuracy and conditions == [AS_TRAINED] and (reached := _epochs_to_baseline(table)):
-        lines += ["Epochs until the accuracy that Absolute has at the end:", reached]
+    has_history = conditions == [AS_TRAINED] and metric in ("eval_accuracy", "eval_map")
+    if has_history and (reached := _epochs_to_baseline(table, is_accuracy)):
+        goal = "the accuracy that Absolute has at the end" if is_accuracy else "the highest mAP of Absolute"
+        lines += [f"Epochs until {goal}:", reached]
     return "\n\n".join(lines)
 
 
-def _not_measured(results: list[dict[str, Any]], table: Table, common: list[str]) -> list[str]:
-    """Models of the sweep's file that are not among the results, and seeds of those that are."""
+def _of_rows(papers: dict[str, Any], common: list[str]) -> dict[str, Any]:
+    """What a paper has by row, under the names without what all our rows have in common."""
+    return {without(row, common): given for row, given in papers.items() if set(common) <= set(row.split(", "))}
+
+
+def _sweep(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sweep's file, where it still exists."""
     file = TRAINING / "sweeps" / f"{results[0]['sweep']}.yaml"
-    if not file.is_file():
+    return read_sweep(file, _is_mini(results[0])) if file.is_file() else {}
+
+
+def _not_measured(results: list[dict[str, Any]], table: Table, common: list[str]) -> list[str]:
+    """Models of the sweep's file that are not among the results or have other settings there, and seeds of others."""
+    sweep = _sweep(results)
+    if not sweep:
         return []
-    sweep = read_sweep(file, _is_mini(results[0]))
     wanted: dict[str, set] = {}
+    changed: dict[str, list[str]] = {}
     trained = combinations(sweep["train"])
     shown = told_apart_by(trained, sweep["script"])
     for settings in trained:
-        wanted.setdefault(without(method(settings, sweep["script"], shown), common), set()).add(settings.get("seed"))
-    missing = []
+        row = without(method(settings, sweep["script"], shown), common)
+        wanted.setdefault(row, set()).add(settings.get("seed"))
+        if row in table:
+            measured = next(iter(table[row].values())).results[0]["settings"]
+            differing = {name: value for name, value in settings.items() if measured.get(name) != value}
+            changed[row] = [f"{name} {value}" for name, value in differing.items() if name not in SEEDS]
+    missing = [f"{row} with {', '.join(differing)}" for row, differing in changed.items() if differing]
     for row, seeds in wanted.items():
         left = seeds - set(next(iter(table[row].values())).by_seed()) if row in table else seeds
         names = ", ".join(str(seed) for seed in sorted(left - {None}))
@@ -179,6 +200,68 @@ def _squeezed(table: Table) -> dict[str, str]:
     return {row: other for row, other in plain.items() if row != other and other in table}
 
 
+def _starts(table: Table) -> dict[str, str]:
+    """For every row with the largest scale of the generators' start the row that differs in it only (Table 7)."""
+    scales: dict[str, dict[float, str]] = {}
+    for row, cells in table.items():
+        settings = next(iter(cells.values())).results[0]["settings"]
+        if "rotary_init_scale" in settings:
+            rest = ", ".join(part for part in row.split(", ") if not part.startswith("rotary_init_scale "))
+            scales.setdefault(rest, {})[settings["rotary_init_scale"]] = row
+    return {rows[max(rows)]: rows[min(rows)] for rows in scales.values() if len(rows) > 1}
+
+
+def _peaks(table: Table, papers: dict[str, Any]) -> str | None:
+    """The highest accuracy of all epochs, as in LieRE's Figure 4, and the last beside it."""
+    rows = []
+    for row, cells in table.items():
+        runs = [result["history"] for result in next(iter(cells.values())).results]
+        if all(runs):
+            highest = [max(accuracy for _, accuracy in run) for run in runs]
+            last = [run[-1][1] for run in runs]
+            rows.append([row, *(f"{100 * np.mean(values):.1f}" for values in (highest, last))])
+    return markdown(["", "highest of all epochs", "last epoch"], rows, "---:") if rows else None
+
+
+def _losses(table: Table, papers: dict[str, Any]) -> str | None:
+    """Cross entropies with the means of the intervals of the runs, as LieRE's Table 9."""
+    header, rows = ["", "loss", *(["paper"] if papers else [])], []
+    for row, cells in table.items():
+        metrics = [result["metrics"] for result in next(iter(cells.values())).results]
+        names = ("eval_loss", "eval_loss_low", "eval_loss_high")
+        if all(name in some for some in metrics for name in names):
+            mean, low, high = (np.mean([some[name] for some in metrics]) for name in names)
+            rows.append([row, f"{mean:.3f} ({low:.3f} – {high:.3f})", *([str(papers.get(row, "–"))] if papers else [])])
+    return markdown(header, rows, "---:") if rows else None
+
+
+def _precisions(table: Table, papers: dict[str, list[float]]) -> str | None:
+    """COCO's average precisions in percent, as ComRoPE's Table 2; a size that no object has is left out."""
+    names = ("map", "map_50", "map_75", "map_small", "map_medium", "map_large")
+    some = [result["metrics"] for cells in table.values() for cell in cells.values() for result in cell.results]
+    shown = [index for index, name in enumerate(names) if any(f"eval_{name}" in metrics for metrics in some)]
+    header, rows = [""], []
+    for index in shown:
+        header += [("AP", "AP50", "AP75", "APs", "APm", "APl")[index], *(["paper"] if papers else [])]
+    for row, cells in table.items():
+        line = [row]
+        for index in shown:
+            results = next(iter(cells.values())).results
+            values = [metrics[f"eval_{names[index]}"] for metrics in (result["metrics"] for result in results)]
+            line.append(f"{100 * np.mean(values):.1f}")
+            if papers:
+                line.append(str(papers[row][index]) if row in papers else "–")
+        rows.append(line)
+    return markdown(header, rows, "---:") if shown else None
+
+
+FURTHER_TABLES = {
+    "peak": ("Accuracies of epochs, means over seeds:", _peaks),
+    "losses": ("Losses of the evaluation:", _losses),
+    "precisions": ("Average precisions, means over seeds:", _precisions),
+}
+
+
 def _tests(table: Table, references: dict[str, str], conditions: list[str]) -> str | None:
     """Paired tests of rows, each against another one, under every condition, corrected for the number of all."""
     tests = {
@@ -214,15 +297,19 @@ def _shown(test: PairedTest | None, corrected: float | None) -> str:
         return "–"
     bounds = (100 * value for value in (test.difference.mean, test.difference.low, test.difference.high))
     mean, low, high = (f"{value:+.1f}".replace("-", "−") for value in bounds)
-    return f"{mean} ({low} – {high}), p {_p_value(test.p_value)}, Holm {_p_value(corrected)}"
+    statistic = f"{test.statistic:+.2f}".replace("-", "−")
+    return f"{mean} ({low} – {high}), statistic {statistic}, p {_p_value(test.p_value)}, Holm {_p_value(corrected)}"
 
 
 def _p_value(value: float) -> str:
     return f"= {value:.2g}" if value >= 1e-99 else "< 1e-99"
 
 
-def _epochs_to_baseline(table: Table) -> str | None:
-    """As in LieRE's Figure 9: the epochs after which each model reaches the final accuracy of Absolute."""
+def _epochs_to_baseline(table: Table, is_accuracy: bool) -> str | None:
+    """
+    The epochs after which each model reaches what Absolute reaches: its last accuracy as in LieRE's Figure 9, or its
+    highest mAP as in ComRoPE's Figure 4, which counts iterations of equal batches.
+    """
     histories = {}
     for row, cells in table.items():
         runs = [dict(map(tuple, result["history"])) for result in next(iter(cells.values())).results]
@@ -231,9 +318,12 @@ def _epochs_to_baseline(table: Table) -> str | None:
             histories[row] = [(epoch, float(np.mean([run[epoch] for run in runs]))) for epoch in epochs]
     if len(histories) < 2 or "Absolute" not in histories:
         return None
-    last, goal = histories["Absolute"][-1]
+    last, goal = histories["Absolute"][-1] if is_accuracy else max(histories["Absolute"], key=lambda point: point[1])
     rows = []
     for row, history in histories.items():
-        reached = next((epoch for epoch, accuracy in history if accuracy >= goal), None)
-        rows.append([row, "never" if reached is None else f"{reached:g}", f"{last / reached:.1f}×" if reached else "–"])
+        reached = next((epoch for epoch, value in history if value >= goal), None)
+        fewer = "–"
+        if reached:
+            fewer = f"{last / reached:.1f}×" if is_accuracy else f"{100 * (1 - reached / last):.0f}%".replace("-", "−")
+        rows.append([row, "never" if reached is None else f"{reached:g}", fewer])
     return markdown(["", "epochs", "fewer than Absolute's"], rows, "---:")

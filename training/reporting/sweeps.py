@@ -30,7 +30,9 @@ SCRIPTS = (
     *("image_classification", "video_classification", "token_classification", "object_detection"),
     *("clip_finetuning", "language_modeling"),
 )
-SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "mini")
+SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "report", "mini")
+# Tables of a report that some sweeps have beside the usual ones.
+REPORT_TABLES = ("peak", "losses", "precisions")
 
 
 def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
@@ -54,6 +56,9 @@ def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
         raise InputError(f"{path.name} holds {', '.join(sweep)}; accepted: {', '.join(SWEEP_KEYS)}.")
     if sweep["script"] not in SCRIPTS:
         raise InputError(f"{path.name}: script {sweep['script']!r}; accepted: {', '.join(SCRIPTS)}.")
+    unknown = set(sweep.get("report", [])) - set(REPORT_TABLES)
+    if unknown:
+        raise InputError(f"{path.name}: report {', '.join(unknown)}; accepted: {', '.join(REPORT_TABLES)}.")
     return sweep
 
 

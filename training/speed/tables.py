@@ -17,6 +17,14 @@ TITLES = {
 }
 
 
+# ImageNet-1k, and what ComRoPE's Table 9 says of it.
+TRAINING_IMAGES, VALIDATION_IMAGES = 1_281_167, 50_000
+PAPER_MINUTES = {"axial_rope": 16, "liere8": 21, "comrope_ld4": 19, "comrope_ap4": 19}
+PAPER_MINUTES |= {"comrope_ld8": 20, "comrope_ap8": 20}
+PAPER_SECONDS = {"axial_rope": 32, "liere8": 36, "comrope_ld4": 35, "comrope_ap4": 34}
+PAPER_SECONDS |= {"comrope_ld8": 35, "comrope_ap8": 35}
+
+
 def format_ratio(values: list[float]) -> str:
     if not values:
         return "not measured"
@@ -50,6 +58,24 @@ def encodings_table(records: Records, case: Case, clock: str) -> str:
         cells.append("–" if not row.trains else "not measured" if memory is None else f"{memory / 1e6:,.0f}")
         cells.append("–" if not row.trains else memory_over_baseline(records, case, row))
         cells.append("–" if error is None else f"{error:.0e}")
+        rows.append(cells)
+    return markdown(header, rows)
+
+
+def epochs_table(records: Records, case: Case) -> str:
+    """One line per model: minutes of a training epoch of ImageNet-1k and seconds of its validation split, by row."""
+    header = ["model", "training, min per epoch", "paper, 4 A800", "validation split, s", "paper, 4 A800"]
+    rows = []
+    for row in case.rows:
+        cells = [row.name]
+        for phase, images, unit, paper in (
+            ("training", TRAINING_IMAGES, 60, PAPER_MINUTES),
+            ("inference", VALIDATION_IMAGES, 1, PAPER_SECONDS),
+        ):
+            seconds = [line["value"]["wall"] for line in records.steps(case, row, phase).values()]
+            per_image = statistics.median(seconds) / case.settings.batch_size if seconds else None
+            cells.append("not measured" if per_image is None else f"{per_image * images / unit:,.1f}")
+            cells.append(str(paper.get(row.name, "–")))
         rows.append(cells)
     return markdown(header, rows)
 
