@@ -12,6 +12,7 @@ from pathlib import Path
 # This file imports only the standard library; a command imports what it needs when it runs, see hf_liere/launcher.
 
 SOURCES = ("liere", "comrope", "naver", "timm", "vit", "clip", "dinov3")
+UPGRADED_ENCODINGS = ("rope_mixed", "liere", "comrope_ap", "comrope_ld")
 _ALL_BUT_LIERE, _TIMM, _DINOV3 = SOURCES[1:], ("naver", "timm"), ("dinov3",)
 # For every option of `convert` the kinds of source that take it, and what each accepts.
 CONVERT_OPTIONS = {
@@ -58,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--version", action="version", version=version)
     subcommands = command.add_subparsers(dest="command", required=True)
     _add_convert(subcommands)
+    _add_upgrade(subcommands)
     _add_export(subcommands)
     _add_inspect(subcommands)
     _add_push(subcommands)
@@ -115,6 +117,28 @@ def _add_convert(subcommands) -> None:
         text = "; ".join(f"{', '.join(sources)}: {values}" for sources, values in accepted.items())
         convert.add_argument(f"--{name}", type=value, metavar="VALUE", help=text)
     convert.set_defaults(run=run_convert)
+
+
+def _add_upgrade(subcommands) -> None:
+    upgrading = subcommands.add_parser(
+        "upgrade",
+        help="a model with a more general position encoding, or of another image size, that computes the same",
+        description="Write a model that computes what a checkpoint computes and has more to learn: a pretrained ViT "
+        "with rotations that start at zero, RoPE-Mixed as LieRE, larger blocks, a position table for larger images. "
+        "Which upgrades exist is in the documentation of hf_liere.conversion.upgrades; others are refused with the "
+        "reason.",
+    )
+    upgrading.add_argument("checkpoint", help="a model of this package, or a checkpoint that `hf-liere convert` reads")
+    upgrading.add_argument("output", help="directory to write; it must not exist or be empty")
+    upgrading.add_argument("--position_encoding", choices=UPGRADED_ENCODINGS, help="of the new model")
+    upgrading.add_argument("--block_size", type=int, help="of its generators (8; 2 for rope_mixed)")
+    upgrading.add_argument(
+        "--share_heads", type=value, metavar="true|false", help="one set of generators for all heads"
+    )
+    upgrading.add_argument("--share_layers", type=value, metavar="true|false", help="one set for all layers")
+    upgrading.add_argument("--image_size", type=int, nargs="+", metavar="SIZE", help="of the images (or height, width)")
+    upgrading.add_argument("--revision", help="branch, tag or commit of the repository")
+    upgrading.set_defaults(run=run_upgrade)
 
 
 def _add_export(subcommands) -> None:
@@ -196,6 +220,16 @@ def run_convert(checkpoint: str, output: str, **options) -> str:
     options = {name: given for name, given in options.items() if given is not None}
     conversion = convert_checkpoint(checkpoint, output, **options)
     return f"{output}: {conversion.model_class.__name__} from a checkpoint of kind {conversion.source}"
+
+
+def run_upgrade(checkpoint: str, output: str, image_size: list[int] | None, **options) -> str:
+    from .convert import upgrade_checkpoint
+
+    options = {name: given for name, given in options.items() if given is not None}
+    if image_size is not None:
+        options["image_size"] = image_size[0] if len(image_size) == 1 else image_size
+    model = upgrade_checkpoint(checkpoint, output, **options)
+    return f"{output}: {type(model).__name__} with position_encoding={model.config.position_encoding!r}"
 
 
 def run_export(checkpoint: str, output: str, image_size: list[int] | None, dynamic_size, **options) -> str:

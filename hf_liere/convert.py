@@ -1,5 +1,6 @@
 """
-A checkpoint of another project as a folder of ours: what `hf-liere convert` writes, from its weights to its card.
+A checkpoint as a folder of ours, from its weights to its card: what `hf-liere convert` writes of another project's, and
+`hf-liere upgrade` of one with a more general position encoding.
 
 The conversion itself is in `conversion/`, cards are rendered in `hub/`; this file puts both together.
 """
@@ -9,11 +10,15 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from .conversion.base import ConversionError
 from .conversion.checkpoints import Conversion, convert_state_dict
 from .conversion.reading import json_beside, locate, read_checkpoint
+from .conversion.resizing import load_or_convert, resize_input
+from .conversion.upgrades import upgrade_encoding
 from .hub.cards import render
 from .hub.checked_facts import CONVERSION_FILE, facts_of_run
 from .models.configuration_liere import LieREConfig
+from .models.modeling_liere import LieREPreTrainedModel
 from .storage.saved_weights import file_digest, saved_weights_digest
 from .storage.targets import new_directory
 
@@ -68,12 +73,62 @@ def convert_checkpoint(
         statistics = {name: value for name, value in given.items() if value is not None}
         _save_processor(partial, conversion.config, _statistics(local, source_config) | statistics)
         name, origin = _origin(checkpoint, revision)
-        weights = saved_weights_digest(partial)
-        record = {"weights": weights, "converted_from": origin, "notes": _notes(conversion, options)}
-        (partial / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        title = f"{conversion.model_class.__name__} from {name}"
-        render(facts_of_run(partial, weights, title=title)).write(partial)
+        _write_card(partial, f"{conversion.model_class.__name__} from {name}", origin, _notes(conversion, options))
     return conversion
+
+
+def upgrade_checkpoint(
+    checkpoint: str | os.PathLike,
+    output: str | os.PathLike,
+    position_encoding: str | None = None,
+    image_size: int | list[int] | None = None,
+    revision: str | None = None,
+    **options,
+) -> LieREPreTrainedModel:
+    """
+    Write a model with a more general position encoding, or for images of another size, that computes the same
+    function, as a directory that `from_pretrained` reads.
+
+    Args:
+        checkpoint: A model of ours, or what [`convert_checkpoint`] converts without options.
+        output: The directory; it must not exist, or be empty.
+        position_encoding: As for [`upgrade_encoding`]; `None` keeps the model's.
+        image_size: As for [`resize_input`]; `None` keeps the model's.
+        revision: Branch, tag or commit of a repository on the Hub.
+        options: Further ones of [`upgrade_encoding`].
+
+    Raises:
+        ConversionError: if nothing is to be changed, or no such model computes the same, with the reason.
+        InputError, HubError: as [`load_or_convert`].
+        FileExistsError: if `output` is there and not an empty directory.
+    """
+    if position_encoding is None and image_size is None:
+        raise ConversionError("Nothing to upgrade: accepted are position_encoding, image_size or both.")
+    if position_encoding is None and any(value is not None for value in options.values()):
+        raise ConversionError(f"{', '.join(options)} describe a position encoding: please give position_encoding too.")
+    with new_directory(output) as partial:
+        local = locate(checkpoint, revision)
+        statistics = _statistics(local, json_beside(local, "config.json"))
+        model = load_or_convert(checkpoint, revision)
+        if position_encoding is not None:
+            model = upgrade_encoding(model, position_encoding=position_encoding, **options)
+        if image_size is not None:
+            model = resize_input(model, image_size)
+        model.save_pretrained(partial)
+        _save_processor(partial, model.config, statistics)
+        name, origin = _origin(checkpoint, revision)
+        given = {"position_encoding": position_encoding, "image_size": image_size, **options}
+        given = ", ".join(f"`{key}={value!r}`" for key, value in given.items() if value is not None)
+        notes = f"It computes what the source computes, with {given}. Licence and terms are those of the source."
+        _write_card(partial, f"{type(model).__name__} from {name}", origin, notes)
+    return model
+
+
+def _write_card(directory: Path, title: str, origin: str, notes: str) -> None:
+    weights = saved_weights_digest(directory)
+    record = {"weights": weights, "converted_from": origin, "notes": notes}
+    (directory / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    render(facts_of_run(directory, weights, title=title)).write(directory)
 
 
 def _save_processor(directory: Path, config: LieREConfig, statistics: Mapping[str, object]) -> None:

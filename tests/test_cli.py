@@ -87,10 +87,7 @@ print(status, heavy, file=sys.stderr)
         (["--version"], 0),
         (["inspct", "model"], 2),
         (["inspect", "model", "--ouptut", "page"], 2),
-        *(
-            ([command, "--help"], 0)
-            for command in ("card", "convert", "env", "export", "inspect", "pull", "push", "verify")
-        ),
+        *(([command, "--help"], 0) for command in "card convert env export inspect pull push upgrade verify".split()),
     ],
 )
 def test_help_and_typos_import_nothing_heavy(arguments, status):
@@ -111,6 +108,7 @@ def test_a_name_that_is_no_directory_is_refused_without_asking_the_hub(tmp_path,
             ["inspect", name, "--output", "page"],
             ["export", name, "model.pt2"],
             ["convert", name, "converted"],
+            ["upgrade", name, "upgraded", "--image_size", "32"],
         ):
             assert main(command) == 1
             assert f"{command[0]}: {name}: no such file or directory" in capsys.readouterr().err

@@ -7,7 +7,13 @@ import pytest
 import torch
 from PIL import Image
 from training_helpers import ROOT, TINY_MODEL, TINY_RUN, assert_same_weights, run_process, train, weights, write_parquet
-from transformers import AutoModelForObjectDetection, DeformableDetrImageProcessor, EvalPrediction
+from transformers import (
+    AutoModelForObjectDetection,
+    DeformableDetrImageProcessor,
+    EvalPrediction,
+    ViTConfig,
+    ViTForImageClassification,
+)
 from transformers.models.deformable_detr.modeling_deformable_detr import DeformableDetrObjectDetectionOutput
 
 from training import object_detection
@@ -161,6 +167,51 @@ def test_a_detector_reloads_and_starts_from_a_classifier(shapes, tmp_path):
         assert torch.equal(given[name], taken[name.replace("liere.", "model.backbone.model.", 1)]), name
     with pytest.raises(InputError, match="is a liere_vit, no Deformable DETR; accepted: a detector, or --backbone"):
         run(tmp_path / "other", *flags, "--model_name_or_path", tmp_path / "classifier")
+
+
+@pytest.fixture(scope="module")
+def plain_vit(tmp_path_factory):
+    """A pretrained ViT of transformers for images of 16 px, with heads of 64 channels, and its folder."""
+    fields = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    model = ViTForImageClassification(ViTConfig(**fields, image_size=16, patch_size=4, initializer_range=0.2)).eval()
+    folder = tmp_path_factory.mktemp("plain") / "vit"
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.mark.parametrize("encoding", ["absolute", "rope_mixed", "liere", "comrope_ap", "comrope_ld"])
+def test_every_encoding_starts_from_a_plain_vit_for_larger_pictures(encoding, shapes, plain_vit, tmp_path):
+    """As the recipe coco: before a step is taken, the detector's feature map is the one of the ViT of transformers."""
+    vit, folder = plain_vit
+    flags = ["--shapes_folder", shapes, "--do_train", "--max_train_samples", 16, "--max_eval_samples", 13]
+    flags += ["--max_steps", 1, "--learning_rate", 0.0, "--weight_decay", 0.0, "--backbone_name_or_path", folder]
+    flags += ["--position_encoding", encoding, "--use_absolute_position_embeddings", "true", "--rotary_init", "zeros"]
+    architecture = "--hidden_size 128 --num_hidden_layers 2 --num_attention_heads 2 --intermediate_size 32".split()
+    flags = [*TINY_DETECTOR, *architecture, "--patch_size", "4", *TINY_RUN, *map(str, flags)]
+    object_detection.main(["--output_dir", str(tmp_path), *flags])
+    model = AutoModelForObjectDetection.from_pretrained(tmp_path).eval()
+    backbone = model.model.backbone.model
+    assert backbone.config.image_size == 32 and backbone.config.position_encoding == encoding
+    pixels = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        hidden = vit.vit(pixels, interpolate_pos_encoding=True).last_hidden_state[:, 1:]
+        (found,) = backbone(pixels).feature_maps
+    torch.testing.assert_close(found.flatten(2).transpose(1, 2), hidden, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--hidden_size", "64"], "--hidden_size 64 contradicts the backbone's 128"),
+        (["--position_encoding", "axial_rope"], "--position_encoding axial_rope: the backbone has absolute"),
+        (["--position_encoding", "comrope_ld", "--block_size", "7"], "block_size=7 must divide"),
+    ],
+)
+def test_backbones_that_contradict_the_flags(flags, message, shapes, plain_vit, tmp_path):
+    given = ["--backbone_name_or_path", str(plain_vit[1]), "--shapes_folder", str(shapes), "--do_train", *TINY_RUN]
+    with pytest.raises(InputError, match=message):
+        object_detection.main(["--output_dir", str(tmp_path), *TINY_DETECTOR, *given, *flags])
 
 
 def test_rotations_keep_their_initialisation_in_a_detector(shapes, tmp_path):

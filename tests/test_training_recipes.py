@@ -147,11 +147,13 @@ def test_the_model_of_imagenet_is_the_same_at_256_pixels(encoding, positions, tm
 def test_the_detector_is_deformable_detr_on_a_small_vit():
     """Layers, heads and queries as Zhu et al. (2021) have them, each layer refining the boxes of the one before."""
     model_args, detector_args, _, _ = parse("coco")
+    detector_args.backbone_name_or_path = None
     config = detectors.build_config(model_args, detector_args)
     with torch.device("meta"):
-        detector = detectors.build_detector(model_args, detector_args, config, [str(number) for number in range(80)])
-    # timm's vit_small_patch16_224 without its table of 197 positions; ComRoPE-LD's blocks have 28 entries, 2 factors.
-    backbone = 12 * 1_774_464 + linear(16 * 16 * 3, 384) + 384 + 2 * 384 + 12 * 6 * 8 * (28 + 2)
+        detector = detectors.build_detector(model_args, config, [str(number) for number in range(80)])
+    # timm's vit_small_patch16_224 with a table of 1 + 40 · 40 positions; ComRoPE-LD's blocks have 28 entries and 2
+    # factors.
+    backbone = 1601 * 384 + 12 * 1_774_464 + linear(16 * 16 * 3, 384) + 384 + 2 * 384 + 12 * 6 * 8 * (28 + 2)
     norm, levels, points = 2 * 256, 4, 4
     projections = linear(384, 256) + linear(9 * 384, 256) + 2 * linear(9 * 256, 256) + 4 * norm
     deformable = linear(256, 8 * levels * points * 2) + linear(256, 8 * levels * points) + 2 * linear(256, 256)

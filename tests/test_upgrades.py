@@ -1,11 +1,16 @@
 """Upgrades of the position encoding: the same outputs before and after, or a refusal with the reason."""
 
+import json
+
 import pytest
 import torch
+import transformers
 
 import hf_liere
 from hf_liere import upgrade_encoding
+from hf_liere.cli import main
 from hf_liere.conversion.base import ConversionError
+from hf_liere.conversion.resizing import resize_input
 from hf_liere.inspection.encodings import generators
 
 
@@ -225,3 +230,87 @@ def test_what_has_no_exact_upgrade_is_refused_with_the_reason(tiny, old, fields,
     model = classifier(tiny(position_encoding=old, **fields))
     with pytest.raises(ConversionError, match=f"(?s){reason}"):
         upgrade_encoding(model, position_encoding=new, block_size=block_size)
+
+
+RESIZED = [
+    ("none", {}),
+    ("absolute", {}),
+    ("absolute", {"use_class_token": False, "pooling": "mean"}),
+    ("absolute", {"position_table_size": [3, 3]}),
+    ("axial_rope", {}),
+    ("rope_mixed", {"coordinates": "train_index"}),
+    ("rope_mixed", {"use_absolute_position_embeddings": True}),
+    ("liere", {"block_size": 4}),
+    ("liere", {"share_layers": True}),
+    ("liere", {"coordinates": "unit", "rotate_prefix": True}),
+    ("comrope_ap", {"block_size": 4, "coordinates": "train_grid"}),
+    ("comrope_ld", {"coordinates": "train_grid"}),
+    ("comrope_ld", {"use_absolute_position_embeddings": True}),
+]
+
+
+@pytest.mark.parametrize("encoding, fields", RESIZED)
+@torch.no_grad()
+def test_a_resized_model_computes_the_same_of_images_of_its_size(tiny, encoding, fields):
+    model = classifier(tiny(position_encoding=encoding, **fields))
+    pixels = images(2, 3, 24, 40)
+    resized = resize_input(model, [24, 40])
+    assert resized.config.train_grid == (6, 10) and model.config.train_grid == (4, 4)
+    torch.testing.assert_close(resized(pixels).logits, model(pixels).logits, **EXACT)
+    if resized.config.use_absolute_position_embeddings and "position_table_size" not in fields:
+        assert resized.liere.embeddings.position_embeddings.shape[1] == 60 + resized.config.use_class_token
+
+
+@pytest.mark.parametrize(
+    "fields, size, reason",
+    [
+        ({"position_encoding": "axial_rope", "coordinates": "train_grid"}, 32, "its frequencies are fixed"),
+        ({"position_encoding": "liere", "rotate_prefix": True}, 32, "its class token has a place among them"),
+        ({"position_encoding": "liere"}, 30, "not divisible into patches"),
+        ({"position_encoding": "absolute", "position_table_resize": "truncate"}, 32, "cannot enlarge it"),
+    ],
+)
+def test_sizes_that_no_model_computes_the_same_at(tiny, fields, size, reason):
+    with pytest.raises(ConversionError, match=reason):
+        resize_input(classifier(tiny(**fields)), size)
+
+
+@pytest.mark.parametrize("encoding, block_size", [("rope_mixed", None), ("liere", 4), ("comrope_ap", 4)])
+@torch.no_grad()
+def test_the_command_upgrades_a_plain_vit_to_other_images(tmp_path, capsys, encoding, block_size):
+    """Against transformers' own ViT, which resizes its table when it is called."""
+    fields = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    torch.manual_seed(0)
+    plain = transformers.ViTForImageClassification(
+        transformers.ViTConfig(**fields, image_size=16, patch_size=4, num_labels=3, initializer_range=0.2)
+    ).eval()
+    plain.save_pretrained(tmp_path / "vit")
+    transformers.ViTImageProcessor(image_mean=[0.1, 0.2, 0.3]).save_pretrained(tmp_path / "vit")
+    blocks = [] if block_size is None else ["--block_size", str(block_size)]
+    command = [str(tmp_path / "vit"), str(tmp_path / "upgraded"), "--position_encoding", encoding, *blocks]
+    assert main(["upgrade", *command, "--image_size", "32"]) == 0
+    assert f"LieREViTForImageClassification with position_encoding='{encoding}'" in capsys.readouterr().out
+    upgraded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "upgraded")
+    assert upgraded.config.image_size == 32 and upgraded.config.position_encoding == encoding
+    assert sum(parameter.numel() for _, parameter in upgraded.liere.rotary_parameters()) > 0
+    pixels = images(2, 3, 32, 32)
+    expected = plain(pixels, interpolate_pos_encoding=True).logits
+    torch.testing.assert_close(upgraded(pixels).logits, expected, **EXACT)
+    processor = json.loads((tmp_path / "upgraded" / "preprocessor_config.json").read_text())
+    assert processor["size"] == {"height": 32, "width": 32} and processor["image_mean"] == [0.1, 0.2, 0.3]
+    card = (tmp_path / "upgraded" / "README.md").read_text()
+    assert f"`position_encoding='{encoding}'`" in card and "`image_size=32`" in card
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ([], "Nothing to upgrade"),
+        (["--image_size", "32", "--block_size", "4"], "please give position_encoding too"),
+        (["--position_encoding", "comrope_ld", "--block_size", "7"], "block_size=7 must divide"),
+    ],
+)
+def test_upgrades_that_mean_nothing(tiny, tmp_path, capsys, options, message):
+    classifier(tiny(position_encoding="absolute")).save_pretrained(tmp_path / "model")
+    assert main(["upgrade", str(tmp_path / "model"), str(tmp_path / "out"), *options]) == 1
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()

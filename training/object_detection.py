@@ -6,8 +6,9 @@ Generated shapes in COCO's format, and photographs with their json:
     accelerate launch --config_file training/accelerate/ddp.yaml training/object_detection.py \
         training/recipes/coco.yaml --train_files annotations/instances_train2017.json … --output_dir outputs/coco
 
-`mAP` is COCO's, by pycocotools. `--backbone_name_or_path` starts from the encoder of a classifier. Any flag overrides
-the recipe; a run that was interrupted goes on with `--resume_from_checkpoint last`.
+`mAP` is COCO's, by pycocotools. `--backbone_name_or_path` starts from the encoder of a classifier: of this library, or
+a ViT or DeiT, whatever its encoding and image size. Any flag overrides the recipe; a run that was interrupted goes on
+with `--resume_from_checkpoint last`.
 """
 
 import sys
@@ -23,7 +24,7 @@ from hf_liere.errors import InputError
 from training.data.detection_data import DetectionCollator, DetectionDataArguments, DetectionExamples, load_detections
 from training.data.sources import DataRequest, fraction_of
 from training.detection.detection_trainer import CocoMetrics, DetectionTrainer
-from training.detection.detectors import DetectorArguments, build_config, build_detector
+from training.detection.detectors import DetectorArguments, build_config, build_detector, load_backbone
 from training.engine.arguments import ModelArguments, RunArguments
 from training.engine.command_line import parse_arguments
 from training.engine.model_setup import resolve_image_size, resolve_processor
@@ -39,7 +40,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     if args.push_to_hub:
         raise InputError("--push_to_hub: detectors are not published by this script; accepted: without it.")
     checkpoint = prepare_output_dir(args)
-    config = build_config(model_args, detector_args)
+    backbone = load_backbone(model_args, detector_args)
+    config = build_config(model_args, detector_args, backbone)
     image_size = resolve_image_size(model_args, config.backbone_config)
     plain = resolve_processor(model_args, data_args, image_size, config.backbone_config)
     fields = {name: getattr(plain, name) for name in ("size", "image_mean", "image_std", "resample")}
@@ -48,7 +50,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         # The first process writes generated pictures, and the others find them.
         train, evaluation, names = load_detections(data_args, DataRequest(image_size, parts=args.parts))
     set_seed(args.seed)
-    model = build_detector(model_args, detector_args, config, names)
+    model = build_detector(model_args, config, names, backbone)
 
     train = train and fraction_of(train, data_args.train_fraction, args.order_seed)
     details = (image_size, int(processor.resample), data_args.flip_probability, args.order_seed)

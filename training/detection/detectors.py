@@ -4,11 +4,15 @@ from dataclasses import dataclass
 
 from transformers import AutoModelForObjectDetection, DeformableDetrConfig, PreTrainedModel
 
-from hf_liere import LieREViTBackbone
+from hf_liere import LieREViTConfig
+from hf_liere.conversion.base import ConversionError
+from hf_liere.conversion.resizing import load_or_convert, resize_input
+from hf_liere.conversion.upgrades import LEARNED_ENCODINGS, upgrade_encoding
 from hf_liere.errors import InputError
+from hf_liere.models.modeling_liere import LieREViTModel
 from hf_liere.storage.loading import require_loaded_keys
 from training.engine.arguments import ModelArguments, flag
-from training.engine.model_setup import checkpoint_config, loadable, resolve_config
+from training.engine.model_setup import CHANGEABLE_FIELDS, loadable, resolve_config
 
 
 @dataclass
@@ -16,7 +20,9 @@ class DetectorArguments:
     """The detector around the backbone, with the names of DeformableDetrConfig."""
 
     backbone_name_or_path: str | None = flag(
-        None, "Classifier or encoder of this library to take the backbone's weights from."
+        None,
+        "Classifier or encoder of this library, or a ViT, DeiT or another checkpoint that hf-liere convert reads, to "
+        "take the backbone's weights from; its encoding is upgraded and its table resized as the other flags say.",
     )
     d_model: int = flag(256, "Width of the detector.")
     encoder_layers: int = flag(6, "Encoder layers of the detector.")
@@ -35,14 +41,64 @@ class DetectorArguments:
             )
 
 
-def build_config(arguments: ModelArguments, detector: DetectorArguments) -> DeformableDetrConfig:
+# Fields that the upgrade of a backbone decides: rotations that it does not have yet start at zero.
+UPGRADE_FIELDS = ("position_encoding", "block_size", "share_heads", "share_layers", "image_size", "rotary_init")
+
+
+def load_backbone(arguments: ModelArguments, detector: DetectorArguments) -> LieREViTModel | None:
     """
-    The configuration of the checkpoint, or of a new detector on a backbone of the flags.
+    The encoder of `backbone_name_or_path` with the encoding and image size of the flags, computing what it computed.
+
+    Raises:
+        InputError: if a flag contradicts the checkpoint, or no model of that encoding computes the same.
+    """
+    name = detector.backbone_name_or_path
+    if name is None or arguments.model_name_or_path is not None:
+        return None
+    given = {field: value for field, value in arguments.architecture().items() if value is not None}
+    try:
+        with loadable("--backbone_name_or_path", name):
+            model = load_or_convert(name)
+        if not isinstance(model.config, LieREViTConfig):
+            raise InputError(f"--backbone_name_or_path {name!r} is no image model, but a {model.config.model_type}.")
+        model = _upgraded(getattr(model, model.base_model_prefix, model), given)
+    except ConversionError as error:
+        raise InputError(f"--backbone_name_or_path {name}: {error}") from error
+    for field, value in given.items():
+        if field in CHANGEABLE_FIELDS:
+            setattr(model.config, field, value)
+        elif field not in UPGRADE_FIELDS and getattr(model.config, field, None) != value:
+            raise InputError(
+                f"--{field} {value} contradicts the backbone's {getattr(model.config, field, None)}; accepted beside "
+                f"--backbone_name_or_path: {', '.join((*CHANGEABLE_FIELDS, *UPGRADE_FIELDS))}."
+            )
+    return model
+
+
+def _upgraded(model: LieREViTModel, given: dict) -> LieREViTModel:
+    options = {name: given[name] for name in ("block_size", "share_heads", "share_layers") if name in given}
+    wanted = {"position_encoding": given.get("position_encoding", model.config.position_encoding), **options}
+    if any(getattr(model.config, name) != value for name, value in wanted.items()):
+        if wanted["position_encoding"] not in LEARNED_ENCODINGS:
+            raise InputError(
+                f"--position_encoding {wanted['position_encoding']}: the backbone has "
+                f"{model.config.position_encoding}; accepted: the same, or {', '.join(LEARNED_ENCODINGS)}."
+            )
+        model = upgrade_encoding(model, **wanted)
+    size = given.get("image_size", model.config.image_size)
+    return model if size == model.config.image_size else resize_input(model, size)
+
+
+def build_config(
+    arguments: ModelArguments, detector: DetectorArguments, backbone: LieREViTModel | None = None
+) -> DeformableDetrConfig:
+    """
+    The configuration of the checkpoint, or of a new detector on a backbone, without one on a new backbone of the flags.
 
     Raises:
         InputError: if the checkpoint is no detector of this kind.
     """
-    config = resolve_config(arguments)
+    config = resolve_config(arguments) if backbone is None else backbone.config
     if isinstance(config, DeformableDetrConfig):
         return config
     if arguments.model_name_or_path is not None:
@@ -50,8 +106,6 @@ def build_config(arguments: ModelArguments, detector: DetectorArguments) -> Defo
             f"--model_name_or_path {arguments.model_name_or_path!r} is a {config.model_type}, no Deformable DETR; "
             "accepted: a detector, or --backbone_name_or_path."
         )
-    if detector.backbone_name_or_path is not None:
-        checkpoint_config("--backbone_name_or_path", detector.backbone_name_or_path)
     # The detector takes the feature map of the last layer, before the norm of the backbone.
     config.set_output_features_output_indices(out_features=[config.stage_names[-1]], out_indices=None)
     return DeformableDetrConfig(
@@ -71,10 +125,10 @@ def build_config(arguments: ModelArguments, detector: DetectorArguments) -> Defo
 
 
 def build_detector(
-    arguments: ModelArguments, detector: DetectorArguments, config: DeformableDetrConfig, names: list[str]
+    arguments: ModelArguments, config: DeformableDetrConfig, names: list[str], backbone: LieREViTModel | None = None
 ) -> PreTrainedModel:
     """
-    A detector of the named categories.
+    A detector of the named categories, with the weights of the `backbone` if there is one.
 
     Raises:
         InputError: if a checkpoint knows other categories, or a weight is missing or left over.
@@ -90,11 +144,6 @@ def build_detector(
         return model
     config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
     model = AutoModelForObjectDetection.from_config(config)
-    if detector.backbone_name_or_path is not None:
-        with loadable("--backbone_name_or_path", detector.backbone_name_or_path):
-            backbone, loading = LieREViTBackbone.from_pretrained(
-                detector.backbone_name_or_path, config=config.backbone_config, output_loading_info=True
-            )
-        require_loaded_keys(loading, detector.backbone_name_or_path, besides=("classifier.",))
+    if backbone is not None:
         model.model.backbone.model.load_state_dict(backbone.state_dict())
     return model

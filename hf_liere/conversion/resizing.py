@@ -1,0 +1,111 @@
+"""Pretrained models of any kind as ours, and for images of another size with the same outputs."""
+
+import os
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from ..auto import load_checkpoint
+from ..models.configuration_liere import LieREConfig, LieREViTConfig
+from ..models.modeling_liere import LieREPreTrainedModel
+from .base import ConversionError, sizes
+from .checkpoints import convert_state_dict
+from .reading import OWN_MODEL_TYPES, json_beside, locate, read_checkpoint
+from .upgrades import LEARNED_ENCODINGS
+
+
+def load_or_convert(checkpoint: str | os.PathLike, revision: str | None = None) -> LieREPreTrainedModel:
+    """
+    A model of ours from a folder, file or repository: one that is ours already, or anything that
+    [`convert_state_dict`] converts without options.
+
+    Raises:
+        InputError, HubError: as [`read_checkpoint`], [`convert_state_dict`] and [`load_checkpoint`].
+        ConversionError: if it is a model of transformers with rotations of ours in it.
+    """
+    local = locate(checkpoint, revision)
+    config = json_beside(local, "config.json") or {}
+    if not (local.is_dir() and config.get("model_type") in OWN_MODEL_TYPES):
+        tensors, source_config = read_checkpoint(local)
+        return convert_state_dict(tensors, source_config=source_config).model()
+    model, _ = load_checkpoint(checkpoint, revision)
+    if not isinstance(model, LieREPreTrainedModel):
+        raise ConversionError(
+            f"{checkpoint} is a {config['model_type']}, whose encoding stays as it was patched; accepted are models of "
+            "the classes LieREViT… and LieREVideo…, and checkpoints that hf-liere convert reads."
+        )
+    return model
+
+
+def resize_input(model: LieREPreTrainedModel, image_size: int | list[int] | tuple[int, int]) -> LieREPreTrainedModel:
+    """
+    A model trained, as it were, on images of another size: for these it computes what `model` computes for them.
+
+    The learned table gets an entry for each of their patches, as the model itself resizes it. Where coordinates refer
+    to the grid of the training, generators are multiplied by the ratio of the coordinates.
+
+    Args:
+        model: An image model of ours; it is left as it is.
+        image_size: One number, or height and width.
+
+    Raises:
+        ConversionError: if no model of that size computes the same, with the reason.
+    """
+    if not isinstance(model.config, LieREViTConfig):
+        raise ConversionError(f"image_size={image_size}: accepted for image models, not for {model.config.model_type}.")
+    old = model.config
+    height, width = sizes("image_size", tuple(image_size) if isinstance(image_size, list) else image_size, 2)
+    changes = {"image_size": height if height == width else [height, width]}
+    try:
+        config = type(old).from_dict(old.to_dict() | changes)
+        encoder = getattr(model, model.base_model_prefix, model)
+        table = encoder.embeddings.patch_table(config.train_grid, None)
+    except (StrictDataclassError, ValueError) as error:
+        raise ConversionError(f"No such model: {error}") from error
+    ratios = [_coordinate_ratio(old.coordinates, *axis) for axis in zip(config.train_grid, old.train_grid)]
+    state_dict = dict(model.state_dict())
+    prefix = "" if encoder is model else f"{model.base_model_prefix}."
+    if table is not None:
+        name = f"{prefix}embeddings.position_embeddings"
+        of_class_token = state_dict[name][:, : int(old.use_class_token)]
+        state_dict[name] = torch.cat([of_class_token, table.detach()], dim=1)
+    if set(ratios) != {1.0}:
+        _scale_generators(state_dict, f"{prefix}rotary_encoding.", config, ratios)
+    config._attn_implementation = old._attn_implementation
+    # As of a bare model for masked images.
+    arguments = {"use_mask_token": True} if encoder is model and encoder.embeddings.mask_token is not None else {}
+    resized = type(model)(config, **arguments)
+    resized.load_state_dict({name: tensor.clone() for name, tensor in state_dict.items()}, assign=True)
+    return resized.train(model.training)
+
+
+def _coordinate_ratio(coordinates: str | None, size: int, trained: int) -> float:
+    """Coordinates of `size` patches on an axis that had `trained` in training, over those that had `size`."""
+    return {"train_grid": size / trained, "train_index": trained / size}.get(coordinates, 1.0)
+
+
+def _scale_generators(
+    state_dict: dict[str, torch.Tensor], prefix: str, config: LieREConfig, ratios: list[float]
+) -> None:
+    """Multiply what rotates with each axis by its ratio."""
+    reason = None
+    if config.position_table_size is not None:
+        reason = "its table is read at these coordinates"
+    elif config.rotate_prefix:
+        reason = "its class token has a place among them"
+    elif config.position_encoding == "axial_rope":
+        reason = "its frequencies are fixed; rope_mixed can learn the others"
+    if reason is not None:
+        raise ConversionError(
+            f"image_size={config.image_size} changes the coordinates {config.coordinates!r} of patches, and no "
+            f"model of {config.position_encoding} computes the same, because {reason}."
+        )
+    factors = torch.tensor(ratios)
+    if config.position_encoding == "comrope_ap":
+        generators = state_dict[f"{prefix}generators"]  # (layers, heads, blocks, entries), the axes in turn
+        of_block = factors[torch.arange(generators.shape[2]) % len(ratios)].to(generators)
+        state_dict[f"{prefix}generators"] = generators * of_block.unsqueeze(-1)
+    elif config.position_encoding in LEARNED_ENCODINGS:
+        name = f"{prefix}{'multipliers' if config.position_encoding == 'comrope_ld' else 'generators'}"
+        axes = state_dict[name]
+        state_dict[name] = axes * factors.to(axes).view(-1, *[1] * (axes.ndim - 1))
