@@ -107,8 +107,11 @@ def _add_convert(subcommands) -> None:
         description="Convert a checkpoint of LieRE, ComRoPE, rope-vit, timm, ViT, DeiT, CLIP or DINOv3. The options "
         "say what its shapes do not tell; their defaults are in the documentation of hf_liere.conversion.checkpoints.",
     )
-    convert.add_argument("checkpoint", help="file, directory or repository on the Hub")
-    convert.add_argument("output", help="directory to write; it must not exist or be empty")
+    convert.add_argument("checkpoint", nargs="?", help="file, directory or repository on the Hub")
+    convert.add_argument("output", nargs="?", help="directory to write; it must not exist or be empty")
+    convert.add_argument(
+        "--list", action="store_true", dest="lists", help="print known repositories with their kinds and options"
+    )
     convert.add_argument("--source", choices=SOURCES, help="kind of the checkpoint, if its names do not tell")
     convert.add_argument("--revision", help="branch, tag or commit of the repository")
     convert.add_argument("--image_mean", type=float, nargs="+", metavar="MEAN", help="of each channel in training")
@@ -214,7 +217,13 @@ def _add_push(subcommands) -> None:
     pushing.set_defaults(run=run_push)
 
 
-def run_convert(checkpoint: str, output: str, **options) -> str:
+def run_convert(checkpoint: str | None, output: str | None, lists: bool, **options) -> str:
+    if lists:
+        from .conversion.known import listing
+
+        return listing()
+    if checkpoint is None or output is None:
+        raise ValueError("accepted are a checkpoint and the directory to write, or --list.")
     from .convert import convert_checkpoint
 
     options = {name: given for name, given in options.items() if given is not None}

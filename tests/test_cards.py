@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from encoding_cases import ENCODINGS
-from hub_client import client, online
+from hub_client import ROOT, client, online
 from hub_server import HubServer
 from hub_storage import validate_card
 from huggingface_hub import ModelCard
@@ -61,6 +61,25 @@ def test_every_encoding_has_a_description_and_a_paper():
     common = common_facts()
     assert set(common["encodings"]) == {"none", "absolute", *ENCODINGS}
     assert {encoding["paper"] for encoding in common["encodings"].values()} == set(common["papers"])
+
+
+@pytest.mark.parametrize("name", [name for name in FACTS if name.split("_")[-1] in ("imagenet", "cifar100", "ucf101")])
+def test_facts_of_a_paper_are_its_recipe(name):
+    """What a card says of the model and its training, before there is one, is what the recipe in full makes."""
+    data, is_comrope = name.split("_")[-1], name.startswith("comrope") and not name.endswith("cifar100")
+    recipe = ROOT / "training" / "recipes" / f"{data}{'_comrope' * is_comrope}.yaml"
+    facts, recipe = load_facts(name), yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    fields = {field.name for field in dataclasses.fields(hf_liere.LieREVideoConfig)}
+    # What is not told of the model concerns its training, or is the encoding that the card is about.
+    training = {"hidden_dropout_prob", "mlp_dropout_prob", "position_perturbation", "position_encoding"}
+    told = {**facts.recipe, **facts.model}
+    for key in set(recipe) & fields - {"position_encoding"}:
+        assert key in facts.model or key in training, key
+        assert key not in told or told[key] == recipe[key], key
+    assert {"coordinates", "block_size"} <= set(facts.model)
+    for key in set(recipe) & set(facts.recipe):
+        assert facts.recipe[key] == recipe[key], key
+    assert all("Table 1," in f"{figure['where']}," or "Table 3" in figure["where"] for figure in facts.paper_figures)
 
 
 def test_the_hub_validates_a_card_before_anything_is_written(tmp_path, monkeypatch):

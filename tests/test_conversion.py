@@ -9,12 +9,17 @@ import pytest
 import timm
 import torch
 import transformers
+from hub_client import client, online
+from hub_server import HubServer
 from safetensors.torch import save_file
 
 import hf_liere
+from hf_liere.cli import main
 from hf_liere.conversion.base import ConversionError
 from hf_liere.conversion.checkpoints import convert_state_dict
+from hf_liere.conversion.known import KNOWN_REPOSITORIES
 from hf_liere.conversion.reading import read_checkpoint
+from hf_liere.conversion.sources import require_options
 from hf_liere.convert import convert_checkpoint
 from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError
@@ -551,3 +556,84 @@ def test_a_model_of_ours_needs_no_conversion(tiny, tmp_path):
     hf_liere.LieREViTForImageClassification(tiny()).save_pretrained(tmp_path / "ours")
     with pytest.raises(ConversionError, match="is a model of hf_liere already"):
         convert_checkpoint(tmp_path / "ours", tmp_path / "out")
+
+
+@pytest.fixture(params=["lfs", "xet"])
+def hub(request, tmp_path, monkeypatch):
+    if request.param == "xet":
+        pytest.importorskip("hf_xet", reason="the client for Xet storage is not installed")
+    with HubServer(tmp_path / "hub", xet=request.param == "xet") as server:
+        online(monkeypatch, server, tmp_path / "home")
+        yield server
+        assert not server.errors, server.errors[0]
+
+
+def naver_weights(state_dict):
+    """The tensors of timm's model under the names of rope-vit, which differ in those of the frequencies."""
+    return {
+        "freqs" if name == "rope.freqs" else name: value.flatten(2) if name == "rope.freqs" else value
+        for name, value in state_dict.items()
+    }
+
+
+def official_repository(kind, folder):
+    """Files as the authors publish them, of a small model; logits of its own code for images of 16 px, if any."""
+    folder.mkdir()
+    pixels = images(2, 3, 16, 16)
+    if kind == "liere":
+        # A checkpoint of Lightning, as LieRE's training leaves it.
+        wrapped = {f"model.{name}": value for name, value in liere_weights().items()}
+        torch.save({"epoch": 199, "state_dict": wrapped}, folder / "last.ckpt")
+        return convert_state_dict(liere_weights()).model()(pixels).logits
+    if kind == "vit":
+        fields = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        config = transformers.ViTConfig(**fields, image_size=16, patch_size=4, num_labels=3)
+        official = randomised(transformers.ViTForImageClassification(config))
+        official.save_pretrained(folder)
+        return official(pixels).logits
+    official = timm.create_model("vit_small_patch16_rope_mixed_224", num_classes=3, **SMALL | {"embed_dim": 128})
+    official = randomised(official)
+    state_dict = official.state_dict()
+    save_file(naver_weights(state_dict) if kind == "naver" else state_dict, folder / "model.safetensors")
+    if kind == "timm":
+        trained = {
+            "pretrained_cfg": {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4]},
+            "architecture": "vit_small_patch16_rope_mixed_224",
+        }
+        (folder / "config.json").write_text(json.dumps(trained))
+    return official(pixels)
+
+
+@pytest.mark.parametrize("kind", ["liere", "naver", "timm", "vit"])
+@torch.no_grad()
+def test_a_repository_is_converted_as_its_authors_publish_it(hub, kind, tmp_path, capsys):
+    """From the local Hub by LFS and by Xet, with the command; the card says what was converted."""
+    expected = official_repository(kind, tmp_path / "official")
+    api = client(hub)
+    api.create_repo("tester/official")
+    revision = api.upload_folder(repo_id="tester/official", folder_path=tmp_path / "official").oid
+    arguments = ["convert", "tester/official", str(tmp_path / "ours"), "--revision", revision]
+    assert main([*arguments, "--image_size", "16"]) == 0, capsys.readouterr().err
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "ours")
+    torch.testing.assert_close(model(images(2, 3, 16, 16)).logits, expected, **TOLERANCE)
+    card = (tmp_path / "ours" / "README.md").read_text()
+    assert f"[tester/official](https://huggingface.co/tester/official) at `{revision}`" in card
+    assert f"a checkpoint of kind `{kind}`" in card and "`image_size=16`" in card
+    if kind == "timm":
+        processor = json.loads((tmp_path / "ours" / "preprocessor_config.json").read_text())
+        assert processor["image_mean"] == [0.4, 0.5, 0.6]
+
+
+def test_the_list_names_repositories_with_options_that_are_taken(capsys):
+    assert main(["convert", "--list"]) == 0
+    printed = capsys.readouterr().out
+    published = {f"timm/{name}" for name in timm.list_pretrained()}
+    for known in KNOWN_REPOSITORIES:
+        assert known.repo_id in printed
+        options = {name: value for name, value in known.options.items() if name != "source"}
+        assert known.options.get("source", known.source) == known.source
+        require_options(known.source, options)
+        assert known.source != "timm" or known.repo_id in published
+    assert "SophieOstmeier/liere-checkpoints" in printed and "Nothing of this was downloaded here" in printed
+    assert main(["convert", "owner/name"]) == 1
+    assert "a checkpoint and the directory to write, or --list" in capsys.readouterr().err

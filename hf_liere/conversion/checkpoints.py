@@ -30,6 +30,8 @@ a class token's row gets a row of zeros.
 - `dinov3`: `num_attention_heads` (heads of 64 channels), `rope_theta` (100), `hidden_act` (`gelu`), `layer_norm_eps`
   (1e-5), `image_size` (224), `position_shift` (0), `position_jitter` and `position_rescale` (none).
 
+**Known repositories** with their options are in `known.py`, printed by `hf-liere convert --list`.
+
 **LieRE's layer question.** The paper describes generators of their own for every layer, and the official checkpoints
 hold one set per layer. The official forward pass nevertheless uses the set of the first layer in every layer; the
 other sets receive no gradient and keep their random start. `layer_generators="official"` (the default) reproduces the

@@ -1,0 +1,88 @@
+"""
+Repositories on the Hub that `hf-liere convert` takes, with the options that their files do not tell: `hf-liere convert
+--list`. Their formats were compared with the code of their authors; the files themselves were not downloaded.
+"""
+
+from typing import NamedTuple
+
+
+class KnownRepository(NamedTuple):
+    """
+    Attributes:
+        repo_id: Name on the Hub.
+        source: Kind of its checkpoint.
+        options: What has to be told beside, by name; `source` where the names of its tensors are also those of another.
+        about: What it is.
+    """
+
+    repo_id: str
+    source: str
+    options: dict[str, object]
+    about: str
+
+
+def _rope_vit() -> list[KnownRepository]:
+    models = {
+        "deit": ({"source": "naver", "position_encoding": "absolute"}, "learned table"),
+        "rope_axial_deit": ({"source": "naver", "position_encoding": "axial"}, "axial RoPE"),
+        "rope_mixed_deit": ({}, "RoPE-Mixed"),
+        "rope_axial_ape_deit": ({"source": "naver", "position_encoding": "axial"}, "axial RoPE and learned table"),
+        "rope_mixed_ape_deit": ({}, "RoPE-Mixed and learned table"),
+    }
+    return [
+        KnownRepository(f"naver-ai/{name}_{size}_patch16_LS", "naver", options, f"DeiT-III {size}, {about}")
+        for size in ("small", "base", "large")
+        for name, (options, about) in models.items()
+    ]
+
+
+def _timm() -> list[KnownRepository]:
+    kinds = {
+        "rope": "axial RoPE",
+        "rope_ape": "axial RoPE and learned table",
+        "rope_mixed": "RoPE-Mixed",
+        "rope_mixed_ape": "RoPE-Mixed and learned table",
+    }
+    found = [
+        KnownRepository(f"timm/vit_{size}_patch16_{kind}_224.naver_in1k", "timm", {}, f"ViT {size}, {about}")
+        for size in ("small", "base", "large")
+        for kind, about in kinds.items()
+    ]
+    names = "medium_patch16_rope_reg1 mediumd_patch16_rope_reg1 base_patch16_rope_reg1 betwixt_patch16_rope_reg4"
+    about = "axial RoPE of the reference grid, registers, mean"
+    return found + [
+        KnownRepository(f"timm/vit_{name}_gap_256.sbb_in1k", "timm", {}, f"ViT, {about}") for name in names.split()
+    ]
+
+
+# Collections, whose repositories have names of their own.
+KNOWN_COLLECTIONS = (
+    "SophieOstmeier/liere-checkpoints-689bb8433a96b4adbc1876cb (LieRE's authors; kind liere, give --position_encoding, "
+    "and --patch_size and --image_size for volumes)",
+    "naver-ai/rope-vit-670e367fa2d547b705335153 (RoPE-ViT's authors; kind naver, the repositories above)",
+)
+KNOWN_REPOSITORIES = (
+    *_rope_vit(),
+    *_timm(),
+    *(
+        KnownRepository(f"facebook/deit-{size}-patch16-224", "vit", {}, f"DeiT {size}, learned table")
+        for size in ("tiny", "small", "base")
+    ),
+    *(
+        KnownRepository(f"google/vit-{size}-patch16-224", "vit", {}, f"ViT {size}, learned table")
+        for size in ("base", "large")
+    ),
+    *(
+        KnownRepository(f"openai/clip-vit-{name}", "clip", {}, "CLIP's vision tower, learned table")
+        for name in ("base-patch32", "base-patch16", "large-patch14")
+    ),
+)
+
+
+def listing() -> str:
+    """A line of every known repository: name, kind, options of the command, and what it is."""
+    lines = ["Nothing of this was downloaded here: formats and options follow the code of the authors.", ""]
+    for known in KNOWN_REPOSITORIES:
+        options = " ".join(f"--{name} {value}" for name, value in known.options.items())
+        lines.append("  ".join(part for part in (known.repo_id, known.source, options, known.about) if part))
+    return "\n".join([*lines, "", "Collections:", *KNOWN_COLLECTIONS])
