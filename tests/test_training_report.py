@@ -168,7 +168,8 @@ def test_a_report_tells_ours_beside_the_paper(results, tmp_path):
     assert (
         "12 layers of 768 channels; 3 epochs of 1,000 examples in batches of 32; seeds 0, 1; evaluated on 200" in text
     )
-    assert "The paper: CIFAR-100, ViT-B (LieRE, Table 5). Other data, models and budgets than ours" in text
+    assert "The paper: CIFAR-100, ViT-B (LieRE, Table 5). Its relative losses are computed" in text
+    assert "which these give as 54.7. Other data, models and budgets than ours" in text
     command = f"--mini --output_dir outputs/{path.parent.name} --train_files cifar.parquet\n"
     assert f"    python training/evaluate_sweep.py training/sweeps/shuffling.yaml {command}" in text
     assert "Not measured yet: no positions; Axial RoPE; RoPE-Mixed; LieRE32; ComRoPE-AP; ComRoPE-LD." in text
@@ -201,6 +202,93 @@ def test_epochs_to_the_baseline_are_those_of_figure_9(results, tmp_path):
     path.write_text("".join(json.dumps({**entry, "sweep": "encodings"}) + "\n" for entry in lines[::2]))
     text = report.main([str(path), "--output_dir", str(tmp_path / "report")]).read_text()
     assert "| LieRE8 | 1 | 3.0× |" in text and "| Absolute | 3 | 1.0× |" in text
+
+
+def reported(tmp_path, sweep, entries):
+    path = tmp_path / f"{sweep}.jsonl"
+    path.write_text("".join(json.dumps({**entry, "sweep": sweep}) + "\n" for entry in entries))
+    return report.main([str(path), "--output_dir", str(tmp_path / "report")]).read_text()
+
+
+def test_the_two_starts_of_an_encoding_are_compared_as_in_table_7(results, tmp_path):
+    """2π against 1, as the paper: the difference and Z of the same examples."""
+    _, lines = results
+    entries = []
+    for entry, scale in zip(lines[4::2] + lines[:4:2], (2 * math.pi, 2 * math.pi, 1.0, 1.0)):
+        settings = {**entry["settings"], "position_encoding": "liere", "rotary_init_scale": scale}
+        entries.append({**entry, "settings": settings})
+    text = reported(tmp_path, "init_scale", entries)
+    large, small = (
+        np.mean([result_lines.correct_examples(entry) for entry in some], axis=0) for some in (entries[:2], entries[2:])
+    )
+    z = (large - small).mean() / ((large - small).std(ddof=1) / math.sqrt(len(large)))
+    part = text.split("The largest scale of the start against the smallest, in points:")[1].split("Against")[0]
+    row = next(row for row in part.splitlines() if row.startswith("| LieRE8, rotary_init_scale 6.283"))
+    assert f"+{100 * (large - small).mean():.1f} (" in row and f"statistic +{z:.2f}, p = " in row
+
+
+def test_the_highest_accuracy_of_all_epochs_is_that_of_figure_4(results, tmp_path):
+    """The mean over seeds of the highest, not the highest of the mean."""
+    _, lines = results
+    histories = [[[1.0, 0.3], [2.0, 0.9], [3.0, 0.6]], [[1.0, 0.7], [2.0, 0.2], [3.0, 0.4]]]
+    entries = [{**entry, "history": history} for entry, history in zip(lines[:4:2], histories)]
+    text = reported(tmp_path, "data_fraction", entries)
+    assert "| Absolute | 80.0 | 50.0 |" in text.split("Accuracies of epochs, means over seeds:")[1]
+    assert "Accuracies of epochs" not in reported(tmp_path, "block_size", entries)
+
+
+def test_losses_stand_beside_those_of_table_9(results, tmp_path):
+    _, lines = results
+    entries = []
+    for entry, loss in zip(lines[::2], (1.5, 1.7, 1.2, 1.4)):
+        losses = {"eval_loss": loss, "eval_loss_low": loss - 0.1, "eval_loss_high": loss + 0.2}
+        entries.append({**entry, "metrics": {**entry["metrics"], **losses}})
+    text = reported(tmp_path, "encodings", entries).split("Losses of the evaluation:")[1]
+    assert "| Absolute | 1.600 (1.500 – 1.800) | 1.56 (1.47 – 1.56) |" in text
+    assert "| LieRE8 | 1.300 (1.200 – 1.500) | 1.36 (1.31 – 1.41) |" in text
+
+
+def test_precisions_and_iterations_of_detectors(results, tmp_path):
+    """As ComRoPE's Table 2 and Figure 4: against the epoch in which Absolute is best, which need not be its last."""
+    _, lines = results
+    curves = {"absolute": (0.1, 0.3, 0.5, 0.4), "comrope_ld": (0.2, 0.4, 0.5, 0.6)}
+    entries = []
+    for encoding, curve in curves.items():
+        metrics = {"eval_samples": 9, "eval_map": curve[-1], "eval_map_50": 0.75, "eval_map_large": 0.625}
+        entry = {**lines[0], "settings": {"position_encoding": encoding}, "metrics": metrics, "correct": None}
+        entry |= {"script": "object_detection", "flags": ["coco.yaml"], "examples": None}
+        entries.append({**entry, "history": [[float(epoch), value] for epoch, value in enumerate(curve, 1)]})
+    text = reported(tmp_path, "detection", entries)
+    assert "|  | AP | paper | AP50 | paper | APl | paper |" in text
+    assert "| ComRoPE-LD | 60.0 | 44.7 | 75.0 | 67.6 | 62.5 | 60.0 |" in text
+    reached = text.split("Epochs until the highest mAP of Absolute:")[1]
+    assert "| Absolute | 3 | 0% |" in reached and "| ComRoPE-LD | 3 | 0% |" in reached
+    entries[1]["history"][1][1] = 0.5
+    assert "| ComRoPE-LD | 2 | 33% |" in reported(tmp_path, "detection", entries)
+
+
+def test_a_model_measured_with_other_settings_is_not_called_measured(results, tmp_path):
+    _, lines = results
+    entry = {**lines[0], "settings": {"position_encoding": "axial_rope", "coordinates": "train_grid", "seed": 0}}
+    text = reported(tmp_path, "encodings", [entry, {**entry, "settings": {**entry["settings"], "seed": 1}}])
+    assert "Axial RoPE with rope_theta 96.68213" in text.split("Not measured yet: ")[1].splitlines()[0]
+
+
+def test_of_two_numbers_one_is_the_axis_and_the_other_makes_lines(results):
+    """ComRoPE's Figure 5: offsets at several sizes, of which one is that of the training."""
+    _, lines = results
+    entry = {**lines[0], "run": {**lines[0]["run"], "image_size": [32, 32]}}
+    conditions = [
+        {"evaluation_offset": offset} | ({} if size == 32 else {"image_size": size})
+        for offset in (0.0, 0.5)
+        for size in (24, 32, 48)
+    ]
+    table = result_table.arrange([{**entry, "condition": condition} for condition in conditions])
+    drawn, title = plots.lines_of(table)
+    assert title == "image_size" and {row: sorted(p[0] for p in points) for row, points in drawn.items()} == {
+        "Absolute, evaluation_offset 0": [24, 32, 48],
+        "Absolute, evaluation_offset 0.5": [24, 32, 48],
+    }
 
 
 def test_a_report_is_made_again_from_the_results_that_it_keeps(results, tmp_path):

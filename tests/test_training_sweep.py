@@ -283,3 +283,31 @@ def test_fine_tuned_towers_are_swept_too(files, tmp_path):
     evaluate_sweep.main(command)
     assert result_lines.read_results(path) == results
     assert times == {file: file.stat().st_mtime_ns for file in times}
+
+
+def test_a_checkpoint_is_evaluated_with_coordinates_of_a_fixed_range(files, tmp_path):
+    """They are equal where it was trained and differ at another size; no others may be given."""
+    train(tmp_path / "run", *files, "--initializer_range", 0.3)
+    flags = ["--model_name_or_path", str(tmp_path / "run"), *files, "--do_eval", *TINY_RUN]
+    losses = {}
+    for size in (16, 32):
+        for coordinates in ("train_grid", "fixed_grid"):
+            extra = ["--coordinates", coordinates, "--image_size", str(size)]
+            folder = str(tmp_path / f"{coordinates}_{size}")
+            losses[coordinates, size] = main([*flags, *extra, "--output_dir", folder])["eval_loss"]
+    assert losses["train_grid", 16] == losses["fixed_grid", 16]
+    assert losses["train_grid", 32] != losses["fixed_grid", 32]
+    with pytest.raises(InputError, match="--coordinates unit contradicts the checkpoint's train_grid"):
+        main([*flags, "--coordinates", "unit", "--output_dir", str(tmp_path / "unit")])
+
+
+def test_a_checkpoint_is_evaluated_on_the_part_that_its_processor_cuts(files, tmp_path):
+    crop = ["--eval_crops", 1, "--eval_crop_ratio", 1.25]
+    train(tmp_path / "run", *files, *crop, "--do_eval", "--initializer_range", 0.3)
+    flags = ["--model_name_or_path", str(tmp_path / "run"), *files, "--do_eval", *TINY_RUN]
+    taken_over = main([*flags, "--output_dir", str(tmp_path / "same")])["eval_loss"]
+    whole = main([*flags, "--eval_crops", "0", "--output_dir", str(tmp_path / "whole")])["eval_loss"]
+    trained = json.loads((tmp_path / "run" / "eval_results.json").read_text())["eval_loss"]
+    assert taken_over == trained != whole
+    record = json.loads((tmp_path / "same" / "run_config.json").read_text())["data"]
+    assert (record["eval_crops"], record["eval_crop_ratio"]) == (1, 1.25)

@@ -34,8 +34,8 @@ the evaluated examples: they say how far another test set could move a figure, a
 An AUC or a perplexity has the mean of the intervals of its seeds. A mAP has no interval but [lowest, highest seed].
 Where all of n examples are right the bootstrap has no width: by the rule of three, 3/n of others could be wrong. p is
 that of a paired z-test over the examples, two-sided; with five seeds or more, of a paired t-test over the seeds, which
-contains what other seeds would change; its z or t stands before it as the statistic. "Holm" is p corrected for the number of tests in the table. Pictures show
-single seeds as small circles.
+contains what other seeds would change; its z or t stands before it as the statistic. "Holm" is p corrected for the
+number of tests in the table. Pictures show single seeds as small circles.
 """.strip()
 
 
