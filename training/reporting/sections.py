@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from training.reporting.markdown import markdown
-from training.reporting.result_table import AS_TRAINED, SEEDS, Cell, Table, method, told_apart_by, without
+from training.reporting.result_table import AS_IN_PAPER, AS_TRAINED, Cell, Table, method, told_apart_by, without
 from training.reporting.significance import PairedTest, holm, paired_test, paired_test_over_seeds
 from training.reporting.sweeps import TRAINING, as_flags, combinations, read_sweep
 
@@ -92,8 +92,10 @@ def _not_measured(results: list[dict[str, Any]], table: Table, common: list[str]
         wanted.setdefault(row, set()).add(settings.get("seed"))
         if row in table:
             measured = next(iter(table[row].values())).results[0]["settings"]
+            # Other settings are in the names of the rows; where weights came from is a folder.
+            hidden = set(AS_IN_PAPER) - {"model_name_or_path"}
             differing = {name: value for name, value in settings.items() if measured.get(name) != value}
-            changed[row] = [f"{name} {value}" for name, value in differing.items() if name not in SEEDS]
+            changed[row] = [f"{name} {value}" for name, value in differing.items() if name in hidden]
     missing = [f"{row} with {', '.join(differing)}" for row, differing in changed.items() if differing]
     for row, seeds in wanted.items():
         left = seeds - set(next(iter(table[row].values())).by_seed()) if row in table else seeds
