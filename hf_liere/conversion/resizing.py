@@ -93,8 +93,8 @@ def _scale_generators(
         reason = "its table is read at these coordinates"
     elif config.rotate_prefix:
         reason = "its class token has a place among them"
-    elif config.position_encoding == "axial_rope":
-        reason = "its frequencies are fixed; rope_mixed can learn the others"
+    elif config.position_encoding not in LEARNED_ENCODINGS:
+        reason = f"only the generators of {', '.join(LEARNED_ENCODINGS)} can take up another scale"
     if reason is not None:
         raise ConversionError(
             f"image_size={config.image_size} changes the coordinates {config.coordinates!r} of patches, and no "
@@ -105,7 +105,7 @@ def _scale_generators(
         generators = state_dict[f"{prefix}generators"]  # (layers, heads, blocks, entries), the axes in turn
         of_block = factors[torch.arange(generators.shape[2]) % len(ratios)].to(generators)
         state_dict[f"{prefix}generators"] = generators * of_block.unsqueeze(-1)
-    elif config.position_encoding in LEARNED_ENCODINGS:
+    else:
         name = f"{prefix}{'multipliers' if config.position_encoding == 'comrope_ld' else 'generators'}"
         axes = state_dict[name]
         state_dict[name] = axes * factors.to(axes).view(-1, *[1] * (axes.ndim - 1))
