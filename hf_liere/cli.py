@@ -12,7 +12,7 @@ from pathlib import Path
 # This file imports only the standard library; a command imports what it needs when it runs, see hf_liere/launcher.
 
 SOURCES = ("liere", "comrope", "naver", "timm", "vit", "clip", "dinov3")
-UPGRADED_ENCODINGS = ("rope_mixed", "liere", "comrope_ap", "comrope_ld")
+UPGRADED_ENCODINGS = ("rope_mixed", "liere", "comrope_ap", "comrope_ld", "cayley_string", "circulant_string")
 _ALL_BUT_LIERE, _TIMM, _DINOV3 = SOURCES[1:], ("naver", "timm"), ("dinov3",)
 # For every option of `convert` the kinds of source that take it, and what each accepts.
 CONVERT_OPTIONS = {

@@ -16,9 +16,10 @@ from test_conversion import Code, images, liere_weights
 from transformers import AutoModelForImageClassification
 
 import hf_liere
-from hf_liere.cli import CONVERT_OPTIONS, SOURCES, main
+from hf_liere.cli import CONVERT_OPTIONS, SOURCES, UPGRADED_ENCODINGS, main
 from hf_liere.conversion import sources as conversion_sources
 from hf_liere.conversion.checkpoints import convert_state_dict
+from hf_liere.conversion.upgrades import LEARNED_ENCODINGS
 from hf_liere.errors import InputError
 from training.engine.arguments import ModelArguments
 from training.engine.model_setup import resolve_config
@@ -51,7 +52,7 @@ def test_a_refused_checkpoint_is_one_line_on_stderr(tmp_path, capsys):
 
 def test_convert_declares_the_options_that_the_converters_take():
     """The table of the parser, which may not import the converters, against the converters."""
-    assert SOURCES == conversion_sources.SOURCES
+    assert SOURCES == conversion_sources.SOURCES and UPGRADED_ENCODINGS == LEARNED_ENCODINGS
     for source in SOURCES:
         declared = [name for name, accepted in CONVERT_OPTIONS.items() if any(source in kinds for kinds in accepted)]
         assert declared == sorted(conversion_sources.CONVERTERS[source].options())

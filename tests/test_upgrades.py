@@ -246,6 +246,8 @@ RESIZED = [
     ("comrope_ap", {"block_size": 4, "coordinates": "train_grid"}),
     ("comrope_ld", {"coordinates": "train_grid"}),
     ("comrope_ld", {"use_absolute_position_embeddings": True}),
+    ("cayley_string", {"coordinates": "train_grid"}),
+    ("circulant_string", {"block_size": 8, "coordinates": "train_grid"}),
 ]
 
 
