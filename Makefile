@@ -15,10 +15,15 @@ BUILT_FROM := pyproject.toml $(wildcard hf_liere/kernels/*.cpp hf_liere/kernels/
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo gpu test test-all test-oldest test-newest format clean
+.PHONY: demo docs gpu test test-all test-oldest test-newest format clean
 
 demo: $(READY)
 	$(BIN)/python training/demo.py
+
+# Warnings are errors: links and anchors that lead nowhere, names that do not exist. No network is used.
+docs: $(READY)
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build
+	@echo "The site is docs/_build/index.html."
 
 gpu: $(READY)
 	$(BIN)/python training/gpu_check.py
@@ -47,7 +52,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) outputs build dist *.egg-info hf_liere/kernels/*.so
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) docs/_build outputs build dist *.egg-info hf_liere/kernels/*.so
 
 # Pythons of the versions $(1), the first that runs: of the path, where pyenv puts names that run nothing, or of pyenv.
 define python_of

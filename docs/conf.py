@@ -1,0 +1,104 @@
+"""The site: `make docs` builds it in docs/_build, without network."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from docutils.nodes import SkipNode
+from latex2mathml.converter import convert as mathml
+
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+sys.path.insert(0, str(ROOT))
+
+from hf_liere import __version__  # noqa: E402
+
+
+project = "hf_liere"
+release = __version__
+copyright = "the authors of hf_liere"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+nitpicky = True
+# Types of other libraries, for which there is no page without network.
+nitpick_ignore_regex = [("py:.*", r"(?!hf_liere).*")]
+
+html_theme = "furo"
+html_title = "hf_liere"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_math_renderer = "mathml"
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "html_image"]
+myst_heading_anchors = 4
+# GitHub writes formulas in such blocks.
+myst_fence_as_directive = ["math"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+# Files outside of docs that a page includes: links to them lead to that page.
+INCLUDED = {ROOT / "training" / "README.md": DOCS / "papers.md", ROOT / "training/results/report.md": DOCS / "results.md"}
+LINK = re.compile(r"""(\]\(|src=")(?![a-z]+:|#)([^)"#\s]+)""")
+
+
+def relink(text: str, source: Path, page: Path) -> str:
+    """The text of a file as a part of a page: links start at the page."""
+
+    def moved(match: re.Match) -> str:
+        target = Path(os.path.normpath(source.parent / match[2]))
+        return match[1] + Path(os.path.relpath(INCLUDED.get(target, target), page.parent)).as_posix()
+
+    return LINK.sub(moved, text)
+
+
+def read_page(app, name, content):
+    page = DOCS / f"{name}.md"
+    content[0] = relink(content[0], page, page)
+
+
+def read_included(app, path, name, content):
+    content[0] = relink(content[0], Path(os.path.normpath(DOCS / path)), DOCS / f"{name}.md")
+
+
+def read_docstring(app, what, name, obj, options, lines):
+    """Docstrings are Markdown with the sections of Google's style, as those of transformers."""
+    text = re.sub(r"^( *)```(\w+)\n(.*?)^ *```$", code_block, "\n".join(lines), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^\|.*\|\n\|[-:| ]+\|\n(?:\|.*\|(?:\n|$))+", list_table, text, flags=re.MULTILINE)
+    text = re.sub(r"\[(`[^`]+`)\]", r"\1", text)
+    lines[:] = re.sub(r"(?<![`:])`([^`]+)`(?!`)", r"``\1``", text).split("\n")
+
+
+def list_table(match: re.Match) -> str:
+    header, _, *rows = (line.strip().strip("|").split("|") for line in match[0].splitlines())
+    cells = ["".join(f"   {'- ' if column else '* - '}{cell.strip()}\n".replace("   - ", "     - ") for column, cell in enumerate(row)) for row in (header, *rows)]
+    return ".. list-table::\n   :header-rows: 1\n\n" + "".join(cells)
+
+
+def code_block(match: re.Match) -> str:
+    lines = "".join(f"    {line}\n" for line in match[3].splitlines())
+    return f"{match[1]}.. code-block:: {match[2]}\n\n{lines}"
+
+
+def inline_math(self, node):
+    self.body.append(mathml(node.astext()))
+    raise SkipNode
+
+
+def display_math(self, node):
+    self.body.append(mathml(node.astext(), display="block"))
+    raise SkipNode
+
+
+def setup(app):
+    app.connect("source-read", read_page)
+    app.connect("include-read", read_included)
+    # Before napoleon.
+    app.connect("autodoc-process-docstring", read_docstring, priority=400)
+    # Browsers lay out MathML by themselves; MathJax would be fetched from elsewhere.
+    app.add_html_math_renderer("mathml", (inline_math, None), (display_math, None))
