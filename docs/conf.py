@@ -43,7 +43,10 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
 # Files outside of docs that a page includes: links to them lead to that page.
-INCLUDED = {ROOT / "training" / "README.md": DOCS / "papers.md", ROOT / "training/results/report.md": DOCS / "results.md"}
+INCLUDED = {
+    ROOT / "training" / "README.md": DOCS / "papers.md",
+    ROOT / "training/results/report.md": DOCS / "results.md",
+}
 LINK = re.compile(r"""(\]\(|src=")(?![a-z]+:|#)([^)"#\s]+)""")
 
 
@@ -70,14 +73,16 @@ def read_docstring(app, what, name, obj, options, lines):
     """Docstrings are Markdown with the sections of Google's style, as those of transformers."""
     text = re.sub(r"^( *)```(\w+)\n(.*?)^ *```$", code_block, "\n".join(lines), flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"^\|.*\|\n\|[-:| ]+\|\n(?:\|.*\|(?:\n|$))+", list_table, text, flags=re.MULTILINE)
+    # Shapes such as (images, *grid) are no emphasis.
+    text = re.sub(r"(?<=[(\s])\*(?=\w+[,)])", r"\\*", text)
     text = re.sub(r"\[(`[^`]+`)\]", r"\1", text)
     lines[:] = re.sub(r"(?<![`:])`([^`]+)`(?!`)", r"``\1``", text).split("\n")
 
 
 def list_table(match: re.Match) -> str:
-    header, _, *rows = (line.strip().strip("|").split("|") for line in match[0].splitlines())
-    cells = ["".join(f"   {'- ' if column else '* - '}{cell.strip()}\n".replace("   - ", "     - ") for column, cell in enumerate(row)) for row in (header, *rows)]
-    return ".. list-table::\n   :header-rows: 1\n\n" + "".join(cells)
+    header, _, *rows = (line.strip("| ").split("|") for line in match[0].splitlines())
+    cells = (f"   {'  ' if column else '* '}- {cell.strip()}" for row in (header, *rows) for column, cell in enumerate(row))
+    return "\n".join([".. list-table::", "   :header-rows: 1", "", *cells, ""])
 
 
 def code_block(match: re.Match) -> str:
