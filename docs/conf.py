@@ -7,6 +7,7 @@ from pathlib import Path
 
 from docutils.nodes import SkipNode
 from latex2mathml.converter import convert as mathml
+from transformers import PreTrainedConfig
 
 
 DOCS = Path(__file__).parent
@@ -28,6 +29,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!hf_liere).*")]
 html_theme = "furo"
 html_title = "hf_liere"
 html_static_path = ["_static"]
+pygments_dark_style = "monokai"
 html_css_files = ["site.css"]
 html_copy_source = False
 html_math_renderer = "mathml"
@@ -40,6 +42,7 @@ myst_fence_as_directive = ["math"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 napoleon_use_rtype = False
 
 # Files outside of docs that a page includes: links to them lead to that page.
@@ -47,6 +50,7 @@ INCLUDED = {
     ROOT / "training" / "README.md": DOCS / "papers.md",
     ROOT / "training/results/report.md": DOCS / "results.md",
 }
+CODE = re.compile(r"\[`([^`]+)`\]|(?<!`)`([^`]+)`(?!`)")
 LINK = re.compile(r"""(\]\(|src=")(?![a-z]+:|#)([^)"#\s]+)""")
 
 
@@ -75,13 +79,25 @@ def read_docstring(app, what, name, obj, options, lines):
     text = re.sub(r"^\|.*\|\n\|[-:| ]+\|\n(?:\|.*\|(?:\n|$))+", list_table, text, flags=re.MULTILINE)
     # Shapes such as (images, *grid) are no emphasis.
     text = re.sub(r"(?<=[(\s])\*(?=\w+[,)])", r"\\*", text)
-    text = re.sub(r"\[(`[^`]+`)\]", r"\1", text)
-    lines[:] = re.sub(r"(?<![`:])`([^`]+)`(?!`)", r"``\1``", text).split("\n")
+    lines[:] = CODE.sub(code, text).split("\n")
+
+
+def code(match: re.Match) -> str:
+    """[`Name`] links to the page of a name in any module; names without a page stay code."""
+    return f":py:obj:`{match[1]} <.{match[1]}>`" if match[1] else f"``{match[2]}``"
+
+
+def read_signature(app, what, name, obj, options, signature, returned):
+    """The fields of a configuration are in its docstring, those of transformers in theirs."""
+    return ("", None) if what == "class" and issubclass(obj, PreTrainedConfig) else None
 
 
 def list_table(match: re.Match) -> str:
     header, _, *rows = (line.strip("| ").split("|") for line in match[0].splitlines())
-    cells = (f"   {'  ' if column else '* '}- {cell.strip()}" for row in (header, *rows) for column, cell in enumerate(row))
+    # A row begins with its first cell.
+    cells = (
+        f"   {' ' if column else '*'} - {cell.strip()}" for row in (header, *rows) for column, cell in enumerate(row)
+    )
     return "\n".join([".. list-table::", "   :header-rows: 1", "", *cells, ""])
 
 
@@ -105,5 +121,6 @@ def setup(app):
     app.connect("include-read", read_included)
     # Before napoleon.
     app.connect("autodoc-process-docstring", read_docstring, priority=400)
+    app.connect("autodoc-process-signature", read_signature)
     # Browsers lay out MathML by themselves; MathJax would be fetched from elsewhere.
     app.add_html_math_renderer("mathml", (inline_math, None), (display_math, None))

@@ -10,7 +10,6 @@ import re
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -372,15 +371,6 @@ def test_adapters_of_every_family_in_a_fresh_process(tmp_path):
         with torch.no_grad():
             torch.save((inputs, run(model, inputs)), tmp_path / f"{name}.pt")
     run_process([sys.executable, "-c", FRESH_PROCESS, str(tmp_path), *CASES])
-
-
-@pytest.mark.slow
-def test_readme_example_runs_as_written(tmp_path):
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (example,) = (code for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "save_rotary(" in code)
-    run_process([sys.executable, "-c", example], cwd=tmp_path)
-    assert sum(path.stat().st_size for path in (tmp_path / "clip-comrope").iterdir()) < 200_000
-    assert (tmp_path / "clip-comrope-complete" / "modeling_patched.py").exists()
 
 
 def test_docstring_example_with_peft_runs_as_written(tmp_path, monkeypatch):

@@ -2,12 +2,12 @@
 
 import json
 import re
-import shlex
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from pages import TRAINING, commands
 from PIL import Image
 from safetensors.numpy import load_file
 from training_helpers import ROOT, TINY_RUN, assert_same_weights, main, train, train_with_torchrun
@@ -276,10 +276,8 @@ def test_rectangles_are_the_arrows_of_many_shapes(tmp_path):
 
 
 def test_the_command_of_the_readme(files, tmp_path):
-    readme = (ROOT / "training" / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
-    (command,) = re.findall(r"^    python training/image_classification\.py (.* --max_num_patches .*)$", readme, re.M)
+    (words,) = (words for words in commands(TRAINING) if "--max_num_patches" in words)
     places = {"TRAIN.parquet": files[1], "TEST.parquet": files[3], "outputs/native": str(tmp_path)}
-    flags = [places.get(word, word) for word in shlex.split(command)]
-    flags[0] = str(ROOT / flags[0])
+    flags = [str(ROOT / words[2]), *(places.get(word, word) for word in words[3:])]
     assert main([*flags, "--max_steps", "1", "--use_cpu", "true", "--disable_tqdm", "true"])["eval_samples"] == 12
     assert AutoImageProcessor.from_pretrained(tmp_path).max_num_patches == 64

@@ -4,12 +4,13 @@ import importlib
 import json
 import math
 import re
-import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from pages import TRAINING, commands
 from training_helpers import ROOT, TINY_RUN, write_dual_encoder, write_parquet
 from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
 
@@ -28,13 +29,12 @@ from training.reporting import sweeps
 
 
 RECIPES = {path.stem: path for path in (ROOT / "training" / "recipes").glob("*.yaml")}
-README = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
-# The script and the flags of every recipe's line.
+README = TRAINING.read_text(encoding="utf-8")
+# The script and the flags of every recipe's line; lines with the output of another name are examples.
 LINES = {
-    name: (script, shlex.split(flags))
-    for script, name, flags in re.findall(
-        r"^python training/(\w+)\.py training/recipes/(\w+)\.yaml (.+)$", README.replace("\\\n", ""), re.MULTILINE
-    )
+    Path(recipe).stem: (Path(script).stem, flags)
+    for _, script, recipe, *flags in commands(TRAINING)
+    if f"outputs/{Path(recipe).stem}" in flags
 }
 SWEEPS = sorted((ROOT / "training" / "sweeps").glob("*.yaml"))
 FULL = sorted(name for name in RECIPES if not name.endswith("_mini"))
