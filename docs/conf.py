@@ -77,6 +77,8 @@ def read_docstring(app, what, name, obj, options, lines):
     """Docstrings are Markdown with the sections of Google's style, as those of transformers."""
     text = re.sub(r"^( *)```(\w+)\n(.*?)^ *```$", code_block, "\n".join(lines), flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"^\|.*\|\n\|[-:| ]+\|\n(?:\|.*\|(?:\n|$))+", list_table, text, flags=re.MULTILINE)
+    if what == "module":
+        text = re.sub(r"\n\n((?: {4}.*\n)+)", r"\n\n.. code-block:: python\n\n\1\n", text)
     # Shapes such as (images, *grid) are no emphasis.
     text = re.sub(r"(?<=[(\s])\*(?=\w+[,)])", r"\\*", text)
     lines[:] = CODE.sub(code, text).split("\n")

@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     card = subcommands.add_parser(
         "card",
         help="print the model card that facts give",
-        description="Print the model card of a facts file; what was not measured says so.",
+        description="Print the model card of a facts file; figures without a measurement are called not measured.",
     )
     card.add_argument("facts", help="a yaml file, or the name of one in model_cards/")
     card.set_defaults(run=run_card)
@@ -92,8 +92,7 @@ def parser() -> argparse.ArgumentParser:
         "env",
         help="what a bug report needs: versions, hardware, and which kernels are used",
         description="Print versions, hardware, environment variables (no tokens), and what computes each function that "
-        "kernels may compute, with the reason where it is none of them. Kernels for the CPU are compiled if they never "
-        "were, as the first forward pass does.",
+        "kernels may compute, with the reason where it is none of them.",
     )
     reporting.add_argument("--json", action="store_true", dest="as_json", help="print json instead of Markdown")
     reporting.set_defaults(run=run_env)
@@ -105,14 +104,17 @@ def _add_convert(subcommands) -> None:
         "convert",
         help="an official or pretrained checkpoint to a directory that from_pretrained reads",
         description="Convert a checkpoint of LieRE, ComRoPE, rope-vit, timm, ViT, DeiT, CLIP or DINOv3. The options "
-        "say what its shapes do not tell; their defaults are in the documentation of hf_liere.conversion.checkpoints.",
+        "supply what the shapes of its tensors do not determine; their defaults are in the documentation of "
+        "hf_liere.conversion.checkpoints.",
     )
     convert.add_argument("checkpoint", nargs="?", help="file, directory or repository on the Hub")
     convert.add_argument("output", nargs="?", help="directory to write; it must not exist or be empty")
     convert.add_argument(
         "--list", action="store_true", dest="lists", help="print known repositories with their kinds and options"
     )
-    convert.add_argument("--source", choices=SOURCES, help="kind of the checkpoint, if its names do not tell")
+    convert.add_argument(
+        "--source", choices=SOURCES, help="kind of the checkpoint, where the names of its tensors do not determine it"
+    )
     convert.add_argument("--revision", help="branch, tag or commit of the repository")
     convert.add_argument("--image_mean", type=float, nargs="+", metavar="MEAN", help="of each channel in training")
     convert.add_argument("--image_std", type=float, nargs="+", metavar="STD", help="of each channel in training")
