@@ -280,7 +280,7 @@ def test_a_missing_recipe_and_an_unknown_key_in_one(tmp_path):
 
 
 def test_missing_data_and_missing_columns(tmp_path):
-    with pytest.raises(InputError, match="data come from nowhere; accepted: one of --dataset_name"):
+    with pytest.raises(InputError, match="There are no data; accepted: one of --dataset_name"):
         run("--output_dir", tmp_path / "run")
     with pytest.raises(InputError, match="There is no file 'nothing.parquet'"):
         run("--output_dir", tmp_path / "run", "--train_files", "nothing.parquet")

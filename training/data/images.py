@@ -113,8 +113,8 @@ def load_images(arguments: DataArguments, request: DataRequest) -> LabelledImage
     ]
     if not given or (len(given) > 1 and set(given) != {"train_files", "validation_files"}):
         raise InputError(
-            f"The data come from {' and '.join(given) or 'nowhere'}; accepted: one of --dataset_name, --image_folder "
-            "and --train_files with --validation_files."
+            f"{'The data come from ' + ' and '.join(given) if given else 'There are no data'}; accepted: one of "
+            "--dataset_name, --image_folder and --train_files with --validation_files."
         )
     images = (_load_arrows if arguments.dataset_name == "arrows" else _load_decoded)(arguments, request)
     images.train = images.train and fraction_of(images.train, arguments.train_fraction, request.seed)
