@@ -19,11 +19,12 @@ from hub_client import WRITE, online
 from hub_server import HubServer
 from pages import PAGES, ROOT, SITE, blocks, commands, name
 from test_conversion import liere_weights
-from training_helpers import pictures, write_parquet
+from training_helpers import small_clip, write_images_folder, write_parquet
 from transformers import (
     CLIPConfig,
     CLIPModel,
     DINOv3ViTConfig,
+    DINOv3ViTImageProcessor,
     DINOv3ViTModel,
     LlamaConfig,
     LlamaForCausalLM,
@@ -41,38 +42,42 @@ from training.engine.command_line import parse_arguments
 
 
 WIDTHS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-# A small model for every name that a page loads.
 TEXT = {**WIDTHS, "num_key_value_heads": 2, "vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def arrows():
+    sizes = {"image_size": 108, "patch_size": 12, "use_class_token": False, "pooling": "mean"}
+    config = hf_liere.LieREViTConfig(**WIDTHS, **sizes, id2label=dict(enumerate(LABELS)))
+    return hf_liere.LieREViTForImageClassification(config), ViTImageProcessor(size={"height": 108, "width": 108})
+
+
+def clip():
+    vision = {**WIDTHS, "image_size": 224, "patch_size": 16}
+    return CLIPModel(CLIPConfig(vision_config=vision, text_config={**WIDTHS, "vocab_size": 80})), small_clip()[1]
+
+
+def dino():
+    return DINOv3ViTModel(DINOv3ViTConfig(**WIDTHS)), DINOv3ViTImageProcessor()
+
+
+def llama():
+    return (LlamaForCausalLM(LlamaConfig(**TEXT)),)
+
+
+def qwen():
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64}
+    text = {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    return (Qwen2_5_VLModel(Qwen2_5_VLConfig(text_config=text, vision_config=vision)),)
+
+
+# A small model, with processor or tokenizer, under every name that a page loads.
 MODELS = {
-    "outputs/arrows/liere8": lambda: hf_liere.LieREViTForImageClassification(
-        hf_liere.LieREViTConfig(
-            **WIDTHS,
-            image_size=108,
-            patch_size=12,
-            pooling="mean",
-            use_class_token=False,
-            id2label=dict(enumerate(LABELS)),
-        )
-    ),
-    "openai/clip-vit-base-patch16": lambda: CLIPModel(
-        CLIPConfig(
-            vision_config={**WIDTHS, "image_size": 224, "patch_size": 16}, text_config={**WIDTHS, "vocab_size": 40}
-        )
-    ),
-    "facebook/dinov3-vits16-pretrain-lvd1689m": lambda: DINOv3ViTModel(DINOv3ViTConfig(**WIDTHS)),
-    "meta-llama/Llama-3.2-1B": lambda: LlamaForCausalLM(LlamaConfig(**TEXT)),
-    "Qwen/Qwen2.5-VL-3B-Instruct": lambda: Qwen2_5_VLModel(
-        Qwen2_5_VLConfig(
-            text_config={**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
-            vision_config={
-                "depth": 2,
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_heads": 4,
-                "out_hidden_size": 64,
-            },
-        )
-    ),
+    "outputs/arrows/liere8": arrows,
+    "openai/clip-vit-base-patch16": clip,
+    "facebook/dinov3-vits16-pretrain-lvd1689m": dino,
+    "facebook/dinov3-vitb16-pretrain-lvd1689m": dino,
+    "meta-llama/Llama-3.2-1B": llama,
+    "Qwen/Qwen2.5-VL-3B-Instruct": qwen,
 }
 
 
@@ -81,12 +86,11 @@ def models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for place, build in MODELS.items():
         torch.manual_seed(0)
-        build().save_pretrained(folder / place)
-    arrows = folder / "outputs" / "arrows"
-    ViTImageProcessor(size={"height": 108, "width": 108}).save_pretrained(arrows / "liere8")
-    save_puzzles(arrows / "puzzles")
+        for part in build():
+            part.save_pretrained(folder / place)
     # A trained model has records, from which its card is made.
-    (arrows / "liere8" / "README.md").write_text("---\nlicense: mit\n---\n\n# A model\n")
+    (folder / "outputs/arrows/liere8/README.md").write_text("---\nlicense: mit\n---\n\n# A model\n")
+    save_puzzles(folder / "outputs/arrows/puzzles")
     torch.save({"state_dict": liere_weights()}, folder / "last.ckpt")
     return folder
 
@@ -193,12 +197,7 @@ def test_training_commands_run(page, reader, tmp_path):
     """One step of every command with data of its own, in the order of the page."""
     write_parquet(reader / "TRAIN.parquet", 64)
     write_parquet(reader / "TEST.parquet", 12, seed=1)
-    for part in ("train", "validation"):
-        for label in ("cat", "dog"):
-            folder = reader / "IMAGES" / part / label
-            folder.mkdir(parents=True)
-            for number, picture in enumerate(pictures(4)):
-                picture.save(folder / f"{number}.png")
+    write_images_folder(reader / "IMAGES", {"train": 8, "validation": 4})
     for program, script, *arguments in commands(page):
         if program == "python" and "--dataset_name" not in arguments:
             steps = [] if "--do_eval" in arguments else ["--max_steps", "1"]
