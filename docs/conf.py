@@ -29,6 +29,8 @@ nitpick_ignore_regex = [("py:.*", r"(?!hf_liere).*")]
 html_theme = "furo"
 html_title = "hf_liere"
 html_static_path = ["_static"]
+# Blocks without a language are diagrams, and commands in reports.
+highlight_language = "none"
 pygments_dark_style = "monokai"
 html_css_files = ["site.css"]
 html_copy_source = False
