@@ -115,9 +115,9 @@ def hub(tmp_path, monkeypatch):
         yield server
 
 
-# Publishing starts processes that load what was published.
+# Publishing starts processes that load what was published; a report of inspection has many plots.
 RUNNING = [
-    pytest.param(page, id=name(page), marks=[pytest.mark.slow] if page.name == "publish.md" else [])
+    pytest.param(page, id=name(page), marks=[pytest.mark.slow] if page.name in ("publish.md", "inspect.md") else [])
     for page in PAGES
     if blocks(page)
 ]
