@@ -116,7 +116,7 @@ def inline_math(self, node):
 
 
 def display_math(self, node):
-    self.body.append(mathml(node.astext(), display="block"))
+    self.body.append(f'<div class="math">{mathml(node.astext(), display="block")}</div>')
     raise SkipNode
 
 

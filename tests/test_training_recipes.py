@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
