@@ -1,11 +1,12 @@
 """Learned position encodings on the arrows task: trains four of them alike and shows what each has learnt.
 
-    python training/demo.py                  # about five minutes on two cores
+    python training/demo.py                  # less than four minutes on two cores
     python training/demo.py --images 5120    # a quick look at whether everything runs
 
-Everything lands in outputs/arrows: checkpoints, accuracy.png, example.png, table.md, and images in puzzles/ for
-`hf-liere inspect`. A demo that was interrupted goes on where it stopped. The exit code is not zero if a run failed or
-LieRE did no better than counting arrows.
+Every model is trained on puzzles of 108 px and evaluated at that size and at 168 px, which are more patches than it has
+seen: encodings differ in both. Everything lands in outputs/arrows: checkpoints, accuracy.png, example.png, table.md, and
+images in puzzles/ for `hf-liere predict` and `hf-liere inspect`. A demo that was interrupted goes on where it stopped.
+The exit code is not zero if a run failed or LieRE did no better than counting arrows.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -29,14 +31,17 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from transformers.utils.logging import disable_progress_bar
 
 import hf_liere  # noqa: F401 (registers liere_vit with the Auto classes)
+from hf_liere.hub.run_records import RESULTS_FILE
+from hf_liere.storage.saved_weights import read_json
 from training.data.arrows import BAG_OF_ARROWS_ACCURACY, LABELS, Arrows
-from training.engine.records import CONFIG_FILE
+from training.engine.records import CONFIG_FILE, WEIGHTS_FILE
 from training.engine.saving import last_complete_checkpoint
 
 
 matplotlib.use("Agg")
 HERE = Path(__file__).resolve().parent
 BATCH_SIZE = 64
+TRAINED_SIZE, LARGER_SIZE = 108, 168
 # Okabe and Ito's colours, told apart with any colour vision; line styles help in black and white.
 RUNS = {
     "absolute": ("Absolute", ["--position_encoding", "absolute"], "#000000", ":"),
@@ -46,11 +51,12 @@ RUNS = {
 }
 RUNS_AT_ONCE = 2
 PUZZLES = 8
+EVALUATED = 2000
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=80_000, help="training images per encoding (80000)")
+    parser.add_argument("--images", type=int, default=60_000, help="training images per encoding (60000)")
     parser.add_argument("--output_dir", type=Path, default=HERE.parent / "outputs" / "arrows")
     parser.add_argument(
         "--classify", type=Path, metavar="CHECKPOINT", help="only classify new images with a checkpoint"
@@ -63,8 +69,8 @@ def main() -> int:
 
     start = time.perf_counter()
     save_puzzles(arguments.output_dir / "puzzles")
-    failed = train_all(arguments.output_dir, arguments.images)
-    results = {name: read_result(arguments.output_dir / name) for name in RUNS if name not in failed}
+    failed = train_and_evaluate(arguments.output_dir, arguments.images)
+    results = {name: read_result(arguments.output_dir, name) for name in RUNS if name not in failed}
     table = format_table(results)
     print(f"\n{table}\n")
     (arguments.output_dir / "table.md").write_text(table + "\n", encoding="utf-8")
@@ -76,8 +82,9 @@ def main() -> int:
     print(f"An image and the answer: {arguments.output_dir / 'example.png'}\n", flush=True)
     # A fresh process loads the checkpoint, as its users do.
     subprocess.run([sys.executable, __file__, "--classify", str(arguments.output_dir / "liere8")], check=True)
-    inspect = f"hf-liere inspect {arguments.output_dir / 'liere8'} --dataset {arguments.output_dir / 'puzzles'}"
-    print(f"What it has learnt and where it looks: {inspect} --output REPORT")
+    checkpoint, puzzles = arguments.output_dir / "liere8", arguments.output_dir / "puzzles"
+    print(f"What it says about an image: hf-liere predict {checkpoint} {puzzles / '*.png'}")
+    print(f"What it has learnt and where it looks: hf-liere inspect {checkpoint} --dataset {puzzles} --output REPORT")
     print("Side by side in the browser: python training/app.py")
     print(f"\nFinished after {time.perf_counter() - start:.0f} s.")
     if results["liere8"]["eval_accuracy"] <= BAG_OF_ARROWS_ACCURACY:
@@ -88,69 +95,114 @@ def main() -> int:
     return int(bool(failed))
 
 
-def train_all(folder: Path, images: int) -> list[str]:
+def train_and_evaluate(folder: Path, images: int) -> list[str]:
     """Runs what is not finished yet, two at a time with one thread each; returns the names of failed runs."""
     folder.mkdir(parents=True, exist_ok=True)
-    waiting = [name for name in RUNS if not is_finished(folder / name, images)]
+    waiting = []
     for name in RUNS:
-        if name not in waiting:
+        if not is_finished(folder / name, images):
+            waiting.append((name, start_training))
+        elif not is_evaluated(folder, name):
+            waiting.append((name, start_evaluation))
+        else:
             print(f"{name} is finished already.")
-    steps = -(-images // BATCH_SIZE)
-    running: dict[str, subprocess.Popen] = {}
+    running: dict[str, tuple[Callable, subprocess.Popen]] = {}
     bars: dict[str, tqdm] = {}
     failed = []
     try:
         while waiting or running:
             while waiting and len(running) < RUNS_AT_ONCE:
-                name = waiting.pop(0)
-                running[name] = start_run(name, folder, images)
-                bars[name] = tqdm(total=steps * BATCH_SIZE, desc=f"{RUNS[name][0]:<11}", unit="img", mininterval=1)
+                name, start = waiting.pop(0)
+                running[name] = start, start(name, folder, images)
+                if start is start_training:
+                    bars[name] = progress_bar(name, images)
             time.sleep(1)
-            for name, process in list(running.items()):
-                show_progress(folder / name, bars[name])
+            for name, (start, process) in list(running.items()):
+                if start is start_training:
+                    show_progress(folder / name, bars[name])
                 if process.poll() is None:
                     continue
-                bars[name].close()
                 del running[name]
                 if process.returncode:
                     failed.append(name)
-                    log = (folder / f"{name}.log").read_text(encoding="utf-8").splitlines()[-15:]
+                    log = log_file(name, folder).read_text(encoding="utf-8").splitlines()[-15:]
                     print(f"The run {name} failed with code {process.returncode}:", *log, sep="\n    ")
+                elif start is start_training:
+                    waiting.insert(0, (name, start_evaluation))
+                if start is start_training:
+                    bars[name].close()
     finally:
-        for process in running.values():
+        for _, process in running.values():
             process.terminate()
-        for process in running.values():
+        for _, process in running.values():
             # A run that is terminated saves a checkpoint before it ends.
             process.wait()
     return failed
 
 
-def start_run(name: str, folder: Path, images: int) -> subprocess.Popen:
-    output_dir = folder / name
-    steps = -(-images // BATCH_SIZE)
-    every = max(steps // 12, 1)
+def start_training(name: str, folder: Path, images: int) -> subprocess.Popen:
+    output_dir, steps = folder / name, step_count(images)
+    every = max(steps // 10, 1)
     schedule = {"num_decay_steps": steps // 5, "decay_type": "linear"}
-    command = [sys.executable, str(HERE / "image_classification.py"), str(HERE / "recipes" / "arrows_mini.yaml")]
-    command += ["--output_dir", str(output_dir), "--max_train_samples", str(images), *RUNS[name][1]]
-    command += ["--warmup_steps", str(min(100, steps // 5)), "--lr_scheduler_kwargs", json.dumps(schedule)]
-    command += [word for flag in ("eval", "save", "logging") for word in (f"--{flag}_steps", str(every))]
+    flags = [str(HERE / "recipes" / "arrows_mini.yaml"), "--output_dir", str(output_dir)]
+    flags += ["--max_train_samples", str(images), *RUNS[name][1]]
+    flags += ["--warmup_steps", str(min(100, steps // 5)), "--lr_scheduler_kwargs", json.dumps(schedule)]
+    flags += [word for flag in ("eval", "save", "logging") for word in (f"--{flag}_steps", str(every))]
     if is_same_run(output_dir, images) and last_complete_checkpoint(output_dir):
-        command += ["--resume_from_checkpoint", "last"]
+        flags += ["--resume_from_checkpoint", "last"]
     else:
-        command += ["--overwrite_output_dir"]
-    with open(folder / f"{name}.log", "w", encoding="utf-8") as log:
+        flags += ["--overwrite_output_dir"]
+    return start_script(flags, log_file(name, folder), "w")
+
+
+def start_evaluation(name: str, folder: Path, images: int) -> subprocess.Popen:
+    flags = ["--model_name_or_path", str(folder / name), "--output_dir", str(larger(folder, name)), "--do_eval"]
+    flags += ["--dataset_name", "arrows", "--image_size", str(LARGER_SIZE), "--max_eval_samples", str(EVALUATED)]
+    flags += ["--per_device_eval_batch_size", "100", "--overwrite_output_dir"]
+    return start_script(flags, log_file(name, folder), "a")
+
+
+def start_script(flags: list[str], log: Path, mode: str) -> subprocess.Popen:
+    command = [sys.executable, str(HERE / "image_classification.py"), *flags]
+    with open(log, mode, encoding="utf-8") as output:
         return subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
+
+
+def log_file(name: str, folder: Path) -> Path:
+    return folder / f"{name}.log"
+
+
+def larger(folder: Path, name: str) -> Path:
+    """Where the evaluation of a run with larger images lies."""
+    return folder / f"{name}_at_{LARGER_SIZE}"
+
+
+def step_count(images: int) -> int:
+    return -(-images // BATCH_SIZE)
 
 
 def is_same_run(output_dir: Path, images: int) -> bool:
     path = output_dir / CONFIG_FILE
-    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["data"]["max_train_samples"] == images
+    return path.is_file() and read_json(path)["data"]["max_train_samples"] == images
 
 
 def is_finished(output_dir: Path, images: int) -> bool:
-    return is_same_run(output_dir, images) and (output_dir / "eval_results.json").is_file()
+    return is_same_run(output_dir, images) and (output_dir / RESULTS_FILE).is_file()
+
+
+def is_evaluated(folder: Path, name: str) -> bool:
+    """Whether the weights of a finished run, and no others, were evaluated with larger images."""
+    if not (larger(folder, name) / RESULTS_FILE).is_file():
+        return False
+    own, evaluated = (read_json(place / WEIGHTS_FILE)["sha256"] for place in (folder / name, larger(folder, name)))
+    return own == evaluated
+
+
+def progress_bar(name: str, images: int) -> tqdm:
+    total = step_count(images) * BATCH_SIZE
+    return tqdm(total=total, desc=f"{RUNS[name][0]:<11}", unit="img", mininterval=1)
 
 
 def show_progress(output_dir: Path, bar: tqdm) -> None:
@@ -167,10 +219,14 @@ def show_progress(output_dir: Path, bar: tqdm) -> None:
     bar.update(state["global_step"] * BATCH_SIZE - bar.n)
 
 
-def read_result(output_dir: Path) -> dict:
-    """The last metrics of a run and its `history`, pairs of images seen and accuracy."""
-    result = json.loads((output_dir / "all_results.json").read_text(encoding="utf-8"))
-    state = json.loads((output_dir / "trainer_state.json").read_text(encoding="utf-8"))
+def read_result(folder: Path, name: str) -> dict:
+    """
+    The last metrics of a run, those with larger images under `larger`, and its `history`, pairs of images seen and
+    accuracy.
+    """
+    result = read_json(folder / name / "all_results.json")
+    result["larger"] = read_json(larger(folder, name) / RESULTS_FILE)
+    state = read_json(folder / name / "trainer_state.json")
     result["history"] = sorted(
         {
             entry["step"] * BATCH_SIZE: entry["eval_accuracy"]
@@ -182,15 +238,21 @@ def read_result(output_dir: Path) -> dict:
 
 
 def format_table(results: dict[str, dict]) -> str:
-    lines = ["| encoding | parameters | accuracy (95% interval) | images/s in training |", "|---|---:|---:|---:|"]
+    sizes = [f"accuracy at {size} px (95% interval)" for size in (TRAINED_SIZE, LARGER_SIZE)]
+    lines = [f"| encoding | parameters | {' | '.join(sizes)} | images/s in training |", "|---|---:|---:|---:|---:|"]
     for name, result in results.items():
-        interval = f"{result['eval_accuracy_low']:.1%} – {result['eval_accuracy_high']:.1%}"
         lines.append(
-            f"| {RUNS[name][0]} | {result['parameters']:,} | {result['eval_accuracy']:.1%} ({interval}) "
+            f"| {RUNS[name][0]} | {result['parameters']:,} | {accuracy(result)} | {accuracy(result['larger'])} "
             f"| {result['train_images_per_second']:,.0f} |"
         )
-    lines.append(f"| counting arrows | 0 | {BAG_OF_ARROWS_ACCURACY:.1%} | |")
+    # Its accuracy depends on the number of arrows alone, which is that of any size.
+    lines.append(f"| counting arrows | 0 | {BAG_OF_ARROWS_ACCURACY:.1%} | {BAG_OF_ARROWS_ACCURACY:.1%} | |")
     return "\n".join(lines)
+
+
+def accuracy(metrics: dict) -> str:
+    interval = f"{metrics['eval_accuracy_low']:.1%} – {metrics['eval_accuracy_high']:.1%}"
+    return f"{metrics['eval_accuracy']:.1%} ({interval})"
 
 
 def plot_accuracy(results: dict[str, dict], path: Path) -> None:
