@@ -1,6 +1,7 @@
 """Our models in the Auto classes, and the loader of checkpoints; no other file of the package imports Auto classes."""
 
 import os
+from pathlib import Path
 
 import transformers
 from transformers import (
@@ -33,7 +34,14 @@ from .models.modeling_liere_tokens import (
 )
 from .models.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from .models.modeling_patched import PREFIX, TYPE_PREFIX, auto_classes, rotary_class, rotary_config
-from .storage.loading import loading_options, require_finite, require_loaded_keys, translate_loading_errors
+from .storage.loading import (
+    CheckpointError,
+    loading_options,
+    require_finite,
+    require_loaded_keys,
+    translate_loading_errors,
+)
+from .storage.saved_weights import ADAPTER_CONFIG
 
 
 MODELS = {
@@ -165,10 +173,15 @@ def load_checkpoint(
         dtype: Of the weights; `"auto"` leaves them as they were saved.
 
     Raises:
-        CheckpointError: if there is none, it cannot be read or needs code that is not trusted, or if weights are
-            missing, unexpected, of another shape or not finite.
+        CheckpointError: if there is none, it cannot be read or needs code that is not trusted, if it holds an adapter
+            only, or if weights are missing, unexpected, of another shape or not finite.
         HubError: if the Hub does not answer or refuses.
     """
+    if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{checkpoint} holds rotations without a model (save_rotary): load_rotary them into their model and save "
+            "complete_model(model), which is accepted here."
+        )
     options = {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
     with translate_loading_errors(checkpoint):
         config = AutoConfig.from_pretrained(checkpoint, **options)

@@ -62,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     _add_upgrade(subcommands)
     _add_export(subcommands)
     _add_inspect(subcommands)
+    _add_predict(subcommands)
     _add_push(subcommands)
     verifying = subcommands.add_parser(
         "verify",
@@ -191,6 +192,26 @@ def _add_inspect(subcommands) -> None:
     inspecting.set_defaults(run=run_inspect)
 
 
+def _add_predict(subcommands) -> None:
+    predicting = subcommands.add_parser(
+        "predict",
+        help="what a classifier says about images, and how sure it is",
+        description="Print the most probable classes of images or videos, which the checkpoint's processor prepares.",
+    )
+    predicting.add_argument("checkpoint", help="directory or repository on the Hub")
+    predicting.add_argument("files", nargs="+", metavar="FILE", help="images, videos or .npy clips")
+    predicting.add_argument("--top_k", type=int, default=3, help="number of classes for each file (3)")
+    predicting.add_argument(
+        "--attention", metavar="PICTURE", help="picture to write (.png, .svg or .pdf): where the model looks, by layer"
+    )
+    predicting.add_argument("--json", action="store_true", dest="as_json", help="print json instead of lines")
+    predicting.add_argument("--revision", help="branch, tag or commit of the repository")
+    predicting.add_argument(
+        "--trust_remote_code", action="store_true", help="run code of the checkpoint, if its model is not known here"
+    )
+    predicting.set_defaults(run=run_predict)
+
+
 def _add_push(subcommands) -> None:
     pushing = subcommands.add_parser(
         "push",
@@ -260,6 +281,15 @@ def run_inspect(checkpoint: str, output: str, image: list[str], image_sizes: lis
 
     report = inspect_checkpoint(checkpoint, output, image, image_sizes=image_sizes, progress=True, **options)
     return f"{report}: open it in a browser"
+
+
+def run_predict(checkpoint: str, files: list[str], as_json: bool, **options) -> str:
+    from .inspection.prediction import predict
+
+    predictions = predict(checkpoint, files, **options)
+    for remark in predictions.remarks:
+        print(f"hf-liere predict: {remark}", file=sys.stderr)
+    return predictions.json() if as_json else "\n".join(map(str, predictions.files))
 
 
 def run_push(

@@ -88,7 +88,7 @@ print(status, heavy, file=sys.stderr)
         (["--version"], 0),
         (["inspct", "model"], 2),
         (["inspect", "model", "--ouptut", "page"], 2),
-        *(([command, "--help"], 0) for command in "card convert env export inspect pull push upgrade verify".split()),
+        *(([command, "--help"], 0) for command in "card convert env export inspect predict pull push upgrade verify".split()),
     ],
 )
 def test_help_and_typos_import_nothing_heavy(arguments, status):
@@ -104,9 +104,12 @@ def test_a_name_that_is_no_directory_is_refused_without_asking_the_hub(tmp_path,
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
+    image = tmp_path / "image.png"
+    image.touch()
     for name in ("outputs/typo", "typo", "./owner/name", "owner/name/more", str(tmp_path / "typo")):
         for command in (
             ["inspect", name, "--output", "page"],
+            ["predict", name, str(image)],
             ["export", name, "model.pt2"],
             ["convert", name, "converted"],
             ["upgrade", name, "upgraded", "--image_size", "32"],
@@ -119,7 +122,7 @@ def test_a_name_that_is_no_directory_is_refused_without_asking_the_hub(tmp_path,
     assert main(["inspect", "owner/name", "--output", "page"]) == 1
     error = capsys.readouterr().err
     assert "HF_HUB_OFFLINE is set, and owner/name is not" in error and error.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["image.png", "outputs"]
 
 
 def only_error(capsys):

@@ -203,6 +203,7 @@ def test_every_command_without_any_extra(installed, tiny, tmp_path):
         ("export", "model", "model.pt2"): (0, "of the model's"),
         ("export", "model", "model.onnx"): (1, "needs onnx and onnxscript; in a checkout of hf_liere, pip install -e"),
         ("inspect", "model", "--output", "page"): (1, "needs matplotlib and PIL; in a checkout of hf_liere, pip inst"),
+        ("predict", "model", "picture.png"): (1, "needs PIL; in a checkout of hf_liere, pip install -e '.[inspect]'"),
         ("push", "model", "tester/model"): (1, "There is no token"),
         ("verify", "model", "tester/model"): (1, "HF_HUB_OFFLINE is set"),
         ("pull", "tester/model", "pulled"): (1, "HF_HUB_OFFLINE is set"),

@@ -3,10 +3,10 @@
     python training/demo.py                  # less than four minutes on two cores
     python training/demo.py --images 5120    # a quick look at whether everything runs
 
-Every model is trained on puzzles of 108 px and evaluated at that size and at 168 px, which are more patches than it has
-seen: encodings differ in both. Everything lands in outputs/arrows: checkpoints, accuracy.png, example.png, table.md, and
-images in puzzles/ for `hf-liere predict` and `hf-liere inspect`. A demo that was interrupted goes on where it stopped.
-The exit code is not zero if a run failed or LieRE did no better than counting arrows.
+Every model is trained on puzzles of 108 px and evaluated on new ones of that size and of 168 px, with more patches than
+in training. Everything lands in outputs/arrows: checkpoints, accuracy.png, example.png, table.md, and puzzles/, images
+for `hf-liere predict` and `hf-liere inspect`. A demo that was interrupted goes on where it stopped. The exit code is
+not zero if a run failed or LieRE did no better than counting arrows.
 """
 
 import argparse

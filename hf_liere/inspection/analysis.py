@@ -28,12 +28,12 @@ from .attention import (
     attention_distances,
     attention_maps,
     attention_relativity,
-    class_probabilities,
     evaluation_mode,
     overlay,
     size_options,
     vision_tower,
 )
+from .classes import class_names, class_probabilities
 from .costs import Cost, count_cost
 from .encodings import EncodingAnalysis, analyse_encoding, rotary_encoding
 from .output_change import OutputChange, output_change
@@ -160,8 +160,7 @@ def describe(model: nn.Module) -> dict:
     heads, head_dim = head_shape(tower.attentions[0][1])
     encoding = rotary_encoding(tower.module)
     config = tower.module.config
-    labels = getattr(getattr(model, "config", None), "id2label", None) or {}
-    names = [str(labels[index]) for index in sorted(labels)]
+    names = class_names(model)
     description = {
         "class": type(model).__name__,
         "model_type": getattr(getattr(model, "config", config), "model_type", None),

@@ -166,26 +166,6 @@ def patches_alike(tower: Tower) -> torch.Tensor:
 
 
 @torch.no_grad()
-def class_probabilities(
-    model: nn.Module, pixel_values: torch.Tensor, batch_size: int = 8, *, progress: bool = False
-) -> torch.Tensor | None:
-    """
-    (images, labels) probabilities of a classifier in evaluation mode, independent ones for multi-label classifiers;
-    `None` for other models. Arguments as in [`attention_maps`].
-    """
-    if not type(model).__name__.endswith(("ForImageClassification", "ForVideoClassification")):
-        return None
-    parameter, options = next(model.parameters()), size_options(vision_tower(model), pixel_values)
-    logits = []
-    for batch in tqdm(pixel_values.split(batch_size), desc="predictions", disable=not progress):
-        logits.append(model(pixel_values=batch.to(parameter.device, parameter.dtype), **options).logits.float().cpu())
-    logits = torch.cat(logits)  # (images, labels)
-    if getattr(model.config, "problem_type", None) == "multi_label_classification":
-        return logits.sigmoid()
-    return logits.softmax(-1)
-
-
-@torch.no_grad()
 def observe_attention(
     tower: Tower,
     pixel_values: torch.Tensor,

@@ -10,7 +10,6 @@ import torch
 from ..auto import load_checkpoint
 from ..errors import require_libraries
 from ..models.vision_towers import Tower
-from ..storage.saved_weights import ADAPTER_CONFIG
 from ..storage.targets import new_directory
 from .analysis import analyse, black_input, vision_tower
 from .attention import size_options
@@ -62,7 +61,7 @@ def inspect_checkpoint(
     from .report import render
 
     with new_directory(output) as partial:
-        model, processor = _load(checkpoint, revision, trust_remote_code)
+        model, processor = load_checkpoint(checkpoint, revision, trust_remote_code)
         tower = vision_tower(model)
         samples = read_samples(images, dataset, split, max_samples, len(tower.train_grid) == 3)
         if not samples and image_sizes is not None:
@@ -95,15 +94,6 @@ def _prepare(tower: Tower, processor, samples: Sequence[Sample], image_sizes: Se
     for size in sizes:
         shown.append([preparation.resize(sample, size) for sample in samples])
     return shown, [preparation.pixel_values(clips) for clips in shown], remarks + refused
-
-
-def _load(checkpoint: str | os.PathLike, revision: str | None, trust_remote_code: bool):
-    if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
-        raise InspectionError(
-            f"{checkpoint} holds rotations without a model (save_rotary): load_rotary them into their model and save "
-            "complete_model(model), which can be inspected."
-        )
-    return load_checkpoint(checkpoint, revision, trust_remote_code)
 
 
 def _sizes(

@@ -70,24 +70,37 @@ class Preparation:
             processor.resample,
         )
 
-    def resize(self, sample: Sample, size: tuple[int, int]) -> np.ndarray:
-        """(T, H, W, C) uint8 of the model's size, number of frames and channels."""
+    def pictures(self, sample: Sample) -> list:
+        """PIL images of the model's number of frames and channels, of the size of the sample."""
         from PIL import Image
 
         frames = sample.frames
         if self.num_frames is not None:
             frames = frames[np.linspace(0, len(frames) - 1, self.num_frames).round().astype(int)]
         mode = "L" if self.num_channels == 1 else "RGB"
-        pictures = [Image.fromarray(frame.squeeze(-1) if frame.shape[-1] == 1 else frame) for frame in frames]
-        resized = [picture.convert(mode).resize(size[::-1], self.resample) for picture in pictures]
-        return np.stack(resized).reshape(len(frames), *size, self.num_channels)
+        return [Image.fromarray(frame.squeeze(-1) if frame.shape[-1] == 1 else frame).convert(mode) for frame in frames]
+
+    def resize(self, sample: Sample, size: tuple[int, int]) -> np.ndarray:
+        """(T, H, W, C) uint8 of the model's size, number of frames and channels."""
+        resized = [picture.resize(size[::-1], self.resample) for picture in self.pictures(sample)]
+        return np.stack(resized).reshape(len(resized), *size, self.num_channels)
 
     def pixel_values(self, clips: Sequence[np.ndarray]) -> torch.Tensor:
         """(B, C, H, W) of images, (B, T, C, H, W) of clips, from what [`resize`] returns."""
         pixels = torch.from_numpy(np.stack(clips)).permute(0, 1, 4, 2, 3).float() * self.rescale_factor
-        mean, std = (torch.tensor(list(values)).view(-1, 1, 1) for values in (self.mean, self.std))
+        mean, std = self._constants()
         pixels = (pixels - mean) / std
         return pixels[:, 0] if self.num_frames is None else pixels
+
+    def frames(self, pixel_values: torch.Tensor) -> np.ndarray:
+        """(B, T, H, W, C) uint8 that [`pixel_values`] are made of; an image is one frame."""
+        pixels = pixel_values.unsqueeze(1) if self.num_frames is None else pixel_values
+        mean, std = self._constants()
+        pixels = ((pixels * std + mean) / self.rescale_factor).round().clamp(0, 255)
+        return pixels.permute(0, 1, 3, 4, 2).to(torch.uint8).numpy()
+
+    def _constants(self) -> Iterator[torch.Tensor]:
+        return (torch.tensor(list(values)).view(-1, 1, 1) for values in (self.mean, self.std))
 
 
 def read_samples(
@@ -119,16 +132,21 @@ def read_samples(
     return samples + list(islice(_read_dataset(dataset, split, is_video), max_samples))
 
 
+def require_readable(path: Path) -> None:
+    """Raises [`InspectionError`] if there is no such file, or its suffix is of no image, video or array."""
+    if not path.is_file():
+        raise InspectionError(f"{path} is no file.")
+    if path.suffix.lower() not in SUFFIXES:
+        raise InspectionError(f"{path.name}: accepted are files in {', '.join(SUFFIXES)}.")
+
+
 def read_file(path: Path, is_video: bool) -> Sample:
     """
     Raises:
         InspectionError: if this is no image, video or array of frames, or does not fit the model.
     """
+    require_readable(path)
     suffix = path.suffix.lower()
-    if not path.is_file():
-        raise InspectionError(f"{path} is no file.")
-    if suffix not in SUFFIXES:
-        raise InspectionError(f"{path.name}: accepted are files in {', '.join(SUFFIXES)}.")
     try:
         if suffix in IMAGE_SUFFIXES:
             frames = _image(path)[None]
@@ -159,11 +177,28 @@ def _checked(sample: Sample, is_video: bool) -> Sample:
     return sample
 
 
+def images_of_patches(
+    patches: torch.Tensor, spatial_shapes: torch.Tensor, patch_shape: tuple[int, int]
+) -> torch.Tensor:
+    """
+    The image of which [`batch_of_patches`] or a SigLIP 2 processor made patches, (1, C, H, W).
+
+    Args:
+        patches: (1, N, patch pixels), each patch with its channels last; further ones are padding.
+        spatial_shapes: (1, 2) rows and columns of patches.
+        patch_shape: Height and width of a patch.
+    """
+    rows, columns = spatial_shapes[0].tolist()
+    pixels = patches[0, : rows * columns].unflatten(1, (*patch_shape, -1)).unflatten(0, (rows, columns))
+    return pixels.permute(4, 0, 2, 1, 3).flatten(3).flatten(1, 2).unsqueeze(0)
+
+
 def _image(source) -> np.ndarray:
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     with Image.open(source) as image:
-        return np.asarray(image.convert("RGB"))
+        # Cameras say in the metadata which side is up.
+        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
 
 
 def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Sample]:

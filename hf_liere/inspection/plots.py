@@ -4,6 +4,8 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,29 +51,32 @@ def draw(paint: Callable[[Figure, dict], None], width: float, height: float) -> 
     """SVG for each theme of what `paint(figure, theme)` draws, on a transparent page; sizes in inches."""
     pictures = {}
     for name, theme in THEMES.items():
-        text = {key: theme["text"] for key in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")}
-        style = text | {
-            "axes.edgecolor": theme["line"],
-            "axes.facecolor": "none",
-            "axes.grid": False,
-            "axes.spines.right": False,
-            "axes.spines.top": False,
-            "figure.facecolor": "none",
-            "font.family": "DejaVu Sans",
-            "font.size": 9,
-            "grid.color": theme["line"],
-            "legend.frameon": False,
-            "savefig.facecolor": "none",
-            # Equal pictures give equal files.
-            "svg.hashsalt": "hf_liere",
-        }
-        with rc_context(style):
+        with rc_context(_style(theme)):
             figure = Figure(figsize=(width, height), layout="constrained")
             paint(figure, theme)
             file = io.StringIO()
             figure.savefig(file, format="svg", metadata={"Date": None}, dpi=144, bbox_inches="tight")
         pictures[name] = file.getvalue()
     return pictures
+
+
+def _style(theme: dict) -> dict:
+    text = {key: theme["text"] for key in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")}
+    return text | {
+        "axes.edgecolor": theme["line"],
+        "axes.facecolor": "none",
+        "axes.grid": False,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "figure.facecolor": "none",
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "grid.color": theme["line"],
+        "legend.frameon": False,
+        "savefig.facecolor": "none",
+        # Equal pictures give equal files.
+        "svg.hashsalt": "hf_liere",
+    }
 
 
 def mosaic(matrices: torch.Tensor) -> tuple[np.ndarray, tuple[int, int]]:
@@ -296,21 +301,57 @@ def plot_attention(entries: Sequence[InputAnalysis], shown: Sequence[np.ndarray]
         shown: For each size the (images, T, H, W, C) uint8 inputs of the model.
         image: Index of the image.
     """
-    rows = []
-    for entry, inputs in zip(entries, shown):
-        maps = entry.attention.maps[:, image]
-        if maps.ndim == 3:
-            rows.append((size_name(entry.size), inputs[image, 0], list(maps), [None] * len(maps)))
-            continue
-        per_tubelet = inputs.shape[1] // maps.shape[1]
-        limits = [(layer.min().item(), layer.max().item()) for layer in maps]
-        for frame in chosen(maps.shape[1], FRAMES_SHOWN):
-            first = frame * per_tubelet
-            rows.append((f"frame {first + 1}", inputs[image, first], list(maps[:, frame]), limits))
-    layers = len(rows[0][2])
+    rows = [
+        row
+        for entry, inputs in zip(entries, shown)
+        for row in attention_rows(size_name(entry.size), entry.attention.maps[:, image], inputs[image])
+    ]
+    return draw(*attention_figure(rows))
+
+
+class AttentionRow(NamedTuple):
+    """A row of pictures: an (H, W, C) uint8 input and the map of each layer over it, with the ends of their colours."""
+
+    title: str
+    picture: np.ndarray
+    maps: list[torch.Tensor]
+    limits: list[tuple[float, float] | None]
+
+
+def attention_rows(title: str, maps: torch.Tensor, frames: np.ndarray) -> list[AttentionRow]:
+    """
+    One row for an image; one for each of some frames of a clip, whose maps share their colours within a layer.
+
+    Args:
+        maps: (layers, *grid), see [`AttentionMaps`].
+        frames: (T, H, W, C) uint8.
+    """
+    if maps.ndim == 3:
+        return [AttentionRow(title, frames[0], list(maps), [None] * len(maps))]
+    limits = [(layer.min().item(), layer.max().item()) for layer in maps]
+    per_tubelet, rows = len(frames) // maps.shape[1], []
+    for tubelet in chosen(maps.shape[1], FRAMES_SHOWN):
+        first = tubelet * per_tubelet
+        rows.append(AttentionRow(f"frame {first + 1}", frames[first], list(maps[:, tubelet]), limits))
+    return rows
+
+
+def save_attention(rows: Sequence[AttentionRow], path: Path) -> None:
+    """Writes a picture of the rows, on a white page, of the type that the suffix names."""
+    paint, width, height = attention_figure(rows)
+    with rc_context(_style(THEMES["light"]) | {"savefig.facecolor": "white"}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        paint(figure, THEMES["light"])
+        figure.savefig(path, dpi=144, bbox_inches="tight")
+
+
+def attention_figure(rows: Sequence[AttentionRow]) -> tuple[Callable[[Figure, dict], None], float, float]:
+    """The arguments of [`draw`]."""
+    layers = len(rows[0].maps)
     columns = min(layers, LAYERS_ACROSS)
     lines = math.ceil(layers / columns)
     cell = min(2.0, 9.5 / (columns + 1))
+    width, height = cell * (columns + 1) + 1, cell * len(rows) * lines + 0.4
 
     def paint(figure: Figure, theme: dict) -> None:
         panels = figure.subplots(len(rows) * lines, columns + 1, squeeze=False)
@@ -327,10 +368,10 @@ def plot_attention(entries: Sequence[InputAnalysis], shown: Sequence[np.ndarray]
                     axis.set_title(f"layer {layer + 1}", fontsize=8)
         panels[0, 0].set_title("input", fontsize=8)
         shades = cm.ScalarMappable(colors.Normalize(0, 1), "viridis")
-        bar = figure.colorbar(shades, ax=panels.ravel().tolist(), shrink=0.8, aspect=25, ticks=[0, 1])
+        bar = figure.colorbar(shades, ax=panels.ravel().tolist(), shrink=min(0.8, 4 / height), aspect=25, ticks=[0, 1])
         bar.set_label(f"attention, least to most of a {'map' if rows[0][3][0] is None else 'layer'}")
 
-    return draw(paint, cell * (columns + 1) + 1, cell * len(rows) * lines + 0.4)
+    return paint, width, height
 
 
 def plot_distances(entries: Sequence[InputAnalysis]) -> dict[str, str]:

@@ -1,0 +1,43 @@
+"""Probabilities of the classes of a classifier."""
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from .attention import size_options, vision_tower
+
+
+def is_classifier(model: nn.Module) -> bool:
+    """Whether a model gives images or videos one score for each of its classes."""
+    return type(model).__name__.endswith(("ForImageClassification", "ForVideoClassification"))
+
+
+def class_names(model: nn.Module) -> list[str]:
+    """Names of the classes in the order of the outputs; empty for models without any."""
+    labels = getattr(getattr(model, "config", None), "id2label", None) or {}
+    return [str(labels[index]) for index in sorted(labels)]
+
+
+def probabilities(model: nn.Module, logits: torch.Tensor) -> torch.Tensor:
+    """(images, labels) of logits of the same shape: independent ones for multi-label classifiers, else a softmax."""
+    logits = logits.float().cpu()
+    if getattr(model.config, "problem_type", None) == "multi_label_classification":
+        return logits.sigmoid()
+    return logits.softmax(-1)
+
+
+@torch.no_grad()
+def class_probabilities(
+    model: nn.Module, pixel_values: torch.Tensor, batch_size: int = 8, *, progress: bool = False
+) -> torch.Tensor | None:
+    """
+    (images, labels) [`probabilities`] of a classifier in evaluation mode; `None` for other models. Arguments as in
+    [`attention_maps`].
+    """
+    if not is_classifier(model):
+        return None
+    parameter, options = next(model.parameters()), size_options(vision_tower(model), pixel_values)
+    logits = []
+    for batch in tqdm(pixel_values.split(batch_size), desc="predictions", disable=not progress):
+        logits.append(model(pixel_values=batch.to(parameter.device, parameter.dtype), **options).logits)
+    return probabilities(model, torch.cat(logits))

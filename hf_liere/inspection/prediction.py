@@ -1,0 +1,209 @@
+"""The command `hf-liere predict`: what a classifier says about images, how sure it is, and where it looks."""
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..auto import load_checkpoint
+from ..errors import require_libraries
+from ..models.vision_towers import Tower
+from ..storage.targets import new_file
+from .analysis import black_input
+from .attention import attention_maps, vision_tower
+from .classes import class_names, class_probabilities, is_classifier, probabilities
+from .inputs import InspectionError, Preparation, Sample, images_of_patches, read_file, require_readable
+
+
+# Suffixes of the files that attention is drawn into.
+PICTURES = (".png", ".svg", ".pdf")
+# A picture of more rows is too tall to be drawn or looked at.
+MOST_DRAWN = 32
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A class by its name and number, and its probability."""
+
+    label: str
+    index: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """
+    Attributes:
+        file: As it was given.
+        answers: The most probable classes, the most probable first.
+    """
+
+    file: str
+    answers: list[Answer]
+
+    def __str__(self):
+        return f"{self.file}: {', '.join(f'{answer.label} {answer.score:.1%}' for answer in self.answers)}"
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """
+    Attributes:
+        files: One entry for each file, in the order in which they were given.
+        remarks: One sentence for each assumption that the checkpoint made necessary.
+    """
+
+    files: list[Prediction]
+    remarks: list[str]
+
+    def json(self) -> str:
+        return json.dumps([asdict(prediction) for prediction in self.files], indent=2, ensure_ascii=False)
+
+
+def predict(
+    checkpoint: str | os.PathLike,
+    files: Sequence[str],
+    *,
+    top_k: int = 3,
+    attention: str | os.PathLike | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Predictions:
+    """
+    Classify images or videos. They are prepared by the checkpoint's processor.
+
+    Args:
+        checkpoint: Directory or repository on the Hub, of any vision transformer with a classifier that
+            `from_pretrained` reads: ours, patched or neither.
+        files: Images, videos or `.npy` clips.
+        top_k: Number of classes for each file; all if there are fewer.
+        attention: Picture to write, in which the attention of every layer lies over what the model saw of each file,
+            see [`attention_maps`].
+        revision, trust_remote_code: See [`load_checkpoint`].
+
+    Raises:
+        InspectionError: if the checkpoint holds no classifier, a file cannot be read, `top_k` is less than 1, or
+            attention cannot be drawn.
+        CheckpointError, HubError: as [`load_checkpoint`].
+        FileExistsError: if `attention` exists.
+    """
+    require_libraries("Reading images", "inspect", "PIL", *([] if attention is None else ["matplotlib"]))
+    if top_k < 1:
+        raise InspectionError(f"--top_k {top_k}: accepted are 1 and more.")
+    for name in files:
+        require_readable(Path(name))
+    _check_picture(attention, files)
+    with nullcontext() if attention is None else new_file(attention) as picture:
+        model, processor = load_checkpoint(checkpoint, revision, trust_remote_code)
+        names = _classes(model, checkpoint)
+        tower = vision_tower(model)
+        if attention is not None and tower.is_flexible:
+            raise InspectionError(
+                f"--attention: {type(model).__name__} takes images with a grid of their own each (spatial_shapes), on "
+                "which attention is not looked at; leave it out."
+            )
+        predicted, rows = [], []
+        for file in files:
+            inputs = Inputs.of(read_file(Path(file), len(tower.train_grid) == 3), tower, processor)
+            found = inputs.probabilities(model).topk(min(top_k, len(names)))
+            answers = [Answer(names[index], index, score) for score, index in zip(*(part.tolist() for part in found))]
+            predicted.append(Prediction(str(file), answers))
+            if picture is not None:
+                rows += inputs.attention_rows(model, f"{Path(file).name}\n{answers[0].label} {answers[0].score:.1%}")
+        if picture is not None:
+            from .plots import save_attention
+
+            save_attention(rows, picture)
+    return Predictions(predicted, _remarks(names, processor))
+
+
+def _check_picture(attention: str | os.PathLike | None, files: Sequence[str]) -> None:
+    if attention is None:
+        return
+    if Path(attention).suffix.lower() not in PICTURES:
+        raise InspectionError(f"--attention {attention}: accepted are files in {', '.join(PICTURES)}.")
+    if len(files) > MOST_DRAWN:
+        raise InspectionError(f"--attention draws at most {MOST_DRAWN} files; {len(files)} were given.")
+
+
+def _classes(model: nn.Module, checkpoint: str | os.PathLike) -> list[str]:
+    if not is_classifier(model):
+        raise InspectionError(
+            f"{checkpoint} holds {type(model).__name__}, which has no classifier; accepted are models for image or "
+            "video classification, such as LieREViTForImageClassification and ViTForImageClassification."
+        )
+    names = class_names(model)
+    if not names:
+        raise InspectionError(
+            f"{checkpoint} has a classifier without classes (num_labels=0); accepted are 1 class and more."
+        )
+    return names
+
+
+def _remarks(names: list[str], processor) -> list[str]:
+    remarks = []
+    if names == [f"LABEL_{index}" for index in range(len(names))]:
+        remarks.append("The checkpoint does not name its classes (id2label): labels are numbers.")
+    if processor is None:
+        remarks.append(
+            "The checkpoint has no processor that can be read: inputs are resized to the trained size and pixels "
+            "scaled to −1 … 1, as for ViT."
+        )
+    return remarks
+
+
+@dataclass
+class Inputs:
+    """
+    One image or clip as the model takes it.
+
+    Attributes:
+        tensors: What the processor returns, a batch of one.
+        preparation: The constants with which `pixel_values` become visible again.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    preparation: Preparation
+
+    @classmethod
+    def of(cls, sample: Sample, tower: Tower, processor) -> "Inputs":
+        config = tower.module.config
+        num_frames = config.num_frames if len(tower.train_grid) == 3 else None
+        preparation = Preparation.of(processor, getattr(config, "num_channels", 3), num_frames)
+        if processor is None:
+            size = tuple(black_input(tower).shape[-2:])
+            return cls({"pixel_values": preparation.pixel_values([preparation.resize(sample, size)])}, preparation)
+        pictures = preparation.pictures(sample)
+        try:
+            tensors = dict(processor(pictures, return_tensors="pt"))
+        except Exception as error:
+            # Processors raise errors of many types for pictures that they do not take.
+            raise InspectionError(f"{sample.name} cannot be prepared by {type(processor).__name__}: {error}") from error
+        if "spatial_shapes" in tensors and not tower.is_flexible:
+            extent = tower.patch_embedding.kernel_size
+            tensors = {"pixel_values": images_of_patches(tensors["pixel_values"], tensors["spatial_shapes"], extent)}
+        return cls(tensors, preparation)
+
+    @torch.no_grad()
+    def probabilities(self, model: nn.Module) -> torch.Tensor:
+        """(labels,)"""
+        if "spatial_shapes" in self.tensors:
+            return probabilities(model, model(**self.tensors).logits)[0]
+        return class_probabilities(model, self.tensors["pixel_values"])[0]
+
+    def attention_rows(self, model: nn.Module, title: str) -> list:
+        """Rows of [`save_attention`]."""
+        from .plots import attention_rows
+
+        pixels = self.tensors["pixel_values"]
+        return attention_rows(title, attention_maps(model, pixels).maps[:, 0], self.seen())
+
+    def seen(self) -> np.ndarray:
+        """(T, H, W, C) uint8, what the model saw: after resizing and cropping, before normalisation."""
+        return self.preparation.frames(self.tensors["pixel_values"])[0]
