@@ -1,6 +1,7 @@
 """Whole runs: two processes against one, resumed against uninterrupted, and what a finished run leaves behind."""
 
 import json
+import re
 import socket
 import sys
 
@@ -261,13 +262,19 @@ def test_the_demo_runs_stops_and_finishes(tmp_path):
         "table.md",
         "puzzles/7_left.png",
         "liere8/model.safetensors",
+        "comrope_ld_at_168/eval_results.json",
         "comrope_ld/config.json",
     ):
         assert (tmp_path / name).stat().st_size > 0
-    assert first.stdout.count("| ") > 15 and "new images right" in first.stdout
+    assert "| accuracy at 168 px (95% interval) |" in first.stdout and "new images right" in first.stdout
     before = load_file(tmp_path / "liere8" / "model.safetensors")
     (tmp_path / "liere8" / "eval_results.json").unlink()
-    again = subprocess.run(command, capture_output=True, text=True)
-    assert again.stdout.count("is finished already") == 3 and "liere8 is finished" not in again.stdout
+    (tmp_path / "absolute_at_168" / "eval_results.json").unlink()
+    stored = tmp_path / "stored"
+    again = subprocess.run([*command, "--write_checkpoint", str(stored)], capture_output=True, text=True)
+    assert re.findall("(.*) is finished already", again.stdout) == ["rope_mixed", "comrope_ld"], again.stdout
+    assert (tmp_path / "absolute_at_168" / "eval_results.json").is_file()
+    assert f'checkpoint = "{stored}"' in (stored / "README.md").read_text()
+    assert "| 168 × 168 | 2,000 |" in (stored / "README.md").read_text()
     after = load_file(tmp_path / "liere8" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -1,6 +1,6 @@
 """Two checkpoints side by side in the browser: what they predict, how sure they are, and where they look.
 
-    python training/app.py                                             # the models of `make demo`
+    python training/app.py                                             # the models of `make demo`, if it was run
     python training/app.py --checkpoints outputs/cifar10 me/liere8     # folders, and models on the Hub
     python training/app.py --write_space outputs/space                 # a Space that does the same, to be pushed
 

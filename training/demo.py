@@ -12,6 +12,7 @@ not zero if a run failed or LieRE did no better than counting arrows.
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,10 +32,14 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from transformers.utils.logging import disable_progress_bar
 
 import hf_liere  # noqa: F401 (registers liere_vit with the Auto classes)
+from hf_liere.hub.cards import render
+from hf_liere.hub.checked_facts import facts_of_run
+from hf_liere.hub.facts import Facts, load_facts
 from hf_liere.hub.run_records import RESULTS_FILE
-from hf_liere.storage.saved_weights import read_json
+from hf_liere.storage.saved_weights import read_json, saved_weights_digest
+from hf_liere.storage.targets import new_directory
 from training.data.arrows import BAG_OF_ARROWS_ACCURACY, LABELS, Arrows
-from training.engine.records import CONFIG_FILE, WEIGHTS_FILE
+from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
 from training.engine.saving import last_complete_checkpoint
 
 
@@ -52,6 +57,8 @@ RUNS = {
 RUNS_AT_ONCE = 2
 PUZZLES = 8
 EVALUATED = 2000
+CHECKPOINT_FILES = ("model.safetensors", "preprocessor_config.json", RESULTS_FILE)
+CHECKPOINT_FILES += (CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE)
 
 
 def main() -> int:
@@ -60,6 +67,9 @@ def main() -> int:
     parser.add_argument("--output_dir", type=Path, default=HERE.parent / "outputs" / "arrows")
     parser.add_argument(
         "--classify", type=Path, metavar="CHECKPOINT", help="only classify new images with a checkpoint"
+    )
+    parser.add_argument(
+        "--write_checkpoint", type=Path, metavar="DIR", help="also write LieRE8 as the repository keeps it, with a card"
     )
     arguments = parser.parse_args()
     if arguments.classify is not None:
@@ -86,6 +96,8 @@ def main() -> int:
     print(f"What it says about an image: hf-liere predict {checkpoint} {puzzles / '*.png'}")
     print(f"What it has learnt and where it looks: hf-liere inspect {checkpoint} --dataset {puzzles} --output REPORT")
     print("Side by side in the browser: python training/app.py")
+    if arguments.write_checkpoint is not None:
+        write_checkpoint(arguments.output_dir, arguments.write_checkpoint)
     print(f"\nFinished after {time.perf_counter() - start:.0f} s.")
     if results["liere8"]["eval_accuracy"] <= BAG_OF_ARROWS_ACCURACY:
         print(
@@ -290,6 +302,31 @@ def save_puzzles(folder: Path) -> None:
     for index in range(PUZZLES):
         pixels, label = images[index]
         Image.fromarray(pixels.squeeze(-1)).save(folder / f"{index}_{LABELS[label]}.png")
+
+
+def write_checkpoint(folder: Path, target: Path) -> None:
+    """
+    Writes LieRE8 as the repository keeps it: weights, configuration, processor, the records of its run and a card, and
+    not the modeling code, which is that of hf_liere.
+    """
+    source, digest = folder / "liere8", saved_weights_digest(folder / "liere8")
+    about = load_facts("arrows_liere8")
+    place = target.resolve()
+    place = (place.relative_to(HERE.parent) if place.is_relative_to(HERE.parent) else place).as_posix()
+    facts = Facts(about.title, about.encoding, intended_use=about.intended_use, license="apache-2.0")
+    facts.notes = f"Made by `python training/demo.py --write_checkpoint {place}`."
+    facts = facts_of_run(source, digest, facts, [larger(folder, "liere8")])
+    # Two runs share the machine, so that their speed is that of neither.
+    facts.cost = {"parameters": facts.cost["parameters"]}
+    with new_directory(target) as partial:
+        for name in CHECKPOINT_FILES:
+            shutil.copyfile(source / name, partial / name)
+        config = read_json(source / "config.json")
+        # These would lead to code that is not there.
+        del config["auto_map"]
+        write_record(partial, "config.json", config)
+        render(facts, folder=place).write(partial)
+    print(f"As the repository keeps it: {target}")
 
 
 def answers(checkpoint: Path, images: Arrows) -> list[str]:

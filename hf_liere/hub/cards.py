@@ -83,12 +83,13 @@ class Card:
         return cls(text, pictures)
 
 
-def render(facts: Facts, repo_id: str | None = None) -> Card:
+def render(facts: Facts, repo_id: str | None = None, folder: str | None = None) -> Card:
     """
     The card of a checkpoint: metadata with a `model-index` of what was measured, text, tables and a plot.
 
     Args:
         repo_id: Repository it will lie in.
+        folder: Where it lies instead if it is on no Hub, for the code of the card, which then needs this package.
     """
     common = common_facts()
     encoding = common["encodings"][facts.encoding]
@@ -107,7 +108,7 @@ def render(facts: Facts, repo_id: str | None = None) -> Card:
         datasets=hub_ids or None,
         metrics=["accuracy"] if facts.results else None,
         tags=["liere", *([] if facts.encoding == "liere" else [facts.encoding]), *(["video"] if video else [])],
-        model_name=(repo_id or facts.title).rpartition("/")[2] if facts.results else None,
+        model_name=(repo_id or folder or facts.title).rpartition("/")[2] if facts.results else None,
         eval_results=[result for one in facts.results for result in _eval_results(facts, one, task)] or None,
     )
     pictures = {}
@@ -135,6 +136,7 @@ def render(facts: Facts, repo_id: str | None = None) -> Card:
         value=_value,
         shown_classes=SHOWN_CLASSES,
         examples="clips" if video else "images",
+        folder=folder,
         **_snippet(facts, repo_id),
     )
     return Card(re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n", pictures)

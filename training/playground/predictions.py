@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_CHECKPOINTS = ROOT / "outputs" / "arrows"
+# What the repository has, for those who have not run the demo.
+STORED_CHECKPOINTS = ROOT / "training" / "checkpoints"
 MIN_PATCHES_PER_SIDE = 2
 # Attention of 12 heads and 1,024 patches takes 50 MB per layer.
 MAX_PATCHES_PER_SIDE = 32
@@ -80,19 +82,15 @@ def find_checkpoints(sources: Sequence[str] | None = None) -> list[Checkpoint]:
     The checkpoints in folders, in the folders of a folder, and on the Hub, from where they are downloaded.
 
     Args:
-        sources: `None` means those of the demo.
+        sources: `None` means those of the demo or, where it was not run, the one of the repository.
 
     Raises:
         InputError: if a source holds no checkpoint of an image classifier, or none is left.
         HubError: if the Hub does not deliver one.
     """
     if sources is None:
-        if not any(DEMO_CHECKPOINTS.glob("*/config.json")):
-            raise InputError(
-                f"There is no checkpoint in {DEMO_CHECKPOINTS.relative_to(ROOT)}: `make demo` trains four in about "
-                "five minutes; or name others with --checkpoints."
-            )
-        sources = [str(DEMO_CHECKPOINTS)]
+        was_run = any(DEMO_CHECKPOINTS.glob("*/config.json"))
+        sources = [str(DEMO_CHECKPOINTS if was_run else STORED_CHECKPOINTS)]
     folders = list(dict.fromkeys(found for source in sources for found in _folders(source)))
     names = _distinct([repo_id or folder.as_posix() for folder, repo_id in folders])
     return [_describe(repo_id or name, folder, repo_id) for name, (folder, repo_id) in zip(names, folders)]
