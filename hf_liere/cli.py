@@ -187,6 +187,10 @@ def _add_inspect(subcommands) -> None:
     inspecting.add_argument("--batch_size", type=int, default=8, help="images at a time (8)")
     inspecting.add_argument("--revision", help="branch, tag or commit of the repository")
     inspecting.add_argument(
+        "--compare", dest="compare_with", metavar="CHECKPOINT", help="a second model, shown beside the first"
+    )
+    inspecting.add_argument("--compare_revision", help="branch, tag or commit of its repository")
+    inspecting.add_argument(
         "--trust_remote_code", action="store_true", help="run code of the checkpoint, if its model is not known here"
     )
     inspecting.set_defaults(run=run_inspect)

@@ -39,9 +39,6 @@ from .encodings import EncodingAnalysis, analyse_encoding, rotary_encoding
 from .output_change import OutputChange, output_change
 
 
-JSON_NAME, ARRAYS_NAME = "analysis.json", "analysis.npz"
-
-
 @dataclass
 class InputAnalysis:
     """
@@ -82,25 +79,53 @@ class Analysis:
     inputs: list[InputAnalysis] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Every tensor, under the path of its attribute: `encoding.commutators.norm`, `inputs.0.attention.maps`, …"""
-        leaves, _ = tree_flatten_with_path(_nested(self))
-        return {
-            ".".join(str(key.key if isinstance(key, MappingKey) else key.idx) for key in path): value.numpy()
-            for path, value in leaves
-            if isinstance(value, torch.Tensor)
-        }
+    def save(self, directory: str | Path, name: str = "analysis") -> None:
+        """
+        Write `analysis.json` and `analysis.npz`, see [`save_measurements`].
 
-    def facts(self) -> dict:
-        """Everything that is no tensor, nested, with the shape of each tensor in its place."""
-        return tree_map_only(torch.Tensor, lambda value: {"shape": list(value.shape)}, _nested(self))
+        Args:
+            name: What the files are called instead.
+        """
+        save_measurements(self, directory, name)
 
-    def save(self, directory: str | Path) -> None:
-        """Write `analysis.json`, everything that is no tensor, and `analysis.npz`, the tensors under the same names."""
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(directory / ARRAYS_NAME, **self.arrays())
-        (directory / JSON_NAME).write_text(json.dumps(self.facts(), indent=2) + "\n", encoding="utf-8")
+
+@dataclass
+class Inspected:
+    """
+    A model as a report shows it.
+
+    Attributes:
+        name: Of the model.
+        analysis: Its measurements.
+        shown: For each entry of `analysis.inputs`, (images, T, H, W, C) uint8 as the model saw them; empty without
+            images.
+        sources: Names of the images.
+    """
+
+    name: str
+    analysis: Analysis
+    shown: Sequence[np.ndarray] = ()
+    sources: Sequence[str] = ()
+
+
+def save_measurements(measured, directory: str | Path, name: str) -> None:
+    """
+    Write the dataclass `measured` as `{name}.json`, everything that is no tensor, nested, with the shape of each tensor
+    in its place, and `{name}.npz`, every tensor under the path of its attribute: `encoding.commutators.norm`,
+    `inputs.0.attention.maps`, …
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    nested = _nested(measured)
+    leaves, _ = tree_flatten_with_path(nested)
+    arrays = {
+        ".".join(str(key.key if isinstance(key, MappingKey) else key.idx) for key in path): value.numpy()
+        for path, value in leaves
+        if isinstance(value, torch.Tensor)
+    }
+    facts = tree_map_only(torch.Tensor, lambda value: {"shape": list(value.shape)}, nested)
+    np.savez_compressed(directory / f"{name}.npz", **arrays)
+    (directory / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def analyse(

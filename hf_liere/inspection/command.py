@@ -6,13 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..auto import load_checkpoint
 from ..errors import require_libraries
 from ..models.vision_towers import Tower
 from ..storage.targets import new_directory
-from .analysis import analyse, black_input, vision_tower
+from .analysis import Inspected, analyse, black_input, vision_tower
 from .attention import size_options
+from .comparison import compare
 from .inputs import InspectionError, Preparation, Sample, read_samples
 
 
@@ -32,11 +34,15 @@ def inspect_checkpoint(
     image_sizes: Sequence[int] | None = None,
     batch_size: int = 8,
     revision: str | None = None,
+    compare_with: str | os.PathLike | None = None,
+    compare_revision: str | None = None,
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> Path:
     """
-    Write `report.html`, `analysis.json` and `analysis.npz` to a directory, which appears only when it is complete.
+    Write `report.html`, `analysis.json` and `analysis.npz` to a directory, which appears only when it is complete. With
+    another checkpoint to compare with, the page shows both side by side, and `compared.json`, `compared.npz`,
+    `comparison.json` and `comparison.npz` are written as well.
 
     Args:
         checkpoint: Directory or repository on the Hub, of any vision transformer that `from_pretrained` reads.
@@ -47,13 +53,15 @@ def inspect_checkpoint(
             if the model accepts it.
         batch_size: Number of inputs in a batch.
         revision, trust_remote_code: See [`load_checkpoint`].
+        compare_with, compare_revision: A second checkpoint, which sees the same images.
         progress: Whether to show progress bars.
 
     Returns:
         The path of the report.
 
     Raises:
-        InspectionError: if the checkpoint is none of these, images cannot be read or the model refuses a size.
+        InspectionError: if the checkpoint is none of these, images cannot be read, the model refuses a size, or one
+            model takes images and the other videos.
         InputError: if nothing can be written beside `output`.
         FileExistsError: if `output` is not empty.
     """
@@ -61,25 +69,61 @@ def inspect_checkpoint(
     from .report import render
 
     with new_directory(output) as partial:
-        model, processor = load_checkpoint(checkpoint, revision, trust_remote_code)
-        tower = vision_tower(model)
-        samples = read_samples(images, dataset, split, max_samples, len(tower.train_grid) == 3)
+        wanted = [(checkpoint, revision)]
+        if compare_with is not None:
+            wanted.append((compare_with, compare_revision))
+        elif compare_revision is not None:
+            raise InspectionError(f"--compare_revision {compare_revision} is one of --compare, which was not given.")
+        loaded = [load_checkpoint(*place, trust_remote_code) for place in wanted]
+        samples = read_samples(images, dataset, split, max_samples, _take_videos([model for model, _ in loaded]))
         if not samples and image_sizes is not None:
             raise InspectionError(
                 f"--image_sizes {image_sizes} are sizes of images; give some with --image or --dataset."
             )
-        if tower.is_flexible:
-            samples = []
-        shown, inputs, remarks = _prepare(tower, processor, samples, image_sizes)
-        analysis = analyse(model, inputs, batch_size, progress)
-        analysis.remarks += remarks
-        page = render(analysis, [np.stack(clips) for clips in shown], _name(checkpoint), [s.name for s in samples])
+        inspected = [
+            _inspect(name, *found, samples, image_sizes, batch_size, progress)
+            for name, found in zip(_names(wanted), loaded)
+        ]
+        first, *others = inspected
+        comparison = compare(first.analysis, others[0].analysis, _names(wanted)) if others else None
+        page = render(inspected, comparison)
         try:
-            analysis.save(partial)
+            first.analysis.save(partial)
+            if comparison is not None:
+                others[0].analysis.save(partial, "compared")
+                comparison.save(partial)
             (partial / REPORT_NAME).write_text(page, encoding="utf-8")
         except OSError as error:
             raise InspectionError(f"{output} cannot be written: {error.strerror or error}.") from error
     return Path(output) / REPORT_NAME
+
+
+def _take_videos(models: Sequence[nn.Module]) -> bool:
+    kinds = [len(vision_tower(model).train_grid) == 3 for model in models]
+    if len(set(kinds)) > 1:
+        described = [
+            f"{type(model).__name__} takes {'videos' if kind else 'images'}" for model, kind in zip(models, kinds)
+        ]
+        raise InspectionError(f"--compare: {' and '.join(described)}; accepted are two models of one kind.")
+    return kinds[0]
+
+
+def _inspect(
+    name: str,
+    model: nn.Module,
+    processor,
+    samples: Sequence[Sample],
+    image_sizes: Sequence[int] | None,
+    batch_size: int,
+    progress: bool,
+) -> Inspected:
+    tower = vision_tower(model)
+    if tower.is_flexible:
+        samples = []
+    shown, inputs, remarks = _prepare(tower, processor, samples, image_sizes)
+    analysis = analyse(model, inputs, batch_size, progress)
+    analysis.remarks += remarks
+    return Inspected(name, analysis, [np.stack(clips) for clips in shown], [sample.name for sample in samples])
 
 
 def _prepare(tower: Tower, processor, samples: Sequence[Sample], image_sizes: Sequence[int] | None):
@@ -130,6 +174,9 @@ def _sizes(
     return accepted, remarks
 
 
-def _name(checkpoint: str | os.PathLike) -> str:
-    """The name of a repository, or the last part of a directory's path."""
-    return Path(checkpoint).resolve().name if Path(checkpoint).is_dir() else str(checkpoint)
+def _names(wanted: Sequence[tuple[str | os.PathLike, str | None]]) -> list[str]:
+    """The name of a repository, or the last part of a directory's path; more of both where these are the same."""
+    names = [Path(place).resolve().name if Path(place).is_dir() else str(place) for place, _ in wanted]
+    if len(set(names)) < len(names):
+        names = [f"{place} at {revision}" if revision else str(place) for place, revision in wanted]
+    return names

@@ -117,7 +117,7 @@ def predict(
             if picture is not None:
                 rows += inputs.attention_rows(model, f"{Path(file).name}\n{answers[0].label} {answers[0].score:.1%}")
         if picture is not None:
-            from .plots import save_attention
+            from .attention_plots import save_attention
 
             save_attention(rows, picture)
     return Predictions(predicted, _remarks(names, processor))
@@ -199,7 +199,7 @@ class Inputs:
 
     def attention_rows(self, model: nn.Module, title: str) -> list:
         """Rows of [`save_attention`]."""
-        from .plots import attention_rows
+        from .attention_plots import attention_rows
 
         pixels = self.tensors["pixel_values"]
         return attention_rows(title, attention_maps(model, pixels).maps[:, 0], self.seen())

@@ -9,16 +9,17 @@ import numpy as np
 
 from ..models.encoding_traits import ENCODING_TRAITS
 from ..version import __version__
-from .analysis import Analysis
+from .analysis import Analysis, Inspected
+from .attention_plots import plot_attention, plot_distances
+from .comparison import Comparison
 from .encodings import EncodingAnalysis
 from .plots import (
     Plot,
     axis_names,
     plot_angles,
-    plot_attention,
     plot_commutators,
-    plot_distances,
     plot_frequencies,
+    plot_frequency_changes,
     plot_generators,
     plot_output_change,
     plot_relativity,
@@ -48,14 +49,8 @@ COORDINATES = {
 }
 
 
-def render(analysis: Analysis, shown: Sequence[np.ndarray], name: str, sources: Sequence[str]) -> str:
-    """
-    Args:
-        shown: For each entry of `analysis.inputs`, (images, T, H, W, C) uint8 as the model saw them; empty without
-            images.
-        name: Name of the model.
-        sources: Names of the images.
-    """
+def render(models: Sequence[Inspected], comparison: Comparison | None = None) -> str:
+    """The page of one model, or of two side by side with their comparison."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).resolve().parent),
         autoescape=True,
@@ -65,18 +60,66 @@ def render(analysis: Analysis, shown: Sequence[np.ndarray], name: str, sources: 
     )
     environment.filters["data_uri"] = data_uri
     return environment.get_template(TEMPLATE).render(
-        name=name,
+        name=" and ".join(model.name for model in models),
         version=__version__,
-        summary=summary(analysis),
-        facts=facts(analysis),
-        remarks=analysis.remarks,
-        learned=learned_plots(analysis),
-        looks=attention_plots(analysis, shown, sources),
-        sizes=[size_name(entry.size) for entry in analysis.inputs],
-        predictions=prediction_rows(analysis, sources),
-        costs=cost_rows(analysis),
-        cost_summary=cost_summary(analysis),
+        models=[_shown(model) for model in models],
+        comparison=comparison and compared(models, comparison),
     )
+
+
+def _shown(model: Inspected) -> dict:
+    """What the template shows of one model."""
+    analysis = model.analysis
+    return {
+        "name": model.name,
+        "summary": summary(analysis),
+        "facts": facts(analysis),
+        "remarks": analysis.remarks,
+        "learned": learned_plots(analysis),
+        "looks": attention_plots(analysis, model.shown, model.sources),
+        "sizes": [size_name(entry.size) for entry in analysis.inputs],
+        "predictions": prediction_rows(analysis, model.sources),
+        "costs": cost_rows(analysis),
+        "cost_summary": cost_summary(analysis),
+    }
+
+
+def compared(models: Sequence[Inspected], comparison: Comparison) -> dict:
+    """What the template shows of the comparison of two models."""
+    described = [dict(facts(model.analysis)) for model in models]
+    names = list(dict.fromkeys(name for rows in described for name in rows))
+    differing = [
+        [name, *(rows.get(name, "—") for rows in described)]
+        for name in names
+        if described[0].get(name) != described[1].get(name)
+    ]
+    shown = {"remarks": comparison.remarks, "facts": differing, "plots": [], "layers": [], "columns": []}
+    if comparison.change is not None and models[0].analysis.encoding.commutators.axes:
+        first, second = (model.name for model in models)
+        shown["plots"] = [
+            Plot(
+                "Frequencies plane by plane",
+                f"A line for every plane, from its frequency in {first} to that of the plane of the same rank in "
+                f"{second} (a point), in the order of their magnitudes. Planes without a line have not changed. Models "
+                "with the same frequencies can compute the same, whatever their encodings are called.",
+                "Lines between the learned angular frequencies of two models, by layer.",
+                plot_frequency_changes(models[0].analysis, *comparison.frequencies),
+            )
+        ]
+    columns = {}
+    if comparison.generators is not None:
+        columns["generators: ‖A − B‖ / ‖A‖"] = comparison.generators
+    if comparison.change is not None:
+        for model, frequencies in zip(models, comparison.frequencies):
+            columns[f"mean frequency of {model.name}"] = frequencies.norm(dim=0).flatten(1).mean(1)
+        columns["mean change of a plane"] = comparison.change.flatten(1).mean(1)
+        columns["largest change of a plane"] = comparison.change.flatten(1).amax(1)
+    shown["columns"] = list(columns)
+    shown["layers"] = [
+        [str(layer + 1), *(f"{value:.3g}" for value in row)]
+        for layer, row in enumerate(zip(*(values.tolist() for values in columns.values())))
+    ]
+    return shown
 
 
 def data_uri(svg: str) -> str:
