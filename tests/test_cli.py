@@ -88,7 +88,10 @@ print(status, heavy, file=sys.stderr)
         (["--version"], 0),
         (["inspct", "model"], 2),
         (["inspect", "model", "--ouptut", "page"], 2),
-        *(([command, "--help"], 0) for command in "card convert env export inspect predict pull push upgrade verify".split()),
+        *(
+            ([command, "--help"], 0)
+            for command in "card convert env export inspect predict pull push upgrade verify".split()
+        ),
     ],
 )
 def test_help_and_typos_import_nothing_heavy(arguments, status):
