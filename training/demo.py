@@ -37,7 +37,7 @@ from hf_liere.hub.checked_facts import facts_of_run
 from hf_liere.hub.facts import Facts, load_facts
 from hf_liere.hub.run_records import RESULTS_FILE
 from hf_liere.storage.saved_weights import read_json, saved_weights_digest
-from hf_liere.storage.targets import new_directory
+from hf_liere.storage.targets import new_directory, require_new_directory
 from training.data.arrows import BAG_OF_ARROWS_ACCURACY, LABELS, Arrows
 from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
 from training.engine.saving import last_complete_checkpoint
@@ -76,6 +76,11 @@ def main() -> int:
         return classify_new_images(arguments.classify)
     if arguments.images < BATCH_SIZE:
         parser.error(f"--images {arguments.images}: accepted are {BATCH_SIZE} (one batch) and more")
+    if arguments.write_checkpoint is not None:
+        try:
+            require_new_directory(arguments.write_checkpoint)
+        except FileExistsError as error:
+            parser.error(f"--write_checkpoint: {error}")
 
     start = time.perf_counter()
     save_puzzles(arguments.output_dir / "puzzles")
