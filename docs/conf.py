@@ -55,6 +55,12 @@ INCLUDED = {
 CODE = re.compile(r"\[`([^`]+)`\]|(?<!`)`([^`]+)`(?!`)")
 LINK = re.compile(r"""(\]\(|src=")(?![a-z]+:|#)([^)"#\s]+)""")
 
+# GitHub shows the picture of the reader's theme; the theme of the site has a class for each.
+THEMED = re.compile(
+    r"""<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*"""
+    r"""<img src="([^"]+)"([^>]*)>\s*</picture>"""
+)
+
 
 def relink(text: str, source: Path, page: Path) -> str:
     """The text of a file as a part of a page: links start at the page."""
@@ -63,6 +69,7 @@ def relink(text: str, source: Path, page: Path) -> str:
         target = Path(os.path.normpath(source.parent / match[2]))
         return match[1] + Path(os.path.relpath(INCLUDED.get(target, target), page.parent)).as_posix()
 
+    text = THEMED.sub(r'<img src="\2" class="only-light"\3>\n\n<img src="\1" class="only-dark"\3>', text)
     return LINK.sub(moved, text)
 
 

@@ -1,0 +1,196 @@
+"""The pictures of the documentation, each for a light and for a dark page:
+
+    python training/pictures.py
+
+writes training/figures/rotations_*.svg, what four encodings do to a query and to attention logits, computed by
+[`LieRotaryEmbedding`], and training/figures/resolutions_*.svg, accuracy against the size of the images, from
+training/results. `--output_dir` writes them elsewhere.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from matplotlib.patches import Circle
+
+from hf_liere import LieRotaryEmbedding
+from hf_liere.inspection.plots import COLOURS, draw
+from hf_liere.models.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.positions import of_grid
+from training.engine.runs import start
+from training.reporting.result_lines import read_results
+from training.reporting.result_table import AS_TRAINED, Cell, arrange
+
+
+FIGURES = Path(__file__).with_name("figures")
+RESULTS = Path(__file__).with_name("results")
+# Encodings in their own coordinates and with their own start, by the title of their column.
+SHOWN = {
+    "Axial RoPE": {"position_encoding": "axial_rope"},
+    "RoPE-Mixed": {"position_encoding": "rope_mixed"},
+    "ComRoPE-LD": {"position_encoding": "comrope_ld", "block_size": 8},
+    "LieRE8": {"position_encoding": "liere", "block_size": 8},
+}
+GRID, HEAD_DIM, REACH = 28, 64, 8
+# Points of a path for every patch.
+FINE = 8
+# A plane that Axial RoPE rotates with the column by 0.42 radians per patch; of other encodings a plane beside it.
+PLANE = 38
+# Row and column of the query, before and after query and key have moved together; the bound of the colours of a change.
+PLACES = ((8, 19), (19, 8))
+LARGEST_CHANGE = 0.25
+WALKS = {
+    "along a row": ((0, 1), {"color": COLOURS[0], "linestyle": "-", "linewidth": 3.6, "marker": "o"}),
+    "along a column": ((1, 0), {"color": COLOURS[1], "linestyle": "--", "linewidth": 2.2, "marker": "s"}),
+    "along the diagonal": ((1, 1), {"color": COLOURS[2], "linestyle": ":", "linewidth": 1.6, "marker": "^"}),
+}
+# A colour, a line and a marker for each row of the sweep; `None` is the colour of the text.
+MODELS = {
+    "no positions": (None, ":", "x"),
+    "Absolute": (None, "-", "s"),
+    "Axial RoPE": ("#56B4E9", "--", "d"),
+    "RoPE-Mixed": ("#E69F00", "--", "^"),
+    "LieRE8": ("#0072B2", "-", "o"),
+    "LieRE32": ("#0072B2", ":", "v"),
+    "ComRoPE-AP": ("#009E73", "-.", "<"),
+    "ComRoPE-LD": ("#D55E00", "-.", ">"),
+}
+
+
+def rotary_layer(settings: dict) -> LieRotaryEmbedding:
+    """One head of an encoding at its start, the same in every run."""
+    torch.manual_seed(0)
+    return LieRotaryEmbedding(num_heads=1, head_dim=HEAD_DIM, num_axes=2, **settings)
+
+
+def positions_of(settings: dict, patches: torch.Tensor) -> torch.Tensor:
+    """Coordinates (N, 2) of the patches (N, 2) of the grid in the convention of the encoding."""
+    convention = ENCODING_TRAITS[settings["position_encoding"]].coordinates
+    coordinates = of_grid((GRID, GRID), (GRID, GRID), convention).coordinates
+    return coordinates.view(GRID, GRID, 2)[patches[:, 0], patches[:, 1]].float()
+
+
+@torch.no_grad()
+def walk(settings: dict, direction: tuple[int, int]) -> torch.Tensor:
+    """(points, 2): R(p) q in one plane of channels for a query q = (1, 0) of that plane, p from the origin onwards."""
+    first, second = positions_of(settings, torch.tensor([(0, 0), direction]))
+    positions = torch.arange(REACH * FINE + 1)[:, None] / FINE * (second - first)
+    query = torch.zeros(1, 1, len(positions), HEAD_DIM)
+    query[..., PLANE] = 1.0
+    return rotary_layer(settings).rotate(query, positions)[0, 0, :, PLANE : PLANE + 2]
+
+
+@torch.no_grad()
+def logits(settings: dict, place: tuple[int, int]) -> torch.Tensor:
+    """
+    (2 · reach + 1, 2 · reach + 1): q · R(p)ᵀ R(p′) q for a q of length 1, the query's patch p at `place` and the
+    keys' patches p′ in the square around it; 1 at the centre.
+    """
+    query = torch.randn(HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    query = (query / query.norm()).view(1, 1, 1, HEAD_DIM)
+    rows, columns = (torch.arange(at - REACH, at + REACH + 1) for at in place)
+    keys = torch.cartesian_prod(rows, columns)
+    layer = rotary_layer(settings)
+    rotated = layer.rotate(query, positions_of(settings, torch.tensor([place])))
+    key = layer.rotate(query.expand(-1, -1, len(keys), -1), positions_of(settings, keys))
+    return (rotated @ key.mT).view(len(rows), len(columns))
+
+
+def draw_rotations() -> dict[str, str]:
+    walks = {title: [walk(settings, direction) for direction, _ in WALKS.values()] for title, settings in SHOWN.items()}
+    squares = {title: [logits(settings, place) for place in PLACES] for title, settings in SHOWN.items()}
+    (row, column), (to_row, to_column) = PLACES
+    named = (
+        (f"query in row {row}, column {column}", 1.0),
+        (f"moved to row {to_row}, column {to_column}", LARGEST_CHANGE),
+    )
+
+    def paint(figure, theme: dict) -> None:
+        panels = figure.subplots(3, len(SHOWN))
+        for axis, title in zip(panels[0], SHOWN):
+            axis.set_title(title, fontsize=11)
+            axis.add_patch(Circle((0, 0), 1, fill=False, edgecolor=theme["line"], linewidth=0.6))
+            for path, (label, (_, style)) in zip(walks[title], WALKS.items()):
+                axis.plot(*path.T.numpy(), markersize=4, markevery=FINE, label=label, **style)
+            axis.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal", xticks=[-1, 0, 1], yticks=[-1, 0, 1])
+        panels[0, 0].set_ylabel("two channels of\nthe rotated query")
+        for line, (label, bound) in zip(panels[1:], named):
+            for axis, (first, second) in zip(line, squares.values()):
+                shown = paint_square(axis, first if axis in panels[1] else second - first, theme, bound)
+            line[0].set_ylabel(f"{label}\nrows to the key")
+            quantity = "attention logit" if bound == 1 else "change of the logit"
+            figure.colorbar(shown, ax=line.tolist(), label=quantity, aspect=15, ticks=[-bound, 0, bound])
+        for axis in panels[-1]:
+            axis.set_xlabel("columns to the key")
+        figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3, handlelength=5)
+
+    return draw(paint, 9.0, 7.2)
+
+
+def paint_square(axis, values: torch.Tensor, theme: dict, bound: float):
+    """A value for every key around the query, between −bound and bound."""
+    edge = REACH + 0.5
+    style = {"cmap": theme["signs"], "vmin": -bound, "vmax": bound, "interpolation": "nearest"}
+    axis.set(xticks=[-REACH, 0, REACH], yticks=[-REACH, 0, REACH])
+    axis.spines[:].set_visible(False)
+    if values.abs().max() < 1e-5:
+        axis.text(0, 0, "unchanged", ha="center", va="center", color=theme["text"])
+    return axis.imshow(values.numpy(), extent=(-edge, edge, edge, -edge), **style)
+
+
+def resolutions() -> dict[str, dict[int, Cell]]:
+    """Cells of the models by the size of the images, in px."""
+    results = read_results(RESULTS / "cifar10" / "resolutions.jsonl")
+    table: dict[str, dict[int, Cell]] = {}
+    for row, cells in arrange(results).items():
+        trained = cells[AS_TRAINED].results[0]["run"]["image_size"][0]
+        sizes = {name: trained if name == AS_TRAINED else int(name.removeprefix("image_size ")) for name in cells}
+        table[row] = {sizes[name]: cells[name] for name in sorted(cells, key=sizes.get)}
+    return table
+
+
+def draw_resolutions() -> dict[str, str]:
+    table = resolutions()
+
+    def paint(figure, theme: dict) -> None:
+        axis = figure.subplots()
+        for place, (row, cells) in enumerate(table.items()):
+            colour, line, marker = MODELS[row]
+            intervals = [cell.interval for cell in cells.values()]
+            means = [100 * interval.mean for interval in intervals]
+            errors = [
+                [100 * (interval.mean - interval.low) for interval in intervals],
+                [100 * (interval.high - interval.mean) for interval in intervals],
+            ]
+            # Models stand side by side, so that their intervals do not cover each other.
+            places = [size + 0.55 * (place - (len(table) - 1) / 2) for size in cells]
+            style = {"color": colour or theme["text"], "linestyle": line, "marker": marker}
+            axis.errorbar(places, means, errors, label=row, capsize=2, markersize=5, linewidth=1.4, **style)
+        axis.set_xticks(list(cells), [f"{size} px" for size in cells])
+        axis.set(xlabel="size of the images in the evaluation; trained at 32 px", ylabel="accuracy (%)")
+        axis.grid(axis="y", alpha=0.4)
+        figure.legend(*axis.get_legend_handles_labels(), loc="outside right center", handlelength=4)
+
+    return draw(paint, 8.0, 4.4)
+
+
+def main(arguments: list[str] | None = None) -> list[Path]:
+    """Writes the pictures; returns their paths."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=FIGURES)
+    folder = parser.parse_args(arguments).output_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, pictures in {"rotations": draw_rotations(), "resolutions": draw_resolutions()}.items():
+        for theme, svg in pictures.items():
+            written.append(folder / f"{name}_{theme}.svg")
+            written[-1].write_text(svg, encoding="utf-8")
+    return written
+
+
+if __name__ == "__main__":
+    start(lambda: print(*main(), sep="\n"))
