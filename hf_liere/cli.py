@@ -12,7 +12,15 @@ from pathlib import Path
 # This file imports only the standard library; a command imports what it needs when it runs, see hf_liere/launcher.
 
 SOURCES = ("liere", "comrope", "naver", "timm", "vit", "clip", "dinov3")
-UPGRADED_ENCODINGS = ("rope_mixed", "liere", "comrope_ap", "comrope_ld", "cayley_string", "circulant_string")
+# The default block_size of every encoding that a model can be upgraded to; `None` means the whole head.
+UPGRADED_ENCODINGS = {
+    "rope_mixed": 2,
+    "liere": 8,
+    "comrope_ap": 8,
+    "comrope_ld": 8,
+    "cayley_string": None,
+    "circulant_string": 16,
+}
 _ALL_BUT_LIERE, _TIMM, _DINOV3 = SOURCES[1:], ("naver", "timm"), ("dinov3",)
 # For every option of `convert` the kinds of source that take it, and what each accepts.
 CONVERT_OPTIONS = {
@@ -137,7 +145,8 @@ def _add_upgrade(subcommands) -> None:
     upgrading.add_argument("checkpoint", help="a model of this package, or a checkpoint that `hf-liere convert` reads")
     upgrading.add_argument("output", help="directory to write; it must not exist or be empty")
     upgrading.add_argument("--position_encoding", choices=UPGRADED_ENCODINGS, help="of the new model")
-    upgrading.add_argument("--block_size", type=int, help="of its generators (8; 2 for rope_mixed)")
+    sizes = ", ".join(f"{size or 'head_dim'} for {name}" for name, size in UPGRADED_ENCODINGS.items())
+    upgrading.add_argument("--block_size", type=int, help=f"of its generators; without it {sizes}")
     upgrading.add_argument(
         "--share_heads", type=value, metavar="true|false", help="one set of generators for all heads"
     )

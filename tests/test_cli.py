@@ -21,6 +21,7 @@ from hf_liere.conversion import sources as conversion_sources
 from hf_liere.conversion.checkpoints import convert_state_dict
 from hf_liere.conversion.upgrades import LEARNED_ENCODINGS
 from hf_liere.errors import InputError
+from hf_liere.models.encoding_traits import ENCODING_TRAITS
 from training.engine.arguments import ModelArguments
 from training.engine.model_setup import resolve_config
 
@@ -52,7 +53,9 @@ def test_a_refused_checkpoint_is_one_line_on_stderr(tmp_path, capsys):
 
 def test_convert_declares_the_options_that_the_converters_take():
     """The table of the parser, which may not import the converters, against the converters."""
-    assert SOURCES == conversion_sources.SOURCES and UPGRADED_ENCODINGS == LEARNED_ENCODINGS
+    assert SOURCES == conversion_sources.SOURCES
+    sizes = {name: ENCODING_TRAITS[name].block_sizes.default for name in LEARNED_ENCODINGS}
+    assert list(UPGRADED_ENCODINGS.items()) == list(sizes.items())
     for source in SOURCES:
         declared = [name for name, accepted in CONVERT_OPTIONS.items() if any(source in kinds for kinds in accepted)]
         assert declared == sorted(conversion_sources.CONVERTERS[source].options())
