@@ -31,21 +31,21 @@ gpu: $(READY)
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(READY)
 	$(BIN)/pip install --quiet --editable ".[test,deepspeed,quantization]"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 	$(MAKE) test-oldest test-newest
 
 test-oldest: $(OLDEST)/ready
-	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile -m "not slow or common"
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow or common"
 
 test-newest:
 	$(if $(NEWER_PYTHON),$(MAKE) $(NEWEST)/ready,@echo "Skipped: no Python newer than $(PYTHON) to test the newest releases on, looked for: $(NEWER).")
-	$(if $(NEWER_PYTHON),$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile -m "not slow or common")
+	$(if $(NEWER_PYTHON),$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow or common")
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -87,7 +87,7 @@ print(json.dumps([loaded, tuned, again, torch.equal(features, direct), type(mode
 """
 
 
-@pytest.mark.parametrize("package", [True, False])
+@pytest.mark.parametrize("package", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_load_train_save_load_in_a_fresh_process(checkpoint, tmp_path, package):
     path, expected = checkpoint
     remote = {} if package else {"trust_remote_code": True}
@@ -201,7 +201,7 @@ def test_image_pipelines_in_a_fresh_process(checkpoint, tmp_path):
     assert shape == [17, 48]
 
 
-@pytest.mark.parametrize("package", [True, False])
+@pytest.mark.parametrize("package", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_video_pipeline_in_a_fresh_process(tiny_video, tmp_path, package):
     av = pytest.importorskip("av", reason="PyAV decodes videos; install hf-liere[video]")
     path = tmp_path / "video"

@@ -179,6 +179,7 @@ def test_table_of_epochs_is_the_time_of_its_images(tmp_path, capsys):
         assert shown == f"{sum(walls) / 2 / batch * images / unit:,.1f}"
 
 
+@pytest.mark.slow
 def test_table_of_growth(tmp_path, capsys):
     """Cells whose interval is too wide say so, and few rounds make no table."""
     arguments = [*TINY, "--table", "growth", "--axes", "depth", "frames", "--rows", "liere4"]
@@ -199,6 +200,7 @@ def test_table_of_growth(tmp_path, capsys):
     assert all(" | 5.0% / not resolved (50.0 – 60.0%) / " in line and "measured" not in line for line in lines)
 
 
+@pytest.mark.slow
 def test_interrupted_run_goes_on(tmp_path):
     output = tmp_path / "speed.jsonl"
     command = [sys.executable, SCRIPT, *TINY, "--rows", "none", "--output", str(output)]

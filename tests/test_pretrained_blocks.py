@@ -129,6 +129,7 @@ def test_as_many_tokens_as_heads(name, length):
     close_to_start(outputs(patch(model, blocks("liere")), inputs), expected)
 
 
+@pytest.mark.slow
 def test_adapters_in_a_fresh_process(tmp_path):
     names = [name for name, encoding in FITTING if encoding == "liere"]
     check_fresh_process(tmp_path, names, blocks("liere"))
