@@ -1,5 +1,6 @@
 """Pictures of sweeps, by [`plot`]: for every encoding the same colour and marker in all of them."""
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ AXES = {
 NOT_ON_AXES = ("max_num_patches",)
 # Smallest span of the axis, in percent for accuracies, so that small differences look small.
 LEAST_SPAN = {"accuracy": 5.0, "AUC": 0.05, "mAP": 0.05, "perplexity": 0.05}
+# Characters of a line that fit above a picture.
+TITLE_WIDTH = 90
 # Beyond this ratio of the largest to the smallest number the axis counts doublings.
 LOGARITHMIC = 8
 
@@ -41,6 +44,9 @@ def plot(table: Table, title: str, path: Path) -> None:
     """A picture of a sweep: lines where a condition or a setting is a number, else a row of points for each model."""
     label = METRICS[next(iter(next(iter(table.values())).values())).metric()]
     lines, number = lines_of(table)
+    if len(lines) > len(STYLES):
+        # More lines than styles cannot be told apart.
+        lines = {}
     height = 4.5 if lines else 1.3 + 0.32 * len(table)
     figure, axes = pyplot.subplots(figsize=(7, height), layout="constrained")
     scale = f"{label} (%)" if label == "accuracy" else label
@@ -59,7 +65,7 @@ def plot(table: Table, title: str, path: Path) -> None:
     low, high = axes.get_ylim() if lines else axes.get_xlim()
     missing = max(LEAST_SPAN[label] - (high - low), 0) / 2
     (axes.set_ylim if lines else axes.set_xlim)(low - missing, high + missing)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
