@@ -73,6 +73,7 @@ def history(hub, repo_id="tester/model"):
         return repo and [commit["title"] for _, commit in repo.history(repo.resolve("main"))][-2::-1]
 
 
+@pytest.mark.slow
 def test_every_kind_of_model_from_one_process_to_another(saved, hub, storage, tmp_path, monkeypatch):
     # Code that comes with a checkpoint has no kernels for CPUs, which round otherwise.
     monkeypatch.setenv("HF_LIERE_CPU_KERNELS", "0")

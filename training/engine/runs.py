@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.numpy import save_file
+from torch import distributed
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -38,6 +39,9 @@ def start(main: Callable[[], Any]) -> None:
     """Runs a script from the command line: errors that its user can correct are one sentence, without a traceback."""
     try:
         main()
+        # Threads of a process group that is left to the interpreter's end can abort the process.
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
     except (InputError, HubError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
     except OSError as error:
