@@ -17,7 +17,7 @@ from .conversion.resizing import load_or_convert, resize_input
 from .conversion.upgrades import upgrade_encoding
 from .hub.cards import render
 from .hub.checked_facts import CONVERSION_FILE, facts_of_run
-from .models.configuration_liere import LieREConfig
+from .models.configuration_liere import LieREConfig, LieREPixelConfig
 from .models.modeling_liere import LieREPreTrainedModel
 from .storage.saved_weights import file_digest, saved_weights_digest
 from .storage.targets import new_directory
@@ -110,6 +110,11 @@ def upgrade_checkpoint(
         local = locate(checkpoint, revision)
         statistics = _statistics(local, json_beside(local, "config.json"))
         model = load_or_convert(checkpoint, revision)
+        if not isinstance(model.config, LieREPixelConfig):
+            raise ConversionError(
+                f"{checkpoint} is a model of tokens, which has neither images nor a card; accepted are models of "
+                "images and videos. In Python, hf_liere.upgrade_encoding takes it."
+            )
         if position_encoding is not None:
             model = upgrade_encoding(model, position_encoding=position_encoding, **options)
         if image_size is not None:

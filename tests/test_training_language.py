@@ -378,7 +378,8 @@ CHECKPOINT = "CHECKPOINT"
         (["--config_overrides", '{"vocab_size": 100}'], "tokenizer has 257 tokens, the model 100"),
         (["--model_type", "gpt2", "--config_overrides", '{"n_positions": 32, "n_embd": 24}'], "has positions for 32"),
         (["--trainable", "rotary"], "a new model has nothing pretrained"),
-        ([*CHECKPOINT.split(), "--trainable", "rotary"], "nothing is patched; accepted: with --position_encoding"),
+        ([CHECKPOINT, "--block_size", 4], "block_size without --position_encoding would do nothing"),
+        ([CHECKPOINT, "--trainable", "rotary"], "nothing is patched; accepted: with --position_encoding"),
         ([CHECKPOINT, "--config_overrides", "{}"], "--config_overrides is for new models"),
         ([CHECKPOINT, *PLANES, "--rotary_init", "zeros"], "pass rotary_init='pretrained'"),
         ([CHECKPOINT, "--position_encoding", "liere", "--block_size", 32], "block_size"),
@@ -411,3 +412,7 @@ def test_files_that_cannot_be_read_are_named_without_a_traceback(tmp_path):
     arguments = TextDataArguments(text_folder=str(tmp_path), max_length=4)
     # Of a folder the others are read.
     assert len(load_texts(arguments, byte_tokenizer(), ("training",), 0).train) == 1
+    for pattern in ("/absolute/*.py", ""):
+        arguments = TextDataArguments(text_folder=str(tmp_path), text_patterns=[pattern], max_length=4)
+        with pytest.raises(ValueError, match=f"--text_patterns '{pattern.partition('*')[0]}.*patterns in the folder"):
+            load_texts(arguments, byte_tokenizer(), ("training",), 0)

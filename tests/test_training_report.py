@@ -362,10 +362,10 @@ def test_native_aspect_ratios_stand_against_squares(results, tmp_path):
 
 def test_no_two_encodings_of_a_picture_look_alike():
     names = ["no positions", "Absolute", "Axial RoPE", "RoPE-Mixed", "LieRE8", "LieRE32", "ComRoPE-AP", "ComRoPE-LD"]
-    styles = plots._styles(names)
+    styles = plots.styles(names)
     for name in ("color", "marker"):
         assert len({style[name] for style in styles.values()}) == 8
-    some = plots._styles(["ComRoPE-LD", "LieRE8", "LieRE32"])
+    some = plots.styles(["ComRoPE-LD", "LieRE8", "LieRE32"])
     assert all(styles[name] == style for name, style in some.items())
 
 

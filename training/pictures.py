@@ -22,6 +22,7 @@ from hf_liere.inspection.plots import COLOURS, draw
 from hf_liere.models.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.positions import of_grid
 from training.engine.runs import start
+from training.reporting.plots import styles
 from training.reporting.result_lines import read_results
 from training.reporting.result_table import AS_TRAINED, Cell, arrange
 
@@ -48,16 +49,16 @@ WALKS = {
     "along a column": ((1, 0), {"color": COLOURS[1], "linestyle": "--", "linewidth": 2.2, "marker": "s"}),
     "along the diagonal": ((1, 1), {"color": COLOURS[2], "linestyle": ":", "linewidth": 1.6, "marker": "^"}),
 }
-# A colour, a line and a marker for each row of the sweep; `None` is the colour of the text.
-MODELS = {
-    "no positions": (None, ":", "x"),
-    "Absolute": (None, "-", "s"),
-    "Axial RoPE": ("#56B4E9", "--", "d"),
-    "RoPE-Mixed": ("#E69F00", "--", "^"),
-    "LieRE8": ("#0072B2", "-", "o"),
-    "LieRE32": ("#0072B2", ":", "v"),
-    "ComRoPE-AP": ("#009E73", "-.", "<"),
-    "ComRoPE-LD": ("#D55E00", "-.", ">"),
+# Lines of the rows of the sweep, whose colours and markers are those of the report.
+LINES = {
+    "no positions": ":",
+    "Absolute": "-",
+    "Axial RoPE": "--",
+    "RoPE-Mixed": "--",
+    "LieRE8": "-",
+    "LieRE32": ":",
+    "ComRoPE-AP": "-.",
+    "ComRoPE-LD": "-.",
 }
 
 
@@ -155,11 +156,11 @@ def resolutions() -> dict[str, dict[int, Cell]]:
 
 def draw_resolutions() -> dict[str, str]:
     table = resolutions()
+    looks = styles(list(table))
 
     def paint(figure, theme: dict) -> None:
         axis = figure.subplots()
         for place, (row, cells) in enumerate(table.items()):
-            colour, line, marker = MODELS[row]
             intervals = [cell.interval for cell in cells.values()]
             means = [100 * interval.mean for interval in intervals]
             errors = [
@@ -168,7 +169,9 @@ def draw_resolutions() -> dict[str, str]:
             ]
             # Models stand side by side, so that their intervals do not cover each other.
             places = [size + 0.55 * (place - (len(table) - 1) / 2) for size in cells]
-            style = {"color": colour or theme["text"], "linestyle": line, "marker": marker}
+            # Black is the colour of text, which is light on a dark page.
+            color = looks[row]["color"].replace("#000000", theme["text"])
+            style = looks[row] | {"color": color, "linestyle": LINES[row]}
             axis.errorbar(places, means, errors, label=row, capsize=2, markersize=5, linewidth=1.4, **style)
         axis.set_xticks(list(cells), [f"{size} px" for size in cells])
         axis.set(xlabel="size of the images in the evaluation; trained at 32 px", ylabel="accuracy (%)")

@@ -105,9 +105,14 @@ class DINOv3(Source):
                 for kind in ("weight", "bias"):
                     key = f"layers.{index}.{name}.{kind}"
                     self.encoder[key] = _halves_to_pairs(self.encoder[key], heads)
-        spectrum = self.rope_theta ** -(torch.arange(head_dim // 4, dtype=torch.float64) / (head_dim // 4))
-        self.set_frequencies(spectrum, self.rope_theta, head_dim, [4 * math.pi] * 2)
-        self.fields |= {"coordinates": "unit", "rotate_prefix": True, "prefix_coordinate": 0.5}
+        self.fields |= {
+            "position_encoding": "axial_rope",
+            "rope_theta": self.rope_theta,
+            "rotary_init_scale": 4 * math.pi,
+            "coordinates": "unit",
+            "rotate_prefix": True,
+            "prefix_coordinate": 0.5,
+        }
 
 
 def _halves_to_pairs(tensor: torch.Tensor, heads: int) -> torch.Tensor:

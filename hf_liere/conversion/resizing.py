@@ -3,14 +3,15 @@
 import os
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
 from ..auto import load_checkpoint
 from ..models.configuration_liere import LieREConfig, LieREViTConfig
 from ..models.modeling_liere import LieREPreTrainedModel
+from ..models.modeling_patched import TYPE_PREFIX
 from .base import ConversionError, sizes
 from .checkpoints import convert_state_dict
 from .reading import OWN_MODEL_TYPES, json_beside, locate, read_checkpoint
+from .rebuilding import changed_config, encoder_of, rebuilt
 from .upgrades import LEARNED_ENCODINGS
 
 
@@ -25,16 +26,17 @@ def load_or_convert(checkpoint: str | os.PathLike, revision: str | None = None) 
     """
     local = locate(checkpoint, revision)
     config = json_beside(local, "config.json") or {}
-    if not (local.is_dir() and config.get("model_type") in OWN_MODEL_TYPES):
-        tensors, source_config = read_checkpoint(local)
-        return convert_state_dict(tensors, source_config=source_config).model()
-    model, _ = load_checkpoint(checkpoint, revision)
-    if not isinstance(model, LieREPreTrainedModel):
+    kind = str(config.get("model_type"))
+    if local.is_dir() and kind.startswith(TYPE_PREFIX):
         raise ConversionError(
-            f"{checkpoint} is a {config['model_type']}, whose encoding stays as it was patched; accepted are models of "
-            "the classes LieREViT… and LieREVideo…, and checkpoints that hf-liere convert reads."
+            f"{checkpoint} is a {kind}, whose encoding stays as it was patched; accepted are models of the classes "
+            "LieREViT… and LieREVideo…, and checkpoints that hf-liere convert reads."
         )
-    return model
+    if local.is_dir() and kind in OWN_MODEL_TYPES:
+        model, _ = load_checkpoint(checkpoint, revision)
+        return model
+    tensors, source_config = read_checkpoint(local)
+    return convert_state_dict(tensors, source_config=source_config).model()
 
 
 def resize_input(model: LieREPreTrainedModel, image_size: int | list[int] | tuple[int, int]) -> LieREPreTrainedModel:
@@ -56,27 +58,23 @@ def resize_input(model: LieREPreTrainedModel, image_size: int | list[int] | tupl
     old = model.config
     height, width = sizes("image_size", tuple(image_size) if isinstance(image_size, list) else image_size, 2)
     changes = {"image_size": height if height == width else [height, width]}
+    config = changed_config(old, changes)
+    encoder, prefix = encoder_of(model)
     try:
-        config = type(old).from_dict(old.to_dict() | changes)
-        encoder = getattr(model, model.base_model_prefix, model)
         table = encoder.embeddings.patch_table(config.train_grid, None)
-    except (StrictDataclassError, ValueError) as error:
+    except ValueError as error:
         raise ConversionError(f"No such model: {error}") from error
     ratios = [_coordinate_ratio(old.coordinates, *axis) for axis in zip(config.train_grid, old.train_grid)]
     state_dict = dict(model.state_dict())
-    prefix = "" if encoder is model else f"{model.base_model_prefix}."
     if table is not None:
         name = f"{prefix}embeddings.position_embeddings"
         of_class_token = state_dict[name][:, : int(old.use_class_token)]
         state_dict[name] = torch.cat([of_class_token, table.detach()], dim=1)
     if set(ratios) != {1.0}:
-        _scale_generators(state_dict, f"{prefix}rotary_encoding.", config, ratios)
-    config._attn_implementation = old._attn_implementation
-    # As of a bare model for masked images.
-    arguments = {"use_mask_token": True} if encoder is model and encoder.embeddings.mask_token is not None else {}
-    resized = type(model)(config, **arguments)
-    resized.load_state_dict({name: tensor.clone() for name, tensor in state_dict.items()}, assign=True)
-    return resized.train(model.training)
+        _check_scalable(config)
+        for name, tensor in encoder.rotary_encoding.scaled(torch.tensor(ratios)).items():
+            state_dict[f"{prefix}rotary_encoding.{name}"] = tensor
+    return rebuilt(model, config, state_dict)
 
 
 def _coordinate_ratio(coordinates: str | None, size: int, trained: int) -> float:
@@ -84,10 +82,8 @@ def _coordinate_ratio(coordinates: str | None, size: int, trained: int) -> float
     return {"train_grid": size / trained, "train_index": trained / size}.get(coordinates, 1.0)
 
 
-def _scale_generators(
-    state_dict: dict[str, torch.Tensor], prefix: str, config: LieREConfig, ratios: list[float]
-) -> None:
-    """Multiply what rotates with each axis by its ratio."""
+def _check_scalable(config: LieREConfig) -> None:
+    """Raises where coordinates of another scale act on more than generators, or generators are fixed."""
     reason = None
     if config.position_table_size is not None:
         reason = "its table is read at these coordinates"
@@ -100,12 +96,3 @@ def _scale_generators(
             f"image_size={config.image_size} changes the coordinates {config.coordinates!r} of patches, and no "
             f"model of {config.position_encoding} computes the same, because {reason}."
         )
-    factors = torch.tensor(ratios)
-    if config.position_encoding == "comrope_ap":
-        generators = state_dict[f"{prefix}generators"]  # (layers, heads, blocks, entries), the axes in turn
-        of_block = factors[torch.arange(generators.shape[2]) % len(ratios)].to(generators)
-        state_dict[f"{prefix}generators"] = generators * of_block.unsqueeze(-1)
-    else:
-        name = f"{prefix}{'multipliers' if config.position_encoding == 'comrope_ld' else 'generators'}"
-        axes = state_dict[name]
-        state_dict[name] = axes * factors.to(axes).view(-1, *[1] * (axes.ndim - 1))

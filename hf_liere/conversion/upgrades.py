@@ -27,15 +27,16 @@ encodings that learn no rotations. Spherical RoPE is a product of rotations, whi
 """
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
 from ..models.configuration_liere import LieREConfig
 from ..models.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, traits_of
 from ..models.encodings import ENCODING_CLASSES
+from ..models.encodings_in_basis import EncodingInBasis
 from ..models.lie_algebra import common_planes, skew, skew_entries
 from ..models.modeling_liere import LieREPreTrainedModel
 from ..models.rotary_encoding import RotaryEncoding
 from .base import ConversionError
+from .rebuilding import changed_config, encoder_of, rebuilt
 
 
 LEARNED_ENCODINGS = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.learned and not traits.product)
@@ -75,20 +76,17 @@ def upgrade_encoding(
         )
     changes = {"block_size": block_size, "share_heads": share_heads, "share_layers": share_layers}
     config = _upgraded_config(model.config, {"position_encoding": position_encoding, **changes})
-    encoder = getattr(model, model.base_model_prefix, model)
+    encoder, prefix = encoder_of(model)
     parameters, bases = _upgraded_parameters(encoder.rotary_encoding, model.config, config)
     state_dict = {name: tensor for name, tensor in model.state_dict().items() if "rotary_encoding." not in name}
-    prefix = "" if encoder is model else f"{model.base_model_prefix}."
     device = next(model.parameters()).device
     for name, tensor in parameters.items():
         state_dict[f"{prefix}rotary_encoding.{name}"] = tensor.float().to(device)
-    arguments = {"use_mask_token": True} if encoder is model and encoder.embeddings.mask_token is not None else {}
-    upgraded = type(model)(config, **arguments)
-    upgraded.load_state_dict({name: tensor.clone() for name, tensor in state_dict.items()}, assign=True)
+    upgraded = rebuilt(model, config, state_dict)
     if bases is not None:
-        for index, layer in enumerate(getattr(upgraded, upgraded.base_model_prefix, upgraded).layers):
+        for index, layer in enumerate(encoder_of(upgraded)[0].layers):
             layer.attention.fold(bases[index % len(bases)].unsqueeze(1).to(device))
-    return upgraded.train(model.training)
+    return upgraded
 
 
 def _upgraded_config(config: LieREConfig, changes: dict[str, object]) -> LieREConfig:
@@ -97,16 +95,9 @@ def _upgraded_config(config: LieREConfig, changes: dict[str, object]) -> LieRECo
     for name in ("share_heads", "share_layers"):
         if changes[name] is None:
             changes[name] = learned and getattr(config, name)
-        if learned and changes[name] and not getattr(config, name):
-            raise ConversionError(f"{name}=True: generators that differ cannot become one set.")
     # Fields for which the new encoding has its own defaults.
     changes |= dict.fromkeys(("rotary_init", "rotary_init_scale", "rope_theta", *OWN_FIELDS))
-    try:
-        upgraded = type(config).from_dict(config.to_dict() | changes)
-    except (StrictDataclassError, ValueError) as error:
-        raise ConversionError(f"No such model: {error}") from error
-    upgraded._attn_implementation = config._attn_implementation
-    return upgraded
+    return changed_config(config, changes)
 
 
 def _upgraded_parameters(
@@ -123,13 +114,13 @@ def _upgraded_parameters(
     with torch.no_grad():
         parameter = next(encoding.parameters(), torch.empty(0))
         matrices = skew(encoding.entries(parameter.device).detach().double().cpu(), encoding.block_size)
+    kept = {"share_layers": (target.layers, matrices.shape[1]), "share_heads": (target.heads, matrices.shape[2])}
+    for name, (wanted, found) in kept.items():
+        if wanted < found:
+            raise ConversionError(f"{name}=True: generators that differ cannot become one set.")
     try:
-        if traits_of(old).product:
-            raise ConversionError(
-                f"No exact upgrade from {old.position_encoding}: its rotations are products of exponentials."
-            )
-        entries = _in_place(matrices, old, new)
-        return _of_entries(entries.expand(-1, target.layers, target.heads, -1, -1), new.position_encoding), None
+        entries = _in_place(matrices, old, target)
+        return _of_entries(entries.expand(-1, target.layers, target.heads, -1, -1), target), None
     except ConversionError as reason:
         planes = common_planes(matrices)
         if planes.error.max() > ROUNDING:
@@ -142,16 +133,22 @@ def _upgraded_parameters(
     return _of_planes(target, frequencies.expand(-1, target.layers, target.heads, -1)), bases
 
 
-def _in_place(matrices: torch.Tensor, old: LieREConfig, new: LieREConfig) -> torch.Tensor:
+def _in_place(matrices: torch.Tensor, old: LieREConfig, target: RotaryEncoding) -> torch.Tensor:
     """
     Entries of blocks that hold the old blocks on their diagonal, and zeros where there are none left, (A, layers,
     heads, blocks, entries).
 
     Raises:
-        ConversionError: if old blocks would be cut or not be rotated any more, or the new ones have their own form.
+        ConversionError: if the rotations are no exponentials of sums, old blocks would be cut or not be rotated any
+            more, or the new ones have their own form.
     """
+    new = target.config
     old_size, size = matrices.shape[-1], new.block_size
-    if new.position_encoding in ("cayley_string", "circulant_string"):
+    if traits_of(old).product:
+        raise ConversionError(
+            f"No exact upgrade from {old.position_encoding}: its rotations are products of exponentials."
+        )
+    if isinstance(target, EncodingInBasis) and not traits_of(new).proportional:
         raise ConversionError(
             f"No exact upgrade from {old.position_encoding} to {new.position_encoding} in place: its parameters are "
             "frequencies of planes."
@@ -288,21 +285,19 @@ def _that_share_blocks(frequencies: torch.Tensor, encoding: str) -> list[tuple[i
 def _of_planes(target: RotaryEncoding, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
     """Parameters by name, from the frequencies (A, layers, heads, planes) of an encoding's planes."""
     if traits_of(target.config).proportional:
-        return _of_entries(target.in_blocks(frequencies), target.config.position_encoding)
+        return _of_entries(target.in_blocks(frequencies), target)
     return target.of_planes(frequencies)
 
 
-def _of_entries(entries: torch.Tensor, position_encoding: str) -> dict[str, torch.Tensor]:
+def _of_entries(entries: torch.Tensor, target: RotaryEncoding) -> dict[str, torch.Tensor]:
     """Parameters by name, from the entries of the generators (A, layers, heads, blocks, entries)."""
-    traits = ENCODING_TRAITS[position_encoding]
+    traits = traits_of(target.config)
     if traits.serves_one_axis:
-        axes, block = len(entries), torch.arange(entries.shape[3])
-        # Each block serves one axis, and the axes alternate.
-        serves = (block % axes == torch.arange(axes).unsqueeze(-1)).view(axes, 1, 1, -1, 1)
+        serves = target.axis_multipliers(entries.device).unsqueeze(-1)
         if (entries * ~serves).norm() > ROUNDING * entries.norm():
             raise ConversionError(
-                f"No exact upgrade to {position_encoding}: each of its blocks rotates with one axis alone, the axes in "
-                "turn."
+                f"No exact upgrade to {target.config.position_encoding}: each of its blocks rotates with one axis "
+                "alone, the axes in turn."
             )
         return {"generators": (entries * serves).sum(0)}
     return _proportional(entries) if traits.proportional else {"generators": entries}

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationMixin
-
 from ..auto import model_class
 from ..storage.saved_weights import ADAPTER_CONFIG, first_line, read_json
 from .facts import METRICS, FactsError, common_facts
@@ -46,7 +44,9 @@ def can_be_described(folder: Path) -> bool:
     except ValueError:
         # What is none of our models is noticed where it is described.
         return True
-    return bool({"image", "video"} & set(cls.input_modalities)) and not issubclass(cls, GenerationMixin)
+    taken = cls.input_modalities
+    taken = {taken} if isinstance(taken, str) else set(taken)
+    return bool({"image", "video"} & taken) and not cls.can_generate()
 
 
 def describe_checkpoint(folder: Path) -> dict[str, Any]:

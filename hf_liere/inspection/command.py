@@ -80,12 +80,12 @@ def inspect_checkpoint(
             raise InspectionError(
                 f"--image_sizes {image_sizes} are sizes of images; give some with --image or --dataset."
             )
+        names = _names(wanted)
         inspected = [
-            _inspect(name, *found, samples, image_sizes, batch_size, progress)
-            for name, found in zip(_names(wanted), loaded)
+            _inspect(name, *found, samples, image_sizes, batch_size, progress) for name, found in zip(names, loaded)
         ]
         first, *others = inspected
-        comparison = compare(first.analysis, others[0].analysis, _names(wanted)) if others else None
+        comparison = compare(first.analysis, others[0].analysis, names) if others else None
         page = render(inspected, comparison)
         try:
             first.analysis.save(partial)

@@ -17,7 +17,8 @@ class Comparison:
             [`Frequencies`]; `None` where generators do not commute or the shapes differ.
         change: (layers, heads, planes) ‖f − g‖ of the planes f and g of the same rank.
         generators: (layers,) ‖A − B‖ / ‖A‖ in the Frobenius norm over all axes and heads; `None` where the encodings
-            differ. Where the first model is what the second was trained from, this is its distance from the start.
+            or the units of their coordinates differ. Where the first model is what the second was trained from, this
+            is its distance from the start.
         remarks: One sentence for each comparison that is not possible.
     """
 
@@ -42,10 +43,14 @@ def compare(first: Analysis, second: Analysis, names: tuple[str, str]) -> Compar
     if kinds[0] == kinds[1] and shapes[0] == shapes[1]:
         generators = [encoding.generators.transpose(0, 1).flatten(1) for encoding in encodings]
         norms = generators[0].norm(dim=1)
-        found.generators = (generators[1] - generators[0]).norm(dim=1) / norms.where(norms > 0, 1)
-        if not norms.all():
-            found.generators = None
+        # One patch along each axis, in coordinates, in whose units generators are.
+        patches = [encoding.positions for encoding in encodings]
+        if not torch.equal(*patches):
+            found.remarks.append("Generators are not compared: a patch is another distance in the coordinates of each.")
+        elif not norms.all():
             found.remarks.append(f"Generators of {names[0]} are zero, so that there is no relative change of them.")
+        else:
+            found.generators = (generators[1] - generators[0]).norm(dim=1) / norms
     frequencies = [encoding.frequencies for encoding in encodings]
     if free := [name for name, known in zip(names, frequencies) if known is None]:
         found.remarks.append(

@@ -262,44 +262,27 @@ def few_ticks(*axes) -> None:
         axis.set_major_formatter(ticker.StrMethodFormatter("{x:.4g}"))
 
 
-def plot_frequencies(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:
-    frequencies = encoding.frequencies.per_patch
-    layers = frequencies.shape[1]
-    pairs = encoding.commutators.axes
-    bound = frequencies.abs().max().item() * 1.08 or 0.1
-    size = 14 if frequencies[0].numel() < 500 else 5
-
-    def paint(figure: Figure, theme: dict) -> None:
-        panels = figure.subplots(1, len(pairs), squeeze=False)[0]
-        for axis, (first, second) in zip(panels, pairs):
-            for layer, style in enumerate(layer_styles(layers, theme)):
-                points = (frequencies[index, layer].flatten().numpy() for index in (second, first))
-                axis.scatter(*points, s=size, alpha=0.7, linewidths=0, **style)
-            _frequency_plane(axis, theme, bound, axes[second], axes[first])
-        panels[0].legend(fontsize=8, loc="upper right")
-
-    return draw(paint, min(10.0, 4.6 * len(pairs)), 4.4)
-
-
-def plot_frequency_changes(analysis: Analysis, before: torch.Tensor, after: torch.Tensor) -> dict[str, str]:
+def plot_frequencies(analysis: Analysis, models: Sequence[torch.Tensor]) -> dict[str, str]:
     """
-    A line for every plane from its frequency in one model to that in another.
+    A point for every plane, and with two models a line to it from its frequency in the first of them.
 
     Args:
         analysis: Of either model, for its axes.
-        before, after: (A, layers, heads, planes), in radians per patch.
+        models: (A, layers, heads, planes) of one model or two, in radians per patch.
     """
     axes, pairs = axis_names(analysis), analysis.encoding.commutators.axes
-    bound = max(before.abs().max().item(), after.abs().max().item()) * 1.08 or 0.1
-    size = 14 if before[0].numel() < 500 else 5
+    bound = max(frequencies.abs().max().item() for frequencies in models) * 1.08 or 0.1
+    size = 14 if models[-1][0].numel() < 500 else 5
 
     def paint(figure: Figure, theme: dict) -> None:
         panels = figure.subplots(1, len(pairs), squeeze=False)[0]
         for axis, (first, second) in zip(panels, pairs):
-            for layer, style in enumerate(layer_styles(before.shape[1], theme)):
-                ends = [model[[second, first], layer].flatten(1).T for model in (before, after)]  # (planes, 2) each
-                axis.add_collection(LineCollection(torch.stack(ends, dim=1).numpy(), colors=style["color"], alpha=0.7))
-                axis.scatter(*ends[1].T.numpy(), s=size, alpha=0.7, linewidths=0, **style)
+            for layer, look in enumerate(layer_styles(models[-1].shape[1], theme)):
+                ends = [model[[second, first], layer].flatten(1).T for model in models]  # (planes, 2) each
+                if len(ends) > 1:
+                    lines = torch.stack(ends, dim=1).numpy()
+                    axis.add_collection(LineCollection(lines, colors=look["color"], alpha=0.7))
+                axis.scatter(*ends[-1].T.numpy(), s=size, alpha=0.7, linewidths=0, **look)
             _frequency_plane(axis, theme, bound, axes[second], axes[first])
         panels[0].legend(fontsize=8, loc="upper right")
 

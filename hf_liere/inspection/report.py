@@ -19,7 +19,6 @@ from .plots import (
     plot_angles,
     plot_commutators,
     plot_frequencies,
-    plot_frequency_changes,
     plot_generators,
     plot_output_change,
     plot_relativity,
@@ -37,6 +36,13 @@ ENCODINGS = {
     "none": "no positions at all",
     "absolute": "a learned table of absolute positions",
     **{name: traits.description for name, traits in ENCODING_TRAITS.items()},
+}
+# Names in configurations of what the description of a model holds.
+SHAPE = {
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "head_dim": "head_dim",
+    "hidden_size": "hidden_size",
 }
 COORDINATES = {
     "index": "patch indices 0, 1, 2, …",
@@ -103,7 +109,7 @@ def compared(models: Sequence[Inspected], comparison: Comparison) -> dict:
                 f"{second} (a point), in the order of their magnitudes. Planes without a line have not changed. Models "
                 "with the same frequencies can compute the same, whatever their encodings are called.",
                 "Lines between the learned angular frequencies of two models, by layer.",
-                plot_frequency_changes(models[0].analysis, *comparison.frequencies),
+                plot_frequencies(models[0].analysis, comparison.frequencies),
             )
         ]
     columns = {}
@@ -162,7 +168,8 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
             ("rotated layers", f"{model['rotated_layers']} of {model['layers']}"),
             ("folded", model["folded"]),
         ]
-    rows.append(("head_dim", model["head_dim"]))
+    rows += [(name, model[key]) for name, key in SHAPE.items()]
+    rows.append(("train_grid", " × ".join(map(str, model["train_grid"]))))
     if model["patch_size"] is not None:
         rows.append(("patch_size", " × ".join(map(str, model["patch_size"]))))
     return [(name, "—" if value is None else str(value)) for name, value in rows]
@@ -218,7 +225,7 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
                 "planes, which the query and key weights can take up, so that encodings whose generators commute can "
                 f"be compared by them. The largest component is {largest:.3g} radians per patch.{beyond}",
                 "Scatter plot of the learned angular frequencies, by layer.",
-                plot_frequencies(encoding, axes),
+                plot_frequencies(analysis, [encoding.frequencies.per_patch]),
             )
         )
     return plots

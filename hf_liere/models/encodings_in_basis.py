@@ -117,6 +117,13 @@ class ComRoPEAxialPartition(EncodingInBasis):
         multipliers = self.axis_multipliers(device).to(dtype).expand(-1, self.layers, self.heads, -1)[:, layers]
         return basis, multipliers.unsqueeze(-1) * frequencies
 
+    @torch.no_grad()
+    def scaled(self, factors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As [`RotaryEncoding.scaled`]: each block with the factor of its axis."""
+        factors = factors.to(self.generators).view(-1, 1, 1, 1)
+        of_block = (self.axis_multipliers(factors.device) * factors).sum(0)
+        return {"generators": self.generators * of_block.unsqueeze(-1)}
+
     def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
         """As [`RotaryEncoding.of_planes`]: all planes of block j rotate with axis j mod A alone."""
         return {"generators": self.in_blocks(frequencies.sum(0))}
@@ -154,6 +161,11 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
 
     def axis_multipliers(self, device: torch.device) -> torch.Tensor:
         return self.multipliers
+
+    @torch.no_grad()
+    def scaled(self, factors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As [`RotaryEncoding.scaled`], of the multipliers."""
+        return {"multipliers": self.multipliers * factors.to(self.multipliers).view(-1, 1, 1, 1)}
 
     def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
         """As [`RotaryEncoding.of_planes`]: all planes of a block rotate with one axis alone."""

@@ -190,6 +190,12 @@ class RotaryEncoding(LearnedRotations):
         """
         raise NotImplementedError
 
+    @torch.no_grad()
+    def scaled(self, factors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parameters that change, by name, for generators that are (A,) `factors` as large."""
+        shape = (-1, *[1] * (self.generators.ndim - 1))
+        return {"generators": self.generators * factors.to(self.generators).view(shape)}
+
     def basis_of_planes(self, device: torch.device) -> torch.Tensor | None:
         """(b, b) basis of a block, the planes of [`of_planes`] first; `None` where these are pairs of channels."""
         return None

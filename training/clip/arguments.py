@@ -10,14 +10,14 @@ from hf_liere.errors import InputError
 from training.clip.classifiers import TRAINABLE
 from training.engine.arguments import CheckpointArguments, RunArguments, flag
 from training.engine.model_setup import checkpoint_config
-from training.engine.patching import find_adapters
+from training.engine.patching import LoraArguments, find_adapters
 
 
 HEADS = ("classifier", "zero_shot")
 
 
 @dataclass
-class FineTuningArguments(CheckpointArguments):
+class FineTuningArguments(CheckpointArguments, LoraArguments):
     vision_config: str | None = flag(
         None, "json of CLIPVisionConfig's fields: a new CLIP vision tower instead of a checkpoint."
     )
@@ -34,8 +34,6 @@ class FineTuningArguments(CheckpointArguments):
         "What learns: the rotations, also the classifier, also LoRA in attention, or all of the tower.",
         choices=list(TRAINABLE),
     )
-    lora_rank: int = flag(8, "Rank of LoRA's matrices.")
-    lora_alpha: float = flag(16.0, "LoRA's products are scaled by this over the rank.")
     baseline: bool = flag(True, "Train the unpatched model beside it, from the same seed for as many steps.")
 
     def architecture(self) -> dict[str, Any]:
@@ -48,8 +46,6 @@ class FineTuningTrainingArguments(RunArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        # The forward of the models trained here takes no labels.
-        self.label_names = ["labels"]
         if self.head_learning_rate_factor < 0:
             raise InputError(f"--head_learning_rate_factor {self.head_learning_rate_factor}; accepted: 0 and above.")
         if self.push_to_hub:

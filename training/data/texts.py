@@ -217,7 +217,7 @@ def _folder_documents(folder: Path, patterns: list[str]) -> datasets.DatasetDict
     documents, unreadable = {}, []
     for split, part in parts.items():
         texts = []
-        for path in sorted({path for pattern in patterns for path in part.glob(pattern) if path.is_file()}):
+        for path in _matching(part, patterns):
             try:
                 texts.append(path.read_text(encoding="utf-8"))
             except UnicodeDecodeError:
@@ -228,6 +228,19 @@ def _folder_documents(folder: Path, patterns: list[str]) -> datasets.DatasetDict
     if unreadable:
         logger.warning(f"{len(unreadable)} files are not in UTF-8 and left out: {listed(unreadable)}.")
     return _as_tables(documents)
+
+
+def _matching(folder: Path, patterns: list[str]) -> list[Path]:
+    """Files of a folder that match one of the patterns."""
+    found = set()
+    for pattern in patterns:
+        try:
+            found |= {path for path in folder.glob(pattern) if path.is_file()}
+        except (NotImplementedError, ValueError) as error:
+            raise InputError(
+                f"--text_patterns {pattern!r}: {error}; accepted: patterns in the folder, such as **/*.py."
+            ) from error
+    return sorted(found)
 
 
 def _read_text(name: str) -> str:

@@ -16,7 +16,7 @@ from hf_liere.models.modeling_patched import is_restorable
 from hf_liere.models.rotary_patch import plan
 from hf_liere.patching.adapters import read_adapter
 from hf_liere.storage.saved_weights import ADAPTER_CONFIG
-from training.engine.arguments import flag
+from training.engine.arguments import flag, require_numbers
 
 
 UNPATCHED = "none"
@@ -64,18 +64,33 @@ def patch_config(arguments: PatchArguments) -> RotaryPatchConfig:
         raise InputError(str(error)) from error
 
 
-def check_patch(auto_class: type, config: PreTrainedConfig, patched: RotaryPatchConfig) -> None:
-    """Raises [`InputError`] for what a model of this configuration cannot take; only its shapes are made."""
+def on_meta(auto_class: type, config: PreTrainedConfig) -> PreTrainedModel:
+    """Only the shapes of a model. Raises [`InputError`] for a configuration that the class does not take."""
     try:
         with torch.device("meta"):
-            model = auto_class.from_config(copy.deepcopy(config))
+            return auto_class.from_config(copy.deepcopy(config))
     except ValueError as error:
         # The further lines of the message list all classes of transformers.
         raise InputError(str(error).splitlines()[0]) from error
+
+
+def check_patch(auto_class: type, config: PreTrainedConfig, patched: RotaryPatchConfig) -> None:
+    """Raises [`InputError`] for what a model of this configuration cannot take; only its shapes are made."""
+    model = on_meta(auto_class, config)
     try:
         plan(model, patched)
     except ValueError as error:
         raise InputError(" ".join(str(error).split())) from error
+
+
+@dataclasses.dataclass
+class LoraArguments:
+    lora_rank: int = flag(8, "Rank of LoRA's matrices; adapters that are trained further keep theirs.")
+    lora_alpha: float = flag(16.0, "LoRA's products are scaled by this over the rank.")
+
+    def __post_init__(self):
+        require_numbers(self, "lora_rank", lowest=1)
+        require_numbers(self, "lora_alpha")
 
 
 def with_lora(

@@ -4,6 +4,7 @@ import errno
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,11 @@ def start(main: Callable[[], Any]) -> None:
     """Runs a script from the command line: errors that its user can correct are one sentence, without a traceback."""
     try:
         main()
-        # Threads of a process group that is left to the interpreter's end can abort the process.
         if distributed.is_available() and distributed.is_initialized():
             distributed.destroy_process_group()
+            # Gloo's threads outlive the group, to which DDP keeps a reference. One that still has to release the
+            # tensors of the last collective needs Python's lock; once Python ends, waiting for it aborts the process.
+            time.sleep(0.2)
     except (InputError, HubError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
     except OSError as error:

@@ -147,6 +147,8 @@ class ClassificationTrainer(RotaryTrainer):
         super().__init__(*args, **kwargs)
         # compute_loss divides by num_items_in_batch; Trainer must neither omit it nor divide once more.
         self.model_accepts_loss_kwargs = True
+        # compute_loss takes the labels, also where the forward of the model has none.
+        self.label_names = ["labels"]
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         inputs = dict(inputs)

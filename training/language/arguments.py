@@ -3,22 +3,23 @@
 import json
 from dataclasses import dataclass
 
-import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_liere import RotaryPatchConfig
 from hf_liere.errors import InputError
 from hf_liere.models.rope_layout import frequency_buffers
 from training.data.texts import TextDataArguments, byte_tokenizer
-from training.engine.arguments import RunArguments, flag, require_numbers
+from training.engine.arguments import RunArguments, flag
 from training.engine.model_setup import checkpoint_config, loadable
 from training.engine.patching import (
     LORA,
     UNPATCHED,
     Adapters,
+    LoraArguments,
     PatchArguments,
     check_patch,
     find_adapters,
+    on_meta,
     patch_config,
     refuse_other_patch,
 )
@@ -28,7 +29,7 @@ TRAINABLE = ("rotary", "lora+rotary", "all")
 
 
 @dataclass
-class LanguageModelArguments:
+class LanguageModelArguments(LoraArguments):
     model_name_or_path: str | None = flag(
         None, "Causal language model to train further or evaluate: a local folder or a name on the Hub; else a new one."
     )
@@ -41,12 +42,9 @@ class LanguageModelArguments:
     trainable: str = flag(
         "all", "What learns: the rotations, also LoRA in attention, or the whole model.", choices=list(TRAINABLE)
     )
-    lora_rank: int = flag(8, "Rank of LoRA's matrices; adapters that are trained further keep theirs.")
-    lora_alpha: float = flag(16.0, "LoRA's products are scaled by this over the rank.")
 
     def __post_init__(self):
-        require_numbers(self, "lora_rank", lowest=1)
-        require_numbers(self, "lora_alpha")
+        super().__post_init__()
         if self.model_name_or_path is not None and self.config_overrides is not None:
             raise InputError("--config_overrides is for new models; accepted: without --model_name_or_path.")
         if self.model_name_or_path is None and self.trainable != "all":
@@ -66,8 +64,6 @@ class LanguageTrainingArguments(RunArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        # The forward of the module that is trained takes no labels.
-        self.label_names = ["labels"]
         if self.push_to_hub:
             raise InputError("--push_to_hub: cards are rendered for models of images and videos; publish the folder.")
         if self.dataloader_persistent_workers:
@@ -133,6 +129,13 @@ def resolve_patch(
         _refuse_beside_adapters(arguments, adapters, trains)
     refuse_other_patch(patch_args, own, trains)
     is_patched = own is not None
+    defaults = vars(type(patch_args)())
+    unused = [name for name, value in vars(patch_args).items() if value != defaults[name]]
+    if trains and not is_patched and patch_args.position_encoding is None and unused:
+        raise InputError(
+            f"{', '.join(f'--{name}' for name in unused)} without --position_encoding would do nothing; accepted: with "
+            "it."
+        )
     if not trains or is_patched or patch_args.position_encoding in (None, UNPATCHED):
         if trains and arguments.trainable == "rotary" and not is_patched:
             raise InputError("--trainable rotary: nothing is patched; accepted: with --position_encoding, or all.")
@@ -156,11 +159,7 @@ def check_lengths(data_args: TextDataArguments, config: PreTrainedConfig) -> Non
     longest, most = max(data_args.lengths), getattr(config.get_text_config(), "max_position_embeddings", None)
     if most is None or longest <= most:
         return
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        raise InputError(str(error).splitlines()[0]) from error
+    model = on_meta(AutoModelForCausalLM, config)
     if not any(frequency_buffers(module) for module in model.modules()):
         raise InputError(
             f"Blocks of {longest} tokens: {type(model).__name__} has positions for {most}; accepted: up to that."

@@ -186,7 +186,8 @@ class LanguageTrainer(ClassificationTrainer):
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         if eval_dataset is None and not self.is_in_train:
             for length, blocks in self.further.items():
-                metrics |= super().evaluate(blocks, ignore_keys, f"{metric_key_prefix}_{length}")
+                prefix = f"{metric_key_prefix}_{length}"
+                metrics |= super().evaluate(blocks, ignore_keys, prefix) | {f"{prefix}_samples": len(blocks)}
         return metrics
 
     def save_finished(self, folder: str) -> None:

@@ -120,7 +120,7 @@ def _plot_lines(axes, lines: dict[str, list[tuple[float, Cell]]], number: str, l
         axes.set_xscale("log", base=2)
     axes.set_xticks(numbers, [f"{value:g}" for value in numbers])
     axes.minorticks_off()
-    styles = _styles(list(lines))
+    looks = styles(list(lines))
     for index, (row, points) in enumerate(lines.items()):
         points = sorted(points, key=lambda point: point[0])
         # The points stand side by side, so that no interval hides another.
@@ -129,7 +129,7 @@ def _plot_lines(axes, lines: dict[str, list[tuple[float, Cell]]], number: str, l
         places = [
             place * (numbers[-1] / numbers[0]) ** aside if logarithmic else place + width * aside for place, _ in points
         ]
-        _draw(axes, places, [cell for _, cell in points], label, styles[row], row, "-")
+        _draw(axes, places, [cell for _, cell in points], label, looks[row], row, "-")
 
 
 def _plot_rows(axes, table: Table, label: str) -> int:
@@ -167,7 +167,7 @@ def _draw(
         axes.plot(x, y, linestyle="", marker="o", markerfacecolor="none", color=style["color"], markersize=3)
 
 
-def _styles(rows: list[str]) -> dict[str, dict[str, Any]]:
+def styles(rows: list[str]) -> dict[str, dict[str, Any]]:
     """The style of each row's encoding; a row whose style is taken gets one that is left."""
     owners = {}
     for row in rows:

@@ -114,8 +114,8 @@ def train_and_evaluate(
             if go_on is not None:
                 script([*evaluation, "--model_name_or_path", str(folder), *go_on])
         evaluated = _evaluated(place)
-        results.append({**shared, "condition": condition, **evaluated})
-        results += [{**results[-1], **of_length} for of_length in _of_lengths(condition, evaluated["metrics"])]
+        further = _of_lengths(condition, evaluated["metrics"])
+        results += [{**shared, "condition": condition, **evaluated, **of_length} for of_length in ({}, *further)]
     return results
 
 
@@ -184,10 +184,8 @@ def _of_lengths(condition: dict[str, Any], metrics: dict[str, float]) -> list[di
     found = []
     for length in sorted(lengths, key=int):
         prefix = f"eval_{length}_"
-        own = {f"eval_{name.removeprefix(prefix)}": metrics[name] for name in metrics if name.startswith(prefix)}
-        for name in [name for name in metrics if name.startswith(prefix)]:
-            del metrics[name]
-        own["eval_samples"] = metrics["eval_samples"]
+        names = [name for name in metrics if name.startswith(prefix)]
+        own = {f"eval_{name.removeprefix(prefix)}": metrics.pop(name) for name in names}
         found.append({"condition": {**condition, "max_length": int(length)}, "metrics": own})
     return found
 
