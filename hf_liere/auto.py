@@ -102,7 +102,9 @@ def register() -> None:
     for family in [name for name in CONFIG_MAPPING if name not in own and not name.startswith(TYPE_PREFIX)]:
         model_type = f"{TYPE_PREFIX}{family}"
         if model_type not in CONFIG_MAPPING:
-            kind = type(model_type, (FamilyWithRotations,), {"family": family, "__module__": __name__})
+            kind = type(
+                model_type, (FamilyWithRotations,), {"family": family, "model_type": model_type, "__module__": __name__}
+            )
             AutoConfig.register(model_type, kind)
     processors = _image_processors()
     if processors:

@@ -229,15 +229,20 @@ REAL_SIZES = {
 }
 
 
+@torch.no_grad()
+def widened(built, std=0.2):
+    """The model with weights that are wide enough for attention, and so for rotations, to matter."""
+    for parameter in built.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=std)
+    return built
+
+
 def build(name, implementation="sdpa"):
-    """A model in evaluation mode whose weights are wide enough for attention to matter, and its inputs."""
+    """A model in evaluation mode, [`widened`], and its inputs."""
     case = CASES[name]
     torch.manual_seed(0)
-    built = case.build().eval()
-    with torch.no_grad():
-        for parameter in built.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
+    built = widened(case.build().eval())
     built.set_attn_implementation(implementation)
     return built, case.inputs()
 

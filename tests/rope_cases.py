@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable
 
 import torch
-from patching_cases import IMAGE, model, part, run
+from patching_cases import IMAGE, model, part, run, widened
 from torch import nn
 
 
@@ -199,13 +199,9 @@ if importlib.util.find_spec("transformers.models.gemma4"):
 
 
 def build(name, implementation="sdpa"):
-    """A model in evaluation mode whose weights are wide enough for attention to matter, and its inputs."""
+    """A model in evaluation mode, `widened`, and its inputs."""
     torch.manual_seed(0)
-    built = CASES[name].build().eval()
-    with torch.no_grad():
-        for parameter in built.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
+    built = widened(CASES[name].build().eval())
     built.set_attn_implementation(implementation)
     torch.manual_seed(1)
     return built, CASES[name].inputs()

@@ -24,15 +24,15 @@ def imports(path):
             yield "." * node.level + (node.module or "") if node.level else node.module.partition(".")[0]
 
 
-def rooms_imported(path):
-    """The rooms (folders of the package, or files at its root) that a file imports from."""
+def parts_imported(path):
+    """The parts (folders of the package, or files at its root) that a file imports from."""
     parts = path.relative_to(PACKAGE).parts
     for name in imports(path):
         depth = len(name) - len(name.lstrip("."))
         if depth == len(parts):
-            room = name[depth:].partition(".")[0]
+            part = name[depth:].partition(".")[0]
             # `from . import kernels` in a file at the root names no module.
-            yield from [room] if room else [found for found in names_of(path, depth) if (PACKAGE / found).is_dir()]
+            yield from [part] if part else [found for found in names_of(path, depth) if (PACKAGE / found).is_dir()]
 
 
 def names_of(path, level):
@@ -42,12 +42,12 @@ def names_of(path, level):
 
 
 def house():
-    """For each room those that it imports from."""
+    """For each part those that it imports from."""
     arrows = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).parts
-        room = parts[0] if len(parts) > 1 else path.stem
-        arrows.setdefault(room, set()).update(set(rooms_imported(path)) - {room})
+        part = parts[0] if len(parts) > 1 else path.stem
+        arrows.setdefault(part, set()).update(set(parts_imported(path)) - {part})
     return arrows
 
 
@@ -61,12 +61,12 @@ def test_files_that_travel_import_their_siblings_alone(path):
 
 
 def test_imports_run_one_way():
-    """At most seven floors, and no circle: a room stands above every one that it imports from."""
+    """At most seven floors, and no circle: a part stands above every one that it imports from."""
     arrows, floors = house(), {}
     while len(floors) < len(arrows):
-        ready = {room for room in arrows.keys() - floors if arrows[room] <= floors.keys()}
-        assert ready, {room: sorted(arrows[room] - floors.keys()) for room in arrows.keys() - floors}
-        floors |= {room: 1 + max((floors[below] for below in arrows[room]), default=0) for room in ready}
+        ready = {part for part in arrows.keys() - floors if arrows[part] <= floors.keys()}
+        assert ready, {part: sorted(arrows[part] - floors.keys()) for part in arrows.keys() - floors}
+        floors |= {part: 1 + max((floors[below] for below in arrows[part]), default=0) for part in ready}
     assert max(floors.values()) <= 7, floors
     assert floors["models"] == 1
 

@@ -12,6 +12,7 @@ import matplotlib
 import pytest
 import torch
 from pages import ROOT
+from patching_cases import widened
 from test_docs import clip
 
 from hf_liere import is_patched
@@ -81,12 +82,7 @@ def test_arrows(ran):
 def test_clip(ran):
     torch.manual_seed(0)
     model, _ = clip()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                # Wide enough for attention, which rotations change, to matter.
-                parameter.normal_(std=0.1)
-    model.save_pretrained("openai/clip-vit-base-patch16")
+    widened(model, std=0.1).save_pretrained("openai/clip-vit-base-patch16")
     names = ran("clip")
     assert names["losses"][-1] < names["losses"][0]
     assert is_patched(names["clip"]) and names["after"].isfinite().all()

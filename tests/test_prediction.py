@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from patching_cases import CLIP_TEXT, IMAGE
+from patching_cases import CLIP_TEXT, IMAGE, widened
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, AutoModelForVideoClassification
 
@@ -24,15 +24,6 @@ NAMES = {0: "cat", 1: "dog", 2: "hen"}
 SQUARE = {"size": {"height": 16, "width": 16}, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]}
 # Images are prepared and batched one by one here and there: only float32 sums in another order may differ.
 CLOSE = {"abs": 1e-6}
-
-
-def wide(model):
-    """Weights with which the classes differ."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
-    return model.eval()
 
 
 def ours(**fields):
@@ -95,7 +86,7 @@ def pictures(tmp_path):
 
 
 def save(model, processor, folder):
-    wide(model).save_pretrained(folder)
+    widened(model).eval().save_pretrained(folder)
     if processor is not None:
         processor.save_pretrained(folder)
     return folder
@@ -155,7 +146,7 @@ def test_a_process_prints_lines_and_draws_attention(pictures, tmp_path):
 def test_attention_lies_over_what_the_model_saw(name, pictures, tmp_path):
     """After resizing and cropping, which is what the processor makes without its normalisation."""
     model, processor = CASES[name]
-    model, processor = wide(model()), processor()
+    model, processor = widened(model()).eval(), processor()
     inputs = Inputs.of(read_file(pictures[0], False), vision_tower(model), processor)
     (row,) = inputs.attention_rows(model, "title")
     plain = type(processor).from_dict(processor.to_dict() | {"do_normalize": False, "do_rescale": False})

@@ -86,7 +86,7 @@ def test_families_that_blocks_do_not_fit(name, encoding):
             {"block_size": 16, "position_encoding": "comrope_ld"},
             "block_size=16: DINOv3ViTModel rotates .4, 4. planes by its axes",
         ),
-        ({"block_size": 4, "position_encoding": "rope_mixed"}, "rope_mixed turns planes, its only block_size is 2"),
+        ({"block_size": 4, "position_encoding": "rope_mixed"}, "rope_mixed rotates planes, its only block_size is 2"),
     ],
 )
 def test_blocks_that_the_pairing_does_not_allow(fields, message):

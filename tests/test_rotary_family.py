@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from encoding_cases import moved
 
 import hf_liere
 from hf_liere import upgrade_encoding
@@ -27,10 +28,7 @@ def classifier(tiny, encoding):
     torch.manual_seed(0)
     config = tiny(position_encoding=encoding, block_size=BLOCKS.get(encoding), initializer_range=0.2)
     model = hf_liere.LieREViTForImageClassification(config).eval()
-    with torch.no_grad():
-        for parameter in model.liere.rotary_encoding.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model
+    return moved(model)
 
 
 def test_the_table_has_every_encoding():

@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import torch
 import transformers
-from patching_cases import IMAGE, clip_config
+from patching_cases import IMAGE, clip_config, widened
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -53,15 +53,6 @@ def small_clip() -> tuple[transformers.CLIPModel, transformers.CLIPTokenizer]:
     config.text_config.max_position_embeddings = 32
     config.text_config.eos_token_id = tokenizer.eos_token_id
     return widened(transformers.CLIPModel(config)), tokenizer
-
-
-def widened(model: torch.nn.Module) -> torch.nn.Module:
-    """Weights that are wide enough for attention to matter."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
-    return model
 
 
 def write_dual_encoder(folder: Path) -> str:

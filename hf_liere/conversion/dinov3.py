@@ -1,7 +1,7 @@
 """
 DINOv3's ViTs of transformers.
 
-DINOv3 turns plane i of an axis by 2π x θ^(−i/q) at the coordinate x = 2u − 1, u the `unit` coordinate of a patch, and
+DINOv3 rotates plane i of an axis by 2π x θ^(−i/q) at the coordinate x = 2u − 1, u the `unit` coordinate of a patch, and
 leaves class and register tokens as they are. Scores depend on differences of coordinates alone, so this is Axial RoPE
 with frequencies 4π θ^(−i/q) at u, and with class and register tokens at u = ½, where x is zero.
 """

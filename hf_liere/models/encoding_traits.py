@@ -1,4 +1,4 @@
-"""What is known of every rotary encoding without computing anything: all other rooms read it here."""
+"""What is known of every rotary encoding without computing anything: all other parts read it here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

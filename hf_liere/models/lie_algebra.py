@@ -181,21 +181,19 @@ def common_planes(generators: torch.Tensor) -> CommonPlanes:
         generators: (A, …, b, b) skew-symmetric matrices in the working type. For b = 2 the basis is the identity.
     """
     norms = generators.flatten(-2).norm(dim=-1)  # (A, …)
-    found = None
+    candidates = []
     for draw in range(1 if generators.shape[-1] == 2 else 3):
         # Planes that differ have different frequencies in almost every combination of the axes; the best of three.
         weights = [math.cos(1 + draw + 2 * axis) for axis in range(len(generators))]
         scales = norms.new_tensor(weights).view(-1, *[1] * (norms.ndim - 1)) / norms.where(norms > 0, 1)
-        candidate = _planes_of(generators, (scales[..., None, None] * generators).sum(0), norms)
-        better = candidate.error < (torch.inf if found is None else found.error)
-        found = (
-            candidate
-            if found is None
-            else CommonPlanes(
-                candidate.basis.where(better[..., None, None], found.basis),
-                candidate.frequencies.where(better[..., None], found.frequencies),
-                candidate.error.where(better, found.error),
-            )
+        candidates.append(_planes_of(generators, (scales[..., None, None] * generators).sum(0), norms))
+    found, *others = candidates
+    for other in others:
+        better = other.error < found.error
+        found = CommonPlanes(
+            other.basis.where(better[..., None, None], found.basis),
+            other.frequencies.where(better[..., None], found.frequencies),
+            other.error.where(better, found.error),
         )
     return found
 

@@ -15,7 +15,7 @@ from .rope_layout import RopeLayout, RopeTower, frequency_buffers
 from .rope_pairs import HeadPlanes
 from .rotary_embedding import LieRotaryEmbedding
 from .rotation import Rotation, rotate_one, rotate_pair
-from .vision_towers import linear_layer, projections
+from .vision_towers import projected_widths, projections
 
 
 class PretrainedBlocks(PretrainedRope):
@@ -26,7 +26,7 @@ class PretrainedBlocks(PretrainedRope):
         heads: Numbers of query and of key heads.
         rotary: The [`LieRotaryEmbedding`] with the parameters, for channels in the order of `order`.
         order: (head_dim,) the model's channel at every place; the two of a plane are neighbours, and those that nothing
-            turns are last.
+            rotates are last.
         inverse: (head_dim,) the place of every channel of the model.
     """
 
@@ -55,9 +55,9 @@ class PretrainedBlocks(PretrainedRope):
     @torch.no_grad()
     def reset_parameters(self, rope: nn.Module) -> None:
         super().reset_parameters(rope)
-        turned = [channel for plane in self.planes for channel in self.head_planes.pairs[plane]]
+        rotated = [channel for plane in self.planes for channel in self.head_planes.pairs[plane]]
         device = "cpu" if self.order.is_meta else self.order.device
-        self.order = torch.tensor([*turned, *self.head_planes.still], device=device)
+        self.order = torch.tensor([*rotated, *self.head_planes.still], device=device)
         self.inverse = self.order.argsort()
         if not any(rope._buffers[name].is_meta for name in frequency_buffers(rope)):
             for name, values in self.starting_values(rope).items():
@@ -109,29 +109,29 @@ class PretrainedBlocks(PretrainedRope):
             heads, key_heads = (count * head_dim for count in self.heads)
             query, key, value = states.split([heads, key_heads, states.shape[-1] - heads - key_heads], dim=-1)
             query, key = (_heads_first(x.unflatten(-1, (-1, head_dim)), state_dims) for x in (query, key))
-            query, key = self._turned(rotation, order, inverse, query, key)
+            query, key = self._rotate_channels(rotation, order, inverse, query, key)
             query, key = (_tokens_first(x, state_dims).flatten(-2) for x in (query, key))
             return torch.cat([query, key, value], dim=-1)
         heads = states.unflatten(-1, (-1, head_dim)) if flat else states
         tokens_first = flat or _is_tokens_first(heads, before, tokens)
         heads = _heads_first(heads, state_dims) if tokens_first else heads
-        (heads,) = self._turned(rotation, order, inverse, heads)
+        (heads,) = self._rotate_channels(rotation, order, inverse, heads)
         heads = _tokens_first(heads, state_dims) if tokens_first else heads
         return heads.flatten(-2) if flat else heads
 
-    def _turned(
+    def _rotate_channels(
         self, rotation: Rotation, order: torch.Tensor, inverse: torch.Tensor, *states: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """(B, H, N, head_dim) → the same with the rotation of the channels that are turned."""
+        """(B, H, N, head_dim) → the same with the rotation of the channels that are rotated."""
         ordered, width = [x.index_select(-1, order) for x in states], self.rotary.head_dim
-        turned = [x[..., :width] for x in ordered]
+        rotated = [x[..., :width] for x in ordered]
         if len(states) == 2 and self.heads[0] == self.heads[1]:
-            turned = rotate_pair(rotation, *turned)
+            rotated = rotate_pair(rotation, *rotated)
         else:
-            turned = [rotate_one(rotation, x, self.rotary.num_key_value_heads) for x in turned]
+            rotated = [rotate_one(rotation, x, self.rotary.num_key_value_heads) for x in rotated]
         if width < len(order):
-            turned = [torch.cat([x, whole[..., width:]], dim=-1) for x, whole in zip(turned, ordered)]
-        return tuple(x.index_select(-1, inverse) for x in turned)
+            rotated = [torch.cat([x, whole[..., width:]], dim=-1) for x, whole in zip(rotated, ordered)]
+        return tuple(x.index_select(-1, inverse) for x in rotated)
 
 
 def _heads_first(states: torch.Tensor, state_dims: int) -> torch.Tensor:
@@ -171,7 +171,7 @@ def _common_layout(tower: RopeTower, layers: list[int], share_layers: bool) -> R
         )
     if share_layers and len({(layout.buffer, layout.factor) for layout in layouts}) > 1:
         raise ValueError(
-            f"share_layers=True: the attention layers of {tower.shown} turn with different frequencies, "
+            f"share_layers=True: the attention layers of {tower.shown} rotate with different frequencies, "
             f"{sorted({layout.buffer for layout in layouts})}."
         )
     return layouts[0]
@@ -187,13 +187,7 @@ def _common_heads(tower: RopeTower, layers: list[int], head_dim: int) -> tuple[i
     found = set()
     for layer in layers:
         name, attention = tower.attentions[layer]
-        widths = [getattr(linear_layer(part), "out_features", None) for part in projections(attention)]
-        heads = getattr(attention, "num_heads", None) or getattr(
-            getattr(attention, "config", None), "num_attention_heads", None
-        )
-        if len(widths) == 1 and heads and widths[0]:
-            # Keys and values share the rest.
-            widths = [heads * head_dim, (widths[0] - heads * head_dim) / 2]
+        heads, widths = projected_widths(attention, head_dim)
         if widths[0] != (heads or 0) * head_dim or not widths[-1] or widths[-1] % head_dim:
             raise ValueError(
                 f"{name} ({type(attention).__name__}) has {heads} heads of {head_dim} channels, and projects to widths "
@@ -240,5 +234,5 @@ def order_of_planes(layout: RopeLayout, position_encoding: str, block_size: int,
         )
     if traits.serves_one_axis:
         # Blocks of the axes in turn.
-        blocks = [[block] for turn in zip(*blocks) for block in turn]
+        blocks = [[block] for of_axes in zip(*blocks) for block in of_axes]
     return tuple(plane for blocks_of_axis in blocks for block in blocks_of_axis for plane in block)

@@ -21,8 +21,8 @@ from .encoding_traits import traits_of
 from .pretrained_blocks import PretrainedBlocks, projected_states
 from .pretrained_rope import PretrainedPlanes, PretrainedRope
 from .rope_layout import RopeLayout, RopeTower, find_rope_towers
-from .rope_pairs import HeadPlanes, Probe, rotating_layers, turned_planes
-from .vision_towers import choose_layers, linear_layer, projections
+from .rope_pairs import HeadPlanes, Probe, rotated_planes, rotating_layers
+from .vision_towers import choose_layers, projected_widths
 
 
 # The rotation of the attention module that is running; it belongs to the thread, never to a module.
@@ -73,9 +73,8 @@ class RopePatch:
 def describe_base(rope: nn.Module, attention: nn.Module, layouts: list[RopeLayout]) -> dict:
     """What adapters say of the model that they belong to: its heads, and the frequencies that it starts from."""
     head_dim = getattr(attention, "head_dim", len(layouts[0].planes))
-    widths = [getattr(linear_layer(part), "out_features", 0) for part in projections(attention)] or [0]
-    # One projection makes queries, keys and values.
-    heads = [width // head_dim // (3 if len(widths) == 1 else 1) or None for width in widths]
+    _, widths = projected_widths(attention, head_dim)
+    heads = [(width or 0) // head_dim or None for width in widths or [None]]
     frequencies = [rope._buffers[layout.buffer].flatten().tolist() for layout in layouts]
     return {
         "heads": heads[0],
@@ -138,7 +137,7 @@ def plan_rope(model: nn.Module, config) -> list[RopePlan]:
     for tower in find_rope_towers(model, config.target):
         layers = choose_layers(tower.shown, tower.module, tower.attentions, config.layers)
         layers = rotating_layers(tower, layers, config.layers is not None)
-        planes = None if traits_of(config).pretrained == "planes" else turned_planes(tower, layers)
+        planes = None if traits_of(config).pretrained == "planes" else rotated_planes(tower, layers)
         plans.append(RopePlan(tower, layers, config, planes))
     # What does not fit is noticed before a model is changed.
     for planned in plans:

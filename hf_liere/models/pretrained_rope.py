@@ -1,6 +1,6 @@
 """
 Learned rotations inside models that rotate queries and keys by themselves (RoPE), starting at their pretrained
-rotation. RoPE is exp(Σ_a p_a A_a) with A_a of planes that turn with the pretrained frequencies ω. `pretrained_patch`
+rotation. RoPE is exp(Σ_a p_a A_a) with A_a of planes that rotate with the pretrained frequencies ω. `pretrained_patch`
 attaches them.
 """
 
@@ -106,7 +106,7 @@ class PretrainedRope(LearnedRotations):
 
 class PretrainedPlanes(PretrainedRope):
     """
-    RoPE whose frequencies are learned in every layer: plane i turns with ω_i exp(δ_i), δ = 0 at the start.
+    RoPE whose frequencies are learned in every layer: plane i rotates with ω_i exp(δ_i), δ = 0 at the start.
 
     Attributes:
         log_factors: (layers or 1, planes), the δ.
@@ -115,7 +115,7 @@ class PretrainedPlanes(PretrainedRope):
     def __init__(self, tower: RopeTower, layers: list[int], config):
         super().__init__(tower, layers, config)
         if config.block_size not in (None, 2):
-            raise ValueError(f"block_size={config.block_size}: rope_mixed turns planes, its only block_size is 2.")
+            raise ValueError(f"block_size={config.block_size}: rope_mixed rotates planes, its only block_size is 2.")
         counts = {tower.layouts[layer].num_planes for layer in layers}
         if len(counts) > 1:
             raise ValueError(

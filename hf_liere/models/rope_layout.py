@@ -1,6 +1,6 @@
 """
 Models that rotate queries and keys by themselves (RoPE): the modules that compute cos and sin, the attention modules
-that these are handed to as `position_embeddings`, and which channel turns with which frequency of which coordinate.
+that these are handed to as `position_embeddings`, and which channel rotates with which frequency of which coordinate.
 All of it is found by calling the modules with known positions and frequencies, never by the name of a class.
 """
 
@@ -241,10 +241,9 @@ def _refuse_changing_frequencies(rope: nn.Module, name: str) -> None:
 
 def _refuse_rotating_around(modules: dict[str, nn.Module], owner: str, attentions: list[tuple[str, nn.Module]]) -> None:
     """A module that uses cos and sin itself and hands them on would get coordinates, which it takes for them."""
-    innermost = {id(module) for _, module in attentions}
     for name, module in modules.items():
         is_around = any(inner.startswith(f"{name}.") for inner, _ in attentions) and name.startswith(owner)
-        if is_around and id(module) not in innermost and takes(module, "position_embeddings"):
+        if is_around and takes(module, "position_embeddings"):
             code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
             if code is not None and {"cos", "sin"} <= set(code.co_varnames):
                 raise ValueError(

@@ -1,5 +1,5 @@
 """
-Which channels of a head an attention module turns together, by which angle and in which direction: found by calling
+Which channels of a head an attention module rotates together, by which angle and in which direction: found by calling
 it with known cos and sin. What rotary modules return does not tell it, because attention modules make pairs of
 channels each in their own way, leave some channels as they are, or rotate nothing in some layers.
 """
@@ -38,7 +38,7 @@ class HeadPlanes:
     """
     Attributes:
         head_dim: All channels of a head.
-        pairs: By plane of the [`RopeLayout`], the two channels (c, d) that it turns: c to c·cos − d·sin.
+        pairs: By plane of the [`RopeLayout`], the two channels (c, d) that it rotates: c to c·cos − d·sin.
     """
 
     head_dim: int
@@ -46,9 +46,9 @@ class HeadPlanes:
 
     @property
     def still(self) -> tuple[int, ...]:
-        """The channels that nothing turns."""
-        turned = {channel for pair in self.pairs for channel in pair}
-        return tuple(channel for channel in range(self.head_dim) if channel not in turned)
+        """The channels that nothing rotates."""
+        rotated = {channel for pair in self.pairs for channel in pair}
+        return tuple(channel for channel in range(self.head_dim) if channel not in rotated)
 
 
 @dataclass
@@ -98,38 +98,38 @@ class Probe:
 
     def rotates(self) -> bool:
         """Whether the attention module uses cos and sin. Raises `ValueError` if it cannot be called."""
-        return not torch.equal(*self._quarter_turn())
+        return not torch.equal(*self._quarter_rotation())
 
     @torch.no_grad()
-    def _quarter_turn(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _quarter_rotation(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries (B · H · N, head_dim) by an angle of zero and by one of π/2."""
         ones, zeros = (torch.full(self.coordinates.shape, value, device="cpu") for value in (1.0, 0.0))
         return tuple(self.see(*given)[0].flatten(0, -2) for given in ((ones, zeros), (zeros, ones)))
 
     def head_planes(self) -> HeadPlanes:
         """
-        What the attention module turns.
+        What the attention module rotates.
 
         Raises:
-            ValueError: if it cannot be called, or does not turn each plane in two channels of its own.
+            ValueError: if it cannot be called, or does not rotate each plane in two channels of its own.
         """
-        still, turned = self._quarter_turn()
+        still, rotated = self._quarter_rotation()
         with torch.device("cpu"), torch.no_grad():
             zeros, planes = torch.zeros(self.coordinates.shape), torch.tensor(self.layout.planes)
             digits = [self.see(zeros, zeros + part + 1)[0] for part in (planes % DIGIT, planes // DIGIT)]
-            scale = turned.square().sum(0).clamp_min(1e-30)
-            low, high = (((x.flatten(0, -2) * turned).sum(0) / scale).round().long() - 1 for x in digits)
+            scale = rotated.square().sum(0).clamp_min(1e-30)
+            low, high = (((x.flatten(0, -2) * rotated).sum(0) / scale).round().long() - 1 for x in digits)
         pairs = [[] for _ in range(self.layout.num_planes)]
-        for channel in (~(still == turned).all(0)).nonzero().flatten().tolist():
-            opposite = (turned[:, channel, None] + still).abs().amax(0)
+        for channel in (~(still == rotated).all(0)).nonzero().flatten().tolist():
+            opposite = (rotated[:, channel, None] + still).abs().amax(0)
             if opposite.min() <= 1e-6 * still.abs().max():
                 plane = int(low[channel] + DIGIT * high[channel])
                 other = int(opposite.argmin())
-                if 0 <= plane < len(pairs) and torch.equal(turned[:, other], still[:, channel]):
+                if 0 <= plane < len(pairs) and torch.equal(rotated[:, other], still[:, channel]):
                     pairs[plane].append((channel, other))
         used = [channel for found in pairs for pair in found for channel in pair]
         if any(len(found) != 1 for found in pairs) or len(set(used)) != len(used):
-            raise self.refusal("does not turn every plane in two channels of each head")
+            raise self.refusal("does not rotate every plane in two channels of each head")
         return HeadPlanes(still.shape[-1], tuple(pair for found in pairs for pair in found))
 
 
@@ -142,7 +142,7 @@ def _with_values(attention: nn.Module) -> nn.Module:
                 if tensor is not None and tensor.is_meta:
                     rows = tensor.shape[0] if tensor.ndim else 1
                     values = (torch.arange(rows, device="cpu", dtype=torch.float32) * 0.7).sin() + 2
-                    values = values.view(-1, *[1] * (tensor.ndim - 1)).expand(tensor.shape).to(tensor.dtype)
+                    values = values.to(tensor.dtype).view(-1, *[1] * (tensor.ndim - 1)).expand(tensor.shape)
                     tensors[name] = nn.Parameter(values, False) if tensors is module._parameters else values
     return made
 
@@ -209,12 +209,12 @@ def _rotates(tower: RopeTower, layer: int) -> bool:
         return True
 
 
-def turned_planes(tower: RopeTower, layers: list[int]) -> HeadPlanes:
+def rotated_planes(tower: RopeTower, layers: list[int]) -> HeadPlanes:
     """
-    What the attention modules of these layers turn.
+    What the attention modules of these layers rotate.
 
     Raises:
-        ValueError: if they cannot be called, or do not turn the same channels.
+        ValueError: if they cannot be called, or do not rotate the same channels.
     """
     found = {Probe(tower, layer).head_planes() for layer in layers}
     if len(found) > 1:

@@ -248,6 +248,20 @@ def head_shape(attention: nn.Module) -> tuple[int, int]:
     return heads, head_dim or width // heads
 
 
+def projected_widths(attention: nn.Module, head_dim: int) -> tuple[int | None, list[int | None]]:
+    """
+    The number of query heads that an attention module states, and the widths of its projections to queries, to keys and
+    so on; `None` where they are unknown. One projection makes queries, keys and values, the latter of equal widths.
+    """
+    widths = [getattr(linear_layer(part), "out_features", None) for part in projections(attention)]
+    config = getattr(attention, "config", None)
+    heads = getattr(attention, "num_heads", None) or getattr(config, "num_attention_heads", None)
+    if len(widths) == 1 and heads and widths[0]:
+        rest = widths[0] - heads * head_dim
+        widths = [heads * head_dim, rest // 2 if rest % 2 == 0 else None]
+    return heads, widths
+
+
 def position_table(embeddings: nn.Module) -> torch.Tensor | None:
     """(entries, hidden_size) of a module's absolute position table, or `None`."""
     for name in ("position_embeddings", "position_embedding"):
