@@ -20,6 +20,7 @@ from hf_liere.hub.cards import NO_LICENSE, PICTURE, Card, push_card, render
 from hf_liere.hub.checked_facts import facts_of_run
 from hf_liere.hub.facts import FOLDER, FactsError, common_facts, load_facts
 from hf_liere.hub.publishing import publish, push
+from hf_liere.hub.run_records import can_be_described
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_weights import saved_weights_digest
 
@@ -419,6 +420,22 @@ def test_a_card_of_an_adapter(tmp_path):
     text = render(dataclasses.replace(facts, base_model="openai/clip-vit-base-patch16"), "me/x").text
     assert 'load_rotary(AutoModel.from_pretrained("openai/clip-vit-base-patch16"), repository, revision=' in text
     assert "yu2025comrope" in text and "trust_remote_code" not in text
+
+
+@pytest.mark.parametrize(
+    "architecture, described",
+    [
+        ("LieREViTForImageClassification", True),
+        # Of classes that take one kind of input, transformers gives its name, of others a tuple.
+        ("RotaryVideoMAEForVideoClassification", True),
+        ("RotaryCLIPModel", True),
+        ("RotaryLlamaForCausalLM", False),
+        ("LieRETokensForTokenClassification", False),
+    ],
+)
+def test_models_of_images_and_videos_have_cards(tmp_path, architecture, described):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    assert can_be_described(tmp_path) == described
 
 
 def test_a_card_of_a_model_that_no_auto_class_loads(run):

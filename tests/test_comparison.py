@@ -84,6 +84,10 @@ def test_what_cannot_be_compared_is_said(tiny):
     assert compared(mixed, shared).change.shape == (2, 2, 12)
     (remark,) = compared(mixed, classifier(tiny, position_encoding="absolute")).remarks
     assert remark == "No generators are compared: there are none of this package in other."
+    elsewhere = classifier(tiny, position_encoding="rope_mixed", coordinates="unit")
+    found = compared(mixed, elsewhere)
+    assert found.generators is None and found.frequencies is not None
+    assert found.remarks == ["Generators are not compared: a patch is another distance in the coordinates of each."]
     (remark,) = compared(classifier(tiny, position_encoding="rope_mixed", rotary_init="zeros"), mixed).remarks
     assert remark == "Generators of one are zero, so that there is no relative change of them."
 
@@ -169,3 +173,15 @@ def test_a_plain_vit_beside_ours(tiny, tmp_path):
     assert main(["inspect", str(first), "--compare", str(second), "--output", str(tmp_path / "page")]) == 0
     text = Page((tmp_path / "page" / "report.html").read_text(encoding="utf-8")).text
     assert "ours and plain" in text and "there are none of this package in plain" in text
+
+
+def test_widths_and_numbers_of_heads_and_layers_of_plain_vits_differ(tmp_path):
+    for name, width, heads, layers in (("narrow", 24, 2, 1), ("wide", 48, 3, 2)):
+        sizes = {"hidden_size": width, "num_attention_heads": heads, "num_hidden_layers": layers}
+        save(ViTForImageClassification(ViTConfig(**sizes, intermediate_size=32, image_size=16)), tmp_path / name)
+    names = [str(tmp_path / name) for name in ("narrow", "wide")]
+    assert main(["inspect", names[0], "--compare", names[1], "--output", str(tmp_path / "page")]) == 0
+    text = Page((tmp_path / "page" / "report.html").read_text(encoding="utf-8")).text
+    # The cells of a row stand without a space.
+    for row in ("hidden_size2448", "num_attention_heads23", "num_hidden_layers12", "head_dim1216"):
+        assert row in text

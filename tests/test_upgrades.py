@@ -169,6 +169,25 @@ def test_shared_generators_can_be_separated_but_not_joined(tiny):
 
 
 @torch.no_grad()
+def test_equal_generators_can_be_joined(tiny):
+    """Golden gate RoPE has different directions in its heads, and the same in its layers."""
+    model = classifier(tiny(position_encoding="golden_gate_rope"))
+    upgraded = upgrade_encoding(model, position_encoding="rope_mixed", share_layers=True)
+    pixels = images(2, 3, 16, 16)
+    torch.testing.assert_close(upgraded(pixels).logits, model(pixels).logits, **EXACT)
+    with pytest.raises(ConversionError, match="share_heads=True: generators that differ"):
+        upgrade_encoding(model, position_encoding="rope_mixed", share_heads=True)
+
+
+def test_folded_models_have_nothing_to_learn(tiny):
+    folded = classifier(tiny(position_encoding="comrope_ld", block_size=8)).fold_rotations()
+    with pytest.raises(ConversionError, match="folded for inference has nothing to learn"):
+        upgrade_encoding(folded, position_encoding="liere", block_size=8)
+    with pytest.raises(ConversionError, match="folded for inference has nothing to learn"):
+        resize_input(folded, 32)
+
+
+@torch.no_grad()
 def test_special_values_may_be_upgraded_to_comrope_ld(tiny):
     """LieRE whose generators are multiples of one matrix is ComRoPE-LD."""
     model = classifier(tiny(position_encoding="liere", block_size=4))
