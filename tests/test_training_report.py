@@ -14,7 +14,7 @@ from training_helpers import ROOT
 
 from training import report
 from training.engine.arguments import InputError
-from training.reporting import plots, result_lines, result_table, sweeps
+from training.reporting import plots, result_lines, result_table, sections, sweeps
 from training.reporting.significance import bootstrap_mean, holm, paired_test, paired_test_over_seeds
 
 
@@ -107,6 +107,10 @@ def test_intervals_are_over_examples_and_not_over_runs():
 )
 def test_rows_have_the_names_of_the_papers(settings, name):
     assert result_table.method(settings) == name
+
+
+def test_every_further_table_is_one_that_sweeps_can_name():
+    assert tuple(sections.FURTHER_TABLES) == sweeps.REPORT_TABLES
 
 
 def test_every_figure_of_the_papers_has_its_row():

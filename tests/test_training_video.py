@@ -29,7 +29,7 @@ from training.data.sources import DataRequest, Subset
 from training.data.video_data import VideoDataArguments, load_clips
 from training.data.video_files import FrameReader, UnreadableError
 from training.engine.arguments import AugmentationArguments, InputError
-from training.engine.trainer import area_under_curve, mean_of_views
+from training.engine.trainer import area_under_curve, balanced_accuracy, mean_of_views
 
 
 SCRIPT = ROOT / "training" / "video_classification.py"
@@ -397,12 +397,29 @@ def test_area_under_the_curve_is_the_rank_statistic():
     assert result["auc_low"] < result["auc"] < result["auc_high"]
 
 
+def test_balanced_accuracy_is_the_mean_recall_and_one_half_for_a_constant_answer():
+    generator = np.random.default_rng(0)
+    positive, answers = generator.random(200) < 0.2, generator.random(200) < 0.4
+    result = balanced_accuracy(answers == positive, positive)
+    pairs = list(zip(positive.tolist(), answers.tolist()))
+    sensitivity = pairs.count((True, True)) / positive.sum()
+    specificity = pairs.count((False, False)) / (~positive).sum()
+    assert result["balanced_accuracy"] == pytest.approx((sensitivity + specificity) / 2, abs=1e-12)
+    # Means of 40 and of 160 draws: against the standard error of their mean.
+    rates = zip((sensitivity, specificity), (positive.sum(), (~positive).sum()))
+    error = np.sqrt(sum(rate * (1 - rate) / number for rate, number in rates)) / 2
+    width = result["balanced_accuracy_high"] - result["balanced_accuracy_low"]
+    # Quantiles of a thousand resamples are within a tenth of the width.
+    assert width == pytest.approx(2 * 1.96 * error, rel=0.1)
+    assert set(balanced_accuracy(~positive, positive).values()) == {0.5}
+
+
 def test_real_volumes_are_trained_and_measured_by_their_auc(shared, tmp_path):
     flags = ["--volume_file", shared / "data" / "mito_em3d" / "mito_em3d.npz", "--num_channels", 1, "--do_train"]
     flags += ["--do_eval", "--max_train_samples", 16, "--max_eval_samples", 40, "--eval_split", "test"]
     metrics = run(tmp_path, *flags)
     assert 0 <= metrics["eval_auc_low"] <= metrics["eval_auc"] <= metrics["eval_auc_high"] <= 1
-    assert metrics["eval_samples"] == 40
+    assert 0 <= metrics["eval_balanced_accuracy"] <= 1 and metrics["eval_samples"] == 40
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["num_channels"] == 1 and len(config["id2label"]) == 2
 

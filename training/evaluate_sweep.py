@@ -13,9 +13,9 @@ interrupted goes on where it stopped, and sweeps that share models in one output
 only lists the runs.
 
 A sweep names its `script`, its `recipe`, what to `train`: lists of settings, of which all combinations are trained, and
-where the models are `evaluate`d: lists of flags likewise. `report` names further tables that the paper has of this
-experiment: the `peak` over the epochs, `losses`, and COCO's average `precisions`. `mini` replaces any of these for a
-small computer.
+where the models are `evaluate`d: lists of flags likewise. `report` names further tables of this experiment: the `peak`
+over the epochs, `losses`, COCO's average `precisions`, and the `balanced` accuracy of two classes. `mini` replaces any
+of these for a small computer.
 """
 
 import argparse

@@ -271,7 +271,8 @@ class ClassificationMetrics:
             return self.metric.compute(**counted, groups=self.groups(read))
         metrics = self.metric.compute(**counted)
         if scores and 0 < labels[read].sum() < read.sum():
-            metrics |= area_under_curve(scores[0], labels[read] == 1)
+            positive = labels[read] == 1
+            metrics |= area_under_curve(scores[0], positive) | balanced_accuracy(ranks < 1, positive)
         return metrics if read.all() else metrics | {"unreadable": int((~read).sum())}
 
     def groups(self, read: np.ndarray) -> np.ndarray:
@@ -301,3 +302,27 @@ def area_under_curve(
         areas[index] = below.mean() / (2 * len(lows))
     low, high = np.quantile(areas, [(1 - confidence) / 2, (1 + confidence) / 2])
     return {"auc": float(wins.mean()), "auc_low": float(low), "auc_high": float(high)}
+
+
+def balanced_accuracy(
+    correct: np.ndarray, positive: np.ndarray, num_resamples: int = 1000, confidence: float = 0.95, seed: int = 0
+) -> dict[str, float]:
+    """
+    The mean of the accuracies of positive and of negative examples: one half for a constant answer, however rare one of
+    them is. The interval resamples positives and negatives, each among themselves: of n examples of a class of accuracy
+    r a resample has a binomial number of correct ones.
+
+    Args:
+        correct: (examples,), whether the answer is right.
+        positive: (examples,), whether an example is positive; both kinds must occur.
+    """
+    generator = np.random.default_rng(seed)
+    of_class = [correct[positive], correct[~positive]]
+    drawn = [generator.binomial(len(some), some.mean(), num_resamples) / len(some) for some in of_class]
+    low, high = np.quantile(np.mean(drawn, axis=0), [(1 - confidence) / 2, (1 + confidence) / 2])
+    mean = float(np.mean([some.mean() for some in of_class]))
+    return {
+        "balanced_accuracy": mean,
+        "balanced_accuracy_low": float(low),
+        "balanced_accuracy_high": float(high),
+    }

@@ -176,7 +176,7 @@ class LanguageTrainer(ClassificationTrainer):
 
     @property
     def leaves_whole_model(self) -> bool:
-        return Path(self.args.output_dir, "model.safetensors").is_file()
+        return any(Path(self.args.output_dir).glob("model*.safetensors"))
 
     def learning_rate_groups(self, model: nn.Module) -> list[tuple[str, float, list[nn.Parameter]]]:
         # Of a model that is not patched no rotations are expected.

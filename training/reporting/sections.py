@@ -227,10 +227,19 @@ def _peaks(table: Table, papers: dict[str, Any]) -> str | None:
 
 def _losses(table: Table, papers: dict[str, Any]) -> str | None:
     """Cross entropies with the means of the intervals of the runs, as LieRE's Table 9."""
-    header, rows = ["", "loss", *(["paper"] if papers else [])], []
+    return _means(table, papers, "eval_loss", "loss")
+
+
+def _balanced(table: Table, papers: dict[str, Any]) -> str | None:
+    """Balanced accuracies with the means of the intervals of the runs."""
+    return _means(table, papers, "eval_balanced_accuracy", "balanced accuracy")
+
+
+def _means(table: Table, papers: dict[str, Any], metric: str, title: str) -> str | None:
+    header, rows = ["", title, *(["paper"] if papers else [])], []
     for row, cells in table.items():
         metrics = [result["metrics"] for result in next(iter(cells.values())).results]
-        names = ("eval_loss", "eval_loss_low", "eval_loss_high")
+        names = (metric, f"{metric}_low", f"{metric}_high")
         if all(name in some for some in metrics for name in names):
             mean, low, high = (np.mean([some[name] for some in metrics]) for name in names)
             rows.append([row, f"{mean:.3f} ({low:.3f} – {high:.3f})", *([str(papers.get(row, "–"))] if papers else [])])
@@ -261,6 +270,7 @@ FURTHER_TABLES = {
     "peak": ("Accuracies of epochs, means over seeds:", _peaks),
     "losses": ("Losses of the evaluation:", _losses),
     "precisions": ("Average precisions, means over seeds:", _precisions),
+    "balanced": ("Means of the accuracies of both classes, one half for a constant answer:", _balanced),
 }
 
 
