@@ -282,6 +282,7 @@ def test_messages_are_no_html(checkpoints, tmp_path):
     assert "&lt;i&gt;notes.png cannot be used" in message and "<i>" not in message
 
 
+@pytest.mark.slow
 def test_a_space_runs_by_itself(folder, tmp_path, capsys):
     space = tmp_path / "space"
     main(["--write_space", str(space), "--checkpoints", str(folder)])

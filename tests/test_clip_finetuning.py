@@ -262,6 +262,7 @@ def test_classes_that_transformers_does_not_export_leave_adapter_and_base(tmp_pa
     assert torch.equal(base(images).last_hidden_state, model(images).last_hidden_state)
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_save_both_models(whole, clip_folder, data, tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT]
     flags = ["--output_dir", tmp_path, "--model_name_or_path", clip_folder, *data, *TINY_RUN, *WHOLE]

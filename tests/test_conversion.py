@@ -319,7 +319,7 @@ def converted(tmp_path_factory):
     return directory, list(sources)
 
 
-@pytest.mark.parametrize("package", [True, False])
+@pytest.mark.parametrize("package", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_logits_survive_a_fresh_process(converted, tmp_path, package):
     directory, names = converted
     remote = {} if package else {"trust_remote_code": True}

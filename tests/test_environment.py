@@ -75,6 +75,7 @@ def test_it_says_that_kernels_are_switched_off_and_shows_no_secret():
     assert "    - no CPU kernels, because HF_LIERE_CPU_KERNELS=0 turns them off: all functions" in plain
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets its kernels on a CPU here")
 def test_it_shows_how_kernels_compare_with_plain_operations():
     pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")

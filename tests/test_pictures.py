@@ -35,12 +35,16 @@ def version(svg: str) -> str:
     return re.search(r"Matplotlib v([\d.]+)", svg)[1]
 
 
-@pytest.mark.parametrize("name", [f"{name}_{theme}.svg" for name in ("rotations", "resolutions") for theme in THEMES])
+@pytest.mark.parametrize(
+    "name", [f"{name}_{theme}.svg" for name in ("rotations", "resolutions", "costs") for theme in THEMES]
+)
 def test_the_script_draws_the_stored_pictures(drawn, name):
     stored = (FIGURES / name).read_text()
+    compared = list(zip(shapes(drawn[name]), shapes(stored)))
     if version(stored) != version(drawn[name]):
-        pytest.skip(f"stored by Matplotlib {version(stored)}, whose releases place labels differently")
-    for mine, theirs in zip(shapes(drawn[name]), shapes(stored)):
+        # Releases of Matplotlib place labels differently, but not what they are about.
+        compared = compared[1:]
+    for mine, theirs in compared:
         assert [part.shape for part in mine] == [part.shape for part in theirs]
         for part, other in zip(mine, theirs):
             # Half a pixel of the page, or two of 255 shades: rounding of the rotations differs between machines.
@@ -81,7 +85,17 @@ def test_accuracies_are_those_of_the_report():
         assert line.endswith(" | ".join(str(cell) for cell in cells.values()) + " |")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/rotary_family.md", "docs/choosing.md"])
+def test_costs_are_those_of_the_page_and_their_intervals_hold_them():
+    text = (ROOT / "docs" / "speed.md").read_text()
+    for cells in pictures.costs().values():
+        assert len(cells) == 3
+        for shares in cells.values():
+            assert len(shares) == 2
+            for median, low, high in shares:
+                assert low <= median <= high and f"{median}% ({low} – {high}%)" in text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/rotary_family.md", "docs/choosing.md", "docs/speed.md"])
 def test_pages_have_a_picture_for_each_theme(page):
     text = (ROOT / page).read_text()
     found = re.findall(r'srcset="([^"]+)_dark\.svg">\n<img src="([^"]+)_light\.svg" [^>]*alt="[^"]{40,}"', text)

@@ -323,6 +323,7 @@ def test_a_lost_response_and_someone_else_right_after(ready, hub, tmp_path):
     assert result[0].commit != hub.repo("tester/model").resolve("main")
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(saved, hub, tmp_path):
     """Both have seen the same commit when they commit: one wins, the other says so, nothing is mixed."""
     hub.fail("/preupload/", delay=3, times=2)

@@ -120,6 +120,7 @@ def test_the_card_of_a_run_names_its_data_and_its_code_runs(hub, files, tmp_path
     assert len(re.findall(r"^class\d: \d+\.\d%$", output, re.M)) == 3
 
 
+@pytest.mark.slow
 def test_the_licence_of_a_run(hub, files, tmp_path):
     train(tmp_path / "run", *files, *PUSH, *SAVES, "--max_steps", 2, "--hub_license", "mit")
     for _, tree in list(commits(hub).values())[:2]:

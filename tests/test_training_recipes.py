@@ -359,6 +359,15 @@ def test_sweeps_name_models_that_exist(path, mini):
             assert config.position_encoding == settings.get("position_encoding", config.position_encoding)
 
 
+def test_every_sweep_has_results_of_its_small_version_or_a_reason():
+    readme = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
+    table = readme.split("they would say little or nothing:\n")[1].split("\n\n")[1]
+    reasons = {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
+    stored = {path.stem for path in (ROOT / "training" / "results").glob("*/*.jsonl")}
+    assert not reasons & stored
+    assert reasons | stored == {path.stem for path in SWEEPS}
+
+
 EXPERIMENTS = yaml.safe_load((ROOT / "training" / "paper_experiments.yaml").read_text(encoding="utf-8"))
 # The sweeps and recipes of the papers; others are of this repository alone.
 PAPER_SWEEPS = {

@@ -2,12 +2,14 @@
 
     python training/pictures.py
 
-writes training/figures/rotations_*.svg, what four encodings do to a query and to attention logits, computed by
-[`LieRotaryEmbedding`], and training/figures/resolutions_*.svg, accuracy against the size of the images, from
-training/results. `--output_dir` writes them elsewhere.
+writes to training/figures: rotations_*.svg, what four encodings do to a query and to attention logits, computed by
+[`LieRotaryEmbedding`]; resolutions_*.svg, accuracy against the size of the images, from training/results; costs_*.svg,
+what encodings add to a step against the number of tokens, from the table of docs/speed.md. `--output_dir` writes them
+elsewhere.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -29,6 +31,10 @@ from training.reporting.result_table import AS_TRAINED, Cell, arrange
 
 FIGURES = Path(__file__).with_name("figures")
 RESULTS = Path(__file__).with_name("results")
+SPEED = Path(__file__).parents[1] / "docs" / "speed.md"
+# Rows of the benchmark, by their names in pictures; one share with its interval, in percent.
+COSTS = {"rope_mixed": "RoPE-Mixed", "comrope_ld8": "ComRoPE-LD", "liere8": "LieRE8"}
+SHARE = re.compile(r"([\d.]+)% \(([\d.]+) – ([\d.]+)%\)")
 # Encodings in their own coordinates and with their own start, by the title of their column.
 SHOWN = {
     "Axial RoPE": {"position_encoding": "axial_rope"},
@@ -181,6 +187,43 @@ def draw_resolutions() -> dict[str, str]:
     return draw(paint, 8.0, 4.4)
 
 
+def costs() -> dict[str, dict[int, list[tuple[float, ...]]]]:
+    """By encoding and number of tokens: median, low and high of the shares of inference and of training, in percent."""
+    lines = [line.strip("| ").split(" | ") for line in SPEED.read_text(encoding="utf-8").splitlines()]
+    header = next(line for line in lines if line[:2] == ["growing", "value"])
+    rows = [line for line in lines if line[0] == "resolution"]
+    return {
+        title: {
+            int(row[1].split()[0]): [tuple(map(float, found)) for found in SHARE.findall(row[header.index(name)])]
+            for row in rows
+        }
+        for name, title in COSTS.items()
+    }
+
+
+def draw_costs() -> dict[str, str]:
+    table = costs()
+    looks = styles(list(table))
+
+    def paint(figure, theme: dict) -> None:
+        panels = figure.subplots(1, 2, sharey=True)
+        for phase, (axis, title) in enumerate(zip(panels, ("inference", "training step"))):
+            for row, cells in table.items():
+                medians, lows, highs = zip(*(shares[phase] for shares in cells.values()))
+                below, above = ([abs(end - m) for end, m in zip(ends, medians)] for ends in (lows, highs))
+                style = looks[row] | {"linestyle": LINES[row]}
+                axis.errorbar(list(cells), medians, [below, above], label=row, capsize=2, markersize=5, **style)
+            axis.set_xscale("log")
+            axis.set_xticks(list(cells), list(map(str, cells)))
+            axis.minorticks_off()
+            axis.set(title=title, xlabel="tokens")
+            axis.grid(axis="y", alpha=0.4)
+        panels[0].set(ylabel="added to absolute positions (%)", ylim=(0, None))
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", handlelength=4)
+
+    return draw(paint, 8.0, 3.4)
+
+
 def main(arguments: list[str] | None = None) -> list[Path]:
     """Writes the pictures; returns their paths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -188,7 +231,8 @@ def main(arguments: list[str] | None = None) -> list[Path]:
     folder = parser.parse_args(arguments).output_dir
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, pictures in {"rotations": draw_rotations(), "resolutions": draw_resolutions()}.items():
+    drawn = {"rotations": draw_rotations(), "resolutions": draw_resolutions(), "costs": draw_costs()}
+    for name, pictures in drawn.items():
         for theme, svg in pictures.items():
             written.append(folder / f"{name}_{theme}.svg")
             written[-1].write_text(svg, encoding="utf-8")

@@ -90,14 +90,13 @@ def format_interval(low: float, high: float) -> str:
     return f"{100 * low:.1f} – {100 * high:.1f}%"
 
 
-def format_share(found: Estimate | None, short: bool = False) -> str:
+def format_share(found: Estimate | None) -> str:
     """In percent, with its interval; without the median where the interval says that its digits mean nothing."""
     if found is None:
         return "not measured"
     if not found.is_resolved:
         return f"not resolved ({format_interval(found.low, found.high)})"
-    median = f"{100 * found.median:.1f}%"
-    return median if short else f"{median} ({format_interval(found.low, found.high)})"
+    return f"{100 * found.median:.1f}% ({format_interval(found.low, found.high)})"
 
 
 def measured(row: Row, case: Case) -> list[str]:
@@ -217,7 +216,7 @@ def growth_table(records: Records, cases: list[Case], clock: str) -> str:
         cells = {}
         for row in (row for row in case.rows if row.rotates):
             phases = [name for name in measured(row, case) if name != "added_first"]
-            parts = [format_share(share(records, case, row, name, clock), short=True) for name in phases]
+            parts = [format_share(share(records, case, row, name, clock)) for name in phases]
             cells[column(case, row)] = " / ".join(parts + [memory_over_baseline(records, case, row)] * row.trains)
         rates = (format_rate(case, baseline_seconds(records, case, phase)) for phase in PHASES)
         rows.append([case.axis, case.value, ", ".join(rates), *(cells.get(name, "–") for name in names)])
