@@ -11,10 +11,16 @@ import torch
 import hf_liere
 
 
-CASES = [("ddp", "liere"), ("fsdp", "comrope_ld"), ("fsdp_small", "comrope_ld")]
+CASES = [("ddp", "liere"), ("fsdp", "comrope_ld")]
 CASES += [
     pytest.param(kind, encoding, marks=pytest.mark.slow)
-    for kind, encoding in (("ddp", "rope_mixed"), ("ddp", "comrope_ld"), ("fsdp", "rope_mixed"), ("fsdp", "liere"))
+    for kind, encoding in (
+        ("fsdp_small", "comrope_ld"),
+        ("ddp", "rope_mixed"),
+        ("ddp", "comrope_ld"),
+        ("fsdp", "rope_mixed"),
+        ("fsdp", "liere"),
+    )
 ]
 CASES += [pytest.param("zero3", encoding, marks=pytest.mark.slow) for encoding in ("liere", "comrope_ld")]
 

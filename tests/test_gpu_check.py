@@ -81,6 +81,7 @@ def test_failures_and_time_limits_are_outcomes():
     assert ended.outcome == "failed" and "by --time_limit 0.5" in ended.text and ended.seconds < 60
 
 
+@pytest.mark.slow
 def test_interrupted_check_is_resumed(tmp_path):
     path = tmp_path / "report.md"
     with subprocess.Popen(

@@ -281,7 +281,7 @@ def test_broken_inputs_are_named(tiny, tmp_path, capsys):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".r", "r-"))]
 
 
-@pytest.mark.parametrize("error", ["limit", "interrupt"])
+@pytest.mark.parametrize("error", ["limit", pytest.param("interrupt", marks=pytest.mark.slow)])
 def test_a_report_is_complete_or_absent(tiny, tmp_path, error):
     """Where no file may grow beyond 20 kB, as on a full disk, or Ctrl-C comes; the next run is not refused."""
     folder = save(hf_liere.LieREViTForImageClassification(tiny()), tmp_path / "model")

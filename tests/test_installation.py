@@ -142,6 +142,7 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.slow
 def test_wheels_carry_the_libraries_that_the_compiler_can_build(sources, tmp_path):
     """Apple's compiler has no OpenMP."""
     if (compiler := shutil.which("g++") or shutil.which("clang++")) is None:

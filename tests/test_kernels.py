@@ -318,6 +318,7 @@ torch.save((backend and backend.__name__, results), sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_training_step_is_that_of_plain_operations(tmp_path):
     """Whole models in float32, each in a process of its own, with kernels and (on the CPU) without."""
     modules = {None: "cpu"}

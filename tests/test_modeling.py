@@ -299,7 +299,15 @@ def test_sizes_share_two_graphs(tiny, encoding, fresh_compiler):
     assert len(graphs) <= 2
 
 
-@pytest.mark.parametrize("encoding", ["none", "absolute", *ENCODINGS])
+# The steps of test_operators.py are those of compiled models of every encoding.
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        "none",
+        *("absolute", "liere", "comrope_ld"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ENCODINGS if name not in ("liere", "comrope_ld")),
+    ],
+)
 def test_compiles_to_one_graph(tiny, encoding, fresh_compiler):
     """Gradients included; inductor itself is left to the slow tests."""
     model = classifier(tiny(**fields_of(encoding)))

@@ -54,7 +54,7 @@ def test_complete_model_computes_and_reloads_the_same_bits(name, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), model.state_dict().values()))
 
 
-@pytest.mark.parametrize("package", [True, False])
+@pytest.mark.parametrize("package", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_auto_classes_restore_in_a_fresh_process(tmp_path, package, monkeypatch):
     # Code that comes with a checkpoint has no kernels for CPUs, which round otherwise.
     monkeypatch.setenv("HF_LIERE_CPU_KERNELS", str(int(package)))

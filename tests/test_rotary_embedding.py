@@ -335,7 +335,8 @@ def test_inputs_that_do_not_fit(change, message):
         build("liere").rotate(torch.zeros(2, 3, 5, HEAD_DIM), torch.zeros(5, 2))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_processes_take_the_step_of_one(kind, tmp_path):
     model, x, positions = layer_worker.model_and_batch()
     before = model.blocks[0].rotary.encoding.generators.detach().clone()

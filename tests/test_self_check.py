@@ -199,6 +199,7 @@ torch.save((len(times), len(kernels.self_check.outcomes), [loss.detach().cpu() f
 """
 
 
+@pytest.mark.slow
 def test_one_comparison_and_one_warning_in_a_process_of_several_threads(tmp_path):
     """With a kernel that is wrong on purpose, training goes on as it does without kernels."""
     module = load(tmp_path, "x * cos - y * sin", "x * cos + y * sin")

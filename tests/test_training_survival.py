@@ -101,7 +101,7 @@ def test_a_half_written_checkpoint_is_never_picked_up(whole, flags, tmp_path):
 @pytest.mark.parametrize(
     "number, processes, workers",
     [
-        (signal.SIGTERM, 1, 0),
+        pytest.param(signal.SIGTERM, 1, 0, marks=pytest.mark.slow),
         (signal.SIGINT, 1, 2),
         pytest.param(signal.SIGTERM, 2, 0, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 2, 0, marks=pytest.mark.slow),
