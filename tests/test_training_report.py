@@ -176,7 +176,8 @@ def test_a_report_tells_ours_beside_the_paper(results, tmp_path):
     assert "which these give as 54.7. Other data, models and budgets than ours" in text
     command = f"--mini --output_dir outputs/{path.parent.name} --train_files cifar.parquet\n"
     assert f"    python training/evaluate_sweep.py training/sweeps/shuffling.yaml {command}" in text
-    assert "Not measured yet: no positions; Axial RoPE; RoPE-Mixed; LieRE32; ComRoPE-AP; ComRoPE-LD." in text
+    assert "Not measured yet: no positions; Axial RoPE; RoPE-Mixed; LieRE32; ComRoPE-AP; ComRoPE-LD; Golden gate RoPE; " in text
+        assert "Cayley-STRING; Circulant-STRING; Spherical RoPE." in text
     shuffled = 100 * np.mean([entry["metrics"]["eval_accuracy"] for entry in lines[5::2]])
     # The paper's 12.3 of 70.3, its Table 5.
     assert f"| LieRE8 | {100 * (accuracy - shuffled) / accuracy:.1f}% | 82.5% |" in text
@@ -334,6 +335,26 @@ def test_metrics_without_single_examples_have_the_intervals_that_there_are():
     ]
     assert str(cell(*areas)) == "AUC 0.650 (0.550 – 0.850)"
     assert str(cell({"eval_map": 0.2}, {"eval_map": 0.3})) == "mAP 0.250 [0.200, 0.300]"
+
+
+def test_coordinates_stand_against_indices(results, tmp_path):
+    """Of the same encoding with the same blocks, whether they are its own or were set."""
+    _, lines = results
+    settings = [
+        {"position_encoding": "rope_mixed"},
+        {"position_encoding": "rope_mixed", "coordinates": "unit", "rotary_init_scale": 9},
+        {"position_encoding": "comrope_ld"},
+        {"position_encoding": "comrope_ld", "coordinates": "index", "rotary_init_scale": 0.1},
+        {"position_encoding": "comrope_ld", "block_size": 4, "coordinates": "index"},
+        {"position_encoding": "liere", "coordinates": "unit"},
+    ]
+    entries = [{**lines[0], "sweep": "rotary_family", "settings": given} for given in settings]
+    path = tmp_path / "rotary_family.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    text = report.main([str(path), "--output_dir", str(tmp_path / "report")]).read_text()
+    part = text.split("Coordinates against `index`")[1].split("\n\n")[1]
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in part.splitlines()[2:]]
+    assert rows == ["RoPE-Mixed, coordinates unit, rotary_init_scale 9", "ComRoPE-LD"]
 
 
 def test_native_aspect_ratios_stand_against_squares(results, tmp_path):

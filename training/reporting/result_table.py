@@ -22,7 +22,7 @@ AS_IN_PAPER = (
     *("coordinates", "position_table_size", "rotary_init", "rotate_prefix", "rope_theta", "model_name_or_path"),
     "baseline",
 )
-# Unless two models of a sweep differ in nothing else.
+# Unless two models of a sweep have the same encoding.
 TELLING = ("coordinates", "rotary_init", "rotate_prefix")
 
 
@@ -101,10 +101,11 @@ def without(row: str, common: list[str]) -> str:
 
 
 def told_apart_by(trained: Iterable[dict[str, Any]], script: str) -> tuple[str, ...]:
-    """Those of [`TELLING`] in which models of a sweep differ that would otherwise have the same name."""
+    """Those of [`TELLING`] in which models of a sweep with the same encoding and blocks differ."""
     values: dict[str, set[tuple]] = defaultdict(set)
     for settings in trained:
-        values[method(settings, script)].add(tuple(str(settings.get(name)) for name in TELLING))
+        encoding = {name: settings.get(name) for name in ("position_encoding", "block_size")}
+        values[method(encoding, script)].add(tuple(str(settings.get(name)) for name in TELLING))
     return tuple(
         name
         for index, name in enumerate(TELLING)

@@ -1,12 +1,23 @@
 """What a report says of a sweep: a table beside the paper's figures, tests between models, and what is missing."""
 
+import json
 import shlex
 from typing import Any
 
 import numpy as np
 
+from hf_liere.models.encoding_traits import ENCODING_TRAITS
 from training.reporting.markdown import markdown
-from training.reporting.result_table import AS_IN_PAPER, AS_TRAINED, Cell, Table, method, told_apart_by, without
+from training.reporting.result_table import (
+    AS_IN_PAPER,
+    AS_TRAINED,
+    SEEDS,
+    Cell,
+    Table,
+    method,
+    told_apart_by,
+    without,
+)
 from training.reporting.significance import PairedTest, holm, paired_test, paired_test_over_seeds
 from training.reporting.sweeps import TRAINING, as_flags, combinations, read_sweep
 
@@ -47,6 +58,11 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     if is_accuracy and (pairs := _squeezed(table)) and (tests := _tests(table, pairs, conditions)):
         lines += [
             "Images at their own aspect ratios against the same model of images squeezed into squares, in points:",
+            tests,
+        ]
+    if is_accuracy and (pairs := _coordinates(table)) and (tests := _tests(table, pairs, conditions)):
+        lines += [
+            "Coordinates against `index`, with the same encoding, in points:",
             tests,
         ]
     if is_accuracy and (pairs := _starts(table)) and (tests := _tests(table, pairs, conditions)):
@@ -200,6 +216,23 @@ def _squeezed(table: Table) -> dict[str, str]:
     parts = {row: row.split(", ") for row in table}
     plain = {row: ", ".join(part for part in some if not part.startswith(NATIVE)) for row, some in parts.items()}
     return {row: other for row, other in plain.items() if row != other and other in table}
+
+
+def _coordinates(table: Table) -> dict[str, str]:
+    """
+    For every row in other coordinates than `index` the row in these that differs in nothing else but the scale of the
+    start, which belongs to the unit of the coordinates.
+    """
+    rows: dict[str, dict[str, str]] = {}
+    for row, cells in table.items():
+        settings = dict(next(iter(cells.values())).results[0]["settings"])
+        traits = ENCODING_TRAITS.get(settings.get("position_encoding"))
+        if traits is not None:
+            coordinates = settings.pop("coordinates", None) or traits.coordinates
+            for name in (*SEEDS, "rotary_init_scale"):
+                settings.pop(name, None)
+            rows.setdefault(json.dumps(settings, sort_keys=True), {})[coordinates] = row
+    return {row: of["index"] for of in rows.values() if "index" in of for name, row in of.items() if name != "index"}
 
 
 def _starts(table: Table) -> dict[str, str]:
