@@ -32,9 +32,9 @@ from training.reporting.result_table import AS_TRAINED, Cell, arrange
 FIGURES = Path(__file__).with_name("figures")
 RESULTS = Path(__file__).with_name("results")
 SPEED = Path(__file__).parents[1] / "docs" / "speed.md"
-# Rows of the benchmark, by their names in pictures; one share with its interval, in percent.
+# Rows of the benchmark, by their names in pictures; one share with its interval, in percent, or an interval alone.
 COSTS = {"rope_mixed": "RoPE-Mixed", "comrope_ld8": "ComRoPE-LD", "liere8": "LieRE8"}
-SHARE = re.compile(r"([\d.]+)% \(([\d.]+) – ([\d.]+)%\)")
+SHARE = re.compile(r"(?:([\d.]+)%|not resolved) \(([\d.]+) – ([\d.]+)%\)")
 # Encodings in their own coordinates and with their own start, by the title of their column.
 SHOWN = {
     "Axial RoPE": {"position_encoding": "axial_rope"},
@@ -188,13 +188,19 @@ def draw_resolutions() -> dict[str, str]:
 
 
 def costs() -> dict[str, dict[int, list[tuple[float, ...]]]]:
-    """By encoding and number of tokens: median, low and high of the shares of inference and of training, in percent."""
+    """
+    By encoding and number of tokens: median, low and high of the shares of inference and of training, in percent. The
+    median of what was not resolved is NaN.
+    """
     lines = [line.strip("| ").split(" | ") for line in SPEED.read_text(encoding="utf-8").splitlines()]
     header = next(line for line in lines if line[:2] == ["growing", "value"])
     rows = [line for line in lines if line[0] == "resolution"]
     return {
         title: {
-            int(row[1].split()[0]): [tuple(map(float, found)) for found in SHARE.findall(row[header.index(name)])]
+            int(row[1].split()[0]): [
+                (float(median or "nan"), float(low), float(high))
+                for median, low, high in SHARE.findall(row[header.index(name)])
+            ]
             for row in rows
         }
         for name, title in COSTS.items()
@@ -210,9 +216,9 @@ def draw_costs() -> dict[str, str]:
         for phase, (axis, title) in enumerate(zip(panels, ("inference", "training step"))):
             for row, cells in table.items():
                 medians, lows, highs = zip(*(shares[phase] for shares in cells.values()))
-                below, above = ([abs(end - m) for end, m in zip(ends, medians)] for ends in (lows, highs))
                 style = looks[row] | {"linestyle": LINES[row]}
-                axis.errorbar(list(cells), medians, [below, above], label=row, capsize=2, markersize=5, **style)
+                axis.plot(list(cells), medians, label=row, markersize=5, linewidth=1.4, **style)
+                axis.vlines(list(cells), lows, highs, color=style["color"], linewidth=1.4)
             axis.set_xscale("log")
             axis.set_xticks(list(cells), list(map(str, cells)))
             axis.minorticks_off()
