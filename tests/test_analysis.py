@@ -113,15 +113,15 @@ def test_relativity_error_of_liere_off_the_diagonal(classifier):
         errors = []
         for p, q in drawn.T.tolist():
             for block in range(3):
-                turns = []
+                rotations = []
                 for shift in (0.0, 1.5):
                     # Three patches per axis: the coordinates are 0, ½ and 1.
                     ends = [[(i // 3 + shift) / 2, (i % 3 + shift) / 2] for i in (p, q)]
                     r, s = (
                         reference.exponential(sum(c * m[head, block] for c, m in zip(end, matrices))) for end in ends
                     )
-                    turns.append(r.T @ s)
-                errors.append(torch.linalg.svdvals(turns[1] - turns[0]).max().item())
+                    rotations.append(r.T @ s)
+                errors.append(torch.linalg.svdvals(rotations[1] - rotations[0]).max().item())
         assert found.largest[0, 0, head].item() == pytest.approx(max(errors), rel=1e-9)
         assert found.mean[0, 0, head].item() == pytest.approx(sum(errors) / len(errors), rel=1e-9)
         assert found.mean[0, 0, head] > 0.01
@@ -299,14 +299,14 @@ def test_rotations_of_the_model_itself_are_noticed():
     model, inputs = patching_cases.build("clip_vision")
     hf_liere.patch(model, hf_liere.RotaryPatchConfig(rotary_init="normal", keep_absolute="drop"))
     assert attention_relativity(model).max() < 1e-5
-    turns = torch.polar(torch.ones(17, 16), torch.arange(17.0).unsqueeze(-1) * torch.rand(16))
+    rotations = torch.polar(torch.ones(17, 16), torch.arange(17.0).unsqueeze(-1) * torch.rand(16))
 
-    def turn(module, inputs, output):
-        return torch.view_as_real(torch.view_as_complex(output.unflatten(-1, (16, 2))) * turns).flatten(-2)
+    def rotate(module, inputs, output):
+        return torch.view_as_real(torch.view_as_complex(output.unflatten(-1, (16, 2))) * rotations).flatten(-2)
 
     attention = vision_tower(model).attentions[0][1]
     for projection in (attention.q_proj, attention.k_proj):
-        projection.register_forward_hook(turn)
+        projection.register_forward_hook(rotate)
     analysis = analyse(model, [inputs["pixel_values"]])
     assert analysis.encoding.relativity.largest.max() < 1e-10
     assert analysis.attention_relativity.max() > 0.1
@@ -405,7 +405,7 @@ def test_cost_by_counting(classifier):
     assert plain.operation_share == plain.parameter_share == 0
     absolute = count_cost(classifier(position_encoding="absolute"), torch.zeros(1, 3, 16, 16))
     assert absolute.table_parameters == absolute.parameters - plain.parameters == 17 * 48
-    # Two products per channel of query and key turn a plane.
+    # Two products per channel of query and key rotate a plane.
     mixed = count_cost(classifier(position_encoding="rope_mixed"), torch.zeros(1, 3, 16, 16))
     assert mixed.rotating_operations == 2 * 2 * 17 * 48 * 2
 

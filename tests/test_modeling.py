@@ -33,7 +33,7 @@ def test_any_image_size_and_every_parameter_gets_a_gradient(tiny, encoding):
         outputs = model(images(3, 3, *size), labels=torch.tensor([0, 2, 1]))
         assert outputs.logits.shape == (3, 3) and torch.isfinite(outputs.logits).all()
         outputs.loss.backward()
-        # A single patch has one position, at which train_grid and index coordinates are zero and turn nothing.
+        # A single patch has one position, at which train_grid and index coordinates are zero and rotate nothing.
         exempt = "rotary_encoding" if size == (4, 4) else None
         silent = [name for name, p in model.named_parameters() if p.grad is None or not (p.grad != 0).any()]
         assert [name for name in silent if not exempt or exempt not in name] == []

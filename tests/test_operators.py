@@ -35,7 +35,7 @@ def states(*shape, transposed=True):
     return torch.randn(shape)
 
 
-def turned(shape, layout):
+def rotations_of(shape, layout):
     """Orthogonal blocks, or cos and sin."""
     if layout == "blocks":
         return torch.linalg.qr(torch.randn(shape))[0].contiguous()
@@ -51,7 +51,7 @@ def exponential_arguments(size, dtype, grid=(3, 4)):
 @pytest.mark.parametrize("size, batch, transposed", [(3, 1, True), (8, 2, True), (8, 1, False)])
 def test_opcheck_of_applied_blocks(implementation, size, batch, transposed):
     query, key = (states(2, 3, 5, 2 * size + 1, transposed=transposed).requires_grad_() for _ in range(2))
-    blocks = turned((batch, 3, 5, 2, size, size), "blocks")
+    blocks = rotations_of((batch, 3, 5, 2, size, size), "blocks")
     for constant in (blocks, blocks.clone().requires_grad_()):
         torch.library.opcheck(operators._rotate_blocks.operator, (query, key, constant, False))
     gradients = [states(2, 3, 5, 2 * size + 1) for _ in range(2)]
@@ -62,7 +62,7 @@ def test_opcheck_of_applied_blocks(implementation, size, batch, transposed):
 def test_opcheck_of_applied_planes(implementation, dtype, size):
     """In the basis of the model, and in that of commuting generators of this size."""
     query, key = (states(2, 3, 5, 16).to(dtype).requires_grad_() for _ in range(2))
-    cos_sin, others = turned((1, 3, 5, 8, 2), "planes"), (None, None)
+    cos_sin, others = rotations_of((1, 3, 5, 8, 2), "planes"), (None, None)
     if size is not None:
         generators = skew(torch.randn(3, 16 // size, size * (size - 1) // 2), size)
         others = generators.requires_grad_(), torch.randn(1, 3, 5, 16 // size)
@@ -80,12 +80,12 @@ def test_a_query_by_itself(implementation, size, eigen, batch):
     if eigen and size != 8:
         pytest.skip("commuting generators of one block size")
     if eigen or size is None:
-        rotation, apply = (turned((batch, 3, 5, 8, 2), "planes").requires_grad_(),), operators.rotate_planes
+        rotation, apply = (rotations_of((batch, 3, 5, 8, 2), "planes").requires_grad_(),), operators.rotate_planes
         if eigen:
             generators = skew(torch.randn(3, 2, 28), 8).requires_grad_()
             rotation = *rotation, generators, torch.randn(batch, 3, 5, 2)
     else:
-        rotation = (turned((batch, 3, 5, 17 // size, size, size), "blocks").requires_grad_(),)
+        rotation = (rotations_of((batch, 3, 5, 17 // size, size, size), "blocks").requires_grad_(),)
         apply = operators.rotate_blocks
     query = states(2, 3, 5, 17, transposed=True).requires_grad_()
     learned = [x for x in (query, *rotation) if x.requires_grad]
@@ -247,7 +247,7 @@ def test_autocast_changes_no_operator(implementation, inputs):
     dtype, rotation_dtype = inputs
     query, key = (states(2, 3, 5, 16).to(dtype) for _ in range(2))
     cos_sin, blocks = (
-        turned(shape, layout).to(rotation_dtype)
+        rotations_of(shape, layout).to(rotation_dtype)
         for shape, layout in (((1, 3, 5, 8, 2), "planes"), ((1, 3, 5, 2, 8, 8), "blocks"))
     )
     positions, generators, *_ = exponential_arguments(8, torch.float32)

@@ -829,7 +829,7 @@ def test_rotated_prefix_sits_at_the_centre(name):
 
 @pytest.mark.parametrize("name", ["clip_vision", "siglip2", "vit_mae", "vivit"])
 def test_positions_are_perturbed_in_training_only_and_within_their_patch(name):
-    """Measured by an encoding whose first two planes turn by the coordinates themselves, in patch extents."""
+    """Measured by an encoding whose first two planes rotate by the coordinates themselves, in patch extents."""
     model, inputs = build(name)
     if name == "vit_mae":
         inputs["noise"] = torch.rand(2, 16)
@@ -840,7 +840,7 @@ def test_positions_are_perturbed_in_training_only_and_within_their_patch(name):
         ((_, generators),) = rotary_parameters(model)
         generators.zero_()
         for axis in range(axes):
-            # A small angle, so that a turn is not lost.
+            # A small angle, so that a full rotation is not lost.
             generators[axis, :, :, axis] = 0.1
     still = coordinates_of_a_pass(model, inputs, axes)
     assert torch.equal(coordinates_of_a_pass(model, inputs, axes), still)

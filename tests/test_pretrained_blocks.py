@@ -265,7 +265,7 @@ def positions_of(name, order):
     if name in ("llama", "glm"):
         return torch.arange(11, dtype=torch.float64).unsqueeze(-1)
     if name == "dinov3":
-        # 4 × 6 patches, centres from −1 to 1, turns of 2π, after a class and two register tokens.
+        # 4 × 6 patches, centres from −1 to 1, angles of 2π, after a class and two register tokens.
         patches = [
             [2 * math.pi * (2 * (row + 0.5) / 4 - 1), 2 * math.pi * (2 * (column + 0.5) / 6 - 1)]
             for row in range(4)
@@ -323,7 +323,7 @@ def test_queries_and_keys_are_rotated_as_the_reference_does(name, encoding):
     if encoding == "comrope_ap" and len(frequencies) == 2:
         # Two planes of the rows, two of the columns, and so on.
         planes = [0, 1, 4, 5, 2, 3, 6, 7]
-    # GLM turns neighbours among the first half of the channels, the others channels of both halves.
+    # GLM rotates neighbours among the first half of the channels, the others channels of both halves.
     pair = (lambda plane: (2 * plane, 2 * plane + 1)) if name == "glm" else (lambda plane: (plane, plane + 8))
     channels = [channel for plane in planes for channel in pair(plane)]
     for layer, attention in enumerate(attentions):
@@ -344,5 +344,5 @@ def test_queries_and_keys_are_rotated_as_the_reference_does(name, encoding):
                 matrices[:, torch.tensor(channels).unsqueeze(-1), torch.tensor(channels)] = found
                 rotations = reference.rotations(matrices, positions)
                 expected = reference.rotate(raw[:, head], rotations)
-                # Angles of up to ten turns and products are float32.
+                # Angles of up to ten full rotations and products are float32.
                 torch.testing.assert_close(states[:, head], expected, rtol=0, atol=5e-5)

@@ -158,12 +158,16 @@ def test_every_class_type_and_mode_is_kept(tiny):
 
 
 @torch.no_grad()
-def test_shared_generators_can_be_separated_but_not_joined(tiny):
+def test_shared_generators_can_be_separated_and_joined_until_they_differ(tiny):
     model = classifier(tiny(position_encoding="liere", block_size=4, share_heads=True, share_layers=True))
     upgraded = upgrade_encoding(model, position_encoding="liere", block_size=8, share_heads=False, share_layers=False)
     assert upgraded.liere.rotary_encoding.generators.shape == (2, 2, 2, 3, 28)
     pixels = images(2, 3, 16, 16)
     torch.testing.assert_close(upgraded(pixels).logits, model(pixels).logits, **EXACT)
+    joined = upgrade_encoding(upgraded, position_encoding="liere", block_size=8, share_layers=True, share_heads=True)
+    assert joined.liere.rotary_encoding.generators.shape == (2, 1, 1, 3, 28)
+    torch.testing.assert_close(joined(pixels).logits, model(pixels).logits, **EXACT)
+    upgraded.liere.rotary_encoding.generators[:, 1] *= 1.01
     with pytest.raises(ConversionError, match="share_layers=True: generators that differ"):
         upgrade_encoding(upgraded, position_encoding="liere", block_size=8, share_layers=True)
 
@@ -179,11 +183,21 @@ def test_equal_generators_can_be_joined(tiny):
         upgrade_encoding(model, position_encoding="rope_mixed", share_heads=True)
 
 
-def test_folded_models_have_nothing_to_learn(tiny):
+def test_the_command_refuses_models_of_tokens(tmp_path, capsys):
+    sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = hf_liere.LieRETokensConfig(**sizes, feature_size=3, num_axes=2)
+    hf_liere.LieRETokensForSequenceClassification(config).save_pretrained(tmp_path / "tokens")
+    command = ["upgrade", str(tmp_path / "tokens"), str(tmp_path / "out"), "--position_encoding", "liere"]
+    assert main(command) == 1
+    assert "is a model of tokens, which has neither images nor a card" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
+
+
+def test_folded_models_stay_as_they_are(tiny):
     folded = classifier(tiny(position_encoding="comrope_ld", block_size=8)).fold_rotations()
-    with pytest.raises(ConversionError, match="folded for inference has nothing to learn"):
+    with pytest.raises(ConversionError, match="folded for inference cannot be changed"):
         upgrade_encoding(folded, position_encoding="liere", block_size=8)
-    with pytest.raises(ConversionError, match="folded for inference has nothing to learn"):
+    with pytest.raises(ConversionError, match="folded for inference cannot be changed"):
         resize_input(folded, 32)
 
 

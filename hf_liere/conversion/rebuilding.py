@@ -20,8 +20,8 @@ def changed_config(config: LieREConfig, changes: Mapping[str, object]) -> LieREC
     """
     if config.folded_grids is not None:
         raise ConversionError(
-            f"folded_grids={config.folded_grids}: a model that was folded for inference has nothing to learn; accepted "
-            "is the model from which it was folded."
+            f"folded_grids={config.folded_grids}: a model that was folded for inference cannot be changed; accepted is "
+            "the model from which it was folded."
         )
     try:
         changed = type(config).from_dict(config.to_dict() | changes)

@@ -114,10 +114,12 @@ def _upgraded_parameters(
     with torch.no_grad():
         parameter = next(encoding.parameters(), torch.empty(0))
         matrices = skew(encoding.entries(parameter.device).detach().double().cpu(), encoding.block_size)
-    kept = {"share_layers": (target.layers, matrices.shape[1]), "share_heads": (target.heads, matrices.shape[2])}
-    for name, (wanted, found) in kept.items():
-        if wanted < found:
-            raise ConversionError(f"{name}=True: generators that differ cannot become one set.")
+    for name, dim, wanted in (("share_layers", 1, target.layers), ("share_heads", 2, target.heads)):
+        if wanted < matrices.shape[dim]:
+            first = matrices.narrow(dim, 0, 1)
+            if (matrices - first).norm() > ROUNDING * matrices.norm():
+                raise ConversionError(f"{name}=True: generators that differ cannot become one set.")
+            matrices = first
     try:
         entries = _in_place(matrices, old, target)
         return _of_entries(entries.expand(-1, target.layers, target.heads, -1, -1), target), None

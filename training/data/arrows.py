@@ -1,7 +1,7 @@
 """The arrows task of LieRE (section 5.2), drawn on demand and never stored.
 
 On a grid of cells, by default 9×9 cells of 12×12 pixels, stand eight arrows and the letters A, B, C, D, E and Y. The Y
-is turned one of four ways, and exactly one arrow stands on the ray that leaves the base of the Y. The label is that
+is rotated one of four ways, and exactly one arrow stands on the ray that leaves the base of the Y. The label is that
 arrow's direction. A guess from the arrows alone, their most frequent direction, is right with probability
 `BAG_OF_ARROWS_ACCURACY` = 44.2%; more needs the relative position of the Y and an arrow.
 

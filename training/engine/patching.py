@@ -85,7 +85,7 @@ def check_patch(auto_class: type, config: PreTrainedConfig, patched: RotaryPatch
 
 @dataclasses.dataclass
 class LoraArguments:
-    lora_rank: int = flag(8, "Rank of LoRA's matrices; adapters that are trained further keep theirs.")
+    lora_rank: int = flag(8, "Rank of LoRA's matrices.")
     lora_alpha: float = flag(16.0, "LoRA's products are scaled by this over the rank.")
 
     def __post_init__(self):

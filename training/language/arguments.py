@@ -39,6 +39,7 @@ class LanguageModelArguments(LoraArguments):
     tokenizer_name: str | None = flag(
         None, "Folder or name on the Hub of the tokenizer; by default the checkpoint's, for a new model bytes of UTF-8."
     )
+    lora_rank: int = flag(8, "Rank of LoRA's matrices; adapters that are trained further keep theirs.")
     trainable: str = flag(
         "all", "What learns: the rotations, also LoRA in attention, or the whole model.", choices=list(TRAINABLE)
     )

@@ -18,7 +18,7 @@ PUZZLES = Arrows("test")
 
 def open_picture(path: str | Path) -> tuple[Image.Image, list[str]]:
     """
-    An uploaded file as an RGB picture, turned upright as its EXIF data say, and what was changed, to be shown.
+    An uploaded file as an RGB picture, rotated upright as its EXIF data say, and what was changed, to be shown.
 
     Transparent parts become white; of an animation the first frame is taken. Only decoders of `EXTENSIONS` are used.
 
