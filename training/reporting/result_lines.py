@@ -44,11 +44,12 @@ def write_results(path: Path, results: list[dict[str, Any]], as_changes: bool = 
     Writes the lines, or leaves the file as it was.
 
     Args:
-        as_changes: lines hold what differs from the line before, and numbers have six digits.
+        as_changes: lines hold what differs from the line before, and measured numbers have six digits.
     """
     lines = [_known(result) for result in results]
     if as_changes:
-        lines = list(_as_changes(_rounded(line) for line in lines))
+        given = ("settings", "condition")
+        lines = list(_as_changes(_rounded(line) | {key: line[key] for key in given} for line in lines))
     write_text(path, "".join(json.dumps(line, default=str) + "\n" for line in lines))
 
 
