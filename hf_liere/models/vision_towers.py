@@ -234,8 +234,7 @@ def head_shape(attention: nn.Module) -> tuple[int, int]:
     Raises:
         ValueError: if they are unknown, or if keys and queries have different numbers of heads.
     """
-    heads = next((getattr(attention, n) for n in ("num_heads", "num_attention_heads") if hasattr(attention, n)), None)
-    heads = heads or getattr(attention.config, "num_attention_heads", None)
+    heads = _stated_heads(attention)
     widths = {getattr(projection, "out_features", None) for projection in projections(attention)}
     if heads is None or len(widths) != 1 or None in widths:
         raise ValueError(
@@ -254,12 +253,17 @@ def projected_widths(attention: nn.Module, head_dim: int) -> tuple[int | None, l
     so on; `None` where they are unknown. One projection makes queries, keys and values, the latter of equal widths.
     """
     widths = [getattr(linear_layer(part), "out_features", None) for part in projections(attention)]
-    config = getattr(attention, "config", None)
-    heads = getattr(attention, "num_heads", None) or getattr(config, "num_attention_heads", None)
-    if len(widths) == 1 and heads and widths[0]:
-        rest = widths[0] - heads * head_dim
-        widths = [heads * head_dim, rest // 2 if rest % 2 == 0 else None]
+    heads = _stated_heads(attention)
+    if len(widths) == 1 and widths[0]:
+        of_queries = heads * head_dim if heads else widths[0] // 3
+        rest = widths[0] - of_queries
+        widths = [of_queries, rest // 2 if rest % 2 == 0 else None]
     return heads, widths
+
+
+def _stated_heads(attention: nn.Module) -> int | None:
+    heads = next((getattr(attention, n) for n in ("num_heads", "num_attention_heads") if hasattr(attention, n)), None)
+    return heads or getattr(getattr(attention, "config", None), "num_attention_heads", None)
 
 
 def position_table(embeddings: nn.Module) -> torch.Tensor | None:

@@ -55,18 +55,9 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     is_accuracy = metric == "eval_accuracy"
     if drops := _drops(table, conditions, figures):
         lines += ["Relative loss of accuracy under the condition:", drops]
-    if is_accuracy and (pairs := _squeezed(table)) and (tests := _tests(table, pairs, conditions)):
-        lines += [
-            "Images at their own aspect ratios against the same model of images squeezed into squares, in points:",
-            tests,
-        ]
-    if is_accuracy and (pairs := _coordinates(table)) and (tests := _tests(table, pairs, conditions)):
-        lines += [
-            "Coordinates against `index`, with the same encoding, in points:",
-            tests,
-        ]
-    if is_accuracy and (pairs := _starts(table)) and (tests := _tests(table, pairs, conditions)):
-        lines += ["The largest scale of the start against the smallest, in points:", tests]
+    for title, paired in PAIRED_ROWS.items() if is_accuracy else ():
+        if (pairs := paired(table)) and (tests := _tests(table, pairs, conditions)):
+            lines += [title, tests]
     for name in _sweep(results).get("report", []):
         title, further = FURTHER_TABLES[name]
         if made := further(table, _of_rows(paper.get(name, {}), common)):
@@ -244,6 +235,14 @@ def _starts(table: Table) -> dict[str, str]:
             rest = ", ".join(part for part in row.split(", ") if not part.startswith("rotary_init_scale "))
             scales.setdefault(rest, {})[settings["rotary_init_scale"]] = row
     return {rows[max(rows)]: rows[min(rows)] for rows in scales.values() if len(rows) > 1}
+
+
+# Which rows are tested against each other beside the baselines, by what stands above the tests.
+PAIRED_ROWS = {
+    "Images at their own aspect ratios against the same model of images squeezed into squares, in points:": _squeezed,
+    "Coordinates against `index`, with the same encoding, in points:": _coordinates,
+    "The largest scale of the start against the smallest, in points:": _starts,
+}
 
 
 def _peaks(table: Table, papers: dict[str, Any]) -> str | None:
