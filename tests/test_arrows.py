@@ -1,13 +1,25 @@
 """The arrows task: what stands in an image, and that nothing but the Y and its arrow tells the label."""
 
 import itertools
+import math
 from collections import Counter
 
 import numpy as np
 import pytest
 import training_helpers  # noqa: F401 (makes training importable)
 
-from training.data.arrows import BAG_OF_ARROWS_ACCURACY, CELL, LABELS, NUM_ARROWS, STEPS, Arrows, rectangles
+from training.data.arrows import (
+    BAG_OF_ARROWS_ACCURACY,
+    BAG_OF_CLIP_ARROWS_ACCURACY,
+    CELL,
+    CLIP_LABELS,
+    CLIP_STEPS,
+    LABELS,
+    NUM_ARROWS,
+    STEPS,
+    Arrows,
+    rectangles,
+)
 
 
 FIRST_Y, FIRST_LETTER = 4, 8
@@ -131,7 +143,65 @@ def test_counting_arrows_is_right_in_44_percent(scenes):
     assert len(LABELS) == 4
 
 
+@pytest.fixture(scope="module")
+def clips():
+    return Arrows("train", 3000, 60, num_frames=4)
+
+
+def test_clips_ask_one_question_across_frames(clips):
+    num_directions, labels, through_time = len(CLIP_LABELS), [], 0
+    for index in range(len(clips)):
+        stamps, cells, label = clips.scene(index)
+        places = dict(zip(zip(*(axis.tolist() for axis in np.unravel_index(cells, (4, 5, 5)))), stamps.tolist()))
+        assert len(places) == 14 and clips.grid(index) == (4, 5, 5)
+        arrows = {place: stamp for place, stamp in places.items() if stamp < num_directions}
+        ((place, base),) = [
+            (p, s - num_directions) for p, s in places.items() if num_directions <= s < 2 * num_directions
+        ]
+        assert len(arrows) == NUM_ARROWS
+        on_ray = []
+        while all(0 <= at < size for at, size in zip(place, (4, 5, 5))):
+            on_ray.append(arrows.get(place))
+            place = tuple(np.add(place, CLIP_STEPS[base]).tolist())
+        assert [stamp for stamp in on_ray if stamp is not None] == [label]
+        labels.append(label)
+        through_time += CLIP_LABELS[base] in ("earlier", "later")
+    counts = np.bincount(labels, minlength=6)
+    # 0.1% quantile of chi-square with five degrees of freedom; two of six Ys point to other frames.
+    assert ((counts - 500) ** 2 / 500).sum() < 20.52
+    assert abs(through_time / len(clips) - 1 / 3) < 3.3 * np.sqrt(2 / 9 / len(clips))
+    assert np.array_equal(CLIP_STEPS[:4, 1:], STEPS) and CLIP_LABELS[:4] == LABELS
+
+
+def test_clips_show_their_scenes(clips):
+    """Every stamp has one picture, and no two have the same."""
+    pictures = {}
+    for index in range(300):
+        frames, label = clips[index]
+        stamps, cells, scene_label = clips.scene(index)
+        assert frames.shape == (4, 60, 60, 1) and frames.dtype == np.uint8 and label == scene_label
+        tiles = frames.reshape(4, 5, CELL, 5, CELL).swapaxes(2, 3).reshape(100, CELL, CELL)
+        assert set(np.flatnonzero((tiles == 0).any(axis=(1, 2)))) == set(cells.tolist())
+        for stamp, cell in zip(stamps.tolist(), cells):
+            pictures.setdefault(stamp, set()).add(tiles[cell].tobytes())
+    assert sorted(pictures) == list(range(2 * 6 + 5))
+    assert len(set.union(*pictures.values())) == sum(map(len, pictures.values())) == 17
+
+
+def test_counting_arrows_of_clips_is_right_in_37_percent(clips):
+    # Of every choice of eight directions the highest count, times the number of orders in which they can be drawn.
+    choices = [Counter(d).values() for d in itertools.combinations_with_replacement(range(6), NUM_ARROWS)]
+    orders = [math.factorial(NUM_ARROWS) // math.prod(map(math.factorial, counts)) for counts in choices]
+    exact = sum(max(counts) * number for counts, number in zip(choices, orders))
+    assert sum(orders) == 6**NUM_ARROWS and BAG_OF_CLIP_ARROWS_ACCURACY == exact / (NUM_ARROWS * 6**NUM_ARROWS)
+    scenes = map(clips.scene, range(len(clips)))
+    right = sum(np.bincount(stamps[stamps < 6], minlength=6).argmax() == label for stamps, _, label in scenes)
+    assert abs(right / len(clips) - BAG_OF_CLIP_ARROWS_ACCURACY) < 3.3 * np.sqrt(0.25 / len(clips))
+
+
 def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match="2 frames or more, not 1"):
+        Arrows("train", image_size=60, num_frames=1)
     with pytest.raises(ValueError, match="110 px cannot be drawn.*multiples of the cell's 12 px.*108, 168"):
         Arrows("train", image_size=110)
     with pytest.raises(ValueError, match="no split 'training'; accepted: train, validation, test"):

@@ -45,6 +45,36 @@ def test_defaults_of_each_encoding(encoding, block_size, coordinates, rotary_ini
     assert config.use_absolute_position_embeddings == table
 
 
+@pytest.mark.parametrize(
+    "rotated, fields",
+    [
+        (True, {"position_encoding": "comrope_ld"}),
+        (
+            True,
+            {
+                "position_encoding": "comrope_ap",
+                "coordinates": "fixed_grid",
+                "use_class_token": False,
+                "pooling": "mean",
+                "num_register_tokens": 1,
+            },
+        ),
+        (False, {"position_encoding": "comrope_ld", "rotate_prefix": False}),
+        # Without such tokens, and where the centre of the image is elsewhere.
+        (False, {"position_encoding": "comrope_ld", "use_class_token": False, "pooling": "mean"}),
+        (False, {"position_encoding": "comrope_ap", "coordinates": "index"}),
+        (False, {"position_encoding": "liere", "coordinates": "unit"}),
+        (True, {"position_encoding": "liere", "rotate_prefix": True}),
+        (False, {"position_encoding": "absolute"}),
+    ],
+)
+def test_class_tokens_are_rotated_by_default_with_comrope_only(rotated, fields, tmp_path):
+    hf_liere.LieREViTConfig(**fields).save_pretrained(tmp_path)
+    assert hf_liere.LieREViTConfig.from_pretrained(tmp_path).rotate_prefix is rotated
+    assert json.loads((tmp_path / "config.json").read_text())["rotate_prefix"] is rotated
+    assert hf_liere.LieRETokensConfig(position_encoding="comrope_ld").rotate_prefix is False
+
+
 def test_round_trip_through_a_file(tmp_path, tiny, tiny_video):
     for config in (
         tiny(position_encoding="comrope_ld", block_size=4, num_register_tokens=2, out_features=["stem", "stage2"]),

@@ -126,7 +126,7 @@ def unit_grid(*sizes):
 
 
 def expected_positions(name, inputs, outputs, prefix):
-    """(B, prefix + tokens, A): where each token sits, prefix tokens at the origin, read off inputs and outputs."""
+    """(B, prefix + tokens, A): where each token sits, prefix tokens at the centre, read off inputs and outputs."""
     if "spatial_shapes" in inputs:
         length = inputs["pixel_values"].shape[1]
         samples = [unit_grid(*shape) for shape in inputs["spatial_shapes"].tolist()]
@@ -140,7 +140,7 @@ def expected_positions(name, inputs, outputs, prefix):
     else:
         grid = unit_grid(2, 2, 2) if inputs["pixel_values"].ndim == 5 else unit_grid(4, 4)
         samples = [grid] * len(inputs["pixel_values"])
-    return torch.stack([torch.cat([torch.zeros(prefix, sample.shape[-1]), sample]) for sample in samples])
+    return torch.stack([torch.cat([torch.full((prefix, sample.shape[-1]), 0.5), sample]) for sample in samples])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -807,7 +807,7 @@ def block_diagonal(blocks):
 @pytest.mark.parametrize("name", ["clip_vision", "deit", "dinov2_registers"])
 def test_rotated_prefix_sits_at_the_centre(name):
     model, inputs = build(name)
-    patch(model, replace(SHARED_CONFIG, rotate_prefix=True))
+    patch(model, SHARED_CONFIG)
     randomize(model)
     found = rotations_of_a_pass(model, inputs)
     (encoding,) = (module.rotary_encoding for module in model.modules() if hasattr(module, "rotary_encoding"))
@@ -819,7 +819,7 @@ def test_rotated_prefix_sits_at_the_centre(name):
         torch.testing.assert_close(found[layer, head], expected, rtol=0, atol=1e-6)
     assert (found[:, :, 0] - torch.eye(16)).abs().amax() > 1e-2
     unpatch(model)
-    patch(model, SHARED_CONFIG)
+    patch(model, replace(SHARED_CONFIG, rotate_prefix=False))
     randomize(model)
     (tower,) = (module for module in model.modules() if hasattr(module, "rotary_encoding"))
     for rotation in explicit_rotations(tower, model, inputs):

@@ -315,7 +315,7 @@ def run_mini(data, tmp_path_factory):
             flags += ["--moving_shapes_folder", str(folder / "shapes")]
         if script == "object_detection":
             flags += ["--shapes_folder", str(folder / "pictures")]
-        if name == "arrows_mini":
+        if name in ("arrows_mini", "arrows_clips_mini"):
             flags += ["--lr_scheduler_kwargs", '{"num_decay_steps": 1}', "--warmup_steps", "0"]
         script_of(name).main([str(RECIPES[name]), *flags])
         return folder / name

@@ -22,6 +22,7 @@ from training_helpers import (
 
 from hf_liere import LieREVideoForVideoClassification
 from training import video_classification
+from training.data.arrows import Arrows
 from training.data.augmentation import Augmentation, Collator, EvaluationView
 from training.data.clips import ClipArray, ClipFile, ClipReader, EvaluationClips, TrainingClips, clip_indices
 from training.data.moving_shapes import LABELS, frames, write_moving_shapes, write_video
@@ -220,7 +221,13 @@ def test_split_files_as_ucf101_ships_them(tmp_path):
     "arguments, message",
     [
         ({"video_folder": "nowhere"}, "--video_folder 'nowhere' is no folder"),
-        ({"dataset_name": "kinetics"}, "--dataset_name 'kinetics'; accepted for clips: moving_shapes"),
+        ({"dataset_name": "kinetics"}, "--dataset_name 'kinetics'; accepted for clips: moving_shapes, arrows"),
+        (
+            {"dataset_name": "arrows"},
+            r"\(16, 16\) px with 3 channels are not. Accepted: --image_size 60 .*--num_channels 1",
+        ),
+        ({"dataset_name": "arrows", "channels": 1}, "Arrows of 16 px cannot be drawn"),
+        ({"dataset_name": "arrows", "channels": 1, "spacing": True}, "1 channels and physical coordinates are not"),
         ({"video_folder": "a", "volume_file": "b"}, "come from --video_folder and --volume_file; accepted: one of"),
         ({"volume_file": "nowhere.npz"}, "--volume_file nowhere.npz: .*No such file"),
         ({"eval_clips": 0}, "--eval_clips 0; accepted: 1 and above"),
@@ -231,6 +238,15 @@ def test_split_files_as_ucf101_ships_them(tmp_path):
 def test_wrong_data_are_told_before_training(arguments, message):
     with pytest.raises(InputError, match=message):
         load(**arguments)
+
+
+def test_clips_of_arrows_are_drawn_when_they_are_asked_for():
+    request = DataRequest((60, 60), 1, num_frames=5, seed=3)
+    clips = load_clips(VideoDataArguments(dataset_name="arrows", max_train_samples=20), request)
+    assert (len(clips.train), len(clips.evaluation)) == (20, 10_000) and len(clips.label_names) == 6
+    frames, label = Arrows("train", 20, 60, seed=3, num_frames=5)[7]
+    clip, number = clips.train[7]
+    assert (clip.name, number) == ("train clip 7", label) and np.array_equal(clip.read(np.arange(5)), frames)
 
 
 def test_clips_of_a_class_that_is_not_trained_are_refused(shapes, tmp_path):

@@ -56,8 +56,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     image_size, num_frames = resolve_image_size(model_args, config), resolve_num_frames(model_args, config)
     processor = resolve_processor(model_args, data_args, image_size, config)
     with args.main_process_first(desc="finding the clips"):
-        frames = {"num_frames": num_frames, "spacing": is_physical(config)}
-        request = DataRequest(image_size, config.num_channels, args.parts, writes=args.process_index == 0, **frames)
+        frames = {"num_frames": num_frames, "spacing": is_physical(config), "writes": args.process_index == 0}
+        request = DataRequest(image_size, config.num_channels, args.parts, seed=args.seed, **frames)
         clips = load_clips(data_args, request)
     model, train, evaluation = build_classifier(given, config, clips, checkpoint)
     train = train and fraction_of(train, data_args.train_fraction, args.order_seed)

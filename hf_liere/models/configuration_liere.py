@@ -23,6 +23,8 @@ from .validation import (
 logger = logging.get_logger(__name__)
 
 DEFAULT_ROTARY_INIT_SCALE = {"uniform": 2 * math.pi, "normal": math.sqrt(2)}
+# Those that have the default of `prefix_coordinate` in the middle of the columns.
+CENTRED_COORDINATES = ("unit", "unit_width", "fixed_grid", "physical")
 
 
 @strict
@@ -55,9 +57,11 @@ class LieREConfig(PreTrainedConfig):
             interpolation, 0 at the first and 1 at the last entry of an axis, and the border outside (ComRoPE's code).
         share_heads (`bool`, defaults to `False`): One set of generators for all heads of a layer.
         share_layers (`bool`, defaults to `False`): One set of generators for all layers.
-        rotate_prefix (`bool`, defaults to `False`):
-            Whether class and register tokens are rotated as tokens at `prefix_coordinate` of every axis (official
-            ComRoPE) instead of not being rotated (LieRE, RoPE-Mixed).
+        rotate_prefix (`bool`, *optional*):
+            Whether class and register tokens are rotated as tokens at `prefix_coordinate` of every axis instead of not
+            being rotated. `None` means yes for `comrope_ap` and `comrope_ld` with the `coordinates` `unit` (their own),
+            `unit_width`, `fixed_grid` or `physical`, as in ComRoPE's code, so that attention of these tokens depends
+            on differences of coordinates too, and no otherwise (LieRE, RoPE-Mixed).
         prefix_coordinate (`float`, defaults to 0.5):
             Coordinate of class and register tokens on every axis, for `rotate_prefix` and `position_table_size`.
         rotary_init (`str`, *optional*):
@@ -146,7 +150,7 @@ class LieREConfig(PreTrainedConfig):
     position_table_size: list[int] | tuple[int, ...] | None = None
     share_heads: bool = False
     share_layers: bool = False
-    rotate_prefix: bool = False
+    rotate_prefix: bool | None = None
     prefix_coordinate: float | int = 0.5
     rotary_init: Literal["uniform", "normal", "frequencies", "golden_gate", "zeros"] | None = None
     rotary_init_scale: float | int | None = None
@@ -176,6 +180,8 @@ class LieREConfig(PreTrainedConfig):
                 self.head_dim = self.hidden_size // self.num_attention_heads
         if self.use_absolute_position_embeddings is None:
             self.use_absolute_position_embeddings = encoding == "absolute"
+        if self.rotate_prefix is None:
+            self.rotate_prefix = False
         if (traits := traits_of(self)) is not None:
             self._fill_in(traits)
         # save_pretrained maps only the class of the saved model, but every Auto class should load any checkpoint.
@@ -287,11 +293,13 @@ class LieREPixelConfig(LieREConfig):
     patch_dropout_prob: float | int = 0.0
 
     def __post_init__(self, **kwargs):
+        traits = traits_of(self)
         if self.coordinates is None:
-            traits = traits_of(self)
             # A table that is read at coordinates is that of ComRoPE.
             without_rotation = None if self.position_table_size is None else "unit"
             self.coordinates = without_rotation if traits is None else traits.coordinates
+        if self.rotate_prefix is None and traits is not None and self.num_prefix_tokens:
+            self.rotate_prefix = traits.rotates_prefix and self.coordinates in CENTRED_COORDINATES
         super().__post_init__(**kwargs)
 
     @property

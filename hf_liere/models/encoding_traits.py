@@ -81,6 +81,7 @@ class EncodingTraits:
         rotary_inits: Accepted `rotary_init`, the default first; none for encodings that learn nothing.
         coordinates: Default of `coordinates`.
         rope_theta: Default of `rope_theta`, `None` where there is no such spectrum.
+        rotates_prefix: Default of `rotate_prefix` in coordinates around `prefix_coordinate`.
         product: R(p) = Π_a exp(p_a A_a) instead of exp(Σ_a p_a A_a).
         serves_one_axis: Whether every block has a generator for one axis only.
         proportional: Whether the generators of a block are multiples of one matrix.
@@ -97,6 +98,7 @@ class EncodingTraits:
     rotary_inits: tuple[str, ...]
     coordinates: str
     rope_theta: float | None
+    rotates_prefix: bool = False
     product: bool = False
     serves_one_axis: bool = False
     proportional: bool = False
@@ -165,6 +167,7 @@ ENCODING_TRAITS = {
         rotary_inits=("normal", "uniform", "zeros"),
         coordinates="unit",
         rope_theta=None,
+        rotates_prefix=True,
         serves_one_axis=True,
         proportional=True,
     ),
@@ -176,6 +179,7 @@ ENCODING_TRAITS = {
         rotary_inits=("normal", "uniform", "zeros"),
         coordinates="unit",
         rope_theta=None,
+        rotates_prefix=True,
         proportional=True,
     ),
     "cayley_string": EncodingTraits(

@@ -85,7 +85,8 @@ class RotaryPatchConfig:
         min_frequency, max_frequency, unrotated_share, axial_layout, axial_spectrum: See `LieREConfig`.
         position_perturbation, position_shift, position_jitter, position_rescale: See `LieREPixelConfig`. Towers whose
             samples have grids of their own draw for each sample.
-        rotate_prefix: Whether class and register tokens are rotated as tokens at the centre (official ComRoPE).
+        rotate_prefix: Whether class and register tokens are rotated as tokens at the centre; `None` means yes for
+            ComRoPE and no for others, see `LieREConfig`.
         keep_absolute: How the patches use the model's own position table (prefix tokens always keep their entries).
             `"interpolate"`: as the model interpolates it; `"train_size"`: every patch reads the entry of its index,
             patches beyond the trained grid the nearest one; `"fade"`: interpolated and multiplied by
@@ -115,7 +116,7 @@ class RotaryPatchConfig:
     position_shift: float = 0.0
     position_jitter: float | None = None
     position_rescale: float | None = None
-    rotate_prefix: bool = False
+    rotate_prefix: bool | None = None
     keep_absolute: str = "interpolate"
     absolute_weight: float = 1.0
     format_version: int = FORMAT_VERSION

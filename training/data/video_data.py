@@ -1,4 +1,4 @@
-"""Where clips and their labels come from: folders of classes, split files, volumes, or the generated moving shapes.
+"""Where clips and their labels come from: folders of classes, split files, volumes, or generated shapes and arrows.
 
 The sources of this module yield `(clip, label)`, where the clip is not read yet: which of its frames are needed is
 decided by those who train or evaluate.
@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
-from training.data.arrows import LABELS
+from training.data.arrows import CELL, CLIP_LABELS, LABELS, SMALLEST_GRID, Arrows
 from training.data.clips import Clip, ClipArray, ClipFile, frames_needed
 from training.data.moving_shapes import DEFAULT_SIZES, SPLITS, write_moving_shapes
 from training.data.sources import PARTS, DataRequest, LabelledImages
@@ -33,8 +33,24 @@ Files = dict[str, list[tuple[Path, int]]]
 
 
 @dataclass
+class ArrowClips:
+    """The clips of a split of the arrows, drawn when they are asked for."""
+
+    arrows: Arrows
+
+    def __len__(self) -> int:
+        return len(self.arrows)
+
+    def __getitem__(self, index: int) -> tuple[ClipArray, int]:
+        frames, label = self.arrows[index]
+        return ClipArray(frames, f"{self.arrows.split} clip {index}"), label
+
+
+@dataclass
 class VideoDataArguments(ViewArguments):
-    dataset_name: str | None = flag(None, "`moving_shapes`, generated; the default where no other data are given.")
+    dataset_name: str | None = flag(
+        None, "Generated clips: `moving_shapes`, the default where no other data are given, or `arrows`."
+    )
     moving_shapes_folder: str = flag("outputs/moving_shapes", "Where the moving shapes are written, once per size.")
     video_folder: str | None = flag(
         None,
@@ -91,10 +107,12 @@ def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledI
     given = [flag for flag, value in sources.items() if value is not None]
     if len(given) > 1:
         raise InputError(f"The data come from {' and '.join(given)}; accepted: one of {', '.join(sources)}.")
-    if arguments.dataset_name not in (None, "moving_shapes"):
-        raise InputError(f"--dataset_name {arguments.dataset_name!r}; accepted for clips: moving_shapes.")
+    if arguments.dataset_name not in (None, "moving_shapes", "arrows"):
+        raise InputError(f"--dataset_name {arguments.dataset_name!r}; accepted for clips: moving_shapes, arrows.")
     if (arguments.train_files or arguments.validation_files) and arguments.video_folder is None:
         raise InputError("The paths in split files need the folder that they start from, --video_folder.")
+    if arguments.dataset_name == "arrows":
+        return _arrow_clips(arguments, request)
     if arguments.volume_file is not None:
         found, names = _volumes(arguments, request)
     else:
@@ -302,6 +320,28 @@ def _spacings(arrays: Mapping[str, np.ndarray], name: str, split: str, count: in
         return [checked_spacing(row) for row in np.broadcast_to(values, (count, 3)).tolist()]
     except UnreadableError as error:
         raise InputError(f"{name}: {found} {error}") from None
+
+
+def _arrow_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledImages:
+    side = request.image_size[0]
+    if side != request.image_size[1] or request.num_channels != 1 or request.spacing:
+        raise InputError(
+            f"Clips of arrows are square, have one channel and no spacing; {request.image_size} px with "
+            f"{request.num_channels} channels{' and physical coordinates' * request.spacing} are not. Accepted: "
+            f"--image_size {SMALLEST_GRID * CELL} and other multiples of {CELL}, --num_channels 1."
+        )
+    splits = {"training": "train", "evaluation": arguments.eval_split or "validation"}
+    try:
+        sources = {
+            part: ArrowClips(
+                Arrows(splits[part], arguments.limits[part], side, request.seed, num_frames=request.num_frames)
+            )
+            for part in request.parts
+        }
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    names = {"train": splits["training"], "evaluation": splits["evaluation"]}
+    return LabelledImages(*map(sources.get, PARTS), list(CLIP_LABELS), splits=names)
 
 
 def _moving_shapes(arguments: VideoDataArguments, request: DataRequest) -> Files:
