@@ -2,11 +2,13 @@
 
 import json
 import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hf_liere.models.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding_traits import ENCODING_TRAITS, EncodingTraits
 from training.reporting.markdown import markdown
 from training.reporting.result_table import (
     AS_IN_PAPER,
@@ -22,8 +24,6 @@ from training.reporting.significance import PairedTest, holm, paired_test, paire
 from training.reporting.sweeps import TRAINING, as_flags, combinations, read_sweep
 
 
-# How the names of rows of images at their own aspect ratios go on.
-NATIVE = "max_num_patches "
 # From so many seeds on, tests are over seeds: fewer have almost no power.
 SEEDS_TO_TEST = 5
 
@@ -55,8 +55,8 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     is_accuracy = metric == "eval_accuracy"
     if drops := _drops(table, conditions, figures):
         lines += ["Relative loss of accuracy under the condition:", drops]
-    for title, paired in PAIRED_ROWS.items() if is_accuracy else ():
-        if (pairs := paired(table)) and (tests := _tests(table, pairs, conditions)):
+    for title, pairing in PAIRINGS.items() if is_accuracy else ():
+        if (pairs := pairing.rows(table)) and (tests := _tests(table, pairs, conditions)):
             lines += [title, tests]
     for name in _sweep(results).get("report", []):
         title, further = FURTHER_TABLES[name]
@@ -202,46 +202,55 @@ def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> str
     return markdown(header, rows, "---:")
 
 
-def _squeezed(table: Table) -> dict[str, str]:
-    """For every row of images at their own aspect ratios the row that differs in that only."""
-    parts = {row: row.split(", ") for row in table}
-    plain = {row: ", ".join(part for part in some if not part.startswith(NATIVE)) for row, some in parts.items()}
-    return {row: other for row, other in plain.items() if row != other and other in table}
-
-
-def _coordinates(table: Table) -> dict[str, str]:
+@dataclass(frozen=True)
+class Pairing:
     """
-    For every row in other coordinates than `index` the row in these that differs in nothing else but the scale of the
-    start, which belongs to the unit of the coordinates.
+    Rows that are tested against those with the `reference` value of a setting, where nothing else differs.
+
+    Attributes:
+        default: The value that the encoding of a row, if it has one, gives a setting that is not set.
+        beside: Settings that belong to this one and may differ too.
     """
-    rows: dict[str, dict[str, str]] = {}
-    for row, cells in table.items():
-        settings = dict(next(iter(cells.values())).results[0]["settings"])
-        traits = ENCODING_TRAITS.get(settings.get("position_encoding"))
-        if traits is not None:
-            coordinates = settings.pop("coordinates", None) or traits.coordinates
-            for name in (*SEEDS, "rotary_init_scale"):
+
+    setting: str
+    reference: object
+    default: Callable[[EncodingTraits | None], object] = lambda traits: None
+    beside: tuple[str, ...] = ()
+
+    def rows(self, table: Table) -> dict[str, str]:
+        """The reference of every row that has one."""
+        references: dict[str, str] = {}
+        others: dict[str, str] = {}
+        for row, cells in table.items():
+            settings = dict(next(iter(cells.values())).results[0]["settings"])
+            default = self.default(ENCODING_TRAITS.get(settings.get("position_encoding")))
+            value = settings.pop(self.setting, default)
+            for name in (*SEEDS, *self.beside):
                 settings.pop(name, None)
-            rows.setdefault(json.dumps(settings, sort_keys=True), {})[coordinates] = row
-    return {row: of["index"] for of in rows.values() if "index" in of for name, row in of.items() if name != "index"}
-
-
-def _starts(table: Table) -> dict[str, str]:
-    """For every row with the largest scale of the generators' start the row that differs in it only (Table 7)."""
-    scales: dict[str, dict[float, str]] = {}
-    for row, cells in table.items():
-        settings = next(iter(cells.values())).results[0]["settings"]
-        if "rotary_init_scale" in settings:
-            rest = ", ".join(part for part in row.split(", ") if not part.startswith("rotary_init_scale "))
-            scales.setdefault(rest, {})[settings["rotary_init_scale"]] = row
-    return {rows[max(rows)]: rows[min(rows)] for rows in scales.values() if len(rows) > 1}
+            rest = json.dumps(settings, sort_keys=True)
+            if value == self.reference:
+                references[rest] = row
+            else:
+                others[row] = rest
+        return {row: references[rest] for row, rest in others.items() if rest in references}
 
 
 # Which rows are tested against each other beside the baselines, by what stands above the tests.
-PAIRED_ROWS = {
-    "Images at their own aspect ratios against the same model of images squeezed into squares, in points:": _squeezed,
-    "Coordinates against `index`, with the same encoding, in points:": _coordinates,
-    "The largest scale of the start against the smallest, in points:": _starts,
+PAIRINGS = {
+    "Images at their own aspect ratios against the same model of images squeezed into squares, in points:": Pairing(
+        "max_num_patches", None
+    ),
+    "Coordinates against `index`, with the same encoding, in points:": Pairing(
+        "coordinates",
+        "index",
+        lambda traits: traits and traits.coordinates,
+        # The scale of the start belongs to the unit of the coordinates.
+        beside=("rotary_init_scale",),
+    ),
+    "The scale of the start against 1, with the same encoding, in points:": Pairing("rotary_init_scale", 1.0),
+    "Rotated class tokens against others, with the same encoding, in points:": Pairing("rotate_prefix", False),
+    "Pooling against the class token, with the same encoding, in points:": Pairing("pooling", "cls"),
+    "Perturbation against none, with the same encoding, in points:": Pairing("position_perturbation", 0.0),
 }
 
 
