@@ -54,13 +54,14 @@ def test_pseudo_code_is_the_reference(tiny, tiny_video, encoding, video):
     rotary.reset_parameters()
     parameters = {name: parameter.detach() for name, parameter in rotary.named_parameters()}
     positions = benchmark_models.of_grid(config.train_grid, config.train_grid, config.coordinates).coordinates
+    # Class tokens of ComRoPE are at the centre; those of others are not rotated.
+    centre = positions.new_full((config.num_axes,), 0.5 if encoding.startswith("comrope") else 0.0)
     for layer in range(2):
         matrices = NaiveRotation(config, parameters, layer).double().dense()
-        assert torch.equal(matrices[0], torch.eye(24, dtype=torch.float64).expand_as(matrices[0]))
-        for token in (0, 3, len(positions) - 1):
+        for token, place in ((0, centre), *((1 + patch, positions[patch]) for patch in (0, 3, len(positions) - 1))):
             for head in range(2):
-                expected = reference.head_rotation(positions[token], parameters, config, config.num_axes, layer, head)
-                found = matrices[1 + token, min(head, matrices.shape[1] - 1)]
+                expected = reference.head_rotation(place, parameters, config, config.num_axes, layer, head)
+                found = matrices[token, min(head, matrices.shape[1] - 1)]
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 

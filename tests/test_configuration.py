@@ -59,7 +59,10 @@ def test_defaults_of_each_encoding(encoding, block_size, coordinates, rotary_ini
                 "num_register_tokens": 1,
             },
         ),
+        (True, {"position_encoding": "comrope_ld", "coordinates": "unit_width"}),
+        (True, {"position_encoding": "comrope_ld", "coordinates": "physical", "physical_unit": 192.0}),
         (False, {"position_encoding": "comrope_ld", "rotate_prefix": False}),
+        (False, {"position_encoding": "comrope_ld", "coordinates": "train_grid"}),
         # Without such tokens, and where the centre of the image is elsewhere.
         (False, {"position_encoding": "comrope_ld", "use_class_token": False, "pooling": "mean"}),
         (False, {"position_encoding": "comrope_ap", "coordinates": "index"}),
@@ -68,10 +71,14 @@ def test_defaults_of_each_encoding(encoding, block_size, coordinates, rotary_ini
         (False, {"position_encoding": "absolute"}),
     ],
 )
-def test_class_tokens_are_rotated_by_default_with_comrope_only(rotated, fields, tmp_path):
-    hf_liere.LieREViTConfig(**fields).save_pretrained(tmp_path)
-    assert hf_liere.LieREViTConfig.from_pretrained(tmp_path).rotate_prefix is rotated
+@pytest.mark.parametrize("kind", [hf_liere.LieREViTConfig, hf_liere.LieREVideoConfig])
+def test_class_tokens_are_rotated_by_default_with_comrope_only(rotated, fields, kind, tmp_path):
+    kind(**({"num_attention_heads": 4} | fields)).save_pretrained(tmp_path)
+    assert kind.from_pretrained(tmp_path).rotate_prefix is rotated
     assert json.loads((tmp_path / "config.json").read_text())["rotate_prefix"] is rotated
+
+
+def test_tokens_have_no_common_centre():
     assert hf_liere.LieRETokensConfig(position_encoding="comrope_ld").rotate_prefix is False
 
 

@@ -75,7 +75,11 @@ def test_padded_as_alone_with_flex_attention():
     [
         {"position_encoding": "absolute"},
         {"position_encoding": "absolute", "position_table_size": [5, 5]},
-        {"position_encoding": "comrope_ld", "position_table_size": [5, 5], "use_absolute_position_embeddings": True},
+        *(
+            {"position_encoding": "comrope_ld", "position_table_size": [5, 5], "use_absolute_position_embeddings": True}
+            | {"rotate_prefix": rotate_prefix}
+            for rotate_prefix in (False, True)
+        ),
         {"position_encoding": "none"},
         {"coordinates": "unit_width"},
         {"coordinates": "train_index"},

@@ -562,6 +562,21 @@ def test_chosen_layers_share_nothing_with_the_others():
     assert [tuple(value.shape) for _, value in rotary_parameters(model)] == [(1, 2, 4, 6), (2, 1, 2, 4)]
 
 
+def test_class_tokens_are_rotated_by_default_with_comrope_only():
+    """The stored configuration says so, that of older releases too."""
+    for rotated, fields in (
+        (True, {}),
+        (True, {"coordinates": "fixed_grid"}),
+        (False, {"coordinates": "index"}),
+        (False, {"position_encoding": "liere"}),
+        (False, {"rotary_init": "pretrained"}),
+    ):
+        stored = RotaryPatchConfig(**fields).to_dict()
+        assert stored["rotate_prefix"] is rotated
+        for older in (stored, stored | {"rotate_prefix": False}):
+            assert RotaryPatchConfig.from_dict(older).to_dict() == older
+
+
 def test_rope_like_starts_are_not_neutral():
     for fields in ({"position_encoding": "rope_mixed", "rotary_init": "frequencies"}, {"rotary_init": "normal"}):
         model, inputs = build("vit")

@@ -227,7 +227,7 @@ def test_the_two_starts_of_an_encoding_are_compared_as_in_table_7(results, tmp_p
         np.mean([result_lines.correct_examples(entry) for entry in some], axis=0) for some in (entries[:2], entries[2:])
     )
     z = (large - small).mean() / ((large - small).std(ddof=1) / math.sqrt(len(large)))
-    part = text.split("The scale of the start against 1, with the same encoding, in points:")[1].split("Against")[0]
+    part = text.split("`rotary_init_scale` against 1, with the same encoding, in points:")[1].split("Against")[0]
     row = next(row for row in part.splitlines() if row.startswith("| LieRE8, rotary_init_scale 6.283"))
     assert f"+{100 * (large - small).mean():.1f} (" in row and f"statistic +{z:.2f}, p = " in row
 
@@ -360,7 +360,7 @@ def test_coordinates_stand_against_indices(results, tmp_path):
 @pytest.mark.parametrize(
     "title, setting, reference, others",
     [
-        ("Rotated class tokens against others", "rotate_prefix", False, [True]),
+        ("Rotated class tokens against class tokens that are not rotated", "rotate_prefix", False, [True]),
         ("Pooling against the class token", "pooling", "cls", ["mean", "mean_all"]),
         ("Perturbation against none", "position_perturbation", 0.0, [0.5, 1.0]),
     ],
@@ -369,11 +369,11 @@ def test_models_stand_against_those_that_differ_in_one_setting(title, setting, r
     _, lines = results
     encodings = ("comrope_ap", "comrope_ld")
     settings = [{"position_encoding": name, setting: value} for value in (*others, reference) for name in encodings]
-    settings += [{"position_encoding": "liere", setting: others[0]}, {"position_encoding": "absolute"}]
+    # One without a reference, one that states nothing.
+    settings += [{"position_encoding": "liere", setting: others[0]}, {"position_encoding": "comrope_ld"}]
     text = reported(tmp_path, "pooling", [{**lines[0], "settings": given} for given in settings])
     part = text.split(f"{title}, with the same encoding, in points:")[1].split("\n\n")[1]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in part.splitlines()[2:]]
-    # Models without one of the reference value are in no row.
     assert [row.split(",")[0] for row in rows] == ["ComRoPE-AP", "ComRoPE-LD"] * len(others)
     assert all(setting in row for row in rows)
 

@@ -222,12 +222,13 @@ def test_split_files_as_ucf101_ships_them(tmp_path):
     [
         ({"video_folder": "nowhere"}, "--video_folder 'nowhere' is no folder"),
         ({"dataset_name": "kinetics"}, "--dataset_name 'kinetics'; accepted for clips: moving_shapes, arrows"),
-        (
-            {"dataset_name": "arrows"},
-            r"\(16, 16\) px with 3 channels are not. Accepted: --image_size 60 .*--num_channels 1",
-        ),
+        ({"dataset_name": "arrows"}, "--num_channels 3: clips of arrows have one; accepted: 1"),
         ({"dataset_name": "arrows", "channels": 1}, "Arrows of 16 px cannot be drawn"),
-        ({"dataset_name": "arrows", "channels": 1, "spacing": True}, "1 channels and physical coordinates are not"),
+        ({"dataset_name": "arrows", "channels": 1, "spacing": True}, "--coordinates physical: clips of arrows have no"),
+        (
+            {"dataset_name": "arrows", "channels": 1, "frame_stride": 2},
+            "--frame_stride 2: clips of arrows.*accepted: 1",
+        ),
         ({"video_folder": "a", "volume_file": "b"}, "come from --video_folder and --volume_file; accepted: one of"),
         ({"volume_file": "nowhere.npz"}, "--volume_file nowhere.npz: .*No such file"),
         ({"eval_clips": 0}, "--eval_clips 0; accepted: 1 and above"),

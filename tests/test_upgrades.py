@@ -78,8 +78,11 @@ def test_outputs_are_unchanged(tiny, old, fields, new, block_size):
     assert upgraded.config.position_encoding == new and upgraded.config.block_size == (block_size or 2)
     if old not in ("none", "absolute"):
         assert upgraded.config.coordinates == model.config.coordinates
-    for name in ("rotate_prefix", "prefix_coordinate", "use_absolute_position_embeddings", "pooling"):
+    for name in ("prefix_coordinate", "use_absolute_position_embeddings", "pooling"):
         assert getattr(upgraded.config, name) == getattr(model.config, name)
+    # Where nothing was rotated, as in a new model.
+    rotates = new.startswith("comrope") if old in ("none", "absolute") else model.config.rotate_prefix
+    assert upgraded.config.rotate_prefix is rotates
     for size in ((16, 16), (8, 24)):
         pixels = images(2, 3, *size)
         torch.testing.assert_close(upgraded(pixels).logits, model(pixels).logits, **EXACT)

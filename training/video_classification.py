@@ -4,6 +4,10 @@ Moving shapes, generated and written as mp4 files, whose direction of motion is 
 
     python training/video_classification.py training/recipes/ucf101_mini.yaml --output_dir outputs/shapes
 
+Arrows whose puzzle spans the frames of a clip, drawn when they are needed:
+
+    python training/video_classification.py training/recipes/arrows_clips_mini.yaml --output_dir outputs/arrows_clips
+
 UCF101 as it is distributed, on all GPUs of a machine, and volumes in an npz file:
 
     accelerate launch --config_file training/accelerate/ddp.yaml training/video_classification.py \
@@ -56,8 +60,15 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     image_size, num_frames = resolve_image_size(model_args, config), resolve_num_frames(model_args, config)
     processor = resolve_processor(model_args, data_args, image_size, config)
     with args.main_process_first(desc="finding the clips"):
-        frames = {"num_frames": num_frames, "spacing": is_physical(config), "writes": args.process_index == 0}
-        request = DataRequest(image_size, config.num_channels, args.parts, seed=args.seed, **frames)
+        request = DataRequest(
+            image_size,
+            config.num_channels,
+            args.parts,
+            num_frames=num_frames,
+            writes=args.process_index == 0,
+            seed=args.seed,
+            spacing=is_physical(config),
+        )
         clips = load_clips(data_args, request)
     model, train, evaluation = build_classifier(given, config, clips, checkpoint)
     train = train and fraction_of(train, data_args.train_fraction, args.order_seed)

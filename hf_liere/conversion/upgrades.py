@@ -64,7 +64,8 @@ def upgrade_encoding(
         share_layers: Whether all layers share generators, likewise.
 
     Returns:
-        A new model of the same class, type, device and mode. Coordinates, `rotate_prefix` and tables are carried over.
+        A new model of the same class, type, device and mode. Coordinates, `rotate_prefix` and tables are carried over;
+        where nothing was rotated before, the first two are those of a new model.
 
     Raises:
         ConversionError: if no model of the new encoding computes the same function, with the mathematical reason.
@@ -97,6 +98,9 @@ def _upgraded_config(config: LieREConfig, changes: dict[str, object]) -> LieRECo
             changes[name] = learned and getattr(config, name)
     # Fields for which the new encoding has its own defaults.
     changes |= dict.fromkeys(("rotary_init", "rotary_init_scale", "rope_theta", *OWN_FIELDS))
+    if traits is None:
+        # Generators that start at zero leave class tokens as they are, wherever these are placed.
+        changes["rotate_prefix"] = None
     return changed_config(config, changes)
 
 

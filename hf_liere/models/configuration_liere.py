@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
 from transformers.utils import logging
 
-from .encoding_traits import EncodingTraits, own_fields, traits_of
+from .encoding_traits import EncodingTraits, default_rotate_prefix, own_fields, traits_of
 from .validation import (
     FORMAT_VERSION,
     ROTARY_ENCODINGS,
@@ -23,8 +23,6 @@ from .validation import (
 logger = logging.get_logger(__name__)
 
 DEFAULT_ROTARY_INIT_SCALE = {"uniform": 2 * math.pi, "normal": math.sqrt(2)}
-# Those that have the default of `prefix_coordinate` in the middle of the columns.
-CENTRED_COORDINATES = ("unit", "unit_width", "fixed_grid", "physical")
 
 
 @strict
@@ -59,9 +57,10 @@ class LieREConfig(PreTrainedConfig):
         share_layers (`bool`, defaults to `False`): One set of generators for all layers.
         rotate_prefix (`bool`, *optional*):
             Whether class and register tokens are rotated as tokens at `prefix_coordinate` of every axis instead of not
-            being rotated. `None` means yes for `comrope_ap` and `comrope_ld` with the `coordinates` `unit` (their own),
-            `unit_width`, `fixed_grid` or `physical`, as in ComRoPE's code, so that attention of these tokens depends
-            on differences of coordinates too, and no otherwise (LieRE, RoPE-Mixed).
+            being rotated. `None` means yes for such tokens of `comrope_ap` and `comrope_ld` on images and videos with
+            the `coordinates` `unit` (their own), `unit_width`, `fixed_grid` or `physical`, as in ComRoPE's code, so
+            that what they attend to depends on differences of coordinates too, and no otherwise (LieRE, RoPE-Mixed;
+            models of tokens, whose positions have no common centre).
         prefix_coordinate (`float`, defaults to 0.5):
             Coordinate of class and register tokens on every axis, for `rotate_prefix` and `position_table_size`.
         rotary_init (`str`, *optional*):
@@ -298,8 +297,8 @@ class LieREPixelConfig(LieREConfig):
             # A table that is read at coordinates is that of ComRoPE.
             without_rotation = None if self.position_table_size is None else "unit"
             self.coordinates = without_rotation if traits is None else traits.coordinates
-        if self.rotate_prefix is None and traits is not None and self.num_prefix_tokens:
-            self.rotate_prefix = traits.rotates_prefix and self.coordinates in CENTRED_COORDINATES
+        if self.rotate_prefix is None:
+            self.rotate_prefix = self.num_prefix_tokens > 0 and default_rotate_prefix(self)
         super().__post_init__(**kwargs)
 
     @property

@@ -11,6 +11,8 @@ DRAWN = ("uniform", "normal", "zeros")
 GOLDEN_GATE_FIELDS = {"min_frequency": 0.1, "max_frequency": 1.0, "unrotated_share": 0.0}
 AXIAL_FIELDS = {"axial_layout": "blocks", "axial_spectrum": "full"}
 OWN_FIELDS = {**GOLDEN_GATE_FIELDS, **AXIAL_FIELDS}
+# In these coordinates ½ is the middle of the input, in `unit_width` that of its columns.
+CENTRED_COORDINATES = ("unit", "unit_width", "fixed_grid", "physical")
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class EncodingTraits:
         rotary_inits: Accepted `rotary_init`, the default first; none for encodings that learn nothing.
         coordinates: Default of `coordinates`.
         rope_theta: Default of `rope_theta`, `None` where there is no such spectrum.
-        rotates_prefix: Default of `rotate_prefix` in coordinates around `prefix_coordinate`.
+        rotate_prefix: Default of `rotate_prefix` in `CENTRED_COORDINATES`.
         product: R(p) = Π_a exp(p_a A_a) instead of exp(Σ_a p_a A_a).
         serves_one_axis: Whether every block has a generator for one axis only.
         proportional: Whether the generators of a block are multiples of one matrix.
@@ -98,7 +100,7 @@ class EncodingTraits:
     rotary_inits: tuple[str, ...]
     coordinates: str
     rope_theta: float | None
-    rotates_prefix: bool = False
+    rotate_prefix: bool = False
     product: bool = False
     serves_one_axis: bool = False
     proportional: bool = False
@@ -167,7 +169,7 @@ ENCODING_TRAITS = {
         rotary_inits=("normal", "uniform", "zeros"),
         coordinates="unit",
         rope_theta=None,
-        rotates_prefix=True,
+        rotate_prefix=True,
         serves_one_axis=True,
         proportional=True,
     ),
@@ -179,7 +181,7 @@ ENCODING_TRAITS = {
         rotary_inits=("normal", "uniform", "zeros"),
         coordinates="unit",
         rope_theta=None,
-        rotates_prefix=True,
+        rotate_prefix=True,
         proportional=True,
     ),
     "cayley_string": EncodingTraits(
@@ -219,6 +221,16 @@ ENCODING_TRAITS = {
 def traits_of(config) -> EncodingTraits | None:
     """The traits of a configuration's encoding; `None` if it rotates nothing."""
     return ENCODING_TRAITS.get(config.position_encoding)
+
+
+def default_rotate_prefix(config) -> bool:
+    """The `rotate_prefix` that a configuration of images or videos has where it leaves the field open."""
+    traits = traits_of(config)
+    return (
+        traits is not None
+        and traits.rotate_prefix
+        and (config.coordinates or traits.coordinates) in CENTRED_COORDINATES
+    )
 
 
 def generators_commute(config) -> bool:

@@ -298,7 +298,7 @@ def rotations_of_tokens(embeddings: nn.Module, args, kwargs, output) -> None:
     prefix_length = tokens.shape[1] - num_patches
     if prefix_length < 0:
         raise RuntimeError(f"{tokens.shape[1]} tokens were made of {num_patches} patches: which is unknown.")
-    centre = 0.5 if tower.rotary_encoding.config.rotate_prefix else 0.0
+    centre = 0.5 if adapter.config.rotate_prefix else 0.0
     if patches is None:
         positions = _positions(tower, grid, device, prefix_length, centre)
     else:

@@ -15,7 +15,7 @@ from torch import nn
 
 from .attention import eager_attention_forward
 from .configuration_liere import LieREPixelConfig, LieREVideoConfig, LieREViTConfig
-from .encoding_traits import ENCODING_TRAITS, OWN_FIELDS
+from .encoding_traits import ENCODING_TRAITS, OWN_FIELDS, default_rotate_prefix
 from .folding import build_rotary_encoding
 from .patched_forward import (
     CheckpointingInPass,
@@ -85,8 +85,8 @@ class RotaryPatchConfig:
         min_frequency, max_frequency, unrotated_share, axial_layout, axial_spectrum: See `LieREConfig`.
         position_perturbation, position_shift, position_jitter, position_rescale: See `LieREPixelConfig`. Towers whose
             samples have grids of their own draw for each sample.
-        rotate_prefix: Whether class and register tokens are rotated as tokens at the centre; `None` means yes for
-            ComRoPE and no for others, see `LieREConfig`.
+        rotate_prefix: Whether class and register tokens are rotated as tokens at the centre; `None` becomes yes for
+            ComRoPE in its own coordinates and others of a fixed range, else no, see `LieREConfig`.
         keep_absolute: How the patches use the model's own position table (prefix tokens always keep their entries).
             `"interpolate"`: as the model interpolates it; `"train_size"`: every patch reads the entry of its index,
             patches beyond the trained grid the nearest one; `"fade"`: interpolated and multiplied by
@@ -146,6 +146,8 @@ class RotaryPatchConfig:
                 f"rotary_init={self.rotary_init!r}: {self.position_encoding} learns nothing and never starts neutral; "
                 "pass rotary_init=None to accept that, or another position_encoding."
             )
+        if self.rotate_prefix is None:
+            self.rotate_prefix = self.rotary_init != "pretrained" and default_rotate_prefix(self)
         if self.rotary_init == "pretrained":
             self._check_pretrained()
 
@@ -157,7 +159,7 @@ class RotaryPatchConfig:
                 f"rotary_init='pretrained' does not exist for {self.position_encoding}: {reason}; accepted: "
                 f"{', '.join(starting)}."
             )
-        defaults = {field.name: field.default for field in fields(self)}
+        defaults = {field.name: field.default for field in fields(self)} | {"rotate_prefix": False}
         given = [name for name in OF_NEW_POSITIONS if getattr(self, name) != defaults[name]]
         if given:
             raise ValueError(

@@ -7,8 +7,9 @@ arrow's direction. A guess from the arrows alone, their most frequent direction,
 
 Beside the paper's square grids there are rectangles: every image has one of the grids with about as many cells that
 [`rectangles`] lists, drawn at random. In clips the cells of all frames make one grid of three axes, and arrows also
-point to earlier and later frames: a disc and a cross are such arrows, drawn as seen from their ends, and those in a
-ring are Ys. A guess from the arrows alone is then right with probability `BAG_OF_CLIP_ARROWS_ACCURACY` = 36.5%.
+point to earlier and later frames: a disc points to an earlier one and a cross to a later one, like an arrow seen from
+its tip and from its tail; the same in a ring is a Y. A guess from the arrows alone is then right with probability
+`BAG_OF_CLIP_ARROWS_ACCURACY` = 36.5%.
 """
 
 import numpy as np
@@ -124,7 +125,7 @@ class Arrows:
         self.seed = seed
         self.frames = () if num_frames is None else (num_frames,)
         self.label_names = LABELS if num_frames is None else CLIP_LABELS
-        self.steps, self.stamps = (STEPS, _STAMPS) if num_frames is None else (CLIP_STEPS, _CLIP_STAMPS)
+        self.steps, self.pictures = (STEPS, _STAMPS) if num_frames is None else (CLIP_STEPS, _CLIP_STAMPS)
 
     def __len__(self) -> int:
         return self.size
@@ -135,7 +136,7 @@ class Arrows:
         stamps, cells, label = self.scene(index)
         *frames, rows, columns = grid = self.grid(index)
         canvas = np.full((np.prod(grid), CELL, CELL), 255, np.uint8)
-        canvas[cells] = self.stamps[stamps]
+        canvas[cells] = self.pictures[stamps]
         lines = canvas.reshape(*grid, CELL, CELL).swapaxes(-3, -2)
         return lines.reshape(*frames, rows * CELL, columns * CELL, 1), label
 
@@ -148,7 +149,8 @@ class Arrows:
         return (*self.frames, *self.grids[rng.integers(len(self.grids))])
 
     def scene(self, index: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """What stands where: stamps (14,), their cells in raster order (14,), and the label.
+        """What stands where: stamps (14,), their cells (14,), counted by frames, rows and columns, and
+        the label.
 
         First the arrow that the Y points at, then the Y, the other arrows, and the letters A … E. The first stamps are
         arrows by their direction, the next as many are Ys by the direction of their base, both as in `label_names`.

@@ -8,7 +8,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from hf_liere.errors import InputError
-from training.data.arrows import LABELS, Arrows
+from training.data.arrows import CLIP_LABELS, LABELS, Arrows
 from training.data.image_formats import EIGHT_BIT_MODES, GREY_MODES
 from training.data.sources import PARTS, DataRequest, LabelledImages, fraction_of
 from training.data.tables import (
@@ -163,11 +163,22 @@ def _load_arrows(arguments: DataArguments, request: DataRequest) -> LabelledImag
             f"--dataset_config_name {arguments.dataset_config_name!r}: the arrows have none of that name; accepted: "
             f"{', '.join(ARROWS_CONFIGURATIONS)}."
         )
-    splits = {"training": arguments.train_split, "evaluation": arguments.eval_split or "validation"}
-    shape = request.image_size[0], request.seed, arguments.dataset_config_name == RECTANGLES
+    rectangular = arguments.dataset_config_name == RECTANGLES
+    return arrows_of(request, arguments.limits, arguments.train_split, arguments.eval_split, rectangular=rectangular)
+
+
+def arrows_of(
+    request: DataRequest, limits: dict[str, int | None], train_split: str, eval_split: str | None, **shape
+) -> LabelledImages:
+    """The arrows that a run needs, as images or clips; `shape` as of [`Arrows`]."""
+    names = {"train": train_split, "evaluation": eval_split or "validation"}
+    splits = dict(zip(PARTS, names.values()))
     try:
-        sources = {part: Arrows(splits[part], arguments.limits[part], *shape) for part in request.parts}
+        sources = {
+            part: Arrows(splits[part], limits[part], request.image_size[0], request.seed, **shape)
+            for part in request.parts
+        }
     except ValueError as error:
         raise InputError(str(error)) from None
-    names = {"train": splits["training"], "evaluation": splits["evaluation"]}
-    return LabelledImages(*map(sources.get, PARTS), list(LABELS), splits=names)
+    labels = LABELS if shape.get("num_frames") is None else CLIP_LABELS
+    return LabelledImages(*map(sources.get, PARTS), list(labels), splits=names)

@@ -14,8 +14,9 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
-from training.data.arrows import CELL, CLIP_LABELS, LABELS, SMALLEST_GRID, Arrows
+from training.data.arrows import LABELS, Arrows
 from training.data.clips import Clip, ClipArray, ClipFile, frames_needed
+from training.data.images import arrows_of
 from training.data.moving_shapes import DEFAULT_SIZES, SPLITS, write_moving_shapes
 from training.data.sources import PARTS, DataRequest, LabelledImages
 from training.data.video_files import SPACING, FrameReader, UnreadableError, checked_spacing, is_clip
@@ -49,7 +50,9 @@ class ArrowClips:
 @dataclass
 class VideoDataArguments(ViewArguments):
     dataset_name: str | None = flag(
-        None, "Generated clips: `moving_shapes`, the default where no other data are given, or `arrows`."
+        None,
+        "Generated clips: `moving_shapes`, the default where no other data are given, or `arrows`, of which every "
+        "--seed has others.",
     )
     moving_shapes_folder: str = flag("outputs/moving_shapes", "Where the moving shapes are written, once per size.")
     video_folder: str | None = flag(
@@ -323,25 +326,22 @@ def _spacings(arrays: Mapping[str, np.ndarray], name: str, split: str, count: in
 
 
 def _arrow_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledImages:
-    side = request.image_size[0]
-    if side != request.image_size[1] or request.num_channels != 1 or request.spacing:
+    if request.image_size[0] != request.image_size[1]:
         raise InputError(
-            f"Clips of arrows are square, have one channel and no spacing; {request.image_size} px with "
-            f"{request.num_channels} channels{' and physical coordinates' * request.spacing} are not. Accepted: "
-            f"--image_size {SMALLEST_GRID * CELL} and other multiples of {CELL}, --num_channels 1."
+            f"Clips of arrows are square; {request.image_size} is not. Accepted: --image_size 60 and the like."
         )
-    splits = {"training": "train", "evaluation": arguments.eval_split or "validation"}
-    try:
-        sources = {
-            part: ArrowClips(
-                Arrows(splits[part], arguments.limits[part], side, request.seed, num_frames=request.num_frames)
-            )
-            for part in request.parts
-        }
-    except ValueError as error:
-        raise InputError(str(error)) from None
-    names = {"train": splits["training"], "evaluation": splits["evaluation"]}
-    return LabelledImages(*map(sources.get, PARTS), list(CLIP_LABELS), splits=names)
+    if request.num_channels != 1:
+        raise InputError(f"--num_channels {request.num_channels}: clips of arrows have one; accepted: 1.")
+    if request.spacing:
+        raise InputError("--coordinates physical: clips of arrows have no spacing; accepted: other coordinates.")
+    if arguments.frame_stride not in (None, 1):
+        raise InputError(
+            f"--frame_stride {arguments.frame_stride}: clips of arrows have the frames of --num_frames and no others; "
+            "accepted: 1."
+        )
+    clips = arrows_of(request, arguments.limits, "train", arguments.eval_split, num_frames=request.num_frames)
+    clips.train, clips.evaluation = (part and ArrowClips(part) for part in (clips.train, clips.evaluation))
+    return clips
 
 
 def _moving_shapes(arguments: VideoDataArguments, request: DataRequest) -> Files:

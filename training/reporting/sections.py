@@ -43,9 +43,9 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     papers = _of_rows(paper.get("rows", {}), common)
     figures = {row: cells for row, cells in papers.items() if row in table}
     shown = [column for column in conditions if any(column in row for row in figures.values())]
-    if shown:
+    if paper:
         lines.append(f"The paper: {' '.join(paper['about'].split())}")
-    if shown and _is_mini(results[0]):
+    if paper and _is_mini(results[0]):
         lines[-1] += " Other data, models and budgets than ours: compare the order of the rows, not the figures."
     lines.append(_results_table(table, conditions, figures, shown))
     if missing := _not_measured(results, table, common):
@@ -202,19 +202,23 @@ def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> str
     return markdown(header, rows, "---:")
 
 
+UNKNOWN = object()
+
+
 @dataclass(frozen=True)
 class Pairing:
     """
-    Rows that are tested against those with the `reference` value of a setting, where nothing else differs.
+    Rows that are tested against those with the `reference` value of a setting, where nothing else differs. Rows that
+    do not state the setting are left out, because its value is not known.
 
     Attributes:
-        default: The value that the encoding of a row, if it has one, gives a setting that is not set.
+        default: The value that the encoding of a row, if it has one, gives a setting that is not stated.
         beside: Settings that belong to this one and may differ too.
     """
 
     setting: str
     reference: object
-    default: Callable[[EncodingTraits | None], object] = lambda traits: None
+    default: Callable[[EncodingTraits | None], object] = lambda traits: UNKNOWN
     beside: tuple[str, ...] = ()
 
     def rows(self, table: Table) -> dict[str, str]:
@@ -225,6 +229,8 @@ class Pairing:
             settings = dict(next(iter(cells.values())).results[0]["settings"])
             default = self.default(ENCODING_TRAITS.get(settings.get("position_encoding")))
             value = settings.pop(self.setting, default)
+            if value is UNKNOWN:
+                continue
             for name in (*SEEDS, *self.beside):
                 settings.pop(name, None)
             rest = json.dumps(settings, sort_keys=True)
@@ -238,17 +244,19 @@ class Pairing:
 # Which rows are tested against each other beside the baselines, by what stands above the tests.
 PAIRINGS = {
     "Images at their own aspect ratios against the same model of images squeezed into squares, in points:": Pairing(
-        "max_num_patches", None
+        "max_num_patches", None, lambda traits: None
     ),
     "Coordinates against `index`, with the same encoding, in points:": Pairing(
         "coordinates",
         "index",
-        lambda traits: traits and traits.coordinates,
+        lambda traits: traits.coordinates if traits else UNKNOWN,
         # The scale of the start belongs to the unit of the coordinates.
         beside=("rotary_init_scale",),
     ),
-    "The scale of the start against 1, with the same encoding, in points:": Pairing("rotary_init_scale", 1.0),
-    "Rotated class tokens against others, with the same encoding, in points:": Pairing("rotate_prefix", False),
+    "`rotary_init_scale` against 1, with the same encoding, in points:": Pairing("rotary_init_scale", 1.0),
+    "Rotated class tokens against class tokens that are not rotated, with the same encoding, in points:": Pairing(
+        "rotate_prefix", False
+    ),
     "Pooling against the class token, with the same encoding, in points:": Pairing("pooling", "cls"),
     "Perturbation against none, with the same encoding, in points:": Pairing("position_perturbation", 0.0),
 }
@@ -308,6 +316,10 @@ def _precisions(table: Table, papers: dict[str, list[float]]) -> str | None:
 
 
 FURTHER_TABLES = {
+    "epochs": (
+        "Epochs until the accuracy that Absolute has at the end:",
+        lambda table, _: _epochs_to_baseline(table, True),
+    ),
     "peak": ("Accuracies of epochs, means over seeds:", _peaks),
     "losses": ("Losses of the evaluation:", _losses),
     "precisions": ("Average precisions, means over seeds:", _precisions),

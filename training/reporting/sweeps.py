@@ -32,7 +32,7 @@ SCRIPTS = (
 )
 SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "report", "mini")
 # Tables of a report that some sweeps have beside the usual ones.
-REPORT_TABLES = ("peak", "losses", "precisions", "balanced")
+REPORT_TABLES = ("epochs", "peak", "losses", "precisions", "balanced")
 
 
 def read_sweep(path: Path, mini: bool) -> dict[str, Any]:

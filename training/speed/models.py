@@ -244,6 +244,13 @@ def timm_installed() -> bool:
     return importlib.util.find_spec("timm") is not None
 
 
+def _positions(config) -> torch.Tensor:
+    """(N, A) coordinates of all tokens of a training input; at 0 class and register tokens are not rotated."""
+    centre = config.prefix_coordinate if config.rotate_prefix else 0.0
+    grid, coordinates, count = config.train_grid, config.coordinates, config.num_prefix_tokens
+    return of_grid(grid, grid, coordinates, count, centre).coordinates
+
+
 class PlainRotation(nn.Module):
     """
     Rotations of one layer as `hf_liere.reference` computes them, in float64.
@@ -256,8 +263,7 @@ class PlainRotation(nn.Module):
         super().__init__()
         heads, self.product = range(config.num_attention_heads), ENCODING_TRAITS[config.position_encoding].product
         of_heads = [reference.generators(parameters, config, config.num_axes, layer, head) for head in heads]
-        placed = of_grid(config.train_grid, config.train_grid, config.coordinates, config.num_prefix_tokens)
-        self.generators, self.positions = torch.stack(of_heads, dim=1), placed.coordinates  # (A, heads, D, D), (N, A)
+        self.generators, self.positions = torch.stack(of_heads, dim=1), _positions(config)  # (A, heads, D, D), (N, A)
 
     def dense(self) -> torch.Tensor:
         """(N, heads, head_dim, head_dim)."""
@@ -299,9 +305,7 @@ class NaiveRotation(nn.Module):
         self.multipliers = (
             nn.Parameter(parameters["multipliers"][:, layer].clone()) if "multipliers" in parameters else None
         )
-        placed = of_grid(config.train_grid, config.train_grid, config.coordinates, config.num_prefix_tokens)
-        # A rotation at 0 is the identity, which class and register tokens have.
-        self.register_buffer("positions", placed.coordinates)
+        self.register_buffer("positions", _positions(config))
 
     def forward(self) -> torch.Tensor:
         """(N, heads, blocks, b, b)."""
