@@ -466,6 +466,27 @@ def test_the_table_of_sweeps_names_the_tables_and_figures_of_each():
         assert told == listed, of_row
 
 
+def test_baselines_of_comrope_are_those_of_its_appendix_d():
+    """The table is read at coordinates (§4.1.1), LieRE starts from P − Pᵀ (D.2), RoPE has base 10,000 (D.1)."""
+    expected = {
+        "absolute": ("position_table_size", lambda value: value is not None),
+        "liere": ("rotary_init", "normal".__eq__),
+        "axial_rope": ("rope_theta", (10000).__eq__),
+    }
+    seen = set()
+    for name in ("resolutions", "video_resolutions", "perturbation", "comrope_block_size", "offset", "clip_finetuning"):
+        sweep = sweeps.read_sweep(ROOT / "training" / "sweeps" / f"{name}.yaml", False)
+        for settings in sweeps.combinations(sweep["train"]):
+            encoding = settings["position_encoding"]
+            # Rotations inside of a pretrained model start at zero, and it has its own table.
+            if encoding in expected and (name, encoding) != ("clip_finetuning", "liere"):
+                field, holds = expected[encoding]
+                assert holds(settings.get(field)), (name, settings)
+                assert encoding == "absolute" or name == "clip_finetuning" or settings["coordinates"] == "unit"
+                seen.add((name, encoding))
+    assert len(seen) == 10
+
+
 @pytest.mark.parametrize("mini", [False, True], ids=["full", "mini"])
 @pytest.mark.parametrize("path", [path for path in SWEEPS if path.stem in PAPER_SWEEPS], ids=lambda path: path.stem)
 def test_fixed_rotations_are_those_of_the_papers_code(path, mini):
