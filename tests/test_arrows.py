@@ -149,7 +149,7 @@ def clips():
 
 
 def test_clips_ask_one_question_across_frames(clips):
-    num_directions, labels, through_time = len(CLIP_LABELS), [], 0
+    num_directions, labels, bases, frames = len(CLIP_LABELS), [], [], []
     for index in range(len(clips)):
         stamps, cells, label = clips.scene(index)
         places = dict(zip(zip(*(axis.tolist() for axis in np.unravel_index(cells, (4, 5, 5)))), stamps.tolist()))
@@ -159,18 +159,34 @@ def test_clips_ask_one_question_across_frames(clips):
             (p, s - num_directions) for p, s in places.items() if num_directions <= s < 2 * num_directions
         ]
         assert len(arrows) == NUM_ARROWS
+        bases.append(base)
+        frames.append(place[0])
         on_ray = []
         while all(0 <= at < size for at, size in zip(place, (4, 5, 5))):
             on_ray.append(arrows.get(place))
             place = tuple(np.add(place, CLIP_STEPS[base]).tolist())
         assert [stamp for stamp in on_ray if stamp is not None] == [label]
         labels.append(label)
-        through_time += CLIP_LABELS[base] in ("earlier", "later")
-    counts = np.bincount(labels, minlength=6)
-    # 0.1% quantile of chi-square with five degrees of freedom; two of six Ys point to other frames.
-    assert ((counts - 500) ** 2 / 500).sum() < 20.52
-    assert abs(through_time / len(clips) - 1 / 3) < 3.3 * np.sqrt(2 / 9 / len(clips))
+    # 0.1% quantiles of chi-square: labels and directions of the Y are uniform, and the label tells nothing of its
+    # direction and frame.
+    for numbers in (labels, bases):
+        assert ((np.bincount(numbers, minlength=6) - 500) ** 2 / 500).sum() < 20.52
+    for other, quantile in ((bases, 52.62), (frames, 37.70)):
+        observed = np.zeros((6, max(other) + 1))
+        np.add.at(observed, (labels, other), 1)
+        expected = observed.sum(1, keepdims=True) * observed.sum(0, keepdims=True) / len(labels)
+        assert ((observed - expected) ** 2 / expected).sum() < quantile
     assert np.array_equal(CLIP_STEPS[:4, 1:], STEPS) and CLIP_LABELS[:4] == LABELS
+
+
+def test_clips_depend_on_seed_split_and_index_only(clips):
+    again, others = (
+        Arrows("train", 50_000, 60, num_frames=4),
+        [Arrows("train", 20, 60, seed=1, num_frames=4), Arrows("validation", 20, 60, num_frames=4)],
+    )
+    for index in range(20):
+        assert np.array_equal(clips[index][0], again[index][0])
+        assert not any(np.array_equal(clips[index][0], other[index][0]) for other in others)
 
 
 def test_clips_show_their_scenes(clips):
