@@ -143,6 +143,8 @@ def _about(results: list[dict[str, Any]], common: list[str]) -> str:
     model = model.get("backbone_config") or model
     epochs, trained = _epochs(first), first["train_metrics"]
     examples = trained.get("train_samples_per_second", 0) * trained.get("train_runtime", 0) / (epochs or 1)
+    # The time of a run that was resumed is that of its last part.
+    examples = first["run"].get("examples", {}).get("train", {}).get("samples", examples)
     processes = first["environment"].get("world_size", 1)
     batch = training.get("per_device_train_batch_size", 0) * training.get("gradient_accumulation_steps", 1) * processes
     seeds = sorted({result["settings"].get("seed", training.get("seed", 0)) for result in results})
