@@ -31,6 +31,14 @@ def scenes():
     return [images.scene(index) for index in range(len(images))]
 
 
+def dependence(first, second):
+    """Pearson's chi-square of two numbers from 0 on of the same scenes."""
+    observed = np.zeros((max(first) + 1, max(second) + 1))
+    np.add.at(observed, (first, second), 1)
+    expected = observed.sum(1, keepdims=True) * observed.sum(0, keepdims=True) / len(first)
+    return ((observed - expected) ** 2 / expected).sum()
+
+
 @pytest.mark.parametrize("rectangular", [False, True], ids=["squares", "rectangles"])
 @pytest.mark.parametrize("image_size, grid", [(108, 9), (168, 14), (276, 23), (60, 5)])
 def test_every_scene_asks_one_question_with_one_answer(image_size, grid, rectangular):
@@ -126,10 +134,7 @@ def test_labels_are_uniform_and_independent_of_everything_else(scenes):
     counts = np.bincount(labels, minlength=4)
     assert ((counts - len(labels) / 4) ** 2 / (len(labels) / 4)).sum() < 16.27
     for other, quantile in ((bases, 27.88), (y_rows, 51.18), (target_columns, 51.18), (distances - 1, 46.80)):
-        observed = np.zeros((4, other.max() + 1))
-        np.add.at(observed, (labels, other), 1)
-        expected = observed.sum(1, keepdims=True) * observed.sum(0, keepdims=True) / len(labels)
-        assert ((observed - expected) ** 2 / expected).sum() < quantile
+        assert dependence(labels, other) < quantile
     assert np.bincount(bases, minlength=4).min() > len(labels) / 4 * 0.9
 
 
@@ -172,18 +177,13 @@ def test_clips_ask_one_question_across_frames(clips):
     for numbers in (labels, bases):
         assert ((np.bincount(numbers, minlength=6) - 500) ** 2 / 500).sum() < 20.52
     for other, quantile in ((bases, 52.62), (frames, 37.70)):
-        observed = np.zeros((6, max(other) + 1))
-        np.add.at(observed, (labels, other), 1)
-        expected = observed.sum(1, keepdims=True) * observed.sum(0, keepdims=True) / len(labels)
-        assert ((observed - expected) ** 2 / expected).sum() < quantile
+        assert dependence(labels, other) < quantile
     assert np.array_equal(CLIP_STEPS[:4, 1:], STEPS) and CLIP_LABELS[:4] == LABELS
 
 
 def test_clips_depend_on_seed_split_and_index_only(clips):
-    again, others = (
-        Arrows("train", 50_000, 60, num_frames=4),
-        [Arrows("train", 20, 60, seed=1, num_frames=4), Arrows("validation", 20, 60, num_frames=4)],
-    )
+    again = Arrows("train", 50_000, 60, num_frames=4)
+    others = [Arrows("train", 20, 60, seed=1, num_frames=4), Arrows("validation", 20, 60, num_frames=4)]
     for index in range(20):
         assert np.array_equal(clips[index][0], again[index][0])
         assert not any(np.array_equal(clips[index][0], other[index][0]) for other in others)

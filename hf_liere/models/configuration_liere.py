@@ -292,8 +292,8 @@ class LieREPixelConfig(LieREConfig):
     patch_dropout_prob: float | int = 0.0
 
     def __post_init__(self, **kwargs):
-        traits = traits_of(self)
         if self.coordinates is None:
+            traits = traits_of(self)
             # A table that is read at coordinates is that of ComRoPE.
             without_rotation = None if self.position_table_size is None else "unit"
             self.coordinates = without_rotation if traits is None else traits.coordinates

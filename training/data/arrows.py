@@ -149,8 +149,7 @@ class Arrows:
         return (*self.frames, *self.grids[rng.integers(len(self.grids))])
 
     def scene(self, index: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """What stands where: stamps (14,), their cells (14,), counted by frames, rows and columns, and
-        the label.
+        """What stands where: stamps (14,), their cells (14,), counted by frames, rows and columns, and the label.
 
         First the arrow that the Y points at, then the Y, the other arrows, and the letters A … E. The first stamps are
         arrows by their direction, the next as many are Ys by the direction of their base, both as in `label_names`.

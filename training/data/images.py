@@ -8,7 +8,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from hf_liere.errors import InputError
-from training.data.arrows import CLIP_LABELS, LABELS, Arrows
+from training.data.arrows import Arrows
 from training.data.image_formats import EIGHT_BIT_MODES, GREY_MODES
 from training.data.sources import PARTS, DataRequest, LabelledImages, fraction_of
 from training.data.tables import (
@@ -180,5 +180,5 @@ def arrows_of(
         }
     except ValueError as error:
         raise InputError(str(error)) from None
-    labels = LABELS if shape.get("num_frames") is None else CLIP_LABELS
+    labels = next(iter(sources.values())).label_names
     return LabelledImages(*map(sources.get, PARTS), list(labels), splits=names)
