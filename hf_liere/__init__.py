@@ -1,7 +1,7 @@
 """Learned Lie-group position encodings (LieRE, ComRoPE) for Hugging Face vision transformers."""
 
 from . import kernels  # noqa: F401 (registers itself)
-from .auto import register
+from .auto import load_peft, register
 from .conversion.upgrades import upgrade_encoding
 from .models.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from .models.modeling_liere import (
@@ -20,6 +20,7 @@ from .models.patch_batches import batch_of_patches
 from .models.positions import grid_positions
 from .models.rotary_embedding import LieRotaryEmbedding
 from .models.rotary_patch import RotaryPatchConfig
+from .patching import peft_adapters  # noqa: F401 (guards peft once that is imported)
 from .patching.adapters import load_rotary, save_rotary
 from .patching.apply import complete_model, is_patched, patch, rotary_parameters, set_absolute_weight, unpatch
 from .version import __version__
@@ -47,6 +48,7 @@ __all__ = [
     "complete_model",
     "grid_positions",
     "is_patched",
+    "load_peft",
     "load_rotary",
     "patch",
     "rotary_parameters",

@@ -201,6 +201,44 @@ def load_checkpoint(
     return model.eval(), _processor(checkpoint, model, options)
 
 
+def load_peft(
+    source: str | os.PathLike,
+    base: str | os.PathLike | transformers.PreTrainedModel | None = None,
+    *,
+    revision: str | None = None,
+    is_trainable: bool = False,
+    **options,
+):
+    """
+    A model with the adapter of peft, such as LoRA, and the learned rotations that it was saved with.
+
+    Args:
+        source: Folder or repository that `save_pretrained` of peft's model wrote.
+        base: The model that was adapted, patched or not, or its name; `None` means the name that the adapter states.
+        revision: Branch, tag or commit of the adapter.
+        is_trainable: Whether the adapter is to be trained further.
+        options: For `from_pretrained` of the base, such as `dtype` or `device_map`.
+
+    Returns:
+        The `PeftModel`.
+
+    Raises:
+        ImportError: if peft is not installed.
+        ValueError: if the adapter states no base, or its rotations do not fit the base.
+    """
+    from peft import PeftConfig, PeftModel
+
+    if base is None:
+        base = PeftConfig.from_pretrained(source, revision=revision).base_model_name_or_path
+        if base is None:
+            raise ValueError(f"The adapter {source} does not say which model it belongs to: pass it as base.")
+    if not isinstance(base, transformers.PreTrainedModel):
+        (architecture,) = AutoConfig.from_pretrained(base).architectures or [None]
+        loader, _ = _loader(architecture)
+        base = loader.from_pretrained(base, **options)
+    return PeftModel.from_pretrained(base, source, revision=revision, is_trainable=is_trainable)
+
+
 def _loader(architecture: str | None) -> tuple[type, bool]:
     """The class that loads an architecture, and whether it is one of ours."""
     try:

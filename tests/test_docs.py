@@ -6,6 +6,7 @@ names of large ones; the site builds.
 import contextlib
 import importlib
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -19,6 +20,9 @@ from hub_client import WRITE, online
 from hub_server import HubServer
 from pages import PAGES, ROOT, SITE, blocks, commands, name
 from test_conversion import liere_weights
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from training_helpers import small_clip, write_images_folder, write_parquet
 from transformers import (
     CLIPConfig,
@@ -28,6 +32,7 @@ from transformers import (
     DINOv3ViTModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLModel,
     ViTImageProcessor,
@@ -61,7 +66,11 @@ def dino():
 
 
 def llama():
-    return (LlamaForCausalLM(LlamaConfig(**TEXT)),)
+    words = ["<pad>", "<s>", "</s>", *"one two three four five six seven eight".split()]
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    return LlamaForCausalLM(LlamaConfig(**TEXT)), PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def qwen():
@@ -116,6 +125,9 @@ def hub(tmp_path, monkeypatch):
 
 
 # Publishing starts processes that load what was published; a report of inspection has many plots.
+# Pages whose blocks are scripts, each of which reads what those before it saved.
+OWN_PROCESSES = ("fine_tuning.md",)
+OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
 RUNNING = [
     pytest.param(page, id=name(page), marks=[pytest.mark.slow] if page.name in ("publish.md", "inspect.md") else [])
     for page in PAGES
@@ -133,6 +145,11 @@ def test_every_block_runs(page, reader, request):
         request.getfixturevalue("hub")
     namespace = {"__name__": page.stem}
     for block in blocks(page):
+        if page.name in OWN_PROCESSES and block.language == "python":
+            done = subprocess.run([sys.executable, "-c", block.text], capture_output=True, text=True, env=OFFLINE)
+            assert done.returncode == 0, f"{page.name}, line {block.line}: {done.stderr[-2000:]}"
+            assert block.output is None or done.stdout.strip() == block.output.strip(), f"{page.name}, {block.line}"
+            continue
         printed = io.StringIO()
         # A refusal is what a command writes to stderr, and Python's is full of progress bars.
         errors = printed if block.language == "bash" and block.output else sys.stderr

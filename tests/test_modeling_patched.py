@@ -1,6 +1,12 @@
-"""Complete patched models: saved with their own model_type, restored with and without the package."""
+"""Patched models are saved as what they are: restored with and without the package, refused by plain classes."""
 
+import copy
 import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -13,6 +19,7 @@ from hf_liere import (
     RotaryPatchConfig,
     complete_model,
     is_patched,
+    load_rotary,
     patch,
     rotary_parameters,
     set_absolute_weight,
@@ -23,6 +30,8 @@ from hf_liere.models.modeling_patched import (
     RotaryCLIPVisionModelWithProjection,
     RotaryViTConfig,
     RotaryViTForMaskedImageModeling,
+    rotary_class,
+    rotary_config,
 )
 
 
@@ -34,20 +43,20 @@ AUTO_CLASSES = {
 }
 
 
-def complete(name, **fields):
+def patched(name, **fields):
     model, inputs = build(name)
     patch(model, RotaryPatchConfig(**{"position_encoding": "liere", "block_size": 8, **fields}))
     randomize(model)
-    return model, complete_model(model).eval(), inputs
+    return model.eval(), inputs
 
 
 @pytest.mark.parametrize("name", [*AUTO_CLASSES, "clip_projection"])
-def test_complete_model_computes_and_reloads_the_same_bits(name, tmp_path):
-    model, whole, inputs = complete(name)
+def test_a_patched_model_reloads_the_same_bits(name, tmp_path):
+    model, inputs = patched(name)
     expected = outputs_of(model, inputs)
-    assert same_bits(outputs_of(whole, inputs), expected)
-    whole.save_pretrained(tmp_path)
-    loaded, report = type(whole).from_pretrained(tmp_path, output_loading_info=True)
+    assert complete_model(model) is model
+    model.save_pretrained(tmp_path)
+    loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     assert same_bits(outputs_of(loaded, inputs), expected)
     assert [key for key, _ in rotary_parameters(loaded)] == [key for key, _ in rotary_parameters(model)]
@@ -59,7 +68,7 @@ def test_auto_classes_restore_in_a_fresh_process(tmp_path, package, monkeypatch)
     # Code that comes with a checkpoint has no kernels for CPUs, which round otherwise.
     monkeypatch.setenv("HF_LIERE_CPU_KERNELS", str(int(package)))
     for name in AUTO_CLASSES:
-        _, whole, inputs = complete(name, layers=[1], keep_absolute="drop", coordinates="index")
+        whole, inputs = patched(name, layers=[1], keep_absolute="drop", coordinates="index")
         whole.save_pretrained(tmp_path / name)
         with torch.no_grad():
             torch.save((inputs, outputs_of(whole, inputs)[:1]), tmp_path / f"{name}.pt")
@@ -79,7 +88,7 @@ def test_auto_classes_restore_in_a_fresh_process(tmp_path, package, monkeypatch)
 
 
 def test_auto_models_of_other_tasks_read_a_classifier(tmp_path):
-    _, whole, inputs = complete("vit")
+    whole, inputs = patched("vit")
     whole.save_pretrained(tmp_path)
     base = transformers.AutoModel.from_pretrained(tmp_path).eval()
     assert is_patched(base) and type(base).__name__ == "RotaryViTModel"
@@ -91,7 +100,7 @@ def test_auto_models_of_other_tasks_read_a_classifier(tmp_path):
 
 
 def test_zero_shot_logits_survive(tmp_path):
-    _, whole, inputs = complete("clip")
+    whole, inputs = patched("clip")
     whole.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForZeroShotImageClassification.from_pretrained(tmp_path).eval()
     assert torch.equal(loaded(**inputs).logits_per_image, whole(**inputs).logits_per_image)
@@ -110,7 +119,7 @@ def test_weights_of_a_plain_checkpoint_start_neutral(tmp_path):
 
 
 def test_generators_stay_float32_in_a_bfloat16_model(tmp_path):
-    _, whole, inputs = complete("clip_vision")
+    whole, inputs = patched("clip_vision")
     whole.save_pretrained(tmp_path)
     loaded = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {value.dtype for _, value in rotary_parameters(loaded)} == {torch.float32}
@@ -118,17 +127,18 @@ def test_generators_stay_float32_in_a_bfloat16_model(tmp_path):
     assert loaded(**inputs).last_hidden_state.dtype == torch.bfloat16
 
 
-def test_generators_stay_float32_when_a_bfloat16_model_is_completed():
+def test_types_of_a_bfloat16_model_are_saved(tmp_path):
     model, inputs = build("clip_vision")
     patch(model.to(torch.bfloat16), RotaryPatchConfig(block_size=4))
     randomize(model)
-    whole = complete_model(model)
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(whole.parameters(), model.parameters()))
-    assert same_bits(outputs_of(whole, inputs), outputs_of(model, inputs))
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path, dtype="auto").eval()
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(loaded.parameters(), model.parameters()))
+    assert same_bits(outputs_of(loaded, inputs), outputs_of(model, inputs))
 
 
 def test_weight_of_the_table_is_saved(tmp_path):
-    _, whole, inputs = complete("vit", keep_absolute="fade")
+    whole, inputs = patched("vit", keep_absolute="fade")
     set_absolute_weight(whole, 0.25)
     whole.save_pretrained(tmp_path)
     loaded = type(whole).from_pretrained(tmp_path).eval()
@@ -148,51 +158,158 @@ def test_configuration_holds_all_of_the_patch(tmp_path):
         RotaryViTConfig(rotary_patch={"position_encoding": "sinusoid"})
 
 
-def test_classes_that_transformers_does_not_export_are_refused():
-    class Derived(transformers.Dinov2Model):
-        pass
-
-    model = Derived(transformers.Dinov2Config(**IMAGE))
-    with pytest.raises(ValueError, match="is not patched"):
-        complete_model(model)
-    with pytest.raises(ValueError, match="Derived has no class that reloads with rotations.*save_rotary"):
-        complete_model(patch(model, RotaryPatchConfig(block_size=4)))
+def process(code: str, folder, **environment) -> str:
+    """The output of a new process; the code of a function below, after it has failed, shows why."""
+    script = textwrap.dedent(code)
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", **environment}
+    done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", [*AUTO_CLASSES, "clip_projection"])
-def test_unpatched_complete_model_is_the_plain_model_again(name, tmp_path):
-    """In memory and after saving: class, configuration and bits."""
-    _, whole, inputs = complete(name)
-    rotated = outputs_of(whole, inputs)
-    plain, _ = build(name)
-    unpatched = unpatch(whole)
-    unpatched.save_pretrained(tmp_path)
+def test_unpatch_restores_class_and_configuration_in_place(name, tmp_path):
+    plain, inputs = build(name)
+    model, _ = build(name)
+    before, kinds = model.config.to_dict(), [type(module) for module in model.modules()]
+    patch(model, RotaryPatchConfig(position_encoding="liere", block_size=8))
+    randomize(model)
+    model.save_pretrained(tmp_path / "patched")
+    assert unpatch(model) is model and not is_patched(model)
+    assert [type(module) for module in model.modules()] == kinds
+    assert {**model.config.to_dict(), "architectures": before["architectures"], "dtype": before["dtype"]} == before
+    assert same_bits(outputs_of(model, inputs), outputs_of(plain, inputs))
+    model.save_pretrained(tmp_path / "unpatched")
     plain.save_pretrained(tmp_path / "plain")
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path, tmp_path / "plain")]
-    assert configs[0] == configs[1] and not (tmp_path / "modeling_patched.py").exists()
-    loaded, report = type(plain).from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values()), report
-    for model in (unpatched, loaded):
-        assert type(model) is type(plain) and not is_patched(model)
-        assert same_bits(outputs_of(model, inputs), outputs_of(plain, inputs))
-    assert same_bits(outputs_of(whole, inputs), rotated)
+    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("unpatched", "plain")]
+    assert configs[0] == configs[1] and not (tmp_path / "unpatched" / "modeling_patched.py").exists()
 
 
-def test_complete_model_inside_another_module_is_not_taken_apart():
-    """It would save as a patched model with new generators."""
-    _, whole, inputs = complete("vit")
-    rotated = outputs_of(whole, inputs)
-    with pytest.raises(ValueError, match="0 .RotaryViTForImageClassification. is a complete model.*what it returns"):
-        unpatch(torch.nn.Sequential(whole))
-    with pytest.raises(ValueError, match="This .ViTModel. is a complete model or a part of one"):
-        unpatch(whole.vit)
-    assert same_bits(outputs_of(whole, inputs), rotated)
+def test_a_configuration_that_another_model_shares_is_not_changed():
+    plain, inputs = build("vit")
+    shared = plain.config
+    before = shared.to_dict()
+    model = type(plain)(shared)
+    patch(model, RotaryPatchConfig(position_encoding="comrope_ld", block_size=4))
+    assert shared.to_dict() == before and plain.config is shared and type(shared) is transformers.ViTConfig
+    # All modules of the patched model read one configuration, so that it can still be changed.
+    assert model.vit.config is model.config and isinstance(model.config, RotaryViTConfig)
+    model.set_attn_implementation("eager")
+    assert plain.config._attn_implementation == "sdpa"
+    assert outputs_of(model, {**inputs, "output_attentions": True})[-1][0].shape[-1] == 17
 
 
-def test_adapters_are_to_be_merged_before_the_class_changes():
+def test_other_libraries_look_up_the_plain_type():
+    model, _ = patched("vit")
+    assert model.config.model_type == "vit" and type(model.config).model_type == "rotary_vit"
+    assert isinstance(model, transformers.ViTForImageClassification)
+
+
+@pytest.mark.parametrize("name", ["vit", "clip"])
+def test_copies_pickles_and_compiled_models_are_saved_with_their_rotations(name, tmp_path):
+    model, inputs = patched(name)
+    expected = outputs_of(model, inputs)
+    compiled = torch.compile(model, backend="eager")
+    compiled(**inputs)
+    copies = {"copy": copy.deepcopy(model), "pickle": pickle.loads(pickle.dumps(model)), "compiled": compiled}
+    for kind, other in copies.items():
+        other.save_pretrained(tmp_path / kind)
+        loaded = type(model).from_pretrained(tmp_path / kind).eval()
+        assert same_bits(outputs_of(loaded, inputs), expected), kind
+    wrapped = torch.nn.Sequential(build(name)[0])
+    patch(wrapped, RotaryPatchConfig(block_size=4))
+    assert isinstance(wrapped[0], type(model)) and unpatch(wrapped) is wrapped and not is_patched(wrapped)
+
+
+def test_a_plain_class_refuses_rotations_in_a_process_without_the_package(tmp_path):
+    patched("vit")[0].save_pretrained(tmp_path)
+    # Whatever it is called, no class loads the model without its rotations.
+    for kind in ("ViTForImageClassification", "ViTModel", "AutoModel"):
+        message = process(f"import transformers; transformers.{kind}.from_pretrained('.')", tmp_path)
+        assert "trust_remote_code" in message, message
+    with pytest.raises(Exception, match="import hf_liere and load them with an Auto class"):
+        transformers.ViTForImageClassification.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family", ["vit", "clip", "clip_vision_model", "siglip2", "llama", "gemma3", "qwen2_5_vl", "dinov3_vit"]
+)
+def test_plain_configurations_refuse_what_is_written_of_rotary_ones(family, tmp_path):
+    plain = transformers.CONFIG_MAPPING[family]
+    rotary = rotary_config(plain)
+    rotary().save_pretrained(tmp_path)
+    with pytest.raises(Exception, match="These weights have learned rotations"):
+        plain.from_pretrained(tmp_path)
+    for config in (rotary.from_pretrained(tmp_path), rotary.from_json_file(tmp_path / "config.json")):
+        assert config.to_dict() == rotary().to_dict()
+    # Trainer reads the version of transformers when it resumes.
+    assert transformers.PreTrainedConfig.from_json_file(tmp_path / "config.json").transformers_version
+
+
+@pytest.mark.parametrize("name, part, auto_class", [("vit", "vit", "AutoModel"), ("clip", "vision_model", "AutoModel")])
+def test_a_part_of_a_patched_model_is_saved_with_its_rotations(name, part, auto_class, tmp_path):
+    model, inputs = patched(name)
+    inner = model.get_submodule(part)
+    inner.save_pretrained(tmp_path)
+    loaded = getattr(transformers, auto_class).from_pretrained(tmp_path).eval()
+    pixels = {"pixel_values": inputs["pixel_values"]}
+    # A classifier has no pooler.
+    assert is_patched(loaded) and same_bits(outputs_of(loaded, pixels)[:1], outputs_of(inner, pixels)[:1])
+    # The part still belongs to the whole.
+    assert type(model.config).__name__.startswith("Rotary") and "rotary_patch" in model.config.to_dict()
+    model.save_pretrained(tmp_path / "whole")
+    assert same_bits(
+        outputs_of(type(model).from_pretrained(tmp_path / "whole").eval(), inputs), outputs_of(model, inputs)
+    )
+
+
+def test_patching_a_part_is_refused_while_its_whole_exists():
+    """The whole would be saved without the rotations."""
+    model, _ = build("vit")
+    with pytest.raises(ValueError, match="ViTModel is 'vit' of ViTForImageClassification.*Patch .* target='vit'"):
+        patch(model.vit, RotaryPatchConfig(block_size=4))
+    assert not is_patched(model)
+    patch(model, RotaryPatchConfig(block_size=4, target="vit"))
+    with pytest.raises(ValueError, match="ViTModel is 'vit' of ViTForImageClassification.*Unpatch the"):
+        unpatch(model.vit)
+    # A part whose whole is gone is a model of its own.
+    part = build("vit")[0].vit
+    assert is_patched(patch(part, RotaryPatchConfig(block_size=4)))
+
+
+class Derived(transformers.ViTForImageClassification):
+    """A class of a user, which transformers does not export."""
+
+
+def test_classes_that_transformers_does_not_export_say_so_and_are_saved_nevertheless(tmp_path):
+    plain, inputs = build("vit")
+    model = Derived(plain.config).eval()
+    model.load_state_dict(plain.state_dict())
+    model.save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="is not patched"):
+        complete_model(model)
+    with pytest.warns(UserWarning, match="does not export Derived.*rotary_class"):
+        patch(model, RotaryPatchConfig(block_size=4))
+    randomize(model)
+    expected = outputs_of(model, inputs)
+    assert isinstance(model, Derived) and same_bits(outputs_of(pickle.loads(pickle.dumps(model)), inputs), expected)
+    with pytest.raises(ValueError, match="Derived is not a class that transformers exports.*save_rotary"):
+        complete_model(model)
+    model.save_pretrained(tmp_path / "model")
+    # As its own class, in a process that makes it again, and as rotations for its base.
+    loaded = rotary_class(Derived).from_pretrained(tmp_path / "model").eval()
+    assert same_bits(outputs_of(loaded, inputs), expected)
+    base = Derived.from_pretrained(tmp_path / "base").eval()
+    with pytest.warns(UserWarning, match="does not export"):
+        load_rotary(base, tmp_path / "model")
+    assert same_bits(outputs_of(base, inputs), expected)
+    message = process("import transformers; transformers.AutoModel.from_pretrained('model')", tmp_path)
+    assert "trust_remote_code" in message
+
+
+def test_adapters_are_saved_by_themselves():
     peft = pytest.importorskip("peft")
     model, _ = build("clip_vision")
     lora = peft.LoraConfig(target_modules=["q_proj"], r=2)
     injected = peft.inject_adapter_in_model(lora, patch(model, RotaryPatchConfig(block_size=4)))
-    with pytest.raises(ValueError, match="has not the parameters of RotaryCLIPVisionModel: .*Merge or unload"):
+    with pytest.raises(ValueError, match="CLIPVisionModel contains adapters .*Merge or unload"):
         complete_model(injected)

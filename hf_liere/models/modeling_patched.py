@@ -1,30 +1,66 @@
 """
 Models of transformers with learned rotations, as classes with their own `model_type`: `RotaryLlamaForCausalLM` is
 `LlamaForCausalLM` with rotations, `RotaryLlamaConfig` its configuration, and so on for every class that transformers
-exports. They are made when they are first asked for, as attributes of this module. `from_pretrained` and the Auto
-classes restore them with their rotations, by this package or by the code that is saved with a checkpoint.
+exports. They are made when they are first asked for, as attributes of this module. A model that is patched becomes one
+of them, in place. `from_pretrained` and the Auto classes restore them with their rotations, by this package or by the
+code that is saved with a checkpoint.
 """
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
 
 import transformers
 from huggingface_hub.dataclasses import strict
+from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
 from transformers.models.auto import modeling_auto
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .rotary_patch import RotaryPatchConfig, attach, patched_towers, plan
+from .rotary_patch import RotaryPatchConfig, attach, detach, patched_towers, plan
 
 
 # Of the names of classes, and of model types.
 PREFIX, TYPE_PREFIX = "Rotary", "rotary_"
 PRETRAINED_PLANES = {"position_encoding": "rope_mixed", "rotary_init": "pretrained"}
+# In files, the value of one plain field is inside of a dictionary with this note. Plain classes, which would drop the
+# rotations, refuse such a value, and their error contains the note. Most families have one of these fields.
+NOTE = "note"
+HOW_TO_LOAD = (
+    "These weights have learned rotations: import hf_liere and load them with an Auto class, or pass "
+    "trust_remote_code=True to one."
+)
+CARRIERS = ("initializer_range", "initializer_factor", "tie_word_embeddings")
 
 
-class RotaryConfigMixin:
+class _ModelType:
+    """
+    `rotary_…` as an attribute of a configuration class, and in files. A configuration answers with the plain type: by
+    that, other libraries look up what they know of a model.
+    """
+
+    def __init__(self, plain: str):
+        self.plain = plain
+
+    def __get__(self, config: PreTrainedConfig | None, kind: type | None = None) -> str:
+        return f"{TYPE_PREFIX}{self.plain}" if config is None else self.plain
+
+
+class _Made:
+    """Objects of classes that are made here: pickle does not find those of users' classes by their names."""
+
+    plain_class: type
+
+    def __reduce__(self):
+        return _new, (self.plain_class,), vars(self).copy()
+
+
+class RotaryConfigMixin(_Made):
     """Configurations that check and complete `rotary_patch`, and name every Auto class in `auto_map`."""
 
     # The part for images of a configuration with several is another class.
@@ -36,13 +72,56 @@ class RotaryConfigMixin:
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def get_config_dict(cls, *args, **kwargs) -> tuple[dict, dict]:
+        """Files of the plain model are read without a warning: its rotations start neutral."""
+        values, unused = super().get_config_dict(*args, **kwargs)
+        if values.get("model_type") == cls.plain_class.model_type:
+            values["model_type"] = cls.model_type
+        return values, unused
 
-class RotaryModelMixin:
-    """Model classes that attach the rotations which `config.rotary_patch` describes."""
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        return super().from_dict({name: _without_note(value) for name, value in config_dict.items()}, **kwargs)
+
+    @classmethod
+    def from_json_file(cls, json_file):
+        return cls.from_dict(cls._dict_from_json_file(json_file))
+
+    def to_diff_dict(self) -> dict:
+        """What is written to files."""
+        values = super().to_diff_dict()
+        if self._carrier is not None:
+            values[self._carrier] = {"value": getattr(self, self._carrier), NOTE: HOW_TO_LOAD}
+        return values
+
+
+def _without_note(value):
+    return value["value"] if isinstance(value, dict) and NOTE in value else value
+
+
+def _carrier(plain: type[PreTrainedConfig]) -> str | None:
+    """The first field that refuses dictionaries."""
+    fields = {**plain.__dataclass_fields__}
+    own = [name for name in fields if name not in PreTrainedConfig.__dataclass_fields__]
+    for name in (*CARRIERS, *own):
+        if name in own and set(get_args(fields[name].type) or [fields[name].type]) <= {int, float, bool, type(None)}:
+            return name
+    return None
+
+
+class RotaryModelMixin(_Made):
+    """
+    Model classes whose rotations `config.rotary_patch` describes. In a model with several parts, those around the
+    rotations have such classes too, and their own configurations.
+    """
+
+    # Writes what `save_rotary` writes; the package sets it, as that is not part of the code of a checkpoint.
+    write_rotations: Callable | None = None
 
     def __init__(self, config):
         super().__init__(config)
-        attach(plan(self, RotaryPatchConfig.from_dict(config.rotary_patch)))
+        patch_in_place(self, plan(self, RotaryPatchConfig.from_dict(config.rotary_patch)))
 
     def initialize_weights(self) -> None:
         super().initialize_weights()
@@ -50,6 +129,120 @@ class RotaryModelMixin:
         # Parameters that were loaded are marked and keep their values.
         for _, tower in patched_towers(self):
             tower.rotary_patch.reset_parameters(tower)
+
+    def save_pretrained(
+        self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, push_to_hub=False, **kwargs
+    ) -> None:
+        """
+        As of the plain class, with the rotations in weights and configuration. Where the plain class is not one of
+        transformers, or only adapters of peft are saved, the files of `save_rotary` are written beside them.
+        """
+        given = {"is_main_process": is_main_process, "state_dict": state_dict, **kwargs}
+        if not isinstance(self.config, RotaryConfigMixin):
+            _as_whole(self).save_pretrained(save_directory, push_to_hub=push_to_hub, **given)
+        elif self.write_rotations is None or not (
+            getattr(self, "_hf_peft_config_loaded", False) or not is_restorable(self.plain_class)
+        ):
+            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **given)
+        else:
+            hub = {name: given.pop(name) for name in ("repo_id", "commit_message", "private") if name in given}
+            super().save_pretrained(save_directory, **given)
+            type(self).write_rotations(self, save_directory, state_dict, is_main_process)
+            if push_to_hub:
+                self.push_to_hub(hub.pop("repo_id", str(save_directory)), **hub)
+
+    def _get_name(self) -> str:
+        # By this name, Trainer finds whether labels are to be shifted.
+        return self.plain_class.__name__
+
+
+def patch_in_place(model: nn.Module, plans: list, encodings: list[nn.Module] | None = None) -> None:
+    """
+    Attach rotations, new ones or those of a loaded adapter. Every model of transformers around them becomes one of the
+    class with rotations, and the outermost gets a configuration with `rotary_patch`, in the place of its own
+    everywhere in it; a configuration that another model shares is not changed.
+    """
+    # All are built first: one that cannot be must not leave a model half patched.
+    encodings = encodings or [planned.build_encoding() for planned in plans]
+    for planned in plans:
+        names = planned.tower.name.split(".") if planned.tower.name else []
+        paths = [".".join(names[:length]) for length in range(len(names) + 1)]
+        around = [(path, model.get_submodule(path)) for path in paths]
+        around = [(path, module) for path, module in around if isinstance(module, PreTrainedModel)]
+        for _, module in around:
+            if not isinstance(module, RotaryModelMixin):
+                module.__class__ = rotary_class(type(module))
+                _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+        if around:
+            path, outermost = around[0]
+            planned.config = _within(path, planned.config)
+            if not isinstance(outermost.config, RotaryConfigMixin):
+                _replace_config(outermost, _with_patch(outermost.config, planned.config))
+    attach(plans, encodings)
+
+
+def unpatch_in_place(model: nn.Module) -> None:
+    """Undo [`patch_in_place`]: weights stay as they are."""
+    for _, tower in list(patched_towers(model)):
+        detach(tower)
+    for module in model.modules():
+        if isinstance(module, RotaryModelMixin):
+            module.__class__ = module.plain_class
+            if isinstance(module.config, RotaryConfigMixin):
+                _without_patch(module.config)
+
+
+def _within(path: str, config: RotaryPatchConfig) -> RotaryPatchConfig:
+    """The same patch of the module at `path`, in which its target has a shorter name."""
+    if not path or config.target is None:
+        return config
+    return replace(config, target=config.target.removeprefix(path).removeprefix(".") or None)
+
+
+def _with_patch(config: PreTrainedConfig, patch: RotaryPatchConfig) -> PreTrainedConfig:
+    """A copy with `rotary_patch`."""
+    kind = rotary_config(type(config))
+    made = _new(type(config))
+    vars(made).update(vars(config))
+    made.rotary_patch = patch.to_dict()
+    made.auto_map = {**(getattr(config, "auto_map", None) or {}), **kind._auto_map}
+    return made
+
+
+def _without_patch(config: PreTrainedConfig) -> None:
+    """Undo [`_with_patch`], in place."""
+    config.__class__ = config.plain_class
+    del config.rotary_patch
+    code = f"{__name__.rpartition('.')[2]}."
+    config.auto_map = {name: place for name, place in config.auto_map.items() if code not in place}
+    if not config.auto_map:
+        del config.auto_map
+    if config.architectures:
+        config.architectures = [name.removeprefix(PREFIX) for name in config.architectures]
+
+
+def _replace_config(model: nn.Module, config: PreTrainedConfig) -> None:
+    replaced = model.config
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if value is replaced:
+                vars(module)[name] = config
+
+
+def _as_whole(part: PreTrainedModel) -> PreTrainedModel:
+    """A model with the modules of a part of a patched one, and a configuration that says how it is patched."""
+    name, tower = next(patched_towers(part))
+    config = tower.rotary_patch.config
+    whole = _new(part.plain_class)
+    vars(whole).update(vars(part))
+    whole.config = _with_patch(part.config, config if config.target is None else replace(config, target=name or None))
+    return whole
+
+
+def _new(plain: type) -> PreTrainedModel | PreTrainedConfig:
+    """An object without attributes, of the class with rotations."""
+    kind = rotary_config(plain) if issubclass(plain, PreTrainedConfig) else rotary_class(plain)
+    return kind.__new__(kind)
 
 
 def __getattr__(name: str) -> type:
@@ -68,17 +261,9 @@ def rotary_config(plain: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 def rotary_class(plain: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """
-    The class with rotations of a model class.
-
-    Raises:
-        ValueError: if its name, or the `model_type` of its configuration, do not lead to it in transformers, so that
-            nothing could restore it.
+    The class with rotations of a model class. Those of classes that transformers does not export, see
+    [`is_restorable`], reload in a process that makes them so again: `rotary_class(MyModel).from_pretrained(…)`.
     """
-    if not is_restorable(plain):
-        raise ValueError(
-            f"{plain.__name__} has no class that reloads with rotations: it is no model that transformers exports with "
-            "a model_type of its own."
-        )
     classes = _classes(plain.config_class)
     if plain not in classes:
         classes[plain] = _make_model(plain, classes[plain.config_class])
@@ -86,25 +271,32 @@ def rotary_class(plain: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def is_restorable(plain: type) -> bool:
-    """Whether [`rotary_class`] has a class with rotations of a model class."""
-    kind = getattr(getattr(plain, "config_class", None), "model_type", None)
-    is_exported = getattr(transformers, plain.__name__, None) is plain
-    return is_exported and kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] is plain.config_class
+    """Whether the name of a model class, or the `model_type` of its configuration, leads to it in transformers."""
+    config = getattr(plain, "config_class", None)
+    return getattr(transformers, plain.__name__, None) is plain and config is not None and _is_known(config)
+
+
+def _is_known(plain: type[PreTrainedConfig]) -> bool:
+    return plain.model_type in CONFIG_MAPPING and CONFIG_MAPPING[plain.model_type] is plain
 
 
 @functools.cache
 def _classes(plain: type[PreTrainedConfig]) -> dict[type, type]:
     """The configuration class with rotations of a plain one, and the models that the Auto classes find for it."""
     config = _make_config(plain)
-    classes, autos = {plain: config}, auto_classes(plain)
+    classes, autos = {plain: config}, auto_classes(plain) if _is_known(plain) else {}
     for auto_name, model in autos.items():
         if model not in classes:
             classes[model] = _make_model(model, config)
+        if is_restorable(model):
             classes[model].register_for_auto_class(auto_name)
         getattr(transformers, auto_name).register(config, classes[model], exist_ok=True)
-    config._auto_map = {name: f"modeling_patched.{classes[model].__name__}" for name, model in autos.items()}
-    config._auto_map["AutoConfig"] = f"modeling_patched.{config.__name__}"
-    config.register_for_auto_class()
+    config._auto_map = {
+        name: f"modeling_patched.{classes[model].__name__}" for name, model in autos.items() if is_restorable(model)
+    }
+    if _is_known(plain):
+        config._auto_map["AutoConfig"] = f"modeling_patched.{config.__name__}"
+        config.register_for_auto_class()
     return classes
 
 
@@ -114,7 +306,11 @@ def auto_classes(plain: type[PreTrainedConfig]) -> dict[str, type[PreTrainedMode
     for name, auto_class in vars(modeling_auto).items():
         mapping = getattr(auto_class, "_model_mapping", None)
         if name.startswith("Auto") and mapping is not None and hasattr(transformers, name) and plain in mapping:
-            models = mapping[plain]
+            try:
+                models = mapping[plain]
+            except (ImportError, ValueError):
+                # Of some families a library is missing, or the class that transformers names.
+                continue
             model = models[0] if isinstance(models, (list, tuple)) else models
             # Models of text and images are also found as their part for text.
             if getattr(model, "config_class", None) is plain:
@@ -124,8 +320,11 @@ def auto_classes(plain: type[PreTrainedConfig]) -> dict[str, type[PreTrainedMode
 
 def _make_config(plain: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     class Made(RotaryConfigMixin, plain):
-        model_type = f"{TYPE_PREFIX}{plain.model_type}"
+        model_type = _ModelType(plain.model_type)
+        plain_class = plain
         rotary_patch: dict | None = None
+        _auto_class = None
+        _carrier = _carrier(plain)
 
     parts = [plain, *(kind for kind in plain.sub_configs.values() if kind is not None)]
     if any("rope" in name for part in parts for name in getattr(part, "__dataclass_fields__", ())):
@@ -138,13 +337,15 @@ def _make_model(plain: type[PreTrainedModel], config: type[PreTrainedConfig]) ->
     class Made(RotaryModelMixin, plain):
         config_class = config
         plain_class = plain
+        _auto_class = None
         # A generator rounded to bfloat16 rotates distant patches by several degrees too much.
         _keep_in_fp32_modules_strict = [*(plain._keep_in_fp32_modules_strict or ()), "rotary_encoding"]
 
     made = _named(Made, plain, f"[`{plain.__name__}`] with learned rotations.")
     _keep_renaming(plain.__name__, made.__name__)
     # Where no Auto class returns the model, its code must be saved too.
-    made.register_for_auto_class("AutoModel")
+    if is_restorable(plain):
+        made.register_for_auto_class("AutoModel")
     return made
 
 

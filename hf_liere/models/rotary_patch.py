@@ -293,7 +293,7 @@ def plan(model: nn.Module, config: RotaryPatchConfig) -> list[Plan] | list[RopeP
     Raises:
         ValueError: if the model is patched already, has nothing to patch, or the configuration does not fit it.
     """
-    patched = [name or type(model).__name__ for name, _ in patched_towers(model)]
+    patched = [name or model._get_name() for name, _ in patched_towers(model)]
     if patched:
         raise ValueError(f"{', '.join(patched)} is patched already; call unpatch(model) first.")
     if config.rotary_init == "pretrained":

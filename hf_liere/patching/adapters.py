@@ -10,11 +10,14 @@ from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from ..models.rotary_patch import Plan, RotaryPatchConfig, attach, plan
+from ..models.modeling_patched import RotaryModelMixin
+from ..models.rotary_patch import Plan, RotaryPatchConfig, plan
 from ..models.vision_towers import linear_layer, projections
+from ..storage.loading import local_path
 from ..storage.saved_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .apply import require_patched, rotary_parameters
+from .apply import attach_plans, require_patched, rotary_parameters
 
 
 SKETCH_SIZE = 32
@@ -32,25 +35,44 @@ def save_rotary(model: nn.Module, directory: str | Path) -> None:
     Raises:
         ValueError: if the model is not patched, or its towers are patched differently.
     """
+    write_rotations(model, directory)
+
+
+def write_rotations(
+    model: nn.Module, directory: str | Path, state_dict: dict | None = None, is_main_process: bool = True
+) -> None:
+    """
+    [`save_rotary`] while a whole model or its adapters are saved.
+
+    Args:
+        state_dict: Values of all parameters where processes have parts of them, gathered by who saves the model.
+        is_main_process: Whether this process writes.
+    """
     towers = require_patched(model)
     configs = [tower.rotary_patch.config.to_dict() for _, tower in towers]
     if any(config != configs[0] for config in configs):
-        raise ValueError(f"The vision towers are patched differently, one adapter cannot hold both: {configs}.")
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        f"{index}.{name.rpartition('.')[2]}": parameter.detach().cpu().contiguous()
-        for index, (_, tower) in enumerate(towers)
-        for name, parameter in rotary_parameters(tower)
-    }
-    save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    bases = []
-    for _, tower in towers:
+        raise ValueError(f"The vision towers are patched differently, one adapter cannot contain both: {configs}.")
+    tensors, bases = {}, []
+    for index, (tower_name, tower) in enumerate(towers):
         adapter = tower.rotary_patch
         attentions = [tower.get_submodule(name) for name in adapter.attention_names]
         bases.append(_fingerprint(tower, attentions, adapter.base(tower)))
-    content = {"rotary_patch": configs[0], "base": bases}
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+        for name, parameter in rotary_parameters(tower):
+            full_name = f"{tower_name}.{name}".removeprefix(".").replace("_fsdp_wrapped_module.", "")
+            value = (state_dict or {}).get(full_name, parameter).detach()
+            # Of a part that FSDP2 left to this process, the whole.
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            tensors[f"{index}.{name.rpartition('.')[2]}"] = value.cpu().contiguous()
+    if is_main_process:
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        content = {"rotary_patch": configs[0], "base": bases}
+        (directory / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+
+
+# The code that travels with checkpoints does not contain the writer.
+RotaryModelMixin.write_rotations = staticmethod(write_rotations)
 
 
 def load_rotary(
@@ -81,17 +103,16 @@ def load_rotary(
     encodings = [_load_encoding(index, planned, tensors, source) for index, planned in enumerate(plans)]
     if tensors:
         raise ValueError(f"{source} holds tensors that this encoding does not have: {sorted(tensors)}.")
-    attach(plans, encodings)
-    return model
+    return attach_plans(model, plans, encodings)
 
 
 def _file(source: str | Path, name: str, revision: str | None) -> Path:
-    if Path(source).is_dir():
-        path = Path(source) / name
-        if not path.is_file():
-            raise ValueError(f"{source} holds no {name}: it was not written by save_rotary.")
-        return path
-    return Path(hf_hub_download(str(source), name, revision=revision))
+    folder = local_path(source)
+    if folder is None:
+        return Path(hf_hub_download(str(source), name, revision=revision))
+    if not (folder / name).is_file():
+        raise ValueError(f"{source} contains no {name}: it was not written by save_rotary.")
+    return folder / name
 
 
 def read_adapter(
@@ -135,7 +156,7 @@ def _fingerprint(tower: nn.Module, attentions: list[nn.Module], base: dict) -> d
 def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
     """
     Count sketch of each query and key projection: signed sums of its weights over `SKETCH_SIZE` classes of indices, or
-    `None` if a weight is quantized or on the meta device.
+    `None` if a weight is quantized, sharded or on the meta device.
 
     The relative distance of two sketches estimates that of the weights, whatever their type: the distance of weights to
     the same ones rounded to bfloat16 is 0.2%, where hashes would only differ.
@@ -146,7 +167,9 @@ def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
         found = projections(attention) or [module for module in attention.modules() if hasattr(module, "out_features")]
         for projection in found:
             weight = linear_layer(projection).weight
-            if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.is_meta:
+            # Also where another process has the values.
+            is_here = isinstance(weight, torch.Tensor) and not isinstance(weight, DTensor) and weight.numel()
+            if not is_here or not weight.is_floating_point() or weight.is_meta:
                 return None
             values = weight.detach().to("cpu", torch.float64).flatten()
             # A multiplicative hash (Knuth, vol. 3, §6.4) of the index gives the sign and the class.

@@ -1,18 +1,16 @@
-"""Learned rotations inside pretrained models: patch, unpatch, and models that reload with them."""
+"""Learned rotations inside pretrained models: patch, unpatch, and what is asked of a patched model."""
 
-import copy
+import gc
+import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.modeling_patched import rotary_class
-from ..models.rotary_patch import RotaryPatchConfig, attach, detach, patched_towers, plan
-
-
-# Fields of a configuration that depend on the class of the model.
-CLASS_FIELDS = ("model_type", "architectures", "auto_map", "rotary_patch")
+from ..models.modeling_patched import RotaryModelMixin, is_restorable, patch_in_place, unpatch_in_place
+from ..models.rotary_patch import RotaryPatchConfig, patched_towers, plan
 
 
 def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
@@ -23,9 +21,11 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
     With `rotary_init="zeros"` the model computes the same bits as before in float32, and gradients reach the
     generators; so does one with RoPE and `position_encoding="rope_mixed", rotary_init="pretrained"`. Its weights are
     not changed, moved or renamed; the generators are a new module `rotary_encoding` of each vision tower, or of each
-    module around one that computes RoPE. Nothing is frozen: `rotary_parameters` lists the new parameters. Save the
-    rotations with `save_rotary` or `complete_model`; the model's own `save_pretrained` writes generators that its class
-    reports as unexpected and does not load.
+    module around one that computes RoPE. Nothing is frozen: `rotary_parameters` lists the new parameters.
+
+    A `LlamaForCausalLM` becomes a `RotaryLlamaForCausalLM`, a subclass, and its configuration a copy with
+    `rotary_patch`. So `save_pretrained`, `push_to_hub` and the checkpoints of `Trainer` contain the rotations, and the
+    Auto classes restore them. Use `save_rotary` to save the rotations alone.
 
     With peft, generators are trained and saved beside its adapters as `modules_to_save`:
 
@@ -48,47 +48,54 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
     optimizer.step()
     model.save_pretrained("adapter")
 
-    base = patch(CLIPVisionModel.from_pretrained("base"), config)  # before peft loads the generators into it
-    restored = PeftModel.from_pretrained(base, "adapter")
+    restored = PeftModel.from_pretrained(CLIPVisionModel.from_pretrained("base"), "adapter")  # with its rotations
     ```
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: before anything is changed, if the model is patched already, has no vision tower whose attention
-            goes through transformers' attention interface, rotates queries and keys by itself while `rotary_init` is
-            not `"pretrained"` or the reverse, has tokens that cannot be assigned to patches, or does not fit the
-            configuration.
+        ValueError: before anything is changed, if the model is patched already, is a part of another model, has no
+            vision tower whose attention goes through transformers' attention interface, rotates queries and keys by
+            itself while `rotary_init` is not `"pretrained"` or the reverse, has tokens that cannot be assigned to
+            patches, or does not fit the configuration.
+
+    Warns:
+        UserWarning: if transformers does not export the class of the model, so that no Auto class restores it.
     """
-    attach(plan(model, config))
+    if not isinstance(config, RotaryPatchConfig):
+        raise ValueError(
+            f"{config!r} must be a RotaryPatchConfig, such as RotaryPatchConfig(position_encoding='liere')."
+        )
+    return attach_plans(model, plan(model, config))
+
+
+def attach_plans(model: nn.Module, plans: list, encodings: list[nn.Module] | None = None) -> nn.Module:
+    """
+    The second half of [`patch`], with new rotations or those of an adapter.
+
+    Raises:
+        ValueError: if the model is a part of another model.
+    """
+    _refuse_part(model, "Patch", plans[0].tower.name)
+    patch_in_place(model, plans, encodings)
+    _warn_of_unknown_classes(model)
     return model
 
 
 def unpatch(model: nn.Module) -> nn.Module:
     """
-    Remove the rotations: the model that `patch` was given, with its current weights.
+    Remove the rotations, in place: the model that `patch` was given, of its class, with its current weights.
 
-    This is done in place, except for a complete model, whose class and configuration describe its rotations: it stays
-    as it is, and a new model of the plain class gets copies of the weights. Use the model that is returned:
-    `model = unpatch(model)`.
+    Returns:
+        The same model.
 
     Raises:
-        ValueError: if the model is not patched, or contains a complete model or is a part of one.
+        ValueError: if the model is not patched, or is a part of another model.
     """
-    towers = require_patched(model)
-    plain = vars(type(model)).get("plain_class")
-    if plain is not None:
-        return _as_class(plain, model)
-    # Otherwise the model would be saved as a patched one, and reload with new generators.
-    for name, part in model.named_modules():
-        if getattr(getattr(part, "config", None), "rotary_patch", None) is not None:
-            raise ValueError(
-                f"{name or 'This'} ({type(part).__name__}) is a complete model or a part of one, whose configuration "
-                "says that it is patched; call unpatch on the complete model itself and use what it returns."
-            )
-    for _, tower in towers:
-        detach(tower)
+    require_patched(model)
+    _refuse_part(model, "Unpatch")
+    unpatch_in_place(model)
     return model
 
 
@@ -124,58 +131,34 @@ def set_absolute_weight(model: nn.Module, weight: float) -> None:
                 f"The model is patched with keep_absolute={tower.rotary_patch.config.keep_absolute!r}, not 'fade'."
             )
     for tower in towers:
-        config = tower.rotary_patch.config = replace(tower.rotary_patch.config, absolute_weight=weight)
-        # The configuration of a complete model describes its rotary patch, too.
-        if getattr(getattr(model, "config", None), "rotary_patch", None) is not None:
-            model.config.rotary_patch = config.to_dict()
+        tower.rotary_patch.config = replace(tower.rotary_patch.config, absolute_weight=weight)
+    for module in model.modules():
+        described = getattr(getattr(module, "config", None), "rotary_patch", None)
+        if described is not None:
+            module.config.rotary_patch = {**described, "absolute_weight": weight}
 
 
 def complete_model(model: PreTrainedModel) -> PreTrainedModel:
     """
-    A patched model of transformers as a class with its own `model_type`, such as `RotaryLlamaForCausalLM`, whose
-    rotations `save_pretrained` saves and `from_pretrained` restores, also that of the Auto classes. The weights are
-    copied. Use [`save_rotary`] for models that transformers does not export.
+    A patched model whose `save_pretrained` writes what the Auto classes restore with its rotations, or an error: the
+    model itself, which [`patch`] gave such a class.
 
     Raises:
-        ValueError: if the model is not patched, transformers does not export its class, or it holds parameters of
-            adapters.
+        ValueError: if the model is not patched, transformers does not export its class, or it contains adapters.
     """
-    towers = require_patched(model)
-    try:
-        counterpart = rotary_class(type(model))
-    except ValueError as error:
-        raise ValueError(f"{error} save_rotary works for every model.") from error
-    return _as_class(counterpart, model, rotary_patch=towers[0][1].rotary_patch.config.to_dict())
-
-
-def _as_class(kind: type[PreTrainedModel], model: PreTrainedModel, **fields) -> PreTrainedModel:
-    """A patched model as one of the class `kind`, with copies of the weights."""
-    values = {name: value for name, value in model.config.to_dict().items() if name not in CLASS_FIELDS}
-    config = kind.config_class.from_dict({**values, **fields})
-    config._attn_implementation = model.config._attn_implementation
-    reference = next(model.parameters())
-    built = kind(config).to(device=reference.device, dtype=reference.dtype)
-    for (_, tower), (_, source) in zip(patched_towers(built), patched_towers(model)):
-        # Generators keep their own type in a model of another type.
-        tower.rotary_encoding.to(dtype=source.rotary_encoding.rotation_dtype)
-    # Buffers that are not saved, such as the frequencies of RoPE, keep the type that they have.
-    own = dict(model.named_buffers())
-    for name, module in built.named_modules():
-        for buffer in module._buffers:
-            if (path := f"{name}.{buffer}".lstrip(".")) in own:
-                module._buffers[buffer] = own[path].clone()
-    if model.can_generate():
-        built.generation_config = copy.deepcopy(model.generation_config)
-    weights = model.state_dict()
-    if not is_patched(built):
-        weights = {name: weight for name, weight in weights.items() if "rotary_encoding" not in name.split(".")}
-    if differing := set(weights) ^ set(built.state_dict()):
+    require_patched(model)
+    if not isinstance(model, RotaryModelMixin) or not is_restorable(model.plain_class):
         raise ValueError(
-            f"{type(model).__name__} has not the parameters of {kind.__name__}: {', '.join(sorted(differing)[:4])} … "
-            "Merge or unload adapters and undo quantization first."
+            f"{model._get_name()} is not a class that transformers exports with a model_type of its own, so no Auto "
+            "class restores it. save_rotary works for every model."
         )
-    built.load_state_dict(weights)
-    return built.train(model.training)
+    adapted = [name for name, _ in model.named_modules() if name.endswith("base_layer")]
+    if adapted:
+        raise ValueError(
+            f"{model._get_name()} contains adapters ({', '.join(adapted[:4])} …). Merge or unload them first; peft "
+            "saves them beside the rotations."
+        )
+    return model
 
 
 def require_patched(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -184,3 +167,60 @@ def require_patched(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if not towers:
         raise ValueError(f"{type(model).__name__} is not patched; call patch(model, config) first.")
     return towers
+
+
+def _warn_of_unknown_classes(model: nn.Module) -> None:
+    """Say of which models a checkpoint is restored only by their own class, before they are trained."""
+    for module in model.modules():
+        if isinstance(module, RotaryModelMixin):
+            if not is_restorable(module.plain_class):
+                name = module.plain_class.__name__
+                warnings.warn(
+                    f"transformers does not export {name}, so no Auto class restores what its save_pretrained writes: "
+                    f"load it with rotary_class({name}).from_pretrained(folder) of hf_liere.models.modeling_patched, "
+                    "or load the rotations beside it into its base with load_rotary.",
+                    stacklevel=4,
+                )
+            return
+
+
+def _refuse_part(model: nn.Module, verb: str, tower: str = "") -> None:
+    """
+    Refuse a part of a model of transformers, which would be saved by a class that does not know of its rotations.
+
+    Raises:
+        ValueError: naming the whole, and the part in it.
+    """
+    whole, path = _whole_of(model)
+    if whole is not model:
+        target = ".".join(filter(None, (path, tower)))
+        advice = f" with target={target!r}" if verb == "Patch" else ""
+        raise ValueError(
+            f"{model._get_name()} is {path!r} of {whole._get_name()}, which would be saved without what happens to its "
+            f"parts. {verb} the {whole._get_name()}{advice}."
+        )
+
+
+def _whole_of(model: nn.Module) -> tuple[nn.Module, str]:
+    """The outermost model of transformers that contains a module, and the name of the module in it."""
+    # Modules do not know where they are. Most are nowhere, which the first line finds out in a twentieth of a second.
+    if not any(type(holder) is dict and _is_child(model, holder) for holder in gc.get_referrers(model)):
+        return model, ""
+    # Wholes that were dropped may wait for the collector.
+    gc.collect()
+    places = defaultdict(list)
+    for holder in gc.get_objects():
+        if issubclass(type(holder), nn.Module):
+            for name, child in vars(holder).get("_modules", {}).items():
+                places[id(child)].append((holder, name))
+    found, known = (model, ""), [(model, "")]
+    for module, path in known:
+        for holder, name in places[id(module)]:
+            known.append((holder, ".".join(filter(None, (name, path)))))
+            if isinstance(holder, PreTrainedModel):
+                found = known[-1]
+    return found
+
+
+def _is_child(model: nn.Module, holder: dict) -> bool:
+    return all(child is None or isinstance(child, nn.Module) for child in holder.values()) and model in holder.values()

@@ -1,0 +1,165 @@
+"""
+Adapters of peft that were trained on a model with learned rotations. By itself, peft saves them without the patch, and
+drops rotations that a base lacks when it loads them. With this package imported, every save of an adapter also writes
+the files of `save_rotary`, and every load puts these rotations into the base first.
+"""
+
+from pathlib import Path
+
+import torch
+
+# Post-import hooks (PEP 369), because importing peft takes seconds, and wrappers that keep signatures.
+import wrapt
+from safetensors import safe_open
+from torch import nn
+from transformers.utils import cached_file
+
+from ..models.modeling_patched import TYPE_PREFIX
+from ..storage.saved_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from .adapters import load_rotary, read_adapter, write_rotations
+from .apply import is_patched, require_patched, rotary_parameters
+
+
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# Of the arguments of peft and transformers, those that say where files are.
+PLACE = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
+
+
+def restore_rotations(model: nn.Module, source: str | Path, is_loaded: bool = False, **place) -> None:
+    """
+    Give a base the rotations that an adapter of peft was saved with, in place, before the adapter itself is loaded.
+
+    Args:
+        model: The base, or peft's model around it.
+        source: Folder or repository of the adapter.
+        is_loaded: Whether the model has an adapter of that name, whose values are to be replaced.
+        place: `revision`, `subfolder` and other arguments that find files on the Hub.
+
+    Raises:
+        ValueError: if the rotations do not fit the base, which may have others, or the adapter contains rotations that
+            were saved without their patch and the base has none.
+    """
+    names = _rotations_in_weights(source, place)
+    path = _find(source, ADAPTER_CONFIG, place)
+    if path is None:
+        if names and not is_patched(model):
+            raise ValueError(
+                f"The adapter {source} contains rotations, {', '.join(names)}, which {model._get_name()} would drop: "
+                "patch it before, with the RotaryPatchConfig that they were trained with."
+            )
+        return
+    _find(source, ADAPTER_WEIGHTS, place)
+    if not is_patched(model):
+        load_rotary(model, path.parent)
+        return
+    config, _, tensors = read_adapter(path.parent)
+    towers = require_patched(model)
+    own = [tower.rotary_patch.config.to_dict() for _, tower in towers]
+    if any(_without_weight(patch) != _without_weight(config.to_dict()) for patch in own):
+        raise ValueError(
+            f"The adapter {source} was trained with {config}, but {model._get_name()} is patched with "
+            f"{towers[0][1].rotary_patch.config}; unpatch it first."
+        )
+    if names:
+        # Trained copies (`modules_to_save`) are loaded by peft.
+        return
+    current = {
+        f"{index}.{name.rpartition('.')[2]}": parameter
+        for index, (_, tower) in enumerate(towers)
+        for name, parameter in rotary_parameters(tower)
+    }
+    if not is_loaded and _has_adapters(model):
+        differing = [name for name, value in tensors.items() if not torch.equal(value, current[name].detach().cpu())]
+        if differing:
+            raise ValueError(
+                f"The adapter {source} has other rotations than the adapters of this model, which share theirs. Train "
+                'them as LoraConfig(…, modules_to_save=["rotary_encoding"]), so that every adapter has its own.'
+            )
+    with torch.no_grad():
+        for name, value in tensors.items():
+            current[name].copy_(value)
+
+
+def _without_weight(patch: dict) -> dict:
+    # It may change during training.
+    return {**patch, "absolute_weight": None}
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    return any(hasattr(module, "base_layer") for module in model.modules())
+
+
+def _find(source: str | Path, name: str, place: dict) -> Path | None:
+    options = {"_raise_exceptions_for_missing_entries": False}
+    found = cached_file(str(source), name, **options, **{key: value for key, value in place.items() if value})
+    return None if found is None else Path(found)
+
+
+def _rotations_in_weights(source: str | Path, place: dict) -> list[str]:
+    """Names of the rotations among the weights of an adapter."""
+    for file_name in WEIGHTS:
+        path = _find(source, file_name, place)
+        if path is None:
+            continue
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+        else:
+            names = list(torch.load(path, map_location="meta", weights_only=True))
+        return [name for name in names if "rotary_encoding" in name.split(".")]
+    return []
+
+
+def _save(wrapped, model, args, kwargs):
+    """Around `PeftModel.save_pretrained`."""
+    result = wrapped(*args, **kwargs)
+    if is_patched(model):
+        directory = args[0] if args else kwargs["save_directory"]
+        write_rotations(model, directory, kwargs.get("state_dict"), kwargs.get("is_main_process", True))
+    return result
+
+
+def _from_pretrained(wrapped, _, args, kwargs):
+    """Around `PeftModel.from_pretrained(model, model_id, …)`."""
+    given = dict(zip(("model", "model_id"), args)) | kwargs
+    restore_rotations(given["model"], given["model_id"], **_place(kwargs))
+    return wrapped(*args, **kwargs)
+
+
+def _load_adapter(wrapped, model, args, kwargs):
+    """Around `PeftModel.load_adapter(model_id, adapter_name, …)`."""
+    given = dict(zip(("model_id", "adapter_name"), args)) | kwargs
+    is_loaded = given["adapter_name"] in model.peft_config
+    restore_rotations(model, given["model_id"], is_loaded, **_place(kwargs))
+    return wrapped(*args, **kwargs)
+
+
+def _load_into_transformers(wrapped, model, args, kwargs):
+    """Around `load_adapter(peft_model_id, …)` of models of transformers, which `from_pretrained` calls too."""
+    options = kwargs.get("load_config")
+    source = args[0] if args else kwargs.get("peft_model_id") or getattr(options, "pretrained_model_name_or_path", None)
+    if source is not None:
+        restore_rotations(model, source, **_place({**kwargs, **(kwargs.get("adapter_kwargs") or {})}))
+    return wrapped(*args, **kwargs)
+
+
+def _place(arguments: dict) -> dict:
+    return {name: arguments[name] for name in PLACE if name in arguments}
+
+
+def _guard(peft) -> None:
+    """What happens once peft is imported."""
+    for name, wrapper in {
+        "save_pretrained": _save,
+        "from_pretrained": _from_pretrained,
+        "load_adapter": _load_adapter,
+    }.items():
+        wrapt.wrap_function_wrapper(peft.PeftModel, name, wrapper)
+    # By these tables, peft finds what to adapt in a model of a type.
+    for table in vars(peft.utils.constants).values():
+        if isinstance(table, dict):
+            table |= {f"{TYPE_PREFIX}{name}": value for name, value in table.items() if isinstance(name, str)}
+
+
+wrapt.register_post_import_hook(_guard, "peft")
+wrapt.wrap_function_wrapper("transformers.integrations.peft", "PeftAdapterMixin.load_adapter", _load_into_transformers)
