@@ -78,7 +78,7 @@ class PretrainedBlocks(PretrainedRope):
         self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Rotation | None]:
         """As [`PretrainedRope.forward`]: tokens before those with coordinates are not rotated."""
-        if layer not in self.layers:
+        if layer not in self.place:
             return self.unchanged(layer, cos, coordinates, rope)
         layout = self.layouts[self.layout_of_layer[layer]].layout
         still = cos.new_full((*coordinates.shape[:-1], len(layout.planes)), layout.factor)
@@ -87,7 +87,7 @@ class PretrainedBlocks(PretrainedRope):
         device = next(self.rotary.parameters()).device
         coordinates = coordinates if device.type == "meta" else coordinates.to(device)
         positions = TokenPositions(nn.functional.pad(coordinates, (0, 0, prefix, 0)) if prefix else coordinates)
-        rotations = self.rotary.encoding(positions, product_dtype(states), self.layers.index(layer))
+        rotations = self.rotary.encoding(positions, product_dtype(states), self.place[layer])
         return still, torch.zeros_like(still), next(iter(rotations))
 
     def rotated(
@@ -153,13 +153,19 @@ def _is_tokens_first(states: torch.Tensor, before: torch.Tensor, tokens: int) ->
     return before.stride(-3) >= before.stride(-2)
 
 
-def projected_states(attention: nn.Module) -> dict[str, nn.Module]:
-    """The last modules before queries and keys are rotated, by part, see [`PretrainedBlocks.rotated`]."""
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+def projected_states(attention: nn.Module, reads_keys: bool) -> dict[str, nn.Module]:
+    """
+    The last modules before queries and keys are rotated, by part, see [`PretrainedBlocks.rotated`].
+
+    Args:
+        reads_keys: Whether the keys are those of another module, which has rotated them.
+    """
+    parts = ("query",) if reads_keys else ("query", "key")
+    norms = [getattr(attention, f"{part[0]}_norm", None) for part in parts]
     if all(isinstance(norm, nn.Module) for norm in norms):
-        return dict(zip(("query", "key"), norms))
-    found = projections(attention)
-    return {"all": found[0]} if len(found) == 1 else dict(zip(("query", "key"), found))
+        return dict(zip(parts, norms))
+    found = projections(attention, reads_keys)
+    return dict(zip(parts, found)) if len(found) == len(parts) else {"all": found[0]}
 
 
 def _common_layout(tower: RopeTower, layers: list[int], share_layers: bool) -> RopeLayout:

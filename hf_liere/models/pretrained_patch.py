@@ -21,8 +21,8 @@ from .encoding_traits import traits_of
 from .pretrained_blocks import PretrainedBlocks, projected_states
 from .pretrained_rope import PretrainedPlanes, PretrainedRope
 from .rope_layout import RopeLayout, RopeTower, find_rope_towers
-from .rope_pairs import HeadPlanes, Probe, rotated_planes, rotating_layers
-from .vision_towers import choose_layers, projected_widths
+from .rope_pairs import HeadPlanes, Probe, key_sources, rotated_planes, rotating_layers
+from .vision_towers import choose_layers, device_of, projected_widths
 
 
 # The rotation of the attention module that is running; it belongs to the thread, never to a module.
@@ -46,7 +46,7 @@ class RopePatch:
 
     def rotate_states_of(self, tower: nn.Module, layer: int, attention: nn.Module) -> None:
         """Rotate what the attention module projects now: adapters such as LoRA put other modules around projections."""
-        for part, module in projected_states(attention).items():
+        for part, module in projected_states(attention, layer in tower.rotary_encoding.sources).items():
             known, handle = self.rotating.get((layer, part), (None, None))
             if known is module:
                 continue
@@ -109,16 +109,15 @@ class RopePlan:
 
     def attach(self, encoding: PretrainedRope) -> None:
         tower, module = self.tower, self.tower.module
-        weight = next(self.attentions[0][1].parameters(), next(module.parameters()))
         prefix = len(tower.name) + 1 if tower.name else 0
         patch = RopePatch(self.config, [name[prefix:] for name, _ in self.attentions], tower.rope_name)
-        module.rotary_encoding = encoding.to(weight.device).train(module.training)
+        module.rotary_encoding = encoding.to(device_of(self.attentions[0][1], module)).train(module.training)
         handles = [tower.rope.register_forward_hook(partial(hand_on_coordinates, module), with_kwargs=True)]
         for layer, (_, attention) in enumerate(tower.attentions):
             names = tuple(name for name in inspect.signature(type(attention).forward).parameters if name != "self")
             hook = partial(rotate_as_layer, module, layer, names)
             handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
-            if layer in self.layers and isinstance(encoding, PretrainedBlocks):
+            if layer in encoding.place and isinstance(encoding, PretrainedBlocks):
                 patch.rotate_states_of(module, layer, attention)
                 handles.append(attention.register_forward_hook(forget_rotation))
         patch.handles = handles
@@ -136,6 +135,7 @@ def plan_rope(model: nn.Module, config) -> list[RopePlan]:
     plans = []
     for tower in find_rope_towers(model, config.target):
         layers = choose_layers(tower.shown, tower.module, tower.attentions, config.layers)
+        tower.sources = key_sources(tower)
         layers = rotating_layers(tower, layers, config.layers is not None)
         planes = None if traits_of(config).pretrained == "planes" else rotated_planes(tower, layers)
         plans.append(RopePlan(tower, layers, config, planes))
@@ -160,14 +160,13 @@ def check_start(planned: RopePlan, encoding: PretrainedBlocks) -> None:
     if probe.is_meta:
         # A model that is constructed before its weights are loaded was checked when it was patched.
         return
-    device = next((tensor.device for tensor in probe.attention.parameters()), torch.device("cpu"))
     with torch.no_grad():
         coordinates = encoding.coordinates(probe.layout.layer_type, *probe.arguments, **probe.options)
         cos, sin, _ = encoding.unchanged(layer, coordinates[:0], coordinates, tower.rope)
-        before = probe.see(cos.to(device), sin.to(device))
+        before = probe.see(cos, sin)
         planned.attach(encoding)
         try:
-            after = probe.see(cos[..., :1].to(device), coordinates.to(device))
+            after = probe.see(cos[..., :1], coordinates)
         finally:
             detach_rope(tower.module)
             _thread.rotation = None

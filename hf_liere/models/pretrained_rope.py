@@ -56,11 +56,16 @@ class PretrainedRope(LearnedRotations):
         tower: The rotary module and its attention modules.
         layers: Indices of the attention modules whose rotations are learned.
         config: A `RotaryPatchConfig`.
+
+    Attributes:
+        place: By attention module that learns, its place in `layers`; one that reads the keys of another has its place.
     """
 
     def __init__(self, tower: RopeTower, layers: list[int], config):
         super().__init__()
-        self.config, self.layers = config, layers
+        self.config, self.layers, self.sources = config, layers, tower.sources
+        self.place = {layer: place for place, layer in enumerate(layers)}
+        self.place |= {layer: self.place[source] for layer, source in tower.sources.items() if source in self.place}
         distinct = list(dict.fromkeys(tower.layouts))
         self.layouts = nn.ModuleList(RopePlanes(layout) for layout in distinct)
         self.layout_of_layer = [distinct.index(layout) for layout in tower.layouts]
@@ -116,7 +121,7 @@ class PretrainedPlanes(PretrainedRope):
         super().__init__(tower, layers, config)
         if config.block_size not in (None, 2):
             raise ValueError(f"block_size={config.block_size}: rope_mixed rotates planes, its only block_size is 2.")
-        counts = {tower.layouts[layer].num_planes for layer in layers}
+        counts = {tower.layouts[layer].num_planes for layer in self.place}
         if len(counts) > 1:
             raise ValueError(
                 f"The attention layers of {tower.shown} have different numbers of planes, {sorted(counts)}; name "
@@ -134,10 +139,10 @@ class PretrainedPlanes(PretrainedRope):
         self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         """As [`PretrainedRope.forward`]."""
-        if layer not in self.layers:
+        if layer not in self.place:
             return self.unchanged(layer, cos, coordinates, rope)
         planes = self.layouts[self.layout_of_layer[layer]]
         frequencies = planes.of_rope(rope)
-        rank = 0 if self.config.share_layers else self.layers.index(layer)
+        rank = 0 if self.config.share_layers else self.place[layer]
         frequencies = frequencies * self.log_factors[rank].to(frequencies.device).exp()
         return *planes(coordinates, frequencies.to(coordinates.device), cos.dtype), None

@@ -7,8 +7,8 @@ All of it is found by calling the modules with known positions and frequencies, 
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -60,13 +60,20 @@ class RopeLayout:
 
 @dataclass
 class RopeTower:
-    """A rotary module with the module around it and the attention modules that it serves."""
+    """
+    A rotary module with the module around it and the attention modules that it serves.
+
+    Attributes:
+        sources: By index of an attention module that makes no keys of its own, the index of the one whose keys it
+            reads.
+    """
 
     name: str
     module: nn.Module
     rope_name: str
     attentions: list[tuple[str, nn.Module]]
     layouts: list[RopeLayout]
+    sources: dict[int, int] = field(default_factory=dict)
 
     @property
     def shown(self) -> str:
@@ -177,7 +184,23 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
         if inside:
             of_owner[max(inside, key=len)].append((name, attention))
     chosen = owners if target is None else [target]
+    _refuse_common_weights(of_owner, chosen)
     return [_tower(modules, owner, owners[owner], of_owner[owner]) for owner in chosen]
+
+
+def _refuse_common_weights(of_owner: dict[str, list[tuple[str, nn.Module]]], chosen: Iterable[str]) -> None:
+    """Attention modules of several towers with the same weights read each other's keys, rotated as each tower does."""
+    first_with = {}
+    for owner, attentions in of_owner.items():
+        for name, attention in attentions:
+            for parameter in attention.parameters():
+                other_owner, other = first_with.setdefault(parameter, (owner, name))
+                if other_owner != owner and {other_owner, owner} & set(chosen):
+                    raise ValueError(
+                        f"{other} and {name} have weights in common, but {other_owner!r} and {owner!r} compute "
+                        "rotations of their own: what one learns would not rotate the keys that the other reads. "
+                        "Accepted: attention modules that are served by one rotary module."
+                    )
 
 
 def _attentions(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -6,6 +6,7 @@ channels each in their own way, leave some channels as they are, or rotate nothi
 
 import copy
 import inspect
+from collections import UserDict
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from .patched_forward import View
 from .rope_layout import RopeTower, accepted_positions
-from .vision_towers import linear_layer, projections
+from .vision_towers import device_of, projections, takes
 
 
 # Planes are told apart by two numbers from 1 to 16, which half types hold exactly.
@@ -26,7 +27,7 @@ class Seen(Exception):
 
 
 def see_states(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs):
-    raise Seen(query.float(), key.float())
+    raise Seen(query.float().cpu(), key.float().cpu())
 
 
 SEEING = f"seen:{__name__}"
@@ -64,12 +65,6 @@ class Probe:
         self.layout = tower.layouts[layer]
         self.options = {} if self.layout.layer_type is None else {"layer_type": self.layout.layer_type}
         positions = self.refusal("has unknown positions")
-        if not projections(self.attention):
-            raise ValueError(
-                f"{self.name} ({type(self.attention).__name__}) has no q_proj and k_proj, query and key, or one "
-                "projection for queries, keys and values after each other: where its queries and keys can be rotated "
-                "is unknown; accepted: position_encoding='rope_mixed'."
-            )
         with torch.device("cpu"):
             self.arguments, self.coordinates = accepted_positions(tower.rope, self.options, positions)
 
@@ -83,28 +78,35 @@ class Probe:
     def is_meta(self) -> bool:
         return any(tensor.is_meta for tensor in (*self.attention.parameters(), *self.attention.buffers()))
 
-    def see(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def see(
+        self, cos: torch.Tensor, sin: torch.Tensor, shared: "SharedStates | None" = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Query and key, (B, H, N, head_dim) in float32, that attention hands to transformers' attention interface.
+        Query and key, (B, H, N, head_dim) in float32 on the CPU, that attention hands to transformers' attention
+        interface.
+
+        Args:
+            shared: Keys of other attention modules; `None` for those of the one that this one reads.
 
         Raises:
             ValueError: if the attention module cannot be called by itself.
         """
         attention = _with_values(self.attention) if self.is_meta else self.attention
-        seen = _seen_by_attention(attention, (cos, sin), self.arguments)
+        if shared is None:
+            shared = SharedStates()
+            if self.layer in self.tower.sources:
+                Probe(self.tower, self.tower.sources[self.layer]).see(cos, sin, shared)
+        seen = _seen_by_attention(attention, (cos, sin), self.arguments, shared)
         if seen is None:
             raise self.refusal("could not be called with a few tokens to see what it rotates")
         return seen
 
-    def rotates(self) -> bool:
-        """Whether the attention module uses cos and sin. Raises `ValueError` if it cannot be called."""
-        return not torch.equal(*self._quarter_rotation())
-
     @torch.no_grad()
-    def _quarter_rotation(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries (B · H · N, head_dim) by an angle of zero and by one of π/2."""
+    def quarter_rotation(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Queries and keys, (B · H · N, head_dim) each, by an angle of zero and by one of π/2."""
         ones, zeros = (torch.full(self.coordinates.shape, value, device="cpu") for value in (1.0, 0.0))
-        return tuple(self.see(*given)[0].flatten(0, -2) for given in ((ones, zeros), (zeros, ones)))
+        angles = ((ones, zeros), (zeros, ones))
+        return tuple(tuple(states.flatten(0, -2) for states in self.see(*given)) for given in angles)
 
     def head_planes(self) -> HeadPlanes:
         """
@@ -113,7 +115,13 @@ class Probe:
         Raises:
             ValueError: if it cannot be called, or does not rotate each plane in two channels of its own.
         """
-        still, rotated = self._quarter_rotation()
+        if not projections(self.attention, self.layer in self.tower.sources):
+            raise ValueError(
+                f"{self.name} ({type(self.attention).__name__}) has no q_proj and k_proj, query and key, or one "
+                "projection for queries, keys and values after each other: where its queries and keys can be rotated "
+                "is unknown; accepted: position_encoding='rope_mixed'."
+            )
+        (still, _), (rotated, _) = self.quarter_rotation()
         with torch.device("cpu"), torch.no_grad():
             zeros, planes = torch.zeros(self.coordinates.shape), torch.tensor(self.layout.planes)
             digits = [self.see(zeros, zeros + part + 1)[0] for part in (planes % DIGIT, planes // DIGIT)]
@@ -133,6 +141,54 @@ class Probe:
         return HeadPlanes(still.shape[-1], tuple(pair for found in pairs for pair in found))
 
 
+class SharedStates(UserDict):
+    """
+    What attention modules share with later ones (`shared_kv_states`), which a pass over them fills.
+
+    Attributes:
+        layer: Index of the attention module that is called.
+        makers: By name of shared states, the last attention module that made them.
+        sources: By attention module that read shared states, the one that made them, or `None` if there was none.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.makers, self.sources = None, {}, {}
+
+    def __setitem__(self, name, states) -> None:
+        super().__setitem__(name, states)
+        self.makers[name] = self.layer
+
+    def __getitem__(self, name):
+        self.sources[self.layer] = self.makers.get(name)
+        return super().__getitem__(name)
+
+
+@torch.no_grad()
+def key_sources(tower: RopeTower) -> dict[int, int]:
+    """
+    By index of an attention module of a tower that reads the keys of an earlier one, the index of that one.
+
+    Raises:
+        ValueError: if one that may do so cannot be called to see it, or reads keys that none of them makes.
+    """
+    shared = SharedStates()
+    for layer, (name, attention) in enumerate(tower.attentions):
+        if takes(attention, "shared_kv_states"):
+            shared.layer, probe = layer, Probe(tower, layer)
+            try:
+                probe.see(torch.ones_like(probe.coordinates), torch.zeros_like(probe.coordinates), shared)
+            except ValueError as error:
+                known = layer in shared.sources
+                raise ValueError(
+                    f"{name} ({type(attention).__name__}) "
+                    + ("reads keys that no layer before it makes" if known else "may read the keys of another layer")
+                    + ": with which frequencies these are rotated is unknown. Accepted: layers that make keys, or read "
+                    f"those of an earlier layer of {tower.shown}."
+                ) from error
+    return shared.sources
+
+
 def _with_values(attention: nn.Module) -> nn.Module:
     """A copy of a module without values, with distinct ones in every row of a weight, which take no memory."""
     made = copy.deepcopy(attention)
@@ -148,19 +204,28 @@ def _with_values(attention: nn.Module) -> nn.Module:
 
 
 def _seen_by_attention(
-    attention: nn.Module, position_embeddings: tuple[torch.Tensor, torch.Tensor], arguments: tuple
+    attention: nn.Module,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    arguments: tuple,
+    shared: SharedStates,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Query and key that an attention module hands to transformers' attention interface, for a few tokens."""
-    projection = linear_layer(projections(attention)[0])
+    width = next((module.in_features for module in attention.modules() if hasattr(module, "in_features")), None)
+    config = getattr(attention, "config", None)
+    if width is None or config is None:
+        return None
     weight = next(attention.parameters(), torch.empty(0))
+    device = device_of(attention)
+    position_embeddings = tuple(x.to(device) for x in position_embeddings)
     coordinates = position_embeddings[1]
     dtype = weight.dtype if weight.is_floating_point() else torch.float32
-    states = torch.arange(coordinates.shape[-2] * projection.in_features, device=coordinates.device)
+    states = torch.arange(coordinates.shape[-2] * width, device=device)
     states = (states.float() * 0.7).sin().view(coordinates.shape[-2], -1).to(dtype)
     given = {
         "position_embeddings": tuple(x.to(dtype) if x is position_embeddings[0] else x for x in position_embeddings),
         "cu_seqlens": torch.tensor([0, len(states)], dtype=torch.int32, device=states.device),
         "position_ids": arguments[-1].to(states.device),
+        "shared_kv_states": shared,
     }
     parameters = inspect.signature(type(attention).forward).parameters
     given = {name: value for name, value in given.items() if name in parameters}
@@ -168,9 +233,6 @@ def _seen_by_attention(
     named = {name: None for name in needed if parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
     for name in ("self", "hidden_states"):
         named.pop(name, None)
-    config = getattr(attention, "config", None)
-    if config is None:
-        return None
     attention.config = View(config, _attn_implementation=SEEING)
     try:
         for shape in (states, states.unsqueeze(0)) if coordinates.ndim == 2 else (states.unsqueeze(0),):
@@ -178,7 +240,7 @@ def _seen_by_attention(
                 attention(shape, **{**named, **given})
             except Seen as seen:
                 return seen.args
-            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
                 continue
     finally:
         attention.config = config
@@ -187,14 +249,23 @@ def _seen_by_attention(
 
 def rotating_layers(tower: RopeTower, layers: list[int], are_named: bool) -> list[int]:
     """
-    Those of `layers` that rotate; what cannot be called to see it counts as rotating.
+    Those of `layers` that rotate keys of their own; what cannot be called to see it counts as rotating.
 
     Args:
         are_named: Whether all of `layers` have to rotate.
 
     Raises:
-        ValueError: if one of them does not, or none does.
+        ValueError: if one of them does not, or none does, or one rotates its queries and not its keys.
     """
+    reading = [layer for layer in layers if layer in tower.sources]
+    if reading and are_named:
+        layer = reading[0]
+        name, source = tower.attentions[layer][0], tower.sources[layer]
+        raise ValueError(
+            f"layers={layers}: {name} reads the keys of {tower.attentions[source][0]} and rotates its queries as that "
+            f"layer does; name layer {source}, and leave out {reading}."
+        )
+    layers = [layer for layer in layers if layer not in reading]
     still = [layer for layer in layers if not _rotates(tower, layer)]
     if still and (are_named or len(still) == len(layers)):
         names = ", ".join(tower.attentions[layer][0] for layer in still)
@@ -204,19 +275,27 @@ def rotating_layers(tower: RopeTower, layers: list[int], are_named: bool) -> lis
 
 def _rotates(tower: RopeTower, layer: int) -> bool:
     try:
-        return Probe(tower, layer).rotates()
+        (query, key), (rotated_query, rotated_key) = Probe(tower, layer).quarter_rotation()
     except ValueError:
         return True
+    if torch.equal(key, rotated_key) and not torch.equal(query, rotated_query):
+        name, attention = tower.attentions[layer]
+        raise ValueError(
+            f"{name} ({type(attention).__name__}) rotates its queries and not its keys: with which frequencies these "
+            "are rotated is unknown."
+        )
+    return not torch.equal(query, rotated_query)
 
 
 def rotated_planes(tower: RopeTower, layers: list[int]) -> HeadPlanes:
     """
-    What the attention modules of these layers rotate.
+    What the attention modules of these layers rotate, and those that read their keys.
 
     Raises:
         ValueError: if they cannot be called, or do not rotate the same channels.
     """
-    found = {Probe(tower, layer).head_planes() for layer in layers}
+    rotating = [layer for layer in range(len(tower.attentions)) if tower.sources.get(layer, layer) in layers]
+    found = {Probe(tower, layer).head_planes() for layer in rotating}
     if len(found) > 1:
         raise ValueError(
             f"The attention layers of {tower.shown} pair channels differently, and blocks of all are of the same "

@@ -35,6 +35,7 @@ from .validation import check_format_version
 from .vision_towers import (
     Tower,
     choose_layers,
+    device_of,
     find_towers,
     head_shape,
     position_table,
@@ -262,10 +263,9 @@ class Plan:
 
     def attach(self, encoding: RotaryEncoding) -> None:
         tower = self.tower
-        # Quantized projections may have no parameters.
-        weight = next(self.attentions[0][1].parameters(), next(tower.module.parameters()))
         prefix = len(tower.name) + 1 if tower.name else 0
-        tower.module.rotary_encoding = encoding.to(weight.device).train(tower.module.training)
+        device = device_of(self.attentions[0][1], tower.module)
+        tower.module.rotary_encoding = encoding.to(device).train(tower.module.training)
         tower.module.rotary_patch = RotaryPatch(
             config=self.config,
             attention_names=[name[prefix:] for name, _ in self.attentions],

@@ -210,13 +210,28 @@ def _children(module: nn.Module) -> str:
     return ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children()) or "none"
 
 
-def projections(attention: nn.Module) -> list[nn.Module]:
-    """The query and key projections of an attention module, or its one projection for queries, keys and values."""
+def projections(attention: nn.Module, reads_keys: bool = False) -> list[nn.Module]:
+    """
+    The query and key projections of an attention module, or its one projection for queries, keys and values.
+
+    Args:
+        reads_keys: Whether the keys are those of another module: then there is only the first one.
+    """
     for names in (("q_proj", "k_proj"), ("query", "key"), ("qkv",), ("Wqkv",), ("qkv_proj",)):
-        found = [getattr(attention, name, None) for name in names]
+        found = [getattr(attention, name, None) for name in (names[:1] if reads_keys else names)]
         if all(isinstance(module, nn.Module) for module in found):
             return found
     return []
+
+
+def device_of(*modules: nn.Module) -> torch.device:
+    """
+    Where the weights of the first module are, or of the next one if it has none, as quantized modules may; the CPU for
+    none. Matrices count before vectors, which some models make on the CPU whatever the default device is.
+    """
+    found = [parameter for module in modules for parameter in module.parameters()]
+    devices = [*(parameter.device for parameter in found if parameter.ndim > 1), *(value.device for value in found)]
+    return devices[0] if devices else torch.device("cpu")
 
 
 def linear_layer(projection: nn.Module) -> nn.Module:
