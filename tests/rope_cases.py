@@ -1,12 +1,19 @@
 """Families that rotate queries and keys by themselves, with random weights: one table for the tests."""
 
+import contextlib
 import dataclasses
 import importlib.util
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 
 import torch
-from patching_cases import IMAGE, model, part, run, widened
+from patching_cases import IMAGE, model, part, randomize, run, widened
 from torch import nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_liere import patch
+from hf_liere.models.rotary_patch import patched_towers
 
 
 TEXT = {
@@ -41,7 +48,8 @@ class Case:
         inputs: Makes its inputs.
         towers: The modules around rotary modules.
         generates: Whether the model generates text.
-        rotating_layers: How many of its two layers rotate.
+        rotating_layers: How many of its layers rotate keys of their own.
+        prefix: Tokens without a position before the others.
     """
 
     build: Callable[[], nn.Module]
@@ -49,6 +57,7 @@ class Case:
     towers: tuple[str, ...]
     generates: bool = False
     rotating_layers: int = 2
+    prefix: int = 0
 
 
 def tokens():
@@ -120,7 +129,22 @@ LLAMA3 = rope(
 )
 WINDOWS = {"fullatt_block_indexes": [1], "window_size": 16, "intermediate_size": 48}
 DEEP = {"intermediate_size": 48, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+SHARED_KEYS = {
+    **HEADS,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+}
 GEMMA_VISION = {**TEXT, **HEADS, "patch_size": 4, "position_embedding_size": 16, "pooling_kernel_size": 2}
+GEMMA_ROPE = {
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+}
 
 CASES = {
     "llama": language("Llama", **HEADS),
@@ -136,10 +160,7 @@ CASES = {
         **HEADS,
         layer_types=["sliding_attention", "full_attention"],
         sliding_window=6,
-        rope_parameters={
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
-        },
+        **GEMMA_ROPE,
     ),
     # Adjacent channels make a plane, and only half of the channels are rotated.
     "cohere": language("Cohere"),
@@ -150,6 +171,10 @@ CASES = {
     "cohere2": language(
         "Cohere2", rotating_layers=1, layer_types=["sliding_attention", "full_attention"], sliding_window=6
     ),
+    # The last two layers read the keys of the first two.
+    "gemma3n": language("Gemma3n", "Gemma3nText", **SHARED_KEYS, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4),
+    # Vectors that are made on the CPU whatever the default device is.
+    "diffllama": language("DiffLlama", **HEADS),
     # One projection for queries, keys and values after each other.
     "phi3": language("Phi3", partial_rotary_factor=1.0),
     # One projection in an order of its own.
@@ -159,7 +184,7 @@ CASES = {
         tokens,
         ("model",),
     ),
-    "dinov3": Case(model("DINOv3ViTConfig", "DINOv3ViTModel", **IMAGE, num_register_tokens=2), images, ("",)),
+    "dinov3": Case(model("DINOv3ViTConfig", "DINOv3ViTModel", **IMAGE, num_register_tokens=2), images, ("",), prefix=3),
     "pixtral": Case(model("PixtralVisionConfig", "PixtralVisionModel", **IMAGE), pixtral_images, ("",)),
     "qwen2_vl_tower": Case(
         part(
@@ -196,6 +221,7 @@ if importlib.util.find_spec("transformers.models.gemma4"):
     CASES["gemma4_vision"] = Case(
         part("gemma4", "Gemma4VisionConfig", "Gemma4VisionModel", **GEMMA_VISION), gemma_patches, ("encoder",)
     )
+    CASES["gemma4"] = language("Gemma4", "Gemma4Text", **SHARED_KEYS, global_head_dim=16, **GEMMA_ROPE)
 
 
 def build(name, implementation="sdpa"):
@@ -212,3 +238,63 @@ def outputs(built, inputs, **options):
     if built.can_generate():
         options.setdefault("use_cache", False)
     return run(built, inputs, **options)
+
+
+@contextlib.contextmanager
+def changed_positions(built, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """The rotary modules of a patched model get other positions, or make other coordinates of pixels."""
+    handles = []
+    for _, tower in patched_towers(built):
+        rope = tower.get_submodule(tower.rotary_patch.rope_name)
+        names = list(inspect.signature(type(rope).forward).parameters)[1:]
+
+        def changed(module, args, kwargs, names=names):
+            given = {**dict(zip(names, args)), **kwargs}
+            return (), {**given, "position_ids": change(given["position_ids"])}
+
+        if "position_ids" in names:
+            handles.append(rope.register_forward_pre_hook(changed, with_kwargs=True))
+        else:
+            probe = tower.rotary_encoding.probe
+            handles.append(probe.register_forward_hook(lambda module, args, output: change(output)))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def without_prefix(module, query, key, value, attention_mask, **kwargs):
+    """Attention to all tokens but the first `module.prefix`."""
+    key, value = key[:, :, module.prefix :], value[:, :, module.prefix :]
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register("without_prefix", without_prefix)
+
+
+def check_relative(name, config):
+    """
+    Outputs of a model whose rotations were changed do not change when all positions move together, whatever prefix
+    tokens see: these stay where they are.
+    """
+    case, (built, inputs) = CASES[name], build(name)
+    randomize(patch(built, config))
+    if case.prefix:
+        built.set_attn_implementation("without_prefix")
+        for _, module in built.named_modules():
+            module.prefix = case.prefix
+
+    def found():
+        with torch.no_grad():
+            values = outputs(built, inputs)
+        return [value[:, case.prefix :] for value in values if value.ndim > 2] if case.prefix else values
+
+    expected = found()
+    with changed_positions(built, lambda positions: positions + 64):
+        moved = found()
+    with changed_positions(built, lambda positions: 2 * positions):
+        stretched = found()
+    for value, other, far in zip(expected, moved, stretched, strict=True):
+        scale = float(value.abs().max())
+        # Angles of positions near 64 round to float32, by less than 1e-5, and the layers pass that on.
+        torch.testing.assert_close(other, value, rtol=0, atol=1e-4 * scale)
+        assert (far - value).abs().max() > 1e-2 * scale

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from patching_cases import randomize, same_bits
-from rope_cases import CASES, GRIDS, build, outputs
+from rope_cases import CASES, GRIDS, build, check_relative, outputs, tokens
 from test_pretrained_rope import (
     check_cached_steps,
     check_checkpointing,
@@ -65,6 +65,15 @@ def test_blocks_start_at_the_pretrained_rotation_and_learn(name, encoding):
     randomize(model)
     assert not same_bits(outputs(model, inputs), expected)
     check_unpatched(model, inputs, before, expected)
+
+
+@pytest.mark.parametrize(
+    "name, encoding",
+    # On one axis all generators commute with themselves.
+    [pair for pair in FITTING if ENCODING_TRAITS[pair[1]].commutes or CASES[pair[0]].inputs is tokens],
+)
+def test_outputs_depend_on_differences_of_positions(name, encoding):
+    check_relative(name, blocks(encoding))
 
 
 @pytest.mark.parametrize("name, encoding", [pair for pair in ALL if pair not in FITTING])

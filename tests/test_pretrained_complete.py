@@ -22,6 +22,8 @@ AUTO_CLASSES = {
     "llama_yarn": "AutoModelForCausalLM",
     "qwen3": "AutoModelForCausalLM",
     "gemma3": "AutoModelForCausalLM",
+    "gemma3n": "AutoModelForCausalLM",
+    "diffllama": "AutoModelForCausalLM",
     "smollm3": "AutoModelForCausalLM",
     "glm": "AutoModelForCausalLM",
     "dinov3": "AutoModel",

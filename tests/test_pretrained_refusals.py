@@ -7,6 +7,8 @@ from patching_cases import IMAGE, SMALL
 from patching_cases import model as model_of
 from rope_cases import CASES, HEADS, TEXT, build, rope
 from test_pretrained_rope import PLANES
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, save_rotary
 
@@ -81,6 +83,52 @@ class TestRefusals:
         model, _ = build("llama")
         model.model.layers[0].self_attn.indexer = Indexer()
         self.refuse(model, "layers.0.self_attn .LlamaAttention. rotates with cos and sin and hands them", patch, PLANES)
+
+    @pytest.mark.parametrize("layers", [[2], [0, 2]])
+    def test_layers_that_read_the_keys_of_another(self, layers):
+        config = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained", layers=layers)
+        message = (
+            "layers.2.self_attn reads the keys of model.layers.0.self_attn and .*; name layer 0, and leave out .2."
+        )
+        self.refuse(build("gemma3n")[0], message, patch, config)
+
+    def test_layers_that_read_keys_of_another_model(self):
+        """As the assistants of Gemma 4 do."""
+        model, _ = build("gemma3n")
+        model.model.layers = model.model.layers[2:]
+        model.config.layer_types = model.config.layer_types[2:]
+        message = "layers.0.self_attn .Gemma3nTextAttention. reads keys that no layer before it makes"
+        self.refuse(model, message, patch, PLANES)
+
+    def test_keys_of_unknown_origin(self):
+        model, _ = build("llama")
+        attention = type(model.model.layers[0].self_attn)
+
+        class KeysOfOthers(attention):
+            def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+                query = self.q_proj(hidden_states).unflatten(-1, (-1, 16)).transpose(1, 2)
+                rotated, _ = apply_rotary_pos_emb(query, query, *position_embeddings)
+                function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+                return function(self, rotated, query, query, attention_mask)
+
+        class KeysOfUnknown(attention):
+            def forward(self, hidden_states, position_embeddings, shared_kv_states):
+                return shared_kv_states.of_layer(self.layer_idx)
+
+        model.model.layers[1].self_attn.__class__ = KeysOfOthers
+        self.refuse(model, "layers.1.self_attn .KeysOfOthers. rotates its queries and not its keys", patch, PLANES)
+        model.model.layers[1].self_attn.__class__ = KeysOfUnknown
+        self.refuse(model, "self_attn .KeysOfUnknown. may read the keys of another layer", patch, PLANES)
+
+    def test_towers_with_common_weights(self):
+        """As encoder and decoder of Diffusion Gemma have: the decoder reads the keys that the encoder has cached."""
+        model = torch.nn.ModuleDict({"encoder": build("llama")[0].model, "decoder": build("llama")[0].model})
+        for first, second in zip(model["encoder"].layers, model["decoder"].layers):
+            second.self_attn.k_proj.weight = first.self_attn.k_proj.weight
+        message = "encoder.layers.0.self_attn and decoder.layers.0.self_attn have weights in common"
+        self.refuse(model, message, patch, PLANES)
+        config = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained", target="encoder")
+        self.refuse(model, message, patch, config)
 
     @pytest.mark.parametrize("name", ["llama", "dinov3", "qwen2_5_vl_tower", "gemma4_vision"])
     def test_other_starts_of_models_that_rotate(self, name):

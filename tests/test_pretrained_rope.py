@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from patching_cases import randomize, run_process, same_bits
-from rope_cases import CASES, build, outputs
+from rope_cases import CASES, build, check_relative, outputs
 
 from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters, save_rotary, unpatch
 
@@ -39,6 +39,11 @@ def test_planes_start_as_the_same_bits_and_unpatch_is_exact(name, implementation
     randomize(model)
     assert not same_bits(outputs(model, inputs), expected)
     check_unpatched(model, inputs, before, expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_depend_on_differences_of_positions(name):
+    check_relative(name, PLANES)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -212,6 +217,24 @@ def test_chosen_layers_learn_and_the_others_stay():
     randomize(model)
     found = model(**inputs, output_attentions=True).attentions
     assert torch.equal(found[0], expected[0]) and not torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("fields", [{"layers": [0]}, {"share_layers": True}])
+def test_layers_that_read_keys_follow_the_layer_that_makes_them(fields):
+    """The third of Gemma 3n's layers reads the keys of the first one, the fourth those of the second."""
+    config = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained", **fields)
+    check_relative("gemma3n", config)
+    model, inputs = build("gemma3n", "eager")
+    seen = []
+    for layer in patch(model, config).model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs.get("position_embeddings", args[:1])), with_kwargs=True
+        )
+    randomize(model)
+    ((_, value),) = rotary_parameters(model)
+    outputs(model, inputs)
+    first, second, third, fourth = seen
+    assert value.shape[0] == 1 and same_bits(first, third) and same_bits(second, fourth)
 
 
 def test_layers_may_share_frequencies_and_a_target_may_be_named():
