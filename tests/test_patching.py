@@ -43,6 +43,7 @@ from hf_liere import (
     unpatch,
 )
 from hf_liere.models.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.positions import TokenPositions
 from hf_liere.models.vision_towers import find_towers, head_shape, position_table, projections
 
 
@@ -80,6 +81,37 @@ def test_zero_start_is_the_same_bits_and_unpatch_is_exact(name, implementation):
         assert list(after) == list(before) and all(torch.equal(after[key], before[key]) for key in before)
         assert same_bits(run(model, inputs), expected)
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_depend_on_differences_of_positions(name):
+    """Where generators commute; class and register tokens have a position as well."""
+    model, inputs = build(name)
+    tower = model.get_submodule(CASES[name].tower)
+
+    def of_positions(change):
+        def changed(encoding, args):
+            return TokenPositions(change(args[0].coordinates)), *args[1:]
+
+        handle = tower.rotary_encoding.register_forward_pre_hook(changed)
+        with torch.no_grad():
+            found = run(model, inputs)
+        handle.remove()
+        return found
+
+    for config in configs_of(model):
+        if ENCODING_TRAITS[config.position_encoding].commutes:
+            randomize(patch(model, config))
+            differences, expected = [], of_positions(lambda positions: positions)
+            moved = of_positions(lambda positions: positions + 8)
+            stretched = of_positions(lambda positions: 2 * positions)
+            for value, other, far in zip(expected, moved, stretched, strict=True):
+                scale = float(value.abs().max())
+                # Angles near 8 and two layers in float32.
+                torch.testing.assert_close(other, value, rtol=0, atol=1e-5 * scale, msg=config.position_encoding)
+                differences.append(float((far - value).abs().max()) / scale)
+            assert max(differences) > 5e-3, config.position_encoding
+            unpatch(model)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ channels each in their own way, leave some channels as they are, or rotate nothi
 
 import copy
 import inspect
+import itertools
 from collections import UserDict
 from dataclasses import dataclass
 
@@ -210,21 +211,17 @@ def _seen_by_attention(
     shared: SharedStates,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Query and key that an attention module hands to transformers' attention interface, for a few tokens."""
-    width = next((module.in_features for module in attention.modules() if hasattr(module, "in_features")), None)
     config = getattr(attention, "config", None)
-    if width is None or config is None:
+    if config is None:
         return None
     weight = next(attention.parameters(), torch.empty(0))
-    device = device_of(attention)
-    position_embeddings = tuple(x.to(device) for x in position_embeddings)
-    coordinates = position_embeddings[1]
-    dtype = weight.dtype if weight.is_floating_point() else torch.float32
-    states = torch.arange(coordinates.shape[-2] * width, device=device)
-    states = (states.float() * 0.7).sin().view(coordinates.shape[-2], -1).to(dtype)
+    device, dtype = device_of(attention), weight.dtype if weight.is_floating_point() else torch.float32
+    cos, coordinates = position_embeddings
+    tokens = coordinates.shape[-2]
     given = {
-        "position_embeddings": tuple(x.to(dtype) if x is position_embeddings[0] else x for x in position_embeddings),
-        "cu_seqlens": torch.tensor([0, len(states)], dtype=torch.int32, device=states.device),
-        "position_ids": arguments[-1].to(states.device),
+        "position_embeddings": (cos.to(device, dtype), coordinates.to(device)),
+        "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        "position_ids": arguments[-1].to(device),
         "shared_kv_states": shared,
     }
     parameters = inspect.signature(type(attention).forward).parameters
@@ -233,11 +230,14 @@ def _seen_by_attention(
     named = {name: None for name in needed if parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
     for name in ("self", "hidden_states"):
         named.pop(name, None)
+    # One of these is that of the hidden states.
+    widths = dict.fromkeys(module.in_features for module in attention.modules() if hasattr(module, "in_features"))
     attention.config = View(config, _attn_implementation=SEEING)
     try:
-        for shape in (states, states.unsqueeze(0)) if coordinates.ndim == 2 else (states.unsqueeze(0),):
+        for width, batch in itertools.product(widths, ((), (1,)) if coordinates.ndim == 2 else ((1,),)):
+            states = (torch.arange(tokens * width, device=device).float() * 0.7).sin().to(dtype)
             try:
-                attention(shape, **{**named, **given})
+                attention(states.view(*batch, tokens, width), **{**named, **given})
             except Seen as seen:
                 return seen.args
             except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
@@ -278,7 +278,8 @@ def _rotates(tower: RopeTower, layer: int) -> bool:
         (query, key), (rotated_query, rotated_key) = Probe(tower, layer).quarter_rotation()
     except ValueError:
         return True
-    if torch.equal(key, rotated_key) and not torch.equal(query, rotated_query):
+    # Keys of new models may all be zero.
+    if key.any() and torch.equal(key, rotated_key) and not torch.equal(query, rotated_query):
         name, attention = tower.attentions[layer]
         raise ValueError(
             f"{name} ({type(attention).__name__}) rotates its queries and not its keys: with which frequencies these "
