@@ -112,6 +112,20 @@ def test_positions_of_the_user():
     assert (model(**inputs).logits - found).abs().max() > 1e-2
 
 
+def test_attention_that_is_called_without_rotations():
+    """Moonshine's decoder attends to the audio with modules that could rotate, and are not given cos and sin."""
+    sizes = {"hidden_size": 48, "intermediate_size": 48, "vocab_size": 64}
+    layers = {f"{part}_num_hidden_layers": 1 for part in ("encoder", "decoder")}
+    config = transformers.MoonshineConfig(**sizes, **layers, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model = transformers.MoonshineForConditionalGeneration(config).eval()
+    inputs = {"input_values": torch.randn(1, 4000), "decoder_input_ids": torch.tensor([[1, 5, 6, 7]])}
+    expected = outputs(model, inputs)
+    patch(model, PLANES)
+    assert same_bits(outputs(model, inputs), expected)
+    randomize(model)
+    assert not same_bits(outputs(model, inputs), expected)
+
+
 FRESH_PROCESS = """
 import sys, torch
 from rope_cases import build, outputs

@@ -191,7 +191,7 @@ def hand_on_coordinates(tower: nn.Module, rope: nn.Module, args, kwargs, output)
 def rotate_as_layer(tower: nn.Module, layer: int, names: tuple[str, ...], attention: nn.Module, args, kwargs):
     """Forward pre-hook of an attention module with arguments of these names: cos and sin of its layer."""
     given = {**dict(zip(names, args)), **kwargs}
-    if given["position_embeddings"] is None:
+    if given.get("position_embeddings") is None:
         # Some models leave layers without a rotation.
         return None
     cos, coordinates = given["position_embeddings"]
