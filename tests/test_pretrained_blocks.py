@@ -117,7 +117,7 @@ def test_static_cache_and_padding_on_the_left(name):
     check_static_cache(name, blocks("liere"))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma3n", "qwen2_5_vl"])
 def test_offloaded_and_dispatched_models(name):
     check_offloading(name, blocks("liere"))
 

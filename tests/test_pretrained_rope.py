@@ -326,7 +326,7 @@ def test_lora_beside_learned_frequencies(tmp_path):
     assert same_bits(outputs(restored, inputs), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma3n", "qwen2_5_vl"])
 def test_offloaded_and_dispatched_models(name):
     check_offloading(name, PLANES)
 

@@ -7,7 +7,7 @@ All of it is found by calling the modules with known positions and frequencies, 
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -188,14 +188,14 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
     return [_tower(modules, owner, owners[owner], of_owner[owner]) for owner in chosen]
 
 
-def _refuse_common_weights(of_owner: dict[str, list[tuple[str, nn.Module]]], chosen: Iterable[str]) -> None:
-    """Attention modules of several towers with the same weights read each other's keys, rotated as each tower does."""
+def _refuse_common_weights(of_owner: dict[str, list[tuple[str, nn.Module]]], chosen: Collection[str]) -> None:
+    """Towers that are one network used twice read each other's keys, as decoders do that attend to cached inputs."""
     first_with = {}
     for owner, attentions in of_owner.items():
         for name, attention in attentions:
             for parameter in attention.parameters():
                 other_owner, other = first_with.setdefault(parameter, (owner, name))
-                if other_owner != owner and {other_owner, owner} & set(chosen):
+                if other_owner != owner and (other_owner in chosen or owner in chosen):
                     raise ValueError(
                         f"{other} and {name} have weights in common, but {other_owner!r} and {owner!r} compute "
                         "rotations of their own: what one learns would not rotate the keys that the other reads. "

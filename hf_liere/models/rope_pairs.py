@@ -164,6 +164,11 @@ class SharedStates(UserDict):
         self.sources[self.layer] = self.makers.get(name)
         return super().__getitem__(name)
 
+    def to(self, device: torch.device, **options) -> "SharedStates":
+        """In place, as transformers' own: hooks of accelerate move arguments, and would make a dictionary of others."""
+        self.data = {name: tuple(x.to(device, **options) for x in states) for name, states in self.data.items()}
+        return self
+
 
 @torch.no_grad()
 def key_sources(tower: RopeTower) -> dict[int, int]:
@@ -235,9 +240,11 @@ def _seen_by_attention(
     attention.config = View(config, _attn_implementation=SEEING)
     try:
         for width, batch in itertools.product(widths, ((), (1,)) if coordinates.ndim == 2 else ((1,),)):
-            states = (torch.arange(tokens * width, device=device).float() * 0.7).sin().to(dtype)
             try:
-                attention(states.view(*batch, tokens, width), **{**named, **given})
+                # Attention modules may make tensors of their own, and the default device is meta during construction.
+                with device:
+                    states = (torch.arange(tokens * width).float() * 0.7).sin().to(dtype)
+                    attention(states.view(*batch, tokens, width), **{**named, **given})
             except Seen as seen:
                 return seen.args
             except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
