@@ -9,6 +9,7 @@ import torch
 from patching_cases import randomize, same_bits
 from rope_cases import CASES, GRIDS, build, check_relative, outputs, tokens
 from test_pretrained_rope import (
+    DISPATCHED,
     check_cached_steps,
     check_checkpointing,
     check_compiled,
@@ -117,7 +118,7 @@ def test_static_cache_and_padding_on_the_left(name):
     check_static_cache(name, blocks("liere"))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma3n", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", DISPATCHED)
 def test_offloaded_and_dispatched_models(name):
     check_offloading(name, blocks("liere"))
 

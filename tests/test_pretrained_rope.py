@@ -13,6 +13,9 @@ from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters, sa
 
 
 PLANES = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained")
+# transformers 5.17 loses shared keys under the hooks of accelerate.
+SHARES_KEYS = pytest.mark.skipif(not hasattr(transformers.cache_utils, "KVSharingDict"), reason="of newer releases")
+DISPATCHED = ["llama", "gemma3", pytest.param("gemma3n", marks=SHARES_KEYS), "qwen2_5_vl"]
 GENERATING = [name for name, case in CASES.items() if case.generates]
 
 
@@ -326,7 +329,7 @@ def test_lora_beside_learned_frequencies(tmp_path):
     assert same_bits(outputs(restored, inputs), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma3n", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", DISPATCHED)
 def test_offloaded_and_dispatched_models(name):
     check_offloading(name, PLANES)
 
