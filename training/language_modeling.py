@@ -75,7 +75,6 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         train_dataset=data.train,
         eval_dataset=evaluation,
         further=blocks,
-        trained_base=model_args.trainable == "all",
         data_collator=collate_blocks,
         processing_class=tokenizer,
         compute_metrics=metrics,

@@ -17,7 +17,7 @@ from ..models.rotary_patch import Plan, RotaryPatchConfig, plan
 from ..models.vision_towers import linear_layer, projections
 from ..storage.loading import local_path
 from ..storage.saved_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .apply import attach_plans, require_patched, rotary_parameters
+from .apply import attach_plans, require_patched
 
 
 SKETCH_SIZE = 32
@@ -39,7 +39,11 @@ def save_rotary(model: nn.Module, directory: str | Path) -> None:
 
 
 def write_rotations(
-    model: nn.Module, directory: str | Path, state_dict: dict | None = None, is_main_process: bool = True
+    model: nn.Module,
+    directory: str | Path,
+    state_dict: dict | None = None,
+    is_main_process: bool = True,
+    adapter: str | None = None,
 ) -> None:
     """
     [`save_rotary`] while a whole model or its adapters are saved.
@@ -47,28 +51,45 @@ def write_rotations(
     Args:
         state_dict: Values of all parameters where processes have parts of them, gathered by who saves the model.
         is_main_process: Whether this process writes.
+        adapter: As in [`stored_parameters`].
     """
-    towers = require_patched(model)
-    configs = [tower.rotary_patch.config.to_dict() for _, tower in towers]
+    towers = [tower for _, tower in require_patched(model)]
+    configs = [tower.rotary_patch.config.to_dict() for tower in towers]
     if any(config != configs[0] for config in configs):
         raise ValueError(f"The vision towers are patched differently, one adapter cannot contain both: {configs}.")
+    names = {id(parameter): name.replace("_fsdp_wrapped_module.", "") for name, parameter in model.named_parameters()}
     tensors, bases = {}, []
-    for index, (tower_name, tower) in enumerate(towers):
-        adapter = tower.rotary_patch
-        attentions = [tower.get_submodule(name) for name in adapter.attention_names]
-        bases.append(_fingerprint(tower, attentions, adapter.base(tower)))
-        for name, parameter in rotary_parameters(tower):
-            full_name = f"{tower_name}.{name}".removeprefix(".").replace("_fsdp_wrapped_module.", "")
-            value = (state_dict or {}).get(full_name, parameter).detach()
-            # Of a part that FSDP2 left to this process, the whole.
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            tensors[f"{index}.{name.rpartition('.')[2]}"] = value.cpu().contiguous()
+    for stored_name, parameter in stored_parameters(model, adapter).items():
+        value = (state_dict or {}).get(names[id(parameter)], parameter).detach()
+        # Of a part that FSDP2 left to this process, the whole.
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        tensors[stored_name] = value.cpu().contiguous()
+    for tower in towers:
+        attentions = [tower.get_submodule(name) for name in tower.rotary_patch.attention_names]
+        bases.append(_fingerprint(tower, attentions, tower.rotary_patch.base(tower)))
     if is_main_process:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         content = {"rotary_patch": configs[0], "base": bases}
         (directory / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def stored_parameters(model: nn.Module, adapter: str | None = None) -> dict[str, nn.Parameter]:
+    """
+    The parameters of all towers by their names in `rotary.safetensors`. Where every adapter of peft has a copy of its
+    own (`modules_to_save`), those of `adapter`, or of the active one.
+    """
+    found = {}
+    for index, (_, tower) in enumerate(require_patched(model)):
+        encoding = tower.rotary_encoding
+        copies = getattr(encoding, "modules_to_save", None)
+        if copies is not None:
+            name = adapter or next(iter(encoding.active_adapters), "")
+            encoding = copies[name] if name in copies else encoding.original_module
+        for name, parameter in encoding.named_parameters():
+            found[f"{index}.{name.rpartition('.')[2]}"] = parameter
+    return found
 
 
 # The code that travels with checkpoints does not contain the writer.

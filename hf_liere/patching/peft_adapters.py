@@ -16,8 +16,8 @@ from transformers.utils import cached_file
 
 from ..models.modeling_patched import TYPE_PREFIX
 from ..storage.saved_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .adapters import load_rotary, read_adapter, write_rotations
-from .apply import is_patched, require_patched, rotary_parameters
+from .adapters import load_rotary, read_adapter, stored_parameters, write_rotations
+from .apply import is_patched, require_patched
 
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -63,11 +63,7 @@ def restore_rotations(model: nn.Module, source: str | Path, is_loaded: bool = Fa
     if names:
         # Trained copies (`modules_to_save`) are loaded by peft.
         return
-    current = {
-        f"{index}.{name.rpartition('.')[2]}": parameter
-        for index, (_, tower) in enumerate(towers)
-        for name, parameter in rotary_parameters(tower)
-    }
+    current = stored_parameters(model)
     if not is_loaded and _has_adapters(model):
         differing = [name for name, value in tensors.items() if not torch.equal(value, current[name].detach().cpu())]
         if differing:
@@ -114,8 +110,10 @@ def _save(wrapped, model, args, kwargs):
     """Around `PeftModel.save_pretrained`."""
     result = wrapped(*args, **kwargs)
     if is_patched(model):
-        directory = args[0] if args else kwargs["save_directory"]
-        write_rotations(model, directory, kwargs.get("state_dict"), kwargs.get("is_main_process", True))
+        directory = Path(args[0] if args else kwargs["save_directory"])
+        values, is_main = kwargs.get("state_dict"), kwargs.get("is_main_process", True)
+        for name in kwargs.get("selected_adapters") or model.peft_config:
+            write_rotations(model, directory if name == "default" else directory / name, values, is_main, name)
     return result
 
 

@@ -207,7 +207,7 @@ class Comparison:
             self.processor.save_pretrained(folder)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
-            save_patched(classifier.model, folder, self.model_args.trainable != "rotary")
+            save_patched(classifier.model, folder)
 
     def _freeze(self, classifier: Classifier, name: str) -> int:
         """Freezes what is not trained; returns the number of parameters that learn, 0 without anything to train."""

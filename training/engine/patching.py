@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_liere import RotaryPatchConfig, complete_model, is_patched, load_rotary, save_rotary, unpatch
+from hf_liere import RotaryPatchConfig, is_patched, load_rotary, save_rotary, unpatch
 from hf_liere.errors import InputError
-from hf_liere.models.modeling_patched import is_restorable
 from hf_liere.models.rotary_patch import plan
 from hf_liere.patching.adapters import read_adapter
 from hf_liere.storage.saved_weights import ADAPTER_CONFIG
@@ -21,7 +20,7 @@ from training.engine.arguments import flag, require_numbers
 
 UNPATCHED = "none"
 # Of a run's folder, see `save_patched`.
-ROTARY, LORA, BASE = "rotary", "lora", "base"
+ROTARY, LORA = "rotary", "lora"
 
 
 def _patch_fields() -> list[tuple[str, type, dataclasses.Field]]:
@@ -126,33 +125,22 @@ def without_peft(model: nn.Module) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def save_patched(model: nn.Module, folder: Path, trained_base: bool) -> None:
+def save_patched(model: nn.Module, folder: Path) -> None:
     """
-    What loads again without the scripts: `rotary` for `load_rotary`, `lora` for peft, and where the model's own
-    weights were trained the model: with its rotations in `folder` where its class can hold them, else without them in
-    `base`, for `load_rotary`.
+    What loads again without the scripts: `rotary` for `load_rotary`; and `lora` for peft, or the model with rotations.
 
     Args:
         model: of transformers, patched or not, or a peft model around it.
-        trained_base: Whether weights of the model itself were trained.
     """
-    inner, patched = without_peft(model), is_patched(model)
-    if patched:
+    if is_patched(model):
         save_rotary(model, folder / ROTARY)
-    if inner is not model:
-        model.save_pretrained(folder / LORA)
-    elif not patched or getattr(inner.config, "rotary_patch", None) is not None:
-        inner.save_pretrained(folder)
-    elif is_restorable(type(inner)):
-        complete_model(inner).save_pretrained(folder)
-    elif trained_base:
-        unpatch(copy.deepcopy(inner)).save_pretrained(folder / BASE)
+    model.save_pretrained(folder if without_peft(model) is model else folder / LORA)
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
     """
-    Adapters that [`save_patched`] left in a folder without a whole model.
+    LoRA, and rotations, that [`save_patched`] left in a folder without a whole model.
 
     Attributes:
         base: Folder or name of the model that they belong to.
@@ -175,8 +163,6 @@ class Adapters:
             model = unpatch(model)
         if self.rotary_patch is not None:
             load_rotary(model, self.folder / ROTARY)
-        if not (self.folder / LORA).is_dir():
-            return model
         return _peft().PeftModel.from_pretrained(model, self.folder / LORA, is_trainable=trains)
 
 
@@ -191,12 +177,10 @@ def find_adapters(name: str | None) -> Adapters | None:
     if name is None or (folder / "config.json").is_file():
         return None
     has_rotary, lora_config = (folder / ROTARY / ADAPTER_CONFIG).is_file(), folder / LORA / "adapter_config.json"
-    if not has_rotary and not lora_config.is_file():
+    if not lora_config.is_file():
         return None
     try:
-        base = str(folder / BASE)
-        if lora_config.is_file():
-            base = json.loads(lora_config.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = json.loads(lora_config.read_text(encoding="utf-8"))["base_model_name_or_path"]
         patched = read_adapter(folder / ROTARY)[0].to_dict() if has_rotary else None
     except (KeyError, ValueError) as error:
         raise InputError(f"--model_name_or_path {name}: its adapters cannot be read ({error}).") from error

@@ -31,7 +31,7 @@ FLAGS_FILE = "flags.json"
 RUN_FILES = (
     *(CONFIG_FILE, ENVIRONMENT_FILE, EXAMPLES_FILE, RESOLUTIONS_FILE, WEIGHTS_FILE, TRAINER_STATE_NAME),
     *"all_results.json eval_results.json train_results.json".split(),
-    *(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "config.json", "base", "lora", "rotary"),
+    *(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "config.json", "lora", "rotary"),
     *"preprocessor_config.json tokenizer.json tokenizer_config.json".split(),
 )
 LIBRARIES = "torch torchvision transformers accelerate datasets evaluate huggingface_hub numpy pillow".split()

@@ -166,13 +166,11 @@ class LanguageTrainer(ClassificationTrainer):
 
     Args:
         further: By length, blocks beside those of `eval_dataset`; their metrics are called `eval_<length>_…`.
-        trained_base: Whether weights of the model itself are trained.
     """
 
-    def __init__(self, *args, further: dict[int, TokenBlocks], trained_base: bool, **kwargs):
+    def __init__(self, *args, further: dict[int, TokenBlocks], **kwargs):
         super().__init__(*args, **kwargs)
         self.further = further
-        self.trained_base = trained_base
 
     @property
     def leaves_whole_model(self) -> bool:
@@ -193,4 +191,4 @@ class LanguageTrainer(ClassificationTrainer):
     def save_finished(self, folder: str) -> None:
         if self.args.should_save:
             self.processing_class.save_pretrained(folder)
-            save_patched(self.model.model, Path(folder), self.trained_base)
+            save_patched(self.model.model, Path(folder))

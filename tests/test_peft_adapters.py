@@ -1,0 +1,175 @@
+"""Adapters of peft keep the rotations of their base, or refuse a base without them; each is loaded in a new process."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import transformers
+from patching_cases import randomize
+from rope_cases import build, outputs
+from safetensors.torch import load_file
+
+from hf_liere import RotaryPatchConfig, is_patched, load_peft, patch, rotary_parameters
+
+
+peft = pytest.importorskip("peft")
+
+PLANES = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained")
+COPIES = ["rotary_encoding"]
+
+
+def lora(**fields):
+    return peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False, **fields)
+
+
+@pytest.fixture
+def base(tmp_path):
+    """The plain model, saved."""
+    build("llama")[0].save_pretrained(tmp_path / "base")
+    return transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+
+
+def adapted(base, **fields):
+    """Rotations that are not those of the start, and LoRA that is not zero."""
+    randomize(patch(base, PLANES))
+    model = peft.get_peft_model(base, lora(**fields)).eval()
+    if fields:
+        randomize(model)
+    return model
+
+
+def plain(tmp_path):
+    return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+
+LOADERS = {
+    "peft": "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('base'), 'adapter')",
+    "auto": "AutoPeftModelForCausalLM.from_pretrained('adapter')",
+    "ours": "hf_liere.load_peft('adapter')",
+    "transformers": "AutoModelForCausalLM.from_pretrained('adapter')",
+}
+PROCESS = """
+    import sys
+    sys.path.append({tests!r})
+    import hf_liere, torch
+    from peft import AutoPeftModelForCausalLM, PeftModel
+    from transformers import AutoModelForCausalLM
+    expected = torch.load("expected.pt")
+    for load in {loaders!r}:
+        model = eval(load).eval()
+        with torch.no_grad():
+            print(hf_liere.is_patched(model), torch.equal(model(expected["input_ids"]).logits, expected["logits"]))
+"""
+
+
+def transformers_loads_adapters() -> bool:
+    """Whether this release of transformers takes this one of peft for adapters by itself."""
+    from transformers.utils.peft_utils import check_peft_version
+
+    minimum = getattr(transformers.integrations.peft, "MIN_PEFT_VERSION", "0.0")
+    try:
+        check_peft_version(minimum)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["copies", "frozen", "native"])
+def test_rotations_are_restored_on_a_plain_base_in_a_new_process(kind, base, tmp_path, monkeypatch):
+    """Trained as copies, left as they are under LoRA, and with an adapter that transformers has put into the model."""
+    monkeypatch.chdir(tmp_path)
+    if kind == "native":
+        if not transformers_loads_adapters():
+            pytest.skip("this release of transformers needs a newer peft for its own adapters")
+        base.name_or_path = base.config._name_or_path = "base"
+        randomize(patch(base, PLANES))
+        base.add_adapter(lora())
+        model = base.eval()
+    else:
+        base.name_or_path = base.config._name_or_path = "base"
+        model = adapted(base, **({"modules_to_save": COPIES} if kind == "copies" else {}))
+    inputs = build("llama")[1]
+    torch.save({"input_ids": inputs["input_ids"], "logits": outputs(model, inputs)[0].detach()}, "expected.pt")
+    model.save_pretrained("adapter")
+    loaders = [code for name, code in LOADERS.items() if name != "transformers" or transformers_loads_adapters()]
+    script = textwrap.dedent(PROCESS).format(tests=os.path.dirname(__file__), loaders=loaders)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split("\n")[:-1] == ["True True"] * len(loaders), done.stderr[-2000:]
+
+
+def test_rotations_without_their_patch_are_not_dropped(base, tmp_path):
+    adapted(base, modules_to_save=COPIES).save_pretrained(tmp_path / "adapter")
+    # As of a process in which nothing wrote it.
+    (tmp_path / "adapter" / "rotary_config.json").unlink()
+    with pytest.raises(ValueError, match="contains rotations, .*rotary_encoding.*LlamaForCausalLM would drop"):
+        peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "adapter")
+    model = peft.PeftModel.from_pretrained(patch(plain(tmp_path), PLANES), tmp_path / "adapter")
+    assert is_patched(model)
+
+
+def test_a_base_with_other_rotations_is_refused(base, tmp_path):
+    adapted(base).save_pretrained(tmp_path / "adapter")
+    other = RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained")
+    with pytest.raises(ValueError, match="was trained with .*rope_mixed.*is patched with .*liere.*unpatch it first"):
+        peft.PeftModel.from_pretrained(patch(plain(tmp_path), other), tmp_path / "adapter")
+
+
+def test_two_adapters_have_rotations_of_their_own_only_as_copies(base, tmp_path):
+    model = adapted(base, modules_to_save=COPIES)
+    first = outputs(model, build("llama")[1])
+    model.save_pretrained(tmp_path / "first")
+    randomize(model)
+    second = outputs(model, build("llama")[1])
+    model.save_pretrained(tmp_path / "second")
+    both = peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "first", adapter_name="first")
+    both.load_adapter(tmp_path / "second", adapter_name="second")
+    for name, expected in (("first", first), ("second", second)):
+        both.set_adapter(name)
+        assert torch.equal(outputs(both.eval(), build("llama")[1])[0], expected[0]), name
+    # Each is saved with its own, which `load_rotary` reads.
+    both.save_pretrained(tmp_path / "both")
+    for name in ("first", "second"):
+        stored = load_file(tmp_path / name / "rotary.safetensors")
+        again = load_file(tmp_path / "both" / name / "rotary.safetensors")
+        assert all(torch.equal(again[key], stored[key]) for key in stored)
+    # Without copies, both would rotate with the values that were read last.
+    adapted(plain(tmp_path)).save_pretrained(tmp_path / "third")
+    shared = peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "third")
+    with torch.no_grad():
+        for _, value in rotary_parameters(shared):
+            value.add_(0.1)
+    shared.save_pretrained(tmp_path / "fourth")
+    with pytest.raises(ValueError, match="has other rotations than the adapters of this model.*modules_to_save"):
+        peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "third").load_adapter(tmp_path / "fourth", "other")
+
+
+def test_patched_inside_of_peft_is_patched_in_the_model(base, tmp_path):
+    model = peft.get_peft_model(base, lora())
+    patch(model, PLANES)
+    assert type(base).__name__ == "RotaryLlamaForCausalLM" and base.config.rotary_patch["target"] is None
+    randomize(model)
+    expected = outputs(model.eval(), build("llama")[1])
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = load_peft(tmp_path / "adapter", plain(tmp_path)).eval()
+    assert torch.equal(outputs(loaded, build("llama")[1])[0], expected[0])
+
+
+def test_other_adapters_are_loaded_as_before(base, tmp_path):
+    """Without rotations, and with the target modules that peft knows for the type of the model."""
+    peft.get_peft_model(base, lora()).save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "rotary_config.json").exists()
+    assert not is_patched(peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "adapter"))
+    known = peft.get_peft_model(plain(tmp_path), lora()).targeted_module_names
+    assert peft.get_peft_model(patch(plain(tmp_path), PLANES), lora()).targeted_module_names == known != []
+
+
+def test_a_merged_model_is_a_patched_one(base, tmp_path):
+    model = adapted(base, modules_to_save=COPIES)
+    expected = outputs(model, build("llama")[1])
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    # Merged matrices round once more.
+    torch.testing.assert_close(outputs(merged, build("llama")[1])[0], expected[0], rtol=0, atol=1e-5)
