@@ -7,10 +7,14 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from hub_client import online
+from hub_server import HubServer
+from huggingface_hub import snapshot_download
 from patching_cases import IMAGE, build, randomize, same_bits
 from patching_cases import run as outputs_of
 from test_auto import run as run_process
@@ -41,6 +45,10 @@ AUTO_CLASSES = {
     "clip_classifier": "AutoModelForImageClassification",
     "vit": "AutoModelForImageClassification",
 }
+
+
+class Derived(transformers.ViTForImageClassification):
+    """A class of a user, which transformers does not export."""
 
 
 def patched(name, **fields):
@@ -262,6 +270,57 @@ def test_a_part_of_a_patched_model_is_saved_with_its_rotations(name, part, auto_
     )
 
 
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_the_target_of_a_wrapped_model_is_saved_as_its_own(layers, tmp_path):
+    model, inputs = build("clip")
+    wrapped = torch.nn.Sequential(model)
+    patch(wrapped, RotaryPatchConfig(block_size=4, target="0.vision_model", layers=layers))
+    randomize(wrapped)
+    assert model.config.rotary_patch["target"] == "vision_model"
+    model.eval().save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    assert same_bits(outputs_of(loaded, inputs), outputs_of(model, inputs))
+    # Of the part, it is the whole.
+    model.vision_model.save_pretrained(tmp_path / "part")
+    part = transformers.AutoModel.from_pretrained(tmp_path / "part").eval()
+    pixels = {"pixel_values": inputs["pixel_values"]}
+    assert part.config.rotary_patch["target"] is None
+    assert same_bits(outputs_of(part, pixels), outputs_of(model.vision_model, pixels))
+
+
+def test_a_patched_model_is_pushed_with_its_rotations(tmp_path, monkeypatch):
+    with HubServer(tmp_path / "hub") as server:
+        online(monkeypatch, server, tmp_path / "home")
+        model, inputs = patched("vit")
+        expected = outputs_of(model, inputs)
+        model.push_to_hub("tester/pushed")
+        model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="tester/saved")
+        own = Derived(build("vit")[0].config).eval()
+        with pytest.warns(UserWarning, match="does not export Derived"):
+            patch(own, RotaryPatchConfig(block_size=4))
+        own.save_pretrained(tmp_path / "own", push_to_hub=True, repo_id="tester/own")
+        for name in ("tester/pushed", "tester/saved"):
+            loaded = transformers.AutoModelForImageClassification.from_pretrained(name).eval()
+            assert same_bits(outputs_of(loaded, inputs), expected), name
+        files = {path.name for path in Path(snapshot_download("tester/own")).iterdir()}
+        assert {"rotary.safetensors", "rotary_config.json", "model.safetensors"} <= files
+
+
+def test_trainer_shifts_smoothed_labels_as_of_the_plain_class(tmp_path):
+    """Trainer finds language models by the names of their classes."""
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+    )
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.arange(1, 17).view(2, 8)
+    arguments = transformers.TrainingArguments(tmp_path, label_smoothing_factor=0.2, use_cpu=True, report_to="none")
+    losses = []
+    for each in (model, patch(copy.deepcopy(model), RotaryPatchConfig("rope_mixed", rotary_init="pretrained"))):
+        trainer = transformers.Trainer(each, arguments)
+        losses.append(trainer.compute_loss(each, {"input_ids": tokens, "labels": tokens}))
+    assert torch.equal(*losses)
+
+
 def test_patching_a_part_is_refused_while_its_whole_exists():
     """The whole would be saved without the rotations."""
     model, _ = build("vit")
@@ -274,10 +333,6 @@ def test_patching_a_part_is_refused_while_its_whole_exists():
     # A part whose whole is gone is a model of its own.
     part = build("vit")[0].vit
     assert is_patched(patch(part, RotaryPatchConfig(block_size=4)))
-
-
-class Derived(transformers.ViTForImageClassification):
-    """A class of a user, which transformers does not export."""
 
 
 def test_classes_that_transformers_does_not_export_say_so_and_are_saved_nevertheless(tmp_path):
