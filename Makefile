@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 NEWEST := .venv-newest
 # The least that pyproject.toml admits. Triton's interpreter of that time takes arrays of one element for integers, which
 # numpy 2.4 refuses.
-OLDEST_RELEASES := "torch==2.9.*" "transformers==5.17.*" "numpy<2.4"
+OLDEST_RELEASES := "torch==2.9.*" "transformers==5.17.*" "peft==0.18.*" "numpy<2.4"
 
 # An installation compiles the kernels for CPUs. Environments share them: their libraries do not depend on Python.
 BUILT_FROM := pyproject.toml $(wildcard hf_liere/kernels/*.cpp hf_liere/kernels/*.h)

@@ -236,6 +236,11 @@ def test_a_plain_class_refuses_rotations_in_a_process_without_the_package(tmp_pa
         assert "trust_remote_code" in message, message
     with pytest.raises(Exception, match="import hf_liere and load them with an Auto class"):
         transformers.ViTForImageClassification.from_pretrained(tmp_path)
+    # Nor a part that contains them; other parts are as they were.
+    patched("clip")[0].save_pretrained(tmp_path / "clip")
+    with pytest.raises(Exception, match="import hf_liere and load them with an Auto class"):
+        transformers.CLIPVisionModel.from_pretrained(tmp_path / "clip")
+    transformers.CLIPTextModel.from_pretrained(tmp_path / "clip")
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,9 @@ def test_rotations_without_their_patch_are_not_dropped(base, tmp_path):
 def test_a_base_with_other_rotations_is_refused(base, tmp_path):
     adapted(base).save_pretrained(tmp_path / "adapter")
     other = RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained")
-    with pytest.raises(ValueError, match="was trained with .*rope_mixed.*is patched with .*liere.*unpatch it first"):
+    with pytest.raises(
+        ValueError, match="patched in another way .*position_encoding='liere' here, 'rope_mixed' there.*unpatch it"
+    ):
         peft.PeftModel.from_pretrained(patch(plain(tmp_path), other), tmp_path / "adapter")
 
 
@@ -164,6 +166,33 @@ def test_other_adapters_are_loaded_as_before(base, tmp_path):
     assert not is_patched(peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "adapter"))
     known = peft.get_peft_model(plain(tmp_path), lora()).targeted_module_names
     assert peft.get_peft_model(patch(plain(tmp_path), PLANES), lora()).targeted_module_names == known != []
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_trainer_resumes_rotations_and_lora(copies, base, tmp_path):
+    """Rotations that peft knows nothing of, too."""
+    tokens = torch.arange(3, 131).remainder(60).add(3).view(16, 8)
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+
+    def trained(steps, resume=None):
+        torch.manual_seed(0)
+        model = adapted(plain(tmp_path), **({"modules_to_save": COPIES} if copies else {}))
+        for _, parameter in rotary_parameters(model):
+            parameter.requires_grad_(True)
+        options = {"save_steps": 2, "learning_rate": 1e-2, "use_cpu": True, "report_to": "none", "weight_decay": 0.0}
+        arguments = transformers.TrainingArguments(
+            tmp_path / "run", max_steps=steps, lr_scheduler_type="constant", **options
+        )
+        trainer = transformers.Trainer(model, arguments, train_dataset=data)
+        trainer.train(resume_from_checkpoint=resume)
+        return {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+
+    whole = trained(4)
+    again = trained(4, str(tmp_path / "run" / "checkpoint-2"))
+    assert whole.keys() == again.keys() and any("rotary_encoding" in name for name in whole)
+    for name, value in whole.items():
+        # The same steps on the same shapes.
+        torch.testing.assert_close(again[name], value, rtol=0, atol=0)
 
 
 def test_a_merged_model_is_a_patched_one(base, tmp_path):

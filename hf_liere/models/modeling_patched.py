@@ -65,6 +65,8 @@ class RotaryConfigMixin(_Made):
 
     # The part for images of a configuration with several is another class.
     base_config_key = ""
+    # Names of configurations in this one whose models contain rotations.
+    rotary_parts = ()
     _default_patch = {}
 
     def __post_init__(self, **kwargs):
@@ -82,7 +84,7 @@ class RotaryConfigMixin(_Made):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
-        return super().from_dict({name: _without_note(value) for name, value in config_dict.items()}, **kwargs)
+        return super().from_dict(_without_notes(config_dict), **kwargs)
 
     @classmethod
     def from_json_file(cls, json_file):
@@ -91,15 +93,25 @@ class RotaryConfigMixin(_Made):
     def to_diff_dict(self) -> dict:
         """What is written to files."""
         values = super().to_diff_dict()
-        if self._carrier is not None:
-            values[self._carrier] = {"value": getattr(self, self._carrier), NOTE: HOW_TO_LOAD}
+        _add_note(values, self)
+        for name in self.rotary_parts:
+            _add_note(values[name], getattr(self, name))
         return values
 
 
-def _without_note(value):
-    return value["value"] if isinstance(value, dict) and NOTE in value else value
+def _add_note(values: dict, config: PreTrainedConfig) -> None:
+    carrier = _carrier(config.plain_class if isinstance(config, RotaryConfigMixin) else type(config))
+    if carrier is not None:
+        values[carrier] = {"value": getattr(config, carrier), NOTE: HOW_TO_LOAD}
 
 
+def _without_notes(value):
+    if not isinstance(value, dict):
+        return value
+    return value["value"] if NOTE in value else {name: _without_notes(inner) for name, inner in value.items()}
+
+
+@functools.cache
 def _carrier(plain: type[PreTrainedConfig]) -> str | None:
     """The first field that refuses dictionaries."""
     fields = {**plain.__dataclass_fields__}
@@ -178,6 +190,9 @@ def patch_in_place(model: nn.Module, plans: list, encodings: list[nn.Module] | N
             planned.config = _within(path, planned.config)
             if not isinstance(outermost.config, RotaryConfigMixin):
                 _replace_config(outermost, _with_patch(outermost.config, planned.config))
+            own = {id(module.config) for _, module in around}
+            names = [name for name in outermost.config.sub_configs if id(getattr(outermost.config, name, None)) in own]
+            outermost.config.rotary_parts = sorted({*outermost.config.rotary_parts, *names})
     attach(plans, encodings)
 
 
@@ -212,7 +227,7 @@ def _with_patch(config: PreTrainedConfig, patch: RotaryPatchConfig) -> PreTraine
 def _without_patch(config: PreTrainedConfig) -> None:
     """Undo [`_with_patch`], in place."""
     config.__class__ = config.plain_class
-    del config.rotary_patch
+    del config.rotary_patch, config.rotary_parts
     code = f"{__name__.rpartition('.')[2]}."
     config.auto_map = {name: place for name, place in config.auto_map.items() if code not in place}
     if not config.auto_map:
@@ -264,9 +279,11 @@ def rotary_class(plain: type[PreTrainedModel]) -> type[PreTrainedModel]:
     The class with rotations of a model class. Those of classes that transformers does not export, see
     [`is_restorable`], reload in a process that makes them so again: `rotary_class(MyModel).from_pretrained(…)`.
     """
-    classes = _classes(plain.config_class)
+    # Classes of users may leave it out.
+    config = plain.config_class or PreTrainedConfig
+    classes = _classes(config)
     if plain not in classes:
-        classes[plain] = _make_model(plain, classes[plain.config_class])
+        classes[plain] = _make_model(plain, classes[config])
     return classes[plain]
 
 
@@ -324,7 +341,6 @@ def _make_config(plain: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         plain_class = plain
         rotary_patch: dict | None = None
         _auto_class = None
-        _carrier = _carrier(plain)
 
     parts = [plain, *(kind for kind in plain.sub_configs.values() if kind is not None)]
     if any("rope" in name for part in parts for name in getattr(part, "__dataclass_fields__", ())):

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..models.modeling_patched import RotaryModelMixin
-from ..models.rotary_patch import Plan, RotaryPatchConfig, plan
+from ..models.rotary_patch import Plan, RotaryPatchConfig, patched_towers, plan
 from ..models.vision_towers import linear_layer, projections
 from ..storage.loading import local_path
 from ..storage.saved_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .apply import attach_plans, require_patched
+from .apply import attach_plans, is_patched, require_patched
 
 
 SKETCH_SIZE = 32
@@ -100,7 +100,8 @@ def load_rotary(
     model: nn.Module, source: str | Path, revision: str | None = None, check_weights: bool = True
 ) -> nn.Module:
     """
-    Patch an unpatched model with rotations that [`save_rotary`] wrote, in place.
+    Patch a model with rotations that [`save_rotary`] wrote, in place; a model that is patched so already gets their
+    values.
 
     Args:
         source: Directory, or repository on the Hub.
@@ -112,19 +113,46 @@ def load_rotary(
         The same model.
 
     Raises:
-        ValueError: before anything is changed, if the files cannot be read, the rotations do not fit the model, tensors
-            are missing, left over or not finite, or the weights are others.
+        ValueError: before anything is changed, if the files cannot be read, the rotations do not fit the model, which
+            may be patched in another way, tensors are missing, left over or not finite, or the weights are others.
     """
     config, bases, tensors = read_adapter(source, revision)
+    require_same_patch(model, config, source)
+    if is_patched(model):
+        current = stored_parameters(model)
+        names = sorted(current.keys() | tensors.keys())
+        if unlike := [name for name in names if not _fits(current.get(name), tensors.get(name))]:
+            raise ValueError(f"{source} does not contain finite values of the model's shapes for {', '.join(unlike)}.")
+        with torch.no_grad():
+            for name, value in tensors.items():
+                current[name].copy_(value)
+        return model
     plans = plan(model, config)
     if len(plans) != len(bases):
-        raise ValueError(f"{source} holds rotations for {len(bases)} vision towers; there are {len(plans)}.")
+        raise ValueError(f"{source} contains rotations for {len(bases)} vision towers; there are {len(plans)}.")
     for planned, saved in zip(plans, bases):
         _check_base(planned, saved, source, check_weights)
     encodings = [_load_encoding(index, planned, tensors, source) for index, planned in enumerate(plans)]
     if tensors:
-        raise ValueError(f"{source} holds tensors that this encoding does not have: {sorted(tensors)}.")
+        raise ValueError(f"{source} contains tensors that this encoding does not have: {sorted(tensors)}.")
     return attach_plans(model, plans, encodings)
+
+
+def require_same_patch(model: nn.Module, config: RotaryPatchConfig, source: str | Path) -> None:
+    """Raises `ValueError` if a model is patched, and not as `config` says."""
+    for _, tower in patched_towers(model):
+        # The weight of a table that fades changes during training.
+        patch, saved = ({**each.to_dict(), "absolute_weight": None} for each in (tower.rotary_patch.config, config))
+        if differing := {name: (patch[name], saved[name]) for name in patch if patch[name] != saved[name]}:
+            shown = ", ".join(f"{name}={here!r} here, {there!r} there" for name, (here, there) in differing.items())
+            raise ValueError(
+                f"{model._get_name()} is patched in another way than the rotations of {source} ({shown}); unpatch it "
+                "first."
+            )
+
+
+def _fits(parameter: torch.Tensor | None, value: torch.Tensor | None) -> bool:
+    return None not in (parameter, value) and parameter.shape == value.shape and bool(value.isfinite().all())
 
 
 def _file(source: str | Path, name: str, revision: str | None) -> Path:
@@ -219,7 +247,7 @@ def _check_base(planned: Plan, saved: dict, source: str | Path, check_weights: b
     differing = [name for name in found if name != "weights" and not _agree(found[name], saved.get(name))]
     if differing:
         raise ValueError(
-            f"{source} holds rotations for another model: "
+            f"{source} contains rotations for another model: "
             + "; ".join(f"{name} {saved.get(name)} there, {found[name]} here" for name in differing)
             + "."
         )
@@ -252,10 +280,10 @@ def _load_encoding(index: int, planned: Plan, tensors: dict, source: str | Path)
         name = full_name.rpartition(".")[2]
         saved = tensors.pop(f"{index}.{name}", None)
         if saved is not None and not (saved.is_floating_point() and saved.isfinite().all()):
-            raise ValueError(f"{source} holds {name} with values that are not finite numbers: nothing was loaded.")
+            raise ValueError(f"{source} contains {name} with values that are not finite numbers: nothing was loaded.")
         if saved is None or saved.shape != parameter.shape:
             raise ValueError(
-                f"{source} holds {name} of shape {None if saved is None else tuple(saved.shape)}; this model needs "
+                f"{source} contains {name} of shape {None if saved is None else tuple(saved.shape)}; this model needs "
                 f"{tuple(parameter.shape)}."
             )
         parameter.data = saved

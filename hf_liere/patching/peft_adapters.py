@@ -16,8 +16,8 @@ from transformers.utils import cached_file
 
 from ..models.modeling_patched import TYPE_PREFIX
 from ..storage.saved_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .adapters import load_rotary, read_adapter, stored_parameters, write_rotations
-from .apply import is_patched, require_patched
+from .adapters import load_rotary, read_adapter, require_same_patch, stored_parameters, write_rotations
+from .apply import is_patched
 
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -49,36 +49,19 @@ def restore_rotations(model: nn.Module, source: str | Path, is_loaded: bool = Fa
             )
         return
     _find(source, ADAPTER_WEIGHTS, place)
-    if not is_patched(model):
-        load_rotary(model, path.parent)
-        return
     config, _, tensors = read_adapter(path.parent)
-    towers = require_patched(model)
-    own = [tower.rotary_patch.config.to_dict() for _, tower in towers]
-    if any(_without_weight(patch) != _without_weight(config.to_dict()) for patch in own):
-        raise ValueError(
-            f"The adapter {source} was trained with {config}, but {model._get_name()} is patched with "
-            f"{towers[0][1].rotary_patch.config}; unpatch it first."
-        )
-    if names:
+    require_same_patch(model, config, source)
+    if is_patched(model) and names:
         # Trained copies (`modules_to_save`) are loaded by peft.
         return
-    current = stored_parameters(model)
-    if not is_loaded and _has_adapters(model):
-        differing = [name for name, value in tensors.items() if not torch.equal(value, current[name].detach().cpu())]
-        if differing:
+    if is_patched(model) and not is_loaded and _has_adapters(model):
+        current = stored_parameters(model)
+        if any(not torch.equal(value, current[name].detach().cpu()) for name, value in tensors.items()):
             raise ValueError(
                 f"The adapter {source} has other rotations than the adapters of this model, which share theirs. Train "
                 'them as LoraConfig(…, modules_to_save=["rotary_encoding"]), so that every adapter has its own.'
             )
-    with torch.no_grad():
-        for name, value in tensors.items():
-            current[name].copy_(value)
-
-
-def _without_weight(patch: dict) -> dict:
-    # It may change during training.
-    return {**patch, "absolute_weight": None}
+    load_rotary(model, path.parent)
 
 
 def _has_adapters(model: nn.Module) -> bool:
