@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from patching_cases import CASES, IMAGE, ROTATING, VIT_B, randomize
+from patching_cases import CASES, IMAGE, ROTATING, VIT_B
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from training_helpers import ROOT, assert_same_weights, run_process, small_clip, write_parquet
@@ -22,7 +22,7 @@ from training.clip.arguments import FineTuningArguments, FineTuningTrainingArgum
 from training.clip_finetuning import main
 from training.engine.arguments import AugmentationArguments, DataArguments
 from training.engine.command_line import parse_arguments
-from training.engine.patching import PatchArguments, save_patched
+from training.engine.patching import PatchArguments
 
 
 SCRIPT = ROOT / "training" / "clip_finetuning.py"
@@ -248,18 +248,6 @@ def test_every_family_leaves_a_whole_model(data, tmp_path):
     model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "patched")
     assert type(model).__name__ == "RotarySiglipForImageClassification"
     assert accuracies(results)["patched", 16] == measured_again(model, data, 16)
-
-
-def test_classes_that_transformers_does_not_export_leave_adapter_and_base(tmp_path):
-    class Derived(transformers.ViTModel):
-        pass
-
-    model = patch(Derived(transformers.ViTConfig(**IMAGE)), RotaryPatchConfig(block_size=4)).eval()
-    randomize(model)
-    save_patched(model, tmp_path, trained_base=True)
-    base = load_rotary(transformers.ViTModel.from_pretrained(tmp_path / "base"), tmp_path / "rotary").eval()
-    images = torch.randn(2, 3, 16, 16)
-    assert torch.equal(base(images).last_hidden_state, model(images).last_hidden_state)
 
 
 @pytest.mark.slow

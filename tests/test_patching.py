@@ -513,13 +513,20 @@ class TestRefusals:
         same_shape = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**IMAGE))
         self.refuse(same_shape, "trained on other weights", load_rotary, tmp_path)
         assert is_patched(load_rotary(same_shape, tmp_path, None, False))
-        self.refuse(model, "is patched already", load_rotary, tmp_path)
+        # Rotations of the same kind are replaced, those of another refused.
+        saved = {name: value.clone() for name, value in rotary_parameters(model)}
+        randomize(model)
+        load_rotary(model, tmp_path)
+        assert all(torch.equal(value, saved[name]) for name, value in rotary_parameters(model))
+        self.refuse(
+            patch(build("clip_vision")[0], RotaryPatchConfig("liere")), "'liere' here, .* there", load_rotary, tmp_path
+        )
         config = json.loads((tmp_path / "rotary_config.json").read_text())
         config["rotary_patch"]["position_encoding"] = "comrope_ap"
         (tmp_path / "rotary_config.json").write_text(json.dumps(config))
         self.refuse(build("clip_vision")[0], "multipliers", load_rotary, tmp_path)
         (tmp_path / "rotary_config.json").unlink()
-        self.refuse(build("clip_vision")[0], "holds no rotary_config.json", load_rotary, tmp_path)
+        self.refuse(build("clip_vision")[0], "contains no rotary_config.json", load_rotary, tmp_path)
 
     @pytest.mark.parametrize(
         "damage, message",

@@ -17,7 +17,7 @@ from ..models.rotary_patch import Plan, RotaryPatchConfig, patched_towers, plan
 from ..models.vision_towers import linear_layer, projections
 from ..storage.loading import local_path
 from ..storage.saved_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .apply import attach_plans, is_patched, require_patched
+from .apply import attach_plans, require_patched
 
 
 SKETCH_SIZE = 32
@@ -58,15 +58,13 @@ def write_rotations(
     if any(config != configs[0] for config in configs):
         raise ValueError(f"The vision towers are patched differently, one adapter cannot contain both: {configs}.")
     names = {id(parameter): name.replace("_fsdp_wrapped_module.", "") for name, parameter in model.named_parameters()}
-    tensors, bases = {}, []
+    tensors = {}
     for stored_name, parameter in stored_parameters(model, adapter).items():
         value = (state_dict or {}).get(names[id(parameter)], parameter).detach()
         # Of a part that FSDP2 left to this process, the whole.
         value = value.full_tensor() if isinstance(value, DTensor) else value
         tensors[stored_name] = value.cpu().contiguous()
-    for tower in towers:
-        attentions = [tower.get_submodule(name) for name in tower.rotary_patch.attention_names]
-        bases.append(_fingerprint(tower, attentions, tower.rotary_patch.base(tower)))
+    bases = [_fingerprint_of_patched(tower) for tower in towers]
     if is_main_process:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -118,7 +116,9 @@ def load_rotary(
     """
     config, bases, tensors = read_adapter(source, revision)
     require_same_patch(model, config, source)
-    if is_patched(model):
+    towers = [tower for _, tower in patched_towers(model)]
+    if towers:
+        _check_bases(bases, [_fingerprint_of_patched(tower) for tower in towers], source, check_weights)
         current = stored_parameters(model)
         names = sorted(current.keys() | tensors.keys())
         if unlike := [name for name in names if not _fits(current.get(name), tensors.get(name))]:
@@ -128,10 +128,11 @@ def load_rotary(
                 current[name].copy_(value)
         return model
     plans = plan(model, config)
-    if len(plans) != len(bases):
-        raise ValueError(f"{source} contains rotations for {len(bases)} vision towers; there are {len(plans)}.")
-    for planned, saved in zip(plans, bases):
-        _check_base(planned, saved, source, check_weights)
+    found = [
+        _fingerprint(planned.tower.module, [attention for _, attention in planned.attentions], planned.base())
+        for planned in plans
+    ]
+    _check_bases(bases, found, source, check_weights)
     encodings = [_load_encoding(index, planned, tensors, source) for index, planned in enumerate(plans)]
     if tensors:
         raise ValueError(f"{source} contains tensors that this encoding does not have: {sorted(tensors)}.")
@@ -202,6 +203,11 @@ def _fingerprint(tower: nn.Module, attentions: list[nn.Module], base: dict) -> d
     return {"model_type": model_type, "layers": len(attentions), **base, "weights": _sketch(attentions)}
 
 
+def _fingerprint_of_patched(tower: nn.Module) -> dict:
+    attentions = [tower.get_submodule(name) for name in tower.rotary_patch.attention_names]
+    return _fingerprint(tower, attentions, tower.rotary_patch.base(tower))
+
+
 def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
     """
     Count sketch of each query and key projection: signed sums of its weights over `SKETCH_SIZE` classes of indices, or
@@ -241,9 +247,14 @@ def _distance(found: list[list[float]], saved: list[list[float]]) -> float:
     return ((found - saved).norm(dim=1) / saved.norm(dim=1).clamp_min(1e-12)).max().item()
 
 
-def _check_base(planned: Plan, saved: dict, source: str | Path, check_weights: bool) -> None:
-    attentions = [attention for _, attention in planned.attentions]
-    found = _fingerprint(planned.tower.module, attentions, planned.base())
+def _check_bases(saved: list[dict], found: list[dict], source: str | Path, check_weights: bool) -> None:
+    if len(found) != len(saved):
+        raise ValueError(f"{source} contains rotations for {len(saved)} vision towers; there are {len(found)}.")
+    for base, fingerprint in zip(saved, found):
+        _check_base(base, fingerprint, source, check_weights)
+
+
+def _check_base(saved: dict, found: dict, source: str | Path, check_weights: bool) -> None:
     differing = [name for name in found if name != "weights" and not _agree(found[name], saved.get(name))]
     if differing:
         raise ValueError(
