@@ -75,11 +75,18 @@ def parser() -> argparse.ArgumentParser:
     verifying = subcommands.add_parser(
         "verify",
         help="compare a published model with a local one",
-        description="Compare every tensor of a published model with a local one, then the outputs of a clean reload.",
+        description="Compare code, every tensor, configuration and processor of a repository with what a push of a "
+        "local model would write. Without --run, no code of the repository runs.",
     )
     verifying.add_argument("folder", help="the local model")
     verifying.add_argument("repo_id", help="repository on the Hub")
     verifying.add_argument("--revision", default="main", help="branch, tag or commit")
+    verifying.add_argument(
+        "--run",
+        action="store_true",
+        dest="runs",
+        help="then load the model with its code in a process without tokens, and compare its outputs",
+    )
     verifying.set_defaults(run=run_verify)
     pulling = subcommands.add_parser(
         "pull",
@@ -318,11 +325,12 @@ def run_push(
     return str(push(folder, repo_id, card=rendered, reload=not no_reload, **options))
 
 
-def run_verify(folder: str, repo_id: str, revision: str) -> str:
+def run_verify(folder: str, repo_id: str, revision: str, runs: bool) -> str:
     from .hub.publishing import verify
 
-    published = verify(folder, repo_id, revision=revision)
-    return f"{published.url}: the same weights {'and outputs ' if published.reloaded else ''}as {folder}"
+    published = verify(folder, repo_id, revision=revision, run=runs)
+    outputs = ", with the same outputs" if published.reloaded else ""
+    return f"{published.url}: what a push of {folder} would write{outputs}"
 
 
 def run_pull(repo_id: str, folder: str | None, revision: str) -> str:

@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..auto import model_class, models_of
 from ..errors import require_libraries
 from ..models.configuration_liere import ROTARY_ENCODINGS
+from ..storage.saved_weights import own_file
 from ..version import __version__
 from .checked_facts import facts_of_run
 from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, inputs_text, pair, size_text
@@ -63,13 +64,14 @@ class Card:
         Raises:
             FactsError: if there is none, it cannot be read, or it was rendered for other weights than those with the
                 digest `weights`.
+            ValueError: if a file of it is a link out of the folder.
         """
         if not (folder / CARD).is_file():
             raise FactsError(f"{folder} holds no {CARD}; accepted: a card there, or facts to render one from (--card).")
         try:
-            text = (folder / CARD).read_text(encoding="utf-8")
+            text = own_file(folder / CARD).read_text(encoding="utf-8")
             names = re.findall(r"!\[[^\]]*\]\(([A-Za-z0-9_.-]+)\)", text)
-            pictures = {name: (folder / name).read_bytes() for name in names}
+            pictures = {name: own_file(folder / name).read_bytes() for name in names}
         except UnicodeDecodeError:
             raise FactsError(f"{folder / CARD} is no text in UTF-8.") from None
         except OSError as error:

@@ -6,12 +6,15 @@ Publishing a checkpoint on the Hub: one commit that holds exactly what a user ne
 The checkpoint is loaded and saved anew into a folder of its own (`stage`), so the repository gets safetensors, a
 configuration whose `auto_map` is complete and the code that belongs to it, but no optimizer states or stray files. That
 folder becomes one commit on top of the commit that was seen last; a commit of someone else in between is reported
-instead of overwritten. What the Hub then lists is compared with the local hashes, and a process without this package
-loads the commit and has to give the same outputs.
+instead of overwritten. What the Hub then lists is compared with the local hashes. The commit is downloaded; a process
+without this package, tokens and connection loads it and has to give the same outputs.
+
+`verify` stages a folder, too, and compares a repository with what would be pushed, before any code of it may run.
 """
 
 import hashlib
 import os
+import site
 import subprocess
 import sys
 import tempfile
@@ -33,17 +36,22 @@ from ..storage.client import (
     token_of,
     translate_hub_errors,
     wait_to_retry,
-    without_tokens,
 )
-from ..storage.saved_weights import ADAPTER_CONFIG, differing_files, file_digest, read_json, saved_weights_digest
+from ..storage.saved_weights import differing_files, file_digest, saved_weights_digest
 from . import reload_check
 from .cards import Card
-from .pulling import Pulled, pull
-from .staging import PROCESSOR_FILES, REPLACED, check_adapter, load_complete, refuse_private, stage
+from .contents import differences, require_known_code, require_same_weights
+from .pulling import pull
+from .staging import REPLACED, refuse_private, secret_scanner, stage
 
 
 logger = logging.get_logger(__name__)
 
+# What the process that runs the code of a commit gets of the environment, which may contain secrets under any name.
+PASSED_VARIABLES = (
+    *("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "SYSTEMROOT"),
+    *("LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TEMP", "TMP", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+)
 # Outputs of two processes with the same weights and code: only the order of float32 sums may differ.
 SAME_OUTPUTS = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -98,7 +106,7 @@ def push(
         private: Whether a repository that is made here is private; `None` means as the account is set.
         parent_commit: The commit this push must come directly after; `None` means the newest.
         max_shard_size: Larger weights are split.
-        reload: Whether a process without this package loads the commit (it downloads everything once).
+        reload: Whether the commit is downloaded and a process without this package loads it.
         api: Client with endpoint and token; `None` means those of the environment.
 
     Returns:
@@ -110,6 +118,8 @@ def push(
         HubError: for whatever else the Hub refused, and if it does not hold or load what was sent.
     """
     api, folder = api or HfApi(), Path(folder)
+    # Where it is missing, this is known before a large model is read.
+    secret_scanner()
     with tempfile.TemporaryDirectory(prefix="hf_liere-") as temporary:
         staged = Path(temporary) / "checkpoint"
         model = stage(folder, staged, max_shard_size)
@@ -120,7 +130,8 @@ def push(
         options = {"revision": revision, "private": private, "parent_commit": parent_commit, "api": api}
         published = publish(staged, repo_id, message=message or f"Publish {kind}", **options)
         if reload and model is not None:
-            published = check_reload(model, published, api)
+            pulled = pull(repo_id, revision=published.commit, api=api, cache_dir=Path(temporary) / "hub")
+            published = check_reload(model, published, pulled.folder)
     if card.license is None:
         logger.warning(
             "No licence was chosen for these weights, and the card says so; `hf-liere push --license NAME`, "
@@ -271,34 +282,31 @@ def compare(folder: Path, published: Published, api: HfApi) -> None:
         )
 
 
-def check_reload(model: PreTrainedModel, published: Published, api: HfApi) -> Published:
+def check_reload(model: PreTrainedModel, published: Published, folder: Path) -> Published:
     """
-    Load a commit in a process of its own, with an empty cache and the code of the commit, and compare its outputs;
-    returns the commit marked as `reloaded`.
+    Load the files of a commit in a process of its own, which runs their code and gets neither tokens nor a connection
+    to the Hub, and compare its outputs; returns the commit marked as `reloaded`.
 
     Raises:
         HubError: if it does not load, or gives other outputs than the model here.
     """
     with tempfile.TemporaryDirectory(prefix="hf_liere-") as home:
         output = Path(home) / "outputs.safetensors"
-        environment = {**os.environ, "HF_HOME": home, "HF_ENDPOINT": api.endpoint, "HF_HUB_OFFLINE": "0"}
-        for name in ("HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_XET_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN"):
-            environment.pop(name, None)
-        token = token_of(api)
-        if token:
-            environment["HF_TOKEN"] = token
+        environment = {name: value for name, value in os.environ.items() if name.upper() in PASSED_VARIABLES}
+        # Libraries that a user has installed for herself lie in her home.
+        environment |= {"HOME": home, "HF_HOME": home, "HF_HUB_OFFLINE": "1", "PYTHONUSERBASE": site.getuserbase()}
         # Passed as text: run as a file, its folder would come first on the path and shadow modules of the same names.
         source = Path(reload_check.__file__).read_text(encoding="utf-8")
-        command = [sys.executable, "-c", source, published.repo_id, published.commit, str(output)]
+        command = [sys.executable, "-c", source, str(folder.resolve()), str(output)]
         process = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)
         if process.returncode:
             reason = "\n".join(process.stderr.strip().splitlines()[-3:])
-            raise HubError(f"{published.url} was written but does not load: {without_tokens(api, reason)}")
+            raise HubError(f"{published.url} does not load: {reason}")
         theirs = load_file(output)
     ours = reload_check.outputs(model)
     different = [name for name in ours.keys() | theirs.keys() if not _close(ours.get(name), theirs.get(name))]
     if different:
-        raise HubError(f"{published.url} was written but gives other outputs than the model here: {different}.")
+        raise HubError(f"{published.url} gives other outputs than the model here: {different}.")
     return replace(published, reloaded=True)
 
 
@@ -308,47 +316,36 @@ def _close(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     return torch.allclose(first, second, **SAME_OUTPUTS)
 
 
-def verify(folder: str | Path, repo_id: str, *, revision: str = "main", api: HfApi | None = None) -> Published:
+def verify(
+    folder: str | Path, repo_id: str, *, revision: str = "main", run: bool = False, api: HfApi | None = None
+) -> Published:
     """
-    Compare a published model or adapter with the local one: every tensor, then the outputs of a clean reload.
+    Compare a repository with what [`push`] would make of a folder: code, tensors, configuration, processor and records.
+
+    Code may also be that of the folder itself, which another version of this package has saved.
+
+    Args:
+        folder, repo_id, revision: As for [`push`].
+        run: Whether the model is loaded then, as [`check_reload`] does, with the code that was compared.
 
     Raises:
-        HubError: if weights, processor or the configuration of an adapter differ, or the repository does not load or
-            gives other outputs.
-        ValueError: before anything is asked of the Hub, if the folder holds none of our models.
+        HubError: which names what differs, or if the repository does not load or gives other outputs.
+        ValueError: before anything is asked of the Hub, if the folder holds nothing that could be pushed.
     """
     api, folder = api or HfApi(), Path(folder)
-    ours = saved_weights_digest(folder)
-    is_adapter = (folder / ADAPTER_CONFIG).is_file()
-    model = check_adapter(folder) if is_adapter else load_complete(folder)
     with tempfile.TemporaryDirectory(prefix="hf_liere-") as temporary:
-        pulled = pull(
-            repo_id, Path(temporary) / "pulled", revision=revision, api=api, cache_dir=Path(temporary) / "hub"
-        )
-        commit = pulled.commit
-        try:
-            theirs = saved_weights_digest(pulled.folder)
-        except ValueError:
-            raise HubError(f"{repo_id} at {commit} holds no weights that can be read.") from None
-        if ours != theirs:
-            raise HubError(f"{repo_id} at {commit} holds other weights ({theirs[:12]}…) than {folder} ({ours[:12]}…).")
-        # Equal outputs do not show that processors are equal, and an adapter is not run at all.
-        names = (ADAPTER_CONFIG, *PROCESSOR_FILES) if is_adapter else PROCESSOR_FILES
-        if other := [name for name in names if (folder / name).is_file() and not _same_settings(folder, pulled, name)]:
-            raise HubError(f"{repo_id} at {commit} holds no or another {', '.join(other)} than {folder}.")
-        files = tuple(sorted(path.name for path in pulled.folder.iterdir()))
-        published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", files)
-        if model is not None:
-            published = check_reload(model, published, api)
+        staged = Path(temporary) / "staged"
+        model = stage(folder, staged)
+        pulled = pull(repo_id, revision=revision, api=api, cache_dir=Path(temporary) / "hub")
+        place = f"{repo_id} at {pulled.commit}"
+        coded = require_known_code(pulled.folder, (staged, folder), place)
+        require_same_weights(staged, pulled.folder, place)
+        if differing := differences(staged, coded, pulled.folder, model and type(model.config)):
+            raise HubError(f"{place} is not what a push of {folder} would make of it: {'; '.join(differing)}.")
+        paths = sorted(path for path in pulled.folder.rglob("*") if path.is_file())
+        files = tuple(path.relative_to(pulled.folder).as_posix() for path in paths)
+        url = f"{api.endpoint}/{repo_id}/tree/{pulled.commit}"
+        published = Published(repo_id, pulled.commit, url, files)
+        if run and model is not None:
+            published = check_reload(model, published, pulled.folder)
     return published
-
-
-def _same_settings(folder: Path, pulled: Pulled, name: str) -> bool:
-    """Whether a file is the same in both folders, apart from the code that a push adds to the file of a processor."""
-    both = [place / name for place in (folder, pulled.folder)]
-    if not both[1].is_file():
-        return False
-    if not name.endswith(".json"):
-        return both[0].read_bytes() == both[1].read_bytes()
-    ours, theirs = ({key: value for key, value in read_json(path).items() if key != "auto_map"} for path in both)
-    return ours == theirs

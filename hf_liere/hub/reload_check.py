@@ -1,10 +1,11 @@
 """
 What a user gets who loads a published model without this package: run by [`publishing`] in a process of its own.
 
-    python reload_check.py REPOSITORY COMMIT OUTPUT
+    python reload_check.py FOLDER OUTPUT
 
-It loads the model with the code of that commit, runs it on fixed inputs and writes its outputs as safetensors. Because
-that process must not import this package, it does not use the package's loader and looks at the keys by itself.
+It loads the files of a commit with the code among them, runs the model on fixed inputs and writes its outputs as
+safetensors. Because that process must not import this package, it does not use the package's loader and looks at the
+keys by itself.
 """
 
 import json
@@ -13,7 +14,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from huggingface_hub import hf_hub_download
 from safetensors.torch import save_file
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -49,23 +49,20 @@ def outputs(model) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def main(repository: str, commit: str, output: str) -> None:
-    config = json.loads(Path(hf_hub_download(repository, "config.json", revision=commit)).read_text(encoding="utf-8"))
+def main(folder: str, output: str) -> None:
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     architecture, auto_map = config["architectures"][0], config["auto_map"]
-    options = {"revision": commit, "output_loading_info": True}
     # AutoBackbone takes configurations only.
     auto_classes = [name for name, to in auto_map.items() if to.endswith(f".{architecture}") and name != "AutoBackbone"]
     if auto_classes:
-        loader = getattr(transformers, auto_classes[0])
-        options |= {"code_revision": commit, "trust_remote_code": True}
+        loader, options = getattr(transformers, auto_classes[0]), {"trust_remote_code": True}
     else:
-        module = auto_map["AutoModel"].partition(".")[0]
-        reference = f"{module}.{architecture}"
-        loader = get_class_from_dynamic_module(reference, repository, revision=commit, code_revision=commit)
-    model, info = loader.from_pretrained(repository, **options)
+        reference = f"{auto_map['AutoModel'].partition('.')[0]}.{architecture}"
+        loader, options = get_class_from_dynamic_module(reference, folder), {}
+    model, info = loader.from_pretrained(folder, output_loading_info=True, **options)
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if wrong:
-        raise SystemExit(f"{repository} at {commit} does not hold exactly the model's weights: {wrong}")
+        raise SystemExit(f"It does not hold exactly the model's weights: {wrong}")
     save_file(outputs(model), output)
 
 

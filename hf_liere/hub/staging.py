@@ -7,19 +7,24 @@ import json
 import re
 import shutil
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
 from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 
 from ..auto import load_checkpoint, model_class
+from ..errors import require_libraries
 from ..patching.adapters import read_adapter
 from ..storage.client import TOKEN, token_of
 from ..storage.loading import CheckpointError
 from ..storage.saved_weights import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    WEIGHTS_INDEX,
     first_line,
+    is_adapter,
+    own_file,
     read_json,
     require_finite,
     require_folder,
@@ -49,11 +54,16 @@ RECORD_FILES = (
     "train_results.json",
     CONVERSION_FILE,
 )
+TEXTS = (".jinja", ".json", ".md", ".py", ".txt", ".yaml")
+STATES = (".bin", ".pt", ".pth")
+# What staging reads of a folder, besides its weights.
+READ_FILES = ("config.json", "generation_config.json", WEIGHTS_INDEX, ADAPTER_CONFIG, *PROCESSOR_FILES, *RECORD_FILES)
 VIDEO_PROCESSOR = "video_processing_liere.LieREVideoProcessor"
 # Files that earlier pushes, ours or Trainer's, may have left in a repository. They are deleted with a new push, because
 # they contradict the new weights; so do records, which describe other weights.
 REPLACED = re.compile(
-    r"^(last-checkpoint|checkpoint-\d+|runs)/|^(pytorch_model|model|adapter_model|rotary)[^/]*\.(bin|safetensors|json)$"
+    r"^(last-checkpoint|checkpoint-\d+|runs)/"
+    r"|^(pytorch_model|model|adapter_(model|config)|rotary)[^/]*\.(bin|safetensors|json)$"
     r"|^(training_args|optimizer|scheduler|scaler)\.(bin|pt)$|^rng_state[^/]*\.pth$|^trainer_state\.json$"
     r"|^(modeling|configuration|video_processing)_[a-z_]+\.py$|^(video_)?preprocessor_config\.json$"
     rf"|^({'|'.join(map(re.escape, (*RECORD_FILES, PICTURE)))})$"
@@ -75,13 +85,16 @@ def stage(folder: str | Path, target: str | Path, max_shard_size: str | int = "5
         The model as it was loaded; `None` for an adapter.
 
     Raises:
-        ValueError: if the folder holds none of our models, its weights are not exactly those of its configuration, or
-            a value of them or a file beside them means nothing.
+        ValueError: if the folder holds none of our models or two, its weights are not exactly those of its
+            configuration, a file is a link out of the folder, or a value of the weights or a file beside them means
+            nothing.
     """
     folder, target = Path(folder), Path(target)
+    for path in (*weight_files(folder), *(folder / name for name in READ_FILES)):
+        own_file(path)
     require_finite(folder)
     target.mkdir(parents=True, exist_ok=True)
-    if (folder / ADAPTER_CONFIG).is_file():
+    if is_adapter(folder):
         model = None
         names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
         check_adapter(folder)
@@ -155,22 +168,44 @@ def complete_video_processor(folder: Path) -> None:
 
 def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> None:
     """
-    Make sure that no text file to be published holds a token or a folder of this machine.
+    Make sure that no file to be published contains a token, key or password, or a folder of this machine. Of weights
+    their metadata are read, of states of training, which are tensors, nothing.
 
     Raises:
-        ValueError: which names the file, not what was found.
+        MissingLibraryError: if the patterns of secrets are not installed.
+        ValueError: which names the file and the kind of secret, not the secret.
     """
-    secrets = {"a token": [token for token in [token_of(api)] if token]}
-    secrets["a folder of this machine"] = [str(place) for place in (Path.home(), *places) if len(place.parts) > 2]
+    scanner = secret_scanner()
+    known = {"a token": [token for token in [token_of(api)] if token]}
+    known["a folder of this machine"] = [str(place) for place in (Path.home(), *places) if len(place.parts) > 2]
     for path in sorted(folder.rglob("*")):
-        if not path.is_file() or path.suffix not in (".json", ".md", ".txt", ".py", ".yaml"):
+        if not path.is_file() or path.suffix in STATES:
             continue
+        name, content = path.relative_to(folder), _searched(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = content.decode("utf-8", errors="strict" if path.suffix in TEXTS else "replace")
         except UnicodeDecodeError:
-            raise ValueError(f"{path.relative_to(folder)} is no text in UTF-8, so nothing was published.") from None
-        found = [what for what, texts in secrets.items() if any(secret in text for secret in texts)]
+            raise ValueError(f"{name} is no text in UTF-8, so nothing was published.") from None
+        found = [what for what, texts in known.items() if any(secret in text for secret in texts)]
         if TOKEN.search(text):
             found.append("a token")
+        # Some patterns only stand beside others and mean nothing alone.
+        found += [f"a secret ({one.rule_id})" for one in scanner.scan(content) if one.visible]
         if found:
-            raise ValueError(f"{path.relative_to(folder)} holds {found[0]}, so nothing was published; remove it there.")
+            raise ValueError(f"{name} holds {found[0]}, so nothing was published; remove it there.")
+
+
+@lru_cache(maxsize=1)
+def secret_scanner():
+    """Kingfisher's patterns of the secrets of some hundred services, which take seconds to compile."""
+    require_libraries("Publishing", "push", "kingfisher_sdk")
+    from kingfisher_sdk import Rules, Scanner
+
+    # Without its cache, which would write to a folder of the user.
+    return Scanner(Rules(cache=False))
+
+
+def _searched(path: Path) -> bytes:
+    """The content of a file, of tensors the header."""
+    with path.open("rb") as file:
+        return file.read(int.from_bytes(file.read(8), "little")) if path.suffix == ".safetensors" else file.read()

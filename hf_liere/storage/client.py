@@ -30,7 +30,8 @@ TransportError = HfHubHTTPError.__bases__[0]
 TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
 ATTEMPTS = 5
 LONGEST_WAIT = 600
-TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
+# Of users and of organisations.
+TOKEN = re.compile(r"(hf|api_org)_[A-Za-z0-9]{20,}")
 
 
 class HubError(RuntimeError):

@@ -16,6 +16,8 @@ from .loading import shards
 # Files of an adapter: rotations that were saved without their model.
 ADAPTER_CONFIG = "rotary_config.json"
 ADAPTER_WEIGHTS = "rotary.safetensors"
+# Which file contains which tensor, where the weights are split.
+WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no json file: {error}.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}; accepted: a json object.")
@@ -48,10 +50,49 @@ def require_folder(folder: Path) -> None:
         raise ValueError(f"{folder} {what}; accepted: the folder of a saved model.")
 
 
+def is_adapter(folder: Path) -> bool:
+    """
+    Whether a folder contains rotations alone, as `save_rotary` writes them.
+
+    Raises:
+        ValueError: if it contains a complete model as well.
+    """
+    adapter, complete = (
+        [name for name in names if (folder / name).is_file()]
+        for names in ((ADAPTER_CONFIG, ADAPTER_WEIGHTS), ("config.json", "model.safetensors", WEIGHTS_INDEX))
+    )
+    if adapter and complete:
+        raise ValueError(
+            f"{folder} contains a complete model ({', '.join(complete)}) and an adapter ({', '.join(adapter)}): move "
+            "the files of the adapter into another folder, and name the folder of the one that is meant."
+        )
+    return bool(adapter)
+
+
+def own_file(path: Path) -> Path:
+    """
+    A file of a saved folder, made sure to be its own: links may lead out of the folder to anything of this machine.
+
+    Raises:
+        ValueError: if it is a link that leads elsewhere. The snapshots of the Hub's cache are links into its blobs.
+    """
+    folder, target = path.parent.resolve(), path.resolve()
+    accepted = [folder]
+    if snapshots := next((parent for parent in folder.parents if parent.name == "snapshots"), None):
+        # Blobs of the repository may be links to those that repositories share.
+        accepted += [snapshots.parent / "blobs", snapshots.parents[1] / "blobs"]
+    if not any(target.is_relative_to(place) for place in accepted):
+        raise ValueError(
+            f"{path} is a link out of its folder, to {target}, and such links are not followed: put the file itself "
+            "there, or remove the link."
+        )
+    return path
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors of a saved model or adapter, without those of another model beside it."""
     require_folder(folder)
-    index = folder / "model.safetensors.index.json"
+    index = folder / WEIGHTS_INDEX
     # transformers looks for the single file first, too.
     if index.is_file() and not (folder / "model.safetensors").is_file():
         return shards(index)
