@@ -12,13 +12,14 @@ from hub_client import ROOT, client, online
 from hub_server import HubServer
 from hub_storage import validate_card
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 
 import hf_liere
 from hf_liere.cli import main
 from hf_liere.hub.cards import NO_LICENSE, PICTURE, Card, push_card, render
 from hf_liere.hub.checked_facts import facts_of_run
-from hf_liere.hub.facts import FOLDER, FactsError, common_facts, load_facts
+from hf_liere.hub.facts import FOLDER, Facts, FactsError, common_facts, load_facts
 from hf_liere.hub.publishing import publish, push
 from hf_liere.hub.run_records import can_be_described
 from hf_liere.storage.client import HubError
@@ -414,12 +415,36 @@ def test_a_card_of_a_run_that_goes_on(run):
 
 
 def test_a_card_of_an_adapter(tmp_path):
-    (tmp_path / "rotary_config.json").write_text(json.dumps({"rotary_patch": {"position_encoding": "comrope_ld"}}))
-    save_file({"0.generators": torch.zeros(1)}, tmp_path / "rotary.safetensors")
-    facts = facts_of_run(tmp_path, saved_weights_digest(tmp_path))
-    text = render(dataclasses.replace(facts, base_model="openai/clip-vit-base-patch16"), "me/x").text
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    clip = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=16, patch_size=4))
+    hf_liere.patch(clip, hf_liere.RotaryPatchConfig(position_encoding="comrope_ld"))
+    hf_liere.save_rotary(clip, tmp_path)
+    digest = saved_weights_digest(tmp_path)
+    text = push_card(tmp_path, digest, "me/x", Facts("A", "comrope_ld", base_model="openai/clip-vit-base-patch16")).text
     assert 'load_rotary(AutoModel.from_pretrained("openai/clip-vit-base-patch16"), repository, revision=' in text
-    assert "yu2025comrope" in text and "trust_remote_code" not in text
+    assert "yu2025comrope" in text and "trust_remote_code" not in text and "adds a table" in text
+    with pytest.raises(FactsError, match="position_encoding is 'liere' in the facts and 'comrope_ld' in"):
+        push_card(tmp_path, digest, "me/x", Facts("A", "liere"))
+
+
+def test_a_card_of_an_adapter_says_what_its_files_say(tmp_path):
+    """And nothing of images, of a table of positions or of accuracy, for rotations of a language model."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50))
+    hf_liere.patch(llama, hf_liere.RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained"))
+    hf_liere.save_rotary(llama, tmp_path)
+    text = push_card(tmp_path, saved_weights_digest(tmp_path), "me/x", license="mit").text
+    parameters = sum(parameter.numel() for parameter in load_file(tmp_path / "rotary.safetensors").values())
+    for line in (
+        "license: mit",
+        "> **Not evaluated.** Nobody has recorded an accuracy of these weights.",
+        "Rotations for the attention of a pretrained `llama` with 3 layers of 2 heads. RoPE-Mixed: query and key",
+        "in the place of `BASE`, which these files do not name",
+        f"| parameters | {parameters} |",
+    ):
+        assert line in text, line
+    prose = re.sub(r"## Citation.*", "", text, flags=re.DOTALL)
+    assert not re.search(r"\b(vision|image|patches|table|absolute)", prose), prose
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,18 @@ def test_a_model_of_tokens_is_published_with_the_card_that_its_owner_writes(save
     assert "loaded in a process of its own" in capsys.readouterr().out
 
 
+def test_an_adapter_without_a_card_gets_one(saved, hub, tmp_path, capsys):
+    folder = tmp_path / "adapter"
+    shutil.copytree(saved["adapter"], folder)
+    (folder / "README.md").unlink()
+    assert main(["push", str(folder), "tester/model", "--license", "mit"]) == 0
+    assert "hashes compared, not loaded" in capsys.readouterr().out
+    files = hub.files("tester/model")
+    assert set(files) == {"README.md", "rotary.safetensors", "rotary_config.json", ".gitattributes"}
+    assert "license: mit" in hub.repo("tester/model").read(files["README.md"]).decode()
+    assert main(["verify", str(folder), "tester/model"]) == 0
+
+
 def test_a_commit_that_does_not_load_is_no_success(ready, saved, hub):
     """The weights are right, the code beside them is not."""
     (ready / "modeling_liere.py").write_text("raise ImportError('broken')\n")

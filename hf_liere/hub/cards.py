@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..auto import model_class, models_of
 from ..errors import require_libraries
 from ..models.configuration_liere import ROTARY_ENCODINGS
-from ..storage.saved_weights import own_file
+from ..storage.saved_weights import is_adapter, own_file
 from ..version import __version__
 from .checked_facts import facts_of_run
 from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, inputs_text, pair, size_text
@@ -139,6 +139,7 @@ def render(facts: Facts, repo_id: str | None = None, folder: str | None = None) 
         shown_classes=SHOWN_CLASSES,
         examples="clips" if video else "images",
         folder=folder,
+        adapter=facts.architecture == "adapter",
         **_snippet(facts, repo_id),
     )
     return Card(re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n", pictures)
@@ -174,7 +175,8 @@ def push_card(
     license: str | None = None,
 ) -> Card:
     """
-    The card to publish a folder with: rendered from facts and records, or, without either, the one that lies there.
+    The card to publish a folder with: rendered from facts and records, or, without either, the one that lies there. Of
+    an adapter without one it says what the adapter does.
 
     Args:
         license: As the Hub calls it; `None` leaves the choice to the facts, or to nobody.
@@ -182,14 +184,16 @@ def push_card(
     Raises:
         FactsError: if the facts hold no figure measured with these weights, or contradict the checkpoint, its records
             or `license`.
+        ValueError: if the folder contains both a complete model and an adapter.
     """
     folder = Path(folder)
+    describes_itself = is_adapter(folder) and not (folder / CARD).is_file()
     has_records = (folder / RESULTS_FILE).is_file() and can_be_described(folder)
-    if facts is None and not evaluations and not has_records:
+    if facts is None and not evaluations and not has_records and not describes_itself:
         card = Card.read(folder, weights)
         return card.with_license(license) if license else card
     known = facts_of_run(folder, weights, facts, evaluations, title=repo_id.rpartition("/")[2])
-    if known.status in ("not trained", "not evaluated"):
+    if known.status in ("not trained", "not evaluated") and known.architecture != "adapter":
         raise FactsError(
             f"{known.title} is {known.status}: there is no figure measured with these weights. Evaluate them with "
             "training/image_classification.py --do_eval and pass its output folder (--evaluation)."

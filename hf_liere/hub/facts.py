@@ -34,6 +34,7 @@ MODEL_FIELDS = (
     "num_attention_heads",
     "intermediate_size",
     "pooling",
+    "base_model_type",
 )
 DATA_FIELDS = (
     "name",
@@ -141,10 +142,11 @@ class Facts:
 
     @property
     def status(self) -> str:
-        """`"measured"`, `"in training"`, `"not evaluated"` (converted weights that are there) or `"not trained"`."""
+        """`"measured"`, `"in training"`, `"not evaluated"` (but the weights are there) or `"not trained"`."""
         if self.progress or self.results:
             return "in training" if self.progress else "measured"
-        return "not evaluated" if self.converted_from and self.weights else "not trained"
+        exists = self.weights and (self.converted_from or self.architecture == "adapter")
+        return "not evaluated" if exists else "not trained"
 
 
 def _accepts(annotation: Any, value: Any) -> bool:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..auto import model_class
-from ..storage.saved_weights import ADAPTER_CONFIG, first_line, read_json
+from ..patching.adapters import read_adapter
+from ..storage.saved_weights import first_line, is_adapter, read_json
 from .facts import METRICS, FactsError, common_facts
 
 
@@ -57,12 +58,17 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
         FactsError: if its configuration cannot be read or is none of our models', or of a model of tokens, which no
             card describes.
     """
-    if (folder / ADAPTER_CONFIG).is_file():
-        adapter = record(folder, ADAPTER_CONFIG)
-        patch, base = part(adapter, "rotary_patch", ADAPTER_CONFIG), adapter.get("base") or [{}]
-        shapes = {"num_hidden_layers": base[0].get("layers"), "num_attention_heads": base[0].get("heads")}
-        model = {**patch, **{name: value for name, value in shapes.items() if value is not None}}
-        return {"architecture": "adapter", "encoding": patch.get("position_encoding"), "model": model}
+    if is_adapter(folder):
+        try:
+            patch, (base, *_), _ = read_adapter(folder)
+        except ValueError as error:
+            raise FactsError(str(error)) from None
+        shapes = {"num_hidden_layers": base["layers"], "num_attention_heads": base["heads"]}
+        model = {**patch.to_dict(), **shapes, "base_model_type": base["model_type"]}
+        if patch.rotary_init == "pretrained":
+            # Models that rotate by themselves have no table of positions to keep.
+            del model["keep_absolute"]
+        return {"architecture": "adapter", "encoding": patch.position_encoding, "model": model}
     architectures = record(folder, "config.json").get("architectures") or [None]
     try:
         cls = model_class(architectures[0])

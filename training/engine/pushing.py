@@ -24,7 +24,7 @@ from hf_liere.hub.cards import push_card, render
 from hf_liere.hub.checked_facts import facts_of_run
 from hf_liere.hub.publishing import Published, ensure_repository, publish, push
 from hf_liere.hub.pulling import pull
-from hf_liere.hub.staging import PROCESSOR_FILES, refuse_private
+from hf_liere.hub.staging import PROCESSOR_FILES, refuse_private, secret_scanner
 from hf_liere.storage.client import HubError, translate_hub_errors
 from hf_liere.storage.saved_weights import saved_weights_digest, weight_files
 from training.engine.arguments import RunArguments
@@ -46,9 +46,10 @@ class HubPushes:
     """A mixin before `Trainer` that replaces its pushes."""
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Trainer calls it before training: a token that may not write is found now."""
+        """Trainer calls it before training: a token that may not write, and what pushes need, are found now."""
         if not self.is_world_process_zero():
             return
+        secret_scanner()
         api = hub_client(self.args)
         name = self.args.hub_model_id or Path(self.args.output_dir).resolve().name
         with translate_hub_errors(api, name):
