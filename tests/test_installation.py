@@ -207,7 +207,7 @@ def test_every_command_without_any_extra(installed, tiny, tmp_path):
         ("predict", "model", "picture.png"): (1, "needs PIL; in a checkout of hf_liere, pip install -e '.[inspect]'"),
         ("push", "model", "tester/model"): (
             1,
-            "needs kingfisher_sdk; in a checkout of hf_liere, pip install -e '.[push]'",
+            "needs kingfisher_sdk; in a checkout of hf_liere, pip install -e '.[pu",
         ),
         ("verify", "model", "tester/model"): (1, "HF_HUB_OFFLINE is set"),
         ("pull", "tester/model", "pulled"): (1, "HF_HUB_OFFLINE is set"),

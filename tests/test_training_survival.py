@@ -1,17 +1,22 @@
 """Runs that are killed, stopped, or out of disk: what they leave is whole, and going on ends at the same weights."""
 
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from training_helpers import ROOT, SCRIPT, TINY_MODEL, TINY_RUN, assert_same_weights, main, train, write_parquet
 
+from training.engine.messages import lost_worker
 from training.engine.saving import ASIDE, last_complete_checkpoint
 
 
@@ -96,6 +101,29 @@ def test_a_half_written_checkpoint_is_never_picked_up(whole, flags, tmp_path):
     (tmp_path / "checkpoint-20" / "trainer_state.json").write_text("{}")
     assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
     assert last_complete_checkpoint(whole) == str(whole / LAST)
+
+
+def test_a_worker_that_dies_is_one_sentence(flags, tmp_path):
+    workers = ["--dataloader_num_workers", 2, "--dataloader_persistent_workers", "true"]
+    process = start(tmp_path, [*flags, *workers, "--logging_steps", 1])
+    read_until_it_learns(process)
+    psutil.Process(process.pid).children()[-1].kill()
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 1 and "Traceback" not in output, output
+    # A line of the log that is still open may come before it. What is noticed while saving names the checkpoint, too.
+    assert re.search(r"error: .*a worker that reads data died \(.*--dataloader_num_workers.*\n$", output), output
+
+
+def test_an_example_that_cannot_be_read_is_no_dead_worker(tmp_path):
+    """Neither in a worker, whose error comes back, nor in the process itself."""
+    for workers in (0, 1):
+        with pytest.raises(FileNotFoundError) as caught:
+            next(iter(DataLoader([1], num_workers=workers, collate_fn=partial(open_first, tmp_path / "absent"))))
+        assert not lost_worker(caught.value)
+
+
+def open_first(path, batch):
+    path.open()
 
 
 @pytest.mark.parametrize(

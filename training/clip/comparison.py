@@ -100,7 +100,9 @@ class Comparison:
         if not self.images.named:
             raise InputError("--head zero_shot: the data set only numbers its classes; accepted: classes with names.")
         arguments = self.model_args
-        return AutoTokenizer.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
+        return AutoTokenizer.from_pretrained(
+            arguments.model_name_or_path, revision=arguments.model_revision, trust_remote_code=False
+        )
 
     def _resolve_patches(self) -> dict[str, RotaryPatchConfig | None]:
         """What to patch for each subfolder of the results; the empty name is the folder itself."""
@@ -270,6 +272,7 @@ def _load_zero_shot(arguments: FineTuningArguments, config: PreTrainedConfig) ->
             arguments.model_name_or_path,
             revision=arguments.model_revision,
             config=config,
+            trust_remote_code=False,
             dtype=torch.float32,
             output_loading_info=True,
         )

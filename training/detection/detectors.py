@@ -138,7 +138,11 @@ def build_detector(
             raise InputError(f"The checkpoint finds {list(config.id2label.values())}, the data hold {names}.")
         with loadable("--model_name_or_path", arguments.model_name_or_path):
             model, loading = AutoModelForObjectDetection.from_pretrained(
-                arguments.model_name_or_path, revision=arguments.model_revision, config=config, output_loading_info=True
+                arguments.model_name_or_path,
+                revision=arguments.model_revision,
+                config=config,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
         require_loaded_keys(loading, arguments.model_name_or_path)
         return model

@@ -110,7 +110,7 @@ def checkpoint_config(flag: str, name: str, revision: str = "main") -> PreTraine
         HubError: if it is on the Hub, which does not answer or refuses.
     """
     with loadable(flag, name):
-        return AutoConfig.from_pretrained(name, **loading_options(name, revision))
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, **loading_options(name, revision))
 
 
 @contextlib.contextmanager
@@ -182,7 +182,9 @@ def resolve_processor(
     if arguments.model_name_or_path is not None:
         try:
             auto_class = AutoVideoProcessor if is_video else AutoImageProcessor
-            saved = auto_class.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
+            saved = auto_class.from_pretrained(
+                arguments.model_name_or_path, revision=arguments.model_revision, trust_remote_code=False
+            )
             mean, std, resample = saved.image_mean, saved.image_std, int(saved.resample)
             if max_num_patches is None and hasattr(data_arguments, "max_num_patches"):
                 max_num_patches = getattr(saved, "max_num_patches", None)
@@ -300,6 +302,7 @@ def build_model(
             arguments.model_name_or_path,
             revision=arguments.model_revision,
             config=config,
+            trust_remote_code=False,
             # Weights in half precision would lose small updates; with --bf16 the computation is still in bfloat16.
             dtype=torch.float32,
             ignore_mismatched_sizes=not keeps_head,

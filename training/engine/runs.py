@@ -18,6 +18,7 @@ from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_weights import saved_weights_digest, weights_digest
 from training.engine.arguments import RunArguments
+from training.engine.messages import lost_worker, reason
 from training.engine.pushing import fetch_checkpoint, warn_of_other_settings
 from training.engine.records import (
     CONFIG_FILE,
@@ -47,8 +48,12 @@ def start(main: Callable[[], Any]) -> None:
             time.sleep(0.2)
     except (InputError, HubError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
-    except OSError as error:
-        if error.errno not in NO_SPACE:
+    except (OSError, EOFError, RuntimeError) as error:
+        if lost_worker(error):
+            # The news of its death may still be on their way, and would raise once more.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            sys.exit(f"error: {reason(error)}.")
+        if getattr(error, "errno", None) not in NO_SPACE:
             raise
         sys.exit(f"error: {error.strerror}: {error.filename or 'a file'} could not be written.")
     except KeyboardInterrupt:

@@ -103,7 +103,7 @@ def resolve_tokenizer(arguments: LanguageModelArguments, config: PreTrainedConfi
         given = "--tokenizer_name" if arguments.tokenizer_name else "--model_name_or_path"
         with loadable(given, name):
             revision = "main" if arguments.tokenizer_name else arguments.model_revision
-            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     if arguments.model_name_or_path is None:
         if "vocab_size" not in json.loads(arguments.config_overrides or "{}"):
             config.vocab_size = len(tokenizer)

@@ -93,6 +93,7 @@ def build_model(
                 name,
                 revision="main" if adapters else arguments.model_revision,
                 config=config,
+                trust_remote_code=False,
                 # Weights in half precision would lose small updates; with --bf16 the computation is in bfloat16.
                 dtype=torch.float32,
                 output_loading_info=True,
