@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         "verify",
         help="compare a published model with a local one",
         description="Compare code, every tensor, configuration and processor of a repository with what a push of a "
-        "local model would write. Without --run, no code of the repository runs.",
+        "local model would write. No code of the repository runs, unless it is what was expected and --run is given.",
     )
     verifying.add_argument("folder", help="the local model")
     verifying.add_argument("repo_id", help="repository on the Hub")
@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     pulling = subcommands.add_parser(
         "pull",
         help="download a model and compare its files with the Hub's hashes",
-        description="Download a repository and compare every file with the hash that the Hub lists; execute nothing.",
+        description="Download a repository and compare every file with the hash that the Hub lists. No code runs.",
     )
     pulling.add_argument("repo_id", help="repository on the Hub")
     pulling.add_argument("folder", nargs="?", help="folder to write; without one, the files stay in the Hub's cache")
@@ -100,7 +100,8 @@ def parser() -> argparse.ArgumentParser:
     card = subcommands.add_parser(
         "card",
         help="print the model card that facts give",
-        description="Print the model card of a facts file; figures without a measurement are called not measured.",
+        description="Print the model card of a facts file; figures without a measurement are called not measured. No "
+        "code runs.",
     )
     card.add_argument("facts", help="a yaml file, or the name of one in model_cards/")
     card.set_defaults(run=run_card)
@@ -121,7 +122,7 @@ def _add_convert(subcommands) -> None:
         help="an official or pretrained checkpoint to a directory that from_pretrained reads",
         description="Convert a checkpoint of LieRE, ComRoPE, rope-vit, timm, ViT, DeiT, CLIP or DINOv3. The options "
         "supply what the shapes of its tensors do not determine; their defaults are in the documentation of "
-        "hf_liere.conversion.checkpoints.",
+        "hf_liere.conversion.checkpoints. No code of the checkpoint runs.",
     )
     convert.add_argument("checkpoint", nargs="?", help="file, directory or repository on the Hub")
     convert.add_argument("output", nargs="?", help="directory to write; it must not exist or be empty")
@@ -147,7 +148,7 @@ def _add_upgrade(subcommands) -> None:
         description="Write a model that computes what a checkpoint computes and has more to learn: a pretrained ViT "
         "with rotations that start at zero, RoPE-Mixed as LieRE, larger blocks, a position table for larger images. "
         "Which upgrades exist is in the documentation of hf_liere.conversion.upgrades; others are refused with the "
-        "reason.",
+        "reason. No code of the checkpoint runs.",
     )
     upgrading.add_argument("checkpoint", help="a model of this package, or a checkpoint that `hf-liere convert` reads")
     upgrading.add_argument("output", help="directory to write; it must not exist or be empty")
@@ -168,7 +169,8 @@ def _add_export(subcommands) -> None:
         "export",
         help="a saved model to an ONNX file or a torch.export archive",
         description="Write a saved model for inference outside of Python and compare the outputs of what was written "
-        "with the model's. Which encodings take inputs of any size is in the documentation of hf_liere.export.",
+        "with the model's. Which encodings take inputs of any size is in the documentation of hf_liere.export. No code "
+        "of the checkpoint runs.",
     )
     export.add_argument("checkpoint", help="directory or repository on the Hub")
     export.add_argument("output", help="file to write, ending in .onnx or .pt2")
@@ -185,7 +187,7 @@ def _add_inspect(subcommands) -> None:
         "inspect",
         help="a report of what a model's position encoding has learned, where the model looks and what it costs",
         description="Write report.html, one page that needs no network, and the numbers behind it, analysis.json and "
-        "analysis.npz. Without images attention is left out.",
+        "analysis.npz. Without images attention is left out. No code of the checkpoint runs, unless it is trusted.",
     )
     inspecting.add_argument("checkpoint", help="directory or repository on the Hub")
     inspecting.add_argument("--output", required=True, help="directory to write; it must not exist or be empty")
@@ -216,7 +218,8 @@ def _add_predict(subcommands) -> None:
     predicting = subcommands.add_parser(
         "predict",
         help="what a classifier says about images, and how sure it is",
-        description="Print the most probable classes of images or videos, which the checkpoint's processor prepares.",
+        description="Print the most probable classes of images or videos, which the checkpoint's processor prepares. "
+        "No code of the checkpoint runs, unless it is trusted.",
     )
     predicting.add_argument("checkpoint", help="directory or repository on the Hub")
     predicting.add_argument("files", nargs="+", metavar="FILE", help="images, videos or .npy clips")
@@ -238,7 +241,8 @@ def _add_push(subcommands) -> None:
         help="publish a saved model as one commit and check it",
         description="Publish the output of a training script, of `hf-liere convert`, of save_pretrained or of "
         "save_rotary: one commit with weights, configuration, code, processor, card, recipe and metrics. Its hashes "
-        "are compared and it is loaded again in a process of its own.",
+        "are compared and it is downloaded and loaded again with its code, which is that of this package, in a process "
+        "without tokens. Secrets and links out of the folder are refused.",
     )
     pushing.add_argument("folder", help="the saved model")
     pushing.add_argument("repo_id", help="repository on the Hub; made if it does not exist")

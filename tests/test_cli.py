@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from test_conversion import Code, images, liere_weights
 from transformers import AutoModelForImageClassification
 
 import hf_liere
+from hf_liere.auto import load_checkpoint
 from hf_liere.cli import CONVERT_OPTIONS, SOURCES, UPGRADED_ENCODINGS, main
 from hf_liere.conversion import sources as conversion_sources
 from hf_liere.conversion.checkpoints import convert_state_dict
@@ -23,7 +25,8 @@ from hf_liere.conversion.upgrades import LEARNED_ENCODINGS
 from hf_liere.errors import InputError
 from hf_liere.models.encoding_traits import ENCODING_TRAITS
 from training.engine.arguments import ModelArguments
-from training.engine.model_setup import resolve_config
+from training.engine.model_setup import checkpoint_config, resolve_config
+from training.playground.predictions import Classifier, find_checkpoints
 
 
 def test_convert_writes_what_from_pretrained_reads(tmp_path, capsys):
@@ -129,6 +132,46 @@ def test_a_name_that_is_no_directory_is_refused_without_asking_the_hub(tmp_path,
     error = capsys.readouterr().err
     assert "HF_HUB_OFFLINE is set, and owner/name is not" in error and error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["image.png", "outputs"]
+
+
+def test_no_code_of_a_checkpoint_runs(saved, tmp_path, monkeypatch, capsys):
+    """Where nobody says that it may: neither for a model that is not known here, nor beside one that is."""
+    spy = f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
+    unknown = tmp_path / "unknown"
+    shutil.copytree(saved, unknown)
+    for folder in (saved, unknown):
+        for path in folder.glob("*.py"):
+            path.write_text(spy + path.read_text())
+    configured(model_type="of_a_stranger", architectures=["OfAStranger"])(unknown)
+    (unknown / "preprocessor_config.json").write_text(
+        '{"image_processor_type": "A", "auto_map": {"AutoImageProcessor": "configuration_liere.LieREViTConfig"}}'
+    )
+    # transformers asks whether code may run where nothing is said.
+    monkeypatch.setattr("builtins.input", lambda *args: "y")
+    (tmp_path / "image.png").write_bytes(b"?")
+    for command in (
+        ["convert", str(unknown), str(tmp_path / "converted")],
+        ["export", str(unknown), str(tmp_path / "model.pt2")],
+        ["inspect", str(unknown), "--output", str(tmp_path / "page")],
+        ["predict", str(unknown), str(tmp_path / "image.png")],
+        ["push", str(unknown), "owner/name"],
+        ["upgrade", str(unknown), str(tmp_path / "upgraded"), "--position_encoding", "liere"],
+        ["verify", str(unknown), "owner/name", "--run"],
+    ):
+        assert main(command) == 1, command
+    for refused in (
+        lambda: checkpoint_config("--model_name_or_path", str(unknown)),
+        lambda: find_checkpoints([unknown]),
+    ):
+        with pytest.raises(InputError):
+            refused()
+    capsys.readouterr()
+    assert main(["upgrade", str(saved), str(tmp_path / "larger"), "--image_size", "32"]) == 0
+    load_checkpoint(saved)
+    Classifier(*find_checkpoints([saved]))
+    assert not (tmp_path / "ran").exists()
+    load_checkpoint(unknown, trust_remote_code=True)
+    assert (tmp_path / "ran").exists()
 
 
 def only_error(capsys):

@@ -4,7 +4,7 @@
     python training/app.py --checkpoints outputs/cifar10 me/liere8     # folders, and models on the Hub
     python training/app.py --write_space outputs/space                 # a Space that does the same, to be pushed
 
-Everything runs on this machine's CPU. The page asks no other server for anything.
+Everything runs on this machine's CPU, and no code of the checkpoints. The page asks no other server for anything.
 """
 
 import argparse
