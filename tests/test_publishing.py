@@ -453,6 +453,12 @@ BROKEN = {
     ),
     "a card of others": ("image", "README.md", lambda path: leak(path), "README.md is a link out of its folder, to "),
     "two models": ("image", "rotary_config.json", lambda path: path.write_text("{}"), "(rotary_config.json): move the"),
+    "two adapters": (
+        "adapter",
+        "adapter_config.json",
+        lambda path: path.write_text("{}"),
+        "(adapter_config.json), whi",
+    ),
     "adapter cut off": ("adapter", "rotary.safetensors", cut, "is no readable safetensors file"),
     "adapter, no number": ("adapter", "rotary.safetensors", poison, "infinite or no number (NaN): 0.generators"),
     "adapter of nothing": (

@@ -55,16 +55,25 @@ def is_adapter(folder: Path) -> bool:
     Whether a folder contains rotations alone, as `save_rotary` writes them.
 
     Raises:
-        ValueError: if it contains a complete model as well.
+        ValueError: if it contains a complete model or an adapter of peft as well.
     """
-    adapter, complete = (
+    adapter, complete, of_peft = (
         [name for name in names if (folder / name).is_file()]
-        for names in ((ADAPTER_CONFIG, ADAPTER_WEIGHTS), ("config.json", "model.safetensors", WEIGHTS_INDEX))
+        for names in (
+            (ADAPTER_CONFIG, ADAPTER_WEIGHTS),
+            ("config.json", "model.safetensors", WEIGHTS_INDEX),
+            ("adapter_config.json",),
+        )
     )
     if adapter and complete:
         raise ValueError(
             f"{folder} contains a complete model ({', '.join(complete)}) and an adapter ({', '.join(adapter)}): move "
             "the files of the adapter into another folder, and name the folder of the one that is meant."
+        )
+    if adapter and of_peft:
+        raise ValueError(
+            f"{folder} contains rotations ({', '.join(adapter)}) and an adapter of peft ({', '.join(of_peft)}), which "
+            "would be left out: publish both with push_to_hub of peft, or move the rotations into another folder."
         )
     return bool(adapter)
 
