@@ -382,11 +382,13 @@ def _run(arguments: list[str] | None) -> int:
         print(f"hf-liere {command}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
+        from .errors import memory_shortage
         from .storage.client import HubError
 
-        if not isinstance(error, (HubError, OSError, ValueError)):
+        shortage = memory_shortage(error)
+        if shortage is None and not isinstance(error, (HubError, OSError, ValueError)):
             raise
-        print(f"hf-liere {command}: {_one_line(error)}", file=sys.stderr)
+        print(f"hf-liere {command}: {shortage or _one_line(error)}", file=sys.stderr)
         return 1
     print(text)
     return 0

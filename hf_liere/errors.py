@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,6 +32,20 @@ def require_libraries(purpose: str, extra: str, *modules: str) -> None:
             f"{purpose} needs {' and '.join(missing)}; in a checkout of hf_liere, pip install -e '.[{extra}]' installs "
             "it."
         )
+
+
+def memory_shortage(error: Exception) -> str | None:
+    """A sentence for the errors with which memory is refused, `None` for others."""
+    # What torch raises on a CPU, or for sizes beyond all memory, has no class of its own.
+    refused = isinstance(error, RuntimeError) and re.search(
+        "DefaultCPUAllocator|out of memory|Storage size calculation overflowed", str(error)
+    )
+    if not refused and not isinstance(error, MemoryError):
+        return None
+    return (
+        "there is not enough memory for what the sizes in config.json (image_size, num_frames, hidden_size …) and "
+        f"options ask for; smaller ones are accepted. {' '.join(str(error).split())}"
+    ).rstrip()
 
 
 @contextmanager

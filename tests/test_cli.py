@@ -249,6 +249,8 @@ def configured(**fields):
         (configured(position_encoding="evil"), "position_encoding"),
         (configured(format_version=99), "99"),
         (configured(hidden_size=64), "Missing: classifier.weight"),
+        (configured(image_size=10**7), "not enough memory for what the sizes in config.json (image_size"),
+        (configured(image_size=10**12), "not enough memory for what the sizes in config.json (image_size"),
         (lambda folder: (folder / "config.json").write_text("{"), "cannot be loaded"),
     ],
 )
