@@ -58,6 +58,10 @@ def test_images_of_any_size(tiny, tmp_path, encoding, block_size, suffix):
     path = export_model(model, tmp_path / "folder" / f"model{suffix}")
     pixels = [torch.randn(1, 3, 16, 16), torch.randn(3, 3, 8, 40), torch.randn(2, 3, 32, 12)]
     assert_same(model, path, *pixels)
+    for size in ((19, 19), (16, 18)):
+        # "Guard failed" or "cannot be reshaped".
+        with pytest.raises(Exception, match=r"% 4 == 0|Input shape:.*requested shape"):
+            run_exported(path, torch.randn(1, 3, *size))
     if suffix == ".onnx":
         assert shape_of(path) == ["batch", 3, "height", "width"]
         onnx.checker.check_model(path)
@@ -93,6 +97,8 @@ def test_videos(tiny_video, tmp_path, encoding, suffix):
     assert_same(model, path, torch.randn(1, 4, 3, 8, 8), torch.randn(2, 4, 3, 8, 8))
     if encoding == "comrope_ld":
         assert_same(model, path, torch.randn(2, 6, 3, 16, 12))
+        with pytest.raises(Exception, match=r"% 2 == 0|Input shape:.*requested shape"):
+            run_exported(path, torch.randn(1, 5, 3, 8, 8))
         assert suffix == ".pt2" or shape_of(path) == ["batch", "frames", 3, "height", "width"]
     else:
         longer = export_model(model, tmp_path / f"longer{suffix}", num_frames=6)

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieRETokensConfig
+from .patch_batches import cut
 from .positions import GroupedPositions, TokenPositions, patch_indices
+from .tracing import in_portable_graph
 
 
 class LieREPatchEmbeddings(nn.Module):
@@ -47,6 +49,9 @@ class LieREPatchEmbeddings(nn.Module):
         """Also of (B, N, *patch_shape · C) patches, channels last, which are (B, N, patch pixels) in memory."""
         projection = self.projection
         pixels = pixels.to(projection.weight.dtype)
+        if pixels.ndim > 3 and in_portable_graph():
+            # What `grid` checks is not a part of the graph, and a convolution would drop what is left of a size.
+            pixels = cut(pixels, self.patch_shape)
         if pixels.ndim == 3:
             return nn.functional.linear(pixels, projection.weight.movedim(1, -1).flatten(1), projection.bias)
         return projection(pixels).flatten(2).transpose(1, 2)

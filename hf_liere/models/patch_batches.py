@@ -56,12 +56,19 @@ def _patches_of(pixels: torch.Tensor, config, index: int) -> tuple[torch.Tensor,
             f"Input {index} with {pixels.shape[0]} channels and of size {sizes} does not divide into patches of "
             f"{patch_shape} with num_channels={config.num_channels}."
         )
-    grid = tuple(size // patch for size, patch in zip(sizes, patch_shape))
-    for axis, (count, patch) in enumerate(zip(grid, patch_shape)):
-        pixels = pixels.unflatten(1 + 2 * axis, (count, patch))  # (C, n₁, P₁, n₂, P₂, …)
-    axes = range(len(grid))
-    pixels = pixels.permute(*(1 + 2 * axis for axis in axes), *(2 + 2 * axis for axis in axes), 0)
-    return pixels.reshape(math.prod(grid), -1), grid
+    return cut(pixels.unsqueeze(0), patch_shape)[0], tuple(size // patch for size, patch in zip(sizes, patch_shape))
+
+
+def cut(pixels: torch.Tensor, patch_shape: tuple[int, ...]) -> torch.Tensor:
+    """
+    (B, C, *sizes) → (B, N, *patch_shape · C), patches in raster order, each with its channels last. It fails on sizes
+    that do not divide, also in a graph that runs elsewhere.
+    """
+    for axis, patch in enumerate(patch_shape):
+        pixels = pixels.unflatten(2 + 2 * axis, (pixels.shape[2 + 2 * axis] // patch, patch))  # (B, C, n₁, P₁, …)
+    axes = range(len(patch_shape))
+    pixels = pixels.permute(0, *(2 + 2 * axis for axis in axes), *(3 + 2 * axis for axis in axes), 1)
+    return pixels.flatten(1 + len(axes)).flatten(1, len(axes))
 
 
 def check_patches(
@@ -144,4 +151,11 @@ def distinct_grids(
         of_sample = spacing[sample] if spacing is not None and spacing.ndim == 2 else spacing
         key = grid, None if of_sample is None else tuple(of_sample.tolist())
         groups.setdefault(key, (of_sample, []))[1].append(sample)
-    return [(grid, of_group, torch.tensor(samples, device=device)) for (grid, _), (of_group, samples) in groups.items()]
+    if not groups:
+        # A batch without samples has the type of one.
+        axes = spatial_shapes.shape[1]
+        groups[(1,) * axes, None] = None if spacing is None else spacing.new_ones(axes), []
+    return [
+        (grid, of_group, torch.tensor(samples, dtype=torch.long, device=device))
+        for (grid, _), (of_group, samples) in groups.items()
+    ]
