@@ -69,16 +69,16 @@ class LieREAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, N, hidden_size) states and this layer's rotation → states and attention weights."""
         input_shape = hidden_states.shape[:-1]
-        hidden_shape = (*input_shape, -1, self.head_dim)
+        hidden_shape = (*input_shape, self.config.num_attention_heads, self.head_dim)
         query = _project(self.q_proj, hidden_states, rotation).view(hidden_shape).transpose(1, 2)  # (B, H, N, D)
         key = _project(self.k_proj, hidden_states, rotation).view(hidden_shape).transpose(1, 2)
         value = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
         if rotation is not None:
             query, key = rotation.rotate(query, key)
 
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        # Those of transformers do not take a batch without samples.
+        implementation = self.config._attn_implementation if input_shape[0] else "eager"
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         attended, weights = attention_interface(
             self,
             query,
@@ -89,7 +89,7 @@ class LieREAttention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
-        return self.o_proj(attended.reshape(*input_shape, -1)), weights
+        return self.o_proj(attended.flatten(2)), weights
 
     def fold(self, basis: torch.Tensor) -> None:
         """[`fold_into`] the query and key projections."""

@@ -42,9 +42,9 @@ def find_backend(
 ) -> ModuleType | None:
     """
     The backend that has a function for tensors like this one and blocks of this size, with results in `dtype` (the
-    tensor's own if `None`), or `None` where plain operations are to run.
+    tensor's own if `None`), or `None` where plain operations are to run, as on tensors without elements.
     """
-    if _backends_are_off.get():
+    if _backends_are_off.get() or not tensor.numel():
         return None
     for backend, refusal in refusals(function, tensor, block_size, dtype):
         if refusal is None:

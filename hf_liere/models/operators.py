@@ -284,7 +284,7 @@ def outer_products(
     for gradient, states in zip(gradients, rotated):
         dtype = torch.promote_types(states.dtype, torch.float32)
         gradient, states = (x[..., : blocks * size].to(dtype) for x in (gradient, states))
-        if batch > 1:
+        if batch != 1:
             gradient, states = (x.unflatten(-1, (blocks, size)).transpose(1, 2) for x in (gradient, states))
             product = gradient.unsqueeze(-1) * states.unsqueeze(-2)
             outer = product if outer is None else outer.add_(product)
@@ -292,7 +292,7 @@ def outer_products(
             factors = block_rows(gradient, size).transpose(1, 2), block_rows(states, size)
             # Buffers are reused: small products spend most of their time on allocations.
             outer = torch.bmm(*factors) if outer is None else outer.baddbmm_(*factors)
-    outer = outer.view(batch, tokens, -1, blocks, size, size)
+    outer = outer.view(batch, tokens, rotated[0].shape[1], blocks, size, size)
     outer = (outer.sum(2, keepdim=True) if heads == 1 else outer).transpose(1, 2)
     return outer if rotation is None else outer @ rotation.to(outer.dtype)
 

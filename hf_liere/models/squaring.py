@@ -158,7 +158,9 @@ def ray_rotations(
     _, groups, blocks, size, _ = generators.shape
     # Tokens at the origin belong to no ray: their rotation stays the identity.
     identity = torch.eye(size, dtype=dtype, device=positions.device)
-    rotations = tuple(identity.expand(len(positions), blocks, size, size).contiguous() for _ in range(groups))
+    # Copies, also where nothing is repeated.
+    every = identity.expand(len(positions), blocks, size, size)
+    rotations = tuple(every.clone(memory_format=torch.contiguous_format) for _ in range(groups))
     memory, spare = (torch.empty(0, dtype=dtype, device=positions.device) for dtype in types)
     places = first_square(squarings).to(positions.device)
     chunks = _chunks(tokens, squarings, generators[0, 0].numel(), positions.device)
