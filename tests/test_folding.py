@@ -130,6 +130,19 @@ assert model.config.folded_grids == [] and not model.training
     subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
 
 
+@pytest.mark.parametrize("change", [{"coordinates": "index"}, {"num_prefix_tokens": 0}, {"train_grid": (2, 2)}])
+def test_constants_are_of_the_positions_of_the_model_alone(tiny, change):
+    model = model_of(tiny, "liere", {"block_size": 8})
+    positions = hf_liere.grid_positions(**{"grid": (4, 4), "num_prefix_tokens": 1, **change})
+    moved = hf_liere.grid_positions((4, 4), num_prefix_tokens=1)
+    moved.coordinates.mul_(0.5)
+    folded = model.fold_rotations([(4, 4)]).liere.rotary_encoding
+    for given in (positions, moved):
+        expected = next(iter(model.liere.rotary_encoding(given))).blocks
+        # The same exponentials, of a grid or of as many points.
+        torch.testing.assert_close(next(iter(folded(given))).blocks, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("encoding", ["liere", "comrope_ld"])
 def test_constants_of_a_loaded_model_learn_nothing(tiny, tmp_path, encoding):
     model_of(tiny, encoding, {"block_size": 8}).fold_rotations().save_pretrained(tmp_path)

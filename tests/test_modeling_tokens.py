@@ -74,8 +74,8 @@ def test_permuted_tokens_permute_outputs(encoding, num_axes):
 def test_a_sample_gives_the_same_logits_alone_and_padded(encoding, pooling, implementation):
     lengths, features, positions = (9, 4, 1), *tokens(count=9, batch=3)
     mask = torch.arange(9) < torch.tensor(lengths).unsqueeze(1)
-    # What padding holds must not matter.
-    features[~mask], positions[~mask] = 7.0, -3.0
+    # Padding is not looked at.
+    features[~mask], positions[~mask] = torch.nan, -torch.inf
     options = {"pooling": pooling, "num_register_tokens": 1, "implementation": implementation}
     for make in HEADS:
         model = build(make, encoding, **options)
@@ -85,6 +85,25 @@ def test_a_sample_gives_the_same_logits_alone_and_padded(encoding, pooling, impl
                 alone = model(features[index : index + 1, :length], positions[index, :length]).logits[0]
                 together = padded[index] if make is HEADS[0] else padded[index, :length]
                 torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+        features.grad = positions.grad = None
+        model(features.requires_grad_(), positions.requires_grad_(), mask).logits.square().mean().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in (features, positions, *model.parameters()))
+        features.requires_grad_(False), positions.requires_grad_(False)
+
+
+def test_only_tokens_that_no_sample_shows_may_be_anywhere():
+    model, (features, positions) = build(HEADS[0]), tokens()
+    shared, mask = positions[0].clone(), torch.ones(2, 9)
+    mask[:, 6:], mask[1, 4:] = 0, 0
+    shared[6:] = torch.nan
+    alone = model(features[1:, :4], shared[:4]).logits
+    torch.testing.assert_close(model(features, shared, mask).logits[1:], alone, rtol=0, atol=1e-5)
+    shared[5] = torch.nan
+    with pytest.raises(ValueError, match="2 values that are not finite"):
+        model(features, shared, mask)
+    # A mask of pairs hides nothing of a token but what others see.
+    with pytest.raises(ValueError, match="values that are not finite"):
+        model(features, shared, torch.ones(2, 1, 10, 10).bool())
 
 
 @pytest.mark.slow

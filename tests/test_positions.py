@@ -4,7 +4,16 @@ import pytest
 import torch
 from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
 
-from hf_liere.models.positions import augmentation, check_positions, of_grid, perturbation, with_prefix
+from hf_liere import grid_positions
+from hf_liere.models.positions import (
+    TokenPositions,
+    augmentation,
+    check_coordinates,
+    check_shape,
+    of_grid,
+    perturbation,
+    with_prefix,
+)
 
 
 def test_raster_order_and_conventions():
@@ -66,11 +75,44 @@ def test_bad_input():
     ):
         of_grid((2,), (2,), "pixels")
     with pytest.raises(ValueError, match=r"\(3, 2\).*\(4, 2\).*\(5, 4, 2\)"):
-        check_positions(torch.zeros(3, 2), 5, 4, 2)
+        check_shape(torch.zeros(3, 2), 5, 4, 2)
     with pytest.raises(ValueError, match="torch.int64"):
-        check_positions(torch.zeros(4, 2, dtype=torch.int64), 5, 4, 2)
+        check_coordinates(torch.zeros(4, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="2 values that are not finite"):
-        check_positions(torch.tensor([[0.0, math.nan], [math.inf, 1.0]]), 1, 2, 2)
+        check_coordinates(torch.tensor([[0.0, math.nan], [math.inf, 1.0]]))
+
+
+def test_a_grid_whose_coordinates_were_changed_is_none():
+    """Whatever was done to them, coordinates are what counts, and the grid never contradicts them."""
+    positions = grid_positions((2, 3), "index", num_prefix_tokens=1, prefix_coordinate=0.5)
+    expected = positions.coordinates.clone()
+    assert positions.grid == (2, 3) and positions.settled() is positions and positions.shape == expected.shape
+    zero = positions.prefix_at_zero()
+    assert zero.grid == (2, 3) and zero.coordinates[0].eq(0).all() and torch.equal(positions.coordinates, expected)
+    replaced = positions._replace(coordinates=expected + 1)
+    assert type(replaced) is TokenPositions and positions.grid == (2, 3)
+
+    def resized(coordinates):
+        coordinates.data = torch.zeros(7, 3)
+
+    changes = (
+        lambda coordinates: coordinates.add_(0.5),
+        lambda coordinates: coordinates[3].mul_(2),
+        lambda coordinates: coordinates.numpy().fill(3.0),
+        lambda coordinates: coordinates.requires_grad_(),
+        resized,
+    )
+    for change in changes:
+        positions = grid_positions((2, 3), "index", num_prefix_tokens=1, prefix_coordinate=0.5)
+        change(positions.coordinates)
+        assert positions.grid is None and positions.settled().coordinates is positions.coordinates
+        assert positions.placed().coordinates is positions.coordinates
+        zero = positions.prefix_at_zero().coordinates
+        assert zero[0].eq(0).all() and torch.equal(zero[1:], positions.coordinates[1:])
+        assert positions.to("meta").coordinates.is_meta
+    assert replaced.to("meta").coordinates.is_meta
+    away = grid_positions((2, 3)).to("meta")
+    assert away.grid == (2, 3) and away.coordinates.is_meta
 
 
 def dinov3_coordinates(grid, **strengths):

@@ -13,8 +13,9 @@ from encoding_cases import COMMUTING, ENCODINGS, block_size, moved, on_axes
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_liere import LieREViTConfig, LieREViTModel, LieRotaryEmbedding, reference
+from hf_liere import LieREViTConfig, LieREViTModel, LieRotaryEmbedding, grid_positions, reference
 from hf_liere.models.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.positions import COORDINATES
 
 
 HEADS, KEY_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 48, 4
@@ -95,6 +96,106 @@ def test_layers(encoding, shared):
         for one, other in zip(together, alone):
             torch.testing.assert_close(one, other, atol=5e-6, rtol=0)
         torch.testing.assert_close(alone[1].double(), expected(rotary, key, positions, layer), atol=2e-5, rtol=0)
+
+
+def zoomed(positions):
+    positions.coordinates.mul_(1.5)
+    return positions
+
+
+def shifted(positions):
+    positions.coordinates[2:] += 0.3
+    return positions
+
+
+def jittered(positions):
+    generator = torch.Generator().manual_seed(1)
+    return positions._replace(coordinates=positions.coordinates + torch.rand(7, 2, generator=generator).double())
+
+
+def one_changed(positions):
+    return positions._replace(coordinates=torch.where(torch.arange(7)[:, None] == 3, 2.0, positions.coordinates))
+
+
+@pytest.mark.parametrize("convention", COORDINATES)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_tokens_that_were_moved_from_their_grid(encoding, convention):
+    """Where they are is what counts, whether the rotations of the grid were computed before, and kept, or not."""
+    rotary = moved(build(encoding)).eval()
+    states = torch.randn(1, HEADS, 7, HEAD_DIM)
+    for move in (zoomed, shifted, jittered, one_changed):
+        coordinates = move(grid_positions((2, 3), convention, num_prefix_tokens=1)).coordinates.clone()
+        exact = rotary.rotate(states, coordinates)
+        for gradients, called in ((True, False), (False, False), (False, True)):
+            positions = grid_positions((2, 3), convention, num_prefix_tokens=1)
+            with torch.set_grad_enabled(gradients):
+                if called:
+                    rotary.rotate(states, positions)
+                    rotary.rotations(positions)
+                positions = move(positions)
+                for given in (positions, rotary.rotations(positions)):
+                    torch.testing.assert_close(rotary.rotate(states, given), exact, atol=5e-6, rtol=0)
+    # As above.
+    torch.testing.assert_close(exact.double(), expected(rotary, states, coordinates), atol=2e-5, rtol=0)
+
+
+def test_coordinates_of_a_grid_that_need_a_gradient_get_it():
+    rotary = build("liere")
+    states, positions = torch.randn(1, HEADS, 6, HEAD_DIM), grid_positions((2, 3), "index")
+    given = positions.coordinates.clone().requires_grad_()
+    weights = torch.randn(states.shape)
+    (rotary.rotate(states, given) * weights).sum().backward()
+    (rotary.rotate(states, positions._replace(coordinates=given)) * weights).sum().backward()
+    (rotary.rotate(states, positions) * weights).sum().backward()
+    positions.coordinates.requires_grad_()
+    (rotary.rotate(states, positions) * weights).sum().backward()
+    assert given.grad.ne(0).any(1).all()
+    # Sums in another order.
+    torch.testing.assert_close(positions.coordinates.grad * 2, given.grad, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("encoding", ["liere", "comrope_ld"])
+def test_moved_grids_in_a_graph(encoding, fresh_compiler):
+    rotary, states = build(encoding), torch.randn(1, HEADS, 6, HEAD_DIM)
+    compiled = torch.compile(rotary.rotate, backend="aot_eager", fullgraph=True)
+    positions = grid_positions((2, 3), "index")
+    torch.testing.assert_close(compiled(states, positions), rotary.rotate(states, positions), atol=1e-5, rtol=0)
+    positions.coordinates.add_(0.5)
+    exact = rotary.rotate(states, positions.coordinates.clone())
+    torch.testing.assert_close(compiled(states, positions), exact, atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("both_paths")
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_no_samples_no_tokens_and_one(encoding):
+    rotary = build(encoding, num_layers=2)
+    for batch, tokens, shared in (
+        (0, 5, False),
+        (0, 5, True),
+        (2, 0, False),
+        (2, 0, True),
+        (0, 0, False),
+        (1, 1, True),
+    ):
+        query, key = (x.requires_grad_() for x in inputs(batch, tokens))
+        positions = torch.rand(*(() if shared else (batch,)), tokens, 2)
+        for given in (positions, rotary.rotations(positions)):
+            rotated = rotary(query, key, given, layer=1)
+            assert [x.shape for x in rotated] == [query.shape, key.shape]
+            alone = rotary.rotate(key, given, layer=1)
+            torch.testing.assert_close(alone, rotated[1], atol=5e-6, rtol=0)
+            sum(x.sum() for x in (*rotated, alone)).backward()
+        if batch * tokens:
+            torch.testing.assert_close(rotated[0].double(), expected(rotary, query, positions, 1), atol=2e-5, rtol=0)
+        else:
+            assert all(parameter.grad is None or not parameter.grad.any() for parameter in rotary.parameters())
+
+
+@pytest.mark.usefixtures("both_paths")
+def test_layers_whose_rotations_are_one_block_do_not_share_it():
+    rotary = LieRotaryEmbedding(1, 8, 2, "liere", 8, num_layers=2)
+    first, second = rotary.rotations(torch.rand(1, 2))
+    assert not torch.allclose(first.blocks, second.blocks)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -324,6 +425,17 @@ def test_arguments_that_do_not_fit(options, message):
         ({"query": torch.zeros(2, HEADS, 5, 64)}, "head_dim=48"),
         ({"query": torch.zeros(2, HEADS, 5, HEAD_DIM, dtype=torch.int)}, "query are torch.int32"),
         ({"layer": 1}, "layer=1 must be from 0 to 0"),
+        (
+            {"positions": [[0.0, 0.0]] * 5},
+            r"positions are a list; accepted are a floating point tensor of shape \(tokens, 2",
+        ),
+        ({"positions": torch.zeros(5, 2).numpy()}, "positions are a ndarray; accepted are"),
+        ({"positions": grid_positions((1, 5, 1))}, r"positions of shape \(5, 3\) must be \(tokens, 2\)"),
+        ({"positions": grid_positions((2, 3))}, "positions of 6 tokens in 1 samples"),
+        (
+            {"positions": grid_positions((1, 5))._replace(coordinates=torch.full((5, 2), torch.inf))},
+            "10 values that are not finite",
+        ),
     ],
 )
 def test_inputs_that_do_not_fit(change, message):
@@ -333,6 +445,19 @@ def test_inputs_that_do_not_fit(change, message):
         build("liere")(**arguments)
     with pytest.raises(ValueError, match=r"\(2, 3, 5, 48\) must be \(batch, 2 or 4 heads"):
         build("liere").rotate(torch.zeros(2, 3, 5, HEAD_DIM), torch.zeros(5, 2))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_one_of_several_layers_is_named(shared):
+    rotary = build("rope_mixed", num_layers=3, share_layers=shared)
+    (query, key), positions = inputs(), torch.zeros(5, 2)
+    for given in (positions, rotary.rotations(positions)):
+        with pytest.raises(ValueError, match="rotations of 3 layers: pass layer=0 … 2"):
+            rotary(query, key, given)
+        with pytest.raises(ValueError, match="rotations of 3 layers: pass layer=0 … 2"):
+            rotary.rotate(key, given)
+    with pytest.raises(ValueError, match="positions are a list; accepted are"):
+        rotary.rotate(key, rotary.rotations(positions)[:2], layer=0)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import threading
 import patching_cases
 import pytest
 import torch
-from encoding_cases import ENCODINGS
+from encoding_cases import ENCODINGS, moved
 from encoding_cases import fields as fields_of
 
 import hf_liere
@@ -22,9 +22,9 @@ def computed(monkeypatch):
     grids = []
 
     def recorded(original):
-        def layer_rotations(self, positions, states):
-            grids.append(positions.grid)
-            return original(self, positions, states)
+        def layer_rotations(self, positions, *arguments):
+            grids.append(getattr(positions, "grid", None))
+            return original(self, positions, *arguments)
 
         return layer_rotations
 
@@ -75,10 +75,39 @@ def test_other_coordinates_of_a_grid_are_seen(tiny):
     positions = model.grid_positions(grid, None, torch.device("cpu"))
     with torch.no_grad():
         first = model.rotary_encoding(positions)[0].blocks
-        scaled = positions._replace(coordinates=positions.coordinates * 2)
+        scaled = positions._replace(coordinates=positions.placed().coordinates * 2)
         second = model.rotary_encoding(scaled)[0].blocks
         assert torch.equal(first, model.rotary_encoding(positions)[0].blocks)
     torch.testing.assert_close(second, first @ first, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_the_layer_keeps_what_it_computed(computed, encoding, shared):
+    size = fields_of(encoding, wanted=8).get("block_size")
+    rotary = hf_liere.LieRotaryEmbedding(2, 24, 2, encoding, size, num_layers=2, share_layers=shared).eval()
+    moved(rotary)
+    grids = [hf_liere.grid_positions(grid, "index", num_prefix_tokens=1) for grid in ((3, 4), (4, 3))]
+    states = torch.randn(1, 2, 13, 24)
+    expected = [[rotary(states, states, grid, layer=layer) for layer in range(2)] for grid in grids]
+    computed.clear()
+    for mode in (torch.no_grad, torch.inference_mode):
+        for index in (0, 1, 0):
+            for layer in range(2):
+                with mode():
+                    found = rotary(states, states, grids[index], layer=layer)
+                    assert torch.equal(rotary.rotate(states, grids[index], layer=layer), found[0])
+                assert all(map(torch.equal, found, expected[index][layer]))
+    # Of two grids, for every layer that has generators of its own.
+    assert len(computed) == 2 * rotary.encoding.layers
+    with torch.no_grad():
+        for parameter in rotary.parameters():
+            parameter.data.mul_(1.5)
+            found = rotary(states, states, grids[0], layer=1)
+            assert not torch.allclose(found[0], expected[0][1][0])
+            expected[0][1] = found
+            fresh = copy.deepcopy(rotary)(states, states, grids[0], layer=1)
+            assert all(map(torch.equal, found, fresh))
 
 
 def test_nothing_is_stored_beyond_inference(tiny, computed):

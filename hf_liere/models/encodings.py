@@ -8,7 +8,7 @@ from transformers import initialization as init
 from .encodings_in_basis import CayleyString, CirculantString, ComRoPEAxialPartition, ComRoPELinearlyDependent
 from .exponential import Rays
 from .lie_algebra import working_dtype
-from .positions import TokenPositions
+from .positions import GridPositions, TokenPositions
 from .rotary_encoding import ALL_LAYERS, RotaryEncoding, golden_gate_frequencies
 from .rotation import BlockRotation, Rotation
 
@@ -99,16 +99,18 @@ class LieRE(RotaryEncoding):
         On a grid that starts at zero, the rotations at multiples of a position are powers, see [`exponential.Rays`].
         Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it is reached.
         """
-        coordinates = positions.coordinates
-        entries = self.entries(coordinates.device)[:, layers]
-        rays = Rays(positions.grid, positions.num_prefix_tokens) if positions.proportional else None
+        settled, rays = positions.settled(), None
+        placed = settled.placed()
+        if isinstance(settled, GridPositions) and settled.facts.proportional:
+            rays = Rays(settled.facts.grid, settled.num_prefix_tokens)
+        entries = self.entries(placed.coordinates.device)[:, layers]
         num_layers = entries.shape[1]
-        elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * coordinates[..., 0].numel()
+        elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()
         if num_layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
-            return self.rotations_from(positions, entries, states, rays)
+            return self.rotations_from(placed, entries, states, rays)
         # Copies, because frameworks that shard parameters take them away when this module returns.
         parts = [part.clone() for part in entries.split(1, dim=1)]
-        return (self.rotations_from(positions, part, states, rays)[0] for part in parts)
+        return (self.rotations_from(placed, part, states, rays)[0] for part in parts)
 
 
 class SphericalRoPE(RotaryEncoding):
@@ -142,7 +144,7 @@ class SphericalRoPE(RotaryEncoding):
         """The product of both rotations in closed form."""
         frequencies, rotations = self.generators[:, layers], []
         planes = torch.diag_embed(frequencies.movedim(0, -1)).movedim(-1, 0)  # (2, layers, heads, blocks, 2)
-        for cos_sin in self.planes(positions, planes.flatten(3)):
+        for cos_sin in self.planes(positions.placed(), planes.flatten(3)):
             cos, sin = cos_sin.transpose(1, 2).unbind(-1)  # (1 or B, N, H, blocks · 2)
             (cos_z, cos_x), (sin_z, sin_x) = (part.unflatten(-1, (-1, 2)).unbind(-1) for part in (cos, sin))
             rows = (

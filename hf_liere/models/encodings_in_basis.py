@@ -42,10 +42,11 @@ class EncodingInBasis(RotaryEncoding):
         """
         if self.block_size % 2:
             return super().layer_rotations(positions, states, layers)
-        device = positions.coordinates.device
+        placed = positions.placed()
+        device = placed.coordinates.device
         with maybe_autocast(device.type, enabled=False):
             basis, frequencies = self.spectrum_of(device, layers)
-            planes = self.planes(positions, frequencies.flatten(3))
+            planes = self.planes(placed, frequencies.flatten(3))
             rotations = [EigenRotation(*layer) for layer in zip(planes, basis.to(self.rotation_dtype))]
         return self.for_layers(rotations)
 
@@ -93,7 +94,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
         """As [`EncodingInBasis.layer_rotations`]; each block is diagonalised once for all tokens."""
         if self.block_size % 2:
             return super().layer_rotations(positions, states, layers)
-        coordinates = positions.coordinates
+        coordinates = positions.placed().coordinates
         dtype, device = working_dtype(coordinates.device), coordinates.device
         batch, tokens = coordinates.shape[:-2] or (1,), coordinates.shape[-2]
         with maybe_autocast(device.type, enabled=False):
@@ -200,8 +201,8 @@ class CayleyString(EncodingInBasis):
         self.generators = self.new_parameter(num_axes, self.layers, self.heads, self.num_planes, 1)
         self.skew = self.new_parameter(self.layers, self.heads, self.num_blocks, self.num_entries)
 
-    def sources(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        return self.generators, self.skew
+    def sources(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, ...]:
+        return self.generators[:, layers], self.skew[layers]
 
     def spectrum_of(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = working_dtype(device)
@@ -237,8 +238,8 @@ class CirculantString(EncodingInBasis):
         shape = (num_axes, self.layers, self.heads, self.num_blocks, (self.block_size - 1) // 2)
         self.generators = self.new_parameter(*shape)
 
-    def sources(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        return (self.generators,)
+    def sources(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, ...]:
+        return (self.generators[:, layers],)
 
     @property
     def num_planes(self) -> int:

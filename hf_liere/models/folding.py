@@ -11,7 +11,7 @@ from transformers import initialization as init
 from .encoding_traits import needs_exponential, traits_of
 from .encodings import ENCODING_CLASSES, LieRE
 from .encodings_in_basis import EncodingInBasis
-from .positions import TokenPositions
+from .positions import GridPositions, GroupedPositions, TokenPositions
 from .rotary_encoding import RotaryEncoding
 from .rotation import BlockRotation, Rotation
 from .validation import TRAINING_ONLY
@@ -35,14 +35,30 @@ class FoldedLieRE(LieRE):
             self.grids[grid_name(grid)] = self.new_parameter(*shape).requires_grad_(False)
 
     def forward(
-        self, positions: TokenPositions, states: torch.dtype | None = None, layer: int | None = None
+        self,
+        positions: TokenPositions | GroupedPositions,
+        states: torch.dtype | None = None,
+        layer: int | None = None,
     ) -> Iterable[Rotation]:
-        if layer is not None or positions.grid is None or grid_name(positions.grid) not in self.grids:
+        if layer is not None or not self._is_folded(positions):
             return super().forward(positions, states, layer)
         # from_pretrained makes every parameter trainable; constants must not be.
         layers = self.grids[grid_name(positions.grid)].detach()  # (layers, N, heads or 1, blocks, b, b)
         rotations = [BlockRotation(layer.transpose(0, 1).unsqueeze(0)) for layer in layers]
         return rotations * (self.num_layers // self.layers)
+
+    def _is_folded(self, positions: TokenPositions | GroupedPositions) -> bool:
+        """Whether these are the model's own positions on a grid of which the rotations are constants."""
+        if not isinstance(positions, GridPositions) or positions.grid is None:
+            return False
+        config, facts = self.config, positions.facts
+        own = facts._replace(
+            train_grid=config.train_grid,
+            convention=config.coordinates,
+            num_prefix_tokens=config.num_prefix_tokens,
+            prefix_coordinate=config.prefix_coordinate if config.rotate_prefix else 0.0,
+        )
+        return grid_name(facts.grid) in self.grids and facts == own
 
     @torch.no_grad()
     def take_over(self, encoding: LieRE, rotations: dict[str, Iterable[BlockRotation]]) -> None:

@@ -32,7 +32,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention import LieREAttention
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieREViTConfig
-from .embeddings import LieREEmbeddings, LieRETokenEmbeddings
+from .embeddings import LieREEmbeddings, LieRETokenEmbeddings, without_hidden
 from .encodings import RotaryEncoding
 from .folding import build_rotary_encoding, fold_rotations
 from .layers import LieRELayer, LieRELayerScale, build_classifier
@@ -44,7 +44,8 @@ from .pooling import pool, visible_tokens
 from .positions import (
     GroupedPositions,
     TokenPositions,
-    check_positions,
+    check_coordinates,
+    check_shape,
     displacements,
     of_coordinates,
     of_extents,
@@ -164,12 +165,15 @@ class LieREEncoderModel(LieREPreTrainedModel):
         self.layernorm = nn.Identity() if config.final_norm == "none" else norm()
         self.post_init()
 
-    def given_positions(self, coordinates: torch.Tensor, batch_size: int, num_tokens: int) -> TokenPositions:
+    def given_positions(
+        self, coordinates: torch.Tensor, batch_size: int, num_tokens: int, visible: torch.Tensor | None = None
+    ) -> TokenPositions:
         """
-        Positions of all tokens from coordinates of the input's `num_tokens`, or of all, as `forward` takes them.
+        Positions of all tokens from coordinates of the input's `num_tokens`, or of all, as `forward` takes them; those
+        of tokens that are not `visible`, (B, N), are not looked at.
 
         Raises:
-            ValueError: as [`check_positions`], or if nothing in the model uses positions.
+            ValueError: as [`check_shape`] and [`check_coordinates`], or if nothing in the model uses positions.
         """
         config = self.config
         if not config.uses_positions:
@@ -177,7 +181,9 @@ class LieREEncoderModel(LieREPreTrainedModel):
                 f"positions were given, but position_encoding={config.position_encoding!r} has no rotations."
             )
         placed = config.num_prefix_tokens if self._prefix_is_placed else 0
-        check_positions(coordinates, batch_size, num_tokens, config.num_axes, placed)
+        check_shape(coordinates, batch_size, num_tokens, config.num_axes, placed)
+        coordinates = without_hidden(coordinates, visible)
+        check_coordinates(coordinates)
         prefix_coordinate = config.prefix_coordinate if placed else 0.0
         has_prefix = coordinates.shape[-2] > num_tokens
         coordinates = self.scaled(coordinates)
@@ -198,7 +204,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
         return self.config.num_prefix_tokens, self.config.prefix_coordinate if self._prefix_is_placed else 0.0
 
     def rotations(
-        self, positions: TokenPositions | None, states: torch.dtype | None = None
+        self, positions: TokenPositions | GroupedPositions | None, states: torch.dtype | None = None
     ) -> Iterable[Rotation | None]:
         """One rotation per layer for tokens at these positions and queries of type `states`, or `None` for each."""
         if self.rotary_encoding is None:
@@ -210,7 +216,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
     def transform(
         self,
         embeddings: torch.Tensor,
-        positions: TokenPositions | None,
+        positions: TokenPositions | GroupedPositions | None,
         attention_mask: torch.Tensor | object | None,
         patch_dropout_prob: float = 0.0,
         **kwargs: Unpack[TransformersKwargs],
@@ -226,9 +232,12 @@ class LieREEncoderModel(LieREPreTrainedModel):
             embeddings, visible = of_tokens(embeddings, kept), of_tokens(visible, kept)
             attention_mask = of_mask(attention_mask, kept)
         hidden_states = self.pre_layernorm(embeddings)
-        attention_mask = create_bidirectional_mask(
-            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
-        )
+        if hidden_states.shape[0]:
+            attention_mask = create_bidirectional_mask(
+                config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
+            )
+        else:
+            attention_mask = None
         for layer, rotation in zip(self.layers, self.rotations(positions, product_dtype(hidden_states))):
             rotation = rotation if rotation is None or kept is None else rotation.select(kept)
             tensors, structure = ((), None) if rotation is None else tree_flatten(rotation)
@@ -315,7 +324,8 @@ class LieREPixelModel(LieREEncoderModel):
                 slice, that must not decrease. A tubelet sits at the mean of its frames, relative to the middle between
                 first and last; `spacing` is then (2,) or (B, 2), of rows and columns.
             pixel_attention_mask: (B, N), 1 for patches and 0 for padding, which follows from `spatial_shapes`. Padding
-                is not attended to and not averaged; `last_hidden_state` is meaningless there.
+                is not attended to and not averaged, and whatever it contains, such as NaN, is not looked at;
+                `last_hidden_state` is meaningless there.
             spatial_shapes: (B, A) patches per axis of every sample. Rotations are computed once for each distinct grid,
                 in compiled graphs for each sample.
 
@@ -331,6 +341,7 @@ class LieREPixelModel(LieREEncoderModel):
                 all that are averaged.
         """
         refuse_spacing(self.config, spacing, frame_times, positions)
+        present = None
         if spatial_shapes is None and pixel_attention_mask is None:
             pixels = self.pixels(pixel_values)
             grid = self.embeddings.patch_embeddings.grid(pixels)
@@ -342,13 +353,13 @@ class LieREPixelModel(LieREEncoderModel):
                     "attention_mask and frame_times were given beside spatial_shapes: inputs of different sizes take "
                     "pixel_attention_mask and spacing."
                 )
-            pixels, num_patches = pixel_values, pixel_values.shape[1]
-            present = check_patches(self.config, pixels, pixel_attention_mask, spatial_shapes)
+            present = check_patches(self.config, pixel_values, pixel_attention_mask, spatial_shapes)
+            pixels, num_patches = without_hidden(pixel_values, present), pixel_values.shape[1]
             table, placed = self.placed_patches(spatial_shapes, pixels, spacing, positions is None)
             prefix = present.new_ones(present.shape[0], self.config.num_prefix_tokens)
             attention_mask = torch.cat([prefix, present], dim=1)
         if positions is not None:
-            placed = self.given_positions(positions, pixels.shape[0], num_patches)
+            placed = self.given_positions(positions, pixels.shape[0], num_patches, present)
         embeddings = self.embeddings(pixels, table, bool_masked_pos, placed)
         dropped = self.config.patch_dropout_prob if self.training else 0.0
         return self.transform(embeddings, placed, attention_mask, dropped, **kwargs)

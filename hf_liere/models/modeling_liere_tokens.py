@@ -8,11 +8,11 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_liere import LieRETokensConfig
-from .embeddings import LieREFeatureEmbeddings
+from .embeddings import LieREFeatureEmbeddings, without_hidden
 from .layers import build_classifier
 from .lie_algebra import working_dtype
 from .modeling_liere import LieREEncoderModel, LieREPreTrainedModel
-from .positions import TokenPositions, check_positions
+from .positions import TokenPositions, check_coordinates, check_shape
 from .tracing import values_are_unknown
 
 
@@ -45,24 +45,29 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
     embeddings_class = LieREFeatureEmbeddings
 
     def given_positions(
-        self, positions: torch.Tensor | None, batch_size: int, num_tokens: int
+        self,
+        positions: torch.Tensor | None,
+        batch_size: int,
+        num_tokens: int,
+        visible: torch.Tensor | None = None,
     ) -> TokenPositions | None:
         """
         Positions of all tokens, as `forward` takes them; `None` where nothing in the model uses them.
 
         Raises:
-            ValueError: as [`check_positions`], or if positions are needed and not given.
+            ValueError: as [`check_shape`] and [`check_coordinates`], or if positions are needed and not given.
         """
         config = self.config
         if config.uses_positions and positions is not None:
-            return super().given_positions(positions, batch_size, num_tokens)
+            return super().given_positions(positions, batch_size, num_tokens, visible)
         if config.uses_positions:
             raise ValueError(
                 f"position_encoding={config.position_encoding!r} needs positions, of shape "
                 f"{(num_tokens, config.num_axes)} or {(batch_size, num_tokens, config.num_axes)}; none were given."
             )
         if positions is not None:
-            check_positions(positions, batch_size, num_tokens, config.num_axes)
+            check_shape(positions, batch_size, num_tokens, config.num_axes)
+            check_coordinates(without_hidden(positions, visible))
         return None
 
     def scaled(self, positions: torch.Tensor) -> torch.Tensor:
@@ -109,20 +114,23 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
             positions: (N, A) or (B, N, A), floating point, see `position_scale`. Where class and register
                 tokens have coordinates (`rotate_prefix`, `position_table_size`), theirs may come first: (prefix + N, A)
                 or (B, prefix + N, A). Encodings without positions only check them.
-            attention_mask: (B, N), true or 1 for tokens that are attended to, false or 0 for padding. Also what
-                [`LieREPixelModel.forward`] takes for pairs of all tokens, those of class and register tokens included.
+            attention_mask: (B, N), true or 1 for tokens that are attended to, false or 0 for padding, whose features
+                and positions, even NaN, are not looked at. Also what [`LieREPixelModel.forward`] takes for pairs of all
+                tokens, those of class and register tokens included; it hides no features.
 
         Returns:
             As [`LieREPixelModel.forward`].
 
         Raises:
-            ValueError: if features, positions or a mask do not fit the configuration or each other, positions are
-                missing or not finite, or a mask hides every token of a sample.
+            ValueError: if features, positions or a mask do not fit the configuration or each other, positions of tokens
+                that are not hidden are missing or not finite, or a mask hides every token of a sample.
         """
         shape = self.embeddings.shape(inputs_embeds)
-        placed = self.given_positions(positions, *shape)
+        visible = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
         attention_mask = self.token_mask(attention_mask, *shape)
-        return self.transform(self.embeddings(inputs_embeds, placed), placed, attention_mask, **kwargs)
+        placed = self.given_positions(positions, *shape, visible)
+        embeddings = self.embeddings(without_hidden(inputs_embeds, visible), placed)
+        return self.transform(embeddings, placed, attention_mask, **kwargs)
 
 
 class LieRETokensForSequenceClassification(LieRETokensPreTrainedModel):

@@ -27,27 +27,145 @@ COORDINATES = {
 PROPORTIONAL = ("index", "train_grid", "train_index", "fixed_grid")
 
 
-class TokenPositions(NamedTuple):
+class TokenPositions:
     """
-    Where the tokens of an input sit, class and register tokens first. Only [`of_grid`] sets
-    `grid`, so that it never stands beside coordinates of other patches.
+    Where the tokens of an input sit, class and register tokens first.
 
     Attributes:
         coordinates: (N, A), or (B, N, A) for samples with positions of their own, prefix tokens included.
         num_prefix_tokens: Number P of class and register tokens among them.
-        grid: Patches per axis of an undisplaced grid, else `None`.
-        proportional: Whether prefix tokens sit at zero and patches at multiples of their index in the grid.
     """
 
-    coordinates: torch.Tensor
-    num_prefix_tokens: int = 0
-    grid: tuple[int, ...] | None = None
-    proportional: bool = False
+    def __init__(self, coordinates: torch.Tensor, num_prefix_tokens: int = 0):
+        self.coordinates = coordinates
+        self.num_prefix_tokens = num_prefix_tokens
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the coordinates."""
+        return tuple(self.coordinates.shape)
+
+    def settled(self) -> "TokenPositions":
+        """Itself, see [`GridPositions.settled`]."""
+        return self
+
+    def placed(self) -> "TokenPositions":
+        """The tokens by their coordinates alone."""
+        return self
 
     def prefix_at_zero(self) -> "TokenPositions":
         """The same patches with class and register tokens at zero, where no encoding rotates them."""
-        patches = self.coordinates[..., self.num_prefix_tokens :, :]
-        return self._replace(coordinates=with_prefix(patches, self.num_prefix_tokens, 0.0))
+        return of_coordinates(self.coordinates[..., self.num_prefix_tokens :, :], self.num_prefix_tokens)
+
+    def to(self, device: torch.device | str) -> "TokenPositions":
+        """The same positions on a device, to which hooks of accelerate take what a module is called with."""
+        return self._replace(self.coordinates.to(device))
+
+    def _replace(self, coordinates: torch.Tensor) -> "TokenPositions":
+        """The same tokens at other coordinates, which are not those of a grid."""
+        return TokenPositions(coordinates, self.num_prefix_tokens)
+
+
+class GridFacts(NamedTuple):
+    """
+    All that the coordinates of the patches of a grid follow from, and of the prefix tokens before them.
+
+    Attributes:
+        grid: Patches per axis.
+        train_grid: Patches per axis in training.
+        convention: A name of `COORDINATES`.
+        num_prefix_tokens: Number P of class and register tokens.
+        prefix_coordinate: Where prefix tokens sit on every axis.
+        device, dtype: Of the coordinates.
+    """
+
+    grid: tuple[int, ...]
+    train_grid: tuple[int, ...]
+    convention: str
+    num_prefix_tokens: int
+    prefix_coordinate: float
+    device: torch.device
+    dtype: torch.dtype
+
+    def coordinates(self, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        """(P + N, A), with patches displaced by (N, A) `offsets` in patch extents."""
+        place = COORDINATES[self.convention]
+        indices = patch_indices(self.grid, offsets, self.device, self.dtype)  # (N, A)
+        axes = zip(indices.unbind(-1), self.grid, self.train_grid)
+        patches = torch.stack([place(index, size, trained, self.grid[-1]) for index, size, trained in axes], dim=-1)
+        return with_prefix(patches, self.num_prefix_tokens, self.prefix_coordinate)
+
+    @property
+    def proportional(self) -> bool:
+        """Whether prefix tokens sit at zero and patches at multiples of their index in the grid."""
+        return self.convention in PROPORTIONAL and (self.prefix_coordinate == 0 or self.num_prefix_tokens == 0)
+
+    def are_of(self, coordinates: torch.Tensor) -> bool:
+        """Whether these are the coordinates, by value, without a gradient of their own."""
+        if coordinates.requires_grad or (coordinates.device, coordinates.dtype) != (self.device, self.dtype):
+            return False
+        return torch.equal(coordinates, self.coordinates())
+
+
+class GridPositions(TokenPositions):
+    """
+    Where the patches of a grid sit, after class and register tokens, by the facts that coordinates follow from.
+
+    Nobody can know a grid by coordinates that somebody may have changed. So there are none until they are asked for,
+    and those count from then on: this is a grid only while they are the ones that follow from the facts.
+
+    Attributes:
+        facts: What the coordinates follow from.
+    """
+
+    def __init__(self, facts: GridFacts):
+        self.facts = facts
+        self.num_prefix_tokens = facts.num_prefix_tokens
+        self._shown: torch.Tensor | None = None
+
+    @property
+    def coordinates(self) -> torch.Tensor:
+        """(P + N, A), the same tensor each time; changing it moves the tokens."""
+        if self._shown is None:
+            self._shown = self.facts.coordinates()
+        return self._shown
+
+    @property
+    def grid(self) -> tuple[int, ...] | None:
+        """Patches per axis, `None` where coordinates were changed."""
+        return self.facts.grid if self.settled() is self else None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the coordinates that follow from the facts."""
+        return self.num_prefix_tokens + math.prod(self.facts.grid), len(self.facts.grid)
+
+    def settled(self) -> TokenPositions:
+        """
+        Itself, or its coordinates alone where they were changed, may have been (in a graph, values are unknown), or
+        need a gradient.
+        """
+        shown = self._shown
+        if shown is None or (not values_are_unknown(shown) and self.facts.are_of(shown)):
+            return self
+        return self._replace(shown)
+
+    def placed(self) -> TokenPositions:
+        """As [`TokenPositions.placed`]; on a grid by coordinates that nobody else sees."""
+        settled = self.settled()
+        return self._replace(self.facts.coordinates()) if settled is self else settled
+
+    def prefix_at_zero(self) -> TokenPositions:
+        settled = self.settled()
+        if settled is self:
+            return GridPositions(self.facts._replace(prefix_coordinate=0.0))
+        return settled.prefix_at_zero()
+
+    def to(self, device: torch.device | str) -> TokenPositions:
+        settled, device = self.settled(), torch.device(device)
+        if settled is self:
+            return GridPositions(self.facts._replace(device=device, dtype=working_dtype(device)))
+        return settled.to(device)
 
 
 def grid_positions(
@@ -58,7 +176,7 @@ def grid_positions(
     train_grid: Sequence[int] | None = None,
     prefix_coordinate: float = 0.0,
     device: torch.device | str | None = None,
-) -> TokenPositions:
+) -> GridPositions:
     """
     Positions of the patches of an image, video or volume for [`LieRotaryEmbedding`], first axis slowest, after class
     and register tokens. Rotations of a grid are computed faster than those of as many points.
@@ -70,6 +188,10 @@ def grid_positions(
         num_prefix_tokens: Number of tokens before the patches.
         train_grid: Patches per axis of a training input; `None` means `grid`.
         prefix_coordinate: Where prefix tokens sit on every axis; at 0 they are not rotated.
+
+    Returns:
+        Positions with (prefix + patches, A) `coordinates`. If these are changed in place, tokens sit where they say,
+        and are not taken for a grid any more.
 
     Raises:
         ValueError: if `grid` is not made of positive numbers, `train_grid` has another number of them, or there is no
@@ -98,18 +220,13 @@ class GroupedPositions(NamedTuple):
     groups: tuple[TokenPositions, ...]
     samples: tuple[torch.Tensor, ...]
 
-    @property
-    def grid(self) -> None:
-        """Not one grid."""
-        return None
-
     def prefix_at_zero(self) -> "GroupedPositions":
         """As [`TokenPositions.prefix_at_zero`]."""
         return self._replace(groups=tuple(group.prefix_at_zero() for group in self.groups))
 
     def padded(self, num_tokens: int) -> torch.Tensor:
         """(B, num_tokens, A) coordinates of all samples, zero for padding."""
-        return padded_rows([group.coordinates for group in self.groups], self.samples, num_tokens)
+        return padded_rows([group.placed().coordinates for group in self.groups], self.samples, num_tokens)
 
 
 def of_grid(
@@ -144,14 +261,11 @@ def of_grid(
         raise ValueError("coordinates='physical' follow from the spacing of an input, not from its grid alone.")
     if coordinates not in COORDINATES:
         raise ValueError(f"coordinates={coordinates!r} must be one of {', '.join(map(repr, COORDINATES))}.")
-    place, indices = COORDINATES[coordinates], patch_indices(grid, offsets, device, dtype)  # (patches, A)
-    axes = zip(indices.unbind(-1), grid, train_grid)
-    patches = torch.stack([place(index, size, trained, grid[-1]) for index, size, trained in axes], dim=-1)
-    placed = with_prefix(patches, num_prefix_tokens, prefix_coordinate)
-    if offsets is not None:
-        return TokenPositions(placed, num_prefix_tokens)
-    proportional = coordinates in PROPORTIONAL and (prefix_coordinate == 0 or num_prefix_tokens == 0)
-    return TokenPositions(placed, num_prefix_tokens, tuple(grid), proportional)
+    device = torch.empty(0).device if device is None else device
+    facts = GridFacts(
+        tuple(grid), tuple(train_grid), coordinates, num_prefix_tokens, float(prefix_coordinate), device, dtype
+    )
+    return GridPositions(facts) if offsets is None else TokenPositions(facts.coordinates(offsets), num_prefix_tokens)
 
 
 def of_extents(
@@ -322,7 +436,7 @@ def padded_rows(groups: Sequence[torch.Tensor], samples: Sequence[torch.Tensor],
     return torch.cat(expanded)[torch.cat(tuple(samples)).argsort()]
 
 
-def check_positions(
+def check_shape(
     positions: torch.Tensor, batch_size: int, num_patches: int, num_axes: int, num_prefix_tokens: int = 0
 ) -> None:
     """
@@ -331,7 +445,7 @@ def check_positions(
 
     Raises:
         ValueError: if `positions` given by the user are not (N, A), (1, N, A) or (B, N, A), nor the same with P+N
-            tokens, not floating point, or not finite.
+            tokens.
     """
     accepted = ((num_patches, num_axes), (batch_size, num_patches, num_axes))
     batches, tokens = positions.shape[:-2], positions.shape[-2:]
@@ -344,7 +458,6 @@ def check_positions(
             f"positions of shape {tuple(positions.shape)} do not match the input: accepted are {accepted[0]} (patches, "
             f"axes) and {accepted[1]} (batch, patches, axes), {prefix if num_prefix_tokens else 'patch tokens only'}."
         )
-    check_coordinates(positions)
 
 
 def check_coordinates(positions: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from .configuration_liere import LieRETokensConfig
 from .encoding_traits import ENCODING_TRAITS, generators_commute
 from .encodings_in_basis import EncodingInBasis
 from .folding import build_rotary_encoding
-from .positions import TokenPositions, check_coordinates
+from .positions import GridPositions, TokenPositions, check_coordinates
 from .rotation import Rotation, rotate_one, rotate_pair
 
 
@@ -120,17 +120,19 @@ class LieRotaryEmbedding(nn.Module):
 
     def rotations(self, positions: torch.Tensor | TokenPositions, dtype: torch.dtype | None = None) -> list[Rotation]:
         """
-        The rotation of every layer. `forward` and `rotate` take the list instead of positions.
+        The rotation of every layer. `forward` and `rotate` take the list instead of positions. It may be kept for the
+        next call, so that its tensors must not be changed.
 
         Args:
             positions: (N, A) or (B, N, A) coordinates of the tokens in any unit, floating point; or a grid of patches
-                from [`grid_positions`], whose rotations are computed faster.
+                from [`grid_positions`], whose rotations are computed faster, and kept for the next call in inference.
             dtype: Type of the queries and keys, float32 if `None`: half types need no better rotations than they hold.
 
         Raises:
-            ValueError: if positions have another number of axes, or are not floating point or not finite.
+            ValueError: if positions are something else, have another number of axes, or are not floating point or not
+                finite.
         """
-        return list(self.encoding(self._placed(positions), dtype))
+        return list(self.encoding(self._checked(positions), dtype))
 
     def forward(
         self,
@@ -139,7 +141,7 @@ class LieRotaryEmbedding(nn.Module):
         positions: torch.Tensor | TokenPositions | Sequence[Rotation],
         key_positions: torch.Tensor | TokenPositions | Sequence[Rotation] | None = None,
         *,
-        layer: int = 0,
+        layer: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         R(p) q and R(p′) k, in the shapes and types of query and key.
@@ -149,10 +151,11 @@ class LieRotaryEmbedding(nn.Module):
             key: (B, num_key_value_heads, M, head_dim).
             positions: Of the queries' tokens, p, as [`rotations`] takes them; or what it returned.
             key_positions: Of the keys' tokens, p′, likewise; `None` if they are the same tokens.
-            layer: The layer whose generators are used.
+            layer: The layer whose generators are used; needed where `num_layers` is above 1.
 
         Raises:
-            ValueError: if shapes or types do not fit, or positions are not finite.
+            ValueError: if shapes or types do not fit, positions are not finite or not what is accepted, or a layer is
+                not named where there are several.
         """
         self._check_states("query", query, (self.num_heads,))
         self._check_states("key", key, (self.num_key_value_heads,))
@@ -175,7 +178,7 @@ class LieRotaryEmbedding(nn.Module):
         states: torch.Tensor,
         positions: torch.Tensor | TokenPositions | Sequence[Rotation],
         *,
-        layer: int = 0,
+        layer: int | None = None,
     ) -> torch.Tensor:
         """
         R(p) x of queries or keys by themselves, for example of keys before they are kept in a cache.
@@ -265,39 +268,51 @@ class LieRotaryEmbedding(nn.Module):
                 )
         return projections
 
-    def _placed(self, positions: torch.Tensor | TokenPositions) -> TokenPositions:
-        if isinstance(positions, TokenPositions):
-            found = positions.coordinates
-        else:
-            found, positions = positions, TokenPositions(positions)
-            check_coordinates(found)
-        if found.ndim not in (2, 3) or found.shape[-1] != self.num_axes:
+    def _checked(self, positions: torch.Tensor | TokenPositions) -> TokenPositions:
+        """Positions that are settled and fit."""
+        if isinstance(positions, torch.Tensor):
+            positions = TokenPositions(positions)
+        if not isinstance(positions, TokenPositions):
             raise ValueError(
-                f"positions of shape {tuple(found.shape)} must be (tokens, {self.num_axes}) or (batch, tokens, "
+                f"positions are a {type(positions).__name__}; accepted are a floating point tensor of shape (tokens, "
+                f"{self.num_axes}) or (batch, tokens, {self.num_axes}), what grid_positions returns, or, for queries "
+                "and keys, what rotations(positions) of this module returned."
+            )
+        positions = positions.settled()
+        if not isinstance(positions, GridPositions):
+            check_coordinates(positions.coordinates)
+        if len(positions.shape) not in (2, 3) or positions.shape[-1] != self.num_axes:
+            raise ValueError(
+                f"positions of shape {tuple(positions.shape)} must be (tokens, {self.num_axes}) or (batch, tokens, "
                 f"{self.num_axes}), with a coordinate for each of num_axes={self.num_axes}."
             )
         return positions
 
     def _rotation(
-        self, positions: torch.Tensor | TokenPositions | Sequence[Rotation], layer: int, states: torch.Tensor
+        self, positions: torch.Tensor | TokenPositions | Sequence[Rotation], layer: int | None, states: torch.Tensor
     ) -> Rotation:
         """The rotation of a layer for (B, H, N, D) states."""
+        if layer is None and self.num_layers > 1:
+            raise ValueError(
+                f"This module has rotations of {self.num_layers} layers: pass layer=0 … {self.num_layers - 1}, the one "
+                "that calls it."
+            )
+        layer = 0 if layer is None else layer
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer={layer} must be from 0 to {self.num_layers - 1}.")
-        if isinstance(positions, (torch.Tensor, TokenPositions)):
-            positions = self._placed(positions)
-            *batch, tokens, _ = positions.coordinates.shape
-            samples = batch[0] if batch else 1
-        else:
+        known = isinstance(positions, (list, tuple)) and len(positions) == self.num_layers
+        if known and isinstance(positions[layer], Rotation):
             samples, tokens = positions[layer].num_samples(), positions[layer].num_tokens()
+        else:
+            positions, known = self._checked(positions), False
+            *batch, tokens, _ = positions.shape
+            samples = batch[0] if batch else 1
         if tokens != states.shape[2] or samples not in (1, states.shape[0]):
             raise ValueError(
                 f"There are positions of {tokens} tokens in {samples} samples, but states of shape "
                 f"{tuple(states.shape)}: {states.shape[2]} tokens in 1 or {states.shape[0]} samples are needed."
             )
-        if isinstance(positions, TokenPositions):
-            return next(iter(self.encoding(positions, states.dtype, layer)))
-        return positions[layer]
+        return positions[layer] if known else next(iter(self.encoding(positions, states.dtype, layer)))
 
     def _check_states(self, name: str, states: torch.Tensor, heads: tuple[int, ...]) -> None:
         if states.ndim != 4 or states.shape[1] not in heads or states.shape[3] != self.head_dim:

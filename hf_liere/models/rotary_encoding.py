@@ -78,9 +78,9 @@ class RotaryEncoding(LearnedRotations):
         """
         raise NotImplementedError
 
-    def sources(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def sources(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, ...]:
         """All that the rotations of given positions depend on; the same values give the same rotations."""
-        return (self.entries(device),)
+        return (self.entries(device)[:, layers],)
 
     def forward(
         self,
@@ -99,14 +99,14 @@ class RotaryEncoding(LearnedRotations):
         if isinstance(positions, GroupedPositions):
             groups = zip(*self._of_groups(positions.groups, states))
             return [GroupedRotation(rotations, positions.samples) for rotations in groups]
-        if layer is not None:
-            return [next(iter(self.layer_rotations(positions, states, self._generators_of(layer))))]
-        return self.cache.rotations(self, positions, states)
+        if layer is None:
+            return self.cache.rotations(self, positions.settled(), states)
+        return [next(iter(self.cache.rotations(self, positions.settled(), states, self._generators_of(layer))))]
 
     def _of_groups(self, groups: tuple[TokenPositions, ...], states: torch.dtype | None) -> list[Iterable[Rotation]]:
         """For every group of tokens the rotation of every layer, all computed together."""
-        lengths = [group.coordinates.shape[0] for group in groups]
-        together = TokenPositions(torch.cat([group.coordinates for group in groups]))
+        coordinates = [group.placed().coordinates for group in groups]
+        lengths, together = [len(group) for group in coordinates], TokenPositions(torch.cat(coordinates))
         return list(zip(*(rotation.split(lengths) for rotation in self.forward(together, states))))
 
     def _generators_of(self, layer: int) -> slice:
@@ -117,7 +117,8 @@ class RotaryEncoding(LearnedRotations):
         self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> Iterable[Rotation]:
         """The rotations that `forward` returns, for some or all layers, in the form that attention applies fastest."""
-        return self.rotations_from(positions, self.entries(positions.coordinates.device)[:, layers], states)
+        placed = positions.placed()
+        return self.rotations_from(placed, self.entries(placed.coordinates.device)[:, layers], states)
 
     def rotations_from(
         self, positions: TokenPositions, entries: torch.Tensor, states: torch.dtype | None, rays: Rays | None = None

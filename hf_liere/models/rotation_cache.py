@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .positions import TokenPositions
+from .positions import GridPositions, TokenPositions
 from .rotation import Rotation
 from .tracing import values_are_unknown
 
@@ -26,10 +26,10 @@ class _Entry(NamedTuple):
     def num_bytes(self) -> int:
         distinct = {id(rotation): rotation for rotation in self.rotations}.values()
         tensors = [tensor for rotation in distinct for tensor in rotation if tensor is not None]
-        return sum(tensor.nbytes for tensor in (*self.sources[1:], *tensors))
+        return sum(tensor.nbytes for tensor in (*self.sources, *tensors))
 
     def fits(self, sources: tuple[torch.Tensor, ...]) -> bool:
-        """Whether the rotations are those of these coordinates and sources of an encoding, by value."""
+        """Whether the rotations are those of these sources of an encoding, by value."""
         return all(torch.equal(known, given) for known, given in zip(self.sources, sources))
 
 
@@ -57,27 +57,34 @@ class RotationCache:
             self.entries.clear()
 
     def rotations(
-        self, encoding: nn.Module, positions: TokenPositions, states: torch.dtype | None
+        self,
+        encoding: nn.Module,
+        positions: TokenPositions,
+        states: torch.dtype | None,
+        layers: slice = slice(None),
     ) -> Iterable[Rotation]:
         """
-        What `encoding.layer_rotations(positions, states)` returns, or returned before for the same grid, coordinates,
-        sources and type. Nothing is stored in training mode.
+        What `encoding.layer_rotations(positions, states, layers)` returns, or returned before for the same facts of a
+        grid, sources and type. Nothing is stored in training mode.
+
+        Args:
+            positions: That are settled; only those of a grid are kept.
         """
-        coordinates = positions.coordinates
-        if encoding.training or torch.is_grad_enabled() or positions.grid is None or values_are_unknown(coordinates):
-            return encoding.layer_rotations(positions, states)
-        sources = (coordinates, *encoding.sources(coordinates.device))
+        if encoding.training or torch.is_grad_enabled() or not isinstance(positions, GridPositions):
+            return encoding.layer_rotations(positions, states, layers)
+        sources = encoding.sources(positions.facts.device, layers)
         if values_are_unknown(*sources):
-            return encoding.layer_rotations(positions, states)
-        name = (positions.grid, states, encoding.rotation_dtype, *((x.dtype, x.device) for x in sources))
+            return encoding.layer_rotations(positions, states, layers)
+        types = ((x.dtype, x.device) for x in sources)
+        name = (positions.facts, layers.start, states, encoding.rotation_dtype, *types)
         with self.lock:
             entry = self.entries.get(name)
         if entry is not None and entry.fits(sources):
             return entry.rotations
-        rotations = encoding.layer_rotations(positions, states)
+        rotations = encoding.layer_rotations(positions, states, layers)
         # Above a bound the layers are computed one by one, when they are asked for.
         if isinstance(rotations, list):
-            self._store(name, _Entry((coordinates, *(source.clone() for source in sources[1:])), rotations))
+            self._store(name, _Entry(tuple(source.clone() for source in sources), rotations))
         return rotations
 
     def _store(self, name: tuple, entry: _Entry) -> None:

@@ -9,7 +9,7 @@ import torch
 from hf_liere.models.encoding_traits import traits_of
 from hf_liere.models.exponential_gradient import POLYNOMIAL_NORM
 from hf_liere.models.lie_algebra import skew
-from hf_liere.models.positions import TokenPositions
+from hf_liere.models.positions import GridPositions, TokenPositions
 from hf_liere.models.rotary_encoding import RotaryEncoding
 from training.speed.additions import Addition
 
@@ -94,14 +94,14 @@ def applying(addition: Addition, encoding: RotaryEncoding, planes: int, learned:
 
 def making_planes(encoding: RotaryEncoding, positions: TokenPositions, planes: int) -> Work:
     """cos and sin of N · planes angles Σ_a p_a f_a for all layers and heads with frequencies of their own, written."""
-    tokens, axes = positions.coordinates.shape[-2:]
+    tokens, axes = positions.shape[-2:]
     angles = tokens * planes * encoding.heads * encoding.layers
     return Work(2 * angles * NUMBER_BYTES, angles * (axes + CIRCLE_PRODUCTS))
 
 
 def making_products(encoding: RotaryEncoding, positions: TokenPositions) -> Work:
     """Blocks of three channels from cos and sin of two angles, with four products for each, written."""
-    tokens = positions.coordinates.shape[-2]
+    tokens = positions.shape[-2]
     blocks = tokens * encoding.num_blocks * encoding.heads * encoding.layers
     return Work(blocks * 9 * NUMBER_BYTES, blocks * (2 * (1 + CIRCLE_PRODUCTS) + 4))
 
@@ -114,13 +114,14 @@ def making_blocks(encoding: RotaryEncoding, positions: TokenPositions, learned: 
     `POLYNOMIAL_NORM`; on a grid that starts at zero, where R(kp) = R(p)ᵏ, tokens with k > 1 take one product instead.
     The gradient takes two products in float32 for each of these.
     """
-    coordinates = positions.coordinates.double().cpu()
+    placed = positions.placed().coordinates
+    coordinates = placed.double().cpu()
     tokens, size = coordinates.shape[-2], encoding.block_size
     multiples = coordinates.any(-1).long()
-    if positions.proportional:
+    if isinstance(positions, GridPositions) and positions.facts.proportional:
         indices = itertools.product(*map(range, positions.grid))
         multiples[positions.num_prefix_tokens :] = torch.tensor([math.gcd(*index) for index in indices])
-    entries = encoding.entries(positions.coordinates.device).double().cpu()  # (A, layers, heads, blocks, b(b−1)/2)
+    entries = encoding.entries(placed.device).double().cpu()  # (A, layers, heads, blocks, b(b−1)/2)
     products = 0
     for layer in entries.flatten(2, 3).unbind(1):
         exponents = torch.einsum("pa,akij->pkij", coordinates[multiples == 1], skew(layer, size))
