@@ -76,7 +76,7 @@ class RotationCache:
         if values_are_unknown(*sources):
             return encoding.layer_rotations(positions, states, layers)
         types = ((x.dtype, x.device) for x in sources)
-        name = (positions.facts, layers.start, states, encoding.rotation_dtype, *types)
+        name = (positions.facts, layers.start, states or encoding.rotation_dtype, encoding.rotation_dtype, *types)
         with self.lock:
             entry = self.entries.get(name)
         if entry is not None and entry.fits(sources):
