@@ -70,6 +70,17 @@ def measured_again(model, data, size):
     return (logits.argmax(1) == labels).double().mean().item(), pytest.approx(loss, abs=1e-5)
 
 
+def but_for_rounding(found):
+    """
+    What an evaluation of the same weights finds after they were saved and loaded.
+
+    Weights stay where the file that they are read from puts them, and products of matrices and vectors may be rounded
+    otherwise at another address (MKL, with the instructions that it uses on AMD's CPUs).
+    """
+    accuracy, loss = found
+    return accuracy, pytest.approx(loss, abs=1e-6)
+
+
 # Adam divides by gradients that are zero but for rounding, such as those of the keys' biases.
 WHOLE = "--eval_image_sizes 16 24 --optim sgd --learning_rate 0.1".split()
 
@@ -224,7 +235,7 @@ def test_new_tower_is_trained_then_patched_then_evaluated(data, tmp_path):
     assert model.config.rotary_patch["keep_absolute"] == "drop" and model.config.rotary_patch["layers"] == [1]
     evaluate = ["--model_name_or_path", str(tmp_path / "tuned/patched"), "--do_eval", *flags]
     (again,) = main(["--output_dir", str(tmp_path / "again"), *evaluate])
-    assert (again["accuracy"], again["loss"]) == accuracies(trained)["patched", 16]
+    assert (again["accuracy"], again["loss"]) == but_for_rounding(accuracies(trained)["patched", 16])
     more = train(tmp_path / "more", str(tmp_path / "tuned/patched"), data, "--position_encoding", "comrope_ld")
     assert [result["model"] for result in more] == ["patched"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from test_clip_finetuning import CLASSES, accuracies, measured_again, train
+from test_clip_finetuning import CLASSES, accuracies, but_for_rounding, measured_again, train
 from training_helpers import write_dual_encoder, write_parquet
 
 from hf_liere import is_patched, load_rotary, rotary_parameters
@@ -64,8 +64,9 @@ def test_whole_models_train_reload_and_evaluate(kind, dual_encoder, data, tmp_pa
     assert not any(name.startswith("text_") for name in changed)
     flags = ["--do_eval", "--use_cpu", "true", "--disable_tqdm", "true", "--head", "zero_shot", *ROTATING[-3:]]
     folders = ["--model_name_or_path", str(tmp_path / "patched"), "--output_dir", str(tmp_path / "again")]
-    again = main([*folders, *data, *flags])
-    assert [accuracies(again)["", size] for size in (16, 24)] == [results["patched", size] for size in (16, 24)]
+    again = accuracies(main([*folders, *data, *flags]))
+    for size in (16, 24):
+        assert again["", size] == but_for_rounding(results["patched", size])
 
 
 @pytest.mark.parametrize("kind", ENCODINGS)
