@@ -48,6 +48,9 @@ def dinov3(kind="small", **fields):
 @torch.no_grad()
 def test_outputs_are_those_of_transformers(kind, tmp_path):
     """From the files that transformers writes, with what its config.json states."""
+    if kind == "rectangles":
+        # Before it, DINOv3 is built for squares alone.
+        pytest.importorskip("transformers", "5.18")
     official = dinov3(kind)
     official.save_pretrained(tmp_path)
     tensors, source_config = read_checkpoint(tmp_path)
