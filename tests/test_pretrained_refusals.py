@@ -67,8 +67,9 @@ class TestRefusals:
     def test_models_that_do_not_fit(self, build, message):
         self.refuse(build(), message, patch, PLANES)
 
-    @pytest.mark.skipif(not hasattr(transformers, "MiniMaxM3VLVisionModel"), reason="of newer releases of transformers")
     def test_modules_whose_axes_are_unknown(self):
+        # Before it, this tower rotates on two axes.
+        pytest.importorskip("transformers", "5.18")
         sizes = {"hidden_size": 36, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
         tower = model_of("MiniMaxM3VLVisionConfig", "MiniMaxM3VLVisionModel", **sizes, patch_size=4)()
         self.refuse(tower, "takes positions on two axes and on three, and heads have 18 channels", patch, PLANES)
