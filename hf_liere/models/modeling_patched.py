@@ -345,7 +345,8 @@ def _make_config(plain: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     parts = [plain, *(kind for kind in plain.sub_configs.values() if kind is not None)]
     if any("rope" in name for part in parts for name in getattr(part, "__dataclass_fields__", ())):
         Made._default_patch = PRETRAINED_PLANES
-    _keep_renaming(plain.model_type, Made.model_type)
+    # By the type that the configuration answers with.
+    _keep_renaming(plain.model_type, plain.model_type)
     return strict(_named(Made, plain, f"Configuration of {plain.__name__} and `rotary_patch`: [`RotaryPatchConfig`]."))
 
 
@@ -372,7 +373,10 @@ def _named(made: type, plain: type, doc: str) -> type:
 
 
 def _keep_renaming(plain: str, rotary: str) -> None:
-    """transformers looks up by class name or type how keys of weights are renamed when they are loaded and saved."""
+    """
+    transformers looks up by class name or type how keys of weights are renamed when they are loaded and saved, and for
+    classes that are not its own only what was registered.
+    """
     renaming = get_checkpoint_conversion_mapping(plain)
     if renaming is not None:
         register_checkpoint_conversion_mapping(rotary, renaming, overwrite=True)
