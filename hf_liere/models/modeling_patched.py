@@ -184,7 +184,8 @@ def patch_in_place(model: nn.Module, plans: list, encodings: list[nn.Module] | N
         for _, module in around:
             if not isinstance(module, RotaryModelMixin):
                 module.__class__ = rotary_class(type(module))
-                _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+                # The keys are names of classes; items of newer releases of transformers are set by the model.
+                _CAN_RECORD_REGISTRY.update({str(type(module)): module._can_record_outputs})
         if around:
             path, outermost = around[0]
             planned.config = _within(path, planned.config)
