@@ -308,6 +308,7 @@ def test_a_checkpoint_is_evaluated_on_the_part_that_its_processor_cuts(files, tm
     taken_over = main([*flags, "--output_dir", str(tmp_path / "same")])["eval_loss"]
     whole = main([*flags, "--eval_crops", "0", "--output_dir", str(tmp_path / "whole")])["eval_loss"]
     trained = json.loads((tmp_path / "run" / "eval_results.json").read_text())["eval_loss"]
-    assert taken_over == trained != whole
+    # Products of weights that lie elsewhere in memory, as those of a file do, may be rounded otherwise.
+    assert taken_over == pytest.approx(trained, abs=1e-6) and whole != pytest.approx(trained, abs=1e-5)
     record = json.loads((tmp_path / "same" / "run_config.json").read_text())["data"]
     assert (record["eval_crops"], record["eval_crop_ratio"]) == (1, 1.25)

@@ -42,7 +42,9 @@ def test_a_checkpoint_goes_on_with_an_upgraded_encoding(trained, parquet, tmp_pa
     final = weights(tmp_path / "run")
     assert any("rotary_encoding.multipliers" in name for name in final)
     # What is upgraded already is taken as it is, as in the evaluations of a sweep.
-    assert go_on(tmp_path / "run", tmp_path / "again", parquet, *wanted)["eval_loss"] == after
+    # Products of weights that lie elsewhere in memory, as those of a file do, may be rounded otherwise.
+    again = go_on(tmp_path / "run", tmp_path / "again", parquet, *wanted)["eval_loss"]
+    assert again == pytest.approx(after, abs=1e-6)
     resume = ("--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2")
     assert go_on(checkpoint, tmp_path / "run", parquet, *training, *resume)["eval_loss"] == after
     assert all(value.equal(final[name]) for name, value in weights(tmp_path / "run").items())
