@@ -16,6 +16,7 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
+    USER_REGISTERED_MAPPINGS,
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
@@ -346,8 +347,6 @@ def _make_config(plain: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     parts = [plain, *(kind for kind in plain.sub_configs.values() if kind is not None)]
     if any("rope" in name for part in parts for name in getattr(part, "__dataclass_fields__", ())):
         Made._default_patch = PRETRAINED_PLANES
-    # By the type that the configuration answers with.
-    _keep_renaming(plain.model_type, plain.model_type)
     return strict(_named(Made, plain, f"Configuration of {plain.__name__} and `rotary_patch`: [`RotaryPatchConfig`]."))
 
 
@@ -360,7 +359,7 @@ def _make_model(plain: type[PreTrainedModel], config: type[PreTrainedConfig]) ->
         _keep_in_fp32_modules_strict = [*(plain._keep_in_fp32_modules_strict or ()), "rotary_encoding"]
 
     made = _named(Made, plain, f"[`{plain.__name__}`] with learned rotations.")
-    _keep_renaming(plain.__name__, made.__name__)
+    _keep_renaming(plain, made)
     # Where no Auto class returns the model, its code must be saved too.
     if is_restorable(plain):
         made.register_for_auto_class("AutoModel")
@@ -373,11 +372,14 @@ def _named(made: type, plain: type, doc: str) -> type:
     return made
 
 
-def _keep_renaming(plain: str, rotary: str) -> None:
+def _keep_renaming(plain: type[PreTrainedModel], made: type[PreTrainedModel]) -> None:
     """
-    transformers looks up by class name or type how keys of weights are renamed when they are loaded and saved, and for
-    classes that are not its own only what was registered.
+    transformers looks up by class name, else by type, how keys of weights are renamed when they are loaded and saved.
+    For classes that are not its own it does so only if their name is registered.
     """
-    renaming = get_checkpoint_conversion_mapping(plain)
-    if renaming is not None:
-        register_checkpoint_conversion_mapping(rotary, renaming, overwrite=True)
+    renaming = get_checkpoint_conversion_mapping(plain.__name__)
+    if renaming is None:
+        # The type is that of the plain configuration.
+        USER_REGISTERED_MAPPINGS.add(made.__name__)
+    else:
+        register_checkpoint_conversion_mapping(made.__name__, renaming, overwrite=True)
