@@ -275,6 +275,24 @@ def test_a_part_of_a_patched_model_is_saved_with_its_rotations(name, part, auto_
     )
 
 
+@pytest.mark.parametrize("target", [None, "model"])
+def test_heads_on_a_base_of_an_auto_class_are_restored(target, tmp_path):
+    """`LlamaForSequenceClassification` makes its base by `AutoModel.from_config`, unlike `LlamaForCausalLM`."""
+    config = transformers.LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    config.num_attention_heads = config.num_key_value_heads = 2
+    config.head_dim, config.pad_token_id, inputs = 16, 0, {"input_ids": torch.arange(1, 17).view(2, 8)}
+    whole = transformers.LlamaForSequenceClassification(config).eval()
+    randomize(patch(whole, RotaryPatchConfig("rope_mixed", rotary_init="pretrained", target=target)))
+    whole.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(**inputs).logits, whole(**inputs).logits)
+    # Without the head, the target has another name.
+    for auto_class in (transformers.AutoModel, transformers.AutoModelForCausalLM):
+        loaded = auto_class.from_pretrained(tmp_path).eval()
+        base = getattr(loaded, "model", loaded)
+        assert torch.equal(base(**inputs).last_hidden_state, whole.model(**inputs).last_hidden_state)
+
+
 @pytest.mark.parametrize("layers", [None, [1]])
 def test_the_target_of_a_wrapped_model_is_saved_as_its_own(layers, tmp_path):
     model, inputs = build("clip")

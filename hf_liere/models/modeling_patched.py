@@ -8,6 +8,7 @@ code that is saved with a checkpoint.
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import get_args
 
@@ -37,6 +38,9 @@ HOW_TO_LOAD = (
     "trust_remote_code=True to one."
 )
 CARRIERS = ("initializer_range", "initializer_factor", "tie_word_embeddings")
+# The configuration of the model under construction. `LlamaForSequenceClassification` and others make their base by an
+# Auto class, of the same configuration: it is patched as a part of them.
+_being_made = ContextVar("_being_made", default=None)
 
 
 class _ModelType:
@@ -133,8 +137,17 @@ class RotaryModelMixin(_Made):
     write_rotations: Callable | None = None
 
     def __init__(self, config):
-        super().__init__(config)
-        patch_in_place(self, plan(self, RotaryPatchConfig.from_dict(config.rotary_patch)))
+        is_part = _being_made.get() is config
+        token = _being_made.set(config)
+        try:
+            super().__init__(config)
+        finally:
+            _being_made.reset(token)
+        if not is_part:
+            patch = RotaryPatchConfig.from_dict(config.rotary_patch)
+            patch = replace(patch, target=_target_in(self, patch.target))
+            config.rotary_patch = patch.to_dict()
+            patch_in_place(self, plan(self, patch))
 
     def initialize_weights(self) -> None:
         super().initialize_weights()
@@ -214,6 +227,15 @@ def _within(path: str, config: RotaryPatchConfig) -> RotaryPatchConfig:
     if not path or config.target is None:
         return config
     return replace(config, target=config.target.removeprefix(path).removeprefix(".") or None)
+
+
+def _target_in(model: PreTrainedModel, target: str | None) -> str | None:
+    """The name of a target here, which another class of the family saved, with another head or without one."""
+    if target is None:
+        return None
+    names, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
+    places = (target, f"{target}.".removeprefix(prefix)[:-1], f"{prefix}{target}")
+    return next((place for place in places if place in names), target) or None
 
 
 def _with_patch(config: PreTrainedConfig, patch: RotaryPatchConfig) -> PreTrainedConfig:
