@@ -12,7 +12,7 @@ from patching_cases import randomize
 from rope_cases import build, outputs
 from safetensors.torch import load_file
 
-from hf_liere import RotaryPatchConfig, is_patched, load_peft, patch, rotary_parameters
+from hf_liere import RotaryPatchConfig, is_patched, load_peft, load_rotary, patch, rotary_parameters
 
 
 peft = pytest.importorskip("peft")
@@ -100,6 +100,18 @@ def test_rotations_are_restored_on_a_plain_base_in_a_new_process(kind, base, tmp
     assert done.stdout.split("\n")[:-1] == ["True True"] * len(loaders), done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("is_patched_base", [False, True])
+def test_adapters_without_a_task_are_loaded_by_auto_peft_model(is_patched_base, base, tmp_path):
+    randomize(patch(base, RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained")))
+    base.config._name_or_path = str(tmp_path / "base")
+    if is_patched_base:
+        base.save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, init_lora_weights=False)).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.AutoPeftModel.from_pretrained(tmp_path / "adapter").eval()
+    assert torch.equal(outputs(loaded, build("llama")[1])[0], outputs(model, build("llama")[1])[0])
+
+
 def test_rotations_without_their_patch_are_not_dropped(base, tmp_path):
     adapted(base, modules_to_save=COPIES).save_pretrained(tmp_path / "adapter")
     # As of a process in which nothing wrote it.
@@ -117,6 +129,39 @@ def test_a_base_with_other_rotations_is_refused(base, tmp_path):
         ValueError, match="patched in another way .*position_encoding='liere' here, 'rope_mixed' there.*unpatch it"
     ):
         peft.PeftModel.from_pretrained(patch(plain(tmp_path), other), tmp_path / "adapter")
+
+
+def test_an_adapter_that_was_trained_without_rotations_keeps_its_base(base, tmp_path):
+    model = peft.get_peft_model(plain(tmp_path), lora()).eval()
+    adapted(base, modules_to_save=COPIES).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="has other rotations than the adapters of this model.*Patch the base before"):
+        model.load_adapter(tmp_path / "adapter", "other")
+    assert not is_patched(model)
+
+
+def test_an_adapter_is_loaded_on_a_base_that_was_trained_further(base, tmp_path):
+    adapted(base).save_pretrained(tmp_path / "adapter")
+    further = plain(tmp_path)
+    with torch.no_grad():
+        further.model.layers[0].self_attn.q_proj.weight.mul_(1.1)
+    with pytest.raises(ValueError, match="was trained on other weights.*check_weights=False"):
+        peft.PeftModel.from_pretrained(further, tmp_path / "adapter")
+    load_rotary(further, tmp_path / "adapter", check_weights=False)
+    assert is_patched(peft.PeftModel.from_pretrained(further, tmp_path / "adapter"))
+
+
+def test_adapters_that_are_mixed_or_swapped_have_their_rotations(base, tmp_path):
+    from peft.utils.hotswap import hotswap_adapter
+
+    inputs, model = build("llama")[1], adapted(base)
+    model.save_pretrained(tmp_path / "first")
+    mixed = peft.PeftMixedModel.from_pretrained(plain(tmp_path), tmp_path / "first").eval()
+    assert torch.equal(outputs(mixed, inputs)[0], outputs(model, inputs)[0])
+    randomize(model)
+    model.save_pretrained(tmp_path / "second")
+    swapped = peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "first").eval()
+    hotswap_adapter(swapped, str(tmp_path / "second"), "default", torch_device="cpu")
+    assert torch.equal(outputs(swapped, inputs)[0], outputs(model, inputs)[0])
 
 
 def test_two_adapters_have_rotations_of_their_own_only_as_copies(base, tmp_path):

@@ -4,9 +4,11 @@ drops rotations that a base lacks when it loads them. With this package imported
 the files of `save_rotary`, and every load puts these rotations into the base first.
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
+import transformers
 
 # Post-import hooks (PEP 369), because importing peft takes seconds, and wrappers that keep signatures.
 import wrapt
@@ -14,7 +16,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import cached_file
 
-from ..models.modeling_patched import TYPE_PREFIX
+from ..models.modeling_patched import TYPE_PREFIX, auto_classes
 from ..storage.saved_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .adapters import load_rotary, read_adapter, require_same_patch, stored_parameters, write_rotations
 from .apply import is_patched
@@ -51,16 +53,17 @@ def restore_rotations(model: nn.Module, source: str | Path, is_loaded: bool = Fa
     _find(source, ADAPTER_WEIGHTS, place)
     config, _, tensors = read_adapter(path.parent)
     require_same_patch(model, config, source)
-    if is_patched(model) and names:
-        # Trained copies (`modules_to_save`) are loaded by peft.
-        return
-    if is_patched(model) and not is_loaded and _has_adapters(model):
+    if is_patched(model):
         current = stored_parameters(model)
-        if any(not torch.equal(value, current[name].detach().cpu()) for name, value in tensors.items()):
-            raise ValueError(
-                f"The adapter {source} has other rotations than the adapters of this model, which share theirs. Train "
-                'them as LoraConfig(…, modules_to_save=["rotary_encoding"]), so that every adapter has its own.'
-            )
+        # Trained copies (`modules_to_save`) are loaded by peft.
+        if names or all(torch.equal(value, current[name].detach().cpu()) for name, value in tensors.items()):
+            return
+    if not is_loaded and _has_adapters(model):
+        raise ValueError(
+            f"The adapter {source} has other rotations than the adapters of this model, which share theirs. Patch the "
+            'base before any adapter, and train with LoraConfig(…, modules_to_save=["rotary_encoding"]), so that every '
+            "adapter has its own."
+        )
     load_rotary(model, path.parent)
 
 
@@ -109,6 +112,10 @@ def _from_pretrained(wrapped, _, args, kwargs):
 
 def _load_adapter(wrapped, model, args, kwargs):
     """Around `PeftModel.load_adapter(model_id, adapter_name, …)`."""
+    if model is None:
+        # `PeftMixedModel` is another class, and calls the function with itself.
+        model, *args = args
+        wrapped = partial(wrapped, model)
     given = dict(zip(("model_id", "adapter_name"), args)) | kwargs
     is_loaded = given["adapter_name"] in model.peft_config
     restore_rotations(model, given["model_id"], is_loaded, **_place(kwargs))
@@ -124,6 +131,21 @@ def _load_into_transformers(wrapped, model, args, kwargs):
     return wrapped(*args, **kwargs)
 
 
+def _swap(wrapped, _, args, kwargs):
+    """Around `hotswap_adapter(model, model_name_or_path, …)`, which replaces the weights of an adapter."""
+    given = dict(zip(("model", "model_name_or_path"), args)) | kwargs
+    restore_rotations(given["model"], given["model_name_or_path"], is_loaded=True, **_place(kwargs))
+    return wrapped(*args, **kwargs)
+
+
+def _base_model_class(wrapped, _, args, kwargs):
+    """Around what an adapter without a task names for `AutoPeftModel`: an Auto class reads a base of both kinds."""
+    found = wrapped(*args, **kwargs)
+    plain = getattr(found, "plain_class", found)
+    autos = auto_classes(plain.config_class) if plain is not found else {}
+    return next((getattr(transformers, name) for name, kind in autos.items() if kind is plain), plain)
+
+
 def _place(arguments: dict) -> dict:
     return {name: arguments[name] for name in PLACE if name in arguments}
 
@@ -134,6 +156,7 @@ def _guard(peft) -> None:
         "save_pretrained": _save,
         "from_pretrained": _from_pretrained,
         "load_adapter": _load_adapter,
+        "_get_base_model_class": _base_model_class,
     }.items():
         wrapt.wrap_function_wrapper(peft.PeftModel, name, wrapper)
     # By these tables, peft finds what to adapt in a model of a type.
@@ -143,4 +166,7 @@ def _guard(peft) -> None:
 
 
 wrapt.register_post_import_hook(_guard, "peft")
+wrapt.register_post_import_hook(
+    lambda hotswap: wrapt.wrap_function_wrapper(hotswap, "hotswap_adapter", _swap), "peft.utils.hotswap"
+)
 wrapt.wrap_function_wrapper("transformers.integrations.peft", "PeftAdapterMixin.load_adapter", _load_into_transformers)
