@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hub_client import online
+from hub_client import OTHER, online
 from hub_server import HubServer
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from patching_cases import IMAGE, build, randomize, realigned, same_bits
 from patching_cases import run as outputs_of
 from test_auto import run as run_process
@@ -254,6 +255,10 @@ def test_plain_configurations_refuse_what_is_written_of_rotary_ones(family, tmp_
         plain.from_pretrained(tmp_path)
     for config in (rotary.from_pretrained(tmp_path), rotary.from_json_file(tmp_path / "config.json")):
         assert config.to_dict() == rotary().to_dict()
+    # A user's own words are no note.
+    for words in ({"note": 0, "value": 1}, {"note": 0, "song": 1}):
+        rotary(words=words).save_pretrained(tmp_path / "words")
+        assert rotary.from_pretrained(tmp_path / "words").words == words
     # Trainer reads the version of transformers when it resumes.
     assert transformers.PreTrainedConfig.from_json_file(tmp_path / "config.json").transformers_version
 
@@ -322,6 +327,8 @@ def test_a_patched_model_is_pushed_with_its_rotations(tmp_path, monkeypatch):
         with pytest.warns(UserWarning, match="does not export Derived"):
             patch(own, RotaryPatchConfig(block_size=4))
         own.save_pretrained(tmp_path / "own", push_to_hub=True, repo_id="tester/own")
+        with pytest.raises(HfHubHTTPError, match="403"):
+            own.save_pretrained(tmp_path / "own", push_to_hub=True, repo_id="tester/own", token=OTHER)
         for name in ("tester/pushed", "tester/saved"):
             loaded = transformers.AutoModelForImageClassification.from_pretrained(name).eval()
             assert same_bits(outputs_of(loaded, inputs), expected), name

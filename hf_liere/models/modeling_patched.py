@@ -113,7 +113,10 @@ def _add_note(values: dict, config: PreTrainedConfig) -> None:
 def _without_notes(value):
     if not isinstance(value, dict):
         return value
-    return value["value"] if NOTE in value else {name: _without_notes(inner) for name, inner in value.items()}
+    # A label may be called "note", too.
+    if value.keys() == {"value", NOTE} and isinstance(value[NOTE], str):
+        return value["value"]
+    return {name: _without_notes(inner) for name, inner in value.items()}
 
 
 @functools.cache
@@ -171,7 +174,8 @@ class RotaryModelMixin(_Made):
         ):
             super().save_pretrained(save_directory, push_to_hub=push_to_hub, **given)
         else:
-            hub = {name: given.pop(name) for name in ("repo_id", "commit_message", "private") if name in given}
+            names = ("repo_id", "commit_message", "private", "create_pr")
+            hub = {"token": kwargs.get("token"), **{name: given.pop(name) for name in names if name in given}}
             super().save_pretrained(save_directory, **given)
             type(self).write_rotations(self, save_directory, state_dict, is_main_process)
             if push_to_hub:
