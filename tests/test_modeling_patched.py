@@ -351,18 +351,37 @@ def test_trainer_shifts_smoothed_labels_as_of_the_plain_class(tmp_path):
     assert torch.equal(*losses)
 
 
-def test_patching_a_part_is_refused_while_its_whole_exists():
-    """The whole would be saved without the rotations."""
-    model, _ = build("vit")
-    with pytest.raises(ValueError, match="ViTModel is 'vit' of ViTForImageClassification.*Patch .* target='vit'"):
-        patch(model.vit, RotaryPatchConfig(block_size=4))
-    assert not is_patched(model)
-    patch(model, RotaryPatchConfig(block_size=4, target="vit"))
-    with pytest.raises(ValueError, match="ViTModel is 'vit' of ViTForImageClassification.*Unpatch the"):
-        unpatch(model.vit)
-    # A part whose whole is gone is a model of its own.
-    part = build("vit")[0].vit
-    assert is_patched(patch(part, RotaryPatchConfig(block_size=4)))
+@pytest.mark.parametrize("name, part", [("vit", "vit"), ("clip", "vision_model")])
+def test_the_whole_of_a_patched_part_is_saved_with_its_rotations(name, part, tmp_path):
+    """Also where the part was patched before it became one; and without rotations that were taken away again."""
+    model, inputs = build(name)
+    other, _ = build(name)
+    patch(model.get_submodule(part), RotaryPatchConfig(block_size=4))
+    randomize(model)
+    other.set_submodule(part, model.get_submodule(part))
+    for whole in (model, other):
+        expected = outputs_of(whole.eval(), inputs)
+        whole.save_pretrained(tmp_path)
+        assert type(whole).__name__.startswith("Rotary") and whole.config.rotary_patch["target"] == part
+        loaded, report = type(whole).from_pretrained(tmp_path, output_loading_info=True)
+        assert not any(report.values()) and same_bits(outputs_of(realigned(loaded.eval()), inputs), expected)
+    unpatch(model.get_submodule(part))
+    model.save_pretrained(tmp_path / "plain")
+    plain = type(build(name)[0])
+    loaded, report = plain.from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert type(model) is plain and type(model.config) is plain.config_class and not any(report.values())
+
+
+def test_parts_that_are_patched_differently_are_saved_but_do_not_load_as_one(tmp_path):
+    models = [build("vit")[0].vit for _ in range(2)]
+    for model, block_size in zip(models, (4, 8)):
+        patch(model, RotaryPatchConfig(position_encoding="liere", block_size=block_size))
+    whole, _ = build("vit")
+    whole.vit, whole.other = models
+    with pytest.warns(UserWarning, match="has parts that are patched differently"):
+        whole.save_pretrained(tmp_path)
+    with pytest.raises(Exception, match="different_patches_of_parts"):
+        transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
 
 
 def test_classes_that_transformers_does_not_export_say_so_and_are_saved_nevertheless(tmp_path):

@@ -7,6 +7,8 @@ code that is saved with a checkpoint.
 """
 
 import functools
+import json
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
@@ -167,9 +169,16 @@ class RotaryModelMixin(_Made):
         transformers, or only adapters of peft are saved, the files of `save_rotary` are written beside them.
         """
         given = {"is_main_process": is_main_process, "state_dict": state_dict, **kwargs}
+        if not any(True for _ in patched_towers(self)):
+            # A part of it was unpatched by itself.
+            unpatch_in_place(self)
+            self.save_pretrained(save_directory, push_to_hub=push_to_hub, **given)
+            return
         if not isinstance(self.config, RotaryConfigMixin):
             _as_whole(self).save_pretrained(save_directory, push_to_hub=push_to_hub, **given)
-        elif self.write_rotations is None or not (
+            return
+        self._refuse_to_load_different_patches()
+        if self.write_rotations is None or not (
             getattr(self, "_hf_peft_config_loaded", False) or not is_restorable(self.plain_class)
         ):
             super().save_pretrained(save_directory, push_to_hub=push_to_hub, **given)
@@ -180,6 +189,17 @@ class RotaryModelMixin(_Made):
             type(self).write_rotations(self, save_directory, state_dict, is_main_process)
             if push_to_hub:
                 self.push_to_hub(hub.pop("repo_id", str(save_directory)), **hub)
+
+    def _refuse_to_load_different_patches(self) -> None:
+        """Where no configuration describes all parts, the one that is saved says so to whoever loads it."""
+        patches = {name: tower.rotary_patch.config.to_dict() for name, tower in patched_towers(self)}
+        if len({json.dumps({**patch, "target": None}) for patch in patches.values()}) > 1:
+            warnings.warn(
+                f"{self._get_name()} has parts that are patched differently, so what is saved cannot be loaded as one "
+                "model: save_pretrained of each part can.",
+                stacklevel=3,
+            )
+            self.config.rotary_patch = {"different_patches_of_parts": patches}
 
     def _get_name(self) -> str:
         # By this name, Trainer finds whether labels are to be shifted.
@@ -195,24 +215,39 @@ def patch_in_place(model: nn.Module, plans: list, encodings: list[nn.Module] | N
     # All are built first: one that cannot be must not leave a model half patched.
     encodings = encodings or [planned.build_encoding() for planned in plans]
     for planned in plans:
-        names = planned.tower.name.split(".") if planned.tower.name else []
-        paths = [".".join(names[:length]) for length in range(len(names) + 1)]
-        around = [(path, model.get_submodule(path)) for path in paths]
-        around = [(path, module) for path, module in around if isinstance(module, PreTrainedModel)]
-        for _, module in around:
-            if not isinstance(module, RotaryModelMixin):
-                module.__class__ = rotary_class(type(module))
-                # The keys are names of classes; items of newer releases of transformers are set by the model.
-                _CAN_RECORD_REGISTRY.update({str(type(module)): module._can_record_outputs})
-        if around:
-            path, outermost = around[0]
-            planned.config = _within(path, planned.config)
-            if not isinstance(outermost.config, RotaryConfigMixin):
-                _replace_config(outermost, _with_patch(outermost.config, planned.config))
-            own = {id(module.config) for _, module in around}
-            names = [name for name in outermost.config.sub_configs if id(getattr(outermost.config, name, None)) in own]
-            outermost.config.rotary_parts = sorted({*outermost.config.rotary_parts, *names})
+        planned.config = _take_classes(model, planned.tower.name, planned.config)
     attach(plans, encodings)
+
+
+def patch_around(model: nn.Module) -> None:
+    """Give a model classes and configuration as [`patch_in_place`] does, for parts that were patched by themselves."""
+    towers = list(patched_towers(model))
+    for name, tower in towers:
+        target = name if len(towers) == 1 and name else None
+        tower.rotary_patch.config = _take_classes(model, name, replace(tower.rotary_patch.config, target=target))
+
+
+def _take_classes(model: nn.Module, tower_name: str, config: RotaryPatchConfig) -> RotaryPatchConfig:
+    """What is said in [`patch_in_place`], for one tower; returns its patch as the outermost model names it."""
+    names = tower_name.split(".") if tower_name else []
+    paths = [".".join(names[:length]) for length in range(len(names) + 1)]
+    around = [(path, model.get_submodule(path)) for path in paths]
+    around = [(path, module) for path, module in around if isinstance(module, PreTrainedModel)]
+    for _, module in around:
+        if not isinstance(module, RotaryModelMixin):
+            module.__class__ = rotary_class(type(module))
+            # The keys are names of classes; items of newer releases of transformers are set by the model.
+            _CAN_RECORD_REGISTRY.update({str(type(module)): module._can_record_outputs})
+    if not around:
+        return config
+    path, outermost = around[0]
+    config = _within(path, config)
+    if not isinstance(outermost.config, RotaryConfigMixin):
+        _replace_config(outermost, _with_patch(outermost.config, config))
+    own = {id(module.config) for _, module in around}
+    parts = [name for name in outermost.config.sub_configs if id(getattr(outermost.config, name, None)) in own]
+    outermost.config.rotary_parts = sorted({*outermost.config.rotary_parts, *parts})
+    return config
 
 
 def unpatch_in_place(model: nn.Module) -> None:

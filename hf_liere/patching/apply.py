@@ -1,15 +1,14 @@
 """Learned rotations inside pretrained models: patch, unpatch, and what is asked of a patched model."""
 
-import gc
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
+import wrapt
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.modeling_patched import RotaryModelMixin, is_restorable, patch_in_place, unpatch_in_place
+from ..models.modeling_patched import RotaryModelMixin, is_restorable, patch_around, patch_in_place, unpatch_in_place
 from ..models.rotary_patch import RotaryPatchConfig, patched_towers, plan
 
 
@@ -55,10 +54,10 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: before anything is changed, if the model is patched already, is a part of another model, has no
-            vision tower whose attention goes through transformers' attention interface, rotates queries and keys by
-            itself while `rotary_init` is not `"pretrained"` or the reverse, has tokens that cannot be assigned to
-            patches, or does not fit the configuration.
+        ValueError: before anything is changed, if the model is patched already, has no vision tower whose attention
+            goes through transformers' attention interface, rotates queries and keys by itself while `rotary_init` is
+            not `"pretrained"` or the reverse, has tokens that cannot be assigned to patches, or does not fit the
+            configuration.
 
     Warns:
         UserWarning: if transformers does not export the class of the model, so that no Auto class restores it.
@@ -71,13 +70,7 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
 
 
 def attach_plans(model: nn.Module, plans: list, encodings: list[nn.Module] | None = None) -> nn.Module:
-    """
-    The second half of [`patch`], with new rotations or those of an adapter.
-
-    Raises:
-        ValueError: if the model is a part of another model.
-    """
-    _refuse_part(model, "Patch", plans[0].tower.name)
+    """The second half of [`patch`], with new rotations or those of an adapter."""
     patch_in_place(model, plans, encodings)
     _warn_of_unknown_classes(model)
     return model
@@ -91,10 +84,9 @@ def unpatch(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: if the model is not patched, or is a part of another model.
+        ValueError: if the model is not patched.
     """
     require_patched(model)
-    _refuse_part(model, "Unpatch")
     unpatch_in_place(model)
     return model
 
@@ -184,43 +176,12 @@ def _warn_of_unknown_classes(model: nn.Module) -> None:
             return
 
 
-def _refuse_part(model: nn.Module, verb: str, tower: str = "") -> None:
-    """
-    Refuse a part of a model of transformers, which would be saved by a class that does not know of its rotations.
-
-    Raises:
-        ValueError: naming the whole, and the part in it.
-    """
-    whole, path = _whole_of(model)
-    if whole is not model:
-        target = ".".join(filter(None, (path, tower)))
-        advice = f" with target={target!r}" if verb == "Patch" else ""
-        raise ValueError(
-            f"{model._get_name()} is {path!r} of {whole._get_name()}, which would be saved without what happens to its "
-            f"parts. {verb} the {whole._get_name()}{advice}."
-        )
+def _save_whole(wrapped, model: PreTrainedModel, args, kwargs):
+    """Around `save_pretrained` of transformers: a model of which a part was patched is saved as a patched one."""
+    if isinstance(model, RotaryModelMixin) or not is_patched(model):
+        return wrapped(*args, **kwargs)
+    patch_around(model)
+    return model.save_pretrained(*args, **kwargs)
 
 
-def _whole_of(model: nn.Module) -> tuple[nn.Module, str]:
-    """The outermost model of transformers that contains a module, and the name of the module in it."""
-    # Modules do not know where they are. Most are nowhere, which the first line finds out in a twentieth of a second.
-    if not any(type(holder) is dict and _is_child(model, holder) for holder in gc.get_referrers(model)):
-        return model, ""
-    # Wholes that were dropped may wait for the collector.
-    gc.collect()
-    places = defaultdict(list)
-    for holder in gc.get_objects():
-        if issubclass(type(holder), nn.Module):
-            for name, child in vars(holder).get("_modules", {}).items():
-                places[id(child)].append((holder, name))
-    found, known = (model, ""), [(model, "")]
-    for module, path in known:
-        for holder, name in places[id(module)]:
-            known.append((holder, ".".join(filter(None, (name, path)))))
-            if isinstance(holder, PreTrainedModel):
-                found = known[-1]
-    return found
-
-
-def _is_child(model: nn.Module, holder: dict) -> bool:
-    return all(child is None or isinstance(child, nn.Module) for child in holder.values()) and model in holder.values()
+wrapt.wrap_function_wrapper("transformers.modeling_utils", "PreTrainedModel.save_pretrained", _save_whole)
