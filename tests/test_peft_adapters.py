@@ -1,14 +1,12 @@
 """Adapters of peft keep the rotations of their base, or refuse a base without them; each is loaded in a new process."""
 
-import os
-import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
 import transformers
-from patching_cases import randomize
+from patching_cases import randomize, run_process
 from rope_cases import build, outputs
 from safetensors.torch import load_file
 
@@ -52,8 +50,6 @@ LOADERS = {
     "transformers": "AutoModelForCausalLM.from_pretrained('adapter')",
 }
 PROCESS = """
-    import sys
-    sys.path.append({tests!r})
     import hf_liere, torch
     from peft import AutoPeftModelForCausalLM, PeftModel
     from transformers import AutoModelForCausalLM
@@ -95,9 +91,8 @@ def test_rotations_are_restored_on_a_plain_base_in_a_new_process(kind, base, tmp
     torch.save({"input_ids": inputs["input_ids"], "logits": outputs(model, inputs)[0].detach()}, "expected.pt")
     model.save_pretrained("adapter")
     loaders = [code for name, code in LOADERS.items() if name != "transformers" or transformers_loads_adapters()]
-    script = textwrap.dedent(PROCESS).format(tests=os.path.dirname(__file__), loaders=loaders)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.split("\n")[:-1] == ["True True"] * len(loaders), done.stderr[-2000:]
+    script = textwrap.dedent(PROCESS).format(loaders=loaders)
+    assert run_process([sys.executable, "-c", script]).split("\n")[:-1] == ["True True"] * len(loaders)
 
 
 @pytest.mark.parametrize("is_patched_base", [False, True])

@@ -7,7 +7,6 @@ code that is saved with a checkpoint.
 """
 
 import functools
-import json
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -124,7 +123,7 @@ def _without_notes(value):
 @functools.cache
 def _carrier(plain: type[PreTrainedConfig]) -> str | None:
     """The first field that refuses dictionaries."""
-    fields = {**plain.__dataclass_fields__}
+    fields = plain.__dataclass_fields__
     own = [name for name in fields if name not in PreTrainedConfig.__dataclass_fields__]
     for name in (*CARRIERS, *own):
         if name in own and set(get_args(fields[name].type) or [fields[name].type]) <= {int, float, bool, type(None)}:
@@ -178,9 +177,8 @@ class RotaryModelMixin(_Made):
             _as_whole(self).save_pretrained(save_directory, push_to_hub=push_to_hub, **given)
             return
         self._refuse_to_load_different_patches()
-        if self.write_rotations is None or not (
-            getattr(self, "_hf_peft_config_loaded", False) or not is_restorable(self.plain_class)
-        ):
+        are_enough = is_restorable(self.plain_class) and not getattr(self, "_hf_peft_config_loaded", False)
+        if are_enough or self.write_rotations is None:
             super().save_pretrained(save_directory, push_to_hub=push_to_hub, **given)
         else:
             names = ("repo_id", "commit_message", "private", "create_pr")
@@ -192,14 +190,16 @@ class RotaryModelMixin(_Made):
 
     def _refuse_to_load_different_patches(self) -> None:
         """Where no configuration describes all parts, the one that is saved says so to whoever loads it."""
-        patches = {name: tower.rotary_patch.config.to_dict() for name, tower in patched_towers(self)}
-        if len({json.dumps({**patch, "target": None}) for patch in patches.values()}) > 1:
+        patches = {name: tower.rotary_patch.config for name, tower in patched_towers(self)}
+        first, *others = (replace(patch, target=None) for patch in patches.values())
+        if any(other != first for other in others):
             warnings.warn(
                 f"{self._get_name()} has parts that are patched differently, so what is saved cannot be loaded as one "
                 "model: save_pretrained of each part can.",
                 stacklevel=3,
             )
-            self.config.rotary_patch = {"different_patches_of_parts": patches}
+            described = {name: patch.to_dict() for name, patch in patches.items()}
+            self.config.rotary_patch = {"different_patches_of_parts": described}
 
     def _get_name(self) -> str:
         # By this name, Trainer finds whether labels are to be shifted.
@@ -279,11 +279,10 @@ def _target_in(model: PreTrainedModel, target: str | None) -> str | None:
 
 def _with_patch(config: PreTrainedConfig, patch: RotaryPatchConfig) -> PreTrainedConfig:
     """A copy with `rotary_patch`."""
-    kind = rotary_config(type(config))
     made = _new(type(config))
     vars(made).update(vars(config))
     made.rotary_patch = patch.to_dict()
-    made.auto_map = {**(getattr(config, "auto_map", None) or {}), **kind._auto_map}
+    made.auto_map = {**(getattr(config, "auto_map", None) or {}), **made._auto_map}
     return made
 
 

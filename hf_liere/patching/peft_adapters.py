@@ -41,10 +41,9 @@ def restore_rotations(model: nn.Module, source: str | Path, is_loaded: bool = Fa
         ValueError: if the rotations do not fit the base, which may have others, or the adapter contains rotations that
             were saved without their patch and the base has none.
     """
-    names = _rotations_in_weights(source, place)
     path = _find(source, ADAPTER_CONFIG, place)
     if path is None:
-        if names and not is_patched(model):
+        if not is_patched(model) and (names := _rotations_in_weights(source, place)):
             raise ValueError(
                 f"The adapter {source} contains rotations, {', '.join(names)}, which {model._get_name()} would drop: "
                 "patch it before, with the RotaryPatchConfig that they were trained with."
@@ -54,9 +53,11 @@ def restore_rotations(model: nn.Module, source: str | Path, is_loaded: bool = Fa
     config, _, tensors = read_adapter(path.parent)
     require_same_patch(model, config, source)
     if is_patched(model):
+        if _rotations_in_weights(source, place):
+            # Trained copies (`modules_to_save`) are loaded by peft.
+            return
         current = stored_parameters(model)
-        # Trained copies (`modules_to_save`) are loaded by peft.
-        if names or all(torch.equal(value, current[name].detach().cpu()) for name, value in tensors.items()):
+        if all(torch.equal(value, current[name].detach().cpu()) for name, value in tensors.items()):
             return
     if not is_loaded and _has_adapters(model):
         raise ValueError(
