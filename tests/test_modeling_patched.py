@@ -381,6 +381,16 @@ def test_parts_that_are_patched_differently_are_saved_but_do_not_load_as_one(tmp
         whole.save_pretrained(tmp_path)
     with pytest.raises(Exception, match="different_patches_of_parts"):
         transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
+    # What is described is what there is when it is saved.
+    unpatch(whole.other)
+    whole.save_pretrained(tmp_path)
+    assert whole.config.rotary_patch == models[0].rotary_patch.config.to_dict() | {"target": None}
+    # A target that names one of two is not dropped without a word either.
+    unpatch(whole)
+    patch(whole, RotaryPatchConfig(block_size=4, target="vit"))
+    patch(whole.other, RotaryPatchConfig(block_size=4))
+    with pytest.warns(UserWarning, match="has parts that are patched differently"):
+        whole.save_pretrained(tmp_path)
 
 
 def test_classes_that_transformers_does_not_export_say_so_and_are_saved_nevertheless(tmp_path):

@@ -176,7 +176,7 @@ class RotaryModelMixin(_Made):
         if not isinstance(self.config, RotaryConfigMixin):
             _as_whole(self).save_pretrained(save_directory, push_to_hub=push_to_hub, **given)
             return
-        self._refuse_to_load_different_patches()
+        self._describe_patches()
         are_enough = is_restorable(self.plain_class) and not getattr(self, "_hf_peft_config_loaded", False)
         if are_enough or self.write_rotations is None:
             super().save_pretrained(save_directory, push_to_hub=push_to_hub, **given)
@@ -188,18 +188,24 @@ class RotaryModelMixin(_Made):
             if push_to_hub:
                 self.push_to_hub(hub.pop("repo_id", str(save_directory)), **hub)
 
-    def _refuse_to_load_different_patches(self) -> None:
-        """Where no configuration describes all parts, the one that is saved says so to whoever loads it."""
+    def _describe_patches(self) -> None:
+        """
+        Derive `config.rotary_patch` from the rotations that there are, which parts may have got or lost by themselves.
+        Where no patch describes all of them, the configuration says so to whoever loads it.
+        """
         patches = {name: tower.rotary_patch.config for name, tower in patched_towers(self)}
+        target = self.config.rotary_patch.get("target")
         first, *others = (replace(patch, target=None) for patch in patches.values())
-        if any(other != first for other in others):
-            warnings.warn(
-                f"{self._get_name()} has parts that are patched differently, so what is saved cannot be loaded as one "
-                "model: save_pretrained of each part can.",
-                stacklevel=3,
-            )
-            described = {name: patch.to_dict() for name, patch in patches.items()}
-            self.config.rotary_patch = {"different_patches_of_parts": described}
+        if all(other == first for other in others) and not (others and target):
+            self.config.rotary_patch = {**first.to_dict(), "target": target}
+            return
+        warnings.warn(
+            f"{self._get_name()} has parts that are patched differently, so what is saved cannot be loaded as one "
+            "model: save_pretrained of each part can.",
+            stacklevel=3,
+        )
+        described = {name: patch.to_dict() for name, patch in patches.items()}
+        self.config.rotary_patch = {"different_patches_of_parts": described}
 
     def _get_name(self) -> str:
         # By this name, Trainer finds whether labels are to be shifted.
