@@ -19,21 +19,21 @@ from transformers import (
 )
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from .models import modeling_patched
-from .models.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
-from .models.modeling_liere import (
+from .models.patched import modeling_patched
+from .models.patched.modeling_patched import PREFIX, TYPE_PREFIX, auto_classes, rotary_class, rotary_config
+from .models.transformer.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
+from .models.transformer.modeling_liere import (
     LieREViTBackbone,
     LieREViTForImageClassification,
     LieREViTForMaskedImageModeling,
     LieREViTModel,
 )
-from .models.modeling_liere_tokens import (
+from .models.transformer.modeling_liere_tokens import (
     LieRETokensForSequenceClassification,
     LieRETokensForTokenClassification,
     LieRETokensModel,
 )
-from .models.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
-from .models.modeling_patched import PREFIX, TYPE_PREFIX, auto_classes, rotary_class, rotary_config
+from .models.transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from .storage.loading import (
     CheckpointError,
     loading_options,
@@ -87,18 +87,14 @@ class FamilyWithRotations:
 
 def register() -> None:
     """
-    Register our models with the Auto classes, pipelines and `trust_remote_code`; safe to call again.
-
-    `register_for_auto_class` makes `save_pretrained` put the modeling code beside the weights, so that a checkpoint
-    also loads where this package is not installed.
+    Register our models with the Auto classes and pipelines; safe to call again. `models/saved_code.py` puts their code
+    beside the weights, so that a checkpoint also loads where this package is not installed.
     """
     own = {config_class.model_type for config_class in MODELS}
     for config_class, models in MODELS.items():
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-        config_class.register_for_auto_class()
         for auto_class, model_class in models.items():
             auto_class.register(config_class, model_class, exist_ok=True)
-            model_class.register_for_auto_class(auto_class.__name__)
     for family in [name for name in CONFIG_MAPPING if name not in own and not name.startswith(TYPE_PREFIX)]:
         model_type = f"{TYPE_PREFIX}{family}"
         if model_type not in CONFIG_MAPPING:
@@ -110,10 +106,9 @@ def register() -> None:
     if processors:
         AutoImageProcessor.register(LieREViTConfig, image_processor_classes=processors, exist_ok=True)
     if is_torchvision_available():
-        from .models.video_processing_liere import LieREVideoProcessor
+        from .models.transformer.video_processing_liere import LieREVideoProcessor
 
         AutoVideoProcessor.register(LieREVideoConfig, LieREVideoProcessor, exist_ok=True)
-        LieREVideoProcessor.register_for_auto_class()
 
 
 def _image_processors() -> dict[str, type]:

@@ -17,8 +17,8 @@ from .conversion.resizing import load_or_convert, resize_input
 from .conversion.upgrades import upgrade_encoding
 from .hub.cards import render
 from .hub.checked_facts import CONVERSION_FILE, facts_of_run
-from .models.configuration_liere import LieREConfig, LieREPixelConfig
-from .models.modeling_liere import LieREPreTrainedModel
+from .models.transformer.configuration_liere import LieREConfig, LieREPixelConfig
+from .models.transformer.modeling_liere import LieREPreTrainedModel
 from .storage.saved_weights import file_digest, saved_weights_digest
 from .storage.targets import new_directory
 

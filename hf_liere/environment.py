@@ -120,7 +120,7 @@ def _functions() -> Iterator[dict]:
 
     # Python keeps modules of a package whose import failed: only the package tells that it did.
     from . import kernels  # noqa: F401 (registers itself)
-    from .models.backends import refusals
+    from .models.rotation.backends import refusals
 
     def ask(row):
         tensor = torch.zeros(1, 1, 1, HEAD_DIM, dtype=getattr(torch, row["dtype"]), device=row["device"])

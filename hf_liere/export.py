@@ -25,9 +25,9 @@ from torch import nn
 
 from .auto import load_checkpoint
 from .errors import InputError, quiet, require_libraries
-from .models.configuration_liere import ROTARY_ENCODINGS, LieREPixelConfig, pair
-from .models.encoding_traits import needs_exponential
-from .models.modeling_liere import LieREPreTrainedModel
+from .models.encoding.encoding_traits import needs_exponential
+from .models.transformer.configuration_liere import ROTARY_ENCODINGS, LieREPixelConfig, pair
+from .models.transformer.modeling_liere import LieREPreTrainedModel
 from .storage.targets import new_file
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_liere.models.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 
 
 ENCODINGS = tuple(ENCODING_TRAITS)

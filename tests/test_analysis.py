@@ -35,8 +35,8 @@ from hf_liere.inspection.encodings import (
     rotary_encoding,
     rotations,
 )
-from hf_liere.models.encoding_traits import ENCODING_TRAITS
-from hf_liere.models.positions import of_coordinates
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.positions import of_coordinates
 
 
 @pytest.fixture

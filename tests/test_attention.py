@@ -4,9 +4,9 @@ import torch
 from encoding_cases import COMMUTING, ENCODINGS, IMAGE_CASES, fields, moved
 from rotating import rotate
 
-from hf_liere.models.attention import LieREAttention
-from hf_liere.models.folding import build_rotary_encoding
-from hf_liere.models.positions import of_coordinates
+from hf_liere.models.encoding.folding import build_rotary_encoding
+from hf_liere.models.encoding.positions import of_coordinates
+from hf_liere.models.transformer.attention import LieREAttention
 
 
 def layer_inputs(tiny, encoding, batch=None, **overrides):

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import hf_liere
-from hf_liere.models.video_processing_liere import LieREVideoProcessor
+from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
 
 
 WITHOUT_PACKAGE = """

@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
-from hf_liere.models.exponential import block_rotations
-from hf_liere.models.exponential_gradient import GradientMoments
-from hf_liere.models.lie_algebra import skew
-from hf_liere.models.squaring import num_saved
+from hf_liere.models.rotation.exponential import block_rotations
+from hf_liere.models.rotation.exponential_gradient import GradientMoments
+from hf_liere.models.rotation.lie_algebra import skew
+from hf_liere.models.rotation.squaring import num_saved
 
 
 needs_kernels = pytest.mark.usefixtures("compiled_kernels")

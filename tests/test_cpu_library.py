@@ -12,8 +12,8 @@ from transformers.utils import logging
 
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
-from hf_liere.models.exponential import block_rotations
-from hf_liere.models.lie_algebra import skew
+from hf_liere.models.rotation.exponential import block_rotations
+from hf_liere.models.rotation.lie_algebra import skew
 
 
 BUILT = cpu_library.FOLDER

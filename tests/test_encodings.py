@@ -21,10 +21,10 @@ from transformers import AutoModelForImageClassification
 from transformers.utils import logging
 
 import hf_liere
-from hf_liere.models.encoding_traits import ENCODING_TRAITS
-from hf_liere.models.folding import build_rotary_encoding
-from hf_liere.models.positions import of_coordinates, of_grid
-from hf_liere.models.rotary_encoding import golden_gate_frequencies
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.folding import build_rotary_encoding
+from hf_liere.models.encoding.positions import of_coordinates, of_grid
+from hf_liere.models.encoding.rotary_encoding import golden_gate_frequencies
 
 
 GRIDS = {1: (5,), 2: (2, 3), 3: (2, 1, 3)}
@@ -330,7 +330,7 @@ def test_generators_stay_in_float32(tiny, tmp_path, encoding, dtype, caplog):
     for each in (model, loaded):
         assert {parameter.dtype for _, parameter in each.rotary_parameters()} == {torch.float32}
         assert each.classifier.weight.dtype == dtype and each(torch.randn(1, 3, 16, 16)).logits.dtype == dtype
-    logger = logging.get_logger("hf_liere.models.rotary_encoding")
+    logger = logging.get_logger("hf_liere.models.encoding.rotary_encoding")
     logger.warning_once.cache_clear()
     logger.addHandler(caplog.handler)
     loaded.to(dtype)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from hf_liere.conversion.checkpoints import convert_state_dict
 from hf_liere.conversion.upgrades import upgrade_encoding
-from hf_liere.models.positions import of_grid
+from hf_liere.models.encoding.positions import of_grid
 
 
 SHIPPED = Path(__file__).with_name("goldens")

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from hf_liere.models.backends import plain_operations
-from hf_liere.models.exponential import block_rotations
-from hf_liere.models.lie_algebra import skew
-from hf_liere.models.positions import of_grid
-from hf_liere.models.squaring import Rays, product_types
+from hf_liere.models.encoding.positions import of_grid
+from hf_liere.models.rotation.backends import plain_operations
+from hf_liere.models.rotation.exponential import block_rotations
+from hf_liere.models.rotation.lie_algebra import skew
+from hf_liere.models.rotation.squaring import Rays, product_types
 
 
 @pytest.mark.parametrize("states", [torch.bfloat16, torch.float16])

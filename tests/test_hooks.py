@@ -16,7 +16,7 @@ from transformers import TorchAoConfig
 
 import hf_liere
 from hf_liere.inspection.costs import count_cost
-from hf_liere.models.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 
 
 # Those whose rotations are not of neighbouring channels.

@@ -17,9 +17,9 @@ from rotating import rotate, rotate_query_key
 import hf_liere
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cuda as triton_kernels
-from hf_liere.models import operators
-from hf_liere.models.backends import find_backend
-from hf_liere.models.rotation import EigenRotation
+from hf_liere.models.rotation import operators
+from hf_liere.models.rotation.backends import find_backend
+from hf_liere.models.rotation.rotation import EigenRotation
 
 
 PLANES = [(1, 2, 6, 12, 2), (1, 1, 6, 12, 2), (5, 2, 6, 10, 2)]
@@ -44,7 +44,7 @@ def kernels(request):
         # Triton decides between compiling and interpreting a kernel when it sees its source.
         patch.setenv("TRITON_INTERPRET", str(int(DEVICE == "cpu")))
         specification.loader.exec_module(module)
-        patch.setattr("hf_liere.models.backends._BACKENDS", [module])
+        patch.setattr("hf_liere.models.rotation.backends._BACKENDS", [module])
         yield SimpleNamespace(device=DEVICE, types=module.TYPES, module=module, **functions(module))
 
 
@@ -136,7 +136,7 @@ def test_gradients_of_commuting_generators(kernels, monkeypatch):
     rotation = EigenRotation(cos_sin, None, generators, phases)
     weights = [torch.randn(5, 2, 6, 24, device=kernels.device) for _ in "qk"]
     found = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, cos_sin])
-    monkeypatch.setattr("hf_liere.models.backends._BACKENDS", [])
+    monkeypatch.setattr("hf_liere.models.rotation.backends._BACKENDS", [])
     expected = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, cos_sin])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
@@ -302,8 +302,8 @@ def test_kernels_compile_for_cuda(capability, pointer, head_dim, count):
 
 STEP = """
 import sys, torch, hf_liere
-from hf_liere.models import operators
-from hf_liere.models.backends import find_backend
+from hf_liere.models.rotation import operators
+from hf_liere.models.rotation.backends import find_backend
 torch.manual_seed(0)
 results = []
 for encoding, size in (("rope_mixed", 2), ("comrope_ld", 4), ("liere", 8), ("liere", 5)):

@@ -11,7 +11,10 @@ import hf_liere
 
 
 PACKAGE = Path(hf_liere.__file__).parent
-TRAVELLING = sorted((PACKAGE / "models").glob("*.py"))
+MODELS = PACKAGE / "models"
+TRAVELLING = sorted(path for path in MODELS.rglob("*.py") if path.name != "__init__.py")
+# Each imports from those before it.
+ROOMS = ("rotation", "encoding", "transformer", "patched")
 # What a checkpoint's code may import beside its siblings; transformers brings huggingface_hub.
 LIBRARIES = {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
 
@@ -52,23 +55,54 @@ def house():
 
 
 @pytest.mark.parametrize("path", TRAVELLING, ids=lambda path: path.stem)
-def test_files_that_travel_import_their_siblings_alone(path):
+def test_files_that_travel_import_each_other_alone(path):
     for name in imports(path):
         if name.startswith("."):
-            assert (path.parent / f"{name[1:]}.py").is_file(), f"{path.name}: from {name} import"
+            depth = len(name) - len(name.lstrip("."))
+            file = path.parents[depth - 1].joinpath(*name[depth:].split(".")).with_suffix(".py")
+            assert file in TRAVELLING, f"{path.name}: from {name} import"
         else:
             assert name in LIBRARIES, f"{path.name}: import {name}"
 
 
+def test_rooms_of_models_import_those_before_them():
+    """Files lie side by side in checkpoints, so their names differ."""
+    assert len({path.stem for path in TRAVELLING}) == len(TRAVELLING)
+    for number, room in enumerate(ROOMS):
+        files = [path for path in TRAVELLING if path.parent == MODELS / room]
+        assert 0 < len(files) <= 16
+        for path in files:
+            assert path.read_text().count("\n") <= 560, path.name
+            imported = {name[2:].partition(".")[0] for name in imports(path) if name.startswith("..")}
+            assert imported <= {*ROOMS[:number], "saved_code"}, f"{path.name}: {sorted(imported)}"
+    assert {path.parent for path in TRAVELLING} == {MODELS, *(MODELS / room for room in ROOMS)}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_files_of_a_room_import_in_no_circle(room):
+    arrows = {
+        path.stem: {name[1:] for name in imports(path) if name.startswith(".") and not name.startswith("..")}
+        for path in (MODELS / room).glob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert_no_circle(arrows)
+
+
 def test_imports_run_one_way():
     """At most seven floors, and no circle: a part stands above every one that it imports from."""
-    arrows, floors = house(), {}
+    floors = assert_no_circle(house())
+    assert max(floors.values()) <= 7, floors
+    assert floors["models"] == 1
+
+
+def assert_no_circle(arrows):
+    """The floor of each part, by the parts that it imports from."""
+    floors = {}
     while len(floors) < len(arrows):
         ready = {part for part in arrows.keys() - floors if arrows[part] <= floors.keys()}
         assert ready, {part: sorted(arrows[part] - floors.keys()) for part in arrows.keys() - floors}
         floors |= {part: 1 + max((floors[below] for below in arrows[part]), default=0) for part in ready}
-    assert max(floors.values()) <= 7, floors
-    assert floors["models"] == 1
+    return floors
 
 
 def test_only_auto_touches_the_auto_classes():

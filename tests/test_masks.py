@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_liere
-from hf_liere.models.positions import of_grid
+from hf_liere.models.encoding.positions import of_grid
 
 
 POOLINGS = ["cls", "prefix", "mean", "mean_all"]

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import ViTConfig, ViTForImageClassification
 
 import hf_liere
-from hf_liere.models.positions import augmentation, of_coordinates, of_grid
+from hf_liere.models.encoding.positions import augmentation, of_coordinates, of_grid
 
 
 def classifier(config, implementation="sdpa"):

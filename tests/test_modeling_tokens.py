@@ -17,7 +17,7 @@ from hf_liere import reference
 from hf_liere.auto import load_checkpoint, model_class
 from hf_liere.cli import main
 from hf_liere.conversion.upgrades import upgrade_encoding
-from hf_liere.models.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 
 
 # On every number of axes that a head of 24 channels allows.

@@ -8,13 +8,13 @@ from encoding_cases import IMAGE_CASES
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 import hf_liere
-from hf_liere.models import exponential, operators
-from hf_liere.models.backends import plain_operations
-from hf_liere.models.encoding_traits import ENCODING_TRAITS
-from hf_liere.models.exponential import layer_block_rotations
-from hf_liere.models.lie_algebra import skew
-from hf_liere.models.positions import of_grid
-from hf_liere.models.squaring import Rays, num_saved
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.positions import of_grid
+from hf_liere.models.rotation import exponential, operators
+from hf_liere.models.rotation.backends import plain_operations
+from hf_liere.models.rotation.exponential import layer_block_rotations
+from hf_liere.models.rotation.lie_algebra import skew
+from hf_liere.models.rotation.squaring import Rays, num_saved
 
 
 @pytest.fixture(params=["kernels", "plain"])

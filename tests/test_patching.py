@@ -42,9 +42,9 @@ from hf_liere import (
     set_absolute_weight,
     unpatch,
 )
-from hf_liere.models.encoding_traits import ENCODING_TRAITS
-from hf_liere.models.positions import TokenPositions
-from hf_liere.models.vision_towers import find_towers, head_shape, position_table, projections
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.positions import TokenPositions
+from hf_liere.models.patched.vision_towers import find_towers, head_shape, position_table, projections
 
 
 SHARED_CONFIG = RotaryPatchConfig(position_encoding="comrope_ld", block_size=4)

@@ -10,7 +10,7 @@ import hf_liere
 from hf_liere.errors import InputError
 from hf_liere.export import export_model
 from hf_liere.inspection.analysis import analyse
-from hf_liere.models.positions import of_grid
+from hf_liere.models.encoding.positions import of_grid
 
 
 ENCODINGS = [

@@ -5,7 +5,7 @@ import torch
 from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
 
 from hf_liere import grid_positions
-from hf_liere.models.positions import (
+from hf_liere.models.encoding.positions import (
     TokenPositions,
     augmentation,
     check_coordinates,

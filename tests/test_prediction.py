@@ -17,7 +17,7 @@ from hf_liere.cli import main
 from hf_liere.inspection.attention import vision_tower
 from hf_liere.inspection.inputs import read_file
 from hf_liere.inspection.prediction import Inputs
-from hf_liere.models.video_processing_liere import LieREVideoProcessor
+from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
 
 
 NAMES = {0: "cat", 1: "dog", 2: "hen"}

@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_liere import RotaryPatchConfig, patch, reference, rotary_parameters
-from hf_liere.models.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 
 
 DENSE = [name for name, traits in ENCODING_TRAITS.items() if traits.pretrained == "blocks"]

@@ -12,7 +12,7 @@ from test_auto import run as run_process
 from test_pretrained_rope import PLANES
 
 from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters, save_rotary, unpatch
-from hf_liere.models.modeling_patched import RotaryDINOv3ViTConfig, RotaryLlamaConfig
+from hf_liere.models.patched.modeling_patched import RotaryDINOv3ViTConfig, RotaryLlamaConfig
 
 
 BLOCKS = RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained")

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_liere import LieREViTConfig, LieREViTModel, LieRotaryEmbedding, grid_positions, reference
-from hf_liere.models.encoding_traits import ENCODING_TRAITS
-from hf_liere.models.positions import COORDINATES
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.positions import COORDINATES
 
 
 HEADS, KEY_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 48, 4

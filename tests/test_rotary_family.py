@@ -11,9 +11,9 @@ import hf_liere
 from hf_liere import upgrade_encoding
 from hf_liere.conversion.base import ConversionError
 from hf_liere.inspection.encodings import generators, learned_frequencies, relativity_error
-from hf_liere.models.encoding_traits import ENCODING_TRAITS
-from hf_liere.models.folding import build_rotary_encoding
-from hf_liere.models.lie_algebra import common_planes
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.folding import build_rotary_encoding
+from hf_liere.models.rotation.lie_algebra import common_planes
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "rotary_family.md"

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from rotating import rotate, rotate_query_key
 
 import hf_liere
-import hf_liere.models.encodings_in_basis
-import hf_liere.models.rotary_encoding
-from hf_liere.models.exponential import block_rotations
-from hf_liere.models.exponential_gradient import POLYNOMIAL_NORM
-from hf_liere.models.lie_algebra import common_planes, eigenbasis, skew
-from hf_liere.models.positions import of_grid
-from hf_liere.models.rotation import EigenRotation, to_basis
-from hf_liere.models.squaring import POLYNOMIAL, Rays
+import hf_liere.models.encoding.encodings_in_basis
+import hf_liere.models.encoding.rotary_encoding
+from hf_liere.models.encoding.positions import of_grid
+from hf_liere.models.rotation.exponential import block_rotations
+from hf_liere.models.rotation.exponential_gradient import POLYNOMIAL_NORM
+from hf_liere.models.rotation.lie_algebra import common_planes, eigenbasis, skew
+from hf_liere.models.rotation.rotation import EigenRotation, to_basis
+from hf_liere.models.rotation.squaring import POLYNOMIAL, Rays
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")
@@ -222,9 +222,9 @@ def test_states_of_any_layout_and_type(encoding_size, dtype, contiguous):
 @pytest.mark.parametrize(
     "encoding, module, computes",
     [
-        ("liere", hf_liere.models.rotary_encoding, "layer_block_rotations"),
-        ("comrope_ld", hf_liere.models.encodings_in_basis, "eigenbasis"),
-        ("cayley_string", hf_liere.models.encodings_in_basis, "cayley_map"),
+        ("liere", hf_liere.models.encoding.rotary_encoding, "layer_block_rotations"),
+        ("comrope_ld", hf_liere.models.encoding.encodings_in_basis, "eigenbasis"),
+        ("cayley_string", hf_liere.models.encoding.encodings_in_basis, "cayley_map"),
     ],
 )
 def test_gradient_checkpointing_recomputes_no_rotation(tiny, encoding, module, computes, monkeypatch):
@@ -244,7 +244,7 @@ def test_large_rotations_are_computed_layer_by_layer(tiny, monkeypatch):
     (expected.sum()).backward()
     gradient = model.rotary_encoding.generators.grad.clone()
     model.zero_grad()
-    monkeypatch.setattr("hf_liere.models.encodings.ALL_LAYERS_BYTES", 1000)
+    monkeypatch.setattr("hf_liere.models.encoding.encodings.ALL_LAYERS_BYTES", 1000)
     grid = model.config.train_grid
     rotations = model.rotations(model.grid_positions(grid, None, pixel_values.device))
     assert iter(rotations) is rotations, "a layer's rotations must be freed before the next layer's are made"

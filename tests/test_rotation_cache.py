@@ -11,9 +11,9 @@ from encoding_cases import ENCODINGS, moved
 from encoding_cases import fields as fields_of
 
 import hf_liere
-from hf_liere.models import rotation_cache
-from hf_liere.models.encodings import ENCODING_CLASSES
-from hf_liere.models.positions import of_grid
+from hf_liere.models.encoding import rotation_cache
+from hf_liere.models.encoding.encodings import ENCODING_CLASSES
+from hf_liere.models.encoding.positions import of_grid
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 
 import hf_liere
 from hf_liere.kernels import self_check
-from hf_liere.models.backends import find_backend
+from hf_liere.models.rotation.backends import find_backend
 
 
 pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
@@ -76,7 +76,7 @@ WRONG = [
 @pytest.mark.parametrize("right, wrong, block_size, failure", WRONG)
 def test_wrong_kernels_are_found(tmp_path, monkeypatch, caplog, right, wrong, block_size, failure):
     module = load(tmp_path, right, wrong)
-    monkeypatch.setattr("hf_liere.models.backends._BACKENDS", [module])
+    monkeypatch.setattr("hf_liere.models.rotation.backends._BACKENDS", [module])
     with caplog.at_level(logging.WARNING):
         assert find_backend("apply_rotation", torch.zeros(1, 1, 1, 16, device=DEVICE), block_size) is None
         assert failure in ask(module, block_size)
@@ -150,9 +150,9 @@ def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_graphs_are_captured_after_a_pass(kernels, monkeypatch):
-    monkeypatch.setattr("hf_liere.models.backends._BACKENDS", [kernels])
+    monkeypatch.setattr("hf_liere.models.rotation.backends._BACKENDS", [kernels])
     query, key = torch.randn(2, 3, 2, 6, 48, device=DEVICE).unbind()
-    rotation = hf_liere.models.rotation.PlaneRotation(torch.randn(1, 2, 6, 24, 2, device=DEVICE))
+    rotation = hf_liere.models.rotation.rotation.PlaneRotation(torch.randn(1, 2, 6, 24, 2, device=DEVICE))
     graph = torch.cuda.CUDAGraph()
     before = set(kernels.self_check.outcomes)
     with torch.cuda.graph(graph):
@@ -170,7 +170,7 @@ def test_graphs_are_captured_after_a_pass(kernels, monkeypatch):
 
 TRAINING = """
 import sys, threading, importlib.util, torch, hf_liere
-from hf_liere.models import backends
+from hf_liere.models.rotation import backends
 specification = importlib.util.spec_from_file_location("hf_liere.kernels.cuda_edited", sys.argv[1])
 kernels = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(kernels)

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_liere
 from hf_liere.export import export_model
-from hf_liere.models.exponential import block_rotations
-from hf_liere.models.lie_algebra import skew
+from hf_liere.models.rotation.exponential import block_rotations
+from hf_liere.models.rotation.lie_algebra import skew
 
 
 class Logits(torch.nn.Module):

@@ -17,7 +17,7 @@ from transformers import AutoModelForImageClassification, AutoModelForVideoClass
 
 import hf_liere
 from hf_liere import RotaryPatchConfig, cli
-from hf_liere.models.folding import build_rotary_encoding
+from hf_liere.models.encoding.folding import build_rotary_encoding
 from training import benchmark_speed
 from training.clip.comparison import Comparison
 from training.data.augmentation import IGNORED_LABEL

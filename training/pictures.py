@@ -21,8 +21,8 @@ from matplotlib.patches import Circle
 
 from hf_liere import LieRotaryEmbedding
 from hf_liere.inspection.plots import COLOURS, draw
-from hf_liere.models.encoding_traits import ENCODING_TRAITS
-from hf_liere.models.positions import of_grid
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.positions import of_grid
 from training.engine.runs import start
 from training.reporting.plots import styles
 from training.reporting.result_lines import read_results

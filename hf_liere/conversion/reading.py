@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..auto import MODELS
-from ..models.modeling_patched import TYPE_PREFIX
+from ..models.patched.modeling_patched import TYPE_PREFIX
 from ..storage.client import translate_hub_errors
 from ..storage.loading import loading_options, local_path, reason, shards
 from .base import ConversionError

@@ -6,8 +6,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from ..models.configuration_liere import LieREConfig
-from ..models.modeling_liere import LieREPreTrainedModel
+from ..models.transformer.configuration_liere import LieREConfig
+from ..models.transformer.modeling_liere import LieREPreTrainedModel
 from .base import ConversionError
 
 

@@ -28,13 +28,13 @@ encodings that learn no rotations. Spherical RoPE is a product of rotations, whi
 
 import torch
 
-from ..models.configuration_liere import LieREConfig
-from ..models.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, traits_of
-from ..models.encodings import ENCODING_CLASSES
-from ..models.encodings_in_basis import EncodingInBasis
-from ..models.lie_algebra import common_planes, skew, skew_entries
-from ..models.modeling_liere import LieREPreTrainedModel
-from ..models.rotary_encoding import RotaryEncoding
+from ..models.encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, traits_of
+from ..models.encoding.encodings import ENCODING_CLASSES
+from ..models.encoding.encodings_in_basis import EncodingInBasis
+from ..models.encoding.rotary_encoding import RotaryEncoding
+from ..models.rotation.lie_algebra import common_planes, skew, skew_entries
+from ..models.transformer.configuration_liere import LieREConfig
+from ..models.transformer.modeling_liere import LieREPreTrainedModel
 from .base import ConversionError
 from .rebuilding import changed_config, encoder_of, rebuilt
 

@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..auto import model_class, models_of
 from ..errors import require_libraries
-from ..models.configuration_liere import ROTARY_ENCODINGS
+from ..models.transformer.configuration_liere import ROTARY_ENCODINGS
 from ..storage.saved_weights import is_adapter, own_file
 from ..version import __version__
 from .checked_facts import facts_of_run

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..auto import load_checkpoint, model_class
 from ..errors import require_libraries
+from ..models.saved_code import write_code
 from ..patching.adapters import read_adapter
 from ..storage.client import TOKEN, token_of
 from ..storage.loading import CheckpointError
@@ -68,8 +69,6 @@ REPLACED = re.compile(
     r"|^(modeling|configuration|video_processing)_[a-z_]+\.py$|^(video_)?preprocessor_config\.json$"
     rf"|^({'|'.join(map(re.escape, (*RECORD_FILES, PICTURE)))})$"
 )
-# The code that travels with checkpoints.
-MODELS_FOLDER = Path(__file__).resolve().parents[1] / "models"
 
 
 def stage(folder: str | Path, target: str | Path, max_shard_size: str | int = "5GB") -> PreTrainedModel | None:
@@ -162,8 +161,7 @@ def complete_video_processor(folder: Path) -> None:
     content = read_json(path)
     if content.get("video_processor_type") == VIDEO_PROCESSOR.rpartition(".")[2]:
         path.write_text(json.dumps(content | {"auto_map": {"AutoVideoProcessor": VIDEO_PROCESSOR}}, indent=2) + "\n")
-        code = VIDEO_PROCESSOR.partition(".")[0] + ".py"
-        shutil.copyfile(MODELS_FOLDER / code, folder / code)
+        write_code([VIDEO_PROCESSOR], folder)
 
 
 def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> None:

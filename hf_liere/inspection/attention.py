@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..models.configuration_liere import pair
-from ..models.vision_towers import Tower, find_towers, takes
+from ..models.patched.vision_towers import Tower, find_towers, takes
+from ..models.transformer.configuration_liere import pair
 
 
 class AttentionMaps(NamedTuple):

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..auto import load_checkpoint
 from ..errors import require_libraries
-from ..models.vision_towers import Tower
+from ..models.patched.vision_towers import Tower
 from ..storage.targets import new_directory
 from .analysis import Inspected, analyse, black_input, vision_tower
 from .attention import size_options

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from ..models.backends import plain_operations
-from ..models.encodings import RotaryEncoding
-from ..models.tracing import plain_functions
-from ..models.vision_towers import find_towers, position_table
+from ..models.encoding.encodings import RotaryEncoding
+from ..models.patched.vision_towers import find_towers, position_table
+from ..models.rotation.backends import plain_operations
+from ..models.rotation.tracing import plain_functions
 from ..patching.apply import is_patched, unpatch
 from .attention import eager_attention
 

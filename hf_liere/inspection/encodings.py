@@ -16,13 +16,13 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from .. import reference
-from ..models.encoding_traits import EncodingTraits, traits_of
-from ..models.exponential import block_rotations
-from ..models.folding import FoldedPlanes, build_rotary_encoding
-from ..models.lie_algebra import common_planes, plane_rotations, skew
-from ..models.positions import of_grid
-from ..models.rotary_encoding import RotaryEncoding
-from ..models.rotation import PlaneRotation
+from ..models.encoding.encoding_traits import EncodingTraits, traits_of
+from ..models.encoding.folding import FoldedPlanes, build_rotary_encoding
+from ..models.encoding.positions import of_grid
+from ..models.encoding.rotary_encoding import RotaryEncoding
+from ..models.rotation.exponential import block_rotations
+from ..models.rotation.lie_algebra import common_planes, plane_rotations, skew
+from ..models.rotation.rotation import PlaneRotation
 
 
 # Number of pairs of patches; each needs an eigenvalue decomposition per block.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..models.positions import of_coordinates
+from ..models.encoding.positions import of_coordinates
 from .attention import size_options, vision_tower
 from .encodings import patch_steps, rotary_encoding
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..auto import load_checkpoint
 from ..errors import require_libraries
-from ..models.vision_towers import Tower
+from ..models.patched.vision_towers import Tower
 from ..storage.targets import new_file
 from .analysis import black_input
 from .attention import attention_maps, vision_tower

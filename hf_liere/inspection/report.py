@@ -7,7 +7,7 @@ from pathlib import Path
 import jinja2
 import numpy as np
 
-from ..models.encoding_traits import ENCODING_TRAITS
+from ..models.encoding.encoding_traits import ENCODING_TRAITS
 from ..version import __version__
 from .analysis import Analysis, Inspected
 from .attention_plots import plot_attention, plot_distances

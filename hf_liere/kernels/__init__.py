@@ -1,6 +1,6 @@
 """Compiled implementations of what `models` computes with plain operations; importing this package registers them."""
 
-from ..models.backends import register_backend
+from ..models.rotation.backends import register_backend
 from . import cpu, cuda
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..models.squaring import POLYNOMIAL, SAVE_INTERVAL, first_square, num_saved
+from ..models.rotation.squaring import POLYNOMIAL, SAVE_INTERVAL, first_square, num_saved
 from .cpu_interface import Monomials, Pair, Rays, Shape, Shared, Sizes, Strides
 from .cpu_library import failure, library
 from .layout import contiguous_channels, empty_like, is_planes, shared_strides

@@ -1,5 +1,5 @@
-// Rotations of blocks by scaling and squaring, and the gradients of their generators: models/exponential.py and
-// models/exponential_gradient.py, a block of a ray after the other.
+// Rotations of blocks by scaling and squaring, and the gradients of their generators: models/rotation/exponential.py and
+// models/rotation/exponential_gradient.py, a block of a ray after the other.
 #pragma once
 
 #include <cmath>
@@ -52,7 +52,7 @@ template <int SIZE, typename T>
 struct Exponential {
     Matrix<SIZE, T> exponent, second, third, sixth, combinations[5];
 
-    // exp(exponent) by the polynomial of models/exponential.py, in combinations[1].
+    // exp(exponent) by the polynomial of models/rotation/exponential.py, in combinations[1].
     void compute(const double* polynomial) {
         multiply_half<1>(second, exponent, exponent);
         multiply_half<-1>(third, second, exponent);

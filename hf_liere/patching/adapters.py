@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..models.modeling_patched import RotaryModelMixin
-from ..models.rotary_patch import Plan, RotaryPatchConfig, patched_towers, plan
-from ..models.vision_towers import linear_layer, projections
+from ..models.patched.modeling_patched import RotaryModelMixin
+from ..models.patched.rotary_patch import Plan, RotaryPatchConfig, patched_towers, plan
+from ..models.patched.vision_towers import linear_layer, projections
 from ..storage.loading import local_path
 from ..storage.saved_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .apply import attach_plans, require_patched

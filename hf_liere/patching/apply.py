@@ -8,8 +8,14 @@ import wrapt
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.modeling_patched import RotaryModelMixin, is_restorable, patch_around, patch_in_place, unpatch_in_place
-from ..models.rotary_patch import RotaryPatchConfig, patched_towers, plan
+from ..models.patched.modeling_patched import (
+    RotaryModelMixin,
+    is_restorable,
+    patch_around,
+    patch_in_place,
+    unpatch_in_place,
+)
+from ..models.patched.rotary_patch import RotaryPatchConfig, patched_towers, plan
 
 
 def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
@@ -169,8 +175,8 @@ def _warn_of_unknown_classes(model: nn.Module) -> None:
                 name = module.plain_class.__name__
                 warnings.warn(
                     f"transformers does not export {name}, so no Auto class restores what its save_pretrained writes: "
-                    f"load it with rotary_class({name}).from_pretrained(folder) of hf_liere.models.modeling_patched, "
-                    "or load the rotations beside it into its base with load_rotary.",
+                    f"load it with rotary_class({name}).from_pretrained(folder) of {RotaryModelMixin.__module__}, or "
+                    "load the rotations beside it into its base with load_rotary.",
                     stacklevel=4,
                 )
             return

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_liere import is_patched, rotary_parameters
 from hf_liere.errors import InputError
-from hf_liere.models.vision_towers import find_towers
+from hf_liere.models.patched.vision_towers import find_towers
 from training.engine.patching import with_lora, without_peft
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel, Siglip2ImageProcessor, ViTImageProcessor, set_seed
 
-from hf_liere.models.video_processing_liere import LieREVideoProcessor
+from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
 from training.data.augmentation import Augmentation, Collator, ImageSize
 from training.data.native_sizes import PatchCollator
 from training.data.sources import LabelledImages, Relabelled, Source

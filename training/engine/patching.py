@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_liere import RotaryPatchConfig, is_patched, load_rotary, save_rotary, unpatch
 from hf_liere.errors import InputError
-from hf_liere.models.rotary_patch import plan
+from hf_liere.models.patched.rotary_patch import plan
 from hf_liere.patching.adapters import read_adapter
 from hf_liere.storage.saved_weights import ADAPTER_CONFIG
 from training.engine.arguments import flag, require_numbers

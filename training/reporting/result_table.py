@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_liere.models.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from training.reporting.result_lines import correct_examples
 from training.reporting.significance import Interval, bootstrap_mean
 

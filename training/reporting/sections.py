@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_liere.models.encoding_traits import ENCODING_TRAITS, EncodingTraits
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS, EncodingTraits
 from training.reporting.markdown import markdown
 from training.reporting.result_table import (
     AS_IN_PAPER,

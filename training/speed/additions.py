@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from hf_liere.models.attention import _project
-from hf_liere.models.rotation import Rotation
+from hf_liere.models.rotation.rotation import Rotation
+from hf_liere.models.transformer.attention import _project
 from training.speed.clocks import seconds_of
 from training.speed.models import Settings, compiled
 

@@ -6,11 +6,11 @@ import math
 
 import torch
 
-from hf_liere.models.encoding_traits import traits_of
-from hf_liere.models.exponential_gradient import POLYNOMIAL_NORM
-from hf_liere.models.lie_algebra import skew
-from hf_liere.models.positions import GridPositions, TokenPositions
-from hf_liere.models.rotary_encoding import RotaryEncoding
+from hf_liere.models.encoding.encoding_traits import traits_of
+from hf_liere.models.encoding.positions import GridPositions, TokenPositions
+from hf_liere.models.encoding.rotary_encoding import RotaryEncoding
+from hf_liere.models.rotation.exponential_gradient import POLYNOMIAL_NORM
+from hf_liere.models.rotation.lie_algebra import skew
 from training.speed.additions import Addition
 
 

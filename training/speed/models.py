@@ -22,10 +22,10 @@ from hf_liere import (
     LieREViTForImageClassification,
     reference,
 )
-from hf_liere.models.configuration_liere import LieREConfig
-from hf_liere.models.encoding_traits import ENCODING_TRAITS
-from hf_liere.models.folding import build_rotary_encoding
-from hf_liere.models.positions import of_grid
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.folding import build_rotary_encoding
+from hf_liere.models.encoding.positions import of_grid
+from hf_liere.models.transformer.configuration_liere import LieREConfig
 
 
 SIZES = {

@@ -1,0 +1,270 @@
+"""What is known of every rotary encoding without computing anything: all other parts read it here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+# Starting values that give every plane a frequency; the others draw all entries alike.
+SPECTRA = ("frequencies", "golden_gate")
+DRAWN = ("uniform", "normal", "zeros")
+# Fields of the configuration that belong to some encodings or starting values only.
+GOLDEN_GATE_FIELDS = {"min_frequency": 0.1, "max_frequency": 1.0, "unrotated_share": 0.0}
+AXIAL_FIELDS = {"axial_layout": "blocks", "axial_spectrum": "full"}
+OWN_FIELDS = {**GOLDEN_GATE_FIELDS, **AXIAL_FIELDS}
+# In these coordinates ½ is the middle of the input, in `unit_width` that of its columns.
+CENTRED_COORDINATES = ("unit", "unit_width", "fixed_grid", "physical")
+# Fields that move patches in training, with the value that does nothing.
+DISPLACEMENTS = {
+    "position_perturbation": 0.0,
+    "position_shift": 0.0,
+    "position_jitter": None,
+    "position_rescale": None,
+}
+# Fields that act in training only.
+TRAINING_ONLY = {**DISPLACEMENTS, "patch_dropout_prob": 0.0}
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """
+    The sizes b of blocks that an encoding accepts.
+
+    Attributes:
+        accepts: (b, head_dim, number of axes) → whether the size exists there.
+        rule: A message about other sizes, with the names size, encoding, head_dim and axes; `None` if there are none.
+        default: `None` means the whole head.
+    """
+
+    accepts: Callable[[int, int, int], bool]
+    rule: str | None
+    default: int | None
+
+    @property
+    def varies(self) -> bool:
+        return self not in (PLANES, TRIPLES)
+
+    def accepted(self, head_dim: int, num_axes: int) -> list[int]:
+        return [size for size in range(2, head_dim + 1) if self.accepts(size, head_dim, num_axes)]
+
+
+RULE_OF_PLANES = "block_size={size}: {encoding} rotates planes, its only block_size is 2"
+PLANES = BlockSizes(lambda size, *_: size == 2, RULE_OF_PLANES, 2)
+TRIPLES = BlockSizes(
+    lambda size, *_: size == 3,
+    "block_size={size}: {encoding} rotates three channels about two axes, its only block_size is 3",
+    3,
+)
+ANY = BlockSizes(lambda size, *_: True, None, 8)
+DIVISORS = BlockSizes(
+    lambda size, head_dim, _: head_dim % size == 0,
+    "block_size={size} must divide head_dim={head_dim} for {encoding}",
+    8,
+)
+DIVISORS_BY_AXIS = BlockSizes(
+    lambda size, head_dim, axes: head_dim % (size * axes) == 0,
+    "block_size={size} times {axes} axes must divide head_dim={head_dim} for {encoding} (each block serves one axis)",
+    8,
+)
+EVEN_DIVISORS = BlockSizes(
+    lambda size, head_dim, _: head_dim % size == 0 and size % 2 == 0,
+    "block_size={size} must be even and divide head_dim={head_dim} for {encoding}, whose blocks are made of planes",
+    None,
+)
+CIRCULANTS = BlockSizes(
+    lambda size, head_dim, _: head_dim % size == 0 and size > 2,
+    "block_size={size} must be above 2 and divide head_dim={head_dim} for {encoding}: circulant skew-symmetric "
+    "matrices of size 2 are zero",
+    16,
+)
+
+
+@dataclass(frozen=True)
+class EncodingTraits:
+    """
+    Facts about an encoding of [`encodings.ENCODING_CLASSES`].
+
+    Attributes:
+        title: Name in tables.
+        description: What it is, in a report on a model.
+        block_sizes: Sizes of blocks.
+        commutes: Whether the generators of all axes commute, so that rotations are relative for any values; blocks of
+            two channels always do.
+        rotary_inits: Accepted `rotary_init`, the default first; none for encodings that learn nothing.
+        coordinates: Default of `coordinates`.
+        rope_theta: Default of `rope_theta`, `None` where there is no such spectrum.
+        rotate_prefix: Default of `rotate_prefix` in `CENTRED_COORDINATES`.
+        product: R(p) = Π_a exp(p_a A_a) instead of exp(Σ_a p_a A_a).
+        serves_one_axis: Whether every block has a generator for one axis only.
+        proportional: Whether the generators of a block are multiples of one matrix.
+        num_axes: The one number of axes for which the encoding is defined; `None` means any.
+        pretrained: Whether it can start at the planes of a pretrained RoPE: `"planes"`, by factors of the pretrained
+            frequencies; `"blocks"`, by its own parameters; or the reason why not.
+        fields: Fields of the configuration that belong to it, with their defaults.
+    """
+
+    title: str
+    description: str
+    block_sizes: BlockSizes
+    commutes: bool
+    rotary_inits: tuple[str, ...]
+    coordinates: str
+    rope_theta: float | None
+    rotate_prefix: bool = False
+    product: bool = False
+    serves_one_axis: bool = False
+    proportional: bool = False
+    num_axes: int | None = None
+    pretrained: str = "blocks"
+    fields: tuple[str, ...] = ()
+
+    @property
+    def learned(self) -> bool:
+        return bool(self.rotary_inits)
+
+    @property
+    def planar(self) -> bool:
+        """Whether the encoding rotates planes of neighbouring channels."""
+        return self.block_sizes is PLANES
+
+
+ENCODING_TRAITS = {
+    "axial_rope": EncodingTraits(
+        title="Axial RoPE",
+        description="RoPE on each axis by itself, with fixed frequencies",
+        block_sizes=PLANES,
+        commutes=True,
+        rotary_inits=(),
+        coordinates="index",
+        rope_theta=100.0,
+        serves_one_axis=True,
+        pretrained="it learns nothing",
+        fields=tuple(AXIAL_FIELDS),
+    ),
+    "golden_gate_rope": EncodingTraits(
+        title="Golden gate RoPE",
+        description="golden gate RoPE: rotations of planes by fixed frequencies whose directions are spread evenly",
+        block_sizes=PLANES,
+        commutes=True,
+        rotary_inits=(),
+        coordinates="index",
+        rope_theta=None,
+        pretrained="it learns nothing",
+        fields=tuple(GOLDEN_GATE_FIELDS),
+    ),
+    "rope_mixed": EncodingTraits(
+        title="RoPE-Mixed",
+        description="RoPE-Mixed: rotations of planes by learned frequencies of all axes",
+        block_sizes=PLANES,
+        commutes=True,
+        rotary_inits=(*SPECTRA, *DRAWN),
+        coordinates="index",
+        rope_theta=10.0,
+        pretrained="planes",
+    ),
+    "liere": EncodingTraits(
+        title="LieRE",
+        description="LieRE: rotations R(p) = exp(Σ pₐ Aₐ) with free skew-symmetric generators Aₐ",
+        block_sizes=ANY,
+        commutes=False,
+        rotary_inits=(*DRAWN, *SPECTRA),
+        coordinates="train_grid",
+        rope_theta=10.0,
+    ),
+    "comrope_ap": EncodingTraits(
+        title="ComRoPE-AP",
+        description="ComRoPE-AP: learned rotations whose generators commute, each block serving one axis",
+        block_sizes=DIVISORS_BY_AXIS,
+        commutes=True,
+        rotary_inits=("normal", "uniform", "zeros"),
+        coordinates="unit",
+        rope_theta=None,
+        rotate_prefix=True,
+        serves_one_axis=True,
+        proportional=True,
+    ),
+    "comrope_ld": EncodingTraits(
+        title="ComRoPE-LD",
+        description="ComRoPE-LD: learned rotations whose generators commute, being multiples of one matrix",
+        block_sizes=DIVISORS,
+        commutes=True,
+        rotary_inits=("normal", "uniform", "zeros"),
+        coordinates="unit",
+        rope_theta=None,
+        rotate_prefix=True,
+        proportional=True,
+    ),
+    "cayley_string": EncodingTraits(
+        title="Cayley-STRING",
+        description="Cayley-STRING: RoPE-Mixed in a learned orthogonal basis, the Cayley map of a skew matrix",
+        block_sizes=EVEN_DIVISORS,
+        commutes=True,
+        rotary_inits=(*SPECTRA, *DRAWN),
+        coordinates="index",
+        rope_theta=10.0,
+    ),
+    "circulant_string": EncodingTraits(
+        title="Circulant-STRING",
+        description="Circulant-STRING: learned rotations whose generators commute, being circulant",
+        block_sizes=CIRCULANTS,
+        commutes=True,
+        rotary_inits=(*SPECTRA, *DRAWN),
+        coordinates="index",
+        rope_theta=10.0,
+        pretrained="its blocks rotate the planes of a Fourier basis, not pairs of channels as a pretrained RoPE does",
+    ),
+    "spherical_rope": EncodingTraits(
+        title="Spherical RoPE",
+        description="Spherical RoPE: products of rotations of three channels about two of their axes",
+        block_sizes=TRIPLES,
+        commutes=False,
+        rotary_inits=("frequencies", *DRAWN),
+        coordinates="index",
+        rope_theta=100.0,
+        product=True,
+        num_axes=2,
+        pretrained="it rotates three channels, not pairs of channels as a pretrained RoPE does",
+    ),
+}
+
+
+def traits_of(config) -> EncodingTraits | None:
+    """The traits of a configuration's encoding; `None` if it rotates nothing."""
+    return ENCODING_TRAITS.get(config.position_encoding)
+
+
+def default_rotate_prefix(config) -> bool:
+    """The `rotate_prefix` that a configuration of images or videos has where it leaves the field open."""
+    traits = traits_of(config)
+    return (
+        traits is not None
+        and traits.rotate_prefix
+        and (config.coordinates or traits.coordinates) in CENTRED_COORDINATES
+    )
+
+
+def generators_commute(config) -> bool:
+    """Whether the rotations of a configuration with a rotary encoding are relative for any values of its parameters."""
+    traits = traits_of(config)
+    return traits.commutes or (config.block_size == 2 and not traits.product)
+
+
+def accepted_inits(config) -> tuple[str, ...]:
+    """The accepted values of `rotary_init`; blocks of odd size are not made of planes."""
+    traits = traits_of(config)
+    free_odd = traits.block_sizes is ANY and config.block_size % 2
+    return tuple(name for name in traits.rotary_inits if not (free_odd and name in SPECTRA))
+
+
+def own_fields(config) -> dict[str, object]:
+    """Fields that belong to the encoding or the starting values of a configuration, with their defaults."""
+    traits = traits_of(config)
+    names = () if traits is None else traits.fields
+    if config.rotary_init == "golden_gate":
+        names = tuple(GOLDEN_GATE_FIELDS)
+    return {name: value for name, value in OWN_FIELDS.items() if name in names}
+
+
+def needs_exponential(config) -> bool:
+    """Whether rotations have no form without a matrix exponential, so that folding keeps them as constants."""
+    traits = traits_of(config)
+    return traits is not None and not traits.product and not generators_commute(config)

@@ -1,0 +1,182 @@
+"""The rotary encodings whose rotations are computed in the basis of the model, and the table of all."""
+
+from collections.abc import Iterable
+
+import torch
+from transformers import initialization as init
+
+from ..rotation.exponential import Rays
+from ..rotation.lie_algebra import working_dtype
+from ..rotation.rotation import BlockRotation, Rotation
+from .encodings_in_basis import CayleyString, CirculantString, ComRoPEAxialPartition, ComRoPELinearlyDependent
+from .positions import GridPositions, TokenPositions
+from .rotary_encoding import ALL_LAYERS, RotaryEncoding, golden_gate_frequencies
+
+
+# All layers at once take fewer calls, but the rotations of LieRE64 with ViT-B at 3,136 tokens need 7.4 GB.
+ALL_LAYERS_BYTES = 1 << 30
+
+
+def fixed_scale(config) -> float:
+    """What fixed frequencies are multiplied by."""
+    return 1.0 if config.rotary_init_scale is None else config.rotary_init_scale
+
+
+class AxialRoPE(RotaryEncoding):
+    """
+    RoPE on each axis by itself, nothing learned (VisionLLaMA; RoPE-ViT §3.1): q = ⌊head_dim / 2A⌋ planes per axis,
+    plane i of an axis rotating with s θ^(−i/q); channels left over are not rotated. The scale s is
+    `rotary_init_scale`, 1 by default.
+
+    `axial_layout` puts all planes of the first axis first (`"blocks"`) or the axes in turn (`"interleaved"`). With
+    `axial_spectrum="shared"`, plane j of the head rotates with s θ^(−j/Aq) whatever its axis: in blocks, every axis
+    has a band of frequencies of its own (Qwen2-VL's chunks), interleaved, every A-th frequency (Qwen3-VL). Those models
+    also give their axes different numbers of planes, which does not exist here.
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        self.layers = self.heads = 1
+        self.planes_per_axis = config.head_dim // (2 * num_axes)
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        axes, count = self.num_axes, self.planes_per_axis
+        plane = torch.arange(axes * count, device=device, dtype=working_dtype(device))
+        blocks = self.config.axial_layout == "blocks"
+        axis, rank = (plane // count, plane % count) if blocks else (plane % axes, plane // axes)
+        exponents = rank / count if self.config.axial_spectrum == "full" else plane / (axes * count)
+        frequencies = fixed_scale(self.config) * self.config.rope_theta**-exponents
+        serves = axis == torch.arange(axes, device=device).unsqueeze(-1)
+        return (frequencies * serves).view(axes, 1, 1, -1, 1)
+
+
+class GoldenGateRoPE(RotaryEncoding):
+    """
+    Planes with fixed frequencies of all axes, see [`golden_gate_frequencies`], times `rotary_init_scale`, 1 by default;
+    nothing is learned. Heads differ unless they are shared, layers do not. An odd last channel is not rotated.
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        self.layers = 1
+        # No buffer, which would be rounded with the model; and ONNX has no normal quantiles.
+        frequencies = golden_gate_frequencies(config, num_axes, 1, self.heads, self.num_blocks)
+        self.frequencies = fixed_scale(config) * frequencies
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        return self.frequencies.to(working_dtype(device)).to(device).unsqueeze(-1)
+
+
+class LieRE(RotaryEncoding):
+    """
+    Free generators for every axis (LieRE §4). With `block_size` 2 this is RoPE-Mixed (LieRE §5.4), which differs only
+    in its initialisation and coordinates. The last head_dim mod b channels of a head are not rotated.
+
+    Attributes:
+        generators: (A, layers or 1, heads or 1, blocks, b(b−1)/2); ViT-B, 2-D: 9,216 / 27,648 / 64,512 / 138,240 /
+            285,696 / 580,608 numbers for b = 2, 4, 8, 16, 32, 64 (LieRE Table 10).
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        shape = (num_axes, self.layers, self.heads, self.num_blocks, self.num_entries)
+        self.generators = self.new_parameter(*shape)
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        return self.generators
+
+    def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"generators": self.in_blocks(frequencies)}
+
+    def _of_groups(self, groups: tuple[TokenPositions, ...], states: torch.dtype | None) -> list[Iterable[Rotation]]:
+        # A grid by itself has multiples, and may be in the cache.
+        return [self.forward(group, states) for group in groups]
+
+    def layer_rotations(
+        self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
+    ) -> Iterable[Rotation]:
+        """
+        On a grid that starts at zero, the rotations at multiples of a position are powers, see [`exponential.Rays`].
+        Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it is reached.
+        """
+        settled, rays = positions.settled(), None
+        placed = settled.placed()
+        if isinstance(settled, GridPositions) and settled.facts.proportional:
+            rays = Rays(settled.facts.grid, settled.num_prefix_tokens)
+        entries = self.entries(placed.coordinates.device)[:, layers]
+        num_layers = entries.shape[1]
+        elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()
+        if num_layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
+            return self.rotations_from(placed, entries, states, rays)
+        # Copies, because frameworks that shard parameters take them away when this module returns.
+        parts = [part.clone() for part in entries.split(1, dim=1)]
+        return (self.rotations_from(placed, part, states, rays)[0] for part in parts)
+
+
+class SphericalRoPE(RotaryEncoding):
+    """
+    Spherical RoPE ("A Circular Argument", arXiv 2511.08368): R(p) = R_z(ω₀ p₀) R_x(ω₁ p₁) in blocks of three channels,
+    with R_z a rotation of the first two channels and R_x of the last two, counter-clockwise. The rotations of both axes
+    do not commute: R(p)ᵀR(q) depends on q₀ − p₀ alone in the first coordinate, but on both p₁ and q₁. The last
+    head_dim mod 3 channels are not rotated.
+
+    Only the form for images was at hand, second-hand. There it is fixed; here the frequencies start at θ^(−i/K) for
+    block i of K on both axes, as in Axial RoPE, and are learned; `requires_grad_(False)` keeps them. Which coordinate
+    the first rotation belongs to is ours. For other numbers of axes no published form is known to us.
+
+    Attributes:
+        generators: (2, layers or 1, heads or 1, blocks), the ω; 6,048 numbers for ViT-B.
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        self.generators = self.new_parameter(num_axes, self.layers, self.heads, self.num_blocks)
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        # Of the pairs (0, 1), (0, 2), (1, 2) of channels, the first axis rotates the first and the second the last.
+        first, second = self.generators.unbind(0)
+        zero = torch.zeros_like(first)
+        return torch.stack([torch.stack([first, zero, zero], -1), torch.stack([zero, zero, second], -1)])
+
+    def layer_rotations(
+        self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
+    ) -> list[Rotation]:
+        """The product of both rotations in closed form."""
+        frequencies, rotations = self.generators[:, layers], []
+        planes = torch.diag_embed(frequencies.movedim(0, -1)).movedim(-1, 0)  # (2, layers, heads, blocks, 2)
+        for cos_sin in self.planes(positions.placed(), planes.flatten(3)):
+            cos, sin = cos_sin.transpose(1, 2).unbind(-1)  # (1 or B, N, H, blocks · 2)
+            (cos_z, cos_x), (sin_z, sin_x) = (part.unflatten(-1, (-1, 2)).unbind(-1) for part in (cos, sin))
+            rows = (
+                (cos_z, -sin_z * cos_x, sin_z * sin_x),
+                (sin_z, cos_z * cos_x, -cos_z * sin_x),
+                (torch.zeros_like(sin_x), sin_x, cos_x),
+            )
+            blocks = torch.stack([torch.stack(row, -1) for row in rows], -2)
+            rotations.append(BlockRotation(blocks.transpose(1, 2)))
+        return self.for_layers(rotations)
+
+    @property
+    def num_planes(self) -> int:
+        return self.num_blocks
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.config.rotary_init != "frequencies":
+            super().reset_parameters()
+            return
+        magnitudes = self.config.rope_theta ** -(torch.arange(self.num_blocks) / self.num_blocks)
+        init.copy_(self.generators, (magnitudes * self.config.rotary_init_scale).expand_as(self.generators))
+
+
+ENCODING_CLASSES = {
+    "axial_rope": AxialRoPE,
+    "golden_gate_rope": GoldenGateRoPE,
+    "rope_mixed": LieRE,
+    "liere": LieRE,
+    "comrope_ap": ComRoPEAxialPartition,
+    "comrope_ld": ComRoPELinearlyDependent,
+    "cayley_string": CayleyString,
+    "circulant_string": CirculantString,
+    "spherical_rope": SphericalRoPE,
+}

@@ -1,0 +1,280 @@
+"""Encodings whose generators commute: rotations of planes in a basis that is the same for all positions."""
+
+import math
+
+import torch
+from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
+
+from ..rotation.lie_algebra import (
+    cayley_map,
+    cos_sin,
+    eigenbasis,
+    fourier_basis,
+    in_basis,
+    skew,
+    skew_entries,
+    working_dtype,
+)
+from ..rotation.rotation import EigenRotation, Rotation
+from .positions import TokenPositions
+from .rotary_encoding import ALL_LAYERS, RotaryEncoding
+
+
+class EncodingInBasis(RotaryEncoding):
+    """
+    R(p) = U rot(Σ_a p_a f_a) Uᵀ in every block, with an orthogonal U and frequencies f_a of its planes, which are
+    pairs of neighbouring columns of U. Attention changes queries and keys to the basis once, see [`EigenRotation`].
+    """
+
+    def spectrum_of(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        U, (layers or 1, heads or 1, blocks, b, b), and (A, layers or 1, heads or 1, blocks, ⌊b/2⌋) frequencies, in the
+        working type; the last column of U is outside of every plane where b is odd.
+        """
+        raise NotImplementedError
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        with maybe_autocast(device.type, enabled=False):
+            basis, frequencies = self.spectrum_of(device)
+            return skew_entries(in_basis(frequencies, basis))
+
+    def layer_rotations(
+        self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
+    ) -> list[Rotation]:
+        """
+        Without a matrix exponential.
+
+        Returns:
+            One [`rotation.EigenRotation`] per layer, or [`rotation.BlockRotation`] for blocks of odd size, which have
+            one direction outside of every plane.
+        """
+        if self.block_size % 2:
+            return super().layer_rotations(positions, states, layers)
+        placed = positions.placed()
+        device = placed.coordinates.device
+        with maybe_autocast(device.type, enabled=False):
+            basis, frequencies = self.spectrum_of(device, layers)
+            planes = self.planes(placed, frequencies.flatten(3))
+            rotations = [EigenRotation(*layer) for layer in zip(planes, basis.to(self.rotation_dtype))]
+        return self.for_layers(rotations)
+
+    def bases(self) -> list[torch.Tensor]:
+        """U of every layer, (1 or H, blocks, b, b) each, for `LieREAttention.fold`."""
+        basis, _ = self.spectrum_of(self.generators.device)
+        return self.for_layers(list(basis))
+
+    def folded_frequencies(self) -> torch.Tensor:
+        """Angular frequency of every axis and plane, (A, layers or 1, heads or 1, planes)."""
+        _, frequencies = self.spectrum_of(self.generators.device)
+        return frequencies.flatten(-2)
+
+
+class ComRoPEAxialPartition(EncodingInBasis):
+    """
+    ComRoPE-AP (§3.3.1, eq. 8): block j rotates with coordinate j mod A only, so generators of different axes act on
+    different channels and commute.
+
+    ComRoPE's Table 7 counts full b×b matrices P, of which only P − Pᵀ acts; stored here are its b(b−1)/2 free entries,
+    that is 32,256 instead of 73,728 numbers for ViT-B with b = 8.
+
+    Attributes:
+        generators: (layers or 1, heads or 1, blocks, b(b−1)/2).
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        self.generators = self.new_parameter(self.layers, self.heads, self.num_blocks, self.num_entries)
+
+    def axis_multipliers(self, device: torch.device) -> torch.Tensor:
+        """(A, layers or 1, heads or 1, blocks) factors of a block's one matrix in the generators of the axes."""
+        served = torch.arange(self.num_blocks, device=device) % self.num_axes
+        serves = served == torch.arange(self.num_axes, device=device).unsqueeze(-1)
+        return serves.view(self.num_axes, 1, 1, self.num_blocks)
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        # In float32, the rounding of this product would dominate the error of the rotations.
+        dtype = working_dtype(device)
+        return self.axis_multipliers(device).to(dtype).unsqueeze(-1) * self.generators.to(dtype)
+
+    def layer_rotations(
+        self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
+    ) -> list[Rotation]:
+        """As [`EncodingInBasis.layer_rotations`]; each block is diagonalised once for all tokens."""
+        if self.block_size % 2:
+            return super().layer_rotations(positions, states, layers)
+        coordinates = positions.placed().coordinates
+        dtype, device = working_dtype(coordinates.device), coordinates.device
+        batch, tokens = coordinates.shape[:-2] or (1,), coordinates.shape[-2]
+        with maybe_autocast(device.type, enabled=False):
+            basis, generators, frequencies = self.spectrum(dtype, layers)
+            multipliers = self.axis_multipliers(device).to(dtype).expand(-1, self.layers, self.heads, -1)
+            multipliers = multipliers[:, layers]  # (A, layers, H, blocks)
+            coordinates = coordinates.to(dtype).reshape(-1, self.num_axes)  # (B · N, A)
+            phases, cos_sins = [], []
+            for layer_multipliers, layer_frequencies in zip(multipliers.unbind(1), frequencies):
+                phase = (coordinates @ layer_multipliers.flatten(1)).view(*batch, tokens, self.heads, self.num_blocks)
+                angles = (phase.unsqueeze(-1) * layer_frequencies).flatten(-2)  # (B, N, H, planes)
+                cos_sins.append(cos_sin(angles, self.rotation_dtype).transpose(1, 2))
+                phases.append(phase.detach().transpose(1, 2).to(self.rotation_dtype))
+        basis, generators = basis.to(self.rotation_dtype), generators.to(self.rotation_dtype)
+        rotations = [EigenRotation(*layer) for layer in zip(cos_sins, basis, generators, phases)]
+        return self.for_layers(rotations)
+
+    def spectrum_of(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = working_dtype(device)
+        basis, _, frequencies = self.spectrum(dtype, layers)
+        multipliers = self.axis_multipliers(device).to(dtype).expand(-1, self.layers, self.heads, -1)[:, layers]
+        return basis, multipliers.unsqueeze(-1) * frequencies
+
+    @torch.no_grad()
+    def scaled(self, factors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As [`RotaryEncoding.scaled`]: each block with the factor of its axis."""
+        factors = factors.to(self.generators).view(-1, 1, 1, 1)
+        of_block = (self.axis_multipliers(factors.device) * factors).sum(0)
+        return {"generators": self.generators * of_block.unsqueeze(-1)}
+
+    def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As [`RotaryEncoding.of_planes`]: all planes of block j rotate with axis j mod A alone."""
+        return {"generators": self.in_blocks(frequencies.sum(0))}
+
+    def spectrum(
+        self, dtype: torch.dtype, layers: slice = ALL_LAYERS
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Eigenbasis U, UᵀSU and frequencies μ of the one matrix S of every block, in `dtype`, see
+        [`lie_algebra.eigenbasis`]: (layers or 1, heads or 1, blocks, b, b) twice and (layers or 1, heads or 1, blocks,
+        ⌊b/2⌋).
+        """
+        generators = skew(self.generators[layers].to(dtype), self.block_size)
+        basis = eigenbasis(generators.detach())
+        generators = basis.transpose(-1, -2) @ generators @ basis
+        planes = range(0, self.block_size - 1, 2)
+        return basis, generators, torch.stack([generators[..., plane + 1, plane] for plane in planes], dim=-1)
+
+
+class ComRoPELinearlyDependent(ComRoPEAxialPartition):
+    """
+    ComRoPE-LD (§3.3.2, eq. 10): A_a = θ_a (P − Pᵀ); the generators of all axes are multiples of one matrix and commute.
+
+    As in the paper there is one multiplier θ per axis, block and head (the official code shares them over heads), so
+    ViT-B with b = 8 has 32,256 entries of P − Pᵀ (73,728 as full matrices in ComRoPE's Table 7) and 2,304 multipliers.
+
+    Attributes:
+        generators: (layers or 1, heads or 1, blocks, b(b−1)/2), entries of P − Pᵀ.
+        multipliers: (A, layers or 1, heads or 1, blocks), the θ_a.
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        self.multipliers = self.new_parameter(num_axes, self.layers, self.heads, self.num_blocks)
+
+    def axis_multipliers(self, device: torch.device) -> torch.Tensor:
+        return self.multipliers
+
+    @torch.no_grad()
+    def scaled(self, factors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As [`RotaryEncoding.scaled`], of the multipliers."""
+        return {"multipliers": self.multipliers * factors.to(self.multipliers).view(-1, 1, 1, 1)}
+
+    def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As [`RotaryEncoding.of_planes`]: all planes of a block rotate with one axis alone."""
+        serves = frequencies.unflatten(-1, (self.num_blocks, -1)).ne(0).any(-1)
+        return super().of_planes(frequencies) | {"multipliers": serves.to(frequencies)}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.normal_(self.multipliers)
+
+
+class CayleyString(EncodingInBasis):
+    """
+    Cayley-STRING (Schenck et al., "Learning the RoPEs", arXiv 2502.02562): R(p) = P RoPE-Mixed(p) Pᵀ with P =
+    (I − S)(I + S)⁻¹ for a learned skew-symmetric S, which starts at zero, so that P starts at the identity. All
+    blocks of a head have their own S; in the paper, and by default, a block is a whole head.
+
+    Of the paper only second-hand descriptions were at hand: it rotates by RoPE-Mixed(p) P, whose scores, qᵀ Pᵀ
+    RoPE-Mixed(p′ − p) P k, are these with −S in place of S. Its start of S and of the frequencies could not be
+    seen; here the frequencies are RoPE-Mixed's.
+
+    Attributes:
+        generators: (A, layers or 1, heads or 1, head_dim/2, 1), the frequencies, as those of RoPE-Mixed.
+        skew: (layers or 1, heads or 1, blocks, b(b−1)/2), free entries of the S.
+
+        ViT-B, 2-D, has 9,216 frequencies and, for b = head_dim = 64, 290,304 entries of S.
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        self.generators = self.new_parameter(num_axes, self.layers, self.heads, self.num_planes, 1)
+        self.skew = self.new_parameter(self.layers, self.heads, self.num_blocks, self.num_entries)
+
+    def sources(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, ...]:
+        return self.generators[:, layers], self.skew[layers]
+
+    def spectrum_of(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = working_dtype(device)
+        frequencies = self.generators[:, layers].to(dtype).squeeze(-1).unflatten(-1, (self.num_blocks, -1))
+        return cayley_map(skew(self.skew[layers].to(dtype), self.block_size)), frequencies
+
+    def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"generators": frequencies.unsqueeze(-1), "skew": torch.zeros(self.skew.shape)}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.zeros_(self.skew)
+
+
+class CirculantString(EncodingInBasis):
+    """
+    Circulant-STRING (arXiv 2502.02562): A_a = C_a − C_aᵀ with a circulant C_a in every block. Circulant matrices
+    commute, and all have the discrete Fourier basis, so that there is nothing to diagonalise: with s_k = c_k − c_(b−k),
+    [A]_ij = s_((j−i) mod b), plane m of cosines and sines rotates with the frequency μ_m = 2 Σ_k s_k sin(2πmk/b), k and
+    m = 1 … ⌊(b−1)/2⌋.
+
+    Of the b numbers of C only these s_k act, and only they are stored; the constant vector and, for even b, the
+    alternating one are not rotated. Of the paper only second-hand descriptions were at hand; its start could not be
+    seen: here the μ start with RoPE-Mixed's spectrum.
+
+    Attributes:
+        generators: (A, layers or 1, heads or 1, blocks, ⌊(b−1)/2⌋), the s_k; ViT-B, 2-D, b = 16: 8,064 numbers.
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        shape = (num_axes, self.layers, self.heads, self.num_blocks, (self.block_size - 1) // 2)
+        self.generators = self.new_parameter(*shape)
+
+    def sources(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, ...]:
+        return (self.generators[:, layers],)
+
+    @property
+    def num_planes(self) -> int:
+        return self.num_blocks * ((self.block_size - 1) // 2)
+
+    def sines(self, device: torch.device) -> torch.Tensor:
+        """The symmetric (⌊(b−1)/2⌋, ⌊(b−1)/2⌋) matrix of 2 sin(2πmk/b), whose square is b."""
+        index = torch.arange(1, (self.block_size + 1) // 2, device=device)
+        # Whole revolutions are taken out of exact integers.
+        products = torch.outer(index, index) % self.block_size
+        return 2 * (2 * math.pi / self.block_size * products.to(working_dtype(device))).sin()
+
+    def spectrum_of(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
+        sines = self.sines(device)
+        frequencies = self.generators[:, layers].to(sines.dtype) @ sines
+        # For even b, the constant and the alternating vector are the last plane.
+        frequencies = torch.nn.functional.pad(frequencies, (0, self.block_size // 2 - frequencies.shape[-1]))
+        basis = fourier_basis(self.block_size, device).expand(*frequencies.shape[1:4], -1, -1)
+        return basis, frequencies
+
+    def basis_of_planes(self, device: torch.device) -> torch.Tensor:
+        """As [`RotaryEncoding.basis_of_planes`]: the Fourier basis."""
+        return fourier_basis(self.block_size, device)
+
+    def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As [`RotaryEncoding.of_planes`], of the planes of the Fourier basis."""
+        sines = self.sines(frequencies.device)
+        of_blocks = frequencies.unflatten(-1, (self.num_blocks, -1)).to(sines.dtype)
+        return {"generators": of_blocks @ sines / self.block_size}

@@ -1,0 +1,185 @@
+"""Folding, for inference: rotations become constants, or a part of the query and key weights."""
+
+import copy
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from ..rotation.rotation import BlockRotation, Rotation
+from .encoding_traits import TRAINING_ONLY, needs_exponential, traits_of
+from .encodings import ENCODING_CLASSES, LieRE
+from .encodings_in_basis import EncodingInBasis
+from .positions import GridPositions, GroupedPositions, TokenPositions
+from .rotary_encoding import RotaryEncoding
+
+
+class FoldedLieRE(LieRE):
+    """
+    LieRE for inference, with the rotations of some grids as constants; those of other grids are computed on the fly.
+
+    Attributes:
+        grids: The rotations of each of `config.folded_grids`, by names like "14x14", with those of prefix tokens:
+            (layers or 1, N, heads or 1, blocks, b, b).
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        self.grids = nn.ParameterDict()
+        for grid in config.folded_grids:
+            tokens = config.num_prefix_tokens + math.prod(grid)
+            shape = (self.layers, tokens, self.heads, self.num_blocks, self.block_size, self.block_size)
+            self.grids[grid_name(grid)] = self.new_parameter(*shape).requires_grad_(False)
+
+    def forward(
+        self,
+        positions: TokenPositions | GroupedPositions,
+        states: torch.dtype | None = None,
+        layer: int | None = None,
+    ) -> Iterable[Rotation]:
+        if layer is not None or not self._is_folded(positions):
+            return super().forward(positions, states, layer)
+        # from_pretrained makes every parameter trainable; constants must not be.
+        layers = self.grids[grid_name(positions.grid)].detach()  # (layers, N, heads or 1, blocks, b, b)
+        rotations = [BlockRotation(layer.transpose(0, 1).unsqueeze(0)) for layer in layers]
+        return rotations * (self.num_layers // self.layers)
+
+    def _is_folded(self, positions: TokenPositions | GroupedPositions) -> bool:
+        """Whether these are the model's own positions on a grid of which the rotations are constants."""
+        if not isinstance(positions, GridPositions) or positions.grid is None:
+            return False
+        config, facts = self.config, positions.facts
+        own = facts._replace(
+            train_grid=config.train_grid,
+            convention=config.coordinates,
+            num_prefix_tokens=config.num_prefix_tokens,
+            prefix_coordinate=config.prefix_coordinate if config.rotate_prefix else 0.0,
+        )
+        return grid_name(facts.grid) in self.grids and facts == own
+
+    @torch.no_grad()
+    def take_over(self, encoding: LieRE, rotations: dict[str, Iterable[BlockRotation]]) -> None:
+        """Copy the generators of `encoding` and its rotations on every grid, given by the name of the grid."""
+        self.generators.copy_(encoding.generators)
+        for name, layers in rotations.items():
+            for constant, rotation in zip(self.grids[name], layers):
+                constant.copy_(rotation.blocks[0].transpose(0, 1))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for constants in self.grids.values():
+            init.copy_(constants, torch.eye(self.block_size).expand_as(constants))
+
+
+class FoldedPlanes(RotaryEncoding):
+    """
+    An [`EncodingInBasis`] for inference: RoPE with a frequency per axis and plane. The basis is in the query and key
+    weights; it puts the channels that odd blocks leave unrotated after all planes of their head.
+
+    Attributes:
+        frequencies: (A, layers or 1, heads or 1, planes).
+    """
+
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        planes = self.num_blocks * (self.block_size // 2)
+        self.frequencies = self.new_parameter(num_axes, self.layers, self.heads, planes).requires_grad_(False)
+        self.block_size = 2
+
+    def entries(self, device: torch.device) -> torch.Tensor:
+        return self.frequencies.detach().unsqueeze(-1)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        init.zeros_(self.frequencies)
+
+
+def grid_name(grid: tuple[int, ...]) -> str:
+    """(14, 14) → "14x14"."""
+    return "x".join(map(str, grid))
+
+
+def folded_class(config) -> type[RotaryEncoding]:
+    """The class of the rotations of a folded model: its own where the rotations cost no more than cos and sin."""
+    encoding = ENCODING_CLASSES[config.position_encoding]
+    if issubclass(encoding, EncodingInBasis):
+        return FoldedPlanes
+    return FoldedLieRE if needs_exponential(config) else encoding
+
+
+def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
+    """
+    The module for `config.position_encoding`, initialised as `rotary_init` says, or `None` for `none` and `absolute`,
+    which rotate nothing.
+
+    Raises:
+        ValueError: if the encoding does not exist on that many axes.
+    """
+    traits = traits_of(config)
+    if traits is None:
+        return None
+    if traits.num_axes not in (None, num_axes):
+        raise ValueError(f"{config.position_encoding} is defined on {traits.num_axes} axes, not on {num_axes}.")
+    folded = config.folded_grids is not None
+    encoding = (folded_class(config) if folded else ENCODING_CLASSES[config.position_encoding])(config, num_axes)
+    encoding.reset_parameters()
+    return encoding
+
+
+@torch.no_grad()
+def fold_rotations(model: nn.Module, encoder_class: type, grids: Iterable[tuple[int, ...]] | None) -> nn.Module:
+    """A copy of a model around an encoder, see `LieREPreTrainedModel.fold_rotations`."""
+    config = model.config
+    if config.folded_grids is not None or config.position_encoding not in ENCODING_CLASSES:
+        raise ValueError(
+            f"There is nothing to fold in a model with position_encoding={config.position_encoding!r} and "
+            f"folded_grids={config.folded_grids}."
+        )
+    constant = needs_exponential(config)
+    if constant and config.train_grid is None:
+        raise ValueError(
+            f"{config.position_encoding} with block_size={config.block_size} folds into the constant rotations of a "
+            "grid, and this model takes positions with every input; accepted here: block_size 2 and encodings whose "
+            "generators commute."
+        )
+    folded = _copied(model)
+    encoder = next(module for module in folded.modules() if isinstance(module, encoder_class))
+    grids = [config.train_grid] if grids is None else list(grids)
+    # All modules share one configuration.
+    folded.config.folded_grids = [list(grid) for grid in grids] if constant else []
+    for name, neutral in TRAINING_ONLY.items():
+        if hasattr(folded.config, name):
+            setattr(folded.config, name, neutral)
+    folded.config.validate()
+    encoding = encoder.rotary_encoding
+    reference = next(encoding.parameters(), encoder.layers[0].attention.q_proj.weight)
+    rotations = {}
+    if constant:
+        for grid in map(tuple, grids):
+            rotations[grid_name(grid)] = encoder.rotations(encoder.grid_positions(grid, None, reference.device))
+    encoder.rotary_encoding = build_rotary_encoding(folded.config, config.num_axes).to(reference)
+    if constant:
+        encoder.rotary_encoding.take_over(encoding, rotations)
+    elif isinstance(encoding, EncodingInBasis):
+        encoder.rotary_encoding.frequencies.copy_(encoding.folded_frequencies())
+        for layer, basis in zip(encoder.layers, encoding.bases()):
+            layer.attention.fold(basis)
+    else:
+        encoder.rotary_encoding = encoding
+    return folded.requires_grad_(False)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    elsewhere = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if elsewhere:
+        raise ValueError(f"{len(elsewhere)} weights are offloaded ({elsewhere[0]} …); fold before offloading.")
+    try:
+        return copy.deepcopy(model).eval()
+    except RuntimeError as error:
+        raise ValueError(
+            "The model cannot be copied to be folded, because weights of it are computed from others; make pruning "
+            f"and parametrizations permanent first. {error}"
+        ) from error

@@ -1,0 +1,468 @@
+"""Positions: where each token sits, in the coordinates that an encoding expects."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..rotation.lie_algebra import working_dtype
+from ..rotation.tracing import values_are_unknown
+
+
+def _at_least_one(size: int | torch.Tensor) -> int | torch.Tensor:
+    return size.clamp(min=1) if isinstance(size, torch.Tensor) else max(size, 1)
+
+
+# From the index of a patch, its axis' size n, the size n₀ of training and the size of the last axis, see `of_grid`.
+COORDINATES = {
+    "index": lambda index, size, trained, width: index,
+    "train_grid": lambda index, size, trained, width: index * (size / trained / _at_least_one(size - 1)),
+    "train_index": lambda index, size, trained, width: index * (trained / size),
+    "fixed_grid": lambda index, size, trained, width: index * (1 / _at_least_one(size - 1)),
+    "unit": lambda index, size, trained, width: (index + 0.5) / size,
+    "unit_width": lambda index, size, trained, width: (index + 0.5) / width,
+}
+# Of these, multiples of the index.
+PROPORTIONAL = ("index", "train_grid", "train_index", "fixed_grid")
+
+
+class TokenPositions:
+    """
+    Where the tokens of an input sit, class and register tokens first.
+
+    Attributes:
+        coordinates: (N, A), or (B, N, A) for samples with positions of their own, prefix tokens included.
+        num_prefix_tokens: Number P of class and register tokens among them.
+    """
+
+    def __init__(self, coordinates: torch.Tensor, num_prefix_tokens: int = 0):
+        self.coordinates = coordinates
+        self.num_prefix_tokens = num_prefix_tokens
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the coordinates."""
+        return tuple(self.coordinates.shape)
+
+    def settled(self) -> "TokenPositions":
+        """Itself, see [`GridPositions.settled`]."""
+        return self
+
+    def placed(self) -> "TokenPositions":
+        """The tokens by their coordinates alone."""
+        return self
+
+    def prefix_at_zero(self) -> "TokenPositions":
+        """The same patches with class and register tokens at zero, where no encoding rotates them."""
+        return of_coordinates(self.coordinates[..., self.num_prefix_tokens :, :], self.num_prefix_tokens)
+
+    def to(self, device: torch.device | str) -> "TokenPositions":
+        """The same positions on a device, to which hooks of accelerate take what a module is called with."""
+        return self._replace(self.coordinates.to(device))
+
+    def _replace(self, coordinates: torch.Tensor) -> "TokenPositions":
+        """The same tokens at other coordinates, which are not those of a grid."""
+        return TokenPositions(coordinates, self.num_prefix_tokens)
+
+
+class GridFacts(NamedTuple):
+    """
+    All that the coordinates of the patches of a grid follow from, and of the prefix tokens before them.
+
+    Attributes:
+        grid: Patches per axis.
+        train_grid: Patches per axis in training.
+        convention: A name of `COORDINATES`.
+        num_prefix_tokens: Number P of class and register tokens.
+        prefix_coordinate: Where prefix tokens sit on every axis.
+        device, dtype: Of the coordinates.
+    """
+
+    grid: tuple[int, ...]
+    train_grid: tuple[int, ...]
+    convention: str
+    num_prefix_tokens: int
+    prefix_coordinate: float
+    device: torch.device
+    dtype: torch.dtype
+
+    def coordinates(self, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        """(P + N, A), with patches displaced by (N, A) `offsets` in patch extents."""
+        place = COORDINATES[self.convention]
+        indices = patch_indices(self.grid, offsets, self.device, self.dtype)  # (N, A)
+        axes = zip(indices.unbind(-1), self.grid, self.train_grid)
+        patches = torch.stack([place(index, size, trained, self.grid[-1]) for index, size, trained in axes], dim=-1)
+        return with_prefix(patches, self.num_prefix_tokens, self.prefix_coordinate)
+
+    @property
+    def proportional(self) -> bool:
+        """Whether prefix tokens sit at zero and patches at multiples of their index in the grid."""
+        return self.convention in PROPORTIONAL and (self.prefix_coordinate == 0 or self.num_prefix_tokens == 0)
+
+    def are_of(self, coordinates: torch.Tensor) -> bool:
+        """Whether these are the coordinates, by value, without a gradient of their own."""
+        if coordinates.requires_grad or (coordinates.device, coordinates.dtype) != (self.device, self.dtype):
+            return False
+        return torch.equal(coordinates, self.coordinates())
+
+
+class GridPositions(TokenPositions):
+    """
+    Where the patches of a grid sit, after class and register tokens, by the facts that coordinates follow from.
+
+    Nobody can know a grid by coordinates that somebody may have changed. So there are none until they are asked for,
+    and those count from then on: this is a grid only while they are the ones that follow from the facts.
+
+    Attributes:
+        facts: What the coordinates follow from.
+    """
+
+    def __init__(self, facts: GridFacts):
+        self.facts = facts
+        self.num_prefix_tokens = facts.num_prefix_tokens
+        self._shown: torch.Tensor | None = None
+
+    @property
+    def coordinates(self) -> torch.Tensor:
+        """(P + N, A), the same tensor each time; changing it moves the tokens."""
+        if self._shown is None:
+            self._shown = self.facts.coordinates()
+        return self._shown
+
+    @property
+    def grid(self) -> tuple[int, ...] | None:
+        """Patches per axis, `None` where coordinates were changed."""
+        return self.facts.grid if self.settled() is self else None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the coordinates that follow from the facts."""
+        return self.num_prefix_tokens + math.prod(self.facts.grid), len(self.facts.grid)
+
+    def settled(self) -> TokenPositions:
+        """
+        Itself, or its coordinates alone where they were changed, may have been (in a graph, values are unknown), or
+        need a gradient.
+        """
+        shown = self._shown
+        if shown is None or (not values_are_unknown(shown) and self.facts.are_of(shown)):
+            return self
+        return self._replace(shown)
+
+    def placed(self) -> TokenPositions:
+        """As [`TokenPositions.placed`]; on a grid by coordinates that nobody else sees."""
+        settled = self.settled()
+        return self._replace(self.facts.coordinates()) if settled is self else settled
+
+    def prefix_at_zero(self) -> TokenPositions:
+        settled = self.settled()
+        if settled is self:
+            return GridPositions(self.facts._replace(prefix_coordinate=0.0))
+        return settled.prefix_at_zero()
+
+    def to(self, device: torch.device | str) -> TokenPositions:
+        settled, device = self.settled(), torch.device(device)
+        if settled is self:
+            return GridPositions(self.facts._replace(device=device, dtype=working_dtype(device)))
+        return settled.to(device)
+
+
+def grid_positions(
+    grid: Sequence[int],
+    coordinates: str = "train_grid",
+    num_prefix_tokens: int = 0,
+    *,
+    train_grid: Sequence[int] | None = None,
+    prefix_coordinate: float = 0.0,
+    device: torch.device | str | None = None,
+) -> GridPositions:
+    """
+    Positions of the patches of an image, video or volume for [`LieRotaryEmbedding`], first axis slowest, after class
+    and register tokens. Rotations of a grid are computed faster than those of as many points.
+
+    Args:
+        grid: Patches per axis.
+        coordinates: A convention of [`LieREPixelConfig`]: `"train_grid"` (LieRE's), `"index"` (RoPE's), `"unit"`
+            (ComRoPE's), `"train_index"`, `"fixed_grid"` or `"unit_width"`.
+        num_prefix_tokens: Number of tokens before the patches.
+        train_grid: Patches per axis of a training input; `None` means `grid`.
+        prefix_coordinate: Where prefix tokens sit on every axis; at 0 they are not rotated.
+
+    Returns:
+        Positions with (prefix + patches, A) `coordinates`. If these are changed in place, tokens sit where they say,
+        and are not taken for a grid any more.
+
+    Raises:
+        ValueError: if `grid` is not made of positive numbers, `train_grid` has another number of them, or there is no
+            such convention.
+    """
+    grid, train_grid = tuple(grid), tuple(grid if train_grid is None else train_grid)
+    if not grid or min(grid + train_grid) < 1 or len(grid) != len(train_grid):
+        raise ValueError(
+            f"grid={grid} and train_grid={train_grid} must be as many numbers of patches, at least 1 each."
+        )
+    device = torch.device(device or "cpu")
+    return of_grid(
+        grid, train_grid, coordinates, num_prefix_tokens, prefix_coordinate, device=device, dtype=working_dtype(device)
+    )
+
+
+class GroupedPositions(NamedTuple):
+    """
+    Where the tokens of a batch of inputs of different sizes sit, padded to the longest.
+
+    Attributes:
+        groups: Positions of the tokens of each distinct grid, without padding, the same for all samples of a group.
+        samples: For each group, (samples,) their indices in the batch.
+    """
+
+    groups: tuple[TokenPositions, ...]
+    samples: tuple[torch.Tensor, ...]
+
+    def prefix_at_zero(self) -> "GroupedPositions":
+        """As [`TokenPositions.prefix_at_zero`]."""
+        return self._replace(groups=tuple(group.prefix_at_zero() for group in self.groups))
+
+    def padded(self, num_tokens: int) -> torch.Tensor:
+        """(B, num_tokens, A) coordinates of all samples, zero for padding."""
+        return padded_rows([group.placed().coordinates for group in self.groups], self.samples, num_tokens)
+
+
+def of_grid(
+    grid: tuple[int, ...],
+    train_grid: tuple[int, ...],
+    coordinates: str,
+    num_prefix_tokens: int = 0,
+    prefix_coordinate: float = 0.0,
+    offsets: torch.Tensor | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> TokenPositions:
+    """
+    The patches of a grid, first axis slowest (raster order), after prefix tokens.
+
+    With i the index of a patch on an axis of n patches that had n₀ in training: `index` i; `train_grid` i·(n/n₀)/(n−1)
+    (LieRE's code: linspace(0, n/n₀, n)); `fixed_grid` i/(n−1) (the fixed range of LieRE §5.6); `train_index` i·n₀/n
+    (timm's reference grid); `unit` (i+½)/n (ComRoPE §3.4.1); `unit_width` (i+½)/w, w the size of the last axis
+    (ComRoPE's code, frames included).
+
+    Args:
+        grid: Patches per axis, A numbers.
+        train_grid: Patches per axis in training.
+        coordinates: One of `index`, `train_grid`, `fixed_grid`, `train_index`, `unit`, `unit_width`.
+        prefix_coordinate: Where prefix tokens sit on every axis.
+        offsets: (patches, A), displacement of each patch in patch extents, from [`perturbation`].
+
+    Raises:
+        ValueError: for any other value of `coordinates`; `physical` ones are made by [`of_extents`].
+    """
+    if coordinates == "physical":
+        raise ValueError("coordinates='physical' follow from the spacing of an input, not from its grid alone.")
+    if coordinates not in COORDINATES:
+        raise ValueError(f"coordinates={coordinates!r} must be one of {', '.join(map(repr, COORDINATES))}.")
+    device = torch.empty(0).device if device is None else device
+    facts = GridFacts(
+        tuple(grid), tuple(train_grid), coordinates, num_prefix_tokens, float(prefix_coordinate), device, dtype
+    )
+    return GridPositions(facts) if offsets is None else TokenPositions(facts.coordinates(offsets), num_prefix_tokens)
+
+
+def of_extents(
+    grid: tuple[int, ...],
+    extents: torch.Tensor,
+    num_prefix_tokens: int = 0,
+    prefix_coordinate: float = 0.0,
+    offsets: torch.Tensor | None = None,
+) -> TokenPositions:
+    """
+    The patches of a grid in `physical` coordinates: ½ + (i + ½ − n/2)·e for the patch with index i on an axis of n
+    patches, each of extent e. The centre of the input is at ½, and an input with an extent of 1 has `unit` coordinates.
+
+    Args:
+        extents: (A,) or (B, A), extents of a patch on every axis.
+        offsets: (…, patches, A), as for [`of_grid`].
+    """
+    indices = patch_indices(grid, offsets, extents.device, extents.dtype)
+    patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)
+    return of_coordinates(patches, num_prefix_tokens, prefix_coordinate)
+
+
+def of_shapes(
+    shapes: torch.Tensor,
+    num_patches: int,
+    train_grid: tuple[int, ...],
+    coordinates: str,
+    num_prefix_tokens: int = 0,
+    prefix_coordinate: float = 0.0,
+) -> TokenPositions:
+    """
+    As [`of_grid`] for samples of different sizes, by operations that do not depend on the sizes; those of padding mean
+    nothing.
+
+    Args:
+        shapes: (B, A) patches per axis of every sample, in the working type.
+        num_patches: N, padding included.
+    """
+    place, index = COORDINATES[coordinates], torch.arange(num_patches, device=shapes.device, dtype=shapes.dtype)
+    strides = shapes.flip(-1).cumprod(-1).flip(-1).roll(-1, dims=-1)
+    strides = torch.cat([strides[:, :-1], torch.ones_like(strides[:, -1:])], dim=-1).unsqueeze(1)  # (B, 1, A)
+    sizes = shapes.unsqueeze(1)
+    indices = (index.view(1, -1, 1) / strides).floor().remainder(sizes)  # (B, N, A)
+    patches = place(indices, sizes, shapes.new_tensor(train_grid), sizes[..., -1:])
+    return of_coordinates(patches, num_prefix_tokens, prefix_coordinate)
+
+
+def of_coordinates(
+    coordinates: torch.Tensor, num_prefix_tokens: int = 0, prefix_coordinate: float | None = 0.0
+) -> TokenPositions:
+    """
+    Patches at any (…, N, A) coordinates, after prefix tokens that sit at `prefix_coordinate` of every axis; `None`
+    where the coordinates of prefix tokens come first already.
+    """
+    if prefix_coordinate is not None:
+        coordinates = with_prefix(coordinates, num_prefix_tokens, prefix_coordinate)
+    return TokenPositions(coordinates, num_prefix_tokens)
+
+
+def patch_indices(
+    grid: tuple[int, ...], offsets: torch.Tensor | None, device: torch.device | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """(N, A) indices of the patches of a grid in raster order, displaced by `offsets`."""
+    # arange, unlike linspace, keeps one compiled graph for every size.
+    axes = [torch.arange(size, device=device, dtype=dtype) for size in grid]
+    indices = torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)
+    return indices if offsets is None else indices + offsets
+
+
+def perturbation(
+    grid: tuple[int, ...], strength: float, device: torch.device | None, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """
+    Random displacements of patches, ComRoPE eq. (11): normal with a standard deviation of `strength` patch extents,
+    truncated to the patch. Truncated, not clamped: no mass gathers at the patch's border.
+
+    Returns:
+        (N, A) displacements in patch extents, in [−½, ½].
+    """
+    bound = math.erf(0.5 / (strength * math.sqrt(2)))
+    quantiles = torch.rand(math.prod(grid), len(grid), device=device, dtype=dtype).mul(2).sub(1).mul(bound)
+    return torch.erfinv(quantiles).mul(strength * math.sqrt(2)).clamp(-0.5, 0.5)
+
+
+def displacements(
+    config,
+    grid: tuple[int, ...],
+    given: torch.Tensor | None,
+    device: torch.device | None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """
+    What a forward pass in training draws, for a [`LieREConfig`] or a [`RotaryPatchConfig`].
+
+    Args:
+        given: (…, N, A) displacements that the input itself has, of frames at irregular times, or `None`.
+
+    Returns:
+        Displacements of patches in patch extents, `None` for none: (N, A) of [`perturbation`], which also act on a
+        table of training patches, and (…, N, A) of all together, with those of [`augmentation`], which act on
+        coordinates.
+    """
+    perturbed, placed = None, given
+    if config.position_perturbation:
+        perturbed = perturbation(grid, config.position_perturbation, device, dtype)
+        placed = perturbed if given is None else given + perturbed
+    strengths = config.position_shift, config.position_jitter, config.position_rescale
+    return perturbed, augmentation(grid, placed, *strengths, device, dtype)
+
+
+def augmentation(
+    grid: tuple[int, ...],
+    offsets: torch.Tensor | None,
+    shift: float,
+    jitter: float | None,
+    rescale: float | None,
+    device: torch.device | None,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor | None:
+    """
+    Displacements of patches as DINOv3 (§3.2 and its code) augments coordinates x that run from −1 to 1 over an input:
+    x ← (x + s) · j · r, with one s_a ~ U[−shift, shift] and one j_a ~ exp U[−log jitter, log jitter] per axis, and one
+    r ~ exp U[−log rescale, log rescale] for all axes. All patches share these numbers.
+
+    Args:
+        offsets: (…, patches, A) displacements in patch extents that come before, or `None`.
+        shift: In half extents of the input; 0 for none.
+        jitter, rescale: 1 and above; `None` for none.
+
+    Returns:
+        (…, patches, A) displacements in patch extents, or `offsets` where there is nothing to draw.
+    """
+    if not shift and jitter is None and rescale is None:
+        return offsets
+    regular = patch_indices(grid, None, device, dtype)
+    half = regular.new_tensor(grid) / 2
+    centre = half - 0.5
+    placed = (regular if offsets is None else regular + offsets) - centre
+    if shift:
+        placed = placed + _uniform(shift, len(grid), regular) * half
+    if jitter is not None:
+        placed = placed * _uniform(math.log(jitter), len(grid), regular).exp()
+    if rescale is not None:
+        placed = placed * _uniform(math.log(rescale), 1, regular).exp()
+    return placed + centre - regular
+
+
+def _uniform(bound: float, length: int, like: torch.Tensor) -> torch.Tensor:
+    """(length,) numbers from U[−bound, bound], of the type and on the device of `like`."""
+    return torch.rand(length, device=like.device, dtype=like.dtype).mul(2).sub(1).mul(bound)
+
+
+def with_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: float) -> torch.Tensor:
+    """Put class and register tokens, at `coordinate` on every axis, before the patches: (…, N, A) → (…, P+N, A)."""
+    if num_prefix_tokens == 0:
+        return positions
+    shape = (*positions.shape[:-2], num_prefix_tokens, positions.shape[-1])
+    return torch.cat([positions.new_full(shape, coordinate), positions], dim=-2)
+
+
+def padded_rows(groups: Sequence[torch.Tensor], samples: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """
+    (B, length, C) rows of all samples, zero for padding, from the rows (n, C) of each group, which its (samples,)
+    indices in the batch share.
+    """
+    padded = [torch.nn.functional.pad(rows, (0, 0, 0, length - len(rows))) for rows in groups]
+    expanded = [rows.expand(len(indices), -1, -1) for rows, indices in zip(padded, samples)]
+    return torch.cat(expanded)[torch.cat(tuple(samples)).argsort()]
+
+
+def check_shape(
+    positions: torch.Tensor, batch_size: int, num_patches: int, num_axes: int, num_prefix_tokens: int = 0
+) -> None:
+    """
+    Args:
+        num_prefix_tokens: Number P of class and register tokens whose positions may come first, if they have any.
+
+    Raises:
+        ValueError: if `positions` given by the user are not (N, A), (1, N, A) or (B, N, A), nor the same with P+N
+            tokens.
+    """
+    accepted = ((num_patches, num_axes), (batch_size, num_patches, num_axes))
+    batches, tokens = positions.shape[:-2], positions.shape[-2:]
+    if batches not in ((), (1,), (batch_size,)) or tokens not in (
+        (num_patches, num_axes),
+        (num_prefix_tokens + num_patches, num_axes),
+    ):
+        prefix = f"patch tokens, or these after {num_prefix_tokens} class and register tokens"
+        raise ValueError(
+            f"positions of shape {tuple(positions.shape)} do not match the input: accepted are {accepted[0]} (patches, "
+            f"axes) and {accepted[1]} (batch, patches, axes), {prefix if num_prefix_tokens else 'patch tokens only'}."
+        )
+
+
+def check_coordinates(positions: torch.Tensor) -> None:
+    """Raises `ValueError` if `positions` given by the user are not floating point, or not finite."""
+    if not positions.is_floating_point():
+        raise ValueError(f"positions are {positions.dtype}; a floating point type is needed.")
+    if not values_are_unknown(positions) and not torch.isfinite(positions).all():
+        raise ValueError(f"positions hold {(~torch.isfinite(positions)).sum().item()} values that are not finite.")

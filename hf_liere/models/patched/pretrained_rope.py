@@ -1,0 +1,148 @@
+"""
+Learned rotations inside models that rotate queries and keys by themselves (RoPE), starting at their pretrained
+rotation. RoPE is exp(Σ_a p_a A_a) with A_a of planes that rotate with the pretrained frequencies ω. `pretrained_patch`
+attaches them.
+"""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from ..encoding.rotary_encoding import LearnedRotations
+from ..rotation.rotation import Rotation
+from .rope_layout import CoordinateProbe, RopeLayout, RopeTower
+
+
+class RopePlanes(nn.Module):
+    """cos and sin of one [`RopeLayout`], from coordinates and frequencies, bit for bit as the rotary module's own."""
+
+    def __init__(self, layout: RopeLayout):
+        super().__init__()
+        self.layout = layout
+        for name in ("frequencies", "axes", "channels", "axis_channels"):
+            self.register_buffer(name, torch.empty(0), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the buffers again, after a construction without values."""
+        layout, first = self.layout, [channels[0] for channels in self.layout.channels_of_planes()]
+        device = "cpu" if self.channels.is_meta else self.channels.device
+        self.frequencies = torch.tensor([layout.frequencies[channel] for channel in first], device=device)
+        self.axes = torch.tensor([layout.axes[channel] for channel in first], device=device)
+        self.channels = torch.tensor(layout.planes, device=device)
+        self.axis_channels = torch.tensor([layout.axes.index(a) for a in range(layout.num_axes)], device=device)
+
+    def of_rope(self, rope: nn.Module) -> torch.Tensor:
+        """(planes,) pretrained frequencies, in float32 as rotary modules read them, or float64."""
+        values = rope._buffers[self.layout.buffer]
+        values = values.to(self.frequencies.device, torch.promote_types(values.dtype, torch.float32))
+        return values.flatten().index_select(0, self.frequencies)
+
+    def forward(
+        self, coordinates: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(…, N, A) coordinates and (planes,) frequencies → (…, N, D) cos and sin."""
+        axes, channels = self.axes.to(coordinates.device), self.channels.to(coordinates.device)
+        angles = coordinates.index_select(-1, axes) * frequencies  # (…, N, planes)
+        factor = self.layout.factor
+        return tuple((x * factor).to(dtype).index_select(-1, channels) for x in (angles.cos(), angles.sin()))
+
+
+class PretrainedRope(LearnedRotations):
+    """
+    What all rotations of a [`RopeTower`] need: its coordinates, and its own cos and sin for layers that learn nothing.
+
+    Args:
+        tower: The rotary module and its attention modules.
+        layers: Indices of the attention modules whose rotations are learned.
+        config: A `RotaryPatchConfig`.
+
+    Attributes:
+        place: By attention module that learns, its place in `layers`; one that reads the keys of another has its place.
+    """
+
+    def __init__(self, tower: RopeTower, layers: list[int], config):
+        super().__init__()
+        self.config, self.layers, self.sources = config, layers, tower.sources
+        self.place = {layer: place for place, layer in enumerate(layers)}
+        self.place |= {layer: self.place[source] for layer, source in tower.sources.items() if source in self.place}
+        distinct = list(dict.fromkeys(tower.layouts))
+        self.layouts = nn.ModuleList(RopePlanes(layout) for layout in distinct)
+        self.layout_of_layer = [distinct.index(layout) for layout in tower.layouts]
+        self.layout_of_type = {layout.layer_type: index for index, layout in enumerate(distinct)}
+        self.probe = CoordinateProbe(tower.rope)
+
+    def coordinates(self, layer_type: str | None, /, *arguments, **options) -> torch.Tensor:
+        """The arguments of the rotary module → (…, N, A) coordinates of tokens, float32."""
+        of_channels = self.probe(*arguments, **options)
+        axis_channels = self.layouts[self.layout_of_type[layer_type]].axis_channels
+        return of_channels.index_select(-1, axis_channels.to(of_channels.device))
+
+    def unchanged(
+        self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """What `forward` returns for layers that learn nothing: the model's own cos and sin."""
+        planes = self.layouts[self.layout_of_layer[layer]]
+        return *planes(coordinates, planes.of_rope(rope).to(coordinates.device), cos.dtype), None
+
+    def forward(
+        self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Rotation | None]:
+        """
+        The rotations of an attention module.
+
+        Args:
+            layer: Its index.
+            cos: A tensor in the type of the model's own cos and sin.
+            coordinates: (…, N, A), float32.
+            rope: The rotary module.
+            states: (…, prefix + N, hidden_size), what attention sees.
+
+        Returns:
+            (…, N, D) cos and sin, and a rotation for the queries and keys before them, if there is one.
+        """
+        raise NotImplementedError
+
+    def reset_parameters(self, rope: nn.Module) -> None:
+        """Fill everything again as at the start, after a construction without values; loaded parameters stay."""
+        for module in (self.probe, *self.layouts):
+            module.reset_parameters()
+
+
+class PretrainedPlanes(PretrainedRope):
+    """
+    RoPE whose frequencies are learned in every layer: plane i rotates with ω_i exp(δ_i), δ = 0 at the start.
+
+    Attributes:
+        log_factors: (layers or 1, planes), the δ.
+    """
+
+    def __init__(self, tower: RopeTower, layers: list[int], config):
+        super().__init__(tower, layers, config)
+        if config.block_size not in (None, 2):
+            raise ValueError(f"block_size={config.block_size}: rope_mixed rotates planes, its only block_size is 2.")
+        counts = {tower.layouts[layer].num_planes for layer in self.place}
+        if len(counts) > 1:
+            raise ValueError(
+                f"The attention layers of {tower.shown} have different numbers of planes, {sorted(counts)}; name "
+                f"equal ones in layers: {[layout.num_planes for layout in tower.layouts]}."
+            )
+        self.log_factors = self.new_parameter(1 if config.share_layers else len(layers), counts.pop())
+        self.reset_parameters(tower.rope)
+
+    @torch.no_grad()
+    def reset_parameters(self, rope: nn.Module) -> None:
+        super().reset_parameters(rope)
+        init.zeros_(self.log_factors)
+
+    def forward(
+        self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """As [`PretrainedRope.forward`]."""
+        if layer not in self.place:
+            return self.unchanged(layer, cos, coordinates, rope)
+        planes = self.layouts[self.layout_of_layer[layer]]
+        frequencies = planes.of_rope(rope)
+        rank = 0 if self.config.share_layers else self.place[layer]
+        frequencies = frequencies * self.log_factors[rank].to(frequencies.device).exp()
+        return *planes(coordinates, frequencies.to(coordinates.device), cos.dtype), None

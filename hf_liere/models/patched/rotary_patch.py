@@ -1,0 +1,399 @@
+"""
+Rotary patches: learned rotations that are attached to the vision towers of pretrained models, and detached again
+(ComRoPE §4.4). The configuration, the plan that checks it against a model before anything is changed, and both steps.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import get_args, get_type_hints
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+
+from ..encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, default_rotate_prefix
+from ..encoding.folding import build_rotary_encoding
+from ..encoding.rotary_encoding import RotaryEncoding
+from ..transformer.attention import eager_attention_forward
+from ..transformer.configuration_liere import LieREPixelConfig, LieREVideoConfig, LieREViTConfig
+from ..transformer.validation import check_format_version
+from .patched_forward import (
+    CheckpointingInPass,
+    accept_any_size,
+    begin_pass,
+    end_pass,
+    interpolated_table,
+    resized_tables,
+    rotary_attention_config,
+    rotations_of_tokens,
+    see_grid,
+)
+from .pretrained_patch import RopePatch, RopePlan, plan_rope
+from .rope_layout import frequency_buffers
+from .vision_towers import (
+    Tower,
+    choose_layers,
+    device_of,
+    find_towers,
+    head_shape,
+    position_table,
+    refuse_other_tokens,
+    refuse_rotating,
+    table_method,
+)
+
+
+FORMAT_VERSION = 1
+KEEP_ABSOLUTE = ("interpolate", "train_size", "fade", "drop")
+# Fields of positions and starting values that a model which rotates already has itself.
+OF_NEW_POSITIONS = (
+    "rotary_init_scale",
+    "rope_theta",
+    *OWN_FIELDS,
+    "coordinates",
+    "position_perturbation",
+    "position_shift",
+    "position_jitter",
+    "position_rescale",
+    "rotate_prefix",
+    "keep_absolute",
+    "absolute_weight",
+)
+
+
+@dataclass
+class RotaryPatchConfig:
+    r"""
+    Which rotations a pretrained vision transformer gets, and where.
+
+    Args:
+        position_encoding: A rotary encoding of [`LieREConfig`], such as `comrope_ld`, `liere` or `rope_mixed`.
+        block_size: Size b of the diagonal blocks of the generators; `None` means the encoding's own, see `LieREConfig`.
+        layers: Indices of the attention layers to rotate, from 0; `None` means all.
+        target: Dotted name of the vision tower, or of the module around the one that computes RoPE, as in
+            `model.named_modules()`; `None` means all.
+        share_heads, share_layers: One set of generators for all heads of a layer, for all layers.
+        rotary_init: `"zeros"` leaves a model without rotations exactly as it is: zero generators, exp(0) = I (ComRoPE
+            §4.4); `circulant_string`, whose basis is never the identity, within rounding. `"pretrained"` is for models
+            that rotate by themselves (RoPE) and starts at their rotations: `rope_mixed` learns the frequencies of every
+            layer and computes the same bits at the start, `liere`, `comrope_ld`, `comrope_ap` and `cayley_string` learn
+            blocks of each key head and start within rounding. Any other (`"frequencies"`, `"normal"`, …, `None` for the
+            encoding's own, see `LieREConfig`) is **not neutral**: it changes what the pretrained model computes.
+            `axial_rope` and `golden_gate_rope` learn nothing and take only `None`.
+        rotary_init_scale, rope_theta, coordinates: See `LieREPixelConfig`.
+        min_frequency, max_frequency, unrotated_share, axial_layout, axial_spectrum: See `LieREConfig`.
+        position_perturbation, position_shift, position_jitter, position_rescale: See `LieREPixelConfig`. Towers whose
+            samples have grids of their own draw for each sample.
+        rotate_prefix: Whether class and register tokens are rotated as tokens at the centre; `None` becomes yes for
+            ComRoPE in its own coordinates and others of a fixed range, else no, see `LieREConfig`.
+        keep_absolute: How the patches use the model's own position table (prefix tokens always keep their entries).
+            `"interpolate"`: as the model interpolates it; `"train_size"`: every patch reads the entry of its index,
+            patches beyond the trained grid the nearest one; `"fade"`: interpolated and multiplied by
+            `absolute_weight`, which `set_absolute_weight` changes during training; `"drop"`: not used.
+        absolute_weight: Weight of the table for `keep_absolute="fade"`.
+
+    Raises:
+        ValueError: for values that no model accepts; `patch` refuses those that a given model does not accept.
+    """
+
+    position_encoding: str = "comrope_ld"
+    block_size: int | None = None
+    layers: list[int] | None = None
+    target: str | None = None
+    share_heads: bool = False
+    share_layers: bool = False
+    rotary_init: str | None = "zeros"
+    rotary_init_scale: float | None = None
+    rope_theta: float | None = None
+    min_frequency: float | None = None
+    max_frequency: float | None = None
+    unrotated_share: float | None = None
+    axial_layout: str | None = None
+    axial_spectrum: str | None = None
+    coordinates: str | None = None
+    position_perturbation: float = 0.0
+    position_shift: float = 0.0
+    position_jitter: float | None = None
+    position_rescale: float | None = None
+    rotate_prefix: bool | None = None
+    keep_absolute: str = "interpolate"
+    absolute_weight: float = 1.0
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self):
+        self._check_types()
+        check_format_version(self.format_version, FORMAT_VERSION)
+        if self.position_encoding not in ENCODING_TRAITS:
+            raise ValueError(
+                f"position_encoding={self.position_encoding!r} is not a rotary encoding; accepted: "
+                f"{', '.join(ENCODING_TRAITS)}."
+            )
+        if self.coordinates == "physical":
+            raise ValueError(
+                "coordinates='physical' need the spacing of every input, which pretrained models do not take."
+            )
+        if self.keep_absolute not in KEEP_ABSOLUTE:
+            raise ValueError(f"keep_absolute={self.keep_absolute!r} must be one of {', '.join(KEEP_ABSOLUTE)}.")
+        if not 0 <= self.absolute_weight <= 1:
+            raise ValueError(f"absolute_weight={self.absolute_weight} must lie in [0, 1].")
+        if self.absolute_weight != 1 and self.keep_absolute != "fade":
+            raise ValueError(
+                f"absolute_weight={self.absolute_weight} belongs to keep_absolute='fade', not {self.keep_absolute!r}."
+            )
+        if not ENCODING_TRAITS[self.position_encoding].learned and self.rotary_init is not None:
+            raise ValueError(
+                f"rotary_init={self.rotary_init!r}: {self.position_encoding} learns nothing and never starts neutral; "
+                "pass rotary_init=None to accept that, or another position_encoding."
+            )
+        if self.rotate_prefix is None:
+            self.rotate_prefix = self.rotary_init != "pretrained" and default_rotate_prefix(self)
+        if self.rotary_init == "pretrained":
+            self._check_pretrained()
+
+    def _check_pretrained(self) -> None:
+        reason = ENCODING_TRAITS[self.position_encoding].pretrained
+        starting = [name for name, traits in ENCODING_TRAITS.items() if traits.pretrained in ("planes", "blocks")]
+        if self.position_encoding not in starting:
+            raise ValueError(
+                f"rotary_init='pretrained' does not exist for {self.position_encoding}: {reason}; accepted: "
+                f"{', '.join(starting)}."
+            )
+        defaults = {field.name: field.default for field in fields(self)} | {"rotate_prefix": False}
+        given = [name for name in OF_NEW_POSITIONS if getattr(self, name) != defaults[name]]
+        if given:
+            raise ValueError(
+                f"{', '.join(f'{name}={getattr(self, name)!r}' for name in given)}: with rotary_init='pretrained' the "
+                "coordinates of tokens and their frequencies are those of the model; leave these fields out."
+            )
+
+    def _check_types(self) -> None:
+        if isinstance(self.layers, (list, tuple, range, set)) and all(type(layer) is int for layer in self.layers):
+            self.layers = sorted(set(self.layers))
+        elif self.layers is not None:
+            raise ValueError(f"layers={self.layers!r} must be a list of indices from 0, or None.")
+        for name, hint in get_type_hints(type(self)).items():
+            value, kinds = getattr(self, name), get_args(hint) or (hint,)
+            # An int is accepted as a float, a bool is not accepted as a number.
+            kind = float if type(value) is int and float in kinds else type(value)
+            if name != "layers" and kind not in kinds:
+                accepted = ("None" if accepted is type(None) else accepted.__name__ for accepted in kinds)
+                raise ValueError(f"{name}={value!r} must be {' or '.join(accepted)}.")
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "RotaryPatchConfig":
+        """Raises `ValueError` for unknown names, and for values that their fields do not accept."""
+        if not isinstance(values, dict):
+            raise ValueError(f"rotary_patch={values!r} must be a dictionary of fields of RotaryPatchConfig.")
+        known = {field.name for field in fields(cls)}
+        if unknown := set(values) - known:
+            raise ValueError(f"{sorted(unknown)} are no fields of RotaryPatchConfig; accepted: {sorted(known)}.")
+        return cls(**values)
+
+
+@dataclass
+class RotaryPatch:
+    """
+    The state of a patched tower, stored on it as `rotary_patch`; the forward pass and `detach` read it.
+
+    Attributes:
+        fixed_table: (1, N, hidden_size) position table that is not a parameter and that the model cannot resize;
+            the patch embedding adds its entries. `None` for other models.
+    """
+
+    config: RotaryPatchConfig
+    attention_names: list[str]
+    embeddings_name: str
+    train_grid: tuple[int, ...]
+    coordinates: str
+    is_flexible: bool
+    handles: list
+    fixed_table: torch.Tensor | None = None
+
+    def base(self, tower: nn.Module) -> dict:
+        """As [`Plan.base`]."""
+        return describe_base(tower.get_submodule(self.attention_names[0]), self.train_grid)
+
+    def reset_parameters(self, tower: nn.Module) -> None:
+        """Values of the start for parameters that no checkpoint had."""
+        tower.rotary_encoding.reset_parameters()
+
+    def detach(self, tower: nn.Module) -> None:
+        """Undo [`Plan.attach`]."""
+        for handle in self.handles:
+            handle.remove()
+        embeddings = tower.get_submodule(self.embeddings_name)
+        vars(embeddings).pop(table_method(embeddings), None)
+        if self.fixed_table is not None:
+            embeddings.position_embeddings = self.fixed_table
+        for name in self.attention_names:
+            attention = tower.get_submodule(name)
+            attention.config = attention.config.base
+        for module in tower.modules():
+            checkpointing = getattr(module, "_gradient_checkpointing_func", None)
+            if isinstance(checkpointing, CheckpointingInPass):
+                module._gradient_checkpointing_func = checkpointing.function
+
+
+def describe_base(attention: nn.Module, train_grid: tuple[int, ...]) -> dict:
+    """What adapters say of the model that they belong to."""
+    heads, head_dim = head_shape(attention)
+    return {"heads": heads, "head_dim": head_dim, "train_grid": list(train_grid)}
+
+
+@dataclass
+class Plan:
+    """A rotary patch of one tower whose configuration has been checked, made before the model is modified."""
+
+    tower: Tower
+    attentions: list[tuple[str, nn.Module]]
+    config: RotaryPatchConfig
+    rotary_config: LieREViTConfig | LieREVideoConfig
+
+    def build_encoding(self) -> RotaryEncoding:
+        return build_rotary_encoding(self.rotary_config, len(self.tower.train_grid))
+
+    def base(self) -> dict:
+        """See [`describe_base`]."""
+        return describe_base(self.attentions[0][1], self.tower.train_grid)
+
+    def attach(self, encoding: RotaryEncoding) -> None:
+        tower = self.tower
+        prefix = len(tower.name) + 1 if tower.name else 0
+        device = device_of(self.attentions[0][1], tower.module)
+        tower.module.rotary_encoding = encoding.to(device).train(tower.module.training)
+        tower.module.rotary_patch = RotaryPatch(
+            config=self.config,
+            attention_names=[name[prefix:] for name, _ in self.attentions],
+            embeddings_name=next(n for n, m in tower.module.named_modules() if m is tower.embeddings),
+            train_grid=tower.train_grid,
+            coordinates=self.rotary_config.coordinates,
+            is_flexible=tower.is_flexible,
+            handles=[
+                tower.module.register_forward_pre_hook(begin_pass, prepend=True),
+                tower.module.register_forward_hook(end_pass, always_call=True),
+                tower.embeddings.register_forward_pre_hook(accept_any_size, with_kwargs=True),
+                tower.embeddings.register_forward_hook(rotations_of_tokens, with_kwargs=True),
+            ],
+        )
+        _replace_table(tower)
+        if not tower.is_flexible:
+            tower.module.rotary_patch.handles.append(tower.patch_embedding.register_forward_hook(see_grid))
+        for layer, (_, attention) in enumerate(self.attentions):
+            eager = inspect.unwrap(type(attention).forward).__globals__.get("eager_attention_forward")
+            attention.config = rotary_attention_config(attention.config, layer, eager or eager_attention_forward)
+
+
+def plan(model: nn.Module, config: RotaryPatchConfig) -> list[Plan] | list[RopePlan]:
+    """
+    Raises:
+        ValueError: if the model is patched already, has nothing to patch, or the configuration does not fit it.
+    """
+    patched = [name or model._get_name() for name, _ in patched_towers(model)]
+    if patched:
+        raise ValueError(f"{', '.join(patched)} is patched already; call unpatch(model) first.")
+    if config.rotary_init == "pretrained":
+        return plan_rope(model, config)
+    try:
+        towers = find_towers(model)
+    except ValueError as error:
+        rotating = [name for name, module in model.named_modules() if frequency_buffers(module)]
+        if not rotating:
+            raise
+        raise ValueError(
+            f"{type(model).__name__} rotates query and key by itself ({rotating[0]}), and rotary_init="
+            f"{config.rotary_init!r} is for models that do not: pass rotary_init='pretrained' to start at its own "
+            f"rotations. {error}"
+        ) from error
+    names = [tower.name for tower in towers]
+    if config.target is not None:
+        towers = [tower for tower in towers if config.target == tower.name]
+        if not towers:
+            raise ValueError(f"target={config.target!r} matches no vision tower; there are {names}.")
+    return [_plan_tower(tower, config) for tower in towers]
+
+
+def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> Plan:
+    refuse_rotating(tower.module, tower.attentions)
+    layers = choose_layers(tower.name or type(tower.module).__name__, tower.module, tower.attentions, config.layers)
+    attentions = [tower.attentions[layer] for layer in layers]
+    refuse_other_tokens(tower, attentions)
+    shapes = {head_shape(attention) for _, attention in attentions}
+    if len(shapes) != 1:
+        raise ValueError(f"The layers have different (heads, head_dim): {sorted(shapes)}; name equal ones in layers.")
+    if config.keep_absolute != "interpolate":
+        _check_table(tower, config)
+    heads, head_dim = shapes.pop()
+    grid = tower.train_grid
+    config_class, frames = LieREViTConfig, {}
+    if len(grid) == 3:
+        config_class, frames = LieREVideoConfig, {"num_frames": grid[0], "tubelet_size": 1}
+    names = {field.name for field in fields(LieREPixelConfig)} & {field.name for field in fields(config)} - {
+        "format_version"
+    }
+    try:
+        rotary_config = config_class(
+            hidden_size=heads * head_dim,
+            num_attention_heads=heads,
+            head_dim=head_dim,
+            num_hidden_layers=len(layers),
+            image_size=grid[-2:],
+            patch_size=1,
+            **frames,
+            **{name: getattr(config, name) for name in names},
+        )
+    except StrictDataclassError as error:
+        raise ValueError(str(error.__cause__ or error)) from error
+    return Plan(tower, attentions, config, rotary_config)
+
+
+def _check_table(tower: Tower, config: RotaryPatchConfig) -> None:
+    name = type(tower.module).__name__
+    if position_table(tower.embeddings) is None:
+        raise ValueError(f"keep_absolute={config.keep_absolute!r}: {name} has no absolute position table.")
+    if table_method(tower.embeddings) is None and not _has_fixed_table(tower):
+        raise ValueError(
+            f"keep_absolute={config.keep_absolute!r} is not available for {name}, which has no method to read its "
+            "position table for another size; accepted: interpolate."
+        )
+
+
+def _has_fixed_table(tower: Tower) -> bool:
+    """Whether the table is neither parameter nor buffer and cannot be read for another grid (VideoMAE's sinusoids)."""
+    return table_method(tower.embeddings) is None and "position_embeddings" in vars(tower.embeddings)
+
+
+def attach(plans: list[Plan] | list[RopePlan], encodings: list[nn.Module] | None = None) -> None:
+    """Attach rotations to the towers of `plans`: new encodings, or those of a loaded adapter."""
+    # All are built first: one that cannot be must not leave the others attached.
+    for planned, encoding in zip(plans, encodings or [planned.build_encoding() for planned in plans]):
+        planned.attach(encoding)
+
+
+def _replace_table(tower: Tower) -> None:
+    """Make the embeddings read their table as `keep_absolute` says, without changing a parameter."""
+    adapter, embeddings, method = tower.module.rotary_patch, tower.embeddings, table_method(tower.embeddings)
+    if _has_fixed_table(tower):
+        adapter.fixed_table = embeddings.position_embeddings
+        # see_grid has already added the entries to the patches.
+        embeddings.position_embeddings = adapter.fixed_table.new_zeros(1, 1, adapter.fixed_table.shape[-1])
+    elif method is not None and (adapter.config.keep_absolute != "interpolate" or len(adapter.train_grid) == 3):
+        replacement = resized_tables if tower.is_flexible else interpolated_table
+        setattr(embeddings, method, partial(replacement, embeddings))
+
+
+def detach(tower: nn.Module) -> None:
+    """Undo [`attach`]."""
+    tower.rotary_patch.detach(tower)
+    del tower.rotary_encoding, tower.rotary_patch
+
+
+def patched_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of the towers that are patched."""
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("rotary_patch"), (RotaryPatch, RopePatch)):
+            yield name, module

@@ -1,0 +1,460 @@
+"""Configurations of the LieRE image, video and token transformers."""
+
+import dataclasses
+import difflib
+import math
+from typing import Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.backbone_utils import BackboneConfigMixin
+from transformers.utils import logging
+
+from ..encoding.encoding_traits import EncodingTraits, default_rotate_prefix, own_fields, traits_of
+from ..saved_code import SavesItsCode
+from .validation import (
+    FORMAT_VERSION,
+    ROTARY_ENCODINGS,
+    check_architecture,
+    check_pixels,
+    check_tokens,
+)
+
+
+logger = logging.get_logger(__name__)
+
+DEFAULT_ROTARY_INIT_SCALE = {"uniform": 2 * math.pi, "normal": math.sqrt(2)}
+
+
+@strict
+class LieREConfig(SavesItsCode, PreTrainedConfig):
+    r"""
+    Fields of all configurations: the transformer and its position encoding. A subclass also has `num_axes`, the number
+    of axes of a position.
+
+    Args:
+        position_encoding (`str`, defaults to `"liere"`):
+            `"none"`, `"absolute"` (learned table), `"axial_rope"` (fixed frequencies, each serving one axis, as in
+            VisionLLaMA and RoPE-ViT), `"golden_gate_rope"` (fixed frequencies of all axes, evenly spread directions),
+            `"rope_mixed"` (learned 2-D rotations, RoPE-Mixed), `"liere"` (LieRE: free generators), `"comrope_ap"` or
+            `"comrope_ld"` (ComRoPE: generators that commute), `"cayley_string"` (RoPE-Mixed in a learned basis) or
+            `"circulant_string"` (circulant generators; STRING), `"spherical_rope"` (products of rotations about two
+            axes, for images).
+        block_size (`int`, *optional*):
+            Size b of the diagonal blocks of the generators. `None` means 2 for `axial_rope`, `golden_gate_rope` and
+            `rope_mixed`, 3 for `spherical_rope` (no other value is possible there), 8 for `liere`, `comrope_ap` and
+            `comrope_ld`, 16 for `circulant_string` and head_dim for `cayley_string`. LieRE takes 2 … head_dim and
+            leaves the last `head_dim % block_size` channels unrotated; `comrope_ld`, `cayley_string` (even sizes) and
+            `circulant_string` (above 2) need block_size to divide head_dim, `comrope_ap` needs block_size · axes to
+            divide it.
+        use_absolute_position_embeddings (`bool`, *optional*):
+            Whether a learned table is added to the embeddings. `None` means yes for `absolute` only; `True`
+            puts the table beside a rotary encoding.
+        position_table_size (`list[int]`, *optional*):
+            `None`: the table has one entry for each patch of a training input and one for the class token. Otherwise
+            the numbers of entries on each axis: every token reads a table of this size at its coordinate, with linear
+            interpolation, 0 at the first and 1 at the last entry of an axis, and the border outside (ComRoPE's code).
+        share_heads (`bool`, defaults to `False`): One set of generators for all heads of a layer.
+        share_layers (`bool`, defaults to `False`): One set of generators for all layers.
+        rotate_prefix (`bool`, *optional*):
+            Whether class and register tokens are rotated as tokens at `prefix_coordinate` of every axis instead of not
+            being rotated. `None` means yes for such tokens of `comrope_ap` and `comrope_ld` on images and videos with
+            the `coordinates` `unit` (their own), `unit_width`, `fixed_grid` or `physical`, as in ComRoPE's code, so
+            that what they attend to depends on differences of coordinates too, and no otherwise (LieRE, RoPE-Mixed;
+            models of tokens, whose positions have no common centre).
+        prefix_coordinate (`float`, defaults to 0.5):
+            Coordinate of class and register tokens on every axis, for `rotate_prefix` and `position_table_size`.
+        rotary_init (`str`, *optional*):
+            `"uniform"` U[0, scale); `"normal"` N(0, scale²); `"frequencies"` (geometric RoPE-Mixed spectrum times
+            scale, for `rope_mixed`, STRING and `liere` with even block_size; for `spherical_rope` that of `axial_rope`)
+            and `"golden_gate"` (golden gate RoPE's times scale, for the same except `spherical_rope`); `"zeros"` (the
+            initial model has no rotations; the multipliers of `comrope_ld` are normal, so that the generators get
+            gradients). `None` means the choice of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`,
+            and for ComRoPE, whose paper states none, that of its code, `normal`; for STRING, whose own could not be
+            seen, and `spherical_rope` `frequencies`.
+        rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
+            `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1. The
+            fixed frequencies of `axial_rope` and `golden_gate_rope` are multiplied by it (`None` means 1).
+        rope_theta (`float`, *optional*):
+            Base of the geometric spectrum of `axial_rope` and `spherical_rope` (`None` means 100) and of
+            `rotary_init="frequencies"` of the others (`None` means 10), as in RoPE-ViT.
+        min_frequency, max_frequency (`float`, *optional*):
+            The band of frequencies, in radians per unit of the coordinate, of `golden_gate_rope` and
+            `rotary_init="golden_gate"`; `None` means 0.1 and 1.
+        unrotated_share (`float`, *optional*):
+            Share of the planes that do not rotate there; `None` means 0.
+        axial_layout (`str`, *optional*):
+            Whether `axial_rope` has the planes of an axis after one another (`"blocks"`, the default) or the axes in
+            turn (`"interleaved"`, as in Qwen3-VL).
+        axial_spectrum (`str`, *optional*):
+            Whether every axis of `axial_rope` has a spectrum of its own (`"full"`, the default) or all planes of a head
+            are one spectrum (`"shared"`), of which every axis has a band in `"blocks"` (Qwen2-VL) and every A-th
+            frequency `"interleaved"` (Qwen3-VL).
+        use_class_token (`bool`, defaults to `True`): Whether a class token precedes the patches.
+        num_register_tokens (`int`, defaults to 0): Number of register tokens, placed after the class token.
+        pooling (`str`, defaults to `"cls"`):
+            `"cls"` (class token), `"mean"` (patch tokens), `"mean_all"` (all tokens, as in official LieRE) or
+            `"prefix"` (class and register tokens concatenated, as in DeiT with its distillation token).
+        final_norm (`str`, defaults to `"tokens"`):
+            Whether the last layer norm is applied to all tokens before pooling (`"tokens"`), to the pooled output
+            (`"pooled"`, as in LieRE and CLIP; `last_hidden_state` is then not normalised) or not at all (`"none"`).
+        use_pre_layernorm (`bool`, defaults to `False`): Layer norm of the embeddings before the first layer (CLIP).
+        head_dim (`int`, *optional*):
+            Width of an attention head; `None` means `hidden_size / num_attention_heads`. LieRE's code fixes it to 64.
+        use_gated_mlp (`bool`, defaults to `False`):
+            Whether the MLP is fc2(act(gate(x)) · fc1(x)) instead of fc2(act(fc1(x))): with `hidden_act="silu"` SwiGLU
+            (Shazeer 2020, eq. 6), as in DINOv3.
+        classifier_hidden_size (`int`, *optional*):
+            Width of a hidden ReLU layer in the classifier (ComRoPE); `None` means a linear classifier.
+        mlp_dropout_prob (`float`, defaults to 0.0):
+            Dropout of the activations inside the MLP, as in LieRE's code; `hidden_dropout_prob` is that of the
+            embeddings and of what attention and MLP add to the hidden states.
+        layerscale_value (`float`, *optional*): Initial value of layer scale; `None` builds no layer scale.
+        drop_path_rate (`float`, defaults to 0.0): Stochastic depth rate of the last layer, linear from 0 at the first.
+        folded_grids (`list`, *optional*):
+            The patch grids whose rotations are constants of a model for inference that `fold_rotations` returned; an
+            empty list for encodings whose rotations are in the query and key weights, `None` for all other models.
+        format_version (`int`): Version of the configuration format; versions newer than this release are refused.
+
+    The remaining arguments have the same meaning as in `ViTConfig`.
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: if a field has the wrong type or the fields do not fit together.
+    """
+
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    head_dim: int | None = None
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    use_gated_mlp: bool = False
+    hidden_dropout_prob: float | int = 0.0
+    mlp_dropout_prob: float | int = 0.0
+    attention_probs_dropout_prob: float | int = 0.0
+    drop_path_rate: float | int = 0.0
+    layerscale_value: float | None = None
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-6
+    qkv_bias: bool = True
+    use_class_token: bool = True
+    num_register_tokens: int = 0
+    use_pre_layernorm: bool = False
+    final_norm: Literal["tokens", "pooled", "none"] = "tokens"
+    pooling: Literal["cls", "mean", "mean_all", "prefix"] = "cls"
+    classifier_hidden_size: int | None = None
+
+    position_encoding: Literal[("none", "absolute", *ROTARY_ENCODINGS)] = "liere"
+    block_size: int | None = None
+    use_absolute_position_embeddings: bool | None = None
+    position_table_size: list[int] | tuple[int, ...] | None = None
+    share_heads: bool = False
+    share_layers: bool = False
+    rotate_prefix: bool | None = None
+    prefix_coordinate: float | int = 0.5
+    rotary_init: Literal["uniform", "normal", "frequencies", "golden_gate", "zeros"] | None = None
+    rotary_init_scale: float | int | None = None
+    rope_theta: float | int | None = None
+    min_frequency: float | int | None = None
+    max_frequency: float | int | None = None
+    unrotated_share: float | int | None = None
+    axial_layout: Literal["blocks", "interleaved"] | None = None
+    axial_spectrum: Literal["full", "shared"] | None = None
+    folded_grids: list[list[int]] | None = None
+    format_version: int = FORMAT_VERSION
+
+    _auto_map = {}
+
+    def __post_init__(self, **kwargs):
+        # As in transformers, unknown names are stored; but a misspelled field must not go unnoticed.
+        fields = [field.name for field in dataclasses.fields(self)]
+        for name in kwargs:
+            if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.85):
+                logger.warning(
+                    f"{type(self).__name__} has no field {name!r} and ignores it; the closest is {close[0]!r}."
+                )
+        encoding = self.position_encoding
+        # If the division leaves a remainder, validation refuses the configuration.
+        if self.head_dim is None and 0 < self.num_attention_heads <= self.hidden_size:
+            if self.hidden_size % self.num_attention_heads == 0:
+                self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.use_absolute_position_embeddings is None:
+            self.use_absolute_position_embeddings = encoding == "absolute"
+        if self.rotate_prefix is None:
+            self.rotate_prefix = False
+        if (traits := traits_of(self)) is not None:
+            self._fill_in(traits)
+        # Every Auto class loads any checkpoint.
+        kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
+        super().__post_init__(**kwargs)
+
+    def _fill_in(self, traits: EncodingTraits) -> None:
+        """The defaults of a rotary encoding, in fields that are `None`."""
+        if self.block_size is None:
+            self.block_size = traits.block_sizes.default or self.head_dim
+        if self.rotary_init is None and traits.learned:
+            self.rotary_init = traits.rotary_inits[0]
+        if self.rotary_init_scale is None and self.rotary_init is not None:
+            self.rotary_init_scale = DEFAULT_ROTARY_INIT_SCALE.get(self.rotary_init, 1.0)
+        if self.rope_theta is None:
+            self.rope_theta = traits.rope_theta
+        for name, value in own_fields(self).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    @property
+    def train_grid(self) -> tuple[int, ...] | None:
+        """Number of patches per axis of a training input; `None` where tokens form no grid."""
+        return None
+
+    @property
+    def uses_positions(self) -> bool:
+        """Whether anything in the model depends on the coordinates of tokens."""
+        return self.position_encoding in ROTARY_ENCODINGS or self.position_table_size is not None
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return int(self.use_class_token) + self.num_register_tokens
+
+    @property
+    def pooled_size(self) -> int:
+        """Width of `pooler_output`."""
+        return self.hidden_size * (self.num_prefix_tokens if self.pooling == "prefix" else 1)
+
+    def validate_architecture(self):
+        """Raises `ValueError` where fields that are each well-formed do not fit together."""
+        check_architecture(self)
+
+
+@strict
+class LieREPixelConfig(LieREConfig):
+    r"""
+    Fields of both the image and the video configuration: patches of pixels on a grid. See [`LieREConfig`] for the rest.
+
+    Args:
+        num_channels (`int`, defaults to 3): Channels of the input.
+        image_size (`int` or `(int, int)`, defaults to 224): Height and width of training images, in pixels.
+        patch_size (`int` or `(int, int)`, defaults to 16): Height and width of a patch, in pixels.
+        position_table_resize (`str`, defaults to `"interpolate"`):
+            How the table of training patches is resized for another grid: `"interpolate"` (bicubic, trilinear for
+            video), `"antialias"` (bicubic with antialiasing, as in timm; images only) or `"truncate"` (its first
+            entries in raster order, as in LieRE's code for VisionLLaMA; larger grids are refused).
+        coordinates (`str`, *optional*):
+            The coordinate of the patch with index i on an axis of n patches that had n₀ in training: `"index"` i;
+            `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"fixed_grid"` i/(n−1), that is
+            linspace(0, 1, n) (LieRE §5.6); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n;
+            `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on video); `"physical"` ½ +
+            (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times the `spacing` that the
+            model is given with its input. The centre of the input is at ½, the same tissue in the same field of view
+            has the same coordinates whatever the size of voxels, and an input with an extent of one unit has `unit`
+            coordinates. `None` means `index` for the RoPE encodings and STRING, `train_grid` for `liere`, `unit` for
+            ComRoPE, as in the papers.
+        position_perturbation (`float`, defaults to 0.0):
+            σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
+            around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch.
+        position_shift (`float`, defaults to 0.0):
+            DINOv3's augmentation of coordinates during training (its §3.2; `pos_embed_shift`): all patches of a batch
+            are moved together by s_a · (half the extent of the input) on axis a, s_a ~ U[−shift, shift] drawn for
+            every forward pass. In DINOv3 coordinates run from −1 to 1 over the image, so that the same number means
+            the same fraction of the input here, whatever `coordinates` are. Class and register tokens stay where they
+            are, as do `positions` given to the model and the table of training patches.
+        position_jitter (`float`, *optional*):
+            As `position_shift` and after it (`pos_embed_jitter`): distances from the centre of the input, where
+            DINOv3's coordinates are zero, are multiplied by a factor per axis, log-uniform in [1/jitter, jitter].
+        position_rescale (`float`, *optional*):
+            As `position_jitter` and after it (`pos_embed_rescale`), with one factor for all axes, log-uniform in
+            [1/rescale, rescale]. DINOv3 uses 2.
+        physical_unit (`float` or `list[float]`, *optional*):
+            The length, in mm, s or whatever `spacing` is given in, that counts as 1 in `coordinates="physical"`, for
+            all axes or one per axis (rows, columns; frames or slices, rows, columns); needed there and nowhere else. A
+            good choice is the extent of a training input, such as 192 for 128 voxels of 1.5 mm.
+        patch_dropout_prob (`float`, defaults to 0.0):
+            Share of the patches, rounded down, that take no part in a forward pass in training (FLIP, timm's
+            `PatchDropout`): each sample keeps the same number of patches, drawn at random, which keep their positions,
+            and all class and register tokens. `last_hidden_state` then has the kept tokens only. Not for masked image
+            modeling and backbones, whose results are of all patches.
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`].
+    """
+
+    num_channels: int = 3
+    image_size: int | list[int] | tuple[int, int] = 224
+    patch_size: int | list[int] | tuple[int, int] = 16
+    position_table_resize: Literal["interpolate", "antialias", "truncate"] = "interpolate"
+    coordinates: (
+        Literal["index", "train_grid", "fixed_grid", "train_index", "unit", "unit_width", "physical"] | None
+    ) = None
+    physical_unit: float | int | list[float | int] | tuple[float | int, ...] | None = None
+    position_perturbation: float | int = 0.0
+    position_shift: float | int = 0.0
+    position_jitter: float | int | None = None
+    position_rescale: float | int | None = None
+    patch_dropout_prob: float | int = 0.0
+
+    def __post_init__(self, **kwargs):
+        if self.coordinates is None:
+            traits = traits_of(self)
+            # A table that is read at coordinates is that of ComRoPE.
+            without_rotation = None if self.position_table_size is None else "unit"
+            self.coordinates = without_rotation if traits is None else traits.coordinates
+        if self.rotate_prefix is None:
+            self.rotate_prefix = self.num_prefix_tokens > 0 and default_rotate_prefix(self)
+        super().__post_init__(**kwargs)
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Extent of one patch in pixels (and frames), in the order of the input's axes."""
+        return pair("patch_size", self.patch_size)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Extent of a training input in pixels (and frames), in the order of its axes."""
+        return pair("image_size", self.image_size)
+
+    @property
+    def num_axes(self) -> int:
+        return len(self.patch_shape)
+
+    @property
+    def train_grid(self) -> tuple[int, ...]:
+        """Number of patches per axis of a training input."""
+        return tuple(size // patch for size, patch in zip(self.input_shape, self.patch_shape))
+
+    def validate_architecture(self):
+        """As [`LieREConfig.validate_architecture`]."""
+        check_architecture(self)
+        check_pixels(self)
+
+
+@strict
+class LieREViTConfig(BackboneConfigMixin, LieREPixelConfig):
+    r"""
+    Configuration of the image models. See [`LieREPixelConfig`] for the fields it shares with the video models.
+
+    Args:
+        apply_layernorm (`bool`, defaults to `True`): Whether the backbone normalises its feature maps.
+        reshape_hidden_states (`bool`, defaults to `True`):
+            Whether the backbone's feature maps are (B, hidden_size, H, W) instead of token sequences.
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`].
+    """
+
+    model_type = "liere_vit"
+
+    _out_features: list[str] | None = None
+    _out_indices: list[int] | None = None
+    apply_layernorm: bool = True
+    reshape_hidden_states: bool = True
+
+    _auto_map = {
+        "AutoConfig": "configuration_liere.LieREViTConfig",
+        "AutoModel": "modeling_liere.LieREViTModel",
+        "AutoModelForImageClassification": "modeling_liere.LieREViTForImageClassification",
+        "AutoModelForMaskedImageModeling": "modeling_liere.LieREViTForMaskedImageModeling",
+        "AutoBackbone": "modeling_liere.LieREViTBackbone",
+    }
+
+    def __post_init__(self, **kwargs):
+        self.stage_names = ["stem"] + [f"stage{index}" for index in range(1, self.num_hidden_layers + 1)]
+        self.set_output_features_output_indices(
+            out_indices=kwargs.pop("out_indices", None), out_features=kwargs.pop("out_features", None)
+        )
+        super().__post_init__(**kwargs)
+
+
+@strict
+class LieREVideoConfig(LieREPixelConfig):
+    r"""
+    Configuration of the video and volume models. See [`LieREPixelConfig`] for the fields it shares with the image
+    models.
+
+    Args:
+        num_frames (`int`, defaults to 8): Frames (or slices) of a training clip.
+        tubelet_size (`int`, defaults to 2): Frames (or slices) of one patch; LieRE trains UCF101 with 8 and 2.
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`].
+    """
+
+    model_type = "liere_video"
+
+    num_frames: int = 8
+    tubelet_size: int = 2
+
+    _auto_map = {
+        "AutoConfig": "configuration_liere.LieREVideoConfig",
+        "AutoModel": "modeling_liere_video.LieREVideoModel",
+        "AutoModelForVideoClassification": "modeling_liere_video.LieREVideoForVideoClassification",
+    }
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        return (self.tubelet_size, *pair("patch_size", self.patch_size))
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return (self.num_frames, *pair("image_size", self.image_size))
+
+
+@strict
+class LieRETokensConfig(LieREConfig):
+    r"""
+    Configuration of the models of tokens that have positions: points, steps of a series, detections, patches of any
+    origin. See [`LieREConfig`] for the transformer and its position encoding.
+
+    `position_encoding="absolute"` is a table that is read at coordinates and needs `position_table_size`. For the
+    indices 0 … n − 1 of a series, `position_table_size=[n]` with `position_scale=1 / (n - 1)` has one entry per index.
+
+    Args:
+        feature_size (`int`, defaults to 1): Number of features of a token.
+        num_axes (`int`, defaults to 1): Number of axes of a position, 1 … 6.
+        position_origin (`float` or `list[float]`, defaults to 0.0): See `position_scale`.
+        position_scale (`float` or `list[float]`, defaults to 1.0):
+            The coordinates of the encoding are (positions − origin) · scale, with one number for all axes or one for
+            each. The generators of LieRE and ComRoPE start from rotations that suit coordinates from 0 to 1, those of
+            RoPE and STRING from ones that suit coordinates that count tokens; a table is read from 0 to 1.
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`], and for fields of images and videos.
+    """
+
+    model_type = "liere_tokens"
+
+    feature_size: int = 1
+    num_axes: int = 1
+    position_origin: float | int | list[float | int] | tuple[float | int, ...] = 0.0
+    position_scale: float | int | list[float | int] | tuple[float | int, ...] = 1.0
+
+    _auto_map = {
+        "AutoConfig": "configuration_liere.LieRETokensConfig",
+        "AutoModel": "modeling_liere_tokens.LieRETokensModel",
+        "AutoModelForSequenceClassification": "modeling_liere_tokens.LieRETokensForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_liere_tokens.LieRETokensForTokenClassification",
+    }
+
+    def by_axis(self, name: str) -> tuple[float, ...]:
+        """`position_origin` or `position_scale` of each axis."""
+        value = getattr(self, name)
+        return (value,) * self.num_axes if isinstance(value, (int, float)) else tuple(value)
+
+    def validate_architecture(self):
+        """As [`LieREConfig.validate_architecture`]."""
+        check_architecture(self)
+        check_tokens(self)
+        others = {field.name for field in dataclasses.fields(LieREVideoConfig)}
+        others -= {field.name for field in dataclasses.fields(self)}
+        if given := sorted(name for name in others if hasattr(self, name)):
+            raise ValueError(
+                f"{', '.join(given)}: fields of images and videos have no meaning for tokens, which have "
+                "feature_size, num_axes, position_origin and position_scale."
+            )
+
+
+def pair(name: str, value: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
+    """(height, width) of the field `name`, from one integer or two. Raises `ValueError` for anything else."""
+    sides = (value, value) if isinstance(value, int) else tuple(value)
+    if len(sides) != 2:
+        raise ValueError(f"{name}={value!r} must be one integer or (height, width).")
+    return sides

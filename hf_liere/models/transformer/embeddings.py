@@ -1,0 +1,270 @@
+"""Embeddings of tokens: patches, class and register tokens, and the learned position table."""
+
+import itertools
+import math
+
+import torch
+from torch import nn
+
+from ..encoding.positions import GroupedPositions, TokenPositions, patch_indices
+from ..rotation.tracing import in_portable_graph
+from .configuration_liere import LieREConfig, LieREPixelConfig, LieRETokensConfig
+from .patch_batches import cut
+
+
+def without_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    """
+    (…, N, C) values of tokens, or of those after prefix tokens, with zeros for hidden tokens: what stands there, even
+    infinity and NaN, reaches neither outputs nor gradients.
+
+    Args:
+        visible: (B, N), false for hidden tokens. Values that samples share are hidden where all of them hide theirs.
+    """
+    if visible is None:
+        return values
+    visible = visible.to(values.device, torch.bool)
+    if values.ndim == 2 or values.shape[0] != len(visible):
+        visible = visible.any(dim=0)
+    visible = nn.functional.pad(visible, (values.shape[-2] - visible.shape[-1], 0), value=True)
+    return values.masked_fill(~visible.unsqueeze(-1), 0)
+
+
+class LieREPatchEmbeddings(nn.Module):
+    """Linear embedding of non-overlapping patches: (B, C, *sizes) → (B, patches, hidden_size), in raster order."""
+
+    def __init__(self, config: LieREPixelConfig):
+        super().__init__()
+        self.num_channels = config.num_channels
+        self.patch_shape = config.patch_shape
+        convolution = {2: nn.Conv2d, 3: nn.Conv3d}[config.num_axes]
+        self.projection = convolution(
+            config.num_channels, config.hidden_size, kernel_size=config.patch_shape, stride=config.patch_shape
+        )
+
+    def grid(self, pixels: torch.Tensor) -> tuple[int, ...]:
+        """
+        Patches per axis of (B, C, *sizes) pixels.
+
+        Raises:
+            ValueError: if the number of axes or channels is wrong or a size is not divisible by its patch extent.
+        """
+        if pixels.ndim != 2 + len(self.patch_shape):
+            raise ValueError(
+                f"pixel_values have {pixels.ndim} dimensions, shape {tuple(pixels.shape)}; {2 + len(self.patch_shape)} "
+                "are needed (batch and channels among them)."
+            )
+        channels, sizes = pixels.shape[1], pixels.shape[2:]
+        if channels != self.num_channels:
+            raise ValueError(
+                f"pixel_values have {channels} channels; this model takes num_channels={self.num_channels}."
+            )
+        if any(size < patch or size % patch for size, patch in zip(sizes, self.patch_shape)):
+            raise ValueError(f"An input of {tuple(sizes)} is not divisible into patches of {self.patch_shape}.")
+        return tuple(size // patch for size, patch in zip(sizes, self.patch_shape))
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Also of (B, N, *patch_shape · C) patches, channels last, which are (B, N, patch pixels) in memory."""
+        projection = self.projection
+        pixels = pixels.to(projection.weight.dtype)
+        if pixels.ndim > 3 and in_portable_graph():
+            # What `grid` checks is not a part of the graph, and a convolution would drop what is left of a size.
+            pixels = cut(pixels, self.patch_shape)
+        if pixels.ndim == 3:
+            return nn.functional.linear(pixels, projection.weight.movedim(1, -1).flatten(1), projection.bias)
+        return projection(pixels).flatten(2).transpose(1, 2)
+
+
+class LieRETokenEmbeddings(nn.Module):
+    """
+    What is added to the embeddings of an input: class and register tokens, mask token and learned table. Register
+    tokens come after the class token.
+
+    A table with a size of its own is read at the coordinates of every token; another one belongs to a subclass.
+
+    Args:
+        table_length: Entries of the learned table, where there is one.
+    """
+
+    def __init__(self, config: LieREConfig, table_length: int, use_mask_token: bool = False):
+        super().__init__()
+        width = config.hidden_size
+        self.table_size = None if config.position_table_size is None else tuple(config.position_table_size)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, width)) if config.use_class_token else None
+        self.register_tokens = (
+            nn.Parameter(torch.empty(1, config.num_register_tokens, width)) if config.num_register_tokens else None
+        )
+        self.mask_token = nn.Parameter(torch.empty(1, 1, width)) if use_mask_token else None
+        self.position_embeddings = None
+        if config.use_absolute_position_embeddings:
+            self.position_embeddings = nn.Parameter(torch.empty(1, table_length, width))
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def coordinate_table(self, positions: torch.Tensor) -> torch.Tensor:
+        """(1 or B, N, hidden_size) values, at positions (N, A) or (B, N, A), of a table with `position_table_size`."""
+        table = self.position_embeddings[0].float()  # (entries, hidden_size), last axis fastest
+        last = positions.new_tensor(self.table_size) - 1
+        places = (positions * last).clamp(min=torch.zeros_like(last), max=last)
+        first = places.floor().clamp(max=(last - 1).clamp(min=0))
+        shares = places - first  # (…, N, A), of the entry after `first`
+        strides = [math.prod(self.table_size[axis + 1 :]) for axis in range(len(self.table_size))]
+        values = 0.0
+        # Multilinear: the corners of the cell that a position lies in.
+        for corner in itertools.product((0, 1), repeat=len(self.table_size)):
+            weights, index = 1.0, 0
+            for axis, step in enumerate(corner):
+                share, size = shares[..., axis], self.table_size[axis]
+                weights = weights * (share if step else 1 - share)
+                index = index + (first[..., axis].long() + min(step, size - 1)) * strides[axis]
+            values = values + nn.functional.embedding(index, table) * weights.unsqueeze(-1).to(table.dtype)
+        values = values if values.ndim == 3 else values.unsqueeze(0)
+        return values.to(self.position_embeddings.dtype)
+
+    def assemble(
+        self,
+        embeddings: torch.Tensor,
+        positions: TokenPositions | GroupedPositions | None = None,
+        bool_masked_pos: torch.Tensor | None = None,
+        table: torch.Tensor | None = None,
+        cls_entry: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """
+        Embeddings of an input, (B, N, hidden_size) → of all tokens, (B, prefix + N, hidden_size).
+
+        Args:
+            positions: Of all tokens.
+            bool_masked_pos: (B, N), true where the mask token replaces an embedding.
+            table: (1 or B, N, hidden_size), what a subclass adds to these embeddings.
+            cls_entry: (1, 1, hidden_size), what it adds to the class token.
+
+        Raises:
+            ValueError: if embeddings are to be masked without a mask token or by a mask of another shape.
+        """
+        batch_size, num_tokens = embeddings.shape[:2]
+        if bool_masked_pos is not None and self.mask_token is None:
+            raise ValueError("bool_masked_pos was given, but this model was built without use_mask_token=True.")
+        if bool_masked_pos is not None and tuple(bool_masked_pos.shape) != (batch_size, num_tokens):
+            raise ValueError(
+                f"bool_masked_pos of shape {tuple(bool_masked_pos.shape)} must be (batch, patches) = "
+                f"{(batch_size, num_tokens)}."
+            )
+        if bool_masked_pos is not None:
+            mask = bool_masked_pos.unsqueeze(-1).to(embeddings.dtype)
+            embeddings = embeddings * (1 - mask) + self.mask_token * mask
+        if table is not None:
+            embeddings = embeddings + table
+        cls_token = self.cls_token
+        if cls_entry is not None and cls_token is not None:
+            cls_token = cls_token + cls_entry
+        prefix = [token.expand(batch_size, -1, -1) for token in (cls_token, self.register_tokens) if token is not None]
+        embeddings = torch.cat([*prefix, embeddings], dim=1)
+        if self.table_size is not None:
+            grouped = isinstance(positions, GroupedPositions)
+            coordinates = positions.padded(embeddings.shape[1]) if grouped else positions.placed().coordinates
+            embeddings = embeddings + self.coordinate_table(coordinates)
+        return self.dropout(embeddings)
+
+
+class LieREEmbeddings(LieRETokenEmbeddings):
+    """
+    Patch embeddings with, where configured, mask token, learned table, class token and register tokens.
+
+    Register tokens have no entry in the table of training patches (DINOv2's convention).
+    """
+
+    def __init__(self, config: LieREPixelConfig, use_mask_token: bool = False):
+        length = math.prod(config.position_table_size or config.train_grid)
+        if config.position_table_size is None:
+            length += int(config.use_class_token)
+        super().__init__(config, length, use_mask_token)
+        self.train_grid = config.train_grid
+        self.table_resize = config.position_table_resize
+        self.patch_embeddings = LieREPatchEmbeddings(config)
+
+    def patch_table(self, grid: tuple[int, ...], offsets: torch.Tensor | None) -> torch.Tensor | None:
+        """
+        (1, patches, hidden_size) learned table for a grid, `None` where there is none: resized where the grid is not
+        the trained one, as `position_table_resize` says, and read between its entries where patches are displaced by
+        `offsets`.
+
+        Raises:
+            ValueError: if a table that can only be truncated has fewer entries than the grid.
+        """
+        if not self.has_table:
+            return None
+        table = self.position_embeddings[:, -math.prod(self.train_grid) :]  # (1, N, hidden_size)
+        fits = grid == self.train_grid
+        if not fits and self.table_resize == "truncate":
+            if math.prod(grid) > table.shape[1]:
+                raise ValueError(
+                    f"The input has {math.prod(grid)} patches, the learned table {table.shape[1]}, and "
+                    "position_table_resize='truncate' cannot enlarge it; 'interpolate' can."
+                )
+            table, fits = table[:, : math.prod(grid)], True
+        if fits and offsets is None:
+            return table
+        table = table.transpose(1, 2).unflatten(-1, grid if fits else self.train_grid)  # (1, hidden_size, *grid)
+        if not fits:
+            mode = "bicubic" if len(grid) == 2 else "trilinear"
+            antialias = self.table_resize == "antialias"
+            resized = nn.functional.interpolate(
+                table.float(), size=grid, mode=mode, align_corners=False, antialias=antialias
+            )
+            table = resized.to(table.dtype)
+        if offsets is not None:
+            sizes = offsets.new_tensor(grid)
+            indices = patch_indices(grid, offsets, offsets.device, offsets.dtype)
+            # grid_sample takes the last axis first; −1 and 1 are the outer borders of the first and last entry.
+            points = ((2 * indices + 1) / sizes - 1).flip(-1).view(1, *grid, len(grid)).to(table.dtype)
+            table = nn.functional.grid_sample(table, points, padding_mode="border", align_corners=False)
+        return table.flatten(2).transpose(1, 2)
+
+    @property
+    def has_table(self) -> bool:
+        """Whether there is a learned table of the training patches."""
+        return self.position_embeddings is not None and self.table_size is None
+
+    def forward(
+        self,
+        pixels: torch.Tensor,
+        table: torch.Tensor | None = None,
+        bool_masked_pos: torch.Tensor | None = None,
+        positions: TokenPositions | GroupedPositions | None = None,
+    ) -> torch.Tensor:
+        """
+        (B, C, *sizes) pixels, or (B, N, patch pixels) → (B, prefix + patches, hidden_size); `positions` are those of
+        all tokens, `table` what [`patch_table`] returned for the patches.
+
+        Raises:
+            ValueError: if patches are to be masked without a mask token or by a mask of another shape.
+        """
+        cls_entry = self.position_embeddings[:, :1] if self.has_table else None
+        return self.assemble(self.patch_embeddings(pixels), positions, bool_masked_pos, table, cls_entry)
+
+
+class LieREFeatureEmbeddings(LieRETokenEmbeddings):
+    """Linear embedding of the features of every token, with table, class token and register tokens as configured."""
+
+    def __init__(self, config: LieRETokensConfig):
+        super().__init__(config, math.prod(config.position_table_size or ()))
+        self.feature_size = config.feature_size
+        self.feature_embeddings = nn.Linear(config.feature_size, config.hidden_size)
+
+    def shape(self, features: torch.Tensor) -> tuple[int, int]:
+        """
+        Batch size B and number of tokens N of (B, N, feature_size) features.
+
+        Raises:
+            ValueError: if they are of another shape or not floating point.
+        """
+        if features.ndim != 3 or features.shape[1] == 0 or features.shape[2] != self.feature_size:
+            raise ValueError(
+                f"inputs_embeds of shape {tuple(features.shape)} must be (batch, tokens, feature_size), with at least "
+                f"one token and feature_size={self.feature_size}."
+            )
+        if not features.is_floating_point():
+            raise ValueError(f"inputs_embeds are {features.dtype}; a floating point type is needed.")
+        return features.shape[0], features.shape[1]
+
+    def forward(self, features: torch.Tensor, positions: TokenPositions | None = None) -> torch.Tensor:
+        """(B, N, feature_size) features → (B, prefix + N, hidden_size); `positions` are those of all tokens."""
+        return self.assemble(self.feature_embeddings(features.to(self.feature_embeddings.weight.dtype)), positions)

@@ -1,0 +1,212 @@
+"""Transformers of tokens that have features and positions: points, steps of a series, anything with coordinates."""
+
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput, TokenClassifierOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from ..encoding.positions import TokenPositions, check_coordinates, check_shape
+from ..rotation.lie_algebra import working_dtype
+from ..rotation.tracing import values_are_unknown
+from .configuration_liere import LieRETokensConfig
+from .embeddings import LieREFeatureEmbeddings, without_hidden
+from .layers import build_classifier
+from .modeling_liere import LieREEncoderModel, LieREPreTrainedModel
+
+
+IGNORED_LABEL = -100
+
+
+class LieRETokensPreTrainedModel(LieREPreTrainedModel):
+    """Loading, saving and initialisation of the token models."""
+
+    config: LieRETokensConfig
+    main_input_name = "inputs_embeds"
+    # As transformers has it for models of series; it knows no modality for other positions.
+    input_modalities = ("time",)
+    _no_split_modules = ["LieREFeatureEmbeddings", "LieRELayer"]
+    _input_embed_layer = "feature_embeddings"
+
+
+class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
+    """
+    Transformer of tokens with positions on one to six axes, without a head.
+
+    Permuting tokens together with their positions permutes the outputs. Without class and register tokens, outputs do
+    not change when all positions are moved by the same vector, for every rotary encoding whose generators commute:
+    all but LieRE with `block_size` above 2 on more than one axis.
+
+    Args:
+        config: A [`LieRETokensConfig`].
+    """
+
+    embeddings_class = LieREFeatureEmbeddings
+
+    def given_positions(
+        self,
+        positions: torch.Tensor | None,
+        batch_size: int,
+        num_tokens: int,
+        visible: torch.Tensor | None = None,
+    ) -> TokenPositions | None:
+        """
+        Positions of all tokens, as `forward` takes them; `None` where nothing in the model uses them.
+
+        Raises:
+            ValueError: as [`check_shape`] and [`check_coordinates`], or if positions are needed and not given.
+        """
+        config = self.config
+        if config.uses_positions and positions is not None:
+            return super().given_positions(positions, batch_size, num_tokens, visible)
+        if config.uses_positions:
+            raise ValueError(
+                f"position_encoding={config.position_encoding!r} needs positions, of shape "
+                f"{(num_tokens, config.num_axes)} or {(batch_size, num_tokens, config.num_axes)}; none were given."
+            )
+        if positions is not None:
+            check_shape(positions, batch_size, num_tokens, config.num_axes)
+            check_coordinates(without_hidden(positions, visible))
+        return None
+
+    def scaled(self, positions: torch.Tensor) -> torch.Tensor:
+        """(…, N, A) positions as the user gives them → coordinates of the encoding, see `position_scale`."""
+        positions = positions.to(working_dtype(positions.device))
+        origin, scale = (positions.new_tensor(self.config.by_axis(f"position_{name}")) for name in ("origin", "scale"))
+        return (positions - origin) * scale
+
+    def token_mask(
+        self, attention_mask: torch.Tensor | object | None, batch_size: int, num_tokens: int
+    ) -> torch.Tensor | object | None:
+        """
+        A (B, N) mask of tokens with class and register tokens before them, (B, prefix + N); other masks as they are.
+
+        Raises:
+            ValueError: if a mask of tokens is of the wrong shape or leaves a sample without tokens.
+        """
+        if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 4:
+            return attention_mask
+        if tuple(attention_mask.shape) != (batch_size, num_tokens):
+            raise ValueError(
+                f"attention_mask of shape {tuple(attention_mask.shape)} must be {(batch_size, num_tokens)} (batch, "
+                "tokens), without class and register tokens."
+            )
+        if not values_are_unknown(attention_mask):
+            present = attention_mask.bool().any(dim=1)
+            if not present.all():
+                samples = (~present).nonzero().flatten().tolist()
+                raise ValueError(f"attention_mask hides all {num_tokens} tokens of samples {samples}.")
+        prefix = attention_mask.new_ones(batch_size, self.config.num_prefix_tokens)
+        return torch.cat([prefix, attention_mask], dim=1)
+
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self,
+        inputs_embeds: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPooling:
+        """
+        Args:
+            inputs_embeds: (B, N, feature_size) features of the tokens.
+            positions: (N, A) or (B, N, A), floating point, see `position_scale`. Where class and register
+                tokens have coordinates (`rotate_prefix`, `position_table_size`), theirs may come first: (prefix + N, A)
+                or (B, prefix + N, A). Encodings without positions only check them.
+            attention_mask: (B, N), true or 1 for tokens that are attended to, false or 0 for padding, whose features
+                and positions, even NaN, are not looked at. Also what [`LieREPixelModel.forward`] takes for pairs of all
+                tokens, those of class and register tokens included; it hides no features.
+
+        Returns:
+            As [`LieREPixelModel.forward`].
+
+        Raises:
+            ValueError: if features, positions or a mask do not fit the configuration or each other, positions of tokens
+                that are not hidden are missing or not finite, or a mask hides every token of a sample.
+        """
+        shape = self.embeddings.shape(inputs_embeds)
+        visible = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
+        attention_mask = self.token_mask(attention_mask, *shape)
+        placed = self.given_positions(positions, *shape, visible)
+        embeddings = self.embeddings(without_hidden(inputs_embeds, visible), placed)
+        return self.transform(embeddings, placed, attention_mask, **kwargs)
+
+
+class LieRETokensForSequenceClassification(LieRETokensPreTrainedModel):
+    """[`LieRETokensModel`] with a classifier on its pooled output: linear, or with one hidden layer."""
+
+    def __init__(self, config: LieRETokensConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.liere = LieRETokensModel(config)
+        self.classifier = build_classifier(config, config.pooled_size)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        inputs_embeds: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        """
+        As [`LieRETokensModel.forward`], with (B,) `labels` in [0, num_labels) for a cross-entropy loss, or
+        (B, num_labels) floating point ones for independent binary losses; returns `logits` (B, num_labels).
+        """
+        outputs = self.liere(inputs_embeds, positions, attention_mask, **kwargs)
+        logits = self.classifier(outputs.pooler_output)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
+        return SequenceClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
+
+
+class LieRETokensForTokenClassification(LieRETokensPreTrainedModel):
+    """
+    [`LieRETokensModel`] with a classifier on every token: linear, or with one hidden layer.
+
+    Raises:
+        ValueError: with `final_norm="pooled"`, which leaves tokens without a layer norm.
+    """
+
+    def __init__(self, config: LieRETokensConfig):
+        super().__init__(config)
+        if config.final_norm == "pooled":
+            raise ValueError(
+                "final_norm='pooled' normalises the pooled output, which a classifier of tokens does not use; accepted "
+                "here: 'tokens', 'none'."
+            )
+        self.num_labels = config.num_labels
+        self.liere = LieRETokensModel(config)
+        self.classifier = build_classifier(config, config.hidden_size)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        inputs_embeds: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TokenClassifierOutput:
+        """
+        As [`LieRETokensModel.forward`], with (B, N) `labels` in [0, num_labels), or −100 for tokens that are left out
+        of the cross-entropy loss, as those that `attention_mask` hides are; returns `logits` (B, N, num_labels).
+
+        Raises:
+            ValueError: also if the labels are of another shape.
+        """
+        outputs = self.liere(inputs_embeds, positions, attention_mask, **kwargs)
+        logits = self.classifier(outputs.last_hidden_state[:, self.config.num_prefix_tokens :])
+        loss = None
+        if labels is not None:
+            if labels.shape != logits.shape[:2]:
+                raise ValueError(
+                    f"labels of shape {tuple(labels.shape)} must be {tuple(logits.shape[:2])} (batch, tokens)."
+                )
+            if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+                labels = labels.masked_fill(~attention_mask.bool().to(labels.device), IGNORED_LABEL)
+            loss = self.loss_function(logits, labels, self.config, **kwargs)
+        return TokenClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)

@@ -1,0 +1,161 @@
+"""Batches of images, clips or volumes of different sizes: sequences of patches with padding, as SigLIP 2 has them."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ..rotation.tracing import values_are_unknown
+
+
+def batch_of_patches(
+    inputs: Sequence[torch.Tensor], config, max_num_patches: int | None = None
+) -> dict[str, torch.Tensor]:
+    """
+    One batch of inputs of different sizes, in the form of transformers' `Siglip2ImageProcessor`, which also resizes and
+    normalises images.
+
+    Args:
+        inputs: Images (C, H, W), or clips (T, C, H, W), that are divisible into patches.
+        config: A [`LieREPixelConfig`].
+        max_num_patches: Number N of patches to which samples are padded; `None` means the largest of the batch.
+
+    Returns:
+        `pixel_values` (B, N, patch pixels), patches in raster order and each with its channels last;
+        `pixel_attention_mask` (B, N), 1 for patches and 0 for padding; and `spatial_shapes` (B, A), patches per axis.
+
+    Raises:
+        ValueError: if there is no input, one does not divide into patches, or has more than `max_num_patches`.
+    """
+    if not inputs:
+        raise ValueError("A batch needs one input at least; there is none.")
+    patches, shapes = zip(*(_patches_of(pixels, config, index) for index, pixels in enumerate(inputs)))
+    longest = max(map(len, patches))
+    if max_num_patches is not None and longest > max_num_patches:
+        sample = max(range(len(patches)), key=lambda index: len(patches[index]))
+        raise ValueError(f"Input {sample} has {longest} patches, {shapes[sample]}; max_num_patches={max_num_patches}.")
+    length = longest if max_num_patches is None else max_num_patches
+    padded = [torch.nn.functional.pad(part, (0, 0, 0, length - len(part))) for part in patches]
+    counts = torch.tensor([len(part) for part in patches])
+    return {
+        "pixel_values": torch.stack(padded),
+        "pixel_attention_mask": (torch.arange(length) < counts.unsqueeze(-1)).long(),
+        "spatial_shapes": torch.tensor(shapes),
+    }
+
+
+def _patches_of(pixels: torch.Tensor, config, index: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """(patches, patch pixels) and the grid of one input."""
+    patch_shape = config.patch_shape
+    if pixels.ndim == 1 + len(patch_shape) and len(patch_shape) == 3:
+        pixels = pixels.transpose(0, 1)
+    sizes = tuple(pixels.shape[1:])
+    fits = pixels.ndim == 1 + len(patch_shape) and pixels.shape[0] == config.num_channels
+    if not fits or any(size < patch or size % patch for size, patch in zip(sizes, patch_shape)):
+        raise ValueError(
+            f"Input {index} with {pixels.shape[0]} channels and of size {sizes} does not divide into patches of "
+            f"{patch_shape} with num_channels={config.num_channels}."
+        )
+    return cut(pixels.unsqueeze(0), patch_shape)[0], tuple(size // patch for size, patch in zip(sizes, patch_shape))
+
+
+def cut(pixels: torch.Tensor, patch_shape: tuple[int, ...]) -> torch.Tensor:
+    """
+    (B, C, *sizes) → (B, N, *patch_shape · C), patches in raster order, each with its channels last. It fails on sizes
+    that do not divide, also in a graph that runs elsewhere.
+    """
+    for axis, patch in enumerate(patch_shape):
+        pixels = pixels.unflatten(2 + 2 * axis, (pixels.shape[2 + 2 * axis] // patch, patch))  # (B, C, n₁, P₁, …)
+    axes = range(len(patch_shape))
+    pixels = pixels.permute(0, *(2 + 2 * axis for axis in axes), *(3 + 2 * axis for axis in axes), 1)
+    return pixels.flatten(1 + len(axes)).flatten(1, len(axes))
+
+
+def check_patches(
+    config,
+    pixel_values: torch.Tensor,
+    pixel_attention_mask: torch.Tensor | None,
+    spatial_shapes: torch.Tensor | None,
+) -> torch.Tensor:
+    """
+    (B, N), true for patches and false for padding.
+
+    Args:
+        config: A [`LieREPixelConfig`].
+        pixel_values, pixel_attention_mask, spatial_shapes: As from [`batch_of_patches`]; the mask follows from the
+            shapes and need not be given.
+
+    Raises:
+        ValueError: if they do not fit the configuration or each other.
+    """
+    width, axes = config.num_channels * math.prod(config.patch_shape), config.num_axes
+    if spatial_shapes is None:
+        raise ValueError("pixel_attention_mask was given without spatial_shapes, the patches per axis of every sample.")
+    if pixel_values.ndim != 3 or pixel_values.shape[2] != width:
+        raise ValueError(
+            f"pixel_values of shape {tuple(pixel_values.shape)} beside spatial_shapes must be (batch, patches, "
+            f"{width}): patches of {config.patch_shape} pixels with num_channels={config.num_channels}."
+        )
+    batch_size, length, _ = pixel_values.shape
+    if tuple(spatial_shapes.shape) != (batch_size, axes) or spatial_shapes.is_floating_point():
+        raise ValueError(
+            f"spatial_shapes of shape {tuple(spatial_shapes.shape)} in {spatial_shapes.dtype} must be "
+            f"{(batch_size, axes)} integers, the patches per axis of every sample."
+        )
+    shapes = spatial_shapes.to(pixel_values.device)
+    counts = shapes.prod(dim=1, keepdim=True)
+    present = torch.arange(length, device=pixel_values.device) < counts
+    if not values_are_unknown(shapes):
+        wrong = (shapes < 1).any(dim=1) | (counts.squeeze(1) > length)
+        if wrong.any():
+            raise ValueError(
+                f"spatial_shapes hold {shapes[wrong].tolist()}: every number must be at least 1, and their product at "
+                f"most the {length} patches of pixel_values."
+            )
+    if pixel_attention_mask is not None:
+        _check_mask(pixel_attention_mask, present)
+    return present
+
+
+def _check_mask(mask: torch.Tensor, present: torch.Tensor) -> None:
+    if mask.shape != present.shape:
+        raise ValueError(f"pixel_attention_mask of shape {tuple(mask.shape)} must be {tuple(present.shape)}.")
+    if values_are_unknown(mask, present):
+        return
+    if wrong := (mask.to(present.device).bool() != present).any(dim=1).nonzero().flatten().tolist():
+        raise ValueError(
+            f"pixel_attention_mask of samples {wrong} does not fit spatial_shapes: it must be 1 for as many leading "
+            "patches as their product, and 0 for padding."
+        )
+
+
+def refuse_patches(what: str, arguments: dict) -> None:
+    """Raises `ValueError` if the `arguments` of a model are those of a batch of patches, which `what` does not take."""
+    if given := [name for name in ("pixel_attention_mask", "spatial_shapes") if arguments.get(name) is not None]:
+        raise ValueError(f"{what} takes inputs of one size, as (batch, channels, height, width); {given} were given.")
+
+
+def distinct_grids(
+    spatial_shapes: torch.Tensor, spacing: torch.Tensor | None, device: torch.device
+) -> list[tuple[tuple[int, ...], torch.Tensor | None, torch.Tensor]]:
+    """
+    The grids of a batch, each with the spacing of its samples, and their indices.
+
+    Args:
+        spatial_shapes: (B, A) patches per axis.
+        spacing: (A,), (B, A) or `None`; samples that differ in it have grids of their own.
+    """
+    spacing = None if spacing is None else torch.as_tensor(spacing)
+    groups = {}
+    for sample, grid in enumerate(map(tuple, spatial_shapes.tolist())):
+        of_sample = spacing[sample] if spacing is not None and spacing.ndim == 2 else spacing
+        key = grid, None if of_sample is None else tuple(of_sample.tolist())
+        groups.setdefault(key, (of_sample, []))[1].append(sample)
+    if not groups:
+        # A batch without samples has the type of one.
+        axes = spatial_shapes.shape[1]
+        groups[(1,) * axes, None] = None if spacing is None else spacing.new_ones(axes), []
+    return [
+        (grid, of_group, torch.tensor(samples, dtype=torch.long, device=device))
+        for (grid, _), (of_group, samples) in groups.items()
+    ]

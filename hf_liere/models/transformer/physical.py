@@ -1,0 +1,106 @@
+"""Physical extents of patches, from the spacing of an input's pixels and the times of its frames."""
+
+import torch
+
+from ..encoding.positions import patch_indices
+from ..rotation.tracing import values_are_unknown
+
+
+def physical_extents(
+    config,
+    grid: tuple[int, ...],
+    batch_size: int,
+    spacing: torch.Tensor | None,
+    frame_times: torch.Tensor | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    Args:
+        config: A [`LieREConfig`] with `coordinates="physical"`.
+        spacing: (A,) or (B, A) extents of a pixel, of frames or slices first; with `frame_times` without that axis.
+        frame_times: (T,) or (B, T) times of frames, or places of slices.
+
+    Returns:
+        (A,) or (1 or B, A) extents of a patch in `physical_unit`, and `None`, or with `frame_times` the displacements
+        (1 or B, N, A), in patch extents, of tubelets that sit at the mean of their frames' times: the extent of a
+        tubelet is then that of frames at the same distance with the same first and last time.
+
+    Raises:
+        ValueError: if `spacing` is missing, either is of the wrong shape, a spacing is not positive and finite, or
+            times are not finite or decrease.
+    """
+    patch_shape = torch.tensor(config.patch_shape, device=device, dtype=dtype)
+    units = torch.tensor(config.physical_unit, device=device, dtype=dtype).expand(len(grid))
+    axes = len(grid) if frame_times is None else len(grid) - 1
+    spacing = _checked_spacing(spacing, frame_times is not None, batch_size, axes, device, dtype)
+    if frame_times is None:
+        return spacing * patch_shape / units, None
+    times = _checked_times(frame_times, batch_size, grid, config.patch_shape, device, dtype)  # (1 or B, T)
+    first, last = times[:, :1], times[:, -1:]
+    interval = (last - first) / max(times.shape[1] - 1, 1)
+    rows = max(times.shape[0], spacing.shape[0] if spacing.ndim == 2 else 1)
+    spacing = torch.cat([interval.expand(rows, 1), spacing.expand(rows, axes)], dim=-1)
+    tubelets = times.unflatten(1, (grid[0], config.patch_shape[0])).mean(dim=-1) - (first + last) / 2
+    # Where all frames have one time, any place in an extent of zero is that time.
+    extent = torch.where(interval > 0, interval, 1.0) * config.patch_shape[0]
+    frames = patch_indices(grid[:1], None, device, dtype).squeeze(-1)
+    displaced = tubelets / extent - (frames + 0.5 - grid[0] / 2)  # (1 or B, frames of patches)
+    displaced = displaced.repeat_interleave(patch_indices(grid[1:], None, device, dtype).shape[0], dim=1)
+    return spacing * patch_shape / units, torch.nn.functional.pad(displaced.unsqueeze(-1), (0, len(grid) - 1))
+
+
+def refuse_spacing(config, spacing: torch.Tensor | None, frame_times: torch.Tensor | None, positions) -> None:
+    """Raises `ValueError` for a spacing or times that nothing would use."""
+    for name, value in (("spacing", spacing), ("frame_times", frame_times)):
+        if value is None:
+            continue
+        if config.coordinates != "physical":
+            raise ValueError(
+                f"{name} was given, but coordinates={config.coordinates!r} do not depend on it: accepted with "
+                "coordinates='physical'."
+            )
+        if positions is not None:
+            raise ValueError(f"{name} and positions were both given; positions alone place the patches.")
+
+
+def _checked_spacing(
+    spacing, has_times: bool, batch_size: int, axes: int, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    accepted = f"({axes},) or ({batch_size}, {axes})"
+    meaning = "one extent of a pixel (voxel, frame) per axis"
+    if has_times:
+        meaning = "rows and columns only, because frame_times place the frames"
+    if spacing is None:
+        raise ValueError(
+            f"coordinates='physical' needs spacing of shape {accepted}: {meaning}, in the measure of physical_unit."
+        )
+    spacing = torch.as_tensor(spacing, device=device).to(dtype)
+    if tuple(spacing.shape) not in ((axes,), (1, axes), (batch_size, axes)):
+        raise ValueError(f"spacing of shape {tuple(spacing.shape)} must be {accepted}: {meaning}.")
+    if not values_are_unknown(spacing) and not (torch.isfinite(spacing) & (spacing > 0)).all():
+        wrong = spacing[~(torch.isfinite(spacing) & (spacing > 0))][0].item()
+        raise ValueError(f"spacing holds {wrong}; positive and finite numbers are needed.")
+    return spacing
+
+
+def _checked_times(
+    times, batch_size: int, grid: tuple[int, ...], patch_shape: tuple[int, ...], device: torch.device, dtype
+) -> torch.Tensor:
+    """(1 or B, T)"""
+    if len(grid) != 3:
+        raise ValueError("frame_times were given to a model of images, which have no frames.")
+    frames = grid[0] * patch_shape[0]
+    times = torch.as_tensor(times, device=device).to(dtype)
+    if tuple(times.shape) not in ((frames,), (1, frames), (batch_size, frames)):
+        raise ValueError(
+            f"frame_times of shape {tuple(times.shape)} must be ({frames},) or ({batch_size}, {frames}): one per frame."
+        )
+    times = times.reshape(-1, frames)
+    if not values_are_unknown(times):
+        if not torch.isfinite(times).all():
+            raise ValueError(f"frame_times hold {(~torch.isfinite(times)).sum().item()} values that are not finite.")
+        if (falls := times.diff() < 0).any():
+            frame = falls.nonzero()[0, 1].item() + 1
+            raise ValueError(f"frame_times decrease at frame {frame}; frames must be in the order of their times.")
+    return times

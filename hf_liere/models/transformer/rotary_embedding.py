@@ -1,0 +1,324 @@
+"""Learned rotations as a layer for anybody's attention: queries, keys and the positions of their tokens."""
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+
+from ..encoding.encoding_traits import ENCODING_TRAITS, generators_commute
+from ..encoding.encodings_in_basis import EncodingInBasis
+from ..encoding.folding import build_rotary_encoding
+from ..encoding.positions import GridPositions, TokenPositions, check_coordinates
+from ..rotation.rotation import Rotation, rotate_one, rotate_pair
+from .attention import check_foldable, fold_into
+from .configuration_liere import LieRETokensConfig
+
+
+class LieRotaryEmbedding(nn.Module):
+    r"""
+    R(p) q and R(p) k with R(p) = exp(Σ_a p_a A_a) and learned skew-symmetric A_a (LieRE eq. 4, ComRoPE eq. 3), to be
+    called between the query and key projections of an attention and its products.
+
+    ```python
+    rotary = LieRotaryEmbedding(num_heads=8, head_dim=64, num_axes=3, num_key_value_heads=2)
+    query, key = rotary(query, key, positions)  # (B, 8, N, 64), (B, 2, N, 64); (N, 3) or (B, N, 3)
+    query, key = rotary(query, key, positions, key_positions)  # keys of other tokens than the queries
+    key = rotary.rotate(key, positions)  # a key that a cache keeps
+    ```
+
+    Several layers may have a module each, or share one that computes the rotations of all layers at once, which takes
+    fewer operations:
+
+    ```python
+    rotary = LieRotaryEmbedding(num_heads=8, head_dim=64, num_axes=2, num_layers=12)
+    rotations = rotary.rotations(positions, query.dtype)
+    query, key = rotary(query, key, rotations, layer=3)
+    ```
+
+    Train its parameters, see `rotary_parameters`, in float32 and without weight decay.
+
+    Args:
+        num_heads: Number of query heads.
+        head_dim: Channels of a head.
+        num_axes: Number A of axes of a position, 1 to 6.
+        position_encoding: A rotary encoding of [`LieREConfig`], such as `"liere"`, `"rope_mixed"` or `"comrope_ld"`.
+        block_size: Size b of the diagonal blocks of the generators; `None` means that of [`LieREConfig`].
+        num_key_value_heads: Number of key heads, a divisor of `num_heads`; `None` means `num_heads`. Generators belong
+            to key heads: the queries that attend to a key are rotated as it is.
+        num_layers: Number of layers with generators of their own.
+        share_heads, share_layers, rotary_init, rotary_init_scale, rope_theta: See [`LieREConfig`].
+        min_frequency, max_frequency, unrotated_share, axial_layout, axial_spectrum: See [`LieREConfig`].
+
+    Attributes:
+        encoding: The [`RotaryEncoding`] with the parameters, the same class as in the image, video and token models.
+
+    Raises:
+        ValueError: if heads do not divide, or the encoding does not exist for these sizes.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_axes: int,
+        position_encoding: str = "liere",
+        block_size: int | None = None,
+        *,
+        num_key_value_heads: int | None = None,
+        num_layers: int = 1,
+        share_heads: bool = False,
+        share_layers: bool = False,
+        rotary_init: str | None = None,
+        rotary_init_scale: float | None = None,
+        rope_theta: float | None = None,
+        min_frequency: float | None = None,
+        max_frequency: float | None = None,
+        unrotated_share: float | None = None,
+        axial_layout: str | None = None,
+        axial_spectrum: str | None = None,
+    ):
+        super().__init__()
+        num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
+        if min(num_heads, num_key_value_heads) < 1 or num_heads % num_key_value_heads:
+            raise ValueError(f"num_heads={num_heads} must be a multiple of num_key_value_heads={num_key_value_heads}.")
+        if position_encoding not in ENCODING_TRAITS:
+            raise ValueError(
+                f"position_encoding={position_encoding!r} is not a rotary encoding; accepted: "
+                f"{', '.join(ENCODING_TRAITS)}."
+            )
+        self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
+        self.num_axes, self.num_layers = num_axes, num_layers
+        try:
+            self.config = LieRETokensConfig(
+                num_axes=num_axes,
+                hidden_size=num_key_value_heads * head_dim,
+                num_attention_heads=num_key_value_heads,
+                head_dim=head_dim,
+                num_hidden_layers=num_layers,
+                position_encoding=position_encoding,
+                block_size=block_size,
+                share_heads=share_heads,
+                share_layers=share_layers,
+                rotary_init=rotary_init,
+                rotary_init_scale=rotary_init_scale,
+                rope_theta=rope_theta,
+                min_frequency=min_frequency,
+                max_frequency=max_frequency,
+                unrotated_share=unrotated_share,
+                axial_layout=axial_layout,
+                axial_spectrum=axial_spectrum,
+            )
+        except StrictDataclassError as error:
+            raise ValueError(f"These rotations do not exist. {error.__cause__ or error}") from error
+        self.encoding = build_rotary_encoding(self.config, num_axes)
+
+    def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of generators and multipliers: train them without weight decay."""
+        return self.named_parameters()
+
+    def rotations(self, positions: torch.Tensor | TokenPositions, dtype: torch.dtype | None = None) -> list[Rotation]:
+        """
+        The rotation of every layer. `forward` and `rotate` take the list instead of positions. It may be kept for the
+        next call, so that its tensors must not be changed.
+
+        Args:
+            positions: (N, A) or (B, N, A) coordinates of the tokens in any unit, floating point; or a grid of patches
+                from [`grid_positions`], whose rotations are computed faster, and kept for the next call in inference.
+            dtype: Type of the queries and keys, float32 if `None`: half types need no better rotations than they hold.
+
+        Raises:
+            ValueError: if positions are something else, have another number of axes, or are not floating point or not
+                finite.
+        """
+        return list(self.encoding(self._checked(positions), dtype))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: torch.Tensor | TokenPositions | Sequence[Rotation],
+        key_positions: torch.Tensor | TokenPositions | Sequence[Rotation] | None = None,
+        *,
+        layer: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        R(p) q and R(p′) k, in the shapes and types of query and key.
+
+        Args:
+            query: (B, num_heads, N, head_dim).
+            key: (B, num_key_value_heads, M, head_dim).
+            positions: Of the queries' tokens, p, as [`rotations`] takes them; or what it returned.
+            key_positions: Of the keys' tokens, p′, likewise; `None` if they are the same tokens.
+            layer: The layer whose generators are used; needed where `num_layers` is above 1.
+
+        Raises:
+            ValueError: if shapes or types do not fit, positions are not finite or not what is accepted, or a layer is
+                not named where there are several.
+        """
+        self._check_states("query", query, (self.num_heads,))
+        self._check_states("key", key, (self.num_key_value_heads,))
+        rotation = key_rotation = self._rotation(positions, layer, query)
+        if key_positions is not None:
+            key_rotation = self._rotation(key_positions, layer, key)
+        elif key.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"There are {query.shape[2]} queries and {key.shape[2]} keys: pass the keys' own key_positions."
+            )
+        if rotation is key_rotation and query.shape == key.shape and query.dtype == key.dtype:
+            return rotate_pair(rotation, query, key)
+        return tuple(
+            rotate_one(one, states, self.num_key_value_heads)
+            for one, states in ((rotation, query), (key_rotation, key))
+        )
+
+    def rotate(
+        self,
+        states: torch.Tensor,
+        positions: torch.Tensor | TokenPositions | Sequence[Rotation],
+        *,
+        layer: int | None = None,
+    ) -> torch.Tensor:
+        """
+        R(p) x of queries or keys by themselves, for example of keys before they are kept in a cache.
+
+        Args:
+            states: (B, num_heads, N, head_dim) queries or (B, num_key_value_heads, N, head_dim) keys.
+            positions, layer: As in `forward`.
+
+        Returns:
+            The same shape and type.
+
+        Raises:
+            ValueError: as `forward`.
+        """
+        self._check_states("states", states, (self.num_heads, self.num_key_value_heads))
+        return rotate_one(self._rotation(positions, layer, states), states, self.num_key_value_heads)
+
+    @torch.no_grad()
+    def fold(
+        self, q_proj: nn.Linear | Sequence[nn.Linear], k_proj: nn.Linear | Sequence[nn.Linear]
+    ) -> "LieRotaryEmbedding":
+        """
+        For inference: put the basis of commuting rotations into the projections before them, in place and for good,
+        so that they cost as much as RoPE. Scores of attention stay the same up to rounding, queries and keys do not.
+        Keys that were rotated before do not fit queries that are rotated afterwards.
+
+        Args:
+            q_proj: The linear layer that makes the queries, or one for each of `num_layers` layers.
+            k_proj: Likewise of the keys.
+
+        Returns:
+            The module itself.
+
+        Raises:
+            ValueError: if the generators do not commute, the module is folded already, or a projection has another
+                width or is more than a linear layer; nothing is changed then.
+        """
+        encoding, config = self.encoding, self.config
+        if config.folded_grids is not None:
+            raise ValueError("The rotations are folded already.")
+        if not generators_commute(config):
+            raise ValueError(
+                f"The generators of {config.position_encoding} with block_size={config.block_size} do not commute, so "
+                "that no basis of the projections makes their rotations cheaper; keep what rotations(positions) "
+                "returns instead."
+            )
+        layers = [self._projections(*given) for given in (("q_proj", q_proj), ("k_proj", k_proj))]
+        check_foldable([projection for projections in layers for projection in projections])
+        if not isinstance(encoding, EncodingInBasis):
+            # Planes have no basis.
+            return self
+        for projections, basis in zip(zip(*layers), encoding.bases()):
+            fold_into(projections, basis)
+        self.config = copy.deepcopy(config)
+        self.config.folded_grids = []
+        self.encoding = build_rotary_encoding(self.config, self.num_axes).to(encoding.generators.device)
+        self.encoding.frequencies.copy_(encoding.folded_frequencies())
+        return self.eval()
+
+    def train(self, mode: bool = True) -> "LieRotaryEmbedding":
+        """
+        Raises:
+            ValueError: if the rotations are folded.
+        """
+        if mode and self.config.folded_grids is not None:
+            raise ValueError("These rotations are folded into projections, which is for inference.")
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return (
+            f"num_heads={self.num_heads}, num_key_value_heads={self.num_key_value_heads}, head_dim={self.head_dim}, "
+            f"num_axes={self.num_axes}, position_encoding={config.position_encoding!r}, block_size={config.block_size}"
+        )
+
+    def _projections(self, name: str, given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+        """The projection of every layer, whose shared generators must not be folded more than once."""
+        projections = [given] if isinstance(given, nn.Module) else list(given)
+        heads = self.num_heads if name == "q_proj" else self.num_key_value_heads
+        if len(projections) != self.num_layers:
+            raise ValueError(f"{name}: {len(projections)} projections were given for num_layers={self.num_layers}.")
+        for projection in projections:
+            width = getattr(projection, "out_features", None)
+            if width != heads * self.head_dim:
+                raise ValueError(
+                    f"{name} has out_features={width}; {heads} heads of {self.head_dim} channels are rotated."
+                )
+        return projections
+
+    def _checked(self, positions: torch.Tensor | TokenPositions) -> TokenPositions:
+        """Positions that are settled and fit."""
+        if isinstance(positions, torch.Tensor):
+            positions = TokenPositions(positions)
+        if not isinstance(positions, TokenPositions):
+            raise ValueError(
+                f"positions are a {type(positions).__name__}; accepted are a floating point tensor of shape (tokens, "
+                f"{self.num_axes}) or (batch, tokens, {self.num_axes}), what grid_positions returns, or, for queries "
+                "and keys, what rotations(positions) of this module returned."
+            )
+        positions = positions.settled()
+        if not isinstance(positions, GridPositions):
+            check_coordinates(positions.coordinates)
+        if len(positions.shape) not in (2, 3) or positions.shape[-1] != self.num_axes:
+            raise ValueError(
+                f"positions of shape {tuple(positions.shape)} must be (tokens, {self.num_axes}) or (batch, tokens, "
+                f"{self.num_axes}), with a coordinate for each of num_axes={self.num_axes}."
+            )
+        return positions
+
+    def _rotation(
+        self, positions: torch.Tensor | TokenPositions | Sequence[Rotation], layer: int | None, states: torch.Tensor
+    ) -> Rotation:
+        """The rotation of a layer for (B, H, N, D) states."""
+        if layer is None and self.num_layers > 1:
+            raise ValueError(
+                f"This module has rotations of {self.num_layers} layers: pass layer=0 … {self.num_layers - 1}, the one "
+                "that calls it."
+            )
+        layer = 0 if layer is None else layer
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer={layer} must be from 0 to {self.num_layers - 1}.")
+        known = isinstance(positions, (list, tuple)) and len(positions) == self.num_layers
+        if known and isinstance(positions[layer], Rotation):
+            samples, tokens = positions[layer].num_samples(), positions[layer].num_tokens()
+        else:
+            positions, known = self._checked(positions), False
+            *batch, tokens, _ = positions.shape
+            samples = batch[0] if batch else 1
+        if tokens != states.shape[2] or samples not in (1, states.shape[0]):
+            raise ValueError(
+                f"There are positions of {tokens} tokens in {samples} samples, but states of shape "
+                f"{tuple(states.shape)}: {states.shape[2]} tokens in 1 or {states.shape[0]} samples are needed."
+            )
+        return positions[layer] if known else next(iter(self.encoding(positions, states.dtype, layer)))
+
+    def _check_states(self, name: str, states: torch.Tensor, heads: tuple[int, ...]) -> None:
+        if states.ndim != 4 or states.shape[1] not in heads or states.shape[3] != self.head_dim:
+            raise ValueError(
+                f"{name} of shape {tuple(states.shape)} must be (batch, {' or '.join(map(str, sorted(set(heads))))} "
+                f"heads, tokens, head_dim={self.head_dim})."
+            )
+        if not states.is_floating_point():
+            raise ValueError(f"{name} are {states.dtype}; a floating point type is needed.")

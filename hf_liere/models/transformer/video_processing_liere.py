@@ -1,0 +1,25 @@
+"""Video processor of the video models."""
+
+from transformers import VideoMAEVideoProcessor
+from transformers.video_utils import load_video
+
+from ..saved_code import SavesItsCode
+
+
+VIDEO_PROCESSOR = "video_processing_liere.LieREVideoProcessor"
+
+
+class LieREVideoProcessor(SavesItsCode, VideoMAEVideoProcessor):
+    """
+    VideoMAE's processor, frames → (B, T, C, H, W), but with PyAV as the decoder of files: it contains ffmpeg, while the
+    default of transformers needs torchcodec and the ffmpeg of the system.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(**{"auto_map": {"AutoVideoProcessor": VIDEO_PROCESSOR}, **kwargs})
+
+    def fetch_videos(self, video_url_or_urls, sample_indices_fn=None):
+        """Decoded frames and metadata of a file or address, or of a list of them."""
+        if isinstance(video_url_or_urls, list):
+            return list(zip(*[self.fetch_videos(video, sample_indices_fn) for video in video_url_or_urls]))
+        return load_video(video_url_or_urls, backend="pyav", sample_indices_fn=sample_indices_fn)
