@@ -25,8 +25,8 @@ from torch import nn
 
 from .auto import load_checkpoint
 from .errors import InputError, quiet, require_libraries
-from .models.encoding.encoding_traits import needs_exponential
-from .models.transformer.configuration_liere import ROTARY_ENCODINGS, LieREPixelConfig, pair
+from .models.encoding.encoding_traits import ENCODING_TRAITS, needs_exponential
+from .models.transformer.configuration_liere import LieREPixelConfig, pair
 from .models.transformer.modeling_liere import LieREPreTrainedModel
 from .storage.targets import new_file
 
@@ -203,7 +203,7 @@ def export_program(
     model.eval()
     try:
         # A model that is folded already has constants for its grids, and computes the rotations of others.
-        folds = config.position_encoding in ROTARY_ENCODINGS and config.folded_grids is None
+        folds = config.position_encoding in ENCODING_TRAITS and config.folded_grids is None
         folds = folds and not (dynamic_size and has_exponential)
         exported = model.fold_rotations(grids=[grid]) if folds else model
         with torch.no_grad():

@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..auto import model_class, models_of
 from ..errors import require_libraries
-from ..models.transformer.configuration_liere import ROTARY_ENCODINGS
+from ..models.encoding.encoding_traits import ENCODING_TRAITS
 from ..storage.saved_weights import is_adapter, own_file
 from ..version import __version__
 from .checked_facts import facts_of_run
@@ -122,7 +122,7 @@ def render(facts: Facts, repo_id: str | None = None, folder: str | None = None) 
         facts=facts,
         encoding=encoding,
         paper=common["papers"][encoding["paper"]],
-        rotary=facts.encoding in ROTARY_ENCODINGS,
+        rotary=facts.encoding in ENCODING_TRAITS,
         keeps_table=_keeps_table(facts),
         described=list({one["name"]: one for one in data if one.get("description") or one.get("terms")}.values()),
         evaluated=facts.evaluation_data or facts.dataset,

@@ -10,15 +10,15 @@ from functools import partial
 from typing import get_args, get_type_hints
 
 import torch
+from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ..encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, default_rotate_prefix
 from ..encoding.folding import build_rotary_encoding
 from ..encoding.rotary_encoding import RotaryEncoding
+from ..encoding.rotary_fields import EncodingConfig, GridFields, RotaryFields, check_format_version
 from ..transformer.attention import eager_attention_forward
-from ..transformer.configuration_liere import LieREPixelConfig, LieREVideoConfig, LieREViTConfig
-from ..transformer.validation import check_format_version
 from .patched_forward import (
     CheckpointingInPass,
     accept_any_size,
@@ -64,17 +64,16 @@ OF_NEW_POSITIONS = (
 
 
 @dataclass
-class RotaryPatchConfig:
+class RotaryPatchConfig(GridFields, RotaryFields):
     r"""
-    Which rotations a pretrained vision transformer gets, and where.
+    Which rotations a pretrained vision transformer gets, and where. See [`RotaryFields`] for the encoding, here
+    `comrope_ld` by default, and [`GridFields`] for coordinates; towers whose samples have different grids draw
+    displacements for each sample.
 
     Args:
-        position_encoding: A rotary encoding of [`LieREConfig`], such as `comrope_ld`, `liere` or `rope_mixed`.
-        block_size: Size b of the diagonal blocks of the generators; `None` means the encoding's own, see `LieREConfig`.
         layers: Indices of the attention layers to rotate, from 0; `None` means all.
         target: Dotted name of the vision tower, or of the module around the one that computes RoPE, as in
             `model.named_modules()`; `None` means all.
-        share_heads, share_layers: One set of generators for all heads of a layer, for all layers.
         rotary_init: `"zeros"` leaves a model without rotations exactly as it is: zero generators, exp(0) = I (ComRoPE
             §4.4); `circulant_string`, whose basis is never the identity, within rounding. `"pretrained"` is for models
             that rotate by themselves (RoPE) and starts at their rotations: `rope_mixed` learns the frequencies of every
@@ -82,10 +81,6 @@ class RotaryPatchConfig:
             blocks of each key head and start within rounding. Any other (`"frequencies"`, `"normal"`, …, `None` for the
             encoding's own, see `LieREConfig`) is **not neutral**: it changes what the pretrained model computes.
             `axial_rope` and `golden_gate_rope` learn nothing and take only `None`.
-        rotary_init_scale, rope_theta, coordinates: See `LieREPixelConfig`.
-        min_frequency, max_frequency, unrotated_share, axial_layout, axial_spectrum: See `LieREConfig`.
-        position_perturbation, position_shift, position_jitter, position_rescale: See `LieREPixelConfig`. Towers whose
-            samples have grids of their own draw for each sample.
         rotate_prefix: Whether class and register tokens are rotated as tokens at the centre; `None` becomes yes for
             ComRoPE in its own coordinates and others of a fixed range, else no, see `LieREConfig`.
         keep_absolute: How the patches use the model's own position table (prefix tokens always keep their entries).
@@ -99,24 +94,9 @@ class RotaryPatchConfig:
     """
 
     position_encoding: str = "comrope_ld"
-    block_size: int | None = None
     layers: list[int] | None = None
     target: str | None = None
-    share_heads: bool = False
-    share_layers: bool = False
     rotary_init: str | None = "zeros"
-    rotary_init_scale: float | None = None
-    rope_theta: float | None = None
-    min_frequency: float | None = None
-    max_frequency: float | None = None
-    unrotated_share: float | None = None
-    axial_layout: str | None = None
-    axial_spectrum: str | None = None
-    coordinates: str | None = None
-    position_perturbation: float = 0.0
-    position_shift: float = 0.0
-    position_jitter: float | None = None
-    position_rescale: float | None = None
     rotate_prefix: bool | None = None
     keep_absolute: str = "interpolate"
     absolute_weight: float = 1.0
@@ -175,10 +155,12 @@ class RotaryPatchConfig:
             raise ValueError(f"layers={self.layers!r} must be a list of indices from 0, or None.")
         for name, hint in get_type_hints(type(self)).items():
             value, kinds = getattr(self, name), get_args(hint) or (hint,)
+            # Of a Literal its values.
+            kinds = [kind for part in kinds for kind in (get_args(part) or (part,))]
             # An int is accepted as a float, a bool is not accepted as a number.
             kind = float if type(value) is int and float in kinds else type(value)
-            if name != "layers" and kind not in kinds:
-                accepted = ("None" if accepted is type(None) else accepted.__name__ for accepted in kinds)
+            if name != "layers" and kind not in kinds and not (kind is str and value in kinds):
+                accepted = ("None" if one is type(None) else getattr(one, "__name__", repr(one)) for one in kinds)
                 raise ValueError(f"{name}={value!r} must be {' or '.join(accepted)}.")
 
     def to_dict(self) -> dict:
@@ -193,6 +175,19 @@ class RotaryPatchConfig:
         if unknown := set(values) - known:
             raise ValueError(f"{sorted(unknown)} are no fields of RotaryPatchConfig; accepted: {sorted(known)}.")
         return cls(**values)
+
+
+@strict
+@dataclass
+class TowerConfig(GridFields, EncodingConfig):
+    """What the rotations of one tower are built from, of `layers` alone; `train_grid` are its patches per axis."""
+
+    train_grid: tuple[int, ...] = ()
+    rotate_prefix: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.fill_in_coordinates()
 
 
 @dataclass
@@ -252,7 +247,7 @@ class Plan:
     tower: Tower
     attentions: list[tuple[str, nn.Module]]
     config: RotaryPatchConfig
-    rotary_config: LieREViTConfig | LieREVideoConfig
+    rotary_config: "TowerConfig"
 
     def build_encoding(self) -> RotaryEncoding:
         return build_rotary_encoding(self.rotary_config, len(self.tower.train_grid))
@@ -329,22 +324,16 @@ def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> Plan:
         _check_table(tower, config)
     heads, head_dim = shapes.pop()
     grid = tower.train_grid
-    config_class, frames = LieREViTConfig, {}
-    if len(grid) == 3:
-        config_class, frames = LieREVideoConfig, {"num_frames": grid[0], "tubelet_size": 1}
-    names = {field.name for field in fields(LieREPixelConfig)} & {field.name for field in fields(config)} - {
-        "format_version"
-    }
+    shared = {field.name: getattr(config, field.name) for kind in (RotaryFields, GridFields) for field in fields(kind)}
     try:
-        rotary_config = config_class(
-            hidden_size=heads * head_dim,
+        rotary_config = TowerConfig(
+            **shared,
+            num_axes=len(grid),
+            num_hidden_layers=len(layers),
             num_attention_heads=heads,
             head_dim=head_dim,
-            num_hidden_layers=len(layers),
-            image_size=grid[-2:],
-            patch_size=1,
-            **frames,
-            **{name: getattr(config, name) for name in names},
+            train_grid=grid,
+            rotate_prefix=config.rotate_prefix,
         )
     except StrictDataclassError as error:
         raise ValueError(str(error.__cause__ or error)) from error

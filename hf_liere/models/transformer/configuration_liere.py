@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import math
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
@@ -10,11 +9,11 @@ from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
 from transformers.utils import logging
 
-from ..encoding.encoding_traits import EncodingTraits, default_rotate_prefix, own_fields, traits_of
+from ..encoding.encoding_traits import ENCODING_TRAITS, default_rotate_prefix
+from ..encoding.rotary_fields import GridFields, RotaryFields
 from ..saved_code import SavesItsCode
 from .validation import (
     FORMAT_VERSION,
-    ROTARY_ENCODINGS,
     check_architecture,
     check_pixels,
     check_tokens,
@@ -23,30 +22,14 @@ from .validation import (
 
 logger = logging.get_logger(__name__)
 
-DEFAULT_ROTARY_INIT_SCALE = {"uniform": 2 * math.pi, "normal": math.sqrt(2)}
-
 
 @strict
-class LieREConfig(SavesItsCode, PreTrainedConfig):
+class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
     r"""
-    Fields of all configurations: the transformer and its position encoding. A subclass also has `num_axes`, the number
-    of axes of a position.
+    Fields of all configurations: the transformer and its position encoding, see [`RotaryFields`]. A subclass also has
+    `num_axes`, the number of axes of a position.
 
     Args:
-        position_encoding (`str`, defaults to `"liere"`):
-            `"none"`, `"absolute"` (learned table), `"axial_rope"` (fixed frequencies, each serving one axis, as in
-            VisionLLaMA and RoPE-ViT), `"golden_gate_rope"` (fixed frequencies of all axes, evenly spread directions),
-            `"rope_mixed"` (learned 2-D rotations, RoPE-Mixed), `"liere"` (LieRE: free generators), `"comrope_ap"` or
-            `"comrope_ld"` (ComRoPE: generators that commute), `"cayley_string"` (RoPE-Mixed in a learned basis) or
-            `"circulant_string"` (circulant generators; STRING), `"spherical_rope"` (products of rotations about two
-            axes, for images).
-        block_size (`int`, *optional*):
-            Size b of the diagonal blocks of the generators. `None` means 2 for `axial_rope`, `golden_gate_rope` and
-            `rope_mixed`, 3 for `spherical_rope` (no other value is possible there), 8 for `liere`, `comrope_ap` and
-            `comrope_ld`, 16 for `circulant_string` and head_dim for `cayley_string`. LieRE takes 2 … head_dim and
-            leaves the last `head_dim % block_size` channels unrotated; `comrope_ld`, `cayley_string` (even sizes) and
-            `circulant_string` (above 2) need block_size to divide head_dim, `comrope_ap` needs block_size · axes to
-            divide it.
         use_absolute_position_embeddings (`bool`, *optional*):
             Whether a learned table is added to the embeddings. `None` means yes for `absolute` only; `True`
             puts the table beside a rotary encoding.
@@ -54,8 +37,6 @@ class LieREConfig(SavesItsCode, PreTrainedConfig):
             `None`: the table has one entry for each patch of a training input and one for the class token. Otherwise
             the numbers of entries on each axis: every token reads a table of this size at its coordinate, with linear
             interpolation, 0 at the first and 1 at the last entry of an axis, and the border outside (ComRoPE's code).
-        share_heads (`bool`, defaults to `False`): One set of generators for all heads of a layer.
-        share_layers (`bool`, defaults to `False`): One set of generators for all layers.
         rotate_prefix (`bool`, *optional*):
             Whether class and register tokens are rotated as tokens at `prefix_coordinate` of every axis instead of not
             being rotated. `None` means yes for such tokens of `comrope_ap` and `comrope_ld` on images and videos with
@@ -64,32 +45,6 @@ class LieREConfig(SavesItsCode, PreTrainedConfig):
             models of tokens, whose positions have no common centre).
         prefix_coordinate (`float`, defaults to 0.5):
             Coordinate of class and register tokens on every axis, for `rotate_prefix` and `position_table_size`.
-        rotary_init (`str`, *optional*):
-            `"uniform"` U[0, scale); `"normal"` N(0, scale²); `"frequencies"` (geometric RoPE-Mixed spectrum times
-            scale, for `rope_mixed`, STRING and `liere` with even block_size; for `spherical_rope` that of `axial_rope`)
-            and `"golden_gate"` (golden gate RoPE's times scale, for the same except `spherical_rope`); `"zeros"` (the
-            initial model has no rotations; the multipliers of `comrope_ld` are normal, so that the generators get
-            gradients). `None` means the choice of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`,
-            and for ComRoPE, whose paper states none, that of its code, `normal`; for STRING, whose own could not be
-            seen, and `spherical_rope` `frequencies`.
-        rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
-            `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1. The
-            fixed frequencies of `axial_rope` and `golden_gate_rope` are multiplied by it (`None` means 1).
-        rope_theta (`float`, *optional*):
-            Base of the geometric spectrum of `axial_rope` and `spherical_rope` (`None` means 100) and of
-            `rotary_init="frequencies"` of the others (`None` means 10), as in RoPE-ViT.
-        min_frequency, max_frequency (`float`, *optional*):
-            The band of frequencies, in radians per unit of the coordinate, of `golden_gate_rope` and
-            `rotary_init="golden_gate"`; `None` means 0.1 and 1.
-        unrotated_share (`float`, *optional*):
-            Share of the planes that do not rotate there; `None` means 0.
-        axial_layout (`str`, *optional*):
-            Whether `axial_rope` has the planes of an axis after one another (`"blocks"`, the default) or the axes in
-            turn (`"interleaved"`, as in Qwen3-VL).
-        axial_spectrum (`str`, *optional*):
-            Whether every axis of `axial_rope` has a spectrum of its own (`"full"`, the default) or all planes of a head
-            are one spectrum (`"shared"`), of which every axis has a band in `"blocks"` (Qwen2-VL) and every A-th
-            frequency `"interleaved"` (Qwen3-VL).
         use_class_token (`bool`, defaults to `True`): Whether a class token precedes the patches.
         num_register_tokens (`int`, defaults to 0): Number of register tokens, placed after the class token.
         pooling (`str`, defaults to `"cls"`):
@@ -144,22 +99,10 @@ class LieREConfig(SavesItsCode, PreTrainedConfig):
     pooling: Literal["cls", "mean", "mean_all", "prefix"] = "cls"
     classifier_hidden_size: int | None = None
 
-    position_encoding: Literal[("none", "absolute", *ROTARY_ENCODINGS)] = "liere"
-    block_size: int | None = None
     use_absolute_position_embeddings: bool | None = None
     position_table_size: list[int] | tuple[int, ...] | None = None
-    share_heads: bool = False
-    share_layers: bool = False
     rotate_prefix: bool | None = None
     prefix_coordinate: float | int = 0.5
-    rotary_init: Literal["uniform", "normal", "frequencies", "golden_gate", "zeros"] | None = None
-    rotary_init_scale: float | int | None = None
-    rope_theta: float | int | None = None
-    min_frequency: float | int | None = None
-    max_frequency: float | int | None = None
-    unrotated_share: float | int | None = None
-    axial_layout: Literal["blocks", "interleaved"] | None = None
-    axial_spectrum: Literal["full", "shared"] | None = None
     folded_grids: list[list[int]] | None = None
     format_version: int = FORMAT_VERSION
 
@@ -182,25 +125,10 @@ class LieREConfig(SavesItsCode, PreTrainedConfig):
             self.use_absolute_position_embeddings = encoding == "absolute"
         if self.rotate_prefix is None:
             self.rotate_prefix = False
-        if (traits := traits_of(self)) is not None:
-            self._fill_in(traits)
+        self.fill_in_rotations()
         # Every Auto class loads any checkpoint.
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
-
-    def _fill_in(self, traits: EncodingTraits) -> None:
-        """The defaults of a rotary encoding, in fields that are `None`."""
-        if self.block_size is None:
-            self.block_size = traits.block_sizes.default or self.head_dim
-        if self.rotary_init is None and traits.learned:
-            self.rotary_init = traits.rotary_inits[0]
-        if self.rotary_init_scale is None and self.rotary_init is not None:
-            self.rotary_init_scale = DEFAULT_ROTARY_INIT_SCALE.get(self.rotary_init, 1.0)
-        if self.rope_theta is None:
-            self.rope_theta = traits.rope_theta
-        for name, value in own_fields(self).items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
 
     @property
     def train_grid(self) -> tuple[int, ...] | None:
@@ -210,7 +138,7 @@ class LieREConfig(SavesItsCode, PreTrainedConfig):
     @property
     def uses_positions(self) -> bool:
         """Whether anything in the model depends on the coordinates of tokens."""
-        return self.position_encoding in ROTARY_ENCODINGS or self.position_table_size is not None
+        return self.position_encoding in ENCODING_TRAITS or self.position_table_size is not None
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -227,9 +155,10 @@ class LieREConfig(SavesItsCode, PreTrainedConfig):
 
 
 @strict
-class LieREPixelConfig(LieREConfig):
+class LieREPixelConfig(GridFields, LieREConfig):
     r"""
-    Fields of both the image and the video configuration: patches of pixels on a grid. See [`LieREConfig`] for the rest.
+    Fields of both the image and the video configuration: patches of pixels on a grid. See [`GridFields`] for their
+    coordinates and [`LieREConfig`] for the rest.
 
     Args:
         num_channels (`int`, defaults to 3): Channels of the input.
@@ -239,31 +168,6 @@ class LieREPixelConfig(LieREConfig):
             How the table of training patches is resized for another grid: `"interpolate"` (bicubic, trilinear for
             video), `"antialias"` (bicubic with antialiasing, as in timm; images only) or `"truncate"` (its first
             entries in raster order, as in LieRE's code for VisionLLaMA; larger grids are refused).
-        coordinates (`str`, *optional*):
-            The coordinate of the patch with index i on an axis of n patches that had n₀ in training: `"index"` i;
-            `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"fixed_grid"` i/(n−1), that is
-            linspace(0, 1, n) (LieRE §5.6); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n;
-            `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on video); `"physical"` ½ +
-            (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times the `spacing` that the
-            model is given with its input. The centre of the input is at ½, the same tissue in the same field of view
-            has the same coordinates whatever the size of voxels, and an input with an extent of one unit has `unit`
-            coordinates. `None` means `index` for the RoPE encodings and STRING, `train_grid` for `liere`, `unit` for
-            ComRoPE, as in the papers.
-        position_perturbation (`float`, defaults to 0.0):
-            σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
-            around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch.
-        position_shift (`float`, defaults to 0.0):
-            DINOv3's augmentation of coordinates during training (its §3.2; `pos_embed_shift`): all patches of a batch
-            are moved together by s_a · (half the extent of the input) on axis a, s_a ~ U[−shift, shift] drawn for
-            every forward pass. In DINOv3 coordinates run from −1 to 1 over the image, so that the same number means
-            the same fraction of the input here, whatever `coordinates` are. Class and register tokens stay where they
-            are, as do `positions` given to the model and the table of training patches.
-        position_jitter (`float`, *optional*):
-            As `position_shift` and after it (`pos_embed_jitter`): distances from the centre of the input, where
-            DINOv3's coordinates are zero, are multiplied by a factor per axis, log-uniform in [1/jitter, jitter].
-        position_rescale (`float`, *optional*):
-            As `position_jitter` and after it (`pos_embed_rescale`), with one factor for all axes, log-uniform in
-            [1/rescale, rescale]. DINOv3 uses 2.
         physical_unit (`float` or `list[float]`, *optional*):
             The length, in mm, s or whatever `spacing` is given in, that counts as 1 in `coordinates="physical"`, for
             all axes or one per axis (rows, columns; frames or slices, rows, columns); needed there and nowhere else. A
@@ -282,22 +186,14 @@ class LieREPixelConfig(LieREConfig):
     image_size: int | list[int] | tuple[int, int] = 224
     patch_size: int | list[int] | tuple[int, int] = 16
     position_table_resize: Literal["interpolate", "antialias", "truncate"] = "interpolate"
-    coordinates: (
-        Literal["index", "train_grid", "fixed_grid", "train_index", "unit", "unit_width", "physical"] | None
-    ) = None
     physical_unit: float | int | list[float | int] | tuple[float | int, ...] | None = None
-    position_perturbation: float | int = 0.0
-    position_shift: float | int = 0.0
-    position_jitter: float | int | None = None
-    position_rescale: float | int | None = None
     patch_dropout_prob: float | int = 0.0
 
     def __post_init__(self, **kwargs):
-        if self.coordinates is None:
-            traits = traits_of(self)
+        self.fill_in_coordinates()
+        if self.coordinates is None and self.position_table_size is not None:
             # A table that is read at coordinates is that of ComRoPE.
-            without_rotation = None if self.position_table_size is None else "unit"
-            self.coordinates = without_rotation if traits is None else traits.coordinates
+            self.coordinates = "unit"
         if self.rotate_prefix is None:
             self.rotate_prefix = self.num_prefix_tokens > 0 and default_rotate_prefix(self)
         super().__post_init__(**kwargs)

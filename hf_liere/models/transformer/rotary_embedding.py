@@ -11,9 +11,9 @@ from ..encoding.encoding_traits import ENCODING_TRAITS, generators_commute
 from ..encoding.encodings_in_basis import EncodingInBasis
 from ..encoding.folding import build_rotary_encoding
 from ..encoding.positions import GridPositions, TokenPositions, check_coordinates
+from ..encoding.rotary_fields import EncodingConfig
 from ..rotation.rotation import Rotation, rotate_one, rotate_pair
 from .attention import check_foldable, fold_into
-from .configuration_liere import LieRETokensConfig
 
 
 class LieRotaryEmbedding(nn.Module):
@@ -43,18 +43,18 @@ class LieRotaryEmbedding(nn.Module):
         num_heads: Number of query heads.
         head_dim: Channels of a head.
         num_axes: Number A of axes of a position, 1 to 6.
-        position_encoding: A rotary encoding of [`LieREConfig`], such as `"liere"`, `"rope_mixed"` or `"comrope_ld"`.
-        block_size: Size b of the diagonal blocks of the generators; `None` means that of [`LieREConfig`].
+        position_encoding: A rotary encoding of [`RotaryFields`], such as `"liere"`, `"rope_mixed"` or `"comrope_ld"`.
+        block_size: Size b of the diagonal blocks of the generators; `None` means that of [`RotaryFields`].
         num_key_value_heads: Number of key heads, a divisor of `num_heads`; `None` means `num_heads`. Generators belong
             to key heads: the queries that attend to a key are rotated as it is.
         num_layers: Number of layers with generators of their own.
-        share_heads, share_layers, rotary_init, rotary_init_scale, rope_theta: See [`LieREConfig`].
-        min_frequency, max_frequency, unrotated_share, axial_layout, axial_spectrum: See [`LieREConfig`].
+        fields: Any other of [`RotaryFields`].
 
     Attributes:
         encoding: The [`RotaryEncoding`] with the parameters, the same class as in the image, video and token models.
 
     Raises:
+        TypeError: for names that are not in [`RotaryFields`].
         ValueError: if heads do not divide, or the encoding does not exist for these sizes.
     """
 
@@ -68,16 +68,7 @@ class LieRotaryEmbedding(nn.Module):
         *,
         num_key_value_heads: int | None = None,
         num_layers: int = 1,
-        share_heads: bool = False,
-        share_layers: bool = False,
-        rotary_init: str | None = None,
-        rotary_init_scale: float | None = None,
-        rope_theta: float | None = None,
-        min_frequency: float | None = None,
-        max_frequency: float | None = None,
-        unrotated_share: float | None = None,
-        axial_layout: str | None = None,
-        axial_spectrum: str | None = None,
+        **fields,
     ):
         super().__init__()
         num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
@@ -91,24 +82,14 @@ class LieRotaryEmbedding(nn.Module):
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         self.num_axes, self.num_layers = num_axes, num_layers
         try:
-            self.config = LieRETokensConfig(
-                num_axes=num_axes,
-                hidden_size=num_key_value_heads * head_dim,
-                num_attention_heads=num_key_value_heads,
-                head_dim=head_dim,
-                num_hidden_layers=num_layers,
+            self.config = EncodingConfig(
                 position_encoding=position_encoding,
                 block_size=block_size,
-                share_heads=share_heads,
-                share_layers=share_layers,
-                rotary_init=rotary_init,
-                rotary_init_scale=rotary_init_scale,
-                rope_theta=rope_theta,
-                min_frequency=min_frequency,
-                max_frequency=max_frequency,
-                unrotated_share=unrotated_share,
-                axial_layout=axial_layout,
-                axial_spectrum=axial_spectrum,
+                num_axes=num_axes,
+                num_hidden_layers=num_layers,
+                num_attention_heads=num_key_value_heads,
+                head_dim=head_dim,
+                **fields,
             )
         except StrictDataclassError as error:
             raise ValueError(f"These rotations do not exist. {error.__cause__ or error}") from error

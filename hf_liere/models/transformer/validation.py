@@ -2,43 +2,34 @@
 
 from transformers.activations import ACT2FN
 
-from ..encoding.encoding_traits import (
-    ANY,
-    ENCODING_TRAITS,
-    OWN_FIELDS,
-    TRAINING_ONLY,
-    accepted_inits,
-    needs_exponential,
-    own_fields,
-    traits_of,
+from ..encoding.encoding_traits import ENCODING_TRAITS, TRAINING_ONLY, needs_exponential
+from ..encoding.rotary_fields import (
+    AT_LEAST_ONE,
+    FACTORS,
+    FLOAT32_MAX,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    check_format_version,
+    check_ranges,
+    check_rotations,
 )
 
 
 FORMAT_VERSION = 1
-ROTARY_ENCODINGS = tuple(ENCODING_TRAITS)
 
-FLOAT32_MAX = 3.4028234e38
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim")
-INPUT_SIZES = ("num_channels", "feature_size")
-MAX_AXES = 6
 DROPPED = (
     *("hidden_dropout_prob", "mlp_dropout_prob", "attention_probs_dropout_prob"),
     *("drop_path_rate", "patch_dropout_prob"),
 )
-SHARES = (*DROPPED, "unrotated_share")
-SCALES = ("position_perturbation", "position_shift", "layer_norm_eps", "rotary_init_scale")
-POSITIVE = ("initializer_range", "rope_theta", "min_frequency", "max_frequency")
-FACTORS = ("position_jitter", "position_rescale")
-# Fields, where a configuration has them, which values they accept, and how a message says so. Other rules decide where
-# `None` is accepted.
+SIZES = ("hidden_size", "intermediate_size", "num_channels", "feature_size", "classifier_hidden_size")
+# As [`rotary_fields.RANGES`].
 RANGES = (
-    ((*SIZES, *INPUT_SIZES, "classifier_hidden_size"), lambda value: value >= 1, "be at least 1"),
-    (("num_axes",), lambda value: 1 <= value <= MAX_AXES, f"lie in 1 … {MAX_AXES}"),
+    (SIZES, *AT_LEAST_ONE),
     (("num_register_tokens",), lambda value: value >= 0, "be at least 0"),
-    (SHARES, lambda value: 0 <= value < 1, "lie in [0, 1)"),
-    (POSITIVE, lambda value: 0 < value <= FLOAT32_MAX, "be positive and finite in float32"),
-    (SCALES, lambda value: 0 <= value <= FLOAT32_MAX, "be at least 0 and finite in float32"),
-    (FACTORS, lambda value: 1 <= value <= FLOAT32_MAX, "be at least 1 and finite in float32, or None"),
+    (DROPPED, *SHARE),
+    (("initializer_range",), *POSITIVE),
+    (("layer_norm_eps",), *NOT_NEGATIVE),
     (("layerscale_value", "prefix_coordinate"), lambda value: abs(value) <= FLOAT32_MAX, "be finite in float32"),
 )
 
@@ -52,22 +43,13 @@ def check_architecture(config) -> None:
         ValueError: if a value is out of range, or fields do not fit together.
     """
     check_format_version(config.format_version, FORMAT_VERSION)
-    for names, is_accepted, accepted in RANGES:
-        for name in names:
-            value = getattr(config, name, None)
-            if value is not None and not is_accepted(value):
-                raise ValueError(f"{name}={value} must {accepted}.")
+    check_ranges(config, RANGES)
     if config.hidden_act not in ACT2FN:
         raise ValueError(f"hidden_act={config.hidden_act!r} must be one of {', '.join(sorted(ACT2FN))}.")
     _check_shapes(config)
     _check_table(config)
-    _check_own_fields(config)
-    if config.position_encoding in ROTARY_ENCODINGS:
-        _check_block_size(config)
-        _check_rotary_init(config)
-        if config.folded_grids is not None:
-            _check_folding(config)
-    else:
+    check_rotations(config)
+    if config.position_encoding not in ENCODING_TRAITS:
         _refuse_rotary_fields(config)
 
 
@@ -117,10 +99,10 @@ def _check_augmentation(config) -> None:
             "position_encoding='none'."
         )
     given = {name: getattr(config, name) for name in ("position_shift", *FACTORS) if getattr(config, name)}
-    if given and config.coordinates is None and encoding not in ROTARY_ENCODINGS:
+    if given and config.coordinates is None and encoding not in ENCODING_TRAITS:
         raise ValueError(
             f"{given} would do nothing with position_encoding={encoding!r}, where nothing has coordinates: accepted "
-            f"with {', '.join(ROTARY_ENCODINGS)} and with position_table_size."
+            f"with {', '.join(ENCODING_TRAITS)} and with position_table_size."
         )
 
 
@@ -174,15 +156,6 @@ def check_tokens(config) -> None:
         )
 
 
-def check_format_version(version: int, newest: int) -> None:
-    """Raises `ValueError` for a format that this release cannot read."""
-    if version > newest:
-        raise ValueError(
-            f"format_version={version} was written by a newer hf_liere; this one reads up to {newest}. Please upgrade "
-            "hf_liere."
-        )
-
-
 def _check_shapes(config) -> None:
     if config.head_dim is None:
         raise ValueError(
@@ -215,88 +188,6 @@ def _check_table(config) -> None:
         )
 
 
-def _check_block_size(config) -> None:
-    encoding, size, traits = config.position_encoding, config.block_size, traits_of(config)
-    head_dim, axes = config.head_dim, config.num_axes
-    if traits.num_axes not in (None, axes):
-        raise ValueError(
-            f"{encoding} is defined on {traits.num_axes} axes, and there are {axes}: no published form for another "
-            "number is known. Accepted here are the other rotary encodings."
-        )
-    if head_dim < 2:
-        raise ValueError(
-            f"A head_dim of {head_dim} (hidden_size={config.hidden_size} / num_attention_heads="
-            f"{config.num_attention_heads}) cannot be rotated; {encoding} needs at least 2."
-        )
-    sizes, fits = traits.block_sizes, 2 <= size <= head_dim
-    # A size that an encoding fixes is said before that of the head; the sizes of others must be numbers to divide by.
-    if (fits or not sizes.varies) and not sizes.accepts(size, head_dim, axes):
-        rule = sizes.rule.format(size=size, encoding=encoding, head_dim=head_dim, axes=axes)
-        raise ValueError(f"{rule}; {_accepted_sizes(config)}.")
-    if not fits:
-        accepted = f"{encoding} takes 2 … {head_dim}" if sizes.rule is None else _accepted_sizes(config)
-        raise ValueError(f"block_size={size} does not fit a head_dim of {head_dim}: {accepted}.")
-    if traits.planar and traits.serves_one_axis and head_dim < 2 * axes:
-        raise ValueError(
-            f"A head_dim of {head_dim} is too small for {encoding} on {axes} axes: it needs a plane for each axis, "
-            f"so at least {2 * axes}."
-        )
-
-
-def _accepted_sizes(config) -> str:
-    accepted = traits_of(config).block_sizes.accepted(config.head_dim, config.num_axes)
-    return f"accepted here: {accepted or 'none, choose another head_dim'}"
-
-
-def _check_rotary_init(config) -> None:
-    encoding, name, block_size = config.position_encoding, config.rotary_init, config.block_size
-    accepted = accepted_inits(config)
-    if name is None or name in accepted:
-        return
-    if not accepted:
-        raise ValueError(f"rotary_init={name!r}: {encoding} has no parameters to initialise.")
-    available = [
-        f"{other} with an even block_size" if traits.block_sizes is ANY else other
-        for other, traits in ENCODING_TRAITS.items()
-        if name in traits.rotary_inits
-    ]
-    raise ValueError(
-        f"rotary_init={name!r} gives every plane of channels a frequency: it is available for {', '.join(available)}, "
-        f"not for {encoding} with block_size={block_size}, which accepts {', '.join(accepted)}."
-    )
-
-
-def _check_own_fields(config) -> None:
-    given = {name: value for name in OWN_FIELDS if (value := getattr(config, name)) is not None}
-    if refused := {name: value for name, value in given.items() if name not in own_fields(config)}:
-        raise ValueError(
-            f"{refused} would do nothing with position_encoding={config.position_encoding!r} and rotary_init="
-            f"{config.rotary_init!r}: axial_layout and axial_spectrum belong to axial_rope, the others to "
-            "golden_gate_rope and to rotary_init='golden_gate'."
-        )
-    if given.get("min_frequency", 0) > given.get("max_frequency", 0):
-        raise ValueError(
-            f"min_frequency={config.min_frequency} must not be above max_frequency={config.max_frequency}."
-        )
-
-
-def _check_folding(config) -> None:
-    grids = config.folded_grids
-    if grids and not needs_exponential(config):
-        raise ValueError(
-            f"folded_grids={grids}: only liere with block_size above 2 has rotations to keep; accepted for "
-            f"{config.position_encoding}: [] or None."
-        )
-    if grids and getattr(config, "coordinates", None) == "physical":
-        raise ValueError(
-            f"folded_grids={grids}: with coordinates='physical' the rotations of a grid depend on the spacing of the "
-            "input, so that none can be kept."
-        )
-    for grid in grids:
-        if len(grid) != config.num_axes or any(size < 1 for size in grid):
-            raise ValueError(f"folded_grids: {grid} must be {config.num_axes} numbers of patches, one per axis.")
-
-
 def _refuse_rotary_fields(config) -> None:
     names = ("block_size", "coordinates", "rotary_init", "rope_theta", "folded_grids")
     refused = {name: value for name in names if (value := getattr(config, name, None)) is not None}
@@ -307,5 +198,5 @@ def _refuse_rotary_fields(config) -> None:
     if refused:
         raise ValueError(
             f"position_encoding={config.position_encoding!r} has no rotations, so {refused} would do nothing; these "
-            f"fields belong to {', '.join(ROTARY_ENCODINGS)}."
+            f"fields belong to {', '.join(ENCODING_TRAITS)}."
         )

@@ -1,0 +1,304 @@
+"""The fields that models, patches and the layer share: which encoding rotates, with defaults and rules."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from huggingface_hub.dataclasses import strict
+
+from .encoding_traits import ANY, ENCODING_TRAITS, OWN_FIELDS, accepted_inits, needs_exponential, own_fields, traits_of
+
+
+FLOAT32_MAX = 3.4028234e38
+MAX_AXES = 6
+DEFAULT_ROTARY_INIT_SCALE = {"uniform": 2 * math.pi, "normal": math.sqrt(2)}
+AT_LEAST_ONE = lambda value: value >= 1, "be at least 1"
+SHARE = lambda value: 0 <= value < 1, "lie in [0, 1)"
+POSITIVE = lambda value: 0 < value <= FLOAT32_MAX, "be positive and finite in float32"
+NOT_NEGATIVE = lambda value: 0 <= value <= FLOAT32_MAX, "be at least 0 and finite in float32"
+FACTORS = ("position_jitter", "position_rescale")
+# Fields, the values they accept, and how a message puts it. Fields that a configuration lacks, and `None`, are skipped.
+RANGES = (
+    (("num_hidden_layers", "num_attention_heads", "head_dim"), *AT_LEAST_ONE),
+    (("num_axes",), lambda value: 1 <= value <= MAX_AXES, f"lie in 1 … {MAX_AXES}"),
+    (("rotary_init_scale", "position_perturbation", "position_shift"), *NOT_NEGATIVE),
+    (FACTORS, lambda value: 1 <= value <= FLOAT32_MAX, "be at least 1 and finite in float32, or None"),
+    (("rope_theta", "min_frequency", "max_frequency"), *POSITIVE),
+    (("unrotated_share",), *SHARE),
+)
+
+
+@dataclass
+class RotaryFields:
+    r"""
+    The position encoding of a model, a patch or a layer.
+
+    Args:
+        position_encoding (`str`, defaults to `"liere"`):
+            `"none"`, `"absolute"` (learned table), `"axial_rope"` (fixed frequencies, each serving one axis, as in
+            VisionLLaMA and RoPE-ViT), `"golden_gate_rope"` (fixed frequencies of all axes, evenly spread directions),
+            `"rope_mixed"` (learned 2-D rotations, RoPE-Mixed), `"liere"` (LieRE: free generators), `"comrope_ap"` or
+            `"comrope_ld"` (ComRoPE: generators that commute), `"cayley_string"` (RoPE-Mixed in a learned basis) or
+            `"circulant_string"` (circulant generators; STRING), `"spherical_rope"` (products of rotations about two
+            axes, for images).
+        block_size (`int`, *optional*):
+            Size b of the diagonal blocks of the generators. `None` means 2 for `axial_rope`, `golden_gate_rope` and
+            `rope_mixed`, 3 for `spherical_rope` (no other value is possible there), 8 for `liere`, `comrope_ap` and
+            `comrope_ld`, 16 for `circulant_string` and head_dim for `cayley_string`. LieRE takes 2 … head_dim and
+            leaves the last `head_dim % block_size` channels unrotated; `comrope_ld`, `cayley_string` (even sizes) and
+            `circulant_string` (above 2) need block_size to divide head_dim, `comrope_ap` needs block_size · axes to
+            divide it.
+        share_heads (`bool`, defaults to `False`): One set of generators for all heads of a layer.
+        share_layers (`bool`, defaults to `False`): One set of generators for all layers.
+        rotary_init (`str`, *optional*):
+            `"uniform"` U[0, scale); `"normal"` N(0, scale²); `"frequencies"` (geometric RoPE-Mixed spectrum times
+            scale, for `rope_mixed`, STRING and `liere` with even block_size; for `spherical_rope` that of `axial_rope`)
+            and `"golden_gate"` (golden gate RoPE's times scale, for the same except `spherical_rope`); `"zeros"` (the
+            initial model has no rotations; the multipliers of `comrope_ld` are normal, so that the generators get
+            gradients). `None` means the choice of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`,
+            and for ComRoPE, whose paper states none, that of its code, `normal`; for STRING, whose own could not be
+            seen, and `spherical_rope` `frequencies`.
+        rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
+            `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1. The
+            fixed frequencies of `axial_rope` and `golden_gate_rope` are multiplied by it (`None` means 1).
+        rope_theta (`float`, *optional*):
+            Base of the geometric spectrum of `axial_rope` and `spherical_rope` (`None` means 100) and of
+            `rotary_init="frequencies"` of the others (`None` means 10), as in RoPE-ViT.
+        min_frequency, max_frequency (`float`, *optional*):
+            The band of frequencies, in radians per unit of the coordinate, of `golden_gate_rope` and
+            `rotary_init="golden_gate"`; `None` means 0.1 and 1.
+        unrotated_share (`float`, *optional*):
+            Share of the planes that do not rotate there; `None` means 0.
+        axial_layout (`str`, *optional*):
+            Whether `axial_rope` has the planes of an axis after one another (`"blocks"`, the default) or the axes in
+            turn (`"interleaved"`, as in Qwen3-VL).
+        axial_spectrum (`str`, *optional*):
+            Whether every axis of `axial_rope` has a spectrum of its own (`"full"`, the default) or all planes of a head
+            are one spectrum (`"shared"`), of which every axis has a band in `"blocks"` (Qwen2-VL) and every A-th
+            frequency `"interleaved"` (Qwen3-VL).
+    """
+
+    position_encoding: Literal[("none", "absolute", *ENCODING_TRAITS)] = "liere"
+    block_size: int | None = None
+    share_heads: bool = False
+    share_layers: bool = False
+    rotary_init: Literal["uniform", "normal", "frequencies", "golden_gate", "zeros"] | None = None
+    rotary_init_scale: float | int | None = None
+    rope_theta: float | int | None = None
+    min_frequency: float | int | None = None
+    max_frequency: float | int | None = None
+    unrotated_share: float | int | None = None
+    axial_layout: Literal["blocks", "interleaved"] | None = None
+    axial_spectrum: Literal["full", "shared"] | None = None
+
+    def fill_in_rotations(self) -> None:
+        """Replace `None` by the default of the encoding, where it has one."""
+        traits = traits_of(self)
+        if traits is None:
+            return
+        if self.block_size is None:
+            self.block_size = traits.block_sizes.default or self.head_dim
+        if self.rotary_init is None and traits.learned:
+            self.rotary_init = traits.rotary_inits[0]
+        if self.rotary_init_scale is None and self.rotary_init is not None:
+            self.rotary_init_scale = DEFAULT_ROTARY_INIT_SCALE.get(self.rotary_init, 1.0)
+        if self.rope_theta is None:
+            self.rope_theta = traits.rope_theta
+        for name, value in own_fields(self).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+
+@dataclass
+class GridFields:
+    r"""
+    The coordinates of patches on a grid, and how training moves them.
+
+    Args:
+        coordinates (`str`, *optional*):
+            The coordinate of the patch with index i on an axis of n patches that had n₀ in training: `"index"` i;
+            `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"fixed_grid"` i/(n−1), that is
+            linspace(0, 1, n) (LieRE §5.6); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n;
+            `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on video); `"physical"` ½ +
+            (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times the `spacing` that the
+            model is given with its input. The centre of the input is at ½, the same tissue in the same field of view
+            has the same coordinates whatever the size of voxels, and an input with an extent of one unit has `unit`
+            coordinates. `None` means `index` for the RoPE encodings and STRING, `train_grid` for `liere`, `unit` for
+            ComRoPE, as in the papers.
+        position_perturbation (`float`, defaults to 0.0):
+            σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
+            around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch.
+        position_shift (`float`, defaults to 0.0):
+            DINOv3's augmentation of coordinates during training (its §3.2; `pos_embed_shift`): all patches of a batch
+            are moved together by s_a · (half the extent of the input) on axis a, s_a ~ U[−shift, shift] drawn for
+            every forward pass. In DINOv3 coordinates run from −1 to 1 over the image, so that the same number means
+            the same fraction of the input here, whatever `coordinates` are. Class and register tokens stay where they
+            are, as do `positions` given to the model and the table of training patches.
+        position_jitter (`float`, *optional*):
+            As `position_shift` and after it (`pos_embed_jitter`): distances from the centre of the input, where
+            DINOv3's coordinates are zero, are multiplied by a factor per axis, log-uniform in [1/jitter, jitter].
+        position_rescale (`float`, *optional*):
+            As `position_jitter` and after it (`pos_embed_rescale`), with one factor for all axes, log-uniform in
+            [1/rescale, rescale]. DINOv3 uses 2.
+    """
+
+    coordinates: (
+        Literal["index", "train_grid", "fixed_grid", "train_index", "unit", "unit_width", "physical"] | None
+    ) = None
+    position_perturbation: float | int = 0.0
+    position_shift: float | int = 0.0
+    position_jitter: float | int | None = None
+    position_rescale: float | int | None = None
+
+    def fill_in_coordinates(self) -> None:
+        """Replace `None` by the coordinates of the encoding, if it rotates."""
+        traits = traits_of(self)
+        if self.coordinates is None and traits is not None:
+            self.coordinates = traits.coordinates
+
+
+@strict
+@dataclass
+class EncodingConfig(RotaryFields):
+    """
+    All that a [`RotaryEncoding`] depends on where it is not a part of our models. See [`RotaryFields`] for the rest.
+
+    Args:
+        num_axes: Number A of axes of a position.
+        num_hidden_layers, num_attention_heads, head_dim: Sizes of the attention whose keys are rotated.
+        folded_grids: See [`LieREConfig`].
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: if a field has the wrong type or the fields do not fit together.
+    """
+
+    num_axes: int = 2
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    head_dim: int = 64
+    folded_grids: list[list[int]] | None = None
+
+    def __post_init__(self):
+        self.fill_in_rotations()
+
+    def validate_rotations(self):
+        check_rotations(self)
+
+
+def check_ranges(config, ranges: tuple[tuple[tuple[str, ...], Callable, str], ...]) -> None:
+    """Raises `ValueError` for a value outside of its range, see `RANGES`."""
+    for names, is_accepted, accepted in ranges:
+        for name in names:
+            value = getattr(config, name, None)
+            if value is not None and not is_accepted(value):
+                raise ValueError(f"{name}={value} must {accepted}.")
+
+
+def check_format_version(version: int, newest: int) -> None:
+    """Raises `ValueError` for a format that this release cannot read."""
+    if version > newest:
+        raise ValueError(
+            f"format_version={version} was written by a newer hf_liere; this one reads up to {newest}. Please upgrade "
+            "hf_liere."
+        )
+
+
+def check_rotations(config) -> None:
+    """
+    Args:
+        config: Any with [`RotaryFields`] and sizes of attention, whose fields have the right types, with defaults
+            filled in.
+
+    Raises:
+        ValueError: if a value is out of range, or fields do not fit together.
+    """
+    check_ranges(config, RANGES)
+    _check_own_fields(config)
+    if config.position_encoding in ENCODING_TRAITS:
+        _check_block_size(config)
+        _check_rotary_init(config)
+        if config.folded_grids is not None:
+            _check_folding(config)
+
+
+def _check_block_size(config) -> None:
+    encoding, size, traits = config.position_encoding, config.block_size, traits_of(config)
+    head_dim, axes = config.head_dim, config.num_axes
+    if traits.num_axes not in (None, axes):
+        raise ValueError(
+            f"{encoding} is defined on {traits.num_axes} axes, and there are {axes}: no published form for another "
+            "number is known. Accepted here are the other rotary encodings."
+        )
+    if head_dim < 2:
+        raise ValueError(
+            f"A head_dim of {head_dim} (hidden_size={config.hidden_size} / num_attention_heads="
+            f"{config.num_attention_heads}) cannot be rotated; {encoding} needs at least 2."
+        )
+    sizes, fits = traits.block_sizes, 2 <= size <= head_dim
+    # A size that an encoding fixes is said before that of the head; the sizes of others must be numbers to divide by.
+    if (fits or not sizes.varies) and not sizes.accepts(size, head_dim, axes):
+        rule = sizes.rule.format(size=size, encoding=encoding, head_dim=head_dim, axes=axes)
+        raise ValueError(f"{rule}; {_accepted_sizes(config)}.")
+    if not fits:
+        accepted = f"{encoding} takes 2 … {head_dim}" if sizes.rule is None else _accepted_sizes(config)
+        raise ValueError(f"block_size={size} does not fit a head_dim of {head_dim}: {accepted}.")
+    if traits.planar and traits.serves_one_axis and head_dim < 2 * axes:
+        raise ValueError(
+            f"A head_dim of {head_dim} is too small for {encoding} on {axes} axes: it needs a plane for each axis, "
+            f"so at least {2 * axes}."
+        )
+
+
+def _accepted_sizes(config) -> str:
+    accepted = traits_of(config).block_sizes.accepted(config.head_dim, config.num_axes)
+    return f"accepted here: {accepted or 'none, choose another head_dim'}"
+
+
+def _check_rotary_init(config) -> None:
+    encoding, name, block_size = config.position_encoding, config.rotary_init, config.block_size
+    accepted = accepted_inits(config)
+    if name is None or name in accepted:
+        return
+    if not accepted:
+        raise ValueError(f"rotary_init={name!r}: {encoding} has no parameters to initialise.")
+    available = [
+        f"{other} with an even block_size" if traits.block_sizes is ANY else other
+        for other, traits in ENCODING_TRAITS.items()
+        if name in traits.rotary_inits
+    ]
+    raise ValueError(
+        f"rotary_init={name!r} gives every plane of channels a frequency: it is available for {', '.join(available)}, "
+        f"not for {encoding} with block_size={block_size}, which accepts {', '.join(accepted)}."
+    )
+
+
+def _check_own_fields(config) -> None:
+    given = {name: value for name in OWN_FIELDS if (value := getattr(config, name)) is not None}
+    if refused := {name: value for name, value in given.items() if name not in own_fields(config)}:
+        raise ValueError(
+            f"{refused} would do nothing with position_encoding={config.position_encoding!r} and rotary_init="
+            f"{config.rotary_init!r}: axial_layout and axial_spectrum belong to axial_rope, the others to "
+            "golden_gate_rope and to rotary_init='golden_gate'."
+        )
+    if given.get("min_frequency", 0) > given.get("max_frequency", 0):
+        raise ValueError(
+            f"min_frequency={config.min_frequency} must not be above max_frequency={config.max_frequency}."
+        )
+
+
+def _check_folding(config) -> None:
+    grids = config.folded_grids
+    if grids and not needs_exponential(config):
+        raise ValueError(
+            f"folded_grids={grids}: only liere with block_size above 2 has rotations to keep; accepted for "
+            f"{config.position_encoding}: [] or None."
+        )
+    if grids and getattr(config, "coordinates", None) == "physical":
+        raise ValueError(
+            f"folded_grids={grids}: with coordinates='physical' the rotations of a grid depend on the spacing of the "
+            "input, so that none can be kept."
+        )
+    for grid in grids:
+        if len(grid) != config.num_axes or any(size < 1 for size in grid):
+            raise ValueError(f"folded_grids: {grid} must be {config.num_axes} numbers of patches, one per axis.")
