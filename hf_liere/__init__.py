@@ -4,6 +4,7 @@ from . import kernels  # noqa: F401 (registers itself)
 from .auto import load_peft, register
 from .conversion.upgrades import upgrade_encoding
 from .models.encoding.positions import grid_positions
+from .models.encoding.rotary_embedding import LieRotaryEmbedding
 from .models.patched.rotary_patch import RotaryPatchConfig
 from .models.transformer.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from .models.transformer.modeling_liere import (
@@ -19,7 +20,6 @@ from .models.transformer.modeling_liere_tokens import (
 )
 from .models.transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from .models.transformer.patch_batches import batch_of_patches
-from .models.transformer.rotary_embedding import LieRotaryEmbedding
 from .patching import peft_adapters  # noqa: F401 (guards peft once that is imported)
 from .patching.adapters import load_rotary, save_rotary
 from .patching.apply import complete_model, is_patched, patch, rotary_parameters, set_absolute_weight, unpatch

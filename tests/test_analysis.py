@@ -141,7 +141,7 @@ def test_rotations_are_those_of_attention(classifier):
     """Against the rotations that the model hands to its layers, for patches of its own grid."""
     for fields in map(encoding_fields, ENCODINGS):
         model = classifier(**fields).liere
-        positions = model.grid_positions((4, 4), None, torch.device("cpu")).coordinates[1:]
+        positions = model.grid_positions((4, 4), torch.device("cpu")).coordinates[1:]
         product = ENCODING_TRAITS[model.config.position_encoding].product
         ours = rotations(generators(model.rotary_encoding), positions, product)
         for layer, rotation in enumerate(model.rotary_encoding(of_coordinates(positions))):
@@ -275,7 +275,7 @@ def test_output_change(classifier):
     model = classifier()
     found = output_change(model, images, batch_size=1, offsets=[0.0, 2.0])
     # Four patches from 0 to 1: two patches are ⅔.
-    positions = model.liere.grid_positions((4, 4), None, torch.device("cpu")).coordinates[1:]
+    positions = model.liere.grid_positions((4, 4), torch.device("cpu")).coordinates[1:]
     with torch.no_grad():
         before = model.liere(images, positions=positions).pooler_output
         after = model.liere(images, positions=positions + 2 / 3).pooler_output

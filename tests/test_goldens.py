@@ -232,7 +232,7 @@ def test_rotations(case):
         run = next((run for run in case.facts["runs"] if run["input"].endswith(f"/{tag}")), case.facts["runs"][0])
         pixels = model.liere.pixels(case.pixels(run["input"]))
         grid = model.liere.embeddings.patch_embeddings.grid(pixels)
-        positions = model.liere.grid_positions(grid, None, pixels.device)
+        positions = model.liere.grid_positions(grid, pixels.device)
         rotations, head_dim = model.liere.rotations(positions), model.config.head_dim
         if case.source == "liere":
             if f"position/{tag}" in case.tensors:

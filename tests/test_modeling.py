@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import ViTConfig, ViTForImageClassification
 
 import hf_liere
-from hf_liere.models.encoding.positions import augmentation, of_coordinates, of_grid
+from hf_liere.models.encoding.displacements import augmentation
+from hf_liere.models.encoding.positions import of_coordinates, of_grid
 
 
 def classifier(config, implementation="sdpa"):
@@ -142,7 +143,7 @@ def test_rotate_prefix_puts_the_class_token_at_the_centre(tiny):
     outputs = {}
     for rotate_prefix in (False, True):
         model = classifier(tiny(rotate_prefix=rotate_prefix, num_register_tokens=1, **fields_of("comrope_ld")))
-        positions = model.liere.grid_positions((4, 4), None, torch.device("cpu"))
+        positions = model.liere.grid_positions((4, 4), torch.device("cpu"))
         rotation = model.liere.rotations(positions)[0].cos_sin
         centre = model.liere.rotary_encoding(of_coordinates(torch.tensor([[0.5, 0.5]])))[0].cos_sin
         expected = centre if rotate_prefix else torch.tensor([1.0, 0.0]).expand_as(centre)

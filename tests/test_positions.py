@@ -5,13 +5,12 @@ import torch
 from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
 
 from hf_liere import grid_positions
+from hf_liere.models.encoding.displacements import augmentation, perturbation
 from hf_liere.models.encoding.positions import (
     TokenPositions,
-    augmentation,
     check_coordinates,
     check_shape,
     of_grid,
-    perturbation,
     with_prefix,
 )
 

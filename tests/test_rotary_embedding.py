@@ -213,7 +213,7 @@ def test_the_image_model_rotates_as_the_layer(encoding):
     model = LieREViTModel(config)
     rotary = build(encoding, num_key_value_heads=HEADS, num_layers=2, rope_theta=config.rope_theta)
     rotary.encoding.load_state_dict(model.rotary_encoding.state_dict())
-    positions = model.grid_positions((4, 4), None, torch.device("cpu"))
+    positions = model.grid_positions((4, 4), torch.device("cpu"))
     query, key = inputs(tokens=17, key_heads=HEADS)
     for layer, rotation in enumerate(model.rotations(positions)):
         of_model = [rotation.change_basis(x) for x in (query, key)]

@@ -246,7 +246,7 @@ def test_large_rotations_are_computed_layer_by_layer(tiny, monkeypatch):
     model.zero_grad()
     monkeypatch.setattr("hf_liere.models.encoding.encodings.ALL_LAYERS_BYTES", 1000)
     grid = model.config.train_grid
-    rotations = model.rotations(model.grid_positions(grid, None, pixel_values.device))
+    rotations = model.rotations(model.grid_positions(grid, pixel_values.device))
     assert iter(rotations) is rotations, "a layer's rotations must be freed before the next layer's are made"
     pooled = model(pixel_values).pooler_output
     pooled.sum().backward()

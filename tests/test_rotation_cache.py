@@ -72,7 +72,7 @@ def test_changed_generators_are_seen(tiny, encoding):
 def test_other_coordinates_of_a_grid_are_seen(tiny):
     """A table that is read at coordinates and rotations give the prefix different places on the same grid."""
     model, grid = build(tiny, "liere", coordinates="index"), (4, 4)
-    positions = model.grid_positions(grid, None, torch.device("cpu"))
+    positions = model.grid_positions(grid, torch.device("cpu"))
     with torch.no_grad():
         first = model.rotary_encoding(positions)[0].blocks
         scaled = positions._replace(coordinates=positions.placed().coordinates * 2)

@@ -78,7 +78,7 @@ def test_the_offset_is_in_extents_of_a_training_image(tiny):
     shifts = {}
     for encoding, extent in (("comrope_ld", 1), ("liere", 1), ("rope_mixed", 4)):
         encoder = hf_liere.LieREViTModel(tiny(position_encoding=encoding))
-        without = encoder.grid_positions((4, 4), None, torch.device("cpu")).coordinates[1:]
+        without = encoder.grid_positions((4, 4), torch.device("cpu")).coordinates[1:]
         moved = shifted_positions(encoder, (4, 4), 0.5, seed=3)[-16:] - without
         assert (moved - moved[0]).abs().max() < 1e-12
         shifts[encoding] = moved[0] / extent

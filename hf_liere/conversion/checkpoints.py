@@ -51,8 +51,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..models.transformer.configuration_liere import LieREConfig, LieREVideoConfig, LieREViTConfig
-from ..models.transformer.modeling_liere import LieREPreTrainedModel, LieREViTForImageClassification, LieREViTModel
+from ..models.transformer.modeling_liere import LieREViTForImageClassification, LieREViTModel
 from ..models.transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
+from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError, SourceTensors, require_one_of
 from .sources import CONVERTERS, SOURCES, detect_source, options_from_config, require_options
 

@@ -7,7 +7,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ..models.transformer.configuration_liere import LieREConfig
-from ..models.transformer.modeling_liere import LieREPreTrainedModel
+from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError
 
 

@@ -7,7 +7,7 @@ import torch
 from ..auto import load_checkpoint
 from ..models.patched.modeling_patched import TYPE_PREFIX
 from ..models.transformer.configuration_liere import LieREConfig, LieREViTConfig
-from ..models.transformer.modeling_liere import LieREPreTrainedModel
+from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError, sizes
 from .checkpoints import convert_state_dict
 from .reading import OWN_MODEL_TYPES, json_beside, locate, read_checkpoint

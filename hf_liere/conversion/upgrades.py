@@ -34,7 +34,7 @@ from ..models.encoding.encodings_in_basis import EncodingInBasis
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.rotation.lie_algebra import common_planes, skew, skew_entries
 from ..models.transformer.configuration_liere import LieREConfig
-from ..models.transformer.modeling_liere import LieREPreTrainedModel
+from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError
 from .rebuilding import changed_config, encoder_of, rebuilt
 

@@ -120,7 +120,7 @@ def shifted_positions(encoder: PreTrainedModel, grid: tuple[int, ...], strength:
     the offset in what these tokens attend to.
     """
     config = encoder.config
-    positions = encoder.grid_positions(grid, None, torch.device("cpu")).coordinates
+    positions = encoder.grid_positions(grid, torch.device("cpu")).coordinates
     if not config.rotate_prefix and config.position_table_size is None:
         positions = positions[config.num_prefix_tokens :]
     extents = config.train_grid if config.coordinates in COUNTING_COORDINATES else (1,) * len(grid)

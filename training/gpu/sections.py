@@ -105,7 +105,7 @@ def _rotation_error(model) -> float:
     """Of the first and last layer, and two heads of each."""
     config, error = model.config, 0.0
     parameters = {name.split(".")[-1]: parameter for name, parameter in model.rotary_parameters()}
-    positions = model.liere.grid_positions(config.train_grid, None, model.device)
+    positions = model.liere.grid_positions(config.train_grid, model.device)
     rotations: list[Rotation] = list(model.liere.rotations(positions))
     for layer, head in itertools.product((0, config.num_hidden_layers - 1), (0, config.num_attention_heads - 1)):
         matrices = rotations[layer].matrices()

@@ -78,7 +78,7 @@ class Addition:
     def rotations(self) -> Iterable[Rotation]:
         """Those of every layer, as a pass of the model computes them."""
         query, _ = self.states.layers[0]
-        return self.encoder.rotations(self.encoder.grid_positions(self.grid, None, self.device), query.dtype)
+        return self.encoder.rotations(self.encoder.grid_positions(self.grid, self.device), query.dtype)
 
     def rotated(self) -> list[torch.Tensor]:
         """

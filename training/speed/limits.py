@@ -46,7 +46,7 @@ def needed_work(addition: Addition) -> Work:
     the blocks themselves, is left out.
     """
     encoder, encoding = addition.encoder, addition.encoder.rotary_encoding
-    positions = encoder.grid_positions(addition.grid, None, addition.device)
+    positions = encoder.grid_positions(addition.grid, addition.device)
     rotation = next(iter(encoder.rotations(positions)))
     planes = rotation.num_planes()
     learned = addition.training and any(parameter.requires_grad for parameter in encoding.parameters())

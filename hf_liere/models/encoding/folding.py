@@ -130,8 +130,8 @@ def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
 
 
 @torch.no_grad()
-def fold_rotations(model: nn.Module, encoder_class: type, grids: Iterable[tuple[int, ...]] | None) -> nn.Module:
-    """A copy of a model around an encoder, see `LieREPreTrainedModel.fold_rotations`."""
+def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) -> nn.Module:
+    """See `LieREPreTrainedModel.fold_rotations`."""
     config = model.config
     if config.folded_grids is not None or config.position_encoding not in ENCODING_CLASSES:
         raise ValueError(
@@ -146,7 +146,7 @@ def fold_rotations(model: nn.Module, encoder_class: type, grids: Iterable[tuple[
             "generators commute."
         )
     folded = _copied(model)
-    encoder = next(module for module in folded.modules() if isinstance(module, encoder_class))
+    encoder = next(module for module in folded.modules() if "rotary_encoding" in module._modules)
     grids = [config.train_grid] if grids is None else list(grids)
     # All modules share one configuration.
     folded.config.folded_grids = [list(grid) for grid in grids] if constant else []
@@ -159,7 +159,7 @@ def fold_rotations(model: nn.Module, encoder_class: type, grids: Iterable[tuple[
     rotations = {}
     if constant:
         for grid in map(tuple, grids):
-            rotations[grid_name(grid)] = encoder.rotations(encoder.grid_positions(grid, None, reference.device))
+            rotations[grid_name(grid)] = encoder.rotations(encoder.grid_positions(grid, reference.device))
     encoder.rotary_encoding = build_rotary_encoding(folded.config, config.num_axes).to(reference)
     if constant:
         encoder.rotary_encoding.take_over(encoding, rotations)

@@ -288,31 +288,6 @@ def of_extents(
     return of_coordinates(patches, num_prefix_tokens, prefix_coordinate)
 
 
-def of_shapes(
-    shapes: torch.Tensor,
-    num_patches: int,
-    train_grid: tuple[int, ...],
-    coordinates: str,
-    num_prefix_tokens: int = 0,
-    prefix_coordinate: float = 0.0,
-) -> TokenPositions:
-    """
-    As [`of_grid`] for samples of different sizes, by operations that do not depend on the sizes; those of padding mean
-    nothing.
-
-    Args:
-        shapes: (B, A) patches per axis of every sample, in the working type.
-        num_patches: N, padding included.
-    """
-    place, index = COORDINATES[coordinates], torch.arange(num_patches, device=shapes.device, dtype=shapes.dtype)
-    strides = shapes.flip(-1).cumprod(-1).flip(-1).roll(-1, dims=-1)
-    strides = torch.cat([strides[:, :-1], torch.ones_like(strides[:, -1:])], dim=-1).unsqueeze(1)  # (B, 1, A)
-    sizes = shapes.unsqueeze(1)
-    indices = (index.view(1, -1, 1) / strides).floor().remainder(sizes)  # (B, N, A)
-    patches = place(indices, sizes, shapes.new_tensor(train_grid), sizes[..., -1:])
-    return of_coordinates(patches, num_prefix_tokens, prefix_coordinate)
-
-
 def of_coordinates(
     coordinates: torch.Tensor, num_prefix_tokens: int = 0, prefix_coordinate: float | None = 0.0
 ) -> TokenPositions:
@@ -333,89 +308,6 @@ def patch_indices(
     axes = [torch.arange(size, device=device, dtype=dtype) for size in grid]
     indices = torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)
     return indices if offsets is None else indices + offsets
-
-
-def perturbation(
-    grid: tuple[int, ...], strength: float, device: torch.device | None, dtype: torch.dtype = torch.float64
-) -> torch.Tensor:
-    """
-    Random displacements of patches, ComRoPE eq. (11): normal with a standard deviation of `strength` patch extents,
-    truncated to the patch. Truncated, not clamped: no mass gathers at the patch's border.
-
-    Returns:
-        (N, A) displacements in patch extents, in [−½, ½].
-    """
-    bound = math.erf(0.5 / (strength * math.sqrt(2)))
-    quantiles = torch.rand(math.prod(grid), len(grid), device=device, dtype=dtype).mul(2).sub(1).mul(bound)
-    return torch.erfinv(quantiles).mul(strength * math.sqrt(2)).clamp(-0.5, 0.5)
-
-
-def displacements(
-    config,
-    grid: tuple[int, ...],
-    given: torch.Tensor | None,
-    device: torch.device | None,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """
-    What a forward pass in training draws, for a [`LieREConfig`] or a [`RotaryPatchConfig`].
-
-    Args:
-        given: (…, N, A) displacements that the input itself has, of frames at irregular times, or `None`.
-
-    Returns:
-        Displacements of patches in patch extents, `None` for none: (N, A) of [`perturbation`], which also act on a
-        table of training patches, and (…, N, A) of all together, with those of [`augmentation`], which act on
-        coordinates.
-    """
-    perturbed, placed = None, given
-    if config.position_perturbation:
-        perturbed = perturbation(grid, config.position_perturbation, device, dtype)
-        placed = perturbed if given is None else given + perturbed
-    strengths = config.position_shift, config.position_jitter, config.position_rescale
-    return perturbed, augmentation(grid, placed, *strengths, device, dtype)
-
-
-def augmentation(
-    grid: tuple[int, ...],
-    offsets: torch.Tensor | None,
-    shift: float,
-    jitter: float | None,
-    rescale: float | None,
-    device: torch.device | None,
-    dtype: torch.dtype = torch.float64,
-) -> torch.Tensor | None:
-    """
-    Displacements of patches as DINOv3 (§3.2 and its code) augments coordinates x that run from −1 to 1 over an input:
-    x ← (x + s) · j · r, with one s_a ~ U[−shift, shift] and one j_a ~ exp U[−log jitter, log jitter] per axis, and one
-    r ~ exp U[−log rescale, log rescale] for all axes. All patches share these numbers.
-
-    Args:
-        offsets: (…, patches, A) displacements in patch extents that come before, or `None`.
-        shift: In half extents of the input; 0 for none.
-        jitter, rescale: 1 and above; `None` for none.
-
-    Returns:
-        (…, patches, A) displacements in patch extents, or `offsets` where there is nothing to draw.
-    """
-    if not shift and jitter is None and rescale is None:
-        return offsets
-    regular = patch_indices(grid, None, device, dtype)
-    half = regular.new_tensor(grid) / 2
-    centre = half - 0.5
-    placed = (regular if offsets is None else regular + offsets) - centre
-    if shift:
-        placed = placed + _uniform(shift, len(grid), regular) * half
-    if jitter is not None:
-        placed = placed * _uniform(math.log(jitter), len(grid), regular).exp()
-    if rescale is not None:
-        placed = placed * _uniform(math.log(rescale), 1, regular).exp()
-    return placed + centre - regular
-
-
-def _uniform(bound: float, length: int, like: torch.Tensor) -> torch.Tensor:
-    """(length,) numbers from U[−bound, bound], of the type and on the device of `like`."""
-    return torch.rand(length, device=like.device, dtype=like.dtype).mul(2).sub(1).mul(bound)
 
 
 def with_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: float) -> torch.Tensor:
@@ -466,3 +358,20 @@ def check_coordinates(positions: torch.Tensor) -> None:
         raise ValueError(f"positions are {positions.dtype}; a floating point type is needed.")
     if not values_are_unknown(positions) and not torch.isfinite(positions).all():
         raise ValueError(f"positions hold {(~torch.isfinite(positions)).sum().item()} values that are not finite.")
+
+
+def without_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    """
+    (…, N, C) values of tokens, or of those after prefix tokens, with zeros for hidden tokens: what stands there, even
+    infinity and NaN, reaches neither outputs nor gradients.
+
+    Args:
+        visible: (B, N), false for hidden tokens. Values that samples share are hidden where all of them hide theirs.
+    """
+    if visible is None:
+        return values
+    visible = visible.to(values.device, torch.bool)
+    if values.ndim == 2 or values.shape[0] != len(visible):
+        visible = visible.any(dim=0)
+    visible = torch.nn.functional.pad(visible, (values.shape[-2] - visible.shape[-1], 0), value=True)
+    return values.masked_fill(~visible.unsqueeze(-1), 0)

@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from ..encoding.positions import TokenPositions, displacements, of_coordinates, of_grid
+from ..encoding.displacements import displacements
+from ..encoding.positions import TokenPositions, of_coordinates, of_grid
 from ..rotation.lie_algebra import product_dtype, working_dtype
 from ..rotation.rotation import Rotation
 from ..transformer.configuration_liere import pair

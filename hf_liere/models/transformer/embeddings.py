@@ -12,23 +12,6 @@ from .configuration_liere import LieREConfig, LieREPixelConfig, LieRETokensConfi
 from .patch_batches import cut
 
 
-def without_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-    """
-    (…, N, C) values of tokens, or of those after prefix tokens, with zeros for hidden tokens: what stands there, even
-    infinity and NaN, reaches neither outputs nor gradients.
-
-    Args:
-        visible: (B, N), false for hidden tokens. Values that samples share are hidden where all of them hide theirs.
-    """
-    if visible is None:
-        return values
-    visible = visible.to(values.device, torch.bool)
-    if values.ndim == 2 or values.shape[0] != len(visible):
-        visible = visible.any(dim=0)
-    visible = nn.functional.pad(visible, (values.shape[-2] - visible.shape[-1], 0), value=True)
-    return values.masked_fill(~visible.unsqueeze(-1), 0)
-
-
 class LieREPatchEmbeddings(nn.Module):
     """Linear embedding of non-overlapping patches: (B, C, *sizes) → (B, patches, hidden_size), in raster order."""
 

@@ -8,14 +8,13 @@ Transformers with learned rotary position encodings.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
-from transformers import initialization as init
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import (
@@ -24,118 +23,24 @@ from transformers.modeling_outputs import (
     ImageClassifierOutput,
     MaskedImageModelingOutput,
 )
-from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from ..encoding.encoding_traits import DISPLACEMENTS
-from ..encoding.encodings import RotaryEncoding
-from ..encoding.folding import build_rotary_encoding, fold_rotations
-from ..encoding.positions import (
-    GroupedPositions,
-    TokenPositions,
-    check_coordinates,
-    check_shape,
-    displacements,
-    of_coordinates,
-    of_extents,
-    of_grid,
-    of_shapes,
-    padded_rows,
-)
-from ..rotation.lie_algebra import product_dtype, working_dtype
+from ..encoding.folding import build_rotary_encoding
+from ..encoding.physical import refuse_spacing
+from ..encoding.placement import place_batch, place_given, place_grid, place_input, rotated_positions
+from ..encoding.positions import GroupedPositions, TokenPositions, padded_rows, without_hidden
+from ..rotation.lie_algebra import product_dtype
 from ..rotation.rotation import Rotation, gather_tokens
-from ..rotation.tracing import values_are_unknown
-from .attention import LieREAttention
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieREViTConfig
-from .embeddings import LieREEmbeddings, LieRETokenEmbeddings, without_hidden
-from .layers import LieRELayer, LieRELayerScale, build_classifier
-from .patch_batches import check_patches, distinct_grids, refuse_patches
+from .embeddings import LieREEmbeddings, LieRETokenEmbeddings
+from .layers import LieRELayer, build_classifier
+from .patch_batches import check_patches, refuse_patches
 from .patch_dropout import gather_mask, kept_tokens, refuse_patch_dropout
-from .physical import physical_extents, refuse_spacing
 from .pooling import pool, visible_tokens
-
-
-class LieREPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialisation shared by all models."""
-
-    config: LieREConfig
-    base_model_prefix = "liere"
-    main_input_name = "pixel_values"
-    input_modalities = ("image",)
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["LieREEmbeddings", "LieRELayer"]
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
-    _can_record_outputs = {"hidden_states": LieRELayer, "attentions": LieREAttention}
-    _input_embed_layer = "patch_embeddings"
-    # A generator rounded to bfloat16 rotates distant patches by several degrees too much.
-    _keep_in_fp32_modules_strict = ["rotary_encoding"]
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, LieRETokenEmbeddings):
-            for parameter in (module.cls_token, module.register_tokens, module.position_embeddings):
-                if parameter is not None:
-                    init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
-            if module.mask_token is not None:
-                init.zeros_(module.mask_token)
-        elif isinstance(module, LieRELayerScale):
-            init.constant_(module.scale, module.initial_value)
-        elif isinstance(module, RotaryEncoding):
-            module.reset_parameters()
-
-    def post_init(self) -> None:
-        super().post_init()
-        # Not every encoding has parameters.
-        if next(self.rotary_parameters(), None) is None:
-            self._keep_in_fp32_modules_strict -= {"rotary_encoding"}
-        if self.config.folded_grids is not None:
-            self.eval()
-
-    def train(self, mode: bool = True):
-        """
-        Raises:
-            ValueError: if the model is folded, see `fold_rotations`.
-        """
-        # transformers sets a mode before there is a configuration.
-        if mode and getattr(self, "config", None) is not None and self.config.folded_grids is not None:
-            raise ValueError(
-                "The rotations of this model are folded (folded_grids="
-                f"{self.config.folded_grids}), which is for inference: train the model it was made from."
-            )
-        return super().train(mode)
-
-    def fold_rotations(self, grids: Iterable[tuple[int, ...]] | None = None) -> "LieREPreTrainedModel":
-        """
-        A copy of the model for inference: commuting rotations cost as much as RoPE, dense ones are constants.
-
-        Commuting encodings become RoPE: exp(s S) = U rot(s μ) Uᵀ, with Uᵀ in the query and key weights. Dense rotations
-        of LieRE become constants for the grids that are asked for; on others they are computed as before. The copy is
-        saved and loaded like any model, and `config.folded_grids` says what it is.
-
-        Args:
-            grids: Patches per axis, for example `[(14, 14)]`; `None` means the grid of the training input. Needed by
-                LieRE with a block size above 2 only.
-
-        Raises:
-            ValueError: if the model is folded already or has no rotations, its weights are offloaded or computed by
-                hooks (pruning), or adapters or quantized layers stand where weights would have to be changed.
-            `huggingface_hub.errors.StrictDataclassError`: if a grid does not fit the configuration.
-        """
-        return fold_rotations(self, LieREEncoderModel, grids)
-
-    def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of generators and multipliers: train them without weight decay."""
-        for name, parameter in self.named_parameters():
-            if "rotary_encoding." in name:
-                yield name, parameter
+from .pretrained import LieREPreTrainedModel
 
 
 @dataclass
@@ -165,53 +70,13 @@ class LieREEncoderModel(LieREPreTrainedModel):
         self.layernorm = nn.Identity() if config.final_norm == "none" else norm()
         self.post_init()
 
-    def given_positions(
-        self, coordinates: torch.Tensor, batch_size: int, num_tokens: int, visible: torch.Tensor | None = None
-    ) -> TokenPositions:
-        """
-        Positions of all tokens from coordinates of the input's `num_tokens`, or of all, as `forward` takes them; those
-        of tokens that are not `visible`, (B, N), are not looked at.
-
-        Raises:
-            ValueError: as [`check_shape`] and [`check_coordinates`], or if nothing in the model uses positions.
-        """
-        config = self.config
-        if not config.uses_positions:
-            raise ValueError(
-                f"positions were given, but position_encoding={config.position_encoding!r} has no rotations."
-            )
-        placed = config.num_prefix_tokens if self._prefix_is_placed else 0
-        check_shape(coordinates, batch_size, num_tokens, config.num_axes, placed)
-        coordinates = without_hidden(coordinates, visible)
-        check_coordinates(coordinates)
-        prefix_coordinate = config.prefix_coordinate if placed else 0.0
-        has_prefix = coordinates.shape[-2] > num_tokens
-        coordinates = self.scaled(coordinates)
-        return of_coordinates(coordinates, config.num_prefix_tokens, None if has_prefix else prefix_coordinate)
-
-    def scaled(self, positions: torch.Tensor) -> torch.Tensor:
-        """(…, N, A) positions as the user gives them → coordinates of the encoding: the same."""
-        return positions
-
-    @property
-    def _prefix_is_placed(self) -> bool:
-        """Whether class and register tokens have coordinates, for rotations or a table that is read at coordinates."""
-        return self.config.rotate_prefix or self.config.position_table_size is not None
-
-    @property
-    def _prefix(self) -> tuple[int, float]:
-        """Number of class and register tokens, and their coordinate on every axis."""
-        return self.config.num_prefix_tokens, self.config.prefix_coordinate if self._prefix_is_placed else 0.0
-
     def rotations(
         self, positions: TokenPositions | GroupedPositions | None, states: torch.dtype | None = None
     ) -> Iterable[Rotation | None]:
         """One rotation per layer for tokens at these positions and queries of type `states`, or `None` for each."""
         if self.rotary_encoding is None:
             return [None] * len(self.layers)
-        if not self.config.rotate_prefix and self.config.position_table_size is not None:
-            positions = positions.prefix_at_zero()
-        return self.rotary_encoding(positions, states)
+        return self.rotary_encoding(rotated_positions(self.config, positions), states)
 
     def transform(
         self,
@@ -271,25 +136,9 @@ class LieREPixelModel(LieREEncoderModel):
         """(B, C, *sizes) view of what the user passes."""
         return pixel_values
 
-    def grid_positions(
-        self,
-        grid: tuple[int, ...],
-        offsets: torch.Tensor | None,
-        device: torch.device,
-        extents: torch.Tensor | None = None,
-    ) -> TokenPositions | None:
-        """
-        Positions of all tokens of a grid of patches; `None` where nothing in the model uses them. Those that are
-        `physical` need the `extents` of a patch, see [`physical_extents`].
-        """
-        config = self.config
-        if not config.uses_positions:
-            return None
-        if extents is not None:
-            return of_extents(grid, extents, *self._prefix, offsets)
-        return of_grid(
-            grid, config.train_grid, config.coordinates, *self._prefix, offsets, device, working_dtype(device)
-        )
+    def grid_positions(self, grid: tuple[int, ...], device: torch.device) -> TokenPositions | None:
+        """Positions of all tokens of a grid of patches; `None` where nothing in the model uses them."""
+        return place_grid(self.config, grid, device)
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
@@ -341,81 +190,37 @@ class LieREPixelModel(LieREEncoderModel):
                 all that are averaged.
         """
         refuse_spacing(self.config, spacing, frame_times, positions)
-        present = None
+        config, embeddings, present = self.config, self.embeddings, None
+        # Positions that are given replace those of the grid.
+        options = {"spacing": spacing, "training": self.training, "needs_positions": positions is None}
         if spatial_shapes is None and pixel_attention_mask is None:
-            pixels = self.pixels(pixel_values)
-            grid = self.embeddings.patch_embeddings.grid(pixels)
+            pixels = self.pixels(pixel_values)  # (B, C, *sizes)
+            grid = embeddings.patch_embeddings.grid(pixels)
             num_patches = math.prod(grid)
-            table, placed = self.placed(grid, pixels.shape[0], pixels.device, spacing, frame_times, positions is None)
+            place = place_input(config, grid, pixels.shape[0], pixels.device, frame_times=frame_times, **options)
+            placed, table = place.positions, embeddings.patch_table(grid, place.offsets)
         else:
             if attention_mask is not None or frame_times is not None:
                 raise ValueError(
                     "attention_mask and frame_times were given beside spatial_shapes: inputs of different sizes take "
                     "pixel_attention_mask and spacing."
                 )
-            present = check_patches(self.config, pixel_values, pixel_attention_mask, spatial_shapes)
+            present = check_patches(config, pixel_values, pixel_attention_mask, spatial_shapes)  # (B, N)
             pixels, num_patches = without_hidden(pixel_values, present), pixel_values.shape[1]
-            table, placed = self.placed_patches(spatial_shapes, pixels, spacing, positions is None)
-            prefix = present.new_ones(present.shape[0], self.config.num_prefix_tokens)
-            attention_mask = torch.cat([prefix, present], dim=1)
-        if positions is not None:
-            placed = self.given_positions(positions, pixels.shape[0], num_patches, present)
-        embeddings = self.embeddings(pixels, table, bool_masked_pos, placed)
-        dropped = self.config.patch_dropout_prob if self.training else 0.0
-        return self.transform(embeddings, placed, attention_mask, dropped, **kwargs)
-
-    def placed(
-        self,
-        grid: tuple[int, ...],
-        batch_size: int,
-        device: torch.device,
-        spacing: torch.Tensor | None = None,
-        frame_times: torch.Tensor | None = None,
-        needs_positions: bool = True,
-    ) -> tuple[torch.Tensor | None, TokenPositions | None]:
-        """
-        The learned table (1, N, hidden_size) for a grid and, if needed, the positions of all tokens, both displaced as
-        training asks for; `None` where the model has none.
-        """
-        config, dtype = self.config, working_dtype(device)
-        extents = offsets = displaced = None
-        if config.coordinates == "physical" and needs_positions:
-            extents, displaced = physical_extents(config, grid, batch_size, spacing, frame_times, device, dtype)
-        if self.training:
-            offsets, displaced = displacements(config, grid, displaced, device, dtype)
-        table = self.embeddings.patch_table(grid, offsets)
-        return table, self.grid_positions(grid, displaced, device, extents) if needs_positions else None
-
-    def placed_patches(
-        self,
-        spatial_shapes: torch.Tensor,
-        pixels: torch.Tensor,
-        spacing: torch.Tensor | None,
-        needs_positions: bool,
-    ) -> tuple[torch.Tensor | None, TokenPositions | GroupedPositions | None]:
-        """
-        As [`placed`], for (B, N, patch pixels) patches of samples with (B, A) grids of their own: (B, N, hidden_size)
-        and positions that exist once for every distinct grid.
-        """
-        config, num_patches, device = self.config, pixels.shape[1], pixels.device
-        has_table, needs_positions = self.embeddings.has_table, needs_positions and config.uses_positions
-        if not has_table and not needs_positions:
-            return None, None
-        drawn = self.training and any(getattr(config, name) != value for name, value in DISPLACEMENTS.items())
-        by_grid = has_table or config.coordinates == "physical" or drawn
-        if values_are_unknown(spatial_shapes) and not by_grid:
-            shapes = spatial_shapes.to(device, working_dtype(device))
-            return None, of_shapes(shapes, num_patches, config.train_grid, config.coordinates, *self._prefix)
-        grids = distinct_grids(spatial_shapes, spacing, device)
-        samples = tuple(indices for *_, indices in grids)
-        tables, groups = zip(
-            *(
-                self.placed(grid, len(rows), device, of_grid, needs_positions=needs_positions)
-                for grid, of_grid, rows in grids
+            places, samples, placed = place_batch(
+                config, spatial_shapes, num_patches, pixels.device, has_table=embeddings.has_table, **options
             )
-        )
-        table = padded_rows([part[0] for part in tables], samples, num_patches) if has_table else None
-        return table, GroupedPositions(groups, samples) if needs_positions else None
+            table = None
+            if embeddings.has_table:
+                tables = [embeddings.patch_table(place.grid, place.offsets)[0] for place in places]
+                table = padded_rows(tables, samples, num_patches)
+            prefix = present.new_ones(present.shape[0], config.num_prefix_tokens)
+            attention_mask = torch.cat([prefix, present], dim=1)  # (B, prefix + N)
+        if positions is not None:
+            placed = place_given(config, positions, pixels.shape[0], num_patches, present)
+        hidden_states = embeddings(pixels, table, bool_masked_pos, placed)  # (B, prefix + N, hidden_size)
+        dropped = config.patch_dropout_prob if self.training else 0.0
+        return self.transform(hidden_states, placed, attention_mask, dropped, **kwargs)
 
 
 class LieREViTModel(LieREPixelModel):

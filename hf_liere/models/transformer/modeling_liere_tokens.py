@@ -7,13 +7,14 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from ..encoding.positions import TokenPositions, check_coordinates, check_shape
-from ..rotation.lie_algebra import working_dtype
+from ..encoding.placement import place_given
+from ..encoding.positions import TokenPositions, check_coordinates, check_shape, without_hidden
 from ..rotation.tracing import values_are_unknown
 from .configuration_liere import LieRETokensConfig
-from .embeddings import LieREFeatureEmbeddings, without_hidden
+from .embeddings import LieREFeatureEmbeddings
 from .layers import build_classifier
-from .modeling_liere import LieREEncoderModel, LieREPreTrainedModel
+from .modeling_liere import LieREEncoderModel
+from .pretrained import LieREPreTrainedModel
 
 
 IGNORED_LABEL = -100
@@ -59,7 +60,7 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
         """
         config = self.config
         if config.uses_positions and positions is not None:
-            return super().given_positions(positions, batch_size, num_tokens, visible)
+            return place_given(config, positions, batch_size, num_tokens, visible)
         if config.uses_positions:
             raise ValueError(
                 f"position_encoding={config.position_encoding!r} needs positions, of shape "
@@ -69,12 +70,6 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
             check_shape(positions, batch_size, num_tokens, config.num_axes)
             check_coordinates(without_hidden(positions, visible))
         return None
-
-    def scaled(self, positions: torch.Tensor) -> torch.Tensor:
-        """(…, N, A) positions as the user gives them → coordinates of the encoding, see `position_scale`."""
-        positions = positions.to(working_dtype(positions.device))
-        origin, scale = (positions.new_tensor(self.config.by_axis(f"position_{name}")) for name in ("origin", "scale"))
-        return (positions - origin) * scale
 
     def token_mask(
         self, attention_mask: torch.Tensor | object | None, batch_size: int, num_tokens: int

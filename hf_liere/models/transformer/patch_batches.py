@@ -133,29 +133,3 @@ def refuse_patches(what: str, arguments: dict) -> None:
     """Raises `ValueError` if the `arguments` of a model are those of a batch of patches, which `what` does not take."""
     if given := [name for name in ("pixel_attention_mask", "spatial_shapes") if arguments.get(name) is not None]:
         raise ValueError(f"{what} takes inputs of one size, as (batch, channels, height, width); {given} were given.")
-
-
-def distinct_grids(
-    spatial_shapes: torch.Tensor, spacing: torch.Tensor | None, device: torch.device
-) -> list[tuple[tuple[int, ...], torch.Tensor | None, torch.Tensor]]:
-    """
-    The grids of a batch, each with the spacing of its samples, and their indices.
-
-    Args:
-        spatial_shapes: (B, A) patches per axis.
-        spacing: (A,), (B, A) or `None`; samples that differ in it have grids of their own.
-    """
-    spacing = None if spacing is None else torch.as_tensor(spacing)
-    groups = {}
-    for sample, grid in enumerate(map(tuple, spatial_shapes.tolist())):
-        of_sample = spacing[sample] if spacing is not None and spacing.ndim == 2 else spacing
-        key = grid, None if of_sample is None else tuple(of_sample.tolist())
-        groups.setdefault(key, (of_sample, []))[1].append(sample)
-    if not groups:
-        # A batch without samples has the type of one.
-        axes = spatial_shapes.shape[1]
-        groups[(1,) * axes, None] = None if spacing is None else spacing.new_ones(axes), []
-    return [
-        (grid, of_group, torch.tensor(samples, dtype=torch.long, device=device))
-        for (grid, _), (of_group, samples) in groups.items()
-    ]

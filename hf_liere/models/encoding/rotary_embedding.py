@@ -7,13 +7,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from ..encoding.encoding_traits import ENCODING_TRAITS, generators_commute
-from ..encoding.encodings_in_basis import EncodingInBasis
-from ..encoding.folding import build_rotary_encoding
-from ..encoding.positions import GridPositions, TokenPositions, check_coordinates
-from ..encoding.rotary_fields import EncodingConfig
 from ..rotation.rotation import Rotation, rotate_one, rotate_pair
-from .attention import check_foldable, fold_into
+from .encoding_traits import ENCODING_TRAITS, generators_commute
+from .encodings_in_basis import EncodingInBasis
+from .folding import build_rotary_encoding
+from .positions import GridPositions, TokenPositions, check_coordinates
+from .projections import check_foldable, fold_into
+from .rotary_fields import EncodingConfig
 
 
 class LieRotaryEmbedding(nn.Module):

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..encoding.positions import patch_indices
 from ..rotation.tracing import values_are_unknown
+from .positions import patch_indices
 
 
 def physical_extents(

@@ -1,0 +1,218 @@
+"""Placement: from a configuration and an input to the positions of all of its tokens."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..rotation.lie_algebra import working_dtype
+from ..rotation.tracing import values_are_unknown
+from .displacements import displacements
+from .encoding_traits import DISPLACEMENTS
+from .physical import physical_extents
+from .positions import (
+    COORDINATES,
+    GroupedPositions,
+    TokenPositions,
+    check_coordinates,
+    check_shape,
+    of_coordinates,
+    of_extents,
+    of_grid,
+    without_hidden,
+)
+
+
+class Place(NamedTuple):
+    """
+    Where one grid of patches sits.
+
+    Attributes:
+        grid: Patches per axis.
+        offsets: (N, A) displacements of patches in patch extents that also act on a learned table, `None` for none.
+        positions: Of all tokens, `None` where the model uses none.
+    """
+
+    grid: tuple[int, ...]
+    offsets: torch.Tensor | None
+    positions: TokenPositions | None
+
+
+def place_prefix(config) -> tuple[int, float]:
+    """Number of class and register tokens, and their coordinate on every axis; at zero nothing rotates them."""
+    return config.num_prefix_tokens, config.prefix_coordinate if _prefix_is_placed(config) else 0.0
+
+
+def _prefix_is_placed(config) -> bool:
+    return config.rotate_prefix or config.position_table_size is not None
+
+
+def rotated_positions(config, positions: TokenPositions | GroupedPositions) -> TokenPositions | GroupedPositions:
+    """The same tokens as rotations see them: a table may be read where class and register tokens are not rotated."""
+    if config.rotate_prefix or config.position_table_size is None:
+        return positions
+    return positions.prefix_at_zero()
+
+
+def place_grid(
+    config,
+    grid: tuple[int, ...],
+    device: torch.device,
+    offsets: torch.Tensor | None = None,
+    extents: torch.Tensor | None = None,
+) -> TokenPositions | None:
+    """
+    Positions of all tokens of a grid of patches; `None` where nothing in the model uses them.
+
+    Args:
+        config: A [`LieREPixelConfig`].
+        offsets: (…, N, A) displacements of patches in patch extents.
+        extents: (A,) or (B, A) extents of a patch, for `coordinates="physical"`, see [`physical_extents`].
+    """
+    if not config.uses_positions:
+        return None
+    prefix = place_prefix(config)
+    if extents is not None:
+        return of_extents(grid, extents, *prefix, offsets)
+    return of_grid(grid, config.train_grid, config.coordinates, *prefix, offsets, device, working_dtype(device))
+
+
+def place_input(
+    config,
+    grid: tuple[int, ...],
+    batch_size: int,
+    device: torch.device,
+    spacing: torch.Tensor | None,
+    frame_times: torch.Tensor | None,
+    training: bool,
+    needs_positions: bool,
+) -> Place:
+    """
+    Inputs of one size, displaced as training asks for.
+
+    Args:
+        config: A [`LieREPixelConfig`].
+        spacing, frame_times: As `forward` of [`LieREPixelModel`] takes them.
+        needs_positions: Whether no positions were given.
+    """
+    dtype = working_dtype(device)
+    extents = offsets = displaced = None
+    if config.coordinates == "physical" and needs_positions:
+        extents, displaced = physical_extents(config, grid, batch_size, spacing, frame_times, device, dtype)
+    if training:
+        offsets, displaced = displacements(config, grid, displaced, device, dtype)
+    return Place(grid, offsets, place_grid(config, grid, device, displaced, extents) if needs_positions else None)
+
+
+def place_batch(
+    config,
+    spatial_shapes: torch.Tensor,
+    num_patches: int,
+    device: torch.device,
+    spacing: torch.Tensor | None,
+    training: bool,
+    needs_positions: bool,
+    has_table: bool,
+) -> tuple[list[Place], tuple[torch.Tensor, ...], TokenPositions | GroupedPositions | None]:
+    """
+    A batch of samples with (B, A) grids, padded to `num_patches`: computed once for every distinct grid.
+
+    Returns:
+        The places of the distinct grids and the (samples,) indices of each, both empty where no table needs them, and
+        the positions of all tokens.
+    """
+    needs_positions = needs_positions and config.uses_positions
+    if not has_table and not needs_positions:
+        return [], (), None
+    drawn = training and any(getattr(config, name) != value for name, value in DISPLACEMENTS.items())
+    by_grid = has_table or config.coordinates == "physical" or drawn
+    if values_are_unknown(spatial_shapes) and not by_grid:
+        shapes = spatial_shapes.to(device, working_dtype(device))
+        return [], (), of_shapes(shapes, num_patches, config.train_grid, config.coordinates, *place_prefix(config))
+    grids = distinct_grids(spatial_shapes, spacing, device)
+    samples = tuple(indices for *_, indices in grids)
+    places = [
+        place_input(config, grid, len(indices), device, spacing_of_grid, None, training, needs_positions)
+        for grid, spacing_of_grid, indices in grids
+    ]
+    positions = GroupedPositions(tuple(place.positions for place in places), samples) if needs_positions else None
+    return places, samples, positions
+
+
+def place_given(
+    config,
+    coordinates: torch.Tensor,
+    batch_size: int,
+    num_tokens: int,
+    visible: torch.Tensor | None = None,
+) -> TokenPositions:
+    """
+    Positions of all tokens from coordinates of the input's `num_tokens`, or of all, as `forward` takes them; those of
+    tokens that are not `visible`, (B, N), are not looked at.
+
+    Raises:
+        ValueError: as [`check_shape`] and [`check_coordinates`], or if nothing in the model uses positions.
+    """
+    if not config.uses_positions:
+        raise ValueError(f"positions were given, but position_encoding={config.position_encoding!r} has no rotations.")
+    num_prefix_tokens, prefix_coordinate = place_prefix(config)
+    accepted = num_prefix_tokens if _prefix_is_placed(config) else 0
+    check_shape(coordinates, batch_size, num_tokens, config.num_axes, accepted)
+    coordinates = without_hidden(coordinates, visible)
+    check_coordinates(coordinates)
+    has_prefix = coordinates.shape[-2] > num_tokens
+    if (scale := getattr(config, "position_scale", None)) is not None:
+        coordinates = coordinates.to(working_dtype(coordinates.device))
+        origin, scale = (coordinates.new_tensor(config.by_axis(f"position_{name}")) for name in ("origin", "scale"))
+        coordinates = (coordinates - origin) * scale  # (…, N, A)
+    return of_coordinates(coordinates, num_prefix_tokens, None if has_prefix else prefix_coordinate)
+
+
+def distinct_grids(
+    spatial_shapes: torch.Tensor, spacing: torch.Tensor | None, device: torch.device
+) -> list[tuple[tuple[int, ...], torch.Tensor | None, torch.Tensor]]:
+    """
+    The grids of a batch, each with the spacing of its samples, and their indices.
+
+    Args:
+        spatial_shapes: (B, A) patches per axis.
+        spacing: (A,), (B, A) or `None`; samples that differ in it have grids of their own.
+    """
+    spacing = None if spacing is None else torch.as_tensor(spacing)
+    groups = {}
+    for sample, grid in enumerate(map(tuple, spatial_shapes.tolist())):
+        of_sample = spacing[sample] if spacing is not None and spacing.ndim == 2 else spacing
+        key = grid, None if of_sample is None else tuple(of_sample.tolist())
+        groups.setdefault(key, (of_sample, []))[1].append(sample)
+    if not groups:
+        # A batch without samples has the type of one.
+        axes = spatial_shapes.shape[1]
+        groups[(1,) * axes, None] = None if spacing is None else spacing.new_ones(axes), []
+    return [
+        (grid, of_group, torch.tensor(samples, dtype=torch.long, device=device))
+        for (grid, _), (of_group, samples) in groups.items()
+    ]
+
+
+def of_shapes(
+    shapes: torch.Tensor,
+    num_patches: int,
+    train_grid: tuple[int, ...],
+    coordinates: str,
+    num_prefix_tokens: int = 0,
+    prefix_coordinate: float = 0.0,
+) -> TokenPositions:
+    """
+    As [`of_grid`] for samples of different sizes, by operations that do not depend on the sizes; those of padding mean
+    nothing.
+
+    Args:
+        shapes: (B, A) patches per axis of every sample, in the working type.
+        num_patches: N, padding included.
+    """
+    place, index = COORDINATES[coordinates], torch.arange(num_patches, device=shapes.device, dtype=shapes.dtype)
+    strides = shapes.flip(-1).cumprod(-1).flip(-1).roll(-1, dims=-1)
+    strides = torch.cat([strides[:, :-1], torch.ones_like(strides[:, -1:])], dim=-1).unsqueeze(1)  # (B, 1, A)
+    sizes = shapes.unsqueeze(1)
+    indices = (index.view(1, -1, 1) / strides).floor().remainder(sizes)  # (B, N, A)
+    patches = place(indices, sizes, shapes.new_tensor(train_grid), sizes[..., -1:])
+    return of_coordinates(patches, num_prefix_tokens, prefix_coordinate)

@@ -1,0 +1,95 @@
+"""What all of our models share beside their forward pass: loading, saving, initialisation and folding."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from ..encoding.folding import fold_rotations
+from ..encoding.rotary_encoding import RotaryEncoding
+from .attention import LieREAttention
+from .configuration_liere import LieREConfig
+from .embeddings import LieRETokenEmbeddings
+from .layers import LieRELayer, LieRELayerScale
+
+
+class LieREPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation shared by all models."""
+
+    config: LieREConfig
+    base_model_prefix = "liere"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LieREEmbeddings", "LieRELayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": LieRELayer, "attentions": LieREAttention}
+    _input_embed_layer = "patch_embeddings"
+    # A generator rounded to bfloat16 rotates distant patches by several degrees too much.
+    _keep_in_fp32_modules_strict = ["rotary_encoding"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, LieRETokenEmbeddings):
+            for parameter in (module.cls_token, module.register_tokens, module.position_embeddings):
+                if parameter is not None:
+                    init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
+            if module.mask_token is not None:
+                init.zeros_(module.mask_token)
+        elif isinstance(module, LieRELayerScale):
+            init.constant_(module.scale, module.initial_value)
+        elif isinstance(module, RotaryEncoding):
+            module.reset_parameters()
+
+    def post_init(self) -> None:
+        super().post_init()
+        # Not every encoding has parameters.
+        if next(self.rotary_parameters(), None) is None:
+            self._keep_in_fp32_modules_strict -= {"rotary_encoding"}
+        if self.config.folded_grids is not None:
+            self.eval()
+
+    def train(self, mode: bool = True):
+        """
+        Raises:
+            ValueError: if the model is folded, see `fold_rotations`.
+        """
+        # transformers sets a mode before there is a configuration.
+        if mode and getattr(self, "config", None) is not None and self.config.folded_grids is not None:
+            raise ValueError(
+                "The rotations of this model are folded (folded_grids="
+                f"{self.config.folded_grids}), which is for inference: train the model it was made from."
+            )
+        return super().train(mode)
+
+    def fold_rotations(self, grids: Iterable[tuple[int, ...]] | None = None) -> "LieREPreTrainedModel":
+        """
+        A copy of the model for inference: commuting rotations cost as much as RoPE, dense ones are constants.
+
+        Commuting encodings become RoPE: exp(s S) = U rot(s μ) Uᵀ, with Uᵀ in the query and key weights. Dense rotations
+        of LieRE become constants for the grids that are asked for; on others they are computed as before. The copy is
+        saved and loaded like any model, and `config.folded_grids` says what it is.
+
+        Args:
+            grids: Patches per axis, for example `[(14, 14)]`; `None` means the grid of the training input. Needed by
+                LieRE with a block size above 2 only.
+
+        Raises:
+            ValueError: if the model is folded already or has no rotations, its weights are offloaded or computed by
+                hooks (pruning), or adapters or quantized layers stand where weights would have to be changed.
+            `huggingface_hub.errors.StrictDataclassError`: if a grid does not fit the configuration.
+        """
+        return fold_rotations(self, grids)
+
+    def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of generators and multipliers: train them without weight decay."""
+        for name, parameter in self.named_parameters():
+            if "rotary_encoding." in name:
+                yield name, parameter
