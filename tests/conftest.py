@@ -1,5 +1,4 @@
 import os
-from pathlib import Path
 
 
 # Nothing in the tests may reach a hub; the local server of the hub tests sets its own endpoint. The libraries read it
@@ -10,12 +9,13 @@ import pytest
 import torch
 import transformers
 from browser import browser, chromium  # noqa: F401 (fixtures)
+from checkout import ROOT
 
 import hf_liere
 from hf_liere.kernels import cpu as cpu_kernels
 
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+SHARED = ROOT.parent / "shared"
 # What tests may lack on a machine: kernels for CPUs, a browser, and the sources of transformers for its common tests.
 REQUIREMENTS = ("kernels", "browser", "common")
 REQUIRED = [name for name in os.environ.get("HF_LIERE_REQUIRE", "").split(",") if name]

@@ -11,9 +11,9 @@ import sys
 import huggingface_hub.constants as constants
 import pytest
 import torch
-from hub_client import ROOT
+from checkout import ROOT
+from conversion_cases import Code, images, liere_weights
 from safetensors.torch import load_file, save_file
-from test_conversion import Code, images, liere_weights
 from transformers import AutoModelForImageClassification
 
 import hf_liere

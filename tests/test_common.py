@@ -10,21 +10,11 @@ from pathlib import Path
 
 import pytest
 import transformers
+from checkout import SUPPORT
+from common_cases import ENCODINGS, KINDS
 
 
 pytestmark = [pytest.mark.common, pytest.mark.slow]
-
-ENCODINGS = {
-    "none": {"position_encoding": "none"},
-    "absolute": {"position_encoding": "absolute"},
-    "axial_rope": {"position_encoding": "axial_rope"},
-    "rope_mixed": {"position_encoding": "rope_mixed"},
-    "liere_8": {"position_encoding": "liere", "block_size": 8},
-    "liere_dense": {"position_encoding": "liere", "block_size": 24},
-    "comrope_ap": {"position_encoding": "comrope_ap", "block_size": 4},
-    "comrope_ld": {"position_encoding": "comrope_ld", "block_size": 8},
-}
-KINDS = ("image", "video", "backbone", "tokens")
 
 
 def download(folder: Path) -> None:
@@ -71,11 +61,16 @@ def common_tests(lacking):
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_common(common_tests, encoding):
-    models = Path(__file__).with_name("common_models.py")
     # Their markers are not ours.
-    options = ["--override-ini=addopts=", "-W", "ignore::pytest.PytestUnknownMarkWarning", "-p", "no:cacheprovider"]
+    options = [
+        "--override-ini=addopts=--import-mode=importlib",
+        "-W",
+        "ignore::pytest.PytestUnknownMarkWarning",
+        "-p",
+        "no:cacheprovider",
+    ]
     command = [sys.executable, "-m", "pytest", "--quiet", "--tb=short", *options]
-    command += [f"{models}::{encoding}_{kind}" for kind in KINDS]
+    command += [f"{SUPPORT / 'common_models.py'}::{encoding}_{kind}" for kind in KINDS]
     result = subprocess.run(
         command,
         env={**os.environ, "HF_LIERE_COMMON_TESTS": str(common_tests)},

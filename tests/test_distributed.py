@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import PYTHONPATH, SUPPORT
 
 import hf_liere
 
@@ -41,7 +41,6 @@ def test_two_processes_take_the_step_of_one(tiny, tmp_path, kind, encoding):
     outputs.loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-    worker = Path(__file__).with_name("distributed_worker.py")
     command = [
         sys.executable,
         "-m",
@@ -49,10 +48,10 @@ def test_two_processes_take_the_step_of_one(tiny, tmp_path, kind, encoding):
         "--standalone",
         "--nproc_per_node",
         "2",
-        str(worker),
+        str(SUPPORT / "distributed_worker.py"),
         kind,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(worker.parents[1]), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     arguments = [str(tmp_path), str(tmp_path / "batch.pt"), str(tmp_path / "weights.pt")]
     process = subprocess.run(command + arguments, env=environment, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr

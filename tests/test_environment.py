@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import transformers
-from hub_client import ROOT
+from checkout import ROOT
 
 import hf_liere
 from hf_liere.kernels import cpu_library

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_client import ROOT
+from checkout import ROOT, SUPPORT
+from conversion_cases import liere_weights
 from packaging.requirements import Requirement
 from published_models import CARD
-from test_conversion import liere_weights
 
 import hf_liere
 from hf_liere.kernels import cpu_library
@@ -181,9 +181,9 @@ def assert_kernels_of(wheel: Path, expected: str) -> None:
     unpacked = wheel.parent / "unpacked"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
-    code = "import test_cpu_library as test; test.assert_rotations_are_right(); print(test.cpu_library.library()._name)"
+    code = "from cpu_library_checks import *; assert_rotations_are_right(); print(cpu_library.library()._name)"
     environment = {**os.environ, "HF_LIERE_CPU_KERNELS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(unpacked), os.path.dirname(__file__)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(unpacked), str(SUPPORT)])
     process = subprocess.run(
         [sys.executable, "-c", code], cwd=unpacked, env=environment, capture_output=True, text=True
     )

@@ -3,20 +3,19 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from checkout import ROOT, TESTS
 
 
 @pytest.mark.parametrize("required, outcome", [("", "1 skipped"), ("kernels,browser", "1 error"), ("compiler", "")])
 def test_a_machine_without_kernels(required, outcome):
-    tests = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "number_of_threads"]
     environment = {**os.environ, "HF_LIERE_CPU_KERNELS": "0", "HF_LIERE_REQUIRE": required}
     result = subprocess.run(
-        [*command, str(tests / "test_cpu_kernels.py")],
+        [*command, str(TESTS / "kernels" / "test_cpu_kernels.py")],
         env=environment,
-        cwd=tests.parent,
+        cwd=ROOT,
         capture_output=True,
         text=True,
     )

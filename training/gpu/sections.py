@@ -32,8 +32,8 @@ from training.reporting.markdown import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 # The tests that use a GPU where there is one; the last are transformers' own, which need its sources.
-TESTS = ("test_kernels.py", "test_self_check.py", "test_environment.py", "test_common.py")
-QUICK_TESTS = ("test_kernels.py", "-k", "without_triton")
+TESTS = ("kernels/test_kernels.py", "kernels/test_self_check.py", "test_environment.py", "test_common.py")
+QUICK_TESTS = ("kernels/test_kernels.py", "-k", "without_triton")
 ROWS = "absolute axial_rope rope_mixed comrope_ld8 liere8 liere64".split()
 # float32, compared with float64: of rotations, and of sums over tokens in gradients.
 ROTATION_ERROR, GRADIENT_ERROR = 1e-5, 1e-3

@@ -1,0 +1,571 @@
+"""Conversion against the live models of timm and transformers, across processes, and of malformed files."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+import transformers
+from conversion_cases import Code, converts, images, liere_weights, randomised, without
+from hub_client import client, online
+from hub_server import HubServer
+from safetensors.torch import save_file
+
+import hf_liere
+from hf_liere.cli import main
+from hf_liere.conversion.base import ConversionError
+from hf_liere.conversion.checkpoints import convert_state_dict
+from hf_liere.conversion.known import KNOWN_REPOSITORIES
+from hf_liere.conversion.reading import read_checkpoint
+from hf_liere.conversion.sources import require_options
+from hf_liere.convert import convert_checkpoint
+from hf_liere.errors import InputError
+from hf_liere.storage.client import HubError
+from hf_liere.storage.saved_weights import saved_weights_digest
+
+
+# Two layers in float32, on logits of the order of one.
+TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
+SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 64, "depth": 2, "num_heads": 2, "mlp_ratio": 0.5}
+
+
+def comrope_weights(encoding="comrope-ld", width=64, heads=2, depth=2, size=8, axes=2, frames=None, hidden=None):
+    generator = torch.Generator().manual_seed(3)
+    blocks, patches = width // heads // size, 4
+    shapes = {
+        "vision_model.embeddings.class_embedding": (width,),
+        "vision_model.embeddings.patch_embedding.weight": (width, 3, 4, 4),
+        "vision_model.embeddings.position_embedding": (frames or 1, patches, patches, width),
+        "classification_head.0.weight": (24, width),
+        "classification_head.0.bias": (24,),
+        "classification_head.2.weight": (3, 24),
+        "classification_head.2.bias": (3,),
+    }
+    for norm in ("pre_layrnorm", "post_layernorm"):
+        shapes |= {f"vision_model.{norm}.{kind}": (width,) for kind in ("weight", "bias")}
+    for index in range(depth):
+        layer = f"vision_model.encoder.layers.{index}"
+        for name in "qkv":
+            shapes |= {f"{layer}.self_attn.{name}_proj.weight": (width, width)}
+            shapes |= {f"{layer}.self_attn.{name}_proj.bias": (width,)}
+        shapes |= {
+            f"{layer}.self_attn.out_proj.weight": (width, width),
+            f"{layer}.self_attn.out_proj.bias": (width,),
+            f"{layer}.self_attn.freqs": (heads, axes if encoding == "liere" else 1, blocks, size, size),
+            f"{layer}.mlp.fc1.weight": (40, width),
+            f"{layer}.mlp.fc1.bias": (40,),
+            f"{layer}.mlp.fc2.weight": (width, 40),
+            f"{layer}.mlp.fc2.bias": (width,),
+        }
+        if encoding == "comrope-ld":
+            shapes[f"{layer}.self_attn.multiplier"] = (1, axes, blocks, 1, 1)
+        for norm in ("layer_norm1", "layer_norm2"):
+            shapes |= {f"{layer}.{norm}.{kind}": (width,) for kind in ("weight", "bias")}
+    return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+
+
+TIMM = {
+    "mixed": ("vit_small_patch16_rope_mixed_224", {}, {}),
+    "mixed_ape": ("vit_small_patch16_rope_mixed_ape_224", {}, {}),
+    "axial": ("vit_small_patch16_rope_224", {}, {"num_attention_heads": 2}),
+    "axial_ape": ("vit_small_patch16_rope_ape_224", {}, {"num_attention_heads": 2}),
+    "reg1_gap": ("vit_medium_patch16_rope_reg1_gap_256", {"ref_feat_shape": 4}, {"reference_grid": 4}),
+    "scaled": ("vit_medium_patch16_rope_reg1_gap_256", {"ref_feat_shape": 5}, {"reference_grid": 5}),
+    "other_reference": ("vit_medium_patch16_rope_reg1_gap_256", {"ref_feat_shape": (4, 6)}, {"reference_grid": (4, 6)}),
+    "reg4_gap": ("vit_betwixt_patch16_rope_reg4_gap_256", {"ref_feat_shape": 4}, {"reference_grid": 4}),
+    "no_qkv_bias": ("vit_mediumd_patch16_rope_reg1_gap_256", {"ref_feat_shape": 4}, {"reference_grid": 4}),
+    "plain": ("vit_small_patch16_224", {}, {}),
+    "plain_registers": ("vit_small_patch16_224", {"reg_tokens": 2, "init_values": 0.1}, {}),
+    "norm_of_embeddings": ("vit_base_patch16_clip_224", {}, {"layer_norm_eps": 1e-5}),
+}
+
+
+@pytest.mark.parametrize("kind", TIMM)
+@torch.no_grad()
+def test_timm_live_at_two_resolutions(kind):
+    name, overrides, options = TIMM[kind]
+    official = randomised(timm.create_model(name, num_classes=5, dynamic_img_size=True, **SMALL, **overrides))
+    options = {"num_attention_heads": 2, "image_size": 16, **options}
+    conversion = convert_state_dict(official.state_dict(), **options)
+    assert conversion.source == "timm"
+    model = conversion.model()
+    for size in ((16, 16), (24, 20)):
+        pixels = images(2, 3, *size)
+        expected = official(pixels)
+        assert expected.abs().max() > 0.1
+        torch.testing.assert_close(model(pixels).logits, expected, **TOLERANCE)
+
+
+def test_timm_configuration_tells_what_the_shapes_do_not():
+    official = timm.create_model("vit_small_patch16_224", num_classes=5, **SMALL)
+    config = {"architecture": "vit_small_patch16_224", "pretrained_cfg": {"input_size": [3, 16, 16]}}
+    config["model_args"] = {"num_heads": 2}
+    converted = convert_state_dict(official.state_dict(), source_config=config).config
+    assert (converted.position_encoding, converted.num_attention_heads, converted.image_size) == ("absolute", 2, 16)
+
+
+FIELDS = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "image_size": 16,
+    "patch_size": 4,
+}
+
+
+def transformers_model(kind):
+    labels = {"id2label": dict(enumerate("abcde"))}
+    if kind == "vit":
+        config = transformers.ViTConfig(**FIELDS, **labels, hidden_act="gelu_new", qkv_bias=False)
+        return transformers.ViTForImageClassification(config)
+    if kind == "vit_bare":
+        return transformers.ViTModel(transformers.ViTConfig(**FIELDS), add_pooling_layer=False)
+    if kind == "deit":
+        return transformers.DeiTForImageClassification(transformers.DeiTConfig(**FIELDS, **labels))
+    if kind == "deit_teacher":
+        return transformers.DeiTForImageClassificationWithTeacher(transformers.DeiTConfig(**FIELDS, **labels))
+    if kind == "clip":
+        return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**FIELDS))
+    if kind == "clip_projection":
+        return transformers.CLIPVisionModelWithProjection(transformers.CLIPVisionConfig(**FIELDS))
+    config = transformers.CLIPConfig(vision_config=FIELDS, text_config={"num_hidden_layers": 1}, **labels)
+    if kind == "clip_both_towers":
+        return transformers.CLIPModel(config)
+    return transformers.CLIPForImageClassification(config)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["vit", "vit_bare", "deit", "deit_teacher", "clip", "clip_projection", "clip_both_towers", "clip_classifier"],
+)
+@torch.no_grad()
+def test_transformers_live_at_two_resolutions(tmp_path, kind):
+    """From the files that transformers writes, with the options its config.json states."""
+    official = randomised(transformers_model(kind))
+    official.save_pretrained(tmp_path)
+    model = convert_state_dict(*_with_config(tmp_path)).model()
+    for size in ((16, 16), (24, 20)):
+        pixels = images(2, 3, *size)
+        if kind == "clip_both_towers":
+            expected = official.vision_model(pixels, interpolate_pos_encoding=True)
+        else:
+            expected = official(pixels, interpolate_pos_encoding=True)
+        outputs = model(pixels)
+        if hasattr(expected, "logits"):
+            assert model.config.id2label == official.config.id2label
+            torch.testing.assert_close(outputs.logits, expected.logits, **TOLERANCE)
+        elif kind == "clip_projection":
+            embeds = official.visual_projection(outputs.pooler_output)
+            torch.testing.assert_close(embeds, expected.image_embeds, **TOLERANCE)
+        else:
+            torch.testing.assert_close(outputs.last_hidden_state, expected.last_hidden_state, **TOLERANCE)
+            if kind.startswith("clip"):
+                torch.testing.assert_close(outputs.pooler_output, expected.pooler_output, **TOLERANCE)
+
+
+def _with_config(path):
+    tensors, source_config = read_checkpoint(path)
+    return tensors, None, source_config
+
+
+def test_live_state_dict_of_transformers():
+    """Its names differ from those in files."""
+    official = randomised(transformers_model("vit"))
+    options = {"num_attention_heads": 2, "hidden_act": "gelu_new"}
+    model = convert_state_dict(official.state_dict(), **options).model()
+    pixels = images(2, 3, 16, 16)
+    torch.testing.assert_close(model(pixels).logits, official(pixels).logits, **TOLERANCE)
+
+
+def test_wrappers_of_training_programs(tmp_path):
+    weights = liere_weights()
+    expected = convert_state_dict(weights).model()(images(2, 3, 16, 16)).logits
+    lightning = {"state_dict": {f"model.{name}": value for name, value in weights.items()}, "epoch": 3}
+    torch.save(lightning, tmp_path / "last.ckpt")
+    compiled = {f"module._orig_mod.{name}": value for name, value in weights.items()}
+    torch.save({"model": compiled}, tmp_path / "compiled.pth")
+    for name in ("last.ckpt", "compiled.pth"):
+        tensors, source_config = read_checkpoint(tmp_path / name)
+        assert source_config is None
+        assert torch.equal(convert_state_dict(tensors).model()(images(2, 3, 16, 16)).logits, expected)
+
+
+def test_only_one_set_of_generators_is_executed_officially():
+    weights = liere_weights()
+    pixels = images(2, 3, 16, 16)
+    official = convert_state_dict(weights)
+    paper = convert_state_dict(weights, layer_generators="paper")
+    assert official.config.share_layers and not paper.config.share_layers
+    assert not torch.allclose(official.model()(pixels).logits, paper.model()(pixels).logits, atol=1e-3)
+    key = "position_encoder.generator_raw_params"
+    weights[key] = weights[key][:, :1].repeat(1, 2, 1, 1, 1)
+    repeated = convert_state_dict(weights, layer_generators="paper")
+    torch.testing.assert_close(repeated.model()(pixels).logits, official.model()(pixels).logits, **TOLERANCE)
+
+
+def test_heads_narrower_or_wider_than_the_encoder_of_positions():
+    """hidden_size / heads = 32 rotates half of each 64-channel head; 80 does not fit blocks of 8, as officially."""
+    narrow = liere_weights(width=64)
+    key = "position_encoder.generator_raw_params"
+    narrow[key] = narrow[key][:, :, :8]
+    generators = convert_state_dict(narrow).state_dict["liere.rotary_encoding.generators"]
+    assert generators.shape == (2, 1, 2, 8, 28) and generators[:, :, :, 4:].count_nonzero() == 0
+    wide = liere_weights(width=160)
+    wide[key] = torch.randn(2, 2, 20, 8, 8)
+    with pytest.raises(ConversionError, match="20 generators of size 8 do not fit 2 heads"):
+        convert_state_dict(wide)
+
+
+LOAD = """
+import json, sys, torch
+from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
+for name in {names}:
+    auto = AutoModelForVideoClassification if name == "volume" else AutoModelForImageClassification
+    model = auto.from_pretrained(name, **{remote})
+    with torch.no_grad():
+        torch.save(model(torch.load(name + ".pixels.pt")).logits, name + ".logits.pt")
+"""
+WITHOUT_PACKAGE = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "hf_liere":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """Directories of converted checkpoints, with pixels and the logits of the conversion itself."""
+    directory = tmp_path_factory.mktemp("converted")
+    sources = {
+        "image": (liere_weights(), {}),
+        "volume": (
+            liere_weights(axes=3, size=24, patches=2 * 2 * 3, patch=2 * 4 * 4 * 3),
+            {"patch_size": [2, 4, 4], "image_size": [4, 8, 12]},
+        ),
+        "table": (comrope_weights(), {"cls_position": 0.25}),
+        "gap": (
+            randomised(timm.create_model("vit_medium_patch16_rope_reg1_gap_256", num_classes=3, **SMALL)).state_dict(),
+            {"num_attention_heads": 2, "image_size": 16, "reference_grid": 5},
+        ),
+        "teacher": (randomised(transformers_model("deit_teacher")).state_dict(), {"num_attention_heads": 2}),
+    }
+    for name, (weights, options) in sources.items():
+        save_file({key: value.contiguous() for key, value in weights.items()}, directory / f"{name}.safetensors")
+        conversion = convert_checkpoint(directory / f"{name}.safetensors", directory / name, **options)
+        pixels = images(2, 4, 3, 8, 12) if name == "volume" else images(2, 3, 24, 16)
+        torch.save(pixels, directory / f"{name}.pixels.pt")
+        with torch.no_grad():
+            torch.save(conversion.model()(pixels).logits, directory / f"{name}.expected.pt")
+    return directory, list(sources)
+
+
+@pytest.mark.parametrize("package", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_logits_survive_a_fresh_process(converted, tmp_path, package):
+    directory, names = converted
+    remote = {} if package else {"trust_remote_code": True}
+    code = LOAD.format(names=names, remote=remote)
+    source = ("import hf_liere\n" if package else WITHOUT_PACKAGE) + code
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(hf_liere.__file__)) if package else ""
+    process = subprocess.run(
+        [sys.executable, "-c", source], cwd=directory, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr
+    # Code that comes with a checkpoint has no kernels for CPUs: float32 sums in another order.
+    tolerance = 0 if package else 1e-5
+    for name in names:
+        logits, expected = (torch.load(directory / f"{name}.{kind}.pt") for kind in ("logits", "expected"))
+        torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_directory_is_complete(converted):
+    directory, _ = converted
+    image = directory / "image"
+    processor = json.loads((image / "preprocessor_config.json").read_text())
+    assert processor["image_processor_type"] == "ViTImageProcessor" and processor["size"] == {"height": 16, "width": 16}
+    assert json.loads((directory / "volume" / "video_preprocessor_config.json").read_text())["size"]["width"] == 12
+    card = (image / "README.md").read_text()
+    assert "library_name: transformers" in card and "image.safetensors" in card and "SHA-256" in card
+    assert "first layer in every layer" in card and str(directory) not in card
+    # That of the template: nothing is claimed of weights that nobody has evaluated, and nothing of where they lie.
+    assert "**Not evaluated.**" in card and "Not measured." in card and "pipeline_tag: image-classification" in card
+    assert "license:" not in card and "Licence and terms are those of the source" in card
+    assert saved_weights_digest(image) in card and "ViTForImageClassification" in card
+    assert [path for path in directory.iterdir() if path.name.startswith(".")] == []
+
+
+def test_pipeline_of_a_converted_checkpoint(converted):
+    from PIL import Image
+
+    classify = transformers.pipeline("image-classification", model=str(converted[0] / "image"))
+    assert len(classify(Image.new("RGB", (20, 20)))) == 3
+
+
+def test_trainer_fine_tunes_a_converted_checkpoint(converted, tmp_path):
+    model = transformers.AutoModelForImageClassification.from_pretrained(converted[0] / "table")
+    before = model.liere.rotary_encoding.generators.detach().clone()
+    dataset = [{"pixel_values": images(3, 16, 16), "labels": index % 3} for index in range(8)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, report_to=[], use_cpu=True, save_strategy="no", learning_rate=1e-3
+    )
+    result = transformers.Trainer(model=model, args=arguments, train_dataset=dataset).train()
+    assert result.training_loss > 0 and not torch.equal(before, model.liere.rotary_encoding.generators)
+
+
+def test_processor_keeps_the_statistics_of_the_source(tmp_path):
+    official = transformers_model("vit")
+    official.save_pretrained(tmp_path / "source")
+    transformers.ViTImageProcessor(image_mean=[0.1, 0.2, 0.3]).save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "kept")
+    convert_checkpoint(tmp_path / "source", tmp_path / "given", image_mean=[0.4, 0.4, 0.4])
+    for name, mean in (("kept", [0.1, 0.2, 0.3]), ("given", [0.4] * 3)):
+        assert json.loads((tmp_path / name / "preprocessor_config.json").read_text())["image_mean"] == mean
+
+
+QKV = "transformer.layers.1.0.fn.to_qkv.weight"
+FREQS = "vision_model.encoder.layers.1.self_attn.freqs"
+MALFORMED = [
+    (lambda: liere_weights() | {"head.extra": torch.ones(2)}, {}, r"1 tensors that this kind.*head\.extra"),
+    (lambda: without(liere_weights(), QKV), {}, rf"no tensor '{QKV}'"),
+    (lambda: without(liere_weights(), "mlp_head.1.bias") | {"mlp_head.1.weight": torch.ones(3, 7)}, {}, "any', 128"),
+    (lambda: liere_weights() | {QKV: torch.ones(384, 64)}, {}, r"\(384, 64\).*contradicts.*\(384, 128\)"),
+    (lambda: liere_weights() | {"cls_token": torch.full((1, 1, 128), float("nan"))}, {}, "finite"),
+    (lambda: liere_weights() | {"cls_token": torch.ones(1, 1, 128, dtype=torch.int64)}, {}, "int64"),
+    (lambda: liere_weights(heads=2) | {"transformer.layers.5.0.norm.weight": torch.ones(128)}, {}, r"\[2, 3, 4\]"),
+    (liere_weights, {"image_size": 32}, "64 patches; the table has 16"),
+    (liere_weights, {"patch_size": 2}, r"\(2, 2\).*12 values.*48"),
+    (liere_weights, {"pooling": "max"}, "pooling='max' must be one of 'cls', 'mean'"),
+    (liere_weights, {"layer_generators": "all"}, "'official', 'paper'"),
+    (liere_weights, {"position_encoding": "absolute"}, "position_encoding='absolute'"),
+    (liere_weights, {"block_size": 4}, "Unknown options block_size.*layer_generators"),
+    (lambda: liere_weights(axes=3), {}, "please give patch_size"),
+    (comrope_weights, {"num_axes": 3}, "num_axes=3 contradicts"),
+    (comrope_weights, {"num_attention_heads": 4}, "num_attention_heads=4 contradicts the checkpoint's 2"),
+    (lambda: comrope_weights() | {FREQS: torch.ones(2, 1, 8, 4, 4)}, {}, r"layers\.1\.self_attn\.freqs"),
+    (lambda: {"weight": torch.ones(2)}, {}, "of no known model; known are liere"),
+    (lambda: {}, {}, "holds nothing"),
+    (lambda: {"state": 3}, {}, r"\{'state': 'int'\}"),
+]
+
+
+@pytest.mark.parametrize("weights, options, message", MALFORMED)
+def test_malformed_checkpoints_are_refused_with_the_reason(weights, options, message):
+    with pytest.raises(ConversionError, match=f"(?s){message}"):
+        convert_state_dict(weights(), **options)
+
+
+def complete_checkpoints():
+    """Checkpoints of every kind, their options, and the tensors without which they are those of another model."""
+    mixed = timm.create_model("vit_small_patch16_rope_mixed_ape_224", num_classes=3, **SMALL)
+    gap = timm.create_model("vit_medium_patch16_rope_reg1_gap_256", num_classes=3, **SMALL)
+    heads = {"num_attention_heads": 2}
+    return {
+        "liere": (liere_weights(), {}, {"position_encoder.generator_raw_params"}),
+        "comrope": (comrope_weights(), {}, {"vision_model.embeddings.position_embedding"}),
+        "mixed": (mixed.state_dict(), heads, {"rope.freqs", "pos_embed"}),
+        "gap": (gap.state_dict(), heads | {"image_size": 16, "reference_grid": 4}, {"reg_token"}),
+        "vit": (transformers_model("vit").state_dict(), heads, set()),
+        "deit": (transformers_model("deit_teacher").state_dict(), heads, set()),
+        "clip": (transformers_model("clip_classifier").state_dict(), heads, set()),
+    }
+
+
+@pytest.mark.parametrize("kind", ["liere", "comrope", "mixed", "gap", "vit", "deit", "clip"])
+def test_no_tensor_may_be_missing_or_of_another_shape(kind):
+    weights, options, optional = complete_checkpoints()[kind]
+    ignored = convert_state_dict(weights, **options).ignored
+    needed = [name for name in weights if name not in optional and (name not in ignored or name == "pos_embedding")]
+    assert [name for name in needed if converts(without(weights, name), options)] == []
+    accepted = []
+    for name in needed:
+        for axis in range(weights[name].ndim):
+            # Channels and extents of a patch are what the kernel says.
+            if weights[name].ndim == 4 and axis > 0 and "patch" in name:
+                continue
+            longer = torch.cat([weights[name], weights[name].narrow(axis, 0, 1)], dim=axis)
+            if converts(weights | {name: longer}, options):
+                accepted.append((name, tuple(longer.shape)))
+    assert accepted == []
+
+
+def test_damaged_and_dangerous_files_leave_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_file(liere_weights(), "whole.safetensors")
+    torch.save(liere_weights(), "whole.pt")
+    for suffix in ("safetensors", "pt"):
+        whole = (tmp_path / f"whole.{suffix}").read_bytes()
+        (tmp_path / f"cut.{suffix}").write_bytes(whole[: len(whole) // 2])
+        (tmp_path / f"empty.{suffix}").write_bytes(b"")
+        (tmp_path / f"text.{suffix}").write_bytes(b"no checkpoint at all, just a page of text\n" * 40)
+    torch.save({"state_dict": liere_weights(), "code": Code()}, "code.ckpt")
+    torch.save([1, 2], "list.pt")
+    (tmp_path / "two").mkdir()
+    for name in ("a.pt", "b.pt"):
+        (tmp_path / "two" / name).write_bytes(b"")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    cases = {
+        **{
+            f"{kind}.{suffix}": "truncated or no"
+            for kind in ("cut", "empty", "text")
+            for suffix in ("safetensors", "pt")
+        },
+        "code.ckpt": "never executed",
+        "list.pt": "holds a list",
+        "two": "'a.pt', 'b.pt'.*name one",
+        "absent.pt": "no such file or directory",
+        "some/repository": "HF_HUB_OFFLINE is set, and some/repository is not",
+    }
+    for name, message in cases.items():
+        with pytest.raises((InputError, HubError), match=f"(?s){message}") as refused:
+            convert_checkpoint(name, tmp_path / "out")
+        assert "weights_only" not in str(refused.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_failure_while_writing_leaves_nothing_behind(tmp_path, monkeypatch):
+    save_file(liere_weights(), tmp_path / "whole.safetensors")
+
+    def full_disk(self, *args, **kwargs):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.write_text", full_disk)
+        with pytest.raises(OSError, match="no space"):
+            convert_checkpoint(tmp_path / "whole.safetensors", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["whole.safetensors"]
+    (tmp_path / "out").mkdir()
+    convert_checkpoint(tmp_path / "whole.safetensors", tmp_path / "out")
+    with pytest.raises(FileExistsError, match="not an empty directory"):
+        convert_checkpoint(tmp_path / "whole.safetensors", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"image_size": "16"}, "image_size='16': accepted is a whole number or a list"),
+        ({"hidden_act": "evil"}, "hidden_act='evil' must be one of .*'gelu'"),
+        ({"id2label": ["a", "b", "c"]}, "id2label=.*accepted are names by their numbers"),
+        ({"vision_config": "none"}, "config.json beside the checkpoint is not understood"),
+        ([1], "config.json beside the checkpoint holds a list"),
+    ],
+)
+def test_configurations_beside_a_checkpoint_that_mean_nothing(tmp_path, config, message):
+    width = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    vit = transformers.ViTConfig(**width, image_size=16, patch_size=4, num_labels=3)
+    transformers.ViTForImageClassification(vit).save_pretrained(tmp_path / "vit")
+    saved = json.loads((tmp_path / "vit" / "config.json").read_text())
+    (tmp_path / "vit" / "config.json").write_text(json.dumps(saved | config if isinstance(config, dict) else config))
+    with pytest.raises(ConversionError, match=message):
+        convert_checkpoint(tmp_path / "vit", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "index, message",
+    [
+        ({"metadata": {}}, "has no weight_map"),
+        ({"weight_map": {"a": "../other.safetensors"}}, r"'\.\./other.safetensors'; accepted are files beside it"),
+        ({"weight_map": {"a": "absent.safetensors"}}, "'absent.safetensors', which is not beside it"),
+    ],
+)
+def test_an_index_names_files_beside_it(tmp_path, index, message):
+    save_file(liere_weights(), tmp_path / "other.safetensors")
+    (tmp_path / "sharded").mkdir()
+    (tmp_path / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=message):
+        convert_checkpoint(tmp_path / "sharded", tmp_path / "out")
+
+
+def test_a_model_of_ours_needs_no_conversion(tiny, tmp_path):
+    hf_liere.LieREViTForImageClassification(tiny()).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ConversionError, match="is a model of hf_liere already"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "out")
+
+
+@pytest.fixture(params=["lfs", "xet"])
+def hub(request, tmp_path, monkeypatch):
+    if request.param == "xet":
+        pytest.importorskip("hf_xet", reason="the client for Xet storage is not installed")
+    with HubServer(tmp_path / "hub", xet=request.param == "xet") as server:
+        online(monkeypatch, server, tmp_path / "home")
+        yield server
+        assert not server.errors, server.errors[0]
+
+
+def naver_weights(state_dict):
+    """The tensors of timm's model under the names of rope-vit, which differ in those of the frequencies."""
+    return {
+        "freqs" if name == "rope.freqs" else name: value.flatten(2) if name == "rope.freqs" else value
+        for name, value in state_dict.items()
+    }
+
+
+def official_repository(kind, folder):
+    """Files as the authors publish them, of a small model; logits of its own code for images of 16 px, if any."""
+    folder.mkdir()
+    pixels = images(2, 3, 16, 16)
+    if kind == "liere":
+        # A checkpoint of Lightning, as LieRE's training leaves it.
+        wrapped = {f"model.{name}": value for name, value in liere_weights().items()}
+        torch.save({"epoch": 199, "state_dict": wrapped}, folder / "last.ckpt")
+        return convert_state_dict(liere_weights()).model()(pixels).logits
+    if kind == "vit":
+        fields = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        config = transformers.ViTConfig(**fields, image_size=16, patch_size=4, num_labels=3)
+        official = randomised(transformers.ViTForImageClassification(config))
+        official.save_pretrained(folder)
+        return official(pixels).logits
+    official = timm.create_model("vit_small_patch16_rope_mixed_224", num_classes=3, **SMALL | {"embed_dim": 128})
+    official = randomised(official)
+    state_dict = official.state_dict()
+    save_file(naver_weights(state_dict) if kind == "naver" else state_dict, folder / "model.safetensors")
+    if kind == "timm":
+        trained = {
+            "pretrained_cfg": {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4]},
+            "architecture": "vit_small_patch16_rope_mixed_224",
+        }
+        (folder / "config.json").write_text(json.dumps(trained))
+    return official(pixels)
+
+
+@pytest.mark.parametrize("kind", ["liere", "naver", "timm", "vit"])
+@torch.no_grad()
+def test_a_repository_is_converted_as_its_authors_publish_it(hub, kind, tmp_path, capsys):
+    """From the local Hub by LFS and by Xet, with the command; the card says what was converted."""
+    expected = official_repository(kind, tmp_path / "official")
+    api = client(hub)
+    api.create_repo("tester/official")
+    revision = api.upload_folder(repo_id="tester/official", folder_path=tmp_path / "official").oid
+    arguments = ["convert", "tester/official", str(tmp_path / "ours"), "--revision", revision]
+    assert main([*arguments, "--image_size", "16"]) == 0, capsys.readouterr().err
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "ours")
+    torch.testing.assert_close(model(images(2, 3, 16, 16)).logits, expected, **TOLERANCE)
+    card = (tmp_path / "ours" / "README.md").read_text()
+    assert f"[tester/official](https://huggingface.co/tester/official) at `{revision}`" in card
+    assert f"a checkpoint of kind `{kind}`" in card and "`image_size=16`" in card
+    if kind == "timm":
+        processor = json.loads((tmp_path / "ours" / "preprocessor_config.json").read_text())
+        assert processor["image_mean"] == [0.4, 0.5, 0.6]
+
+
+def test_the_list_names_repositories_with_options_that_are_taken(capsys):
+    assert main(["convert", "--list"]) == 0
+    printed = capsys.readouterr().out
+    published = {f"timm/{name}" for name in timm.list_pretrained()}
+    for known in KNOWN_REPOSITORIES:
+        assert known.repo_id in printed
+        options = {name: value for name, value in known.options.items() if name != "source"}
+        assert known.options.get("source", known.source) == known.source
+        require_options(known.source, options)
+        assert known.source != "timm" or known.repo_id in published
+    assert "SophieOstmeier/liere-checkpoints" in printed and "Nothing of this was downloaded here" in printed
+    assert main(["convert", "owner/name"]) == 1
+    assert "a checkpoint and the directory to write, or --list" in capsys.readouterr().err

@@ -1,0 +1,173 @@
+"""
+The documentation: every page runs as it is written, in an empty folder and one namespace, with small models under the
+names of large ones; the site builds.
+"""
+
+import contextlib
+import importlib.metadata
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkout import ROOT
+from conversion_cases import liere_weights
+from hub_client import WRITE, online
+from hub_server import HubServer
+from page_models import MODELS
+from pages import PAGES, SITE, blocks, commands, name
+from training_helpers import write_images_folder, write_parquet
+
+import training.evaluate_sweep as sweeps
+from hf_liere.cli import main, parser
+from training.demo import save_puzzles
+from training.engine.command_line import parse_arguments
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for place, build in MODELS.items():
+        torch.manual_seed(0)
+        for part in build():
+            part.save_pretrained(folder / place)
+    # A trained model has records, from which its card is made.
+    (folder / "outputs/arrows/liere8/README.md").write_text("---\nlicense: mit\n---\n\n# A model\n")
+    save_puzzles(folder / "outputs/arrows/puzzles")
+    torch.save({"state_dict": liere_weights()}, folder / "last.ckpt")
+    return folder
+
+
+@pytest.fixture
+def reader(models, tmp_path, monkeypatch) -> Path:
+    """A checkout as the pages expect it around their reader, with the models and data that they name."""
+    folder = tmp_path / "checkout"
+    shutil.copytree(models, folder)
+    for part in ("training", "model_cards"):
+        (folder / part).symlink_to(ROOT / part)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hub on which the reader is `me`."""
+    with HubServer(tmp_path / "hub") as server:
+        server.tokens[WRITE] = ("me", "write")
+        online(monkeypatch, server, tmp_path / "home")
+        yield server
+
+
+# Publishing starts processes that load what was published; a report of inspection has many plots.
+# Pages whose blocks are scripts, each of which reads what those before it saved.
+OWN_PROCESSES = ("fine_tuning.md",)
+OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+RUNNING = [
+    pytest.param(page, id=name(page), marks=[pytest.mark.slow] if page.name in ("publish.md", "inspect.md") else [])
+    for page in PAGES
+    if blocks(page)
+]
+
+
+@pytest.mark.parametrize("page", RUNNING)
+def test_every_block_runs(page, reader, request):
+    """
+    Python blocks and hf-liere commands in the order of the page, with the outputs that it states; commands without
+    output succeed. Those that name what a training run leaves are not run.
+    """
+    if page.name == "publish.md":
+        request.getfixturevalue("hub")
+    namespace = {"__name__": page.stem}
+    for block in blocks(page):
+        if page.name in OWN_PROCESSES and block.language == "python":
+            done = subprocess.run([sys.executable, "-c", block.text], capture_output=True, text=True, env=OFFLINE)
+            assert done.returncode == 0, f"{page.name}, line {block.line}: {done.stderr[-2000:]}"
+            assert block.output is None or done.stdout.strip() == block.output.strip(), f"{page.name}, {block.line}"
+            continue
+        printed = io.StringIO()
+        # A refusal is what a command writes to stderr, and Python's is full of progress bars.
+        errors = printed if block.language == "bash" and block.output else sys.stderr
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+            if block.language == "python":
+                # Line numbers of the page, also in tracebacks.
+                exec(compile("\n" * block.line + block.text, str(page), "exec"), namespace)
+            else:
+                for program, *arguments in block.commands():
+                    if program == "hf-liere" and all(map(is_there, arguments[1:2])) and "--help" not in arguments:
+                        assert main(arguments) == (1 if block.output else 0), arguments
+        if block.output is not None:
+            assert printed.getvalue().strip() == block.output.strip(), f"{page.name}, line {block.line}"
+
+
+def is_there(argument: str) -> bool:
+    return not argument.startswith("outputs/") or Path(argument).exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_command_is_accepted(page, reader, monkeypatch):
+    """By the parser of its program; what it names of this repository exists."""
+    for program, *arguments in commands(page):
+        if program == "hf-liere":
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+                accepted = "--help" in arguments
+                accepted = bool(parser().parse_args(arguments))
+            assert accepted, arguments
+        elif program == "make":
+            assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), arguments
+        elif program == "pip":
+            extras = importlib.metadata.metadata("hf-liere").get_all("Provides-Extra")
+            assert set(re.findall(r"\.\[(.*)\]", " ".join(arguments))) <= set(extras), arguments
+        else:
+            assert program in ("python", "torchrun", "accelerate"), program
+            check_script(arguments, monkeypatch)
+
+
+def check_script(words: list[str], monkeypatch) -> None:
+    """The flags of a training script, and of what launches it the files."""
+    place = next(index for index, word in enumerate(words) if re.fullmatch(r"training/\w+\.py", word))
+    assert all(Path(word).is_file() for word in words[:place] if word.endswith(".yaml")), words
+    script, arguments = importlib.import_module(f"training.{Path(words[place]).stem}"), words[place + 1 :]
+    if hasattr(script, "ARGUMENT_CLASSES"):
+        # The recipes' bfloat16 is for GPUs.
+        parse_arguments([*arguments, "--use_cpu", "true", "--bf16", "false"], script.ARGUMENT_CLASSES)
+    elif script is sweeps:
+        with contextlib.redirect_stdout(io.StringIO()):
+            script.main([*arguments, "--dry_run"])
+    else:
+        monkeypatch.setattr(sys, "argv", [words[place], "--help"])
+        described = io.StringIO()
+        with pytest.raises(SystemExit), contextlib.redirect_stdout(described):
+            script.main()
+        flags = {word for word in arguments if word.startswith("--")}
+        assert flags <= set(re.findall(r"--\w+", described.getvalue())), words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in SITE if page.name in ("training.md", "pretrained.md")], ids=name)
+def test_training_commands_run(page, reader, tmp_path):
+    """One step of every command with data of its own, in the order of the page."""
+    write_parquet(reader / "TRAIN.parquet", 64)
+    write_parquet(reader / "TEST.parquet", 12, seed=1)
+    write_images_folder(reader / "IMAGES", {"train": 8, "validation": 4})
+    for program, script, *arguments in commands(page):
+        if program == "python" and "--dataset_name" not in arguments:
+            steps = [] if "--do_eval" in arguments else ["--max_steps", "1"]
+            importlib.import_module(f"training.{Path(script).stem}").main([*arguments, *steps, "--use_cpu", "true"])
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    """So every link and anchor leads somewhere. What the pages load is in the site."""
+    pytest.importorskip("sphinx", reason="the extra docs is not installed")
+    build = ["-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", str(ROOT / "docs"), str(tmp_path)]
+    built = subprocess.run([sys.executable, *build], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(
+            r"""<(?:script|link|img)\b[^>]*?\b(?:src|href)=["']([^"']+)""", page.read_text(encoding="utf-8")
+        )
+        assert not [address for address in loaded if re.match(r"(https?:)?//", address)], page

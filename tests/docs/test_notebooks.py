@@ -1,0 +1,104 @@
+"""
+The notebooks: their cells run in order, as in a notebook, with a small model under the name of a large one. They run
+without Jupyter, which the tests then need not install; the first cell, which installs, is no Python and is only read.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import matplotlib
+import pytest
+import torch
+from checkout import ROOT
+from page_models import clip
+from patching_cases import widened
+
+from hf_liere import is_patched
+
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
+def cells(path, kind="code"):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == kind]
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch):
+    """Runs a notebook where it lies in a checkout, beside the models that it names; returns its names."""
+    folder = tmp_path / "checkout" / "docs" / "notebooks"
+    folder.mkdir(parents=True)
+    (tmp_path / "checkout" / "training").symlink_to(ROOT / "training")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    matplotlib.use("Agg")
+
+    def run(name):
+        path, namespace = ROOT / "docs" / "notebooks" / f"{name}.ipynb", {"__name__": "__main__"}
+        for number, cell in enumerate(cells(path)[1:], start=2):
+            exec(compile(cell, f"{path.name}, code cell {number}", "exec"), namespace)
+        return namespace
+
+    yield run
+    from matplotlib import pyplot
+
+    pyplot.close("all")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_opens_with_one_cell_that_installs(path):
+    """And holds no outputs, which would be those of another version."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert notebook["cells"][0] is code[0] and "%pip install" in "".join(code[0]["source"])
+    assert not [cell for cell in code if cell["outputs"] or cell["execution_count"]]
+    assert not [cell for cell in cells(path)[1:] if cell.lstrip().startswith(("%", "!"))]
+    # Ids are needed by the format from 4.5 on.
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    # As tables of contents and the site name it.
+    assert notebook["cells"][1]["source"][0].startswith("# ")
+
+
+def test_the_folder_that_is_installed_is_the_checkout():
+    """With the extras that the notebooks import."""
+    for path in NOTEBOOKS:
+        (line,) = (line for line in cells(path)[0].splitlines() if line.startswith("%pip"))
+        place, _, extras = line.split()[-1].strip('"').partition("[")
+        assert os.path.samefile(path.parent / place, ROOT) and set(extras.strip("]").split(",")) == {"train", "inspect"}
+
+
+def test_arrows(ran):
+    names = ran("arrows")
+    assert names["probabilities"].argmax() == names["label"]
+    assert names["maps"].shape == (2, 9, 9)
+    # Counting arrows is right in 44 of 100.
+    assert names["accuracies"][108] > 0.95 and min(names["accuracies"].values()) > 0.8
+
+
+def test_clip(ran):
+    torch.manual_seed(0)
+    model, _ = clip()
+    widened(model, std=0.1).save_pretrained("openai/clip-vit-base-patch16")
+    names = ran("clip")
+    assert names["losses"][-1] < names["losses"][0]
+    assert is_patched(names["clip"]) and names["after"].isfinite().all()
+
+
+def test_layer(ran):
+    accuracies = ran("layer")["accuracies"]
+    assert accuracies["liere"] > 0.95 and accuracies["no positions"] < 0.5
+
+
+def test_a_notebook_imports_in_a_fresh_kernel(tmp_path):
+    """The first cell after the installation, in a process that starts in the folder of the notebook."""
+    code = cells(ROOT / "docs" / "notebooks" / "arrows.ipynb")[1]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "docs" / "notebooks", env=environment, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "95,940 parameters, liere\n"

@@ -1,0 +1,333 @@
+"""`hf-liere inspect`, as it is called, and its report, as a browser shows it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import patching_cases
+import pytest
+import torch
+import transformers
+from browser import console_errors, prefer_color_scheme
+from encoding_cases import moved
+from inspection_pages import Page, picture, save
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import hf_liere
+from hf_liere.cli import main
+from hf_liere.inspection.analysis import analyse, attention_maps
+from hf_liere.inspection.inputs import Preparation, Sample, read_samples
+
+
+@pytest.fixture(scope="module")
+def inspected(tmp_path_factory):
+    """A LieRE classifier, its image and the output of the command on it."""
+    folder = tmp_path_factory.mktemp("inspected")
+    torch.manual_seed(0)
+    config = hf_liere.LieREViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=4,
+    )
+    model = hf_liere.LieREViTForImageClassification(config).eval()
+    save(model, folder / "model")
+    arguments = ["inspect", folder / "model", "--image", picture(folder / "a.png"), "--output", folder / "report"]
+    process = subprocess.run(
+        [sys.executable, "-m", "hf_liere.cli", *map(str, arguments)], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert "attention" in process.stderr and str(folder / "report" / "report.html") in process.stdout
+    return model, folder
+
+
+def test_report_stands_alone(inspected):
+    _, folder = inspected
+    text = (folder / "report" / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert all(address.startswith("data:") for address in page.addresses)
+    assert not re.search(r"https?://|@import|<script|url\(", text)
+    assert len(page.images) == 8 and all(image["alt"] for image in page.images)
+    text = " ".join(page.text.split())
+    headings = ("What it is", "What it learned", "Where it looks", "What it predicts", "What it costs")
+    places = [text.index(heading) for heading in headings]
+    assert places == sorted(places)
+    assert "Its position encoding is liere" in text and "block_size8" in text.replace(" ", "") and "32 × 32 px" in text
+
+
+def test_numbers_are_those_of_the_analysis(inspected):
+    """The image goes through the processor's numbers; three sizes, and what is in the text is in the file."""
+    model, folder = inspected
+    facts = json.loads((folder / "report" / "analysis.json").read_text())
+    assert [entry["size"] for entry in facts["inputs"]] == [[16, 16], [24, 24], [32, 32]]
+    with Image.open(folder / "a.png") as image:
+        pixels = np.asarray(image.convert("RGB").resize((24, 24), Image.Resampling.BILINEAR))
+    values = ((torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() / 255 - 0.4) / 0.2).unsqueeze(0)
+    with np.load(folder / "report" / "analysis.npz", allow_pickle=False) as arrays:
+        found = arrays["inputs.1.attention.maps"]
+        largest = arrays["encoding.relativity.largest"].max()
+        probabilities = arrays["inputs.1.probabilities"][0]
+    assert np.allclose(found, attention_maps(model, values).maps.numpy(), atol=1e-6)
+    logits = model(values).logits[0]
+    assert np.allclose(probabilities, logits.softmax(-1).detach().numpy(), atol=1e-6)
+    text = (folder / "report" / "report.html").read_text(encoding="utf-8")
+    assert f"{model.config.id2label[int(logits.argmax())]} {probabilities.max():.1%}, " in text
+    cost = analyse(model).inputs[0].cost
+    assert f"At most {largest:.2g}." in text and f"{cost.operations / 1e6:,.2f}" in text
+    assert f"{cost.encoding_parameters:,} belong to rotations" in text
+
+
+def test_report_in_a_browser(inspected, browser):
+    _, folder = inspected
+    backgrounds, pictures = {}, {}
+    for scheme in ("light", "dark"):
+        prefer_color_scheme(browser, scheme)
+        browser.get((folder / "report" / "report.html").as_uri())
+        images = browser.find_elements("tag name", "img")
+        assert len(images) == 8 and all(image.is_displayed() for image in images)
+        assert all(browser.execute_script("return arguments[0].naturalWidth > 0", image) for image in images)
+        pictures[scheme] = browser.execute_script("return arguments[0].currentSrc", images[0])
+        backgrounds[scheme] = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        wide = browser.execute_script("return document.documentElement.scrollWidth > window.innerWidth")
+        assert not wide and console_errors(browser) == []
+    assert pictures["light"] != pictures["dark"]
+    assert backgrounds == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}
+
+
+def inspect(*arguments):
+    return main(["inspect", *map(str, arguments)])
+
+
+def test_a_model_without_rotations(tiny, tmp_path):
+    """Its attention is shown all the same; without a processor the report says how pixels were scaled."""
+    model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="absolute"))
+    folder = save(model, tmp_path / "model", processor=False)
+    # A name that is no element.
+    image = picture(tmp_path / "a<b>.png")
+    assert inspect(folder, "--image", image, "--image_sizes", 16, "--output", tmp_path / "r") == 0
+    page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
+    assert "no rotations of this package" in page.text and "no processor" in page.text
+    assert [image["alt"].split()[0] for image in page.images] == ["Attention", "Attention"]
+
+
+@pytest.mark.parametrize("encoding", ["cayley_string", "spherical_rope"])
+def test_rotations_in_a_learned_basis_and_products_of_rotations(tiny, tmp_path, encoding):
+    """Planes in a learned basis commute; products of rotations do not, and are not the exponential of a sum."""
+    model = moved(hf_liere.LieREViTForImageClassification(tiny(position_encoding=encoding)))
+    assert inspect(save(model, tmp_path / "model"), "--output", tmp_path / "r") == 0
+    page = " ".join(Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8")).text.split())
+    commutes = encoding == "cayley_string"
+    assert ("The generators commute" in page) == ("canonical form" in page) == commutes
+    assert ("The generators do not commute" in page) == ("Π exp(pₐ Aₐ)" in page) == (not commutes)
+
+
+def test_without_images(tiny, tmp_path):
+    """Folded ComRoPE: the learned is shown in the eigenbasis, attention is not measured and the page says both."""
+    model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="comrope_ld")).eval().fold_rotations()
+    assert inspect(save(model, tmp_path / "model"), "--output", tmp_path / "r") == 0
+    page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
+    assert "Not measured." in page.text and "no image was given" in page.text and "eigenbasis" in page.text
+    assert "So does the model's attention." in page.text and "Untrained ones, as rotary_init='normal'" in page.text
+    assert "exactly relative" in page.text and any("frequencies" in image["alt"] for image in page.images)
+
+
+def test_a_patched_model(tmp_path):
+    vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    clip = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**vision, image_size=16, patch_size=4))
+    hf_liere.patch(clip, hf_liere.RotaryPatchConfig(position_encoding="liere", rotary_init=None))
+    hf_liere.complete_model(clip).save_pretrained(tmp_path / "model")
+    hf_liere.save_rotary(clip, tmp_path / "adapter")
+    arguments = ("--image", picture(tmp_path / "a.png"), "--image_sizes", 24, "--output", tmp_path / "r")
+    assert inspect(tmp_path / "model", *arguments) == 0
+    page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
+    assert "put into a pretrained model" in page.text and "24 × 24 px" in page.text
+
+
+def test_claims_about_a_patched_model_with_its_table(tmp_path):
+    """Small generators, which commute, beside a table: what was learned is not rounded away, and no more is claimed."""
+    model, _ = patching_cases.build("clip_vision")
+    hf_liere.patch(model, hf_liere.RotaryPatchConfig())
+    with torch.no_grad():
+        for name, parameter in hf_liere.rotary_parameters(model):
+            parameter.normal_(std=2e-5 if "generators" in name else 1.0)
+    hf_liere.complete_model(model).save_pretrained(tmp_path / "model")
+    assert inspect(tmp_path / "model", "--output", tmp_path / "r") == 0
+    text = " ".join(Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8")).text.split())
+    assert "The generators commute: these rotations compare patches" in text
+    assert "attention does not: absolute positions are added to its patches" in text
+    assert re.search(r"standard deviation is \d.*?e-05 radians", text) and "all zero at the start" in text
+    assert "difference of their positions alone: attention" not in text and "What it predicts" not in text
+
+
+def test_a_video_model(tiny_video, tmp_path):
+    model = hf_liere.LieREVideoForVideoClassification(tiny_video(num_channels=1))
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "clips").mkdir()
+    for name in "ab":
+        np.save(tmp_path / "clips" / f"{name}.npy", np.zeros((6, 10, 10), np.uint8))
+    arguments = ("--dataset", tmp_path / "clips", "--image_sizes", 8, "--output", tmp_path / "r")
+    assert inspect(tmp_path / "model", *arguments) == 0
+    page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
+    assert "4 frames of 8 × 8 px" in page.text and "clips looked at: 2" in page.text
+
+
+def test_what_is_refused(tiny, tmp_path, capsys):
+    """One line that names what is wrong, before anything is written."""
+    folder = save(hf_liere.LieREViTForImageClassification(tiny()), tmp_path / "model")
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "rotary_config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "table.json").write_text('{"a": 1}\n')
+    np.save(tmp_path / "clip.npy", np.zeros((6, 10, 10), np.uint8))
+    image = picture(tmp_path / "a.png")
+    capsys.readouterr()
+    for arguments, message in (
+        ([tmp_path / "absent"], "absent: no such file or directory"),
+        ([tmp_path / "empty"], "empty cannot be loaded"),
+        ([tmp_path / "adapter"], "load_rotary"),
+        ([folder, "--image", tmp_path / "text.png"], "text.png cannot be read"),
+        ([folder, "--image", tmp_path / "absent.png"], "absent.png is no file"),
+        ([folder, "--image", tmp_path / "clip.npy"], "clip.npy has 6 frames"),
+        ([folder, "--image", image, "--image_sizes", 18], "--image_sizes 18: it is not divisible"),
+        ([folder, "--image_sizes", 16], "--image_sizes [16]"),
+        ([folder, "--dataset", tmp_path / "empty"], "holds no images"),
+        ([folder, "--dataset", tmp_path / "table.json"], "no column of images"),
+        ([folder, "--dataset", tmp_path, "--max_samples", 0], "--max_samples 0"),
+        ([folder, "--image", image, "--batch_size", 0], "batches of 0"),
+    ):
+        assert inspect(*arguments, "--output", tmp_path / "r") == 1
+        captured = capsys.readouterr()
+        errors = [line for line in captured.err.splitlines() if line.startswith("hf-liere inspect: ")]
+        assert captured.out == "" and len(errors) == 1 and message in errors[0], captured.err
+        assert not (tmp_path / "r").exists()
+    assert inspect(folder, "--output", folder) == 1 and "not an empty" in capsys.readouterr().err
+
+
+def test_broken_inputs_are_named(tiny, tmp_path, capsys):
+    folder = save(hf_liere.LieREViTForImageClassification(tiny()), tmp_path / "model")
+    whole = Path(picture(tmp_path / "whole.png")).read_bytes()
+    (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
+    images = [{"bytes": content, "path": None} for content in (whole, whole[: len(whole) // 2])]
+    rows = datasets.Dataset.from_dict({"image": images}, features=datasets.Features({"image": datasets.Image()}))
+    rows.to_parquet(tmp_path / "rows.parquet")
+    broken = hf_liere.LieREViTForImageClassification(tiny())
+    with torch.no_grad():
+        broken.liere.rotary_encoding.generators.fill_(float("nan"))
+    save(broken, tmp_path / "nan")
+    (tmp_path / "file").write_text("")
+    capsys.readouterr()
+    for arguments, output, message in (
+        ([folder, "--image", tmp_path / "half.png"], "r", "half.png cannot be read: OSError"),
+        ([folder, "--dataset", tmp_path / "rows.parquet"], "r", "rows.parquet 1 of"),
+        ([tmp_path / "nan"], "r", "rotary_encoding.generators"),
+        ([folder], "file/r", "file/r cannot be written"),
+        ([folder], "/proc/r", "/proc/r cannot be written"),
+    ):
+        assert inspect(*arguments, "--output", tmp_path / output) == 1
+        captured = capsys.readouterr()
+        errors = [line for line in captured.err.splitlines() if line.startswith("hf-liere inspect: ")]
+        assert captured.out == "" and len(errors) == 1 and message in errors[0], captured.err
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".r", "r-"))]
+
+
+@pytest.mark.parametrize("error", ["limit", pytest.param("interrupt", marks=pytest.mark.slow)])
+def test_a_report_is_complete_or_absent(tiny, tmp_path, error):
+    """Where no file may grow beyond 20 kB, as on a full disk, or Ctrl-C comes; the next run is not refused."""
+    folder = save(hf_liere.LieREViTForImageClassification(tiny()), tmp_path / "model")
+    program = {
+        "limit": "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))",
+        "interrupt": "import hf_liere.inspection.report as report; "
+        "report.render = lambda *arguments: __import__('signal').raise_signal(2)",
+    }[error]
+    program += "; import sys; from hf_liere.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "inspect", folder, "--output", tmp_path / "out" / "r"]
+    process = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert process.returncode != 0
+    if error == "limit":
+        assert "r cannot be written: File too large" in process.stderr and "Traceback" not in process.stderr
+    assert not (tmp_path / "out").exists()
+    assert inspect(folder, "--output", tmp_path / "out" / "r") == 0
+    assert sorted(path.name for path in (tmp_path / "out" / "r").iterdir()) == [
+        "analysis.json",
+        "analysis.npz",
+        "report.html",
+    ]
+
+
+def test_code_of_a_checkpoint_runs_only_if_asked(tmp_path, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "own.py").write_text("raise ValueError('the code of the checkpoint ran')\n")
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert inspect(folder, "--output", tmp_path / "r") == 1
+    refused = capsys.readouterr().err
+    assert "trust_remote_code" in refused and "ran" not in refused
+    assert inspect(folder, "--trust_remote_code", "--output", tmp_path / "r") == 1
+    assert "the code of the checkpoint ran" in capsys.readouterr().err
+
+
+def test_samples_of_a_table(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    pictures = [Image.open(picture(tmp_path / f"{seed}.png", seed=seed)) for seed in range(4)]
+    columns = {"label": [0, 1, 2, 3], "picture": pictures}
+    features = datasets.Features({"label": datasets.Value("int64"), "picture": datasets.Image()})
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "data.parquet")
+    found = read_samples([], str(tmp_path / "data.parquet"), None, 3, is_video=False)
+    assert [sample.name for sample in found] == ["data.parquet 0", "data.parquet 1", "data.parquet 2"]
+    assert all(np.array_equal(sample.frames[0], np.asarray(image)) for sample, image in zip(found, pictures))
+    from_folder = read_samples([], str(tmp_path), None, 2, is_video=False)
+    assert [sample.name for sample in from_folder] == ["0.png", "3.png"]
+
+
+def test_mosaic():
+    """Three blocks of 2 in a tile of 2 × 2 places, layers down, heads across, nothing between blocks."""
+    inspection_plots = pytest.importorskip("hf_liere.inspection.plots")
+    matrices = torch.arange(1, 2 * 2 * 3 * 4 + 1, dtype=torch.float32).view(2, 2, 3, 2, 2)
+    picture, tile = inspection_plots.mosaic(matrices)
+    assert tile == (7, 7) and picture.shape == (14, 14)
+    assert np.array_equal(picture[8:10, 4:6], matrices[1, 0, 1].numpy())
+    assert np.array_equal(picture[4:6, 8:10], matrices[0, 1, 2].numpy())
+    assert np.isfinite(picture).sum() == matrices.numel()
+
+
+def test_frames_of_a_clip():
+    """As many as the model takes, evenly; a still image stands for a clip of itself."""
+    frames = np.arange(7, dtype=np.uint8).reshape(7, 1, 1, 1) * np.ones((1, 4, 4, 1), np.uint8)
+    preparation = Preparation(num_channels=1, num_frames=4)
+    assert preparation.resize(Sample("clip", frames), (8, 6)).shape == (4, 8, 6, 1)
+    assert preparation.resize(Sample("clip", frames), (4, 4))[:, 0, 0, 0].tolist() == [0, 2, 4, 6]
+    still = preparation.resize(Sample("image", frames[3:4]), (4, 4))
+    assert (still == 3).all() and preparation.pixel_values([still]).shape == (1, 4, 1, 4, 4)
+
+
+def test_a_converted_checkpoint(shared, tmp_path):
+    """A golden of LieRE's code, converted by the command, inspected by the command."""
+    tensors = load_file(shared / "goldens" / "liere_liere4_2d.safetensors")
+    facts = json.loads((shared / "goldens" / "liere_liere4_2d.json").read_text())
+    weights = {name.removeprefix("weights/"): value for name, value in tensors.items() if name.startswith("weights/")}
+    save_file(weights, tmp_path / "golden.safetensors")
+    options = {
+        "source": "liere",
+        "position_encoding": facts["architecture_name_in_official_code"],
+        "image_size": facts["image_size"],
+        "patch_size": facts["patch_size"],
+        "num_channels": facts["channels"],
+        "pooling": facts["pool"],
+    }
+    given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert main(["convert", str(tmp_path / "golden.safetensors"), str(tmp_path / "model"), *given]) == 0
+    assert inspect(tmp_path / "model", "--image", picture(tmp_path / "a.png"), "--output", tmp_path / "r") == 0
+    found = json.loads((tmp_path / "r" / "analysis.json").read_text())
+    assert found["model"]["position_encoding"] == "liere" and found["model"]["block_size"] == 4
+    page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
+    assert "do not commute" in page.text and any("Attention maps" in image["alt"] for image in page.images)

@@ -1,0 +1,482 @@
+"""The rotations as a layer for any attention, against the plain reference in float64 and the image model."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import layer_worker
+import pytest
+import torch
+from checkout import PYTHONPATH
+from encoding_cases import COMMUTING, ENCODINGS, block_size, moved, on_axes
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_liere import LieREViTConfig, LieREViTModel, LieRotaryEmbedding, grid_positions, reference
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.positions import COORDINATES
+
+
+HEADS, KEY_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 48, 4
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def build(encoding, axes=2, **options):
+    size = block_size(encoding, HEAD_DIM, axes, BLOCK_SIZE)
+    options = {"num_key_value_heads": KEY_HEADS, **options}
+    return LieRotaryEmbedding(HEADS, HEAD_DIM, axes, encoding, size, **options)
+
+
+def states(batch=2, tokens=5, heads=HEADS):
+    return torch.randn(batch, heads, tokens, HEAD_DIM)
+
+
+def inputs(batch=2, tokens=5, key_heads=KEY_HEADS):
+    return states(batch, tokens), states(batch, tokens, key_heads)
+
+
+def expected(rotary, x, positions, layer=0):
+    """Every head and token by a product with its own matrix."""
+    parameters = {name.removeprefix("encoding."): values for name, values in rotary.rotary_parameters()}
+    groups = x.shape[1] // rotary.num_key_value_heads
+    positions = positions.expand(x.shape[0], *positions.shape[-2:])
+    heads = []
+    for head in range(x.shape[1]):
+        generators = reference.generators(parameters, rotary.config, rotary.num_axes, layer, head // groups)
+        product = rotary.config.position_encoding == "spherical_rope"
+        heads.append([reference.rotations(generators, sample, product) for sample in positions])
+    matrices = torch.stack([torch.stack(samples) for samples in heads], dim=1)  # (B, H, N, D, D)
+    return reference.rotate(x, matrices)
+
+
+@pytest.mark.usefixtures("both_paths")
+@pytest.mark.parametrize("shared_positions", [True, False])
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("encoding, axes", [(name, axes) for axes in (1, 2, 3, 4, 6) for name in on_axes(axes)])
+def test_the_layer_is_the_plain_reference(encoding, axes, key_heads, shared_positions):
+    rotary = moved(build(encoding, axes, num_key_value_heads=key_heads))
+    # Negative and between grid points.
+    positions = 3 * torch.randn(*(() if shared_positions else (3,)), 5, axes, dtype=torch.float64)
+    query, key = inputs(3, key_heads=key_heads)
+    rotated = rotary(query, key, positions)
+    for result, x in zip(rotated, (query, key)):
+        # Rotations are rounded to float32; norms of states are near seven.
+        torch.testing.assert_close(result.double(), expected(rotary, x, positions), atol=2e-5, rtol=0)
+        torch.testing.assert_close(rotary.rotate(x, positions), result, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("distance", [1e3, -1e6])
+@pytest.mark.parametrize("encoding", COMMUTING)
+def test_far_positions(encoding, distance):
+    rotary = build(encoding)
+    positions = distance + torch.randn(5, 2, dtype=torch.float64)
+    query, key = inputs()
+    # Angles of 1e7 have an error of 1e-9 in float64, generators in float32 are exact.
+    torch.testing.assert_close(
+        rotary(query, key, positions)[0].double(), expected(rotary, query, positions), atol=2e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("shared", [{}, {"share_layers": True}, {"share_heads": True}])
+def test_layers(encoding, shared):
+    rotary = build(encoding, num_layers=3, **shared)
+    positions = torch.randn(5, 2)
+    query, key = inputs()
+    rotations = rotary.rotations(positions, query.dtype)
+    assert len(rotations) == 3
+    for layer in range(3):
+        together = rotary(query, key, rotations, layer=layer)
+        alone = rotary(query, key, positions, layer=layer)
+        for one, other in zip(together, alone):
+            torch.testing.assert_close(one, other, atol=5e-6, rtol=0)
+        torch.testing.assert_close(alone[1].double(), expected(rotary, key, positions, layer), atol=2e-5, rtol=0)
+
+
+def zoomed(positions):
+    positions.coordinates.mul_(1.5)
+    return positions
+
+
+def shifted(positions):
+    positions.coordinates[2:] += 0.3
+    return positions
+
+
+def jittered(positions):
+    generator = torch.Generator().manual_seed(1)
+    return positions._replace(coordinates=positions.coordinates + torch.rand(7, 2, generator=generator).double())
+
+
+def one_changed(positions):
+    return positions._replace(coordinates=torch.where(torch.arange(7)[:, None] == 3, 2.0, positions.coordinates))
+
+
+@pytest.mark.parametrize("convention", COORDINATES)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_tokens_that_were_moved_from_their_grid(encoding, convention):
+    """Where they are is what counts, whether the rotations of the grid were computed before, and kept, or not."""
+    rotary = moved(build(encoding)).eval()
+    states = torch.randn(1, HEADS, 7, HEAD_DIM)
+    for move in (zoomed, shifted, jittered, one_changed):
+        coordinates = move(grid_positions((2, 3), convention, num_prefix_tokens=1)).coordinates.clone()
+        exact = rotary.rotate(states, coordinates)
+        for gradients, called in ((True, False), (False, False), (False, True)):
+            positions = grid_positions((2, 3), convention, num_prefix_tokens=1)
+            with torch.set_grad_enabled(gradients):
+                if called:
+                    rotary.rotate(states, positions)
+                    rotary.rotations(positions)
+                positions = move(positions)
+                for given in (positions, rotary.rotations(positions)):
+                    torch.testing.assert_close(rotary.rotate(states, given), exact, atol=5e-6, rtol=0)
+    # As above.
+    torch.testing.assert_close(exact.double(), expected(rotary, states, coordinates), atol=2e-5, rtol=0)
+
+
+def test_coordinates_of_a_grid_that_need_a_gradient_get_it():
+    rotary = build("liere")
+    states, positions = torch.randn(1, HEADS, 6, HEAD_DIM), grid_positions((2, 3), "index")
+    given = positions.coordinates.clone().requires_grad_()
+    weights = torch.randn(states.shape)
+    (rotary.rotate(states, given) * weights).sum().backward()
+    (rotary.rotate(states, positions._replace(coordinates=given)) * weights).sum().backward()
+    (rotary.rotate(states, positions) * weights).sum().backward()
+    positions.coordinates.requires_grad_()
+    (rotary.rotate(states, positions) * weights).sum().backward()
+    assert given.grad.ne(0).any(1).all()
+    # Sums in another order.
+    torch.testing.assert_close(positions.coordinates.grad * 2, given.grad, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("encoding", ["liere", "comrope_ld"])
+def test_moved_grids_in_a_graph(encoding, fresh_compiler):
+    rotary, states = build(encoding), torch.randn(1, HEADS, 6, HEAD_DIM)
+    compiled = torch.compile(rotary.rotate, backend="aot_eager", fullgraph=True)
+    positions = grid_positions((2, 3), "index")
+    torch.testing.assert_close(compiled(states, positions), rotary.rotate(states, positions), atol=1e-5, rtol=0)
+    positions.coordinates.add_(0.5)
+    exact = rotary.rotate(states, positions.coordinates.clone())
+    torch.testing.assert_close(compiled(states, positions), exact, atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("both_paths")
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_no_samples_no_tokens_and_one(encoding):
+    rotary = build(encoding, num_layers=2)
+    for batch, tokens, shared in (
+        (0, 5, False),
+        (0, 5, True),
+        (2, 0, False),
+        (2, 0, True),
+        (0, 0, False),
+        (1, 1, True),
+    ):
+        query, key = (x.requires_grad_() for x in inputs(batch, tokens))
+        positions = torch.rand(*(() if shared else (batch,)), tokens, 2)
+        for given in (positions, rotary.rotations(positions)):
+            rotated = rotary(query, key, given, layer=1)
+            assert [x.shape for x in rotated] == [query.shape, key.shape]
+            alone = rotary.rotate(key, given, layer=1)
+            torch.testing.assert_close(alone, rotated[1], atol=5e-6, rtol=0)
+            sum(x.sum() for x in (*rotated, alone)).backward()
+        if batch * tokens:
+            torch.testing.assert_close(rotated[0].double(), expected(rotary, query, positions, 1), atol=2e-5, rtol=0)
+        else:
+            assert all(parameter.grad is None or not parameter.grad.any() for parameter in rotary.parameters())
+
+
+@pytest.mark.usefixtures("both_paths")
+def test_layers_whose_rotations_are_one_block_do_not_share_it():
+    rotary = LieRotaryEmbedding(1, 8, 2, "liere", 8, num_layers=2)
+    first, second = rotary.rotations(torch.rand(1, 2))
+    assert not torch.allclose(first.blocks, second.blocks)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_the_image_model_rotates_as_the_layer(encoding):
+    config = LieREViTConfig(
+        hidden_size=HEADS * HEAD_DIM,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        intermediate_size=8,
+        image_size=32,
+        patch_size=8,
+        position_encoding=encoding,
+        block_size=block_size(encoding, HEAD_DIM, 2, BLOCK_SIZE),
+    )
+    model = LieREViTModel(config)
+    rotary = build(encoding, num_key_value_heads=HEADS, num_layers=2, rope_theta=config.rope_theta)
+    rotary.encoding.load_state_dict(model.rotary_encoding.state_dict())
+    positions = model.grid_positions((4, 4), torch.device("cpu"))
+    query, key = inputs(tokens=17, key_heads=HEADS)
+    for layer, rotation in enumerate(model.rotations(positions)):
+        of_model = [rotation.change_basis(x) for x in (query, key)]
+        of_model = torch.matmul(*[x if i == 0 else x.mT for i, x in enumerate(rotation.rotate(*of_model))])
+        for given in (positions, positions.coordinates):
+            rotated_query, rotated_key = rotary(query, key, given, layer=layer)
+            # Scores of 48 channels: sums of norms near 50.
+            torch.testing.assert_close(rotated_query @ rotated_key.mT, of_model, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("encoding", COMMUTING)
+def test_scores_of_cross_attention_depend_on_differences_of_positions(encoding):
+    rotary = build(encoding, axes=3).double()
+    positions, key_positions = torch.randn(5, 3).double(), torch.randn(2, 7, 3).double()
+    query, key = states().double(), states(tokens=7, heads=KEY_HEADS).double()
+
+    def scores(shift):
+        rotated, keys = rotary(query, key, positions + shift, key_positions + shift)
+        return rotated @ keys.repeat_interleave(HEADS // KEY_HEADS, 1).mT
+
+    shift = torch.tensor([3.7, -20.0, 0.1]).double()
+    # Without parameters in float64, cos and sin are float32.
+    atol = 1e-10 if ENCODING_TRAITS[encoding].learned else 5e-6
+    torch.testing.assert_close(scores(shift), scores(0.0), atol=atol, rtol=0)
+
+
+def test_scores_of_free_generators_depend_on_the_origin():
+    rotary = build("liere")
+    query, key = inputs()
+    positions = torch.randn(5, 2)
+    near, far = (
+        torch.matmul(q, k.repeat_interleave(2, 1).mT)
+        for q, k in (rotary(query, key, positions + shift) for shift in (0.0, 1.0))
+    )
+    assert (near - far).abs().max() > 0.1
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped queries, with or without a cache of rotated keys."""
+
+    def __init__(self, rotary):
+        super().__init__()
+        self.rotary, width = rotary, HEADS * HEAD_DIM
+        self.q_proj = nn.Linear(width, width)
+        self.k_proj, self.v_proj = (nn.Linear(width, KEY_HEADS * HEAD_DIM) for _ in range(2))
+
+    def heads(self, projection, x):
+        return projection(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+
+    def forward(self, x, positions):
+        query, key = self.rotary(self.heads(self.q_proj, x), self.heads(self.k_proj, x), positions)
+        return scaled_dot_product_attention(query, key, self.heads(self.v_proj, x), is_causal=True, enable_gqa=True)
+
+    def step(self, x, positions, cache):
+        cache.append((self.rotary.rotate(self.heads(self.k_proj, x), positions), self.heads(self.v_proj, x)))
+        key, value = (torch.cat(parts, dim=2) for parts in zip(*cache))
+        query = self.rotary.rotate(self.heads(self.q_proj, x), positions)
+        return scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+
+@pytest.mark.parametrize("encoding", on_axes(1))
+def test_keys_that_were_rotated_once_and_kept(encoding):
+    attention = Attention(build(encoding, axes=1)).eval()
+    x, positions = torch.randn(3, 6, HEADS * HEAD_DIM), torch.arange(6.0).unsqueeze(-1)
+    with torch.no_grad():
+        whole, cache = attention(x, positions), []
+        for token in range(6):
+            part = slice(token, token + 1)
+            step = attention.step(x[:, part], positions[part], cache)
+            torch.testing.assert_close(step, whole[:, :, part], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("encoding", COMMUTING)
+def test_folding_keeps_the_scores(encoding, size):
+    size = block_size(encoding, HEAD_DIM, 2, size)
+    rotary = LieRotaryEmbedding(HEADS, HEAD_DIM, 2, encoding, size, num_key_value_heads=KEY_HEADS)
+    attention = Attention(moved(rotary)).eval()
+    x, positions = torch.randn(3, 6, HEADS * HEAD_DIM), torch.randn(6, 2)
+    folded = copy.deepcopy(attention)
+    assert folded.rotary.fold(folded.q_proj, folded.k_proj) is folded.rotary
+    with torch.no_grad():
+        torch.testing.assert_close(folded(x, positions), attention(x, positions), atol=1e-5, rtol=0)
+    changed = not torch.equal(folded.q_proj.weight, attention.q_proj.weight)
+    assert changed == (not ENCODING_TRAITS[encoding].planar)
+    if changed:
+        with pytest.raises(ValueError, match="folded"):
+            folded.train()
+        with pytest.raises(ValueError, match="folded already"):
+            folded.rotary.fold(folded.q_proj, folded.k_proj)
+
+
+def test_folding_of_several_layers_changes_nothing_if_one_cannot_be_folded():
+    rotary = build("comrope_ld", num_layers=2)
+    width = HEADS * HEAD_DIM
+    queries = [nn.Linear(8, width) for _ in range(2)]
+    keys = [nn.Linear(8, width // 2), nn.Linear(8, width)]
+    before = queries[0].weight.clone()
+    with pytest.raises(ValueError, match="k_proj has out_features=192; 2 heads of 48 channels"):
+        rotary.fold(queries, keys)
+    with pytest.raises(ValueError, match="1 projections were given for num_layers=2"):
+        rotary.fold(queries[0], keys[0])
+    keys[1] = nn.Linear(8, width // 2)
+    keys[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="hooks"):
+        rotary.fold(queries, keys)
+    assert torch.equal(queries[0].weight, before)
+    with pytest.raises(ValueError, match="do not commute"):
+        build("liere").fold(queries[0], keys[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_half_types(encoding, dtype):
+    rotary = build(encoding)
+    positions = torch.rand(2, 5, 2)
+    query, key = (x.to(dtype) for x in inputs())
+    query, key = rotary(query, key, positions)
+    assert query.dtype == key.dtype == dtype
+    torch.manual_seed(0)
+    again = build(encoding)
+    positions = torch.rand(2, 5, 2)
+    for result, x in zip((query, key), inputs()):
+        exact = expected(again, x.to(dtype), positions)
+        # Sums of four products of numbers up to four, each rounded.
+        assert (result.double() - exact).abs().max() < 16 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_gradients(encoding):
+    """Of states and generators against finite differences, with grouped queries and other positions of keys."""
+    rotary = moved(build(encoding)).double()
+    query, key = (x.double().requires_grad_() for x in (states(tokens=2)[:1], states(tokens=3, heads=2)[:1]))
+    positions, key_positions = (torch.randn(n, 2, dtype=torch.float64) for n in (2, 3))
+    names, values = (
+        zip(*((n, p.detach().requires_grad_()) for n, p in rotary.named_parameters()))
+        if list(rotary.parameters())
+        else ((), ())
+    )
+
+    def scores(query, key, *values):
+        rotated = torch.func.functional_call(rotary, dict(zip(names, values)), (query, key, positions, key_positions))
+        return torch.matmul(rotated[0], rotated[1].repeat_interleave(2, 1).mT)
+
+    assert torch.autograd.gradcheck(scores, (query, key, *values), fast_mode=True, atol=1e-6)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_one_graph(encoding, fresh_compiler):
+    rotary = build(encoding)
+    positions = torch.randn(2, 5, 2)
+    query, key = inputs()
+    compiled = torch.compile(rotary, backend="aot_eager", fullgraph=True)
+    for result, eager in zip(compiled(query, key, positions), rotary(query, key, positions)):
+        torch.testing.assert_close(result, eager, atol=1e-5, rtol=0)
+
+
+def test_autocast_keeps_the_types_of_the_states():
+    rotary = build("comrope_ld")
+    positions = torch.randn(5, 2)
+    query, key = inputs()
+    exact = rotary(query, key, positions)
+    with torch.autocast("cpu", torch.bfloat16):
+        for result, x in zip(rotary(query, key, positions), exact):
+            torch.testing.assert_close(result, x, atol=1e-5, rtol=0)
+
+
+def test_saved_and_loaded(tmp_path):
+    rotary = build("comrope_ld", num_layers=2)
+    torch.save(rotary.state_dict(), tmp_path / "rotary.pt")
+    torch.manual_seed(1)
+    other = build("comrope_ld", num_layers=2)
+    other.load_state_dict(torch.load(tmp_path / "rotary.pt", weights_only=True))
+    query, key = inputs()
+    positions = torch.randn(5, 2)
+    for one, same in zip(rotary(query, key, positions, layer=1), other(query, key, positions, layer=1)):
+        assert torch.equal(one, same)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_key_value_heads": 3}, "num_heads=4 must be a multiple of num_key_value_heads=3"),
+        ({"num_axes": 7}, "num_axes=7 must lie in 1 … 6"),
+        ({"num_axes": 0}, "num_axes=0 must lie in 1 … 6"),
+        ({"position_encoding": "absolute"}, "'absolute' is not a rotary encoding; accepted: axial_rope"),
+        ({"block_size": 100}, "block_size=100 does not fit a head_dim of 48"),
+        ({"position_encoding": "comrope_ap", "num_axes": 5}, "comrope_ap"),
+        ({"rotary_init": "other"}, "rotary_init"),
+    ],
+)
+def test_arguments_that_do_not_fit(options, message):
+    options = {"num_heads": 4, "head_dim": 48, "num_axes": 2, **options}
+    with pytest.raises(ValueError, match=message):
+        LieRotaryEmbedding(**options)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"positions": torch.zeros(5, 3)}, r"positions of shape \(5, 3\) must be \(tokens, 2\)"),
+        ({"positions": torch.zeros(5)}, r"positions of shape \(5,\)"),
+        ({"positions": torch.zeros(6, 2)}, "positions of 6 tokens in 1 samples"),
+        ({"positions": torch.zeros(3, 5, 2)}, "positions of 5 tokens in 3 samples"),
+        ({"positions": torch.zeros(5, 2, dtype=torch.long)}, "torch.int64; a floating point type is needed"),
+        ({"positions": torch.full((5, 2), torch.nan)}, "10 values that are not finite"),
+        ({"key": torch.zeros(2, KEY_HEADS, 6, HEAD_DIM)}, "5 queries and 6 keys: pass the keys' own key_positions"),
+        ({"key": torch.zeros(2, 3, 5, HEAD_DIM)}, r"key of shape \(2, 3, 5, 48\) must be \(batch, 2 heads"),
+        ({"query": torch.zeros(2, HEADS, 5, 64)}, "head_dim=48"),
+        ({"query": torch.zeros(2, HEADS, 5, HEAD_DIM, dtype=torch.int)}, "query are torch.int32"),
+        ({"layer": 1}, "layer=1 must be from 0 to 0"),
+        (
+            {"positions": [[0.0, 0.0]] * 5},
+            r"positions are a list; accepted are a floating point tensor of shape \(tokens, 2",
+        ),
+        ({"positions": torch.zeros(5, 2).numpy()}, "positions are a ndarray; accepted are"),
+        ({"positions": grid_positions((1, 5, 1))}, r"positions of shape \(5, 3\) must be \(tokens, 2\)"),
+        ({"positions": grid_positions((2, 3))}, "positions of 6 tokens in 1 samples"),
+        (
+            {"positions": grid_positions((1, 5))._replace(coordinates=torch.full((5, 2), torch.inf))},
+            "10 values that are not finite",
+        ),
+    ],
+)
+def test_inputs_that_do_not_fit(change, message):
+    query, key = inputs()
+    arguments = {"query": query, "key": key, "positions": torch.zeros(5, 2), **change}
+    with pytest.raises(ValueError, match=message):
+        build("liere")(**arguments)
+    with pytest.raises(ValueError, match=r"\(2, 3, 5, 48\) must be \(batch, 2 or 4 heads"):
+        build("liere").rotate(torch.zeros(2, 3, 5, HEAD_DIM), torch.zeros(5, 2))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_one_of_several_layers_is_named(shared):
+    rotary = build("rope_mixed", num_layers=3, share_layers=shared)
+    (query, key), positions = inputs(), torch.zeros(5, 2)
+    for given in (positions, rotary.rotations(positions)):
+        with pytest.raises(ValueError, match="rotations of 3 layers: pass layer=0 … 2"):
+            rotary(query, key, given)
+        with pytest.raises(ValueError, match="rotations of 3 layers: pass layer=0 … 2"):
+            rotary.rotate(key, given)
+    with pytest.raises(ValueError, match="positions are a list; accepted are"):
+        rotary.rotate(key, rotary.rotations(positions)[:2], layer=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_take_the_step_of_one(kind, tmp_path):
+    model, x, positions = layer_worker.model_and_batch()
+    before = model.blocks[0].rotary.encoding.generators.detach().clone()
+    layer_worker.step(model, x, positions)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    process = subprocess.run(
+        [*command, layer_worker.__file__, kind, str(tmp_path / "weights.pt")],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    for name, expected in model.state_dict().items():
+        # Means of two halves instead of one mean.
+        torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-6, msg=name)
+    assert (weights["blocks.0.rotary.encoding.generators"] - before).abs().max() > 1e-4

@@ -1,0 +1,94 @@
+"""One SGD step in a process of `torchrun`; process 0 saves its logits and the whole weights after the step.
+
+python -m torch.distributed.run --nproc_per_node 2 tests/support/distributed_worker.py KIND CONFIG_DIR BATCH OUTPUT
+
+KIND is `ddp`; `fsdp` for FSDP2 block by block, `fsdp_small` with units of single projections and of the rotary encoding
+too; or `zero3` for DeepSpeed.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_liere
+
+
+def full(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def leave():
+    """End a process whose work is done and saved: threads of gloo now and then abort an interpreter that shuts down."""
+    dist.barrier()
+    os._exit(0)
+
+
+def shard(model, kind):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for layer in model.liere.layers:
+        if kind == "fsdp_small":
+            fully_shard(layer.attention.q_proj, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    if kind == "fsdp_small":
+        fully_shard(model.liere.rotary_encoding, mesh=mesh)
+    assert type(model.liere.layers[0].mlp.fc1.weight).__name__ == "DTensor"
+    return fully_shard(model, mesh=mesh)
+
+
+def step(model, kind, batch):
+    """Logits of this process; the model has the new weights."""
+    wrapped = DistributedDataParallel(model) if kind == "ddp" else shard(model, kind)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    outputs = wrapped(**batch)
+    outputs.loss.backward()
+    optimizer.step()
+    return outputs.logits
+
+
+def zero3_step(model, batch):
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": len(batch["labels"]),
+        # Nothing is so small that every process keeps it.
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "gradient_clipping": 0.0,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config={**config, "zero_allow_untested_optimizer": True}
+    )
+    assert all(parameter.numel() == 0 for parameter in model.parameters())
+    outputs = engine(**batch)
+    engine.backward(outputs.loss)
+    engine.step()
+    return outputs.logits
+
+
+def main(kind, config_dir, batch_file, output):
+    dist.init_process_group("gloo")
+    assert dist.get_world_size() == 2
+    torch.manual_seed(0)
+    model = hf_liere.LieREViTForImageClassification(hf_liere.LieREViTConfig.from_pretrained(config_dir))
+    share = slice(dist.get_rank(), None, 2)
+    batch = {name: values[share] for name, values in torch.load(batch_file).items()}
+    if kind == "zero3":
+        from deepspeed import zero
+
+        logits = zero3_step(model, batch)
+        with zero.GatheredParameters(list(model.parameters())):
+            weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    else:
+        logits = step(model, kind, batch)
+        weights = {name: full(value).detach().clone() for name, value in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        torch.save({"logits": logits.detach(), "weights": weights}, output)
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,118 @@
+"""What the tests of training/ share: the scripts as modules, small data sets, and runs in processes of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+import transformers
+from checkout import ROOT
+from patching_cases import IMAGE, clip_config, widened
+from PIL import Image
+from safetensors.torch import load_file
+
+from training.image_classification import main
+
+
+SCRIPT = ROOT / "training" / "image_classification.py"
+TINY_MODEL = "--hidden_size 16 --num_hidden_layers 2 --num_attention_heads 2 --intermediate_size 32".split()
+TINY_MODEL += "--image_size 16 --patch_size 4".split()
+TINY_RUN = "--use_cpu true --disable_tqdm true --learning_rate 1e-3 --per_device_train_batch_size 8".split()
+
+
+def pictures(count: int, size: int = 16, seed: int = 0) -> list[Image.Image]:
+    pixels = np.random.default_rng(seed).integers(256, size=(count, size, size, 3), dtype=np.uint8)
+    return [Image.fromarray(image) for image in pixels]
+
+
+def write_parquet(path: Path, count: int, num_labels: int = 3, seed: int = 0, size: int = 16) -> str:
+    """A parquet file of random pictures in columns `image` and `label`, every class present; its path."""
+    names = [f"class{number}" for number in range(num_labels)]
+    table = datasets.Dataset.from_dict(
+        {"image": pictures(count, size, seed), "label": [number % num_labels for number in range(count)]},
+        features=datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}),
+    )
+    table.to_parquet(path)
+    return str(path)
+
+
+def small_clip() -> tuple[transformers.CLIPModel, transformers.CLIPTokenizer]:
+    """A CLIP of images and text with a tokenizer of letters."""
+    torch.manual_seed(0)
+    letters = [f"{letter}{end}" for letter in "abcdefghijklmnopqrstuvwxyz0123456789." for end in ("", "</w>")]
+    vocabulary = {token: number for number, token in enumerate([*letters, "<|startoftext|>", "<|endoftext|>"])}
+    tokenizer = transformers.CLIPTokenizer(vocab=vocabulary, merges=[])
+    config = clip_config()
+    config.text_config.vocab_size = len(vocabulary)
+    config.text_config.max_position_embeddings = 32
+    config.text_config.eos_token_id = tokenizer.eos_token_id
+    return widened(transformers.CLIPModel(config)), tokenizer
+
+
+def write_dual_encoder(folder: Path) -> str:
+    """A small DINOv3 with the text tower of a small CLIP, its processor and its tokenizer; the path of their folder."""
+    clip, tokenizer = small_clip()
+    vision = widened(transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**IMAGE, num_register_tokens=2)))
+    text = transformers.CLIPTextModel(clip.config.text_config)
+    config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
+        vision.config, text.config, projection_dim=8
+    )
+    model = widened(transformers.VisionTextDualEncoderModel(config, vision_model=vision, text_model=text))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    size = {"height": 16, "width": 16}
+    transformers.DINOv3ViTImageProcessor(size=size, resample=3).save_pretrained(folder)
+    return str(folder)
+
+
+def write_images_folder(folder: Path, splits: dict[str, int], classes: tuple[str, ...] = ("cat", "dog")) -> str:
+    for split, count in splits.items():
+        for number, picture in enumerate(pictures(count, seed=len(split))):
+            path = folder / split / classes[number % len(classes)] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(path)
+    return str(folder)
+
+
+def train(output_dir: Path, *flags: str) -> dict[str, float]:
+    """A tiny training run in this process."""
+    return main(["--output_dir", str(output_dir), "--do_train", *TINY_MODEL, *TINY_RUN, *map(str, flags)])
+
+
+def train_with_torchrun(
+    output_dir: Path, *flags: str, processes: int = 2, script: Path = SCRIPT
+) -> subprocess.CompletedProcess:
+    """On a machine without an accelerator, of which nobody tells the script: it finds out by itself."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+        str(script),
+    ]
+    command += ["--output_dir", str(output_dir), "--do_train", *TINY_MODEL, *TINY_RUN, "--use_cpu", "false"]
+    return run_process([*command, *map(str, flags)])
+
+
+def run_process(command: list[str], **kwargs) -> subprocess.CompletedProcess:
+    """A process that finds an hf_liere which is not installed, and no GPU; a failure shows what it wrote."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, **kwargs)
+    assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout[-4000:]}\n{result.stderr[-6000:]}"
+    return result
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_weights(first: Path, second: Path, tolerance: float = 0.0) -> None:
+    left, right = weights(first), weights(second)
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        difference = (value.double() - right[name].double()).abs().max().item()
+        assert difference <= tolerance, f"{name} differs by {difference}"

@@ -1,0 +1,325 @@
+"""training/clip_finetuning.py end to end on tiny models and pictures: what is learnt, saved, resumed and refused."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from checkout import ROOT
+from clip_training import CLASSES, TINY_RUN, accuracies, but_for_rounding, measured_again, train
+from patching_cases import CASES, IMAGE, ROTATING, VIT_B
+from safetensors.torch import load_file, save_file
+from training_helpers import assert_same_weights, run_process, small_clip, write_parquet
+
+import hf_liere
+from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, rotary_parameters
+from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments
+from training.clip_finetuning import main
+from training.engine.arguments import AugmentationArguments, DataArguments
+from training.engine.command_line import parse_arguments
+from training.engine.patching import PatchArguments
+
+
+SCRIPT = ROOT / "training" / "clip_finetuning.py"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    train = write_parquet(folder / "train.parquet", 24)
+    test = write_parquet(folder / "test.parquet", 13, seed=1, size=24)
+    return ["--train_files", train, "--validation_files", test]
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory):
+    """A CLIP of images and text with a tokenizer, as on the Hub."""
+    folder = tmp_path_factory.mktemp("clip")
+    model, tokenizer = small_clip()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+# Adam divides by gradients that are zero but for rounding, such as those of the keys' biases.
+WHOLE = "--eval_image_sizes 16 24 --optim sgd --learning_rate 0.1".split()
+
+
+@pytest.fixture(scope="module")
+def whole(clip_folder, data, tmp_path_factory):
+    """All weights trained, both models, evaluated at two sizes."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, train(folder, clip_folder, data, *WHOLE, "--save_steps", 1)
+
+
+def test_saved_models_give_the_results_that_were_written(whole, data):
+    folder, results = whole
+    found = accuracies(results)
+    assert list(found) == [("patched", 16), ("patched", 24), ("unpatched", 16), ("unpatched", 24)]
+    for name in ("patched", "unpatched"):
+        written = json.loads((folder / name / "resolutions.json").read_text())["resolutions"]
+        assert written == [result for result in results if result["model"] == name]
+        assert all(result["samples"] == 13 and result["accuracy_low"] <= result["accuracy"] for result in written)
+        model = transformers.AutoModelForImageClassification.from_pretrained(folder / name)
+        assert is_patched(model) == (name == "patched") and list(model.config.id2label.values()) == CLASSES
+        forward = model.forward
+        if name == "unpatched":
+            model.forward = lambda **inputs: forward(**inputs, interpolate_pos_encoding=True)  # noqa: B023
+        for size in (16, 24):
+            assert found[name, size] == measured_again(model, data, size)
+        assert not (folder / name / "training_args.bin").exists()
+    run_config = (folder / "patched" / "run_config.json").read_text()
+    assert json.loads(run_config)["rotary_patch"]["position_encoding"] == "comrope_ld"
+    assert str(folder) not in run_config
+
+
+@pytest.mark.parametrize("head", ["classifier", "zero_shot"])
+def test_patched_and_unpatched_start_alike_at_every_size(head, clip_folder, data, tmp_path):
+    """Equal seeds, images and steps: with a learning rate of zero nothing tells the models apart, to the last bit."""
+    flags = ["--head", head, "--learning_rate", 0, "--eval_image_sizes", 16, 24, 32]
+    found = accuracies(train(tmp_path, clip_folder, data, *flags))
+    for size in (16, 24, 32):
+        assert found["patched", size] == found["unpatched", size]
+
+
+@pytest.mark.parametrize(
+    "head, trainable",
+    [("classifier", "rotary+head"), ("classifier", "all"), ("zero_shot", "rotary"), ("zero_shot", "all")],
+)
+def test_only_what_is_named_learns(head, trainable, clip_folder, data, tmp_path):
+    train(tmp_path, clip_folder, data, "--head", head, "--trainable", trainable, "--baseline", "false")
+    auto = "AutoModelForImageClassification" if head == "classifier" else "AutoModelForZeroShotImageClassification"
+    saved = getattr(transformers, auto).from_pretrained(tmp_path / "patched").state_dict()
+    before = load_file(f"{clip_folder}/model.safetensors")
+    learnt = {name for name, value in saved.items() if name not in before or not torch.equal(value, before[name])}
+    rotary = {f"vision_model.rotary_encoding.{name}" for name in ("generators", "multipliers")}
+    classifier = {"classifier.weight", "classifier.bias"} if head == "classifier" else set()
+    frozen = {name for name in saved if name.startswith("text_")}
+    if trainable == "all":
+        # Keys have no gradient with respect to their bias, and unused parts have none.
+        assert rotary | classifier <= learnt and not learnt & frozen
+        assert {name for name in saved if name.endswith(("q_proj.weight", "fc1.weight"))} - frozen <= learnt
+    else:
+        assert learnt == rotary | classifier
+    assert saved["vision_model.rotary_encoding.generators"].abs().max() > 0
+
+
+@pytest.mark.parametrize("head", ["classifier", "zero_shot"])
+def test_lora_and_rotations_load_again_by_their_own_libraries(head, clip_folder, data, tmp_path):
+    peft = pytest.importorskip("peft")
+    results = train(tmp_path, clip_folder, data, "--trainable", "lora+rotary", "--head", head, "--lora_rank", 2)
+    folder = tmp_path / "patched"
+    assert not (folder / "model.safetensors").exists()
+    auto = "AutoModelForImageClassification" if head == "classifier" else "AutoModelForZeroShotImageClassification"
+    labels = {"num_labels": 3} if head == "classifier" else {}
+    base = getattr(transformers, auto).from_pretrained(clip_folder, **labels)
+    model = peft.PeftModel.from_pretrained(load_rotary(base, folder / "rotary"), folder / "lora")
+    assert all(value.abs().max() > 0 for _, value in rotary_parameters(model))
+    assert any(value.abs().max() > 0 for name, value in model.named_parameters() if "lora_B" in name)
+    if head == "classifier":
+        assert accuracies(results)["patched", 16] == measured_again(model, data, 16)
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokens = tokenizer([f"a photo of a {name}." for name in CLASSES], padding=True, return_tensors="pt")
+
+        class ZeroShot(torch.nn.Module):
+            def forward(self, pixel_values):
+                output = model.eval()(pixel_values=pixel_values, **tokens)
+                return type("Output", (), {"logits": output.logits_per_image})
+
+        assert accuracies(results)["patched", 16] == measured_again(ZeroShot(), data, 16)
+
+
+def test_learning_rates_of_rotations_and_classifier(clip_folder, data, tmp_path):
+    flags = ["--trainable", "rotary+head", "--baseline", "false"]
+    train(tmp_path / "rotary", clip_folder, data, *flags, "--head_learning_rate_factor", 0)
+    train(tmp_path / "head", clip_folder, data, *flags, "--rotary_learning_rate_factor", 0)
+    train(tmp_path / "none", clip_folder, data, *flags, "--learning_rate", 0)
+    start, rotary, head = (
+        load_file(tmp_path / name / "patched/model.safetensors") for name in ("none", "rotary", "head")
+    )
+    generators = "vision_model.rotary_encoding.generators"
+    assert torch.equal(rotary["classifier.weight"], start["classifier.weight"])
+    assert not torch.equal(head["classifier.weight"], start["classifier.weight"])
+    assert rotary[generators].abs().max() > 0 == head[generators].abs().max()
+
+
+@pytest.mark.parametrize("trainable", ["all", "lora+rotary"])
+@pytest.mark.parametrize("family", ["clip", "vit"])
+def test_a_resumed_run_equals_an_uninterrupted_one(family, trainable, clip_folder, data, tmp_path):
+    """transformers saves ViT under older names, which Trainer by itself does not find again."""
+    checkpoint = clip_folder
+    if family == "vit":
+        checkpoint = str(tmp_path / "vit")
+        CASES["vit"].build().save_pretrained(checkpoint)
+    flags = ["--trainable", trainable, "--max_steps", 4, "--save_steps", 2, "--flip_probability", 0.5]
+    expected = train(tmp_path / "whole", checkpoint, data, *flags)
+    # As killed in the middle of the second model.
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    for name in ("resolutions.json", "model.safetensors", "checkpoint-4", "rotary", "lora"):
+        path = tmp_path / "killed" / "unpatched" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    found = train(tmp_path / "killed", checkpoint, data, *flags, "--resume_from_checkpoint", "last")
+    assert found == expected
+    # And of the first.
+    shutil.rmtree(tmp_path / "killed" / "unpatched")
+    (tmp_path / "killed" / "patched" / "resolutions.json").unlink()
+    shutil.rmtree(tmp_path / "killed" / "patched" / "checkpoint-4")
+    assert train(tmp_path / "killed", checkpoint, data, *flags, "--resume_from_checkpoint", "last") == expected
+    for name in ("patched", "unpatched"):
+        first, second = (
+            load_file(tmp_path / run / name / "checkpoint-4/model.safetensors") for run in ("whole", "killed")
+        )
+        assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_checkpoint_without_a_weight_is_not_resumed(whole, clip_folder, data, tmp_path):
+    shutil.copytree(whole[0] / "patched" / "checkpoint-1", tmp_path / "patched" / "checkpoint-1")
+    path = tmp_path / "patched" / "checkpoint-1" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.renamed"] = weights.pop("model.vision_model.rotary_encoding.generators")
+    save_file(weights, path)
+    with pytest.raises(
+        ValueError, match="Missing: model.vision_model.rotary_encoding.generators. Unexpected: model.renamed"
+    ):
+        train(tmp_path, clip_folder, data, "--resume_from_checkpoint", "last")
+
+
+def test_new_tower_is_trained_then_patched_then_evaluated(data, tmp_path):
+    vision = json.dumps(IMAGE)
+    flags = ["--use_cpu", "true", "--disable_tqdm", "true", *data]
+    fresh = ["--vision_config", vision, "--position_encoding", "none", "--do_train", "--max_steps", "2", *flags]
+    main(["--output_dir", str(tmp_path / "new"), *fresh])
+    trained = train(tmp_path / "tuned", str(tmp_path / "new/unpatched"), data, "--keep_absolute", "drop", "--layers", 1)
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "tuned/patched")
+    assert model.config.rotary_patch["keep_absolute"] == "drop" and model.config.rotary_patch["layers"] == [1]
+    evaluate = ["--model_name_or_path", str(tmp_path / "tuned/patched"), "--do_eval", *flags]
+    (again,) = main(["--output_dir", str(tmp_path / "again"), *evaluate])
+    assert (again["accuracy"], again["loss"]) == but_for_rounding(accuracies(trained)["patched", 16])
+    more = train(tmp_path / "more", str(tmp_path / "tuned/patched"), data, "--position_encoding", "comrope_ld")
+    assert [result["model"] for result in more] == ["patched"]
+
+
+def test_both_models_get_a_new_classifier_for_other_classes(data, tmp_path):
+    """As many classes by other names: the second model may not take the first one's renaming for its own classes."""
+    model = CASES["siglip_classifier"].build()
+    model.config.id2label = dict(enumerate(["cat", "dog", "fox"]))
+    with torch.no_grad():
+        model.classifier.weight.fill_(100.0)
+    model.save_pretrained(tmp_path / "animals")
+    found = accuracies(train(tmp_path / "run", str(tmp_path / "animals"), data, "--learning_rate", 0))
+    assert found["patched", 16] == found["unpatched", 16]
+    saved = load_file(tmp_path / "run/unpatched/model.safetensors")["classifier.weight"]
+    assert saved.abs().max() < 1
+
+
+def test_every_family_leaves_a_whole_model(data, tmp_path):
+    CASES["siglip_classifier"].build().save_pretrained(tmp_path / "siglip")
+    results = train(tmp_path / "run", str(tmp_path / "siglip"), data)
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "patched")
+    assert type(model).__name__ == "RotarySiglipForImageClassification"
+    assert accuracies(results)["patched", 16] == measured_again(model, data, 16)
+
+
+@pytest.mark.slow
+def test_two_processes_train_and_save_both_models(whole, clip_folder, data, tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT]
+    flags = ["--output_dir", tmp_path, "--model_name_or_path", clip_folder, *data, *TINY_RUN, *WHOLE]
+    flags += ["--per_device_eval_batch_size", 4]
+    run_process(list(map(str, [*launch, *flags])))
+    for name in ("patched", "unpatched"):
+        assert json.loads((tmp_path / name / "environment.json").read_text())["world_size"] == 2
+        # Means of two halves in float32 instead of one mean.
+        assert_same_weights(whole[0] / name, tmp_path / name, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--position_encoding", "sinusoid"], "'sinusoid' is not a rotary encoding; accepted: axial_rope"),
+        (["--block_size", 32], "block_size=32 does not fit a head_dim of 16"),
+        (["--target", "text_model"], "matches no vision tower"),
+        (["--position_encoding", "axial_rope"], "never starts neutral"),
+        (["--image_size", 18], "18×18 is not divisible by the patch size 4×4"),
+        (["--eval_image_sizes", 16, 18], "18×18 is not divisible"),
+        (["--trainable", "rotary"], "accepted where no classifier is trained: the same labels"),
+        (["--head", "zero_shot", "--trainable", "rotary+head"], "zero_shot has no classifier"),
+        (["--head", "zero_shot", "--prompts", "a photo"], "accepted: texts with {}"),
+        (
+            ["--head", "zero_shot", "--prompts", "a very long photograph of {} and more"],
+            "tokens; the text tower takes 32",
+        ),
+        (["--vision_config", "{}"], "accepted: one of them"),
+        (["--head_learning_rate_factor", -1], "accepted: 0 and above"),
+        (["--resume_from_checkpoint", "last"], "holds no checkpoint"),
+        (["--push_to_hub"], "--push_to_hub"),
+        (["--blocksize", 4], "close matches: block_size"),
+        (
+            "--position_encoding rope_mixed --block_size 4".split(),
+            "its only block_size is 2",
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_any_training(flags, message, clip_folder, data, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, clip_folder, data, *flags)
+    assert not list(tmp_path.glob("**/checkpoint-*"))
+
+
+def test_models_that_cannot_be_patched_are_refused_before_anything_is_written(data, tmp_path):
+    hf_liere.LieREViTForImageClassification(hf_liere.LieREViTConfig(**IMAGE)).save_pretrained(tmp_path / "liere")
+    ROTATING["dinov3"]().save_pretrained(tmp_path / "dinov3")
+    for name, message in (("liere", "rotates query and key by itself"), ("dinov3", "Unrecognized configuration class")):
+        arguments = ["--output_dir", tmp_path / "out", "--model_name_or_path", tmp_path / name, *data, *TINY_RUN]
+        process = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
+        last = process.stderr.splitlines()[-1]
+        assert process.returncode == 1 and re.match(f"error: .*{message}", last), process.stderr
+        assert "Traceback" not in process.stderr and not (tmp_path / "out").exists()
+
+
+def test_encoding_that_learns_nothing(clip_folder, data, tmp_path):
+    axial = ["--position_encoding", "axial_rope", "--rotary_init", "None", "--block_size", 2]
+    with pytest.raises(ValueError, match="leaves nothing to learn with --position_encoding axial_rope"):
+        train(tmp_path, clip_folder, data, *axial, "--trainable", "rotary", "--head", "zero_shot")
+    assert len(train(tmp_path, clip_folder, data, *axial, "--overwrite_output_dir")) == 2
+
+
+def test_runs_are_neither_overwritten_nor_patched_twice(whole, clip_folder, data, tmp_path):
+    with pytest.raises(ValueError, match="holds another run"):
+        train(whole[0], str(whole[0] / "patched"), data)
+    with pytest.raises(ValueError, match="nothing is patched without --do_train"):
+        train(tmp_path, clip_folder, data, "--do_train", "false")
+    with pytest.raises(ValueError, match="is patched with comrope_ld"):
+        train(tmp_path, str(whole[0] / "patched"), data, "--position_encoding", "liere")
+
+
+def test_full_recipe_is_the_papers():
+    """ComRoPE App. B.2: 4 epochs, batch 3,456, learning rate 3e-4, zero angle matrices; its block size is 8."""
+    recipe = str(ROOT / "training/recipes/clip_finetuning.yaml")
+    flags = [
+        recipe,
+        "--output_dir",
+        "unused",
+        "--bf16",
+        "false",
+        "--model_name_or_path",
+        "openai/clip-vit-base-patch16",
+    ]
+    classes = (FineTuningArguments, PatchArguments, DataArguments, AugmentationArguments, FineTuningTrainingArguments)
+    model, patch_flags, _, _, args = parse_arguments(flags, classes)
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 3456
+    assert args.per_device_train_batch_size == 144
+    assert (args.num_train_epochs, args.learning_rate, args.weight_decay) == (4, 3e-4, 0.01)
+    assert (patch_flags.position_encoding, patch_flags.block_size, patch_flags.rotary_init) == (
+        "comrope_ld",
+        8,
+        "zeros",
+    )
+    assert model.trainable == "all" and model.baseline and model.image_size == 224
+    tower = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VIT_B | {"num_hidden_layers": 12}))
+    patch(tower, RotaryPatchConfig(**vars(patch_flags)))
+    assert [value.numel() for _, value in rotary_parameters(tower)] == [32_256, 2_304]

@@ -1,0 +1,109 @@
+"""training/clip_finetuning.py on a vision tower with RoPE: DINOv3 beside the text tower of CLIP."""
+
+import shutil
+
+import pytest
+import torch
+import transformers
+from clip_training import CLASSES, accuracies, but_for_rounding, measured_again, train
+from safetensors.torch import load_file
+from training_helpers import write_dual_encoder, write_parquet
+
+from hf_liere import is_patched, load_rotary, rotary_parameters
+from training.clip_finetuning import main
+
+
+ROTATING = "--head zero_shot --rotary_init pretrained --eval_image_sizes 16 24".split()
+ENCODINGS = {
+    "planes": ["--position_encoding", "rope_mixed", "--block_size", "2"],
+    "blocks": ["--position_encoding", "liere"],
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    files = write_parquet(folder / "train.parquet", 24), write_parquet(folder / "test.parquet", 13, seed=1, size=24)
+    return ["--train_files", files[0], "--validation_files", files[1]]
+
+
+@pytest.fixture(scope="module")
+def dual_encoder(tmp_path_factory):
+    return write_dual_encoder(tmp_path_factory.mktemp("dual_encoder"))
+
+
+class ZeroShot(torch.nn.Module):
+    """Logits of the classes by the model's own forward, without the script."""
+
+    def __init__(self, model, folder):
+        super().__init__()
+        self.model = model.eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.tokens = tokenizer([f"a photo of a {name}." for name in CLASSES], padding=True, return_tensors="pt")
+
+    def forward(self, pixel_values):
+        # DINOv3's processor has the mean and deviation of ImageNet, `measured_again` has 0.5.
+        mean, std = (torch.tensor(x).view(3, 1, 1) for x in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
+        pixel_values = ((pixel_values + 1) / 2 - mean) / std
+        output = self.model(pixel_values=pixel_values, **self.tokens)
+        return type("Output", (), {"logits": output.logits_per_image})
+
+
+@pytest.mark.parametrize("kind", ENCODINGS)
+def test_whole_models_train_reload_and_evaluate(kind, dual_encoder, data, tmp_path):
+    results = accuracies(train(tmp_path, dual_encoder, data, *ROTATING, *ENCODINGS[kind]))
+    assert list(results) == [("patched", 16), ("patched", 24), ("unpatched", 16), ("unpatched", 24)]
+    for name in ("patched", "unpatched"):
+        model = transformers.AutoModel.from_pretrained(tmp_path / name)
+        assert is_patched(model) == (name == "patched")
+        for size in (16, 24):
+            assert results[name, size] == measured_again(ZeroShot(model, tmp_path / name), data, size)
+    before, after = load_file(f"{dual_encoder}/model.safetensors"), load_file(tmp_path / "patched/model.safetensors")
+    changed = {name for name, value in after.items() if name not in before or not torch.equal(value, before[name])}
+    assert any("rotary_encoding" in name for name in changed) and "visual_projection.weight" in changed
+    assert not any(name.startswith("text_") for name in changed)
+    flags = ["--do_eval", "--use_cpu", "true", "--disable_tqdm", "true", "--head", "zero_shot", *ROTATING[-3:]]
+    folders = ["--model_name_or_path", str(tmp_path / "patched"), "--output_dir", str(tmp_path / "again")]
+    again = accuracies(main([*folders, *data, *flags]))
+    for size in (16, 24):
+        assert again["", size] == but_for_rounding(results["patched", size])
+
+
+@pytest.mark.parametrize("kind", ENCODINGS)
+def test_adapters_load_again_and_runs_resume(kind, dual_encoder, data, tmp_path):
+    peft = pytest.importorskip("peft")
+    flags = [*ROTATING, *ENCODINGS[kind], "--trainable", "lora+rotary", "--baseline", "false"]
+    flags += ["--max_steps", 4, "--save_steps", 2, "--lora_rank", 2]
+    expected = train(tmp_path / "whole", dual_encoder, data, *flags)
+    folder = tmp_path / "whole" / "patched"
+    base = transformers.AutoModel.from_pretrained(dual_encoder)
+    model = peft.PeftModel.from_pretrained(load_rotary(base, folder / "rotary"), folder / "lora")
+    found = accuracies(expected)
+    assert found["patched", 16] == measured_again(ZeroShot(model, folder), data, 16)
+    names = {name for name, _ in rotary_parameters(base)}
+    assert names and all(name.startswith("vision_model.rotary_encoding.") for name in names)
+    # As killed after the second step.
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    for name in ("checkpoint-4", "rotary", "lora"):
+        shutil.rmtree(tmp_path / "killed" / "patched" / name)
+    (tmp_path / "killed" / "patched" / "resolutions.json").unlink()
+    assert train(tmp_path / "killed", dual_encoder, data, *flags, "--resume_from_checkpoint", "last") == expected
+    first, second = (
+        load_file(tmp_path / run / "patched/checkpoint-4/model.safetensors") for run in ("whole", "killed")
+    )
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--rotary_init", "zeros"], "rotates query and key by itself .*rotary_init='pretrained'"),
+        (["--target", "text_model"], "target='text_model' computes no rotations; modules that do: .'vision_model'"),
+        (["--position_encoding", "comrope_ld", "--block_size", 16], "rotates .4, 4. planes by its axes"),
+        (["--head", "classifier"], "Unrecognized configuration class"),
+    ],
+)
+def test_what_a_tower_with_rope_does_not_take(flags, message, dual_encoder, data, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, dual_encoder, data, *ROTATING, *ENCODINGS["blocks"], *flags)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,509 @@
+"""Recipes: the full ones make the paper's model and schedule, the small ones run from command to results."""
+
+import importlib
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from checkout import ROOT
+from pages import TRAINING, commands
+from training_helpers import TINY_RUN, write_dual_encoder, write_parquet
+from transformers import AutoModelForImageClassification, AutoModelForVideoClassification
+
+import hf_liere
+from hf_liere import RotaryPatchConfig, cli
+from hf_liere.models.encoding.folding import build_rotary_encoding
+from training import benchmark_speed
+from training.clip.comparison import Comparison
+from training.data.augmentation import IGNORED_LABEL
+from training.detection import detectors
+from training.engine.arguments import InputError, architecture_fields
+from training.engine.command_line import parse_arguments
+from training.engine.model_setup import resolve_config, resolve_image_size
+from training.engine.trainer import ClassificationTrainer
+from training.reporting import sweeps
+
+
+RECIPES = {path.stem: path for path in (ROOT / "training" / "recipes").glob("*.yaml")}
+README = TRAINING.read_text(encoding="utf-8")
+# The script and the flags of every recipe's line; lines with the output of another name are examples.
+LINES = {
+    Path(recipe).stem: (Path(script).stem, flags)
+    for _, script, recipe, *flags in commands(TRAINING)
+    if f"outputs/{Path(recipe).stem}" in flags
+}
+SWEEPS = sorted((ROOT / "training" / "sweeps").glob("*.yaml"))
+FULL = sorted(name for name in RECIPES if not name.endswith("_mini"))
+# What starts from another model's weights, and the detector, have tests of their own.
+CLASSIFIERS = sorted(set(FULL) - {"clip_finetuning", "dual_encoder", "coco", "imagenet_256"})
+CLASSES = {"cifar100": 100, "arrows": 4, "rsna": 2, "ucf101": 101, "ucf101_comrope": 101}
+# Training images or videos: CIFAR-100, the paper's arrows, UCF101's first split, COCO 2017, ImageNet-1k.
+SIZES = {"cifar100": 50_000, "arrows": 800_000, "ucf101": 9_537, "ucf101_comrope": 9_537, "coco": 118_287}
+# Training examinations of the RSNA's challenge.
+SIZES["rsna"] = 21_784
+IMAGENET = 1_281_167
+
+
+def linear(inputs, outputs):
+    """Parameters of a linear layer, or of a convolution with so many inputs in its window."""
+    return inputs * outputs + outputs
+
+
+# Patches, class token, last norm and ImageNet's classes of ViT-B/16.
+VIT_BASE_ENDS = linear(16 * 16 * 3, 768) + 768 + 2 * 768 + linear(768, 1000)
+
+
+def script_of(name):
+    return importlib.import_module(f"training.{LINES[name][0]}")
+
+
+def parse(name, *flags):
+    """A recipe's line with more flags; the recipes' bfloat16 is for GPUs."""
+    command = [str(RECIPES[name]), *LINES[name][1], "--use_cpu", "true", "--bf16", "false", *flags]
+    return parse_arguments(command, script_of(name).ARGUMENT_CLASSES)
+
+
+def parameters(name, *flags):
+    """Parameters of a recipe's model, of which only the shapes exist."""
+    model_args = parse(name, *flags)[0]
+    config = model_args.config_class(num_labels=CLASSES.get(name, 1000), **model_args.architecture())
+    is_video = LINES[name][0] == "video_classification"
+    auto_class = AutoModelForVideoClassification if is_video else AutoModelForImageClassification
+    with torch.device("meta"):
+        return auto_class.from_config(config).num_parameters()
+
+
+def replaced(flags, name, other, value):
+    """A line with another flag and value in the place of one that it has."""
+    place = flags.index(name)
+    return [*flags[:place], other, value, *flags[place + 2 :]]
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_recipes_hold_existing_keys_and_fitting_values(name):
+    parsed = parse(name)
+    model_args, training = parsed[0], parsed[-1]
+    assert isinstance(training.learning_rate, float) and training.do_train and training.do_eval
+    if LINES[name][0] in ("clip_finetuning", "language_modeling"):
+        return
+    config = model_args.config_class(**model_args.architecture())
+    for key, value in yaml.safe_load(RECIPES[name].read_text()).items():
+        if key in architecture_fields(model_args.config_class):
+            assert getattr(config, key) == value
+
+
+def test_every_recipe_and_sweep_has_its_line():
+    assert set(LINES) == set(RECIPES)
+    for name, (_, flags) in LINES.items():
+        assert f"{name.removesuffix('_mini')}_mini" in RECIPES
+        assert flags[flags.index("--output_dir") + 1] == f"outputs/{name}"
+    for path in SWEEPS:
+        assert f"`{path.stem}`" in README
+
+
+@pytest.mark.parametrize(
+    "name, flags, expected",
+    [
+        ("cifar100", ["--position_encoding", "absolute"], 85_193_572),
+        ("ucf101", ["--position_encoding", "absolute"], 86_890_085),
+        # The table that the official code stores without using it, 785 × 768, aside: 87,760,997.
+        ("ucf101", ["--block_size", "64"], 87_760_997 - 785 * 768),
+        ("ucf101", ["--block_size", "64", "--use_absolute_position_embeddings", "true"], 87_760_997),
+    ],
+)
+def test_models_have_the_parameters_of_the_papers(name, flags, expected):
+    assert parameters(name, *flags) == expected
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_full_recipes_make_their_models(name):
+    """The layers alone are 85 million in ViT-Base, 14 million in ComRoPE's model for videos."""
+    layers = 8 * 1_774_464 if name == "ucf101_comrope" else 12 * 7_085_568
+    # Patches, classes, generators and norms come on top.
+    assert layers < parameters(name) < 1.05 * layers
+
+
+def test_the_imagenet_model_has_the_parameters_of_the_paper():
+    assert parameters("imagenet", "--position_encoding", "absolute") / 1e6 == pytest.approx(86.54, abs=0.005)
+
+
+@pytest.mark.parametrize("encoding, positions", [("absolute", 197 * 768), ("liere", 12 * 12 * 8 * 28 * 2)])
+def test_the_model_of_imagenet_is_the_same_at_256_pixels(encoding, positions, tmp_path):
+    """A table keeps its 14 × 14 positions and is interpolated, LieRE8 has blocks of 28 free entries on two axes."""
+    trained = parse("imagenet", "--position_encoding", encoding)[0]
+    trained.config_class(num_labels=1000, **trained.architecture()).save_pretrained(tmp_path)
+    model_args = parse("imagenet_256", "--model_name_or_path", str(tmp_path))[0]
+    config = resolve_config(model_args)
+    assert config.position_encoding == encoding and resolve_image_size(model_args, config) == (256, 256)
+    with torch.device("meta"):
+        model = AutoModelForImageClassification.from_config(config)
+    assert model.num_parameters() == 12 * 7_085_568 + VIT_BASE_ENDS + positions
+
+
+def test_the_detector_is_deformable_detr_on_a_small_vit():
+    """Layers, heads and queries as Zhu et al. (2021) have them, each layer refining the boxes of the one before."""
+    model_args, detector_args, _, _ = parse("coco")
+    detector_args.backbone_name_or_path = None
+    config = detectors.build_config(model_args, detector_args)
+    with torch.device("meta"):
+        detector = detectors.build_detector(model_args, config, [str(number) for number in range(80)])
+    # timm's vit_small_patch16_224 with a table of 1 + 40 · 40 positions; ComRoPE-LD's blocks have 28 entries and 2
+    # factors.
+    backbone = 1601 * 384 + 12 * 1_774_464 + linear(16 * 16 * 3, 384) + 384 + 2 * 384 + 12 * 6 * 8 * (28 + 2)
+    norm, levels, points = 2 * 256, 4, 4
+    projections = linear(384, 256) + linear(9 * 384, 256) + 2 * linear(9 * 256, 256) + 4 * norm
+    deformable = linear(256, 8 * levels * points * 2) + linear(256, 8 * levels * points) + 2 * linear(256, 256)
+    feed_forward = linear(256, 1024) + linear(1024, 256) + norm
+    encoder = deformable + norm + feed_forward
+    decoder = 4 * linear(256, 256) + norm + encoder
+    boxes = 2 * linear(256, 256) + linear(256, 4)
+    queries = 300 * 2 * 256 + linear(256, 2)
+    # The authors' code has a classifier per layer, transformers one for all.
+    expected = backbone + projections + levels * 256 + 6 * (encoder + decoder + boxes) + linear(256, 80) + queries
+    assert detector.num_parameters() == expected
+
+
+def test_clip_is_fine_tuned_whole_with_and_without_rotations(tmp_path):
+    """OpenAI's CLIP ViT-B/16 by its size, with ImageNet's thousand classes."""
+    script, line = script_of("clip_finetuning"), LINES["clip_finetuning"][1]
+    size = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+    size |= {"image_size": 224, "patch_size": 16}
+    images = write_parquet(tmp_path / "images.parquet", 1000, num_labels=1000)
+    flags = replaced(line, "--model_name_or_path", "--vision_config", json.dumps(size))
+    flags = replaced(flags, "--dataset_name", "--train_files", images)
+    flags = replaced(flags, "--output_dir", "--output_dir", str(tmp_path / "run"))
+    flags += ["--validation_files", images, "--use_cpu", "true", "--bf16", "false"]
+    run = Comparison(*parse_arguments([str(RECIPES["clip_finetuning"]), *flags], script.ARGUMENT_CLASSES))
+    assert list(run.patches) == ["patched", "unpatched"]
+    with torch.device("meta"):
+        classifiers = [run.build_classifier(config) for config in run.patches.values()]
+    patched, unpatched = (sum(parameter.numel() for parameter in model.parameters()) for model in classifiers)
+    # Biases of query, key and value; patches without a bias; a norm more, in front.
+    tower = 12 * (7_085_568 + 3 * 768) + 16 * 16 * 3 * 768 + 768 + 197 * 768 + 2 * 2 * 768
+    assert unpatched == tower + linear(768, 1000)
+    assert patched == tower + linear(768, 1000) + 12 * 12 * 8 * (28 + 2)
+
+
+@pytest.mark.parametrize("name", ["ucf101", "rsna", "ucf101_comrope"])
+def test_generators_of_video_models_have_three_axes(name):
+    """ComRoPE-AP exists where blocks of three axes divide a head: in ComRoPE's model, not in ViT-Base."""
+    if name == "ucf101_comrope":
+        assert parameters(name, "--position_encoding", "comrope_ap") > 0
+    else:
+        with pytest.raises(Exception, match="must divide head_dim=64 for comrope_ap"):
+            parameters(name, "--position_encoding", "comrope_ap", "--block_size", "8")
+
+
+@pytest.mark.parametrize(
+    "name, batch, epochs, rate, warmup",
+    [
+        ("cifar100", 512, 200, 1e-4, 0),
+        ("arrows", 512, 1, 1e-4, 0),
+        ("imagenet", 512, 200, 1e-4, 0),
+        ("imagenet_256", 512, 30, 1e-5, 0),
+        ("imagenet_comrope", 6144, 200, 1e-3, 0.02),
+        ("imagenet_deit", 1024, 300, 1e-3, 5 / 300),
+        ("ucf101", 64, 200, 1e-4, 0),
+        ("ucf101_comrope", 768, 80, 1.2e-4, 0.02),
+        ("rsna", 64, 200, 1e-4, 0),
+        ("clip_finetuning", 3456, 4, 3e-4, 0.02),
+        ("coco", 16, 36, 2e-4, 500),
+    ],
+)
+def test_schedules_are_those_of_the_papers(name, batch, epochs, rate, warmup, tiny, tmp_path):
+    """Trainer's own loader, optimizer and scheduler, for a data set of which only the length exists."""
+    training = parse(name)[-1]
+    training.output_dir = str(tmp_path)
+    size = SIZES.get(name, IMAGENET)
+    model = hf_liere.LieREViTForImageClassification(tiny())
+    trainer = ClassificationTrainer(model, training, None, Counted(size), Counted(size))
+    steps_per_epoch = math.ceil(len(trainer.get_train_dataloader()) / training.gradient_accumulation_steps)
+    assert steps_per_epoch == math.ceil(size / batch)
+    assert training.num_train_epochs == epochs
+    steps = epochs * steps_per_epoch
+    trainer.create_optimizer_and_scheduler(steps)
+    factor = trainer.lr_scheduler.lr_lambdas[0]
+    warm = math.ceil(warmup * steps) if warmup < 1 else warmup
+    assert trainer.optimizer.defaults["lr"] == rate and factor(warm) == 1.0
+    if warm:
+        assert factor(warm // 2) == pytest.approx(warm // 2 / warm)
+    lowest = 0.01 if name == "imagenet_deit" else 0.0
+    middle = factor(warm + (steps - warm) // 2)
+    assert middle == pytest.approx((1 + lowest) / 2, abs=0.01) and factor(steps) == pytest.approx(lowest, abs=1e-9)
+
+
+class Counted(torch.utils.data.Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, key):
+        return {"label": IGNORED_LABEL, "key": key}
+
+
+@pytest.mark.parametrize("path", [*RECIPES.values(), *SWEEPS], ids=lambda path: path.stem)
+def test_recipes_and_sweeps_say_the_batch_of_all_processes(path):
+    assert "per_device_train_batch_size" not in path.read_text()
+    assert path in SWEEPS or "total_train_batch_size" in yaml.safe_load(path.read_text())
+
+
+def test_the_batch_of_a_process_does_not_contradict_that_of_all():
+    with pytest.raises(InputError, match="--per_device_train_batch_size 32 contradicts --total_train_batch_size 512"):
+        parse("cifar100", "--per_device_train_batch_size", "32")
+
+
+def test_the_batch_does_not_depend_on_how_it_is_shared():
+    for accumulated, share in ((1, 512), (4, 128)):
+        training = parse("cifar100", "--gradient_accumulation_steps", str(accumulated))[-1]
+        assert training.per_device_train_batch_size == share
+    with pytest.raises(
+        InputError, match="--total_train_batch_size 512 cannot be shared by 1 processes × 3 accumulated"
+    ):
+        parse("cifar100", "--gradient_accumulation_steps", "3")
+
+
+def write_series(path, count):
+    """Series of five to seven numbers, of two classes in turn; the path of their file."""
+    lines = [f"{','.join(map(str, range(5 + number % 3)))}:{number % 2}" for number in range(count)]
+    path.write_text("\n".join(["@timeStamps false", "@classLabel true 0 1", "@data", *lines]))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """What stands for the data of the lines."""
+    folder = tmp_path_factory.mktemp("data")
+    volumes = np.random.default_rng(0).integers(256, size=(8, 8, 32, 32), dtype=np.uint8)
+    labels = np.arange(8)[:, None] % 2
+    np.savez(folder / "volumes.npz", train_images=volumes, train_labels=labels, val_images=volumes, val_labels=labels)
+    (folder / "texts").mkdir()
+    for number in range(20):
+        (folder / "texts" / f"{number}.py").write_text("def f(x):\n    return x\n" * 100)
+    return {
+        "TEXTS": str(folder / "texts"),
+        "DINOV3_CLIP": write_dual_encoder(folder / "dual_encoder"),
+        "TRAIN.parquet": write_parquet(folder / "train.parquet", 12),
+        "TEST.parquet": write_parquet(folder / "test.parquet", 6, seed=1),
+        "VOLUMES.npz": str(folder / "volumes.npz"),
+        "TRAIN.ts": write_series(folder / "train.ts", 12),
+        "TEST.ts": write_series(folder / "test.ts", 6),
+    }
+
+
+@pytest.fixture(scope="module")
+def run_mini(data, tmp_path_factory):
+    """Starts a small recipe by its line, on very few examples, once; its folder."""
+    folder = tmp_path_factory.mktemp("minis")
+
+    def run(name):
+        if (folder / name).exists():
+            return folder / name
+        script, flags = LINES[name]
+        for needed in {flag.split("/")[1] for flag in flags if flag.startswith("outputs/")} - {name}:
+            run(needed)
+        flags = [data.get(flag, re.sub("^outputs/", f"{folder}/", flag)) for flag in flags]
+        flags += ["--max_train_samples", "8", "--max_eval_samples", "6", "--num_train_epochs", "1"]
+        flags += [flag for flag in TINY_RUN if flag not in ("--per_device_train_batch_size", "8")]
+        if script == "video_classification" and "VOLUMES.npz" not in LINES[name][1]:
+            flags += ["--moving_shapes_folder", str(folder / "shapes")]
+        if script == "object_detection":
+            flags += ["--shapes_folder", str(folder / "pictures")]
+        if name in ("arrows_mini", "arrows_clips_mini"):
+            flags += ["--lr_scheduler_kwargs", '{"num_decay_steps": 1}', "--warmup_steps", "0"]
+        script_of(name).main([str(RECIPES[name]), *flags])
+        return folder / name
+
+    return run
+
+
+@pytest.mark.parametrize("name", sorted(name for name in RECIPES if name.endswith("_mini")))
+def test_small_recipes_run_to_their_results(name, run_mini):
+    folder = run_mini(name)
+    if LINES[name][0] == "clip_finetuning":
+        model = folder / ("unpatched" if name == "clip_pretraining_mini" else "patched")
+        results = json.loads((model / "resolutions.json").read_text())["resolutions"]
+        assert [result["samples"] for result in results] == [6, 6, 6]
+        assert all(math.isfinite(result["loss"]) for result in results)
+    else:
+        results = json.loads((folder / "all_results.json").read_text())
+        assert results["eval_samples"] == 6 and results["parameters"] > 1000
+        assert math.isfinite(results["eval_map" if name == "coco_mini" else "eval_loss"])
+        if LINES[name][0] == "language_modeling":
+            assert results["eval_perplexity"] > 1 and results["eval_512_perplexity"] > 1
+
+
+@pytest.mark.parametrize("mini", [False, True], ids=["full", "mini"])
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_sweeps_name_models_that_exist(path, mini):
+    """Every combination of settings makes a model, and every condition is one that the script accepts."""
+    sweep = sweeps.read_sweep(path, mini)
+    classes = script_of(sweep["recipe"]).ARGUMENT_CLASSES
+    for settings in sweeps.combinations(sweep["train"]):
+        flags = sweeps.flags_of(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
+        if sweep["script"] in ("clip_finetuning", "language_modeling"):
+            patch_args = vars(parse_arguments(flags, classes)[1])
+            if patch_args["position_encoding"] != "none":
+                given = {key: None if value == "None" else value for key, value in patch_args.items()}
+                assert RotaryPatchConfig(**given).position_encoding == settings["position_encoding"]
+            continue
+        for condition in sweeps.combinations(sweep.get("evaluate", [])):
+            model_args = parse_arguments([*flags, *sweeps.as_flags(condition)], classes)[0]
+            config = model_args.config_class(**model_args.architecture())
+            assert config.position_encoding == settings.get("position_encoding", config.position_encoding)
+
+
+def test_every_sweep_has_results_of_its_small_version_or_a_reason():
+    readme = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
+    table = readme.split("their small versions have no\nstored results:\n\n")[1].split("\n\n")[0]
+    reasons = {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
+    stored = {path.stem for path in (ROOT / "training" / "results").glob("*/*.jsonl")}
+    assert not reasons & stored
+    assert reasons | stored == {path.stem for path in SWEEPS}
+
+
+EXPERIMENTS = yaml.safe_load((ROOT / "training" / "paper_experiments.yaml").read_text(encoding="utf-8"))
+# The sweeps and recipes of the papers; others are of this repository alone.
+PAPER_SWEEPS = {
+    name for entries in EXPERIMENTS.values() for entry in entries.values() for name in entry.get("sweeps", [])
+}
+PAPER_RECIPES = sorted({sweeps.read_sweep(path, False)["recipe"] for path in SWEEPS if path.stem in PAPER_SWEEPS})
+SOURCES = yaml.safe_load((ROOT / "training" / "recipe_sources.yaml").read_text(encoding="utf-8"))
+# What every training of a classifier has, so that no default decides it unseen.
+DECIDED = {"image_mean", "image_std", "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_grad_norm", "seed"}
+DECIDED |= {"total_train_batch_size", "warmup_steps", "weight_decay"}
+
+
+def values_with_sources(path):
+    """(key, value, comment) of every value of a recipe, whose comment is on its line or on those right above."""
+    above, found = [], []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            above.append(line.removeprefix("#").strip())
+            continue
+        if line.strip():
+            value, _, comment = line.partition("  # ")
+            ((key, value),) = yaml.safe_load(value).items()
+            found.append((key, value, comment or " ".join(above)))
+        above = []
+    return found
+
+
+@pytest.mark.parametrize("name", PAPER_RECIPES)
+def test_every_value_of_a_recipe_is_what_its_source_states(name):
+    found = values_with_sources(RECIPES[name])
+    assert {key: value for key, value, _ in found} == yaml.safe_load(RECIPES[name].read_text())
+    # A pretrained CLIP brings its statistics along.
+    undecided = {"image_mean", "image_std"} if name == "clip_finetuning" else set()
+    assert DECIDED - undecided <= {key for key, _, _ in found}
+    for key, value, comment in found:
+        source, _, remark = comment.partition(": ")
+        if source == "open":
+            assert len(remark.split()) > 1, f"{name}: {key} has no reason"
+        elif source == "run":
+            assert key in SOURCES["run"], f"{name}: {key} is not known to change nothing"
+        else:
+            assert source in SOURCES, f"{name}: {key} comes from {source!r}"
+            assert SOURCES[source].get(key) == value, f"{name}: {key} is {SOURCES[source].get(key)} in {source}"
+
+
+def test_every_source_is_one_of_a_recipe():
+    named = {
+        comment.partition(": ")[0] for name in PAPER_RECIPES for _, _, comment in values_with_sources(RECIPES[name])
+    }
+    assert set(SOURCES) <= named
+
+
+# How many tables and figures the papers have.
+NUMBERS = {"LieRE": (10, 12), "LieRE v1": (4, 3), "ComRoPE": (10, 8)}
+
+
+def test_every_table_and_figure_of_the_papers_is_an_experiment_or_says_why_not():
+    assert set(EXPERIMENTS) == set(NUMBERS)
+    for paper, (tables, figures) in NUMBERS.items():
+        numbered = [f"Table {number}" for number in range(1, tables + 1)]
+        numbered += [f"Figure {number}" for number in range(1, figures + 1)]
+        assert [name for name in EXPERIMENTS[paper] if name.startswith(("Table", "Figure"))] == numbered
+        for name, entry in EXPERIMENTS[paper].items():
+            assert entry and set(entry) <= {"sweeps", "command", "none"}, (paper, name)
+            assert set(entry.get("sweeps", [])) <= {path.stem for path in SWEEPS}, (paper, name)
+            if "command" in entry:
+                check_command(shlex.split(entry["command"]))
+
+
+def check_command(words):
+    program, *arguments = words
+    if program == "hf-liere":
+        cli.parser().parse_args(arguments)
+    else:
+        assert program == "python" and (ROOT / arguments[0]).is_file()
+        if arguments[0].endswith("benchmark_speed.py"):
+            benchmark_speed.parse_arguments(arguments[1:])
+
+
+def test_the_table_of_sweeps_names_the_tables_and_figures_of_each():
+    for names, where in re.findall(r"^\| (`[^|]+`) \| [^|]+ \| ([^|]+) \|$", README, re.MULTILINE):
+        of_row = set(re.findall(r"`(\w+)`", names))
+        if not of_row <= {path.stem for path in SWEEPS}:
+            continue
+        told = set()
+        for part in where.split("; "):
+            paper = next((paper for paper in ("LieRE v1", *NUMBERS) if part.startswith(f"{paper} ")), None)
+            for kind, numbers in re.findall(r"(Table|Figure)s? ((?:\d+(?:, )?)+)", part):
+                told |= {(paper, f"{kind} {number}") for number in re.findall(r"\d+", numbers)}
+        listed = {
+            (paper, name)
+            for paper, entries in EXPERIMENTS.items()
+            for name, entry in entries.items()
+            if of_row & set(entry.get("sweeps", [])) and name.startswith(("Table", "Figure"))
+        }
+        assert told == listed, of_row
+
+
+def test_baselines_of_comrope_are_those_of_its_appendix_d():
+    """The table is read at coordinates (§4.1.1), LieRE starts from P − Pᵀ (D.2), RoPE has base 10,000 (D.1)."""
+    expected = {
+        "absolute": ("position_table_size", lambda value: value is not None),
+        "liere": ("rotary_init", "normal".__eq__),
+        "axial_rope": ("rope_theta", (10000).__eq__),
+    }
+    seen = set()
+    for name in ("resolutions", "video_resolutions", "perturbation", "comrope_block_size", "offset", "clip_finetuning"):
+        sweep = sweeps.read_sweep(ROOT / "training" / "sweeps" / f"{name}.yaml", False)
+        for settings in sweeps.combinations(sweep["train"]):
+            encoding = settings["position_encoding"]
+            # Rotations inside of a pretrained model start at zero, and it has its own table.
+            if encoding in expected and (name, encoding) != ("clip_finetuning", "liere"):
+                field, holds = expected[encoding]
+                assert holds(settings.get(field)), (name, settings)
+                assert encoding == "absolute" or name == "clip_finetuning" or settings["coordinates"] == "unit"
+                seen.add((name, encoding))
+    assert len(seen) == 10
+
+
+@pytest.mark.parametrize("mini", [False, True], ids=["full", "mini"])
+@pytest.mark.parametrize("path", [path for path in SWEEPS if path.stem in PAPER_SWEEPS], ids=lambda path: path.stem)
+def test_fixed_rotations_are_those_of_the_papers_code(path, mini):
+    """exp(−4t), t from 0 to 1, in the coordinates of LieRE's VisionLLaMA; base 10,000 in ComRoPE's."""
+    sweep = sweeps.read_sweep(path, mini)
+    for settings in sweeps.combinations(sweep["train"]):
+        if settings.get("position_encoding") != "axial_rope" or sweep["script"] == "clip_finetuning":
+            continue
+        flags = sweeps.flags_of(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
+        model_args = parse_arguments(flags, script_of(sweep["recipe"]).ARGUMENT_CLASSES)[0]
+        config = model_args.config_class(**model_args.architecture())
+        if config.coordinates == "train_grid":
+            encoding = build_rotary_encoding(config, config.num_axes)
+            found = encoding.entries(torch.device("cpu"))[0].flatten()[: encoding.planes_per_axis]
+            expected = torch.exp(-4 * torch.linspace(0, 1, encoding.planes_per_axis, dtype=torch.float64))
+            # The base is written with seven digits.
+            torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+        elif not mini:
+            assert (config.coordinates, config.rope_theta) == ("unit", 10000)

@@ -1,0 +1,280 @@
+"""Whole runs: two processes against one, resumed against uninterrupted, and what a finished run leaves behind."""
+
+import json
+import re
+import socket
+import sys
+
+import numpy as np
+import pytest
+import torch
+from checkout import ROOT
+from PIL import Image
+from safetensors.torch import load_file
+from training_helpers import (
+    TINY_MODEL,
+    assert_same_weights,
+    main,
+    run_process,
+    train,
+    train_with_torchrun,
+    write_parquet,
+)
+
+
+SECRET = "hf_nobodys"
+
+
+@pytest.fixture(scope="module")
+def train_file(tmp_path_factory):
+    return write_parquet(tmp_path_factory.mktemp("data") / "train.parquet", 40)
+
+
+@pytest.fixture(scope="module")
+def uneven_file(tmp_path_factory):
+    """13 images: in batches of 4 on two processes neither the processes nor the last batches are of equal size."""
+    return write_parquet(tmp_path_factory.mktemp("data") / "test.parquet", 13, seed=1)
+
+
+@pytest.fixture(scope="module")
+def one_process(train_file, uneven_file, tmp_path_factory):
+    return run_once(tmp_path_factory.mktemp("one"), train_file, uneven_file, runner=train)
+
+
+def run_once(folder, train_file, uneven_file, runner):
+    flags = ["--train_files", train_file, "--validation_files", uneven_file, "--do_eval", "--num_train_epochs", 2]
+    flags += ["--per_device_eval_batch_size", 4, "--logging_steps", 1, "--label_smoothing_factor", 0.1]
+    flags += ["--learning_rate", 1e-4, "--crop_padding", 2, "--flip_probability", 0.5, "--rand_augment_ops", 1]
+    flags += ["--repeated_augmentation", 2, "--random_erasing_probability", 0.5, "--hub_token", SECRET]
+    runner(folder, *flags, "--total_train_batch_size", 16)
+    return folder
+
+
+def test_two_processes_equal_one(one_process, train_file, uneven_file, tmp_path):
+    """The last batch of an epoch, 8 of 40 images, is one process's alone: only exact weighting gives equal weights."""
+    run_once(tmp_path, train_file, uneven_file, runner=train_with_torchrun)
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert (environment["world_size"], environment["distributed_type"]) == (2, "MULTI_CPU")
+    assert steps_of(tmp_path) == steps_of(one_process) == 6
+    assert_same_weights(one_process, tmp_path, 1e-6)
+    logs = [
+        [
+            entry["loss"]
+            for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"]
+            if "loss" in entry
+        ]
+        for folder in (one_process, tmp_path)
+    ]
+    assert logs[0] == pytest.approx(logs[1], abs=2e-6)
+    results = [json.loads((folder / "eval_results.json").read_text()) for folder in (one_process, tmp_path)]
+    for name in ("eval_accuracy", "eval_samples"):
+        assert results[0][name] == results[1][name]
+    for name in ("eval_loss", "eval_loss_low", "eval_loss_high"):
+        assert results[0][name] == pytest.approx(results[1][name], abs=1e-6)
+
+
+def steps_of(folder):
+    return json.loads((folder / "trainer_state.json").read_text())["global_step"]
+
+
+@pytest.mark.slow
+def test_deepspeed_in_two_processes_equals_one(one_process, train_file, uneven_file, tmp_path, monkeypatch):
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    sharded = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
+    (tmp_path / "zero2.json").write_text(json.dumps(sharded | {"gradient_accumulation_steps": "auto"}))
+
+    def runner(folder, *flags):
+        train_with_torchrun(folder, *flags, "--deepspeed", tmp_path / "zero2.json", "--save_strategy", "no")
+
+    run_once(tmp_path / "run", train_file, uneven_file, runner=runner)
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["world_size"] == 2 and environment["distributed_type"] == "DEEPSPEED"
+    assert_same_weights(one_process, tmp_path / "run", 1e-5)
+    results = [json.loads((folder / "eval_results.json").read_text()) for folder in (one_process, tmp_path / "run")]
+    assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--gradient_checkpointing", "true"],
+        ["--torch_compile", "true", "--torch_compile_backend", "eager"],
+        ["--bf16", "true"],
+    ],
+    ids=["checkpointing", "compile", "bf16"],
+)
+def test_switches_that_save_memory_or_time(flags, one_process, train_file, uneven_file, tmp_path):
+    """Recomputing and compiling give the weights of a plain run; bfloat16 gives about them."""
+    run_once(tmp_path, train_file, uneven_file, lambda folder, *given: train(folder, *given, *flags))
+    assert_same_weights(one_process, tmp_path, 5e-3 if "--bf16" in flags else 1e-6)
+
+
+def test_logs_tell_the_rate_and_the_time_to_go(one_process):
+    log = json.loads((one_process / "trainer_state.json").read_text())["log_history"]
+    rated = [entry for entry in log if "examples_per_second" in entry]
+    # Three steps an epoch, every one logged; the first has nothing to compare with.
+    assert [entry["step"] for entry in rated] == [2, 3, 4, 5, 6]
+    assert all(entry["examples_per_second"] > 0 for entry in rated)
+    assert rated[0]["hours_to_go"] >= 0 and rated[-1]["hours_to_go"] == 0
+
+
+def test_the_evaluation_of_uneven_batches_is_exact(one_process, uneven_file):
+    import datasets
+    from transformers import AutoModelForImageClassification
+
+    table = datasets.load_dataset("parquet", data_files=uneven_file, split="train")
+    pixels = np.stack([np.asarray(row["image"]) for row in table]).transpose(0, 3, 1, 2) / 127.5 - 1
+    labels = torch.tensor(table["label"][:])
+    model = AutoModelForImageClassification.from_pretrained(one_process).eval().double()
+    with torch.no_grad():
+        logits = model(torch.from_numpy(pixels)).logits
+    result = json.loads((one_process / "eval_results.json").read_text())
+    assert result["eval_loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), abs=1e-6)
+    assert result["eval_accuracy"] == (logits.argmax(1) == labels).double().mean().item()
+
+
+STOCHASTIC = ["--drop_path_rate", 0.2, "--hidden_dropout_prob", 0.1, "--position_perturbation", 0.5]
+STOCHASTIC += ["--position_rescale", 2, "--position_shift", 0.1, "--patch_dropout_prob", 0.25]
+STOCHASTIC += ["--crop_padding", 2, "--flip_probability", 0.5, "--rand_augment_ops", 1, "--mixup_alpha", 0.8]
+STOCHASTIC += ["--cutmix_alpha", 1.0, "--num_train_epochs", 3]
+
+
+@pytest.mark.parametrize("step, workers", [(3, 0), (5, 0), (8, 0), (8, 2)])
+def test_a_resumed_run_equals_an_uninterrupted_one(step, workers, whole_runs, train_file, tmp_path):
+    """Five steps an epoch: step 3 and 8 lie within an epoch, 5 at its end. Bit-equal, optimizer included."""
+    whole = whole_runs[workers]
+    checkpoint = whole / f"checkpoint-{step}"
+    train(tmp_path, *flags_of(workers, train_file), "--save_steps", 15, "--resume_from_checkpoint", checkpoint)
+    assert_same_weights(whole, tmp_path)
+    states = [torch.load(folder / "checkpoint-15" / "optimizer.pt")["state"] for folder in (whole, tmp_path)]
+    for left, right in zip(states[0].values(), states[1].values(), strict=True):
+        assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def flags_of(workers, train_file):
+    flags = ["--train_files", train_file, *STOCHASTIC, "--dataloader_num_workers", workers]
+    return flags + (["--dataloader_persistent_workers", "true"] if workers else [])
+
+
+@pytest.fixture(scope="module")
+def whole_runs(train_file, tmp_path_factory):
+    runs = {}
+    for workers in (0, 2):
+        runs[workers] = tmp_path_factory.mktemp(f"workers{workers}")
+        train(runs[workers], *flags_of(workers, train_file), "--save_steps", 1)
+    return runs
+
+
+def test_workers_do_not_change_a_run(whole_runs):
+    assert_same_weights(whole_runs[0], whole_runs[2])
+
+
+def test_resuming_the_last_checkpoint_finishes_a_killed_run(whole_runs, train_file, tmp_path):
+    """A run that dies in its second epoch leaves checkpoints; `last` goes on from the newest."""
+    from training.engine.trainer import ClassificationTrainer
+
+    genuine = ClassificationTrainer.training_step
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+        def interrupted(trainer, *args, **kwargs):
+            if trainer.state.global_step == 7:
+                raise KeyboardInterrupt
+            return genuine(trainer, *args, **kwargs)
+
+        patch.setattr(ClassificationTrainer, "training_step", interrupted)
+        train(tmp_path, *flags_of(0, train_file), "--save_steps", 2)
+    assert not (tmp_path / "model.safetensors").exists()
+    with pytest.raises(ValueError, match="holds another run"):
+        train(tmp_path, *flags_of(0, train_file))
+    train(tmp_path, *flags_of(0, train_file), "--save_steps", 2, "--resume_from_checkpoint", "last")
+    assert_same_weights(whole_runs[0], tmp_path)
+    train(tmp_path, *flags_of(0, train_file), "--overwrite_output_dir", "--max_steps", 1)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_fresh_process_classifies_with_the_saved_folder(one_process, tmp_path):
+    picture = Image.fromarray(np.random.default_rng(5).integers(256, size=(30, 20, 3), dtype=np.uint8))
+    picture.save(tmp_path / "picture.png")
+    code = (
+        "import hf_liere, json, sys; from transformers import pipeline; "
+        "print(json.dumps(pipeline('image-classification', sys.argv[1], device='cpu')(sys.argv[2])))"
+    )
+    result = run_process([sys.executable, "-c", code, str(one_process), str(tmp_path / "picture.png")], cwd=tmp_path)
+    answers = json.loads(result.stdout.splitlines()[-1])
+    assert sorted(answer["label"] for answer in answers) == ["class0", "class1", "class2"]
+    assert sum(answer["score"] for answer in answers) == pytest.approx(1, abs=1e-4)
+
+
+def test_records_tell_the_run_but_not_the_machine(one_process, train_file):
+    config = json.loads((one_process / "run_config.json").read_text())
+    assert config["training"]["learning_rate"] == 1e-4 and config["training"]["label_smoothing_factor"] == 0.1
+    assert config["model"]["hidden_size"] == 16 and config["augmentation"]["crop_padding"] == 2
+    assert config["data"]["train_files"] == ["train.parquet"] and config["image_size"] == [16, 16]
+    environment = json.loads((one_process / "environment.json").read_text())
+    assert environment["world_size"] == 1 and environment["libraries"]["torch"] == torch.__version__.split("+")[0]
+    assert not (one_process / "training_args.bin").exists()
+    for path in one_process.glob("*.json"):
+        text = path.read_text()
+        assert socket.gethostname() not in text and str(one_process) not in text and str(ROOT) not in text, path.name
+        assert train_file not in text and SECRET not in text, path.name
+
+
+def test_the_arrows_recipe_trains(tmp_path):
+    """The example of the script's docstring, shortened; it runs from any folder."""
+    command = [sys.executable, str(ROOT / "training" / "image_classification.py"), "--recipe"]
+    command += [
+        str(ROOT / "training" / "recipes" / "arrows_mini.yaml"),
+        "--output_dir",
+        "run",
+        "--max_train_samples",
+        "64",
+    ]
+    command += "--max_eval_samples 20 --warmup_steps 1 --total_train_batch_size 32 --use_cpu true".split()
+    run_process([*command, "--lr_scheduler_kwargs", '{"num_decay_steps": 1}'], cwd=tmp_path)
+    assert steps_of(tmp_path / "run") == 2
+    results = json.loads((tmp_path / "run" / "all_results.json").read_text())
+    assert results["eval_samples"] == 20 and results["parameters"] > 10_000 and results["train_images_per_second"] > 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["id2label"] == {"0": "up", "1": "right", "2": "down", "3": "left"}
+
+
+def test_larger_arrows_are_larger_grids(tmp_path):
+    flags = [*TINY_MODEL, "--dataset_name", "arrows", "--image_size", "108", "--patch_size", "12", "--use_cpu", "true"]
+    flags += ["--max_train_samples", "8", "--max_eval_samples", "8", "--disable_tqdm", "true"]
+    main([*flags, "--do_train", "--output_dir", str(tmp_path / "run")])
+    flags = ["--model_name_or_path", str(tmp_path / "run"), "--dataset_name", "arrows", "--max_eval_samples", "8"]
+    flags += ["--do_eval", "--use_cpu", "true", "--disable_tqdm", "true", "--image_size", "168"]
+    assert main([*flags, "--output_dir", str(tmp_path / "at_168")])["eval_samples"] == 8
+
+
+@pytest.mark.slow
+def test_the_demo_runs_stops_and_finishes(tmp_path):
+    """Far too few images to learn anything, which the exit code says."""
+    import subprocess
+
+    command = [sys.executable, str(ROOT / "training" / "demo.py"), "--images", "512", "--output_dir", str(tmp_path)]
+    first = subprocess.run(command, capture_output=True, text=True)
+    assert first.returncode == 1 and "did not beat counting arrows" in first.stdout, first.stdout + first.stderr
+    for name in (
+        "accuracy.png",
+        "example.png",
+        "table.md",
+        "puzzles/7_left.png",
+        "liere8/model.safetensors",
+        "comrope_ld_at_168/eval_results.json",
+        "comrope_ld/config.json",
+    ):
+        assert (tmp_path / name).stat().st_size > 0
+    assert "| accuracy at 168 px (95% interval) |" in first.stdout and "new images right" in first.stdout
+    before = load_file(tmp_path / "liere8" / "model.safetensors")
+    (tmp_path / "liere8" / "eval_results.json").unlink()
+    (tmp_path / "absolute_at_168" / "eval_results.json").unlink()
+    stored = tmp_path / "stored"
+    again = subprocess.run([*command, "--write_checkpoint", str(stored)], capture_output=True, text=True)
+    assert re.findall("(.*) is finished already", again.stdout) == ["rope_mixed", "comrope_ld"], again.stdout
+    assert (tmp_path / "absolute_at_168" / "eval_results.json").is_file()
+    assert f'checkpoint = "{stored}"' in (stored / "README.md").read_text()
+    assert "| 168 × 168 | 2,000 |" in (stored / "README.md").read_text()
+    after = load_file(tmp_path / "liere8" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)

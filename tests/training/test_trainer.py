@@ -1,0 +1,252 @@
+"""The trainer: metrics, exact losses over accumulated batches, parameter groups, and the stop at a NaN."""
+
+from pathlib import Path
+
+import evaluate
+import numpy as np
+import pytest
+import torch
+from checkout import ROOT
+from encoding_cases import LEARNED, block_size
+from training_helpers import assert_same_weights, main, train, weights, write_parquet
+
+from hf_liere import LieREViTConfig, LieREViTForImageClassification
+from training.engine.arguments import RunArguments
+from training.engine.trainer import ClassificationTrainer, ranks_and_losses
+
+
+METRIC = str(ROOT / "training" / "metrics" / "classification.py")
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory):
+    return write_parquet(tmp_path_factory.mktemp("data") / "train.parquet", 40)
+
+
+@pytest.fixture(scope="module")
+def metric():
+    return evaluate.load(METRIC, keep_in_memory=True)
+
+
+def test_metrics_equal_a_computation_by_hand(metric):
+    ranks, losses = [0, 1, 4, 5, 0, 9], [0.1, 0.5, 1.5, 2.0, 0.2, 5.0]
+    result = metric.compute(ranks=ranks, losses=losses, num_classes=10)
+    assert result["accuracy"] == pytest.approx(2 / 6)
+    assert result["top5_accuracy"] == pytest.approx(4 / 6)
+    assert result["loss"] == pytest.approx(sum(losses) / 6)
+    assert result == metric.compute(ranks=ranks, losses=losses, num_classes=10)
+    assert result != metric.compute(ranks=ranks, losses=losses, num_classes=10, seed=1)
+    generator = np.random.default_rng(0)
+    means = [np.mean(np.array(losses)[generator.integers(6, size=6)]) for _ in range(1000)]
+    assert result["loss_low"] == pytest.approx(np.quantile(means, 0.025))
+    assert result["loss_high"] == pytest.approx(np.quantile(means, 0.975))
+
+
+def test_intervals_cover_the_truth(metric):
+    generator = np.random.default_rng(0)
+    covered = 0
+    for _ in range(100):
+        ranks = (generator.random(300) > 0.7).astype(int)
+        result = metric.compute(ranks=ranks, losses=generator.random(300), num_classes=10, num_resamples=300)
+        covered += result["accuracy_low"] <= 0.7 <= result["accuracy_high"]
+    assert 88 <= covered <= 100
+
+
+def test_ranks_follow_argmax_in_ties():
+    logits = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
+    labels = torch.tensor([0, 1, 0, 1])
+    result = ranks_and_losses(logits, labels)
+    assert result[:, 0].tolist() == [0, 1, 2, 0]
+    assert ((result[:, 0] == 0) == (logits.argmax(1) == labels)).all()
+    expected = torch.log(logits.double().exp().sum(1)) - logits.double().gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(result[:, 1].double(), expected, atol=1e-6, rtol=0)
+
+
+def test_accumulated_batches_equal_one_batch(parquet, tmp_path):
+    """40 images in batches of 16: the last is incomplete, so that a mean of means would be wrong."""
+    flags = ("--train_files", parquet, "--label_smoothing_factor", 0.1, "--logging_steps", 1)
+    # Adam divides by the gradient's size, so that rounding decides about weights that hardly have one.
+    flags += ("--optim", "sgd", "--learning_rate", 0.1)
+    whole = train(tmp_path / "one", *flags, "--per_device_train_batch_size", 16)
+    parts = train(tmp_path / "two", *flags, "--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 4)
+    assert_same_weights(tmp_path / "one", tmp_path / "two", 1e-6)
+    assert whole["train_loss"] == pytest.approx(parts["train_loss"], abs=1e-6)
+
+
+def tiny_trainer(tmp_path, factor=1.0, **fields):
+    config = LieREViTConfig(
+        **{
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "image_size": 16,
+        }
+        | {"patch_size": 4, "num_register_tokens": 1, "layerscale_value": 0.1, "use_absolute_position_embeddings": True}
+        | fields
+    )
+    arguments = RunArguments(
+        output_dir=str(tmp_path), use_cpu=True, do_train=True, weight_decay=0.1, rotary_learning_rate_factor=factor
+    )
+    return ClassificationTrainer(LieREViTForImageClassification(config), arguments)
+
+
+@pytest.mark.parametrize("encoding", LEARNED)
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_only_weights_of_layers_decay(encoding, factor, tmp_path):
+    size = block_size(encoding, head_dim=8, wanted=2)
+    trainer = tiny_trainer(tmp_path, factor, position_encoding=encoding, block_size=size)
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    rotary = {name for name, _ in trainer.model.rotary_parameters()}
+    assert rotary
+    groups = trainer.create_optimizer().param_groups
+    seen = [names[id(parameter)] for group in groups for parameter in group["params"]]
+    assert sorted(seen) == sorted(names.values())
+    exempt = (
+        "bias",
+        "norm",
+        "token",
+        "position_embeddings",
+        "rotary",
+        "layernorm",
+        "layer_scale",
+        "layerscale",
+        "lambda",
+    )
+    for group in groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            is_exempt = parameter.ndim == 1 or any(word in name.lower() for word in exempt)
+            assert group["weight_decay"] == (0.0 if is_exempt else 0.1), name
+            assert group["lr"] == pytest.approx(5e-5 * (factor if name in rotary else 1)), name
+
+
+def test_a_rotary_factor_leaves_a_model_without_rotations_alone(tmp_path):
+    """One recipe compares encodings, some of which learn no rotations."""
+    for encoding in ("absolute", "axial_rope"):
+        groups = tiny_trainer(tmp_path, 0.5, position_encoding=encoding).create_optimizer().param_groups
+        assert {group["lr"] for group in groups} == {5e-5}
+
+
+class Breaks(torch.autograd.Function):
+    """A loss that is fine with a gradient that is not."""
+
+    @staticmethod
+    def forward(context, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * float("nan")
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient norm"])
+def test_the_first_nan_stops_before_the_step(what, parquet, tmp_path, monkeypatch):
+    steps = []
+    genuine = ClassificationTrainer.compute_loss
+
+    def broken(trainer, model, *args, **kwargs):
+        loss = genuine(trainer, model, *args, **kwargs)
+        steps.append({name: value.detach().clone() for name, value in trainer.model.state_dict().items()})
+        if len(steps) < 3:
+            return loss
+        broken.trainer = trainer
+        return loss * float("nan") if what == "loss" else Breaks.apply(loss)
+
+    monkeypatch.setattr(ClassificationTrainer, "compute_loss", broken)
+    with pytest.raises(FloatingPointError, match=f"The {what} is nan in step 3 .*The step was not taken"):
+        train(tmp_path, "--train_files", parquet)
+    assert len(steps) == 3
+    left = broken.trainer.model.state_dict()
+    assert all(torch.equal(left[name], value) for name, value in steps[-1].items())
+    assert not all(torch.equal(steps[0][name], value) for name, value in steps[-1].items())
+
+
+def test_weights_are_finite_and_trained(parquet, tmp_path):
+    metrics = train(tmp_path, "--train_files", parquet, "--validation_files", parquet, "--do_eval")
+    assert all(value.isfinite().all() for value in weights(tmp_path).values())
+    assert 0 <= metrics["eval_accuracy_low"] <= metrics["eval_accuracy"] <= metrics["eval_accuracy_high"] <= 1
+    # Of three classes every answer is among the top five.
+    assert "eval_top5_accuracy" not in metrics and metrics["eval_samples"] == 40
+
+
+def test_resuming_demands_every_weight(parquet, tmp_path):
+    from safetensors.torch import save_file
+
+    flags = ("--train_files", parquet, "--save_steps", 2, "--max_steps", 4)
+    train(tmp_path / "run", *flags)
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    saved = weights(checkpoint)
+    saved["classifier.renamed"] = saved.pop("classifier.weight")
+    save_file(saved, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    resume = (*flags, "--resume_from_checkpoint", checkpoint)
+    with pytest.raises(ValueError, match="Missing: classifier.weight. Unexpected: classifier.renamed"):
+        train(tmp_path / "run", *resume)
+    saved["classifier.weight"] = saved.pop("classifier.renamed")[:, :-1].contiguous()
+    save_file(saved, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"classifier.weight has shape \[3, 15\] in the checkpoint checkpoint-2 and \[3, 16\]"
+    ):
+        train(tmp_path / "run", *resume)
+    with pytest.raises(ValueError, match="is no checkpoint of a run; accepted: `last` or its folder"):
+        train(tmp_path / "run", *flags, "--resume_from_checkpoint", Path("nowhere"))
+
+
+def test_fine_tuning_replaces_the_classifier_deliberately(parquet, tmp_path):
+    first = tmp_path / "first"
+    train(first, "--train_files", parquet, "--image_mean", 0.4, 0.4, 0.4)
+    other = write_parquet(tmp_path / "other.parquet", 20, num_labels=5)
+    base = ["--model_name_or_path", str(first), "--use_cpu", "true", "--disable_tqdm", "true", "--seed", "3"]
+
+    def fine_tune(name, *flags):
+        return main([*base, "--output_dir", str(tmp_path / name), *map(str, flags)])
+
+    fine_tune("second", "--do_train", "--train_files", other, "--drop_path_rate", 0.1, "--max_steps", 1)
+    tuned = weights(tmp_path / "second")
+    assert tuned["classifier.weight"].shape == (5, 16)
+    processor = (tmp_path / "second" / "preprocessor_config.json").read_text()
+    assert "0.4" in processor
+    for name, value in weights(first).items():
+        if not name.startswith("classifier."):
+            assert (tuned[name] - value).abs().max() < 1e-3, name
+    with pytest.raises(
+        ValueError,
+        match="checkpoint knows 3 labels .*data set has 5 .*accepted where no classifier is trained",
+    ):
+        fine_tune("third", "--do_eval", "--validation_files", other)
+    with pytest.raises(ValueError, match="--hidden_size 32 contradicts the checkpoint's 16; accepted beside"):
+        fine_tune("fourth", "--do_train", "--train_files", parquet, "--hidden_size", 32)
+
+
+def test_classes_in_another_order_mean_the_same(parquet, tmp_path):
+    """The checkpoint's order counts: an evaluation may not depend on how a data set numbers its classes."""
+    import datasets
+
+    train(tmp_path / "run", "--train_files", parquet)
+    table = datasets.load_dataset("parquet", data_files=parquet, split="train")
+    names = table.features["label"].names
+    renumbered = table.map(
+        lambda row: {"label": 2 - row["label"]},
+        features=datasets.Features({"image": table.features["image"], "label": datasets.ClassLabel(names=names[::-1])}),
+    )
+    renumbered.to_parquet(tmp_path / "renumbered.parquet")
+    results = [
+        main(
+            ["--model_name_or_path", str(tmp_path / "run"), "--do_eval", "--use_cpu", "true", "--disable_tqdm", "true"]
+            + ["--validation_files", str(path), "--output_dir", str(tmp_path / name)]
+        )
+        for name, path in (("a", parquet), ("b", tmp_path / "renumbered.parquet"))
+    ]
+    assert results[0]["eval_loss"] == results[1]["eval_loss"]
+    assert results[0]["eval_accuracy"] == results[1]["eval_accuracy"]
+
+
+def test_a_checkpoint_is_evaluated_at_another_size(parquet, tmp_path):
+    train(tmp_path / "run", "--train_files", parquet)
+    flags = ["--model_name_or_path", str(tmp_path / "run"), "--do_eval", "--use_cpu", "true", "--disable_tqdm", "true"]
+    metrics = main(
+        [*flags, "--validation_files", parquet, "--image_size", "24", "--output_dir", str(tmp_path / "at_24")]
+    )
+    assert metrics["eval_samples"] == 40 and (tmp_path / "at_24" / "eval_results.json").exists()
+    with pytest.raises(ValueError, match="--image_size 25×25 is not divisible by the patch size 4×4; .* 24×24"):
+        main([*flags, "--validation_files", parquet, "--image_size", "25", "--output_dir", str(tmp_path / "at_25")])
