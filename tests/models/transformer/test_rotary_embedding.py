@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkout import PYTHONPATH
 from encoding_cases import COMMUTING, ENCODINGS, block_size, moved, on_axes
+from pairwise import pairwise
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -54,11 +55,21 @@ def expected(rotary, x, positions, layer=0):
     return reference.rotate(x, matrices)
 
 
-@pytest.mark.usefixtures("both_paths")
-@pytest.mark.parametrize("shared_positions", [True, False])
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
-@pytest.mark.parametrize("encoding, axes", [(name, axes) for axes in (1, 2, 3, 4, 6) for name in on_axes(axes)])
-def test_the_layer_is_the_plain_reference(encoding, axes, key_heads, shared_positions):
+# Every encoding on every number of axes, and every two of the other values.
+CASES = pairwise(
+    [(name, axes) for axes in (1, 2, 3, 4, 6) for name in on_axes(axes)],
+    [1, 2, 4],
+    [True, False],
+    ["compiled", "plain"],
+)
+
+
+@pytest.mark.parametrize(
+    "encoding, axes, key_heads, shared_positions, both_paths",
+    [(*case, *others) for case, *others in CASES],
+    indirect=["both_paths"],
+)
+def test_the_layer_is_the_plain_reference(encoding, axes, key_heads, shared_positions, both_paths):
     rotary = moved(build(encoding, axes, num_key_value_heads=key_heads))
     # Negative and between grid points.
     positions = 3 * torch.randn(*(() if shared_positions else (3,)), 5, axes, dtype=torch.float64)
