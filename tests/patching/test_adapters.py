@@ -1,0 +1,136 @@
+"""Adapters: saved rotations give the same bits on a fresh base, also beside adapters of peft."""
+
+import inspect
+import re
+import sys
+
+import pytest
+import torch
+from patching_cases import CASES, build, randomize, run, run_process, same_bits
+from patching_checks import SHARED_CONFIG, build_patched
+
+from hf_liere import is_patched, load_rotary, patch, rotary_parameters, save_rotary, unpatch
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_adapter_gives_the_same_bits_on_a_fresh_base(name, tmp_path):
+    model, inputs = build_patched(name)
+    expected = run(model, inputs)
+    save_rotary(model, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rotary.safetensors", "rotary_config.json"]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 8192
+    fresh, _ = build(name)
+    assert same_bits(run(load_rotary(fresh, tmp_path), inputs), expected)
+
+
+FRESH_PROCESS = """
+import sys, torch
+from patching_cases import build, run
+from hf_liere import load_rotary
+
+for name in sys.argv[2:]:
+    model, _ = build(name)
+    inputs, expected = torch.load(f"{sys.argv[1]}/{name}.pt")
+    load_rotary(model, f"{sys.argv[1]}/{name}")
+    # A learned attention bias takes another kernel where gradients are recorded.
+    with torch.no_grad():
+        found = run(model, inputs)
+    assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected)), name
+"""
+
+
+def test_adapters_of_every_family_in_a_fresh_process(tmp_path):
+    for name in CASES:
+        model, inputs = build_patched(name)
+        save_rotary(model, tmp_path / name)
+        with torch.no_grad():
+            torch.save((inputs, run(model, inputs)), tmp_path / f"{name}.pt")
+    run_process([sys.executable, "-c", FRESH_PROCESS, str(tmp_path), *CASES])
+
+
+def test_docstring_example_with_peft_runs_as_written(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    (example,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(patch), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(example, names)
+    model, restored = names["model"].eval(), names["restored"].eval()
+    trained, loaded = dict(rotary_parameters(model)), dict(rotary_parameters(restored))
+    assert len(loaded) == 2 and loaded.keys() == trained.keys()
+    # Two projections in two layers, each with two matrices of its adapter.
+    assert sum(len(group["params"]) for group in names["groups"]) == 2 * 2 * 2 + len(trained)
+    assert all(torch.equal(loaded[name], trained[name]) and loaded[name].any() for name in trained)
+    pixels = torch.randn(1, 3, 64, 64)
+    assert torch.equal(restored(pixels).pooler_output, model(pixels).pooler_output)
+
+
+def test_adapter_knows_its_base_in_another_precision_and_not_one_that_was_trained(tmp_path):
+    model, _ = build("clip_vision")
+    save_rotary(patch(model, SHARED_CONFIG), tmp_path)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        base, _ = build("clip_vision")
+        assert is_patched(load_rotary(base.to(dtype), tmp_path))
+    # A copy in half precision, as published, then loaded in another.
+    base, _ = build("clip_vision")
+    assert is_patched(load_rotary(base.to(torch.float16).to(torch.bfloat16), tmp_path))
+    trained, _ = build("clip_vision")
+    with torch.no_grad():
+        weight = trained.encoder.layers[1].self_attn.k_proj.weight
+        weight += 0.03 * weight.std() * torch.randn_like(weight)
+    with pytest.raises(ValueError, match=r"differ by about [234]\.\d%"):
+        load_rotary(trained, tmp_path)
+
+
+def test_int8_projections_are_left_alone(tmp_path):
+    model, inputs = build("clip_vision")
+    torch.backends.quantized.engine = torch.backends.quantized.supported_engines[-1]
+    quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    assert list(quantized.encoder.layers[0].self_attn.q_proj.parameters()) == []
+    expected = run(quantized, inputs)
+    patch(quantized, SHARED_CONFIG)
+    assert same_bits(run(quantized, inputs), expected)
+    randomize(quantized)
+    rotated = run(quantized, inputs)
+    save_rotary(quantized, tmp_path)
+    unpatch(quantized)
+    with pytest.warns(UserWarning, match="was not checked: its weights are quantized"):
+        load_rotary(quantized, tmp_path)
+    assert same_bits(run(quantized, inputs), rotated)
+
+
+def test_lora_and_rotations_round_trip_together(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, inputs = build("clip_vision")
+    save = [tmp_path / "lora", tmp_path / "rotary"]
+    patch(model, SHARED_CONFIG)
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    tuned = peft.get_peft_model(model, lora)
+    for _, parameter in rotary_parameters(tuned):
+        parameter.requires_grad_(True)
+    randomize(tuned)
+    expected = run(tuned, inputs)
+    sum(tensor.square().sum() for tensor in expected).backward()
+    assert all(value.grad.abs().max() > 0 for _, value in rotary_parameters(tuned))
+    tuned.save_pretrained(save[0])
+    save_rotary(tuned, save[1])
+
+    base, _ = build("clip_vision")
+    restored = peft.PeftModel.from_pretrained(load_rotary(base, save[1]), save[0]).eval()
+    assert same_bits(run(restored, inputs), expected)
+    other, _ = build("clip_vision")
+    restored = load_rotary(peft.PeftModel.from_pretrained(other, save[0]), save[1]).eval()
+    assert same_bits(run(restored, inputs), expected)
+
+
+def test_peft_may_train_and_save_the_rotations(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, inputs = build("clip_vision")
+    lora = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False, modules_to_save=["rotary_encoding"])
+    tuned = peft.get_peft_model(patch(model, SHARED_CONFIG), lora).eval()
+    randomize(tuned)
+    assert all(value.requires_grad for _, value in rotary_parameters(tuned))
+    expected = run(tuned, inputs)
+    tuned.save_pretrained(tmp_path)
+    base, _ = build("clip_vision")
+    restored = peft.PeftModel.from_pretrained(patch(base, SHARED_CONFIG), tmp_path).eval()
+    assert same_bits(run(restored, inputs), expected)
