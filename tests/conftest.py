@@ -10,6 +10,7 @@ import torch
 import transformers
 from browser import browser, chromium  # noqa: F401 (fixtures)
 from checkout import ROOT
+from hub_fixtures import hub, storage  # noqa: F401 (fixtures)
 
 import hf_liere
 from hf_liere.kernels import cpu as cpu_kernels

@@ -10,8 +10,7 @@ import timm
 import torch
 import transformers
 from conversion_cases import Code, converts, images, liere_weights, randomised, without
-from hub_client import client, online
-from hub_server import HubServer
+from hub_client import client
 from safetensors.torch import save_file
 
 import hf_liere
@@ -490,16 +489,6 @@ def test_a_model_of_ours_needs_no_conversion(tiny, tmp_path):
         convert_checkpoint(tmp_path / "ours", tmp_path / "out")
 
 
-@pytest.fixture(params=["lfs", "xet"])
-def hub(request, tmp_path, monkeypatch):
-    if request.param == "xet":
-        pytest.importorskip("hf_xet", reason="the client for Xet storage is not installed")
-    with HubServer(tmp_path / "hub", xet=request.param == "xet") as server:
-        online(monkeypatch, server, tmp_path / "home")
-        yield server
-        assert not server.errors, server.errors[0]
-
-
 def naver_weights(state_dict):
     """The tensors of timm's model under the names of rope-vit, which differ in those of the frequencies."""
     return {
@@ -538,7 +527,7 @@ def official_repository(kind, folder):
 
 @pytest.mark.parametrize("kind", ["liere", "naver", "timm", "vit"])
 @torch.no_grad()
-def test_a_repository_is_converted_as_its_authors_publish_it(hub, kind, tmp_path, capsys):
+def test_a_repository_is_converted_as_its_authors_publish_it(hub, storage, kind, tmp_path, capsys):
     """From the local Hub by LFS and by Xet, with the command; the card says what was converted."""
     expected = official_repository(kind, tmp_path / "official")
     api = client(hub)

@@ -17,8 +17,7 @@ import pytest
 import torch
 from checkout import ROOT
 from conversion_cases import liere_weights
-from hub_client import WRITE, online
-from hub_server import HubServer
+from hub_client import WRITE
 from page_models import MODELS
 from pages import PAGES, SITE, blocks, commands, name
 from training_helpers import write_images_folder, write_parquet
@@ -55,12 +54,10 @@ def reader(models, tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
+def hub(hub):
     """A Hub on which the reader is `me`."""
-    with HubServer(tmp_path / "hub") as server:
-        server.tokens[WRITE] = ("me", "write")
-        online(monkeypatch, server, tmp_path / "home")
-        yield server
+    hub.tokens[WRITE] = ("me", "write")
+    return hub
 
 
 # Publishing starts processes that load what was published; a report of inspection has many plots.

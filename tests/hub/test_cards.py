@@ -9,8 +9,7 @@ import torch
 import yaml
 from checkout import ROOT
 from encoding_cases import ENCODINGS
-from hub_client import client, online
-from hub_server import HubServer
+from hub_client import client
 from hub_storage import validate_card
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
@@ -85,19 +84,17 @@ def test_facts_of_a_paper_are_its_recipe(name):
     assert all("Table 1," in f"{figure['where']}," or "Table 3" in figure["where"] for figure in facts.paper_figures)
 
 
-def test_the_hub_validates_a_card_before_anything_is_written(tmp_path, monkeypatch):
+def test_the_hub_validates_a_card_before_anything_is_written(hub, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
-    with HubServer(tmp_path / "hub") as hub:
-        online(monkeypatch, hub, tmp_path / "home")
-        card = render(load_facts("arrows_liere8"))
-        card.with_license("mine").write(folder)
-        with pytest.raises(HubError, match='"license" must be one of'):
-            publish(folder, "tester/model", message="Never", api=client(hub))
-        assert not hub.count("/commit/")
-        card.write(folder)
-        publish(folder, "tester/model", message="Card", api=client(hub))
-        assert hub.count("validate-yaml") == 2
+    card = render(load_facts("arrows_liere8"))
+    card.with_license("mine").write(folder)
+    with pytest.raises(HubError, match='"license" must be one of'):
+        publish(folder, "tester/model", message="Never", api=client(hub))
+    assert not hub.count("/commit/")
+    card.write(folder)
+    publish(folder, "tester/model", message="Card", api=client(hub))
+    assert hub.count("validate-yaml") == 2
 
 
 @pytest.fixture
@@ -473,17 +470,15 @@ def test_a_card_of_a_model_that_no_auto_class_loads(run):
     assert "model = model_class.from_pretrained(repository, revision=commit)" in text
 
 
-def test_the_card_that_was_rendered_is_the_card_on_the_hub(run, tmp_path, monkeypatch):
+def test_the_card_that_was_rendered_is_the_card_on_the_hub(run, hub, tmp_path):
     folder, digest = run
     records(tmp_path / "at_32", digest, accuracy=0.5, size=32)
     card = push_card(folder, digest, "tester/model", evaluations=[tmp_path / "at_32"])
-    with HubServer(tmp_path / "hub") as hub:
-        online(monkeypatch, hub, tmp_path / "home")
-        push(folder, "tester/model", card=card, api=client(hub), reload=False)
-        files = hub.files("tester/model")
-        assert hub.repo("tester/model").read(files["README.md"]).decode() == card.text
-        assert hub.repo("tester/model").read(files[PICTURE]) == card.pictures[PICTURE]
-        assert "weights.json" in files and "run_config.json" in files
+    push(folder, "tester/model", card=card, api=client(hub), reload=False)
+    files = hub.files("tester/model")
+    assert hub.repo("tester/model").read(files["README.md"]).decode() == card.text
+    assert hub.repo("tester/model").read(files[PICTURE]) == card.pictures[PICTURE]
+    assert "weights.json" in files and "run_config.json" in files
 
 
 @pytest.mark.parametrize(

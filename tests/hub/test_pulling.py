@@ -1,8 +1,7 @@
 """Pulling from a local Hub: revisions, tokens, damage on the way, and no Hub at all."""
 
 import pytest
-from hub_client import OTHER, READ, WRITE, client, online
-from hub_server import HubServer
+from hub_client import OTHER, READ, WRITE, client
 from huggingface_hub import HfApi, constants
 
 from hf_liere.errors import InputError
@@ -12,22 +11,6 @@ from hf_liere.storage.client import HubError, UnreachableError
 
 
 WEIGHTS = bytes(range(256)) * 400
-
-
-@pytest.fixture(params=["lfs", "xet"])
-def storage(request):
-    if request.param == "xet":
-        pytest.importorskip("hf_xet", reason="the client for Xet storage is not installed")
-    return request.param
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch, request):
-    xet = "storage" in request.fixturenames and request.getfixturevalue("storage") == "xet"
-    with HubServer(tmp_path / "hub", xet=xet) as server:
-        online(monkeypatch, server, tmp_path / "home")
-        yield server
-        assert not server.errors, server.errors[0]
 
 
 @pytest.fixture

@@ -49,3 +49,10 @@ def finish(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
     output, errors = process.communicate(timeout=300)
     assert process.returncode == code, f"{output[-3000:]}\n{errors[-5000:]}"
     return output, errors
+
+
+def history(hub, repo_id="tester/model"):
+    """Titles, oldest first, without the commit that made the repository."""
+    with hub.store.lock:
+        repo = hub.repo(repo_id)
+        return repo and [commit["title"] for _, commit in repo.history(repo.resolve("main"))][-2::-1]

@@ -10,8 +10,7 @@ import torch
 import yaml
 from app_helpers import picture_of, save_classifier, save_classifiers
 from checkout import ROOT
-from hub_client import client, online
-from hub_server import HubServer
+from hub_client import client
 from PIL import Image
 from transformers import (
     AutoImageProcessor,
@@ -171,19 +170,17 @@ def test_checkpoints_that_are_none_are_refused_by_name(tmp_path, folder, monkeyp
         Classifiers()[damaged]
 
 
-def test_checkpoints_of_the_hub_are_downloaded_and_named_in_a_space(folder, tmp_path, monkeypatch):
+def test_checkpoints_of_the_hub_are_downloaded_and_named_in_a_space(folder, hub, tmp_path):
     pytest.importorskip("gradio", reason="gradio is not installed")
-    with HubServer(tmp_path / "hub") as hub:
-        online(monkeypatch, hub, tmp_path / "home")
-        publish(folder / "liere8", "tester/liere8", message="liere8", api=client(hub))
-        found = find_checkpoints(["tester/liere8", str(folder / "comrope_ld")])
-        assert [checkpoint.name for checkpoint in found] == ["tester/liere8", "comrope_ld"]
-        picture, _ = pictures.draw_puzzle(0, 108)
-        (local,) = find_checkpoints([str(folder / "liere8")])
-        answers = [Classifiers()[checkpoint].answer(picture, 108).probabilities for checkpoint in (found[0], local)]
-        assert answers[0] == answers[1]
-        with pytest.raises(HubError, match="There is no folder tester/absent, and as a name on the Hub: There is no"):
-            find_checkpoints(["tester/absent"])
+    publish(folder / "liere8", "tester/liere8", message="liere8", api=client(hub))
+    found = find_checkpoints(["tester/liere8", str(folder / "comrope_ld")])
+    assert [checkpoint.name for checkpoint in found] == ["tester/liere8", "comrope_ld"]
+    picture, _ = pictures.draw_puzzle(0, 108)
+    (local,) = find_checkpoints([str(folder / "liere8")])
+    answers = [Classifiers()[checkpoint].answer(picture, 108).probabilities for checkpoint in (found[0], local)]
+    assert answers[0] == answers[1]
+    with pytest.raises(HubError, match="There is no folder tester/absent, and as a name on the Hub: There is no"):
+        find_checkpoints(["tester/absent"])
     write_space(tmp_path / "space", found)
     assert "tester/liere8" in yaml.safe_load((tmp_path / "space" / "README.md").read_text().split("---\n")[1])["models"]
     assert "['tester/liere8', 'checkpoints/comrope_ld']" in (tmp_path / "space" / "app.py").read_text()

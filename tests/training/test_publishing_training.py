@@ -11,8 +11,7 @@ import time
 import psutil
 import pytest
 from checkout import ROOT
-from hub_client import READ, WRITE, client, finish, online, start
-from hub_server import HubServer
+from hub_client import READ, WRITE, client, finish, start
 from training_helpers import (
     SCRIPT,
     TINY_MODEL,
@@ -40,14 +39,6 @@ def files(tmp_path_factory):
         *("--train_files", write_parquet(folder / "train.parquet", 40)),
         *("--validation_files", write_parquet(folder / "test.parquet", 12, seed=1)),
     ]
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    with HubServer(tmp_path / "hub") as server:
-        online(monkeypatch, server, tmp_path / "home")
-        yield server
-        assert not server.errors, server.errors[0]
 
 
 STOCHASTIC = ["--drop_path_rate", 0.2, "--position_perturbation", 0.5, "--crop_padding", 2, "--mixup_alpha", 0.8]

@@ -9,8 +9,7 @@ import pytest
 import torch
 import transformers
 from fresh_process import run as run_process
-from hub_client import OTHER, online
-from hub_server import HubServer
+from hub_client import OTHER
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from patching_cases import IMAGE, build, randomize, realigned, same_bits
@@ -315,24 +314,22 @@ def test_the_target_of_a_wrapped_model_is_saved_as_its_own(layers, tmp_path):
     assert same_bits(outputs_of(part, pixels), outputs_of(model.vision_model, pixels))
 
 
-def test_a_patched_model_is_pushed_with_its_rotations(tmp_path, monkeypatch):
-    with HubServer(tmp_path / "hub") as server:
-        online(monkeypatch, server, tmp_path / "home")
-        model, inputs = patched("vit")
-        expected = outputs_of(model, inputs)
-        model.push_to_hub("tester/pushed")
-        model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="tester/saved")
-        own = Derived(build("vit")[0].config).eval()
-        with pytest.warns(UserWarning, match="does not export Derived"):
-            patch(own, RotaryPatchConfig(block_size=4))
-        own.save_pretrained(tmp_path / "own", push_to_hub=True, repo_id="tester/own")
-        with pytest.raises(HfHubHTTPError, match="403"):
-            own.save_pretrained(tmp_path / "own", push_to_hub=True, repo_id="tester/own", token=OTHER)
-        for name in ("tester/pushed", "tester/saved"):
-            loaded = transformers.AutoModelForImageClassification.from_pretrained(name).eval()
-            assert same_bits(outputs_of(loaded, inputs), expected), name
-        files = {path.name for path in Path(snapshot_download("tester/own")).iterdir()}
-        assert {"rotary.safetensors", "rotary_config.json", "model.safetensors"} <= files
+def test_a_patched_model_is_pushed_with_its_rotations(hub, tmp_path):
+    model, inputs = patched("vit")
+    expected = outputs_of(model, inputs)
+    model.push_to_hub("tester/pushed")
+    model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="tester/saved")
+    own = Derived(build("vit")[0].config).eval()
+    with pytest.warns(UserWarning, match="does not export Derived"):
+        patch(own, RotaryPatchConfig(block_size=4))
+    own.save_pretrained(tmp_path / "own", push_to_hub=True, repo_id="tester/own")
+    with pytest.raises(HfHubHTTPError, match="403"):
+        own.save_pretrained(tmp_path / "own", push_to_hub=True, repo_id="tester/own", token=OTHER)
+    for name in ("tester/pushed", "tester/saved"):
+        loaded = transformers.AutoModelForImageClassification.from_pretrained(name).eval()
+        assert same_bits(outputs_of(loaded, inputs), expected), name
+    files = {path.name for path in Path(snapshot_download("tester/own")).iterdir()}
+    assert {"rotary.safetensors", "rotary_config.json", "model.safetensors"} <= files
 
 
 def test_trainer_shifts_smoothed_labels_as_of_the_plain_class(tmp_path):

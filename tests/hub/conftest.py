@@ -1,0 +1,20 @@
+"""What the tests of publishing push: saved models of every kind, and a small folder as it is published."""
+
+import pytest
+from published_models import CARD, save_models
+
+from hf_liere.hub.staging import stage
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture
+def ready(saved, tmp_path):
+    """A small folder as it is published, for tests of what happens on the way."""
+    folder = tmp_path / "ready"
+    stage(saved["image"], folder)
+    (folder / "README.md").write_text(CARD)
+    return folder

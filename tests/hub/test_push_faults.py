@@ -1,0 +1,128 @@
+"""Pushes over a bad connection, to a Hub that is down, and beside pushes of others."""
+
+import shutil
+import threading
+
+import pytest
+from hub_client import client, history, start
+from published_models import CARD
+
+from hf_liere.hub.publishing import ConcurrentCommitError, publish
+from hf_liere.hub.pulling import pull
+from hf_liere.storage.client import HubError
+from hf_liere.storage.saved_weights import saved_weights_digest
+
+
+COMMIT = "POST .*/commit/"
+
+
+@pytest.mark.parametrize(
+    "fault, attempts",
+    [
+        ({"lost": True}, 1),
+        ({"status": 503, "times": 2}, 3),
+        ({"close": True}, 2),
+        ({"status": 429, "headers": {"Retry-After": "2"}}, 2),
+        ({"status": 429, "headers": {"RateLimit": '"api";r=0;t=2'}}, 2),
+    ],
+    ids=["lost response", "5xx", "closed", "Retry-After", "RateLimit"],
+)
+def test_a_commit_happens_once_whatever_its_answer(ready, hub, storage, fault, attempts):
+    hub.fail(COMMIT, **fault)
+    published = publish(ready, "tester/model", message="Once", api=client(hub))
+    assert history(hub) == ["Once"] and hub.repo("tester/model").resolve("main") == published.commit
+    sent = hub.lines(COMMIT)
+    assert len(sent) == attempts
+    if "headers" in fault:
+        # The header asks for two seconds.
+        assert sent[1]["t"] - sent[0]["t"] >= 2
+
+
+@pytest.mark.parametrize(
+    "path", ["validate-yaml", "preupload", "whoami", "repos/create", "api/models/tester/model", "batch"]
+)
+def test_faults_of_any_request_are_survived(ready, hub, path):
+    hub.fail(path, status=502, headers={"Retry-After": "0"})
+    hub.fail(path, close=True)
+    publish(ready, "tester/model", message="Once", api=client(hub))
+    assert history(hub) == ["Once"] and all(fault.hits for fault in hub.faults)
+
+
+def test_a_hub_that_stays_down_is_reported_and_nothing_is_claimed(ready, hub):
+    hub.fail(COMMIT, status=500, times=-1, headers={"Retry-After": "0"})
+    with pytest.raises(HubError, match="refused the request after 5 attempts"):
+        publish(ready, "tester/model", message="Never", api=client(hub))
+    assert history(hub) == [] and hub.count(COMMIT) == 5
+
+
+def test_too_long_a_wait_is_not_waited(ready, hub):
+    hub.fail(COMMIT, status=429, times=-1, headers={"Retry-After": "7200"})
+    with pytest.raises(HubError, match="tester/model"):
+        publish(ready, "tester/model", message="Never", api=client(hub))
+
+
+def test_a_commit_of_someone_else_in_between_is_reported(ready, hub, tmp_path):
+    first = publish(ready, "tester/model", message="First", api=client(hub))
+    other = tmp_path / "other"
+    shutil.copytree(ready, other)
+    (other / "LICENSE").write_text("terms")
+    (ready / "README.md").write_text(CARD + "\nChanged.\n")
+    hub.fail(COMMIT, delay=2, times=1)
+    errors = []
+
+    def slow():
+        try:
+            publish(ready, "tester/model", message="Slow", api=client(hub))
+        except HubError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    while not hub.faults[0].hits:
+        pass
+    publish(other, "tester/model", message="In between", api=client(hub))
+    thread.join()
+    assert history(hub) == ["First", "In between"]
+    assert isinstance(errors[0], ConcurrentCommitError)
+    assert "'In between' by tester" in str(errors[0]) and "Nothing was written" in str(errors[0])
+    with pytest.raises(ConcurrentCommitError, match="has moved on from commit"):
+        publish(ready, "tester/model", message="Slow", parent_commit=first.commit, api=client(hub))
+
+
+def test_a_lost_response_and_someone_else_right_after(ready, hub, tmp_path):
+    """Our commit is in the history, though no longer the newest: it did happen."""
+    hub.fail(COMMIT, lost=True)
+    hub.fail("/commits/main", delay=2)
+    result = []
+    thread = threading.Thread(
+        target=lambda: result.append(publish(ready, "tester/model", message="Ours", api=client(hub)))
+    )
+    thread.start()
+    while not history(hub):
+        pass
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "LICENSE").write_text("terms")
+    publish(other, "tester/model", message="Theirs", api=client(hub))
+    thread.join()
+    assert history(hub) == ["Ours", "Theirs"]
+    assert result[0].commit != hub.repo("tester/model").resolve("main")
+
+
+@pytest.mark.slow
+def test_two_processes_at_once(saved, hub, tmp_path):
+    """Both have seen the same commit when they commit: one wins, the other says so, nothing is mixed."""
+    hub.fail("/preupload/", delay=3, times=2)
+    homes = [tmp_path / name for name in ("first", "second")]
+    client(hub).create_repo("tester/model")
+    processes = []
+    for home, kind in zip(homes, ("image", "backbone")):
+        home.mkdir()
+        command = ["-m", "hf_liere.cli", "push", str(saved[kind]), "tester/model", "--no_reload", "--message", kind]
+        processes.append(start(command, hub, home))
+    results = [(*process.communicate(timeout=300), process.returncode) for process in processes]
+    assert sorted(code for *_, code in results) == [0, 1], results
+    winner = ("image", "backbone")[[code for *_, code in results].index(0)]
+    loser = next(errors for _, errors, code in results if code)
+    assert "has moved on from commit" in loser and "Traceback" not in loser and history(hub) == [winner]
+    assert saved_weights_digest(pull("tester/model", api=client(hub)).folder) == saved_weights_digest(saved[winner])

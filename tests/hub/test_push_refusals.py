@@ -1,0 +1,230 @@
+"""What is not pushed: incomplete and damaged models, secrets, and what a token may not write."""
+
+import json
+import shutil
+import textwrap
+
+import pytest
+from hub_client import OTHER, READ, WRITE, client, finish, start
+from published_models import CARD
+from safetensors.torch import load_file, save_file
+
+from hf_liere.cli import main
+from hf_liere.hub.publishing import publish, push
+from hf_liere.hub.staging import load_complete
+from hf_liere.storage.client import HubError
+
+
+@pytest.mark.parametrize(
+    "token, repo_id, message",
+    [
+        (False, "tester/model", "There is no token"),
+        ("hf_nobodys", "tester/model", "does not accept the token"),
+        (READ, "tester/model", "is read-only"),
+        (OTHER, "tester/model", "may not write"),
+        (WRITE, "tester/a b", "alphanumeric|Repo id"),
+    ],
+)
+def test_pushes_that_may_not_be(ready, hub, token, repo_id, message):
+    with pytest.raises(HubError, match=message) as caught:
+        publish(ready, repo_id, message="Never", api=client(hub, token))
+    assert str(token) not in str(caught.value)
+    assert hub.repo("tester/model") is None and not hub.count("/commit/")
+
+
+def test_a_folder_without_a_whole_model_is_refused_before_anything_is_sent(saved, hub, tmp_path):
+    folder = tmp_path / "broken"
+    shutil.copytree(saved["image"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    dropped = tensors.pop("classifier.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="classifier.weight"):
+        push(folder, "tester/model", api=client(hub))
+    save_file(tensors | {"classifier.weight": dropped, "extra": dropped + 1}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="extra"):
+        push(folder, "tester/model", api=client(hub))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds no model.safetensors"):
+        push(folder, "tester/model", api=client(hub))
+    with pytest.raises(ValueError, match="no saved model"):
+        push(saved["base"].parent, "tester/model", api=client(hub))
+    with pytest.raises(ValueError, match="'CLIPModel' is none of our models"):
+        push(saved["base"], "tester/model", api=client(hub))
+    (saved["image"] / "README.md").rename(tmp_path / "card")
+    with pytest.raises(ValueError, match="holds no README.md"):
+        push(saved["image"], "tester/model", api=client(hub))
+    (tmp_path / "card").rename(saved["image"] / "README.md")
+    assert not hub.requests
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def poison(path):
+    tensors = load_file(path)
+    next(value for value in tensors.values() if value.is_floating_point()).view(-1)[0] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+BROKEN = {
+    "cut off": ("image", "model.safetensors", cut, "is no readable safetensors file"),
+    "empty": ("image", "model.safetensors", lambda path: path.write_bytes(b""), "is no readable safetensors file"),
+    "no number": ("image", "model.safetensors", poison, "hold values that are infinite or no number (NaN): "),
+    "a folder": (
+        "image",
+        "model.safetensors",
+        lambda path: (path.unlink(), path.mkdir()),
+        "holds no model.safetensors",
+    ),
+    "no configuration": ("image", "config.json", lambda path: path.unlink(), "holds neither config.json nor"),
+    "half a configuration": ("image", "config.json", cut, "config.json is no json file"),
+    "a list": ("image", "config.json", lambda path: path.write_text("[]"), "config.json holds a list"),
+    "of nothing": ("image", "config.json", lambda path: path.write_text("{}"), "none of our models"),
+    "other shapes": ("image", "config.json", lambda path: widen(path), "does not load as LieREViTForImageCl"),
+    "no processor": ("image", "preprocessor_config.json", lambda path: path.write_text("?"), "is no json file"),
+    "no text": ("image", "README.md", lambda path: path.write_bytes(b"\xff\xfe\x00"), "README.md is no text in UTF-8"),
+    "no picture": (
+        "image",
+        "README.md",
+        lambda path: path.write_text("![a](b.png)"),
+        "b.png of the card cannot be read",
+    ),
+    "index": ("shards", "model.safetensors.index.json", lambda path: path.write_text("{}"), "names no files of"),
+    "outside": ("shards", "model.safetensors.index.json", lambda path: escape(path), "names no files of"),
+    "a shard less": ("shards", "model-00001-of-00002.safetensors", lambda path: path.unlink(), "holds no model-00001"),
+    "a link": ("image", "merges.txt", lambda path: leak(path), "merges.txt is a link out of its folder, to "),
+    "weights of others": (
+        "image",
+        "model.safetensors",
+        lambda path: leak(path, "moved"),
+        "is a link out of its folder",
+    ),
+    "a card of others": ("image", "README.md", lambda path: leak(path), "README.md is a link out of its folder, to "),
+    "two models": ("image", "rotary_config.json", lambda path: path.write_text("{}"), "(rotary_config.json): move the"),
+    "two adapters": (
+        "adapter",
+        "adapter_config.json",
+        lambda path: path.write_text("{}"),
+        "(adapter_config.json), whi",
+    ),
+    "adapter cut off": ("adapter", "rotary.safetensors", cut, "is no readable safetensors file"),
+    "adapter, no number": ("adapter", "rotary.safetensors", poison, "infinite or no number (NaN): 0.generators"),
+    "adapter of nothing": (
+        "adapter",
+        "rotary_config.json",
+        lambda path: path.write_text("{}"),
+        "written by save_rotary",
+    ),
+    "adapter of two": ("adapter", "rotary_config.json", lambda path: double(path), "speaks of 2 vision towers"),
+}
+
+
+def leak(path, how="replaced"):
+    target = path.parent.parent / "outside"
+    if how == "moved":
+        shutil.copy(path, target)
+    else:
+        target.write_text("-----BEGIN OPENSSH PRIVATE KEY-----")
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+def widen(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": 96}))
+
+
+def escape(path):
+    path.write_text(json.dumps({"weight_map": {"classifier.bias": "../image/model.safetensors"}}))
+
+
+def double(path):
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"base": content["base"] * 2}))
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_folder_is_one_sentence_and_nothing_is_sent(saved, hub, tmp_path, capsys, case):
+    kind, name, change, message = BROKEN[case]
+    folder = tmp_path / "broken"
+    if kind == "shards":
+        load_complete(saved["image"]).save_pretrained(folder, max_shard_size="80KB")
+        (folder / "README.md").write_text(CARD)
+    else:
+        shutil.copytree(saved[kind], folder)
+    change(folder / name)
+    commands = [["push", str(folder), "tester/model"]]
+    # A card or a processor is nothing that `verify` reads here.
+    if name not in ("README.md", "preprocessor_config.json") and case not in ("no number", "adapter, no number"):
+        commands.append(["verify", str(folder), "tester/model"])
+    for command in commands:
+        capsys.readouterr()
+        assert main(command) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"hf-liere {command[0]}: ") and message in error
+    assert not hub.requests
+
+
+def test_what_is_no_folder(saved, hub, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    for folder, what in ((tmp_path / "absent", "does not exist"), (tmp_path / "file", "is a file")):
+        for command in ("push", "verify"):
+            assert main([command, str(folder), "tester/model"]) == 1
+            assert f"{folder} {what}; accepted: the folder of a saved model." in capsys.readouterr().err
+    assert not hub.requests
+
+
+def put_text(folder, name, text):
+    if name.endswith(".safetensors"):
+        save_file(load_file(folder / name), folder / name, metadata={"format": "pt", "by": text})
+    else:
+        (folder / name).write_text(json.dumps({"wandb_api_key": text}) if name.endswith(".json") else text)
+
+
+@pytest.mark.parametrize(
+    "kind, name, text, what",
+    [
+        ("image", "run_config.json", WRITE, "a token"),
+        ("image", "README.md", f"hf_{'a' * 34}", "a token"),
+        ("image", "merges.txt", f"api_org_{'aB' * 17}", "a token"),
+        ("image", "run_config.json", "its own folder", "a folder"),
+        ("adapter", "rotary.safetensors", WRITE, "a token"),
+        # Made up, in the forms that these services give their keys; in parts, for the scanners of this file.
+        ("image", "run_config.json", "7f3a91bc04de58a2f6173bd90ce4a8215f6b3c9d", "a secret .*weights-and-biases"),
+        ("adapter", "rotary.safetensors", f"ghp_{'aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0eFxYa2'}", "a secret .*github"),
+    ],
+)
+def test_secrets_and_folders_are_not_published(saved, hub, tmp_path, kind, name, text, what):
+    folder = tmp_path / "private"
+    shutil.copytree(saved[kind], folder)
+    text = str(folder) if text == "its own folder" else text
+    put_text(folder, name, text)
+    with pytest.raises(ValueError, match=f"{name} holds {what}") as caught:
+        push(folder, "tester/model", api=client(hub))
+    assert text not in str(caught.value) and not hub.requests
+
+
+def test_tokens_stay_out_of_logs_and_errors(saved, hub, tmp_path):
+    """A user's process with everything logged: with a token that may push, one that may only read and a wrong one."""
+    token = "hf_" + "Tt0" * 11
+    hub.tokens[token] = ("tester", "write")
+    hub.tokens[token[:-1] + "R"] = ("tester", "read")
+    code = f"""
+        import os
+        from hf_liere.cli import main
+        for last in "0Rx":
+            os.environ["HF_TOKEN"] = os.environ["HF_TOKEN"][:-1] + last
+            print("status", main(["push", {str(saved["image"])!r}, "tester/model", "--no_reload"]))
+            print("status", main(["pull", "tester/private"]))
+    """
+    home = tmp_path / "user"
+    home.mkdir()
+    debug = {"HF_DEBUG": "1", "HF_HUB_VERBOSITY": "debug", "TRANSFORMERS_VERBOSITY": "debug"}
+    output, errors = finish(start(["-c", textwrap.dedent(code)], hub, home, token, **debug))
+    statuses = [line.split()[-1] for line in output.splitlines() if line.startswith("status")]
+    assert statuses == ["0", "1", "1", "1", "1", "1"]
+    # The client logs its requests, so there is something to leak into.
+    assert "preupload" in errors and "uthorization" in errors
+    assert token[3:-1] not in output + errors
+    for name, entry in hub.files("tester/model").items():
+        assert token.encode() not in hub.repo("tester/model").read(entry), name
