@@ -24,7 +24,7 @@ from hf_liere.conversion.checkpoints import convert_state_dict
 from hf_liere.conversion.upgrades import LEARNED_ENCODINGS
 from hf_liere.errors import InputError
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
-from training.engine.arguments import ModelArguments
+from training.common.arguments import ModelArguments
 from training.engine.model_setup import checkpoint_config, resolve_config
 from training.playground.predictions import Classifier, find_checkpoints
 

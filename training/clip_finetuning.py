@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments
 from training.clip.comparison import Comparison
-from training.engine.arguments import AugmentationArguments, DataArguments
-from training.engine.command_line import parse_arguments
+from training.common.arguments import AugmentationArguments, DataArguments
+from training.common.command_line import parse_arguments
 from training.engine.patching import PatchArguments
 from training.engine.runs import start
 

@@ -38,8 +38,8 @@ from hf_liere.hub.facts import Facts, load_facts
 from hf_liere.hub.run_records import RESULTS_FILE
 from hf_liere.storage.saved_weights import read_json, saved_weights_digest
 from hf_liere.storage.targets import new_directory, require_new_directory
+from training.common.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
 from training.data.arrows import BAG_OF_ARROWS_ACCURACY, LABELS, Arrows
-from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
 from training.engine.saving import last_complete_checkpoint
 
 

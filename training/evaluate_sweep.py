@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from accelerate import PartialState
 
-from training.engine.arguments import launched_on_cpus
-from training.engine.records import portable
+from training.common.arguments import launched_on_cpus
+from training.common.records import portable
 from training.engine.runs import start
 from training.reporting.result_lines import write_results
 from training.reporting.sweeps import combinations, flags_of, read_sweep, slug, train_and_evaluate

@@ -33,15 +33,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from transformers import Siglip2ImageProcessor
 
+from training.common.arguments import AugmentationArguments, ImageDataArguments, ModelArguments, RunArguments
+from training.common.command_line import parse_arguments
+from training.common.conditions import ConditionArguments
 from training.data.augmentation import EvaluationImages, EvaluationView, ImageSize, TrainingImages
 from training.data.images import load_images
 from training.data.native_sizes import NativeSize, check_native_sizes, default_to_square
 from training.data.sources import DataRequest
 from training.data.streaming import StreamedImages, open_stream
-from training.engine.arguments import AugmentationArguments, ImageDataArguments, ModelArguments, RunArguments
 from training.engine.classification import ClassifierArguments, build_classifier, train_classifier
-from training.engine.command_line import parse_arguments
-from training.engine.conditions import ConditionArguments
 from training.engine.model_setup import order_labels, resolve_config, resolve_image_size, resolve_processor
 from training.engine.runs import prepare_output_dir, start
 

@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformers import set_seed
 
 from hf_liere.errors import InputError
+from training.common.command_line import parse_arguments
+from training.common.records import describe_examples
 from training.data.texts import TextDataArguments, TokenBlocks, collate_blocks, load_texts
-from training.engine.command_line import parse_arguments
 from training.engine.model_setup import check_checkpoint_keys
-from training.engine.records import describe_examples
 from training.engine.runs import prepare_output_dir, run, start
 from training.engine.trainer import ranks_and_losses
 from training.language.arguments import (

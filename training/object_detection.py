@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformers import DeformableDetrImageProcessor, set_seed
 
 from hf_liere.errors import InputError
+from training.common.arguments import ModelArguments, RunArguments
+from training.common.command_line import parse_arguments
 from training.data.detection_data import DetectionCollator, DetectionDataArguments, DetectionExamples, load_detections
 from training.data.sources import DataRequest, fraction_of
 from training.detection.detection_trainer import CocoMetrics, DetectionTrainer
 from training.detection.detectors import DetectorArguments, build_config, build_detector, load_backbone
-from training.engine.arguments import ModelArguments, RunArguments
-from training.engine.command_line import parse_arguments
 from training.engine.model_setup import resolve_image_size, resolve_processor
 from training.engine.runs import prepare_output_dir, run, start
 

@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, set_seed
 
 from hf_liere.errors import InputError
+from training.common.arguments import RunArguments, TokensModelArguments
+from training.common.command_line import parse_arguments
+from training.common.records import describe_examples
 from training.data.tokens import TokenDataArguments, TokenExamples, collate_tokens, load_tokens
-from training.engine.arguments import RunArguments, TokensModelArguments
-from training.engine.command_line import parse_arguments
 from training.engine.model_setup import build_model, check_checkpoint_keys, order_labels
-from training.engine.records import describe_examples
 from training.engine.runs import prepare_output_dir, run, start
 from training.engine.token_setup import resolve_tokens_config
 from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses

@@ -28,14 +28,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_liere.errors import InputError
+from training.common.arguments import AugmentationArguments, RunArguments, VideoModelArguments
+from training.common.command_line import parse_arguments
+from training.common.conditions import ConditionArguments
 from training.data.augmentation import EvaluationView
 from training.data.clips import ClipReader, EvaluationClips, TrainingClips
 from training.data.sources import DataRequest, fraction_of
 from training.data.video_data import VideoDataArguments, load_clips
-from training.engine.arguments import AugmentationArguments, RunArguments, VideoModelArguments
 from training.engine.classification import ClassifierArguments, build_classifier, train_classifier
-from training.engine.command_line import parse_arguments
-from training.engine.conditions import ConditionArguments
 from training.engine.model_setup import (
     is_physical,
     resolve_config,

@@ -25,7 +25,6 @@ from training_helpers import write_images_folder, write_parquet
 import training.evaluate_sweep as sweeps
 from hf_liere.cli import main, parser
 from training.demo import save_puzzles
-from training.engine.command_line import parse_arguments
 
 
 @pytest.fixture(scope="module")

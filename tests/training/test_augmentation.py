@@ -15,6 +15,7 @@ from transformers import ViTImageProcessorPil
 
 import hf_liere
 from hf_liere.errors import InputError
+from training.common.arguments import AugmentationArguments, ImageDataArguments, ModelArguments
 from training.data.augmentation import (
     IGNORED_LABEL,
     PADDING,
@@ -25,7 +26,6 @@ from training.data.augmentation import (
     EvaluationView,
     TrainingImages,
 )
-from training.engine.arguments import AugmentationArguments, ImageDataArguments, ModelArguments
 from training.engine.model_setup import resolve_processor
 from training.engine.trainer import summed_cross_entropy
 

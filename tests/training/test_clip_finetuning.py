@@ -19,8 +19,8 @@ import hf_liere
 from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, rotary_parameters
 from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments
 from training.clip_finetuning import main
-from training.engine.arguments import AugmentationArguments, DataArguments
-from training.engine.command_line import parse_arguments
+from training.common.arguments import AugmentationArguments, DataArguments
+from training.common.command_line import parse_arguments
 from training.engine.patching import PatchArguments
 
 

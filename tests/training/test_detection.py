@@ -18,6 +18,7 @@ from transformers import (
 from transformers.models.deformable_detr.modeling_deformable_detr import DeformableDetrObjectDetectionOutput
 
 from training import object_detection
+from training.common.arguments import InputError
 from training.data.detection_data import (
     CATEGORIES,
     DetectionDataArguments,
@@ -29,7 +30,6 @@ from training.data.detection_data import (
 )
 from training.data.sources import PARTS, DataRequest
 from training.detection.detection_trainer import CocoMetrics, best_detections
-from training.engine.arguments import InputError
 
 
 TINY_DETECTOR = "--d_model 32 --encoder_layers 1 --decoder_layers 2 --detector_ffn_dim 16 --detector_heads 2".split()

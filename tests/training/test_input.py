@@ -14,17 +14,17 @@ from PIL import Image
 from training_helpers import TINY_MODEL, TINY_RUN, main, pictures, write_images_folder, write_parquet
 
 from hf_liere.storage.client import HubError
-from training.data.images import load_images
-from training.data.sources import PARTS, DataRequest
-from training.data.tables import infer_columns
-from training.engine.arguments import (
+from training.common.arguments import (
     AugmentationArguments,
     DataArguments,
     InputError,
     ModelArguments,
     RunArguments,
 )
-from training.engine.command_line import parse_arguments
+from training.common.command_line import parse_arguments
+from training.data.images import load_images
+from training.data.sources import PARTS, DataRequest
+from training.data.tables import infer_columns
 
 
 CLASSES = (ModelArguments, DataArguments, AugmentationArguments, RunArguments)

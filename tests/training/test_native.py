@@ -17,9 +17,9 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Si
 import hf_liere
 from hf_liere.hub.cards import push_card
 from hf_liere.storage.saved_weights import saved_weights_digest
+from training.common.arguments import AugmentationArguments, InputError
 from training.data.augmentation import Augmentation
 from training.data.native_sizes import NativeSize, PatchCollator
-from training.engine.arguments import AugmentationArguments, InputError
 
 
 BICUBIC = 3

@@ -26,8 +26,8 @@ from hf_liere import LieREViTConfig, RotaryPatchConfig, complete_model, patch
 from hf_liere.hub.publishing import publish
 from hf_liere.inspection.analysis import attention_maps
 from hf_liere.storage.client import HubError
+from training.common.arguments import InputError
 from training.data.arrows import LABELS, Arrows
-from training.engine.arguments import InputError
 from training.playground import pictures
 from training.playground.predictions import Classifiers, attention_pictures, find_checkpoints, image_sizes
 from training.playground.space import write_space

@@ -27,7 +27,7 @@ from training_helpers import (
 from hf_liere.hub.pulling import pull
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_weights import saved_weights_digest
-from training.engine.arguments import InputError
+from training.common.arguments import InputError
 from training.engine.pushing import warn_of_other_settings
 from training.engine.trainer import ClassificationTrainer
 

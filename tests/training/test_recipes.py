@@ -21,10 +21,10 @@ from hf_liere import RotaryPatchConfig, cli
 from hf_liere.models.encoding.folding import build_rotary_encoding
 from training import benchmark_speed
 from training.clip.comparison import Comparison
+from training.common.arguments import InputError, architecture_fields
+from training.common.command_line import parse_arguments
 from training.data.augmentation import IGNORED_LABEL
 from training.detection import detectors
-from training.engine.arguments import InputError, architecture_fields
-from training.engine.command_line import parse_arguments
 from training.engine.model_setup import resolve_config, resolve_image_size
 from training.engine.trainer import ClassificationTrainer
 from training.reporting import sweeps

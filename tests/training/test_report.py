@@ -13,7 +13,7 @@ from PIL import Image
 from scipy import stats
 
 from training import report
-from training.engine.arguments import InputError
+from training.common.arguments import InputError
 from training.reporting import plots, result_lines, result_table, sections, sweeps
 from training.reporting.significance import bootstrap_mean, holm, paired_test, paired_test_over_seeds
 

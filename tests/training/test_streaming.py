@@ -8,10 +8,10 @@ import pytest
 import torch
 from training_helpers import assert_same_weights, main, train, train_with_torchrun, write_parquet
 
+from training.common.arguments import AugmentationArguments, DataArguments, InputError, RunArguments
 from training.data.augmentation import Augmentation
 from training.data.sources import PARTS, DataRequest
 from training.data.streaming import StreamedImages, open_stream
-from training.engine.arguments import AugmentationArguments, DataArguments, InputError, RunArguments
 
 
 @pytest.fixture(scope="module")

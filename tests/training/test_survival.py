@@ -17,7 +17,7 @@ from checkout import ROOT
 from torch.utils.data import DataLoader
 from training_helpers import SCRIPT, TINY_MODEL, TINY_RUN, assert_same_weights, main, train, write_parquet
 
-from training.engine.messages import lost_worker
+from training.common.messages import lost_worker
 from training.engine.saving import ASIDE, last_complete_checkpoint
 
 

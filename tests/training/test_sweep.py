@@ -13,8 +13,8 @@ from training_helpers import TINY_MODEL, TINY_RUN, main, train, weights, write_p
 
 import hf_liere
 from training import evaluate_sweep
-from training.engine.arguments import InputError
-from training.engine.conditions import ConditionArguments, ConditionCollator, shifted_positions, shuffled
+from training.common.arguments import InputError
+from training.common.conditions import ConditionArguments, ConditionCollator, shifted_positions, shuffled
 from training.reporting import result_lines, result_table, sweeps
 
 

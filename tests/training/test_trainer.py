@@ -11,7 +11,7 @@ from encoding_cases import LEARNED, block_size
 from training_helpers import assert_same_weights, main, train, weights, write_parquet
 
 from hf_liere import LieREViTConfig, LieREViTForImageClassification
-from training.engine.arguments import RunArguments
+from training.common.arguments import RunArguments
 from training.engine.trainer import ClassificationTrainer, ranks_and_losses
 
 

@@ -16,6 +16,7 @@ from training_helpers import TINY_MODEL, TINY_RUN, assert_same_weights, run_proc
 
 from hf_liere import LieREVideoForVideoClassification
 from training import video_classification
+from training.common.arguments import AugmentationArguments, InputError
 from training.data.arrows import Arrows
 from training.data.augmentation import Augmentation, Collator, EvaluationView
 from training.data.clips import ClipArray, ClipFile, ClipReader, EvaluationClips, TrainingClips, clip_indices
@@ -23,7 +24,6 @@ from training.data.moving_shapes import LABELS, frames, write_moving_shapes, wri
 from training.data.sources import DataRequest, Subset
 from training.data.video_data import VideoDataArguments, load_clips
 from training.data.video_files import FrameReader, UnreadableError
-from training.engine.arguments import AugmentationArguments, InputError
 from training.engine.trainer import area_under_curve, balanced_accuracy, mean_of_views
 
 
@@ -294,8 +294,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(stride, shapes, tmp_path):
 
 
 def test_frames_of_a_clip_are_augmented_alike():
+    from training.common.arguments import AugmentationArguments
     from training.data.augmentation import Augmentation
-    from training.engine.arguments import AugmentationArguments
 
     arguments = AugmentationArguments(
         random_resized_crop=True, crop_padding=2, flip_probability=0.5, rand_augment_ops=2

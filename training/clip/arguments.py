@@ -8,7 +8,7 @@ from transformers import CLIPConfig, PreTrainedConfig
 
 from hf_liere.errors import InputError
 from training.clip.classifiers import TRAINABLE
-from training.engine.arguments import CheckpointArguments, RunArguments, flag
+from training.common.arguments import CheckpointArguments, RunArguments, flag
 from training.engine.model_setup import checkpoint_config
 from training.engine.patching import LoraArguments, find_adapters
 

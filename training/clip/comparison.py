@@ -24,10 +24,11 @@ from hf_liere.errors import InputError
 from hf_liere.storage.loading import require_all_keys
 from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments, resolve_config
 from training.clip.classifiers import HEAD, TRAINABLE, Classifier, ZeroShotClassifier, add_lora, freeze
+from training.common.arguments import AugmentationArguments, DataArguments
+from training.common.records import CONFIG_FILE, ENVIRONMENT_FILE, RESOLUTIONS_FILE, environment, portable, write_record
 from training.data.augmentation import Augmentation, Collator, EvaluationImages, EvaluationView, TrainingImages
 from training.data.images import load_images
 from training.data.sources import DataRequest, Relabelled
-from training.engine.arguments import AugmentationArguments, DataArguments
 from training.engine.model_setup import (
     build_model,
     check_checkpoint_keys,
@@ -43,7 +44,6 @@ from training.engine.patching import (
     refuse_other_patch,
     save_patched,
 )
-from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, RESOLUTIONS_FILE, environment, portable, write_record
 from training.engine.runs import claim_folder
 from training.engine.saving import last_complete_checkpoint, require_free
 from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses

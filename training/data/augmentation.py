@@ -19,8 +19,8 @@ from PIL import Image
 from torchvision.transforms import RandAugment, RandomErasing
 
 from hf_liere.errors import InputError
+from training.common.arguments import AugmentationArguments
 from training.data.sources import SourceDataset
-from training.engine.arguments import AugmentationArguments
 
 
 PADDING = -1

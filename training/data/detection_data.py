@@ -16,12 +16,12 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
+from training.common.arguments import SampleArguments, flag
+from training.common.records import write_text
 from training.data.augmentation import resized
 from training.data.moving_shapes import SHAPES, SPLITS, shape_mask
 from training.data.sources import PARTS, DataRequest, SourceDataset
 from training.data.tables import require_files
-from training.engine.arguments import SampleArguments, flag
-from training.engine.records import write_text
 
 
 logger = logging.get_logger(__name__)

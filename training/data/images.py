@@ -8,6 +8,8 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from hf_liere.errors import InputError
+from training.common.arguments import DataArguments
+from training.common.messages import reason
 from training.data.arrows import Arrows
 from training.data.image_formats import EIGHT_BIT_MODES, GREY_MODES
 from training.data.sources import PARTS, DataRequest, LabelledImages, fraction_of
@@ -21,8 +23,6 @@ from training.data.tables import (
     require_columns,
     undecoded,
 )
-from training.engine.arguments import DataArguments
-from training.engine.messages import reason
 
 
 RECTANGLES = "rectangles"

@@ -12,10 +12,10 @@ from transformers.models.siglip2.image_processing_siglip2 import get_image_size_
 
 from hf_liere import LieREViTConfig, batch_of_patches
 from hf_liere.errors import InputError
+from training.common.arguments import AugmentationArguments, ImageDataArguments, ModelArguments
+from training.common.conditions import ConditionArguments
 from training.data.augmentation import Collator
 from training.data.image_formats import height_and_width
-from training.engine.arguments import AugmentationArguments, ImageDataArguments, ModelArguments
-from training.engine.conditions import ConditionArguments
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from pyarrow.parquet import ParquetFile
 from torch.utils.data import IterableDataset
 
 from hf_liere.errors import InputError
+from training.common.arguments import DataArguments, RunArguments
 from training.data.augmentation import Augmentation
 from training.data.images import DecodedImages
 from training.data.sources import DataRequest, LabelledImages
 from training.data.tables import infer_columns, pick_evaluation_split, readable, require_files, training_split
-from training.engine.arguments import DataArguments, RunArguments
 
 
 # Size of the buffer that the next image is drawn from at random.

@@ -14,9 +14,9 @@ import pyarrow
 from datasets.exceptions import DatasetsError
 
 from hf_liere.errors import InputError
+from training.common.arguments import DataArguments
+from training.common.messages import listed, reason
 from training.data.sources import DataRequest
-from training.engine.arguments import DataArguments
-from training.engine.messages import listed, reason
 
 
 EVALUATION_SPLITS = ("validation", "valid", "dev", "test")

@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
+from training.common.arguments import LimitArguments, flag
+from training.common.messages import listed
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.sources import DataRequest
 from training.data.tables import FILE_BUILDERS, load_table_files, pick_splits, readable, require_files
-from training.engine.arguments import LimitArguments, flag
-from training.engine.messages import listed
 
 
 logger = logging.get_logger(__name__)

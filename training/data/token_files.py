@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from hf_liere.errors import InputError
-from training.engine.messages import reason
+from training.common.messages import reason
 
 
 LENGTHS = "lengths"

@@ -8,12 +8,12 @@ import torch
 from torch.utils.data import Dataset
 
 from hf_liere.errors import InputError
+from training.common.arguments import LimitArguments, flag
+from training.common.messages import listed
 from training.data import solids
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.sources import LabelledImages
 from training.data.token_files import Columns, read_columns
-from training.engine.arguments import LimitArguments, flag
-from training.engine.messages import listed
 
 
 TASKS = ("sequence", "token")

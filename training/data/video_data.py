@@ -14,13 +14,13 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
+from training.common.arguments import ViewArguments, flag
 from training.data.arrows import LABELS, Arrows
 from training.data.clips import Clip, ClipArray, ClipFile, frames_needed
 from training.data.images import arrows_of
 from training.data.moving_shapes import DEFAULT_SIZES, SPLITS, write_moving_shapes
 from training.data.sources import PARTS, DataRequest, LabelledImages
 from training.data.video_files import SPACING, FrameReader, UnreadableError, checked_spacing, is_clip
-from training.engine.arguments import ViewArguments, flag
 
 
 logger = logging.get_logger(__name__)

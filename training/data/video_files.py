@@ -12,7 +12,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from training.engine.messages import reason
+from training.common.messages import reason
 
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".m4v")

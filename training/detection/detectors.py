@@ -11,7 +11,7 @@ from hf_liere.conversion.upgrades import LEARNED_ENCODINGS, upgrade_encoding
 from hf_liere.errors import InputError
 from hf_liere.models.transformer.modeling_liere import LieREViTModel
 from hf_liere.storage.loading import require_loaded_keys
-from training.engine.arguments import ModelArguments, flag
+from training.common.arguments import ModelArguments, flag
 from training.engine.model_setup import CHANGEABLE_FIELDS, loadable, resolve_config
 
 

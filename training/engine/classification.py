@@ -6,13 +6,13 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel, Siglip2ImageProcessor, ViTImageProcessor, set_seed
 
 from hf_liere.models.transformer.video_processing_liere import LieREVideoProcessor
+from training.common.arguments import AugmentationArguments, CheckpointArguments, RunArguments, SampleArguments
+from training.common.conditions import ConditionArguments, ConditionCollator
+from training.common.records import describe_examples
 from training.data.augmentation import Augmentation, Collator, ImageSize
 from training.data.native_sizes import PatchCollator
 from training.data.sources import LabelledImages, Relabelled, Source
-from training.engine.arguments import AugmentationArguments, CheckpointArguments, RunArguments, SampleArguments
-from training.engine.conditions import ConditionArguments, ConditionCollator
 from training.engine.model_setup import build_model, check_checkpoint_keys, is_physical, order_labels
-from training.engine.records import describe_examples
 from training.engine.runs import run
 from training.engine.trainer import ClassificationMetrics, ClassificationTrainer, ranks_and_losses
 

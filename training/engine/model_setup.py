@@ -32,9 +32,9 @@ from hf_liere.storage.loading import (
     translate_loading_errors,
 )
 from hf_liere.storage.saved_weights import saved_shapes
+from training.common.arguments import CheckpointArguments, SampleArguments, ViewArguments
 from training.data.image_formats import height_and_width
 from training.data.sources import LabelledImages
-from training.engine.arguments import CheckpointArguments, SampleArguments, ViewArguments
 
 
 logger = logging.get_logger(__name__)

@@ -15,7 +15,7 @@ from hf_liere.errors import InputError
 from hf_liere.models.patched.rotary_patch import plan
 from hf_liere.patching.adapters import read_adapter
 from hf_liere.storage.saved_weights import ADAPTER_CONFIG
-from training.engine.arguments import flag, require_numbers
+from training.common.arguments import flag, require_numbers
 
 
 UNPATCHED = "none"

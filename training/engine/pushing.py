@@ -27,8 +27,8 @@ from hf_liere.hub.pulling import pull
 from hf_liere.hub.staging import PROCESSOR_FILES, refuse_private, secret_scanner
 from hf_liere.storage.client import HubError, translate_hub_errors
 from hf_liere.storage.saved_weights import saved_weights_digest, weight_files
-from training.engine.arguments import RunArguments
-from training.engine.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
+from training.common.arguments import RunArguments
+from training.common.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
 
 
 logger = logging.get_logger(__name__)

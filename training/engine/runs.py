@@ -17,10 +17,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_weights import saved_weights_digest, weights_digest
-from training.engine.arguments import RunArguments
-from training.engine.messages import lost_worker, reason
-from training.engine.pushing import fetch_checkpoint, warn_of_other_settings
-from training.engine.records import (
+from training.common.arguments import RunArguments
+from training.common.messages import lost_worker, reason
+from training.common.records import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     EXAMPLES_FILE,
@@ -30,6 +29,7 @@ from training.engine.records import (
     portable,
     write_record,
 )
+from training.engine.pushing import fetch_checkpoint, warn_of_other_settings
 from training.engine.saving import last_complete_checkpoint, require_free, require_writable
 
 

@@ -20,8 +20,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_liere.errors import InputError
-from training.engine.messages import reason
-from training.engine.records import FLAGS_FILE
+from training.common.messages import reason
+from training.common.records import FLAGS_FILE
 
 
 # Inside the output directory, so that a rename stays on one file system; the dot hides it from listings.

@@ -8,8 +8,8 @@ from transformers.utils import logging
 from hf_liere import LieRETokensConfig
 from hf_liere.errors import InputError
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from training.common.arguments import TokensModelArguments
 from training.data.tokens import TokenData, TokenTable
-from training.engine.arguments import TokensModelArguments
 from training.engine.model_setup import resolve_config
 
 

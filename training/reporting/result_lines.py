@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hf_liere.errors import InputError
-from training.engine.records import write_text
+from training.common.records import write_text
 
 
 # Which sweep, settings and condition; the flags of the training and what they were resolved to; the metrics of the

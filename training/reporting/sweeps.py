@@ -11,8 +11,8 @@ from accelerate import PartialState
 from safetensors.numpy import load_file
 
 from hf_liere.errors import InputError
-from training.engine.command_line import read_yaml
-from training.engine.records import (
+from training.common.command_line import read_yaml
+from training.common.records import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     EXAMPLES_FILE,

@@ -15,7 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from hf_liere.errors import InputError
-from training.engine.arguments import architecture_fields
+from training.common.arguments import architecture_fields
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_liere.errors import InputError
 from hf_liere.models.transformer.configuration_liere import LieREConfig
-from training.engine.arguments import flag
+from training.common.arguments import flag
 
 
 SHUFFLES = ("none", "patches", "frames")
