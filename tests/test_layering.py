@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import hf_liere
+import training
 
 
 PACKAGE = Path(hf_liere.__file__).parent
@@ -15,6 +16,15 @@ MODELS = PACKAGE / "models"
 TRAVELLING = sorted(path for path in MODELS.rglob("*.py") if path.name != "__init__.py")
 # Each imports from those before it.
 ROOMS = ("rotation", "encoding", "transformer", "patched")
+TRAINING = Path(next(iter(training.__path__)))
+# Floors of `training`: a folder imports from those below its own, a script at the root from any folder and no script.
+FLOORS = (
+    {"common", "metrics"},
+    {"data"},
+    {"engine", "playground"},
+    {"clip", "detection", "language", "reporting"},
+    {"gpu", "speed"},
+)
 # What a checkpoint's code may import beside its siblings; transformers brings huggingface_hub.
 LIBRARIES = {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
 
@@ -103,6 +113,28 @@ def assert_no_circle(arrows):
         assert ready, {part: sorted(arrows[part] - floors.keys()) for part in arrows.keys() - floors}
         floors |= {part: 1 + max((floors[below] for below in arrows[part]), default=0) for part in ready}
     return floors
+
+
+def test_training_imports_from_the_floors_below():
+    folders = set().union(*FLOORS)
+    assert {path.relative_to(TRAINING).parts[0] for path in TRAINING.glob("*/**/*.py")} == folders
+    for path in TRAINING.rglob("*.py"):
+        part = path.relative_to(TRAINING).parts[0]
+        floor = next((number for number, names in enumerate(FLOORS) if part in names), len(FLOORS))
+        imported = {name.partition(".")[0] for name in training_imports(path)} - {part}
+        assert imported <= set().union(*FLOORS[:floor]), f"{path.relative_to(TRAINING)}: {sorted(imported)}"
+
+
+def training_imports(path):
+    """Names of the modules, or folders, below `training` that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name.removeprefix("training.") for name in names if name.startswith("training."))
 
 
 def test_only_auto_touches_the_auto_classes():
