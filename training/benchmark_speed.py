@@ -50,7 +50,7 @@ import transformers
 
 from training.speed.clocks import CLOCKS
 from training.speed.measurements import BASELINE, Case, Records, growth_cases
-from training.speed.models import SIZES, BenchmarkError, Row, Settings, check_row, timm_installed
+from training.speed.models import SIZES, BenchmarkError, Row, Settings, check_row, has_timm
 from training.speed.rounds import CaseRounds, Plan
 from training.speed.runner import machine
 from training.speed.tables import (
@@ -116,7 +116,7 @@ def read_rows(options) -> list[Row]:
     if names is None:
         names = {"encodings": [*ENCODING_ROWS, *REFERENCE_ROWS], "added": ENCODING_ROWS, "growth": GROWTH_ROWS}
         names = (names | {"epochs": EPOCH_ROWS})[options.table]
-        if options.table == "encodings" and timm_installed() and options.num_frames is None:
+        if options.table == "encodings" and has_timm() and options.num_frames is None:
             names = [*names, *TIMM_ROWS]
         if options.table == "added":
             names = [name for name in names if Row.parse(name).rotates]

@@ -173,7 +173,7 @@ def start_training(name: str, folder: Path, images: int) -> subprocess.Popen:
 
 
 def start_evaluation(name: str, folder: Path, images: int) -> subprocess.Popen:
-    flags = ["--model_name_or_path", str(folder / name), "--output_dir", str(larger(folder, name)), "--do_eval"]
+    flags = ["--model_name_or_path", str(folder / name), "--output_dir", str(larger_folder(folder, name)), "--do_eval"]
     flags += ["--dataset_name", "arrows", "--image_size", str(LARGER_SIZE), "--max_eval_samples", str(EVALUATED)]
     flags += ["--per_device_eval_batch_size", "100", "--overwrite_output_dir"]
     return start_script(flags, log_file(name, folder), "a")
@@ -191,7 +191,7 @@ def log_file(name: str, folder: Path) -> Path:
     return folder / f"{name}.log"
 
 
-def larger(folder: Path, name: str) -> Path:
+def larger_folder(folder: Path, name: str) -> Path:
     """Where the evaluation of a run with larger images lies."""
     return folder / f"{name}_at_{LARGER_SIZE}"
 
@@ -211,9 +211,11 @@ def is_finished(output_dir: Path, images: int) -> bool:
 
 def is_evaluated(folder: Path, name: str) -> bool:
     """Whether the weights of a finished run, and no others, were evaluated with larger images."""
-    if not (larger(folder, name) / RESULTS_FILE).is_file():
+    if not (larger_folder(folder, name) / RESULTS_FILE).is_file():
         return False
-    own, evaluated = (read_json(place / WEIGHTS_FILE)["sha256"] for place in (folder / name, larger(folder, name)))
+    own, evaluated = (
+        read_json(place / WEIGHTS_FILE)["sha256"] for place in (folder / name, larger_folder(folder, name))
+    )
     return own == evaluated
 
 
@@ -238,11 +240,10 @@ def show_progress(output_dir: Path, bar: tqdm) -> None:
 
 def read_result(folder: Path, name: str) -> dict:
     """
-    The last metrics of a run, those with larger images under `larger`, and its `history`, pairs of images seen and
-    accuracy.
+    The last metrics of a run. `larger` contains those with larger images, `history` pairs of images seen and accuracy.
     """
     result = read_json(folder / name / "all_results.json")
-    result["larger"] = read_json(larger(folder, name) / RESULTS_FILE)
+    result["larger"] = read_json(larger_folder(folder, name) / RESULTS_FILE)
     state = read_json(folder / name / "trainer_state.json")
     result["history"] = sorted(
         {
@@ -291,7 +292,7 @@ def plot_accuracy(results: dict[str, dict], path: Path) -> None:
 def draw_example(checkpoint: Path, path: Path) -> None:
     images = Arrows("test", 1)
     image, label = images[0]
-    answer = answers(checkpoint, images)[0]
+    answer = predict(checkpoint, images)[0]
     figure, axes = pyplot.subplots(figsize=(4, 4.4), layout="constrained")
     axes.imshow(image.squeeze(-1), cmap="gray", interpolation="nearest")
     axes.set(xticks=[], yticks=[])
@@ -320,7 +321,7 @@ def write_checkpoint(folder: Path, target: Path) -> None:
     place = (place.relative_to(HERE.parent) if place.is_relative_to(HERE.parent) else place).as_posix()
     facts = Facts(about.title, about.encoding, intended_use=about.intended_use, license="apache-2.0")
     facts.notes = f"Made by `python training/demo.py --write_checkpoint {place}`."
-    facts = facts_of_run(source, digest, facts, [larger(folder, "liere8")])
+    facts = facts_of_run(source, digest, facts, [larger_folder(folder, "liere8")])
     # Two runs share the machine, so that their speed is that of neither.
     facts.cost = {"parameters": facts.cost["parameters"]}
     with new_directory(target) as partial:
@@ -334,7 +335,7 @@ def write_checkpoint(folder: Path, target: Path) -> None:
     print(f"As the repository keeps it: {target}")
 
 
-def answers(checkpoint: Path, images: Arrows) -> list[str]:
+def predict(checkpoint: Path, images: Arrows) -> list[str]:
     """What a saved classifier says about arrows images, loaded and prepared as for any checkpoint of the Hub."""
     disable_progress_bar()
     model = AutoModelForImageClassification.from_pretrained(checkpoint).eval()
@@ -347,7 +348,7 @@ def answers(checkpoint: Path, images: Arrows) -> list[str]:
 
 def classify_new_images(checkpoint: Path) -> int:
     images = Arrows("test", 200)
-    said = answers(checkpoint, images)
+    said = predict(checkpoint, images)
     truth = [LABELS[images[index][1]] for index in range(len(images))]
     for index in range(5):
         verdict = "right" if said[index] == truth[index] else f"wrong, it is {truth[index]}"

@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from accelerate import PartialState
 
 from training.common.arguments import launched_on_cpus
-from training.common.records import portable
+from training.common.records import remove_private
 from training.engine.runs import start
 from training.reporting.result_lines import write_results
-from training.reporting.sweeps import combinations, flags_of, read_sweep, slug, train_and_evaluate
+from training.reporting.sweeps import build_flags, combinations, read_sweep, slug, train_and_evaluate
 
 
 def main(arguments: list[str] | None = None) -> Path:
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> Path:
     runs = [(settings, combinations(sweep.get("evaluate", []))) for settings in combinations(sweep["train"])]
     if given.dry_run:
         for settings, conditions in runs:
-            print(" ".join(flags_of(sweep, settings, passed)), f"  # evaluated under {len(conditions)} conditions")
+            print(" ".join(build_flags(sweep, settings, passed)), f"  # evaluated under {len(conditions)} conditions")
         return given.output_dir
     # Made before a script makes it, so that the processes know of each other from the start.
     PartialState(cpu=launched_on_cpus())
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> Path:
         if PartialState().is_main_process:
             print(f"[{number}/{len(runs)}] {slug(settings) or 'the recipe as it is'}", flush=True)
         made = train_and_evaluate(sweep, given.sweep.stem, settings, conditions, passed, given.output_dir)
-        results += [{**result, "command": portable(arguments)} for result in made]
+        results += [{**result, "command": remove_private(arguments)} for result in made]
         if PartialState().is_main_process:
             write_results(results_file, results)
     return results_file

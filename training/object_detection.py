@@ -24,7 +24,7 @@ from hf_liere.errors import InputError
 from training.common.arguments import ModelArguments, RunArguments
 from training.common.command_line import parse_arguments
 from training.data.detection_data import DetectionCollator, DetectionDataArguments, DetectionExamples, load_detections
-from training.data.sources import DataRequest, fraction_of
+from training.data.sources import DataRequest, take_fraction
 from training.detection.detection_trainer import CocoMetrics, DetectionTrainer
 from training.detection.detectors import DetectorArguments, build_config, build_detector, load_backbone
 from training.engine.model_setup import resolve_image_size, resolve_processor
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     set_seed(args.seed)
     model = build_detector(model_args, config, names, backbone)
 
-    train = train and fraction_of(train, data_args.train_fraction, args.order_seed)
+    train = train and take_fraction(train, data_args.train_fraction, args.order_seed)
     details = (image_size, int(processor.resample), data_args.flip_probability, args.order_seed)
     trainer = DetectionTrainer(
         model=model,

@@ -162,7 +162,7 @@ def size_rows() -> list[list[str]]:
     return rows
 
 
-def sizes_stated() -> dict[str, float]:
+def stated_sizes() -> dict[str, float]:
     """Million parameters, and GFLOPs, of the sizes that the paper's text and the official code state."""
 
     def model(size, **fields):
@@ -251,7 +251,7 @@ def main() -> int:
     header += ["ours: image + rotations"] if measured else []
     print(markdown(header, table_8(measured)), NOTES_8, sep="\n\n")
     print(markdown(["model", "million parameters", "paper", "difference"], size_rows()), sep="\n\n")
-    print("", NOTES_PARAMETERS.format(**sizes_stated()), sep="\n")
+    print("", NOTES_PARAMETERS.format(**stated_sizes()), sep="\n")
 
     print("## LieRE Table 10: parameters of the generators, ViT-Base\n")
     header = ["block", "ours", "paper", "difference", "of the rest", "three axes"]

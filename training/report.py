@@ -22,7 +22,7 @@ import yaml
 from training.engine.runs import start
 from training.reporting.plots import plot
 from training.reporting.result_lines import read_results, write_results
-from training.reporting.result_table import arrange, common_settings, without
+from training.reporting.result_table import arrange, common_settings, drop_common
 from training.reporting.sections import section, title_of
 
 
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> Path:
             write_results(given.output_dir / folder / f"{name}.jsonl", results, as_changes=True)
         table = arrange(results)
         common = common_settings(table)
-        table = {without(row, common): cells for row, cells in table.items()}
+        table = {drop_common(row, common): cells for row, cells in table.items()}
         parts.append(section(folder, results, table, paper.get(name, {}), common))
         picture = given.output_dir / folder / f"{name}.png"
         picture.parent.mkdir(exist_ok=True)

@@ -33,7 +33,7 @@ from training.common.command_line import parse_arguments
 from training.common.conditions import ConditionArguments
 from training.data.augmentation import EvaluationView
 from training.data.clips import ClipReader, EvaluationClips, TrainingClips
-from training.data.sources import DataRequest, fraction_of
+from training.data.sources import DataRequest, take_fraction
 from training.data.video_data import VideoDataArguments, load_clips
 from training.engine.classification import ClassifierArguments, build_classifier, train_classifier
 from training.engine.model_setup import (
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         )
         clips = load_clips(data_args, request)
     model, train, evaluation = build_classifier(given, config, clips, checkpoint)
-    train = train and fraction_of(train, data_args.train_fraction, args.order_seed)
+    train = train and take_fraction(train, data_args.train_fraction, args.order_seed)
     reader, resample = ClipReader(num_frames, data_args.frame_stride), int(processor.resample)
     view = EvaluationView(image_size, resample, data_args.eval_crops or 0, data_args.eval_crop_ratio)
     shown = reader, data_args.eval_clips, data_args.eval_average_views

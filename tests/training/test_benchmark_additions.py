@@ -15,7 +15,7 @@ from training.speed import measurements, runner, tables
 from training.speed.additions import Addition, States
 from training.speed.intervals import estimate
 from training.speed.limits import Work, needed_work
-from training.speed.models import Row, build_model, compiled, register_attention
+from training.speed.models import Row, build_model, compile_function, register_attention
 
 
 ROWS = ("axial_rope", "rope_mixed", "comrope_ap8", "comrope_ld8", "liere8")
@@ -68,10 +68,10 @@ def test_addition_is_the_work_of_the_model(name):
                 own.copy_(rotation.change_basis(given))
             for own, given in zip(states.gradients[number], gradients[number]):
                 own.copy_(given)
-    found = [output for output in addition.rotated() if output.numel()]
+    found = [output for output in addition.rotate() if output.numel()]
     for own, given in zip(found, [part for pair in rotated for part in pair], strict=True):
         torch.testing.assert_close(own, given, rtol=0, atol=1e-5)
-    addition.run(addition.rotated)
+    addition.run(addition.rotate)
     parameters = dict(addition.encoder.rotary_parameters())
     assert parameters.keys() == expected.keys()
     for key, gradient in expected.items():
@@ -95,7 +95,7 @@ def test_states_are_laid_out_as_in_the_model():
 def test_basis_of_weights_is_changed_where_the_model_changes_it(name):
     """By projections of no tokens, which have the gradients of nothing."""
     addition = addition_of(name, training=not name.startswith("folded"))
-    addition.run(addition.rotated)
+    addition.run(addition.rotate)
     changes = name.startswith(("comrope", "cayley", "circulant"))
     assert addition.changes_basis == changes
     gradients = [layer.attention.q_proj.weight.grad for layer in addition.encoder.layers]
@@ -122,7 +122,7 @@ def test_rotations_are_kept_or_made(name, keeps_rotations):
 def test_half_types(name, training):
     """States are in the half type, weights in training in float32, generators always."""
     addition = addition_of(name, training, dtype="bfloat16")
-    addition.run(addition.rotated)
+    addition.run(addition.rotate)
     assert {state.dtype for layer in addition.states.layers for state in layer} == {torch.bfloat16}
     parameters = [parameter for _, parameter in addition.encoder.rotary_parameters()]
     assert all(parameter.dtype == torch.float32 for parameter in parameters)
@@ -150,7 +150,7 @@ def test_every_model_is_compiled():
     def of(number):
         return lambda x: x + number + 100 * torch.compiler.is_compiling()
 
-    found = [compiled(settings(compile=True), of(number))(torch.zeros(3)) for number in range(10)]
+    found = [compile_function(settings(compile=True), of(number))(torch.zeros(3)) for number in range(10)]
     assert [value.unique().item() for value in found] == [100.0 + number for number in range(10)]
 
 

@@ -15,7 +15,7 @@ from hf_liere.errors import InputError
 from training import gpu_check
 from training.gpu.models import Settings
 from training.gpu.processes import run_section
-from training.gpu.report import Report, Section, heading, without_secrets
+from training.gpu.report import Report, Section, heading, remove_secrets
 from training.gpu.sections import SECTIONS
 
 
@@ -70,8 +70,8 @@ def test_secrets_and_names_are_left_out(monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "hush-hush-1")
     monkeypatch.setattr("socket.gethostname", lambda: "node-17")
     text = "/home/someone/x /home/someone-else /data/someone/y someone@node-17 hush-hush-1 hf_abcdefghijklmnopqrst"
-    assert without_secrets(text) == "~/x /home/someone-else /data/user/y user@host … …"
-    assert without_secrets("someone said hf_liere.kernels") == "someone said hf_liere.kernels"
+    assert remove_secrets(text) == "~/x /home/someone-else /data/user/y user@host … …"
+    assert remove_secrets("someone said hf_liere.kernels") == "someone said hf_liere.kernels"
 
 
 def test_failures_and_time_limits_are_outcomes():

@@ -347,7 +347,7 @@ def test_sweeps_name_models_that_exist(path, mini):
     sweep = sweeps.read_sweep(path, mini)
     classes = script_of(sweep["recipe"]).ARGUMENT_CLASSES
     for settings in sweeps.combinations(sweep["train"]):
-        flags = sweeps.flags_of(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
+        flags = sweeps.build_flags(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
         if sweep["script"] in ("clip_finetuning", "language_modeling"):
             patch_args = vars(parse_arguments(flags, classes)[1])
             if patch_args["position_encoding"] != "none":
@@ -355,7 +355,7 @@ def test_sweeps_name_models_that_exist(path, mini):
                 assert RotaryPatchConfig(**given).position_encoding == settings["position_encoding"]
             continue
         for condition in sweeps.combinations(sweep.get("evaluate", [])):
-            model_args = parse_arguments([*flags, *sweeps.as_flags(condition)], classes)[0]
+            model_args = parse_arguments([*flags, *sweeps.to_flags(condition)], classes)[0]
             config = model_args.config_class(**model_args.architecture())
             assert config.position_encoding == settings.get("position_encoding", config.position_encoding)
 
@@ -496,7 +496,7 @@ def test_fixed_rotations_are_those_of_the_papers_code(path, mini):
     for settings in sweeps.combinations(sweep["train"]):
         if settings.get("position_encoding") != "axial_rope" or sweep["script"] == "clip_finetuning":
             continue
-        flags = sweeps.flags_of(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
+        flags = sweeps.build_flags(sweep, settings, ["--output_dir", "unused", "--use_cpu", "true"])
         model_args = parse_arguments(flags, script_of(sweep["recipe"]).ARGUMENT_CLASSES)[0]
         config = model_args.config_class(**model_args.architecture())
         if config.coordinates == "train_grid":

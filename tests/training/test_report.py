@@ -76,10 +76,10 @@ def test_models_that_differ_in_coordinates_only_have_rows_of_their_own():
         for encoding in ("liere", "rope_mixed")
         for coordinates in (None, "unit")
     ]
-    shown = result_table.told_apart_by(trained, "image_classification")
+    shown = result_table.distinguishing_settings(trained, "image_classification")
     rows = [result_table.method(settings, "image_classification", shown) for settings in trained]
     assert rows == ["LieRE8", "LieRE8, coordinates unit", "RoPE-Mixed", "RoPE-Mixed, coordinates unit"]
-    assert result_table.told_apart_by(trained[::2], "image_classification") == ()
+    assert result_table.distinguishing_settings(trained[::2], "image_classification") == ()
 
 
 def test_intervals_are_over_examples_and_not_over_runs():
@@ -289,7 +289,7 @@ def test_of_two_numbers_one_is_the_axis_and_the_other_makes_lines(results):
         for size in (24, 32, 48)
     ]
     table = result_table.arrange([{**entry, "condition": condition} for condition in conditions])
-    drawn, title = plots.lines_of(table)
+    drawn, title = plots.find_lines(table)
     assert title == "image_size" and {row: sorted(p[0] for p in points) for row, points in drawn.items()} == {
         "Absolute, evaluation_offset 0": [24, 32, 48],
         "Absolute, evaluation_offset 0.5": [24, 32, 48],
@@ -389,7 +389,7 @@ def test_native_aspect_ratios_stand_against_squares(results, tmp_path):
             correct[: 10 * number] = True
             entries.append(
                 {**entry, "sweep": "aspect_ratios", "settings": {**entry["settings"], **given}}
-                | {"correct": result_lines.encoded_examples(correct)}
+                | {"correct": result_lines.encode_examples(correct)}
             )
     path = tmp_path / "aspect_ratios.jsonl"
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
@@ -403,7 +403,7 @@ def test_native_aspect_ratios_stand_against_squares(results, tmp_path):
         np.mean([result_lines.correct_examples(entry) for entry in some]) for some in (entries[2:4], entries[6:8])
     )
     assert rows[1][1].startswith(f"+{100 * (after - before):.1f} (")
-    assert plots.lines_of(result_table.arrange(entries)) == ({}, "")
+    assert plots.find_lines(result_table.arrange(entries)) == ({}, "")
 
 
 def test_no_two_encodings_of_a_picture_look_alike():
@@ -419,7 +419,7 @@ def test_numbers_on_the_horizontal_axis_make_lines(results):
     _, lines = results
     sizes = [{**entry, "condition": {"image_size": size}} for size in (48, 64) for entry in lines[::2]]
     trained = [{**entry, "run": {**entry["run"], "image_size": [32, 32]}} for entry in lines[::2]]
-    drawn, title = plots.lines_of(result_table.arrange([*trained, *sizes]))
+    drawn, title = plots.find_lines(result_table.arrange([*trained, *sizes]))
     assert title == "image_size" and {row: sorted(p[0] for p in points) for row, points in drawn.items()} == {
         "Absolute": [32, 48, 64],
         "LieRE8": [32, 48, 64],
@@ -429,7 +429,7 @@ def test_numbers_on_the_horizontal_axis_make_lines(results):
         for share in (0.2, 0.5, 1.0)
         for entry in lines[::2]
     ]
-    drawn, title = plots.lines_of(result_table.arrange(fractions))
+    drawn, title = plots.find_lines(result_table.arrange(fractions))
     assert title == "train_fraction" and set(drawn) == {"Absolute", "LieRE8"}
 
 

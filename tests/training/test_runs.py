@@ -145,14 +145,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(step, workers, whole_runs, tr
     """Five steps an epoch: step 3 and 8 lie within an epoch, 5 at its end. Bit-equal, optimizer included."""
     whole = whole_runs[workers]
     checkpoint = whole / f"checkpoint-{step}"
-    train(tmp_path, *flags_of(workers, train_file), "--save_steps", 15, "--resume_from_checkpoint", checkpoint)
+    train(tmp_path, *build_flags(workers, train_file), "--save_steps", 15, "--resume_from_checkpoint", checkpoint)
     assert_same_weights(whole, tmp_path)
     states = [torch.load(folder / "checkpoint-15" / "optimizer.pt")["state"] for folder in (whole, tmp_path)]
     for left, right in zip(states[0].values(), states[1].values(), strict=True):
         assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def flags_of(workers, train_file):
+def build_flags(workers, train_file):
     flags = ["--train_files", train_file, *STOCHASTIC, "--dataloader_num_workers", workers]
     return flags + (["--dataloader_persistent_workers", "true"] if workers else [])
 
@@ -162,7 +162,7 @@ def whole_runs(train_file, tmp_path_factory):
     runs = {}
     for workers in (0, 2):
         runs[workers] = tmp_path_factory.mktemp(f"workers{workers}")
-        train(runs[workers], *flags_of(workers, train_file), "--save_steps", 1)
+        train(runs[workers], *build_flags(workers, train_file), "--save_steps", 1)
     return runs
 
 
@@ -183,13 +183,13 @@ def test_resuming_the_last_checkpoint_finishes_a_killed_run(whole_runs, train_fi
             return genuine(trainer, *args, **kwargs)
 
         patch.setattr(ClassificationTrainer, "training_step", interrupted)
-        train(tmp_path, *flags_of(0, train_file), "--save_steps", 2)
+        train(tmp_path, *build_flags(0, train_file), "--save_steps", 2)
     assert not (tmp_path / "model.safetensors").exists()
     with pytest.raises(ValueError, match="holds another run"):
-        train(tmp_path, *flags_of(0, train_file))
-    train(tmp_path, *flags_of(0, train_file), "--save_steps", 2, "--resume_from_checkpoint", "last")
+        train(tmp_path, *build_flags(0, train_file))
+    train(tmp_path, *build_flags(0, train_file), "--save_steps", 2, "--resume_from_checkpoint", "last")
     assert_same_weights(whole_runs[0], tmp_path)
-    train(tmp_path, *flags_of(0, train_file), "--overwrite_output_dir", "--max_steps", 1)
+    train(tmp_path, *build_flags(0, train_file), "--overwrite_output_dir", "--max_steps", 1)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
 

@@ -25,7 +25,7 @@ def validation(tmp_path_factory):
     return write_parquet(tmp_path_factory.mktemp("data") / "test.parquet", 13, seed=9)
 
 
-def flags_of(shards, validation):
+def build_flags(shards, validation):
     return ["--streaming", "--train_files", *shards, "--validation_files", validation, "--max_train_samples", 52]
 
 
@@ -114,7 +114,7 @@ def test_workers_share_the_steps(shards):
 
 def test_a_streamed_run_is_evaluated_and_resumes(shards, validation, tmp_path):
     flags = [
-        *flags_of(shards, validation),
+        *build_flags(shards, validation),
         "--do_eval",
         "--num_train_epochs",
         2,
@@ -136,7 +136,7 @@ def test_a_streamed_run_is_evaluated_and_resumes(shards, validation, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_stream(shards, validation, tmp_path):
-    train_with_torchrun(tmp_path, *flags_of(shards, validation), "--do_eval", "--per_device_train_batch_size", 4)
+    train_with_torchrun(tmp_path, *build_flags(shards, validation), "--do_eval", "--per_device_train_batch_size", 4)
     state = json.loads((tmp_path / "trainer_state.json").read_text())
     assert state["global_step"] == 21
     assert json.loads((tmp_path / "eval_results.json").read_text())["eval_samples"] == 13

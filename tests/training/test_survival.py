@@ -17,7 +17,7 @@ from checkout import ROOT
 from torch.utils.data import DataLoader
 from training_helpers import SCRIPT, TINY_MODEL, TINY_RUN, assert_same_weights, main, train, write_parquet
 
-from training.common.messages import lost_worker
+from training.common.messages import is_lost_worker
 from training.engine.saving import ASIDE, last_complete_checkpoint
 
 
@@ -123,7 +123,7 @@ def test_an_example_that_cannot_be_read_is_no_dead_worker(tmp_path):
     for workers in (0, 1):
         with pytest.raises(FileNotFoundError) as caught:
             next(iter(DataLoader([1], num_workers=workers, collate_fn=partial(open_first, tmp_path / "absent"))))
-        assert not lost_worker(caught.value)
+        assert not is_lost_worker(caught.value)
 
 
 def open_first(path, batch):

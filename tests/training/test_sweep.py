@@ -14,7 +14,7 @@ from training_helpers import TINY_MODEL, TINY_RUN, main, train, weights, write_p
 import hf_liere
 from training import evaluate_sweep
 from training.common.arguments import InputError
-from training.common.conditions import ConditionArguments, ConditionCollator, shifted_positions, shuffled
+from training.common.conditions import ConditionArguments, ConditionCollator, shifted_positions, shuffle_patches
 from training.reporting import result_lines, result_table, sweeps
 
 
@@ -28,7 +28,7 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize("sizes, patch", [((8, 12), (4, 4)), ((4, 8, 4), (2, 4, 2))])
 def test_shuffling_permutes_whole_patches_against_a_loop(sizes, patch):
     pixels = torch.randn(2, 3, *sizes)
-    result = shuffled(pixels, patch, [np.random.default_rng(seed) for seed in (1, 2)])
+    result = shuffle_patches(pixels, patch, [np.random.default_rng(seed) for seed in (1, 2)])
 
     def patches(image):
         pieces = [image]
@@ -52,7 +52,7 @@ def test_a_model_without_positions_sees_no_shuffle(tiny):
         config = tiny(position_encoding=encoding, use_class_token=False, pooling="mean", initializer_range=0.2)
         model = hf_liere.LieREViTForImageClassification(config).eval()
         orders = [np.random.default_rng(seed) for seed in range(2)]
-        difference = (model(pixels).logits - model(shuffled(pixels, (4, 4), orders)).logits).abs().max()
+        difference = (model(pixels).logits - model(shuffle_patches(pixels, (4, 4), orders)).logits).abs().max()
         # The tokens are added up in another order.
         assert difference < 1e-5 if blind else difference > 1e-3
 

@@ -24,7 +24,7 @@ from training.data.moving_shapes import LABELS, frames, write_moving_shapes, wri
 from training.data.sources import DataRequest, Subset
 from training.data.video_data import VideoDataArguments, load_clips
 from training.data.video_files import FrameReader, UnreadableError
-from training.engine.trainer import area_under_curve, balanced_accuracy, mean_of_views
+from training.engine.trainer import area_under_curve, average_views, balanced_accuracy
 
 
 SCRIPT = ROOT / "training" / "video_classification.py"
@@ -367,7 +367,7 @@ def test_every_view_counts_where_they_are_not_averaged(shapes, tmp_path):
 def test_mean_of_views_is_the_log_of_mean_probabilities():
     logits = torch.randn(6, 5, dtype=torch.float64)
     expected = logits.view(2, 3, 5).softmax(-1).mean(1).log()
-    torch.testing.assert_close(mean_of_views(logits, 2).double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(average_views(logits, 2).double(), expected, atol=1e-6, rtol=0)
 
 
 def test_a_fresh_process_classifies_a_video_with_the_saved_folder(shapes, tmp_path):
@@ -436,9 +436,9 @@ def test_real_volumes_are_trained_and_measured_by_their_auc(shared, tmp_path):
 
 
 def test_a_smaller_fraction_lies_in_a_larger_one():
-    from training.data.sources import fraction_of
+    from training.data.sources import take_fraction
 
-    parts = [fraction_of(list(range(50)), fraction, seed=3) for fraction in (0.2, 0.5, 1.0)]
+    parts = [take_fraction(list(range(50)), fraction, seed=3) for fraction in (0.2, 0.5, 1.0)]
     assert isinstance(parts[0], Subset) and [len(part) for part in parts] == [10, 25, 50]
     assert set(parts[0].indices) < set(parts[1].indices)
 

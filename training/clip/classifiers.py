@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_liere import is_patched, rotary_parameters
 from hf_liere.errors import InputError
 from hf_liere.models.patched.vision_towers import find_towers
-from training.engine.patching import with_lora, without_peft
+from training.engine.patching import apply_lora, unwrap_peft
 
 
 TRAINABLE = ("rotary", "rotary+head", "lora+rotary", "all")
@@ -36,7 +36,7 @@ class Classifier(nn.Module):
     @property
     def pretrained(self) -> PreTrainedModel:
         """The model of transformers, without peft around it."""
-        return without_peft(self.model)
+        return unwrap_peft(self.model)
 
     def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
         """(B, C, height, width) → logits (B, classes)."""
@@ -129,7 +129,7 @@ def add_lora(classifier: Classifier, rank: int, alpha: float) -> None:
     """LoRA in every linear layer of the tower's attention, and a trained copy of the classifier."""
     (tower,) = find_towers(classifier.model)
     copied = [HEAD.rstrip(".")] if any(True for _ in classifier.head_parameters()) else None
-    classifier.model = with_lora(classifier.model, tower.attentions, rank, alpha, copied)
+    classifier.model = apply_lora(classifier.model, tower.attentions, rank, alpha, copied)
 
 
 def freeze(classifier: Classifier, trainable: str) -> int:

@@ -25,7 +25,14 @@ from hf_liere.storage.loading import require_all_keys
 from training.clip.arguments import FineTuningArguments, FineTuningTrainingArguments, resolve_config
 from training.clip.classifiers import HEAD, TRAINABLE, Classifier, ZeroShotClassifier, add_lora, freeze
 from training.common.arguments import AugmentationArguments, DataArguments
-from training.common.records import CONFIG_FILE, ENVIRONMENT_FILE, RESOLUTIONS_FILE, environment, portable, write_record
+from training.common.records import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    RESOLUTIONS_FILE,
+    environment,
+    remove_private,
+    write_record,
+)
 from training.data.augmentation import Augmentation, Collator, EvaluationImages, EvaluationView, TrainingImages
 from training.data.images import load_images
 from training.data.sources import DataRequest, Relabelled
@@ -246,7 +253,7 @@ class Comparison:
         content["rotary_patch"] = getattr(self.config, "rotary_patch", None)
         if wanted is not None:
             content["rotary_patch"] = wanted.to_dict()
-        return portable(content)
+        return remove_private(content)
 
 
 def _is_resumed(arguments: FineTuningTrainingArguments, folders: dict[str, Path]) -> bool:

@@ -84,7 +84,7 @@ class ConditionCollator:
         if self.arguments.evaluation_shuffle != "none":
             # `pixels` exchanges two axes of a batch, so applying it twice restores their order.
             orders = [np.random.default_rng((seed, index)) for index in _indices(examples, len(pixels))]
-            batch["pixel_values"] = self.encoder.pixels(shuffled(pixels, patch_shape, orders)).contiguous()
+            batch["pixel_values"] = self.encoder.pixels(shuffle_patches(pixels, patch_shape, orders)).contiguous()
         if self.arguments.evaluation_offset:
             grid = tuple(size // patch for size, patch in zip(pixels.shape[2:], self.encoder.config.patch_shape))
             batch["positions"] = shifted_positions(self.encoder, grid, self.arguments.evaluation_offset, seed)
@@ -98,7 +98,7 @@ def _indices(examples: list[dict[str, Any]], count: int) -> list[int]:
     return np.repeat(indices, count // len(examples)).tolist()
 
 
-def shuffled(
+def shuffle_patches(
     pixels: torch.Tensor, patch_shape: tuple[int, ...], generators: Sequence[np.random.Generator]
 ) -> torch.Tensor:
     """Inputs (B, C, *sizes) with their patches permuted, each in the order that its generator draws."""

@@ -51,12 +51,12 @@ def write_text(path: Path, text: str) -> None:
     os.replace(written, path)
 
 
-def portable(value: Any) -> Any:
+def remove_private(value: Any) -> Any:
     """Arguments without what only this machine and its user understand: folders, names, tokens."""
     if isinstance(value, dict):
-        return {key: portable(item) for key, item in value.items() if not PRIVATE_ARGUMENTS.search(str(key))}
+        return {key: remove_private(item) for key, item in value.items() if not PRIVATE_ARGUMENTS.search(str(key))}
     if isinstance(value, list | tuple):
-        return [portable(item) for item in value]
+        return [remove_private(item) for item in value]
     if isinstance(value, str) and (os.path.isabs(value) or value.startswith(("~", ".."))):
         return Path(value).name
     return value

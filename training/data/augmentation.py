@@ -106,8 +106,8 @@ class EvaluationView:
     def parts(self, image: np.ndarray) -> list[np.ndarray]:
         """The views of an image or clip (…, height, width, C), which are (…, *image_size, C)."""
         if not self.crops:
-            return [resized(image, self.image_size, self.resample)]
-        image = resized(image, covering(image.shape[-3:-1], self.image_size, self.ratio), self.resample)
+            return [resize(image, self.image_size, self.resample)]
+        image = resize(image, covering_size(image.shape[-3:-1], self.image_size, self.ratio), self.resample)
         room = [extent - size for extent, size in zip(image.shape[-3:-1], self.image_size)]
         longer = int(room[1] > room[0])
         parts = []
@@ -148,9 +148,7 @@ class Augmentation:
         self.seed = seed
         self.policy = None
         if arguments.auto_augment:
-            self.policy = functools.partial(
-                _augmented_by_timm, _timm_policy(arguments.auto_augment, image_size, resample)
-            )
+            self.policy = functools.partial(_apply_timm, _timm_policy(arguments.auto_augment, image_size, resample))
         elif arguments.rand_augment_ops:
             self.policy = RandAugment(arguments.rand_augment_ops, arguments.rand_augment_magnitude)
         crops = arguments.random_resized_crop or arguments.random_crop_ratio or arguments.crop_padding > 0
@@ -158,34 +156,34 @@ class Augmentation:
 
     def __call__(self, image: np.ndarray, epoch: int, index: int) -> np.ndarray:
         if not self.is_random:
-            return resized(image, self.image_size, self.resample)
+            return resize(image, self.image_size, self.resample)
         if image.ndim == 4:
             # Every frame starts from the same seed.
             return np.stack([self(frame, epoch, index) for frame in image])
         rng = np.random.default_rng((self.seed, epoch, index))
         if self.policy is not None and self.arguments.augment_first:
-            image = self._augmented(image, np.random.default_rng((self.seed, epoch, index, FIRST_STREAM)))
+            image = self._augment(image, np.random.default_rng((self.seed, epoch, index, FIRST_STREAM)))
         if self.arguments.random_resized_crop:
             image = image[self._random_part(image.shape[:2], rng)]
         if self.arguments.random_crop_ratio:
             image = self._random_crop(image, rng)
         else:
-            image = resized(image, self.image_size, self.resample)
+            image = resize(image, self.image_size, self.resample)
         if self.arguments.crop_padding:
             image = _padded_crop(image, self.arguments.crop_padding, rng)
         if rng.random() < self.arguments.flip_probability:
             image = image[:, ::-1]
         if self.policy is not None and not self.arguments.augment_first:
-            image = self._augmented(image, rng)
+            image = self._augment(image, rng)
         return image
 
-    def _augmented(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        with _seeded_globals(rng):
+    def _augment(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        with _seed_globals(rng):
             return _from_pil(self.policy(_to_pil(image)))
 
     def _random_crop(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        larger = covering(image.shape[:2], self.image_size, self.arguments.random_crop_ratio)
-        image = resized(image, larger, self.resample)
+        larger = covering_size(image.shape[:2], self.image_size, self.arguments.random_crop_ratio)
+        image = resize(image, larger, self.resample)
         start = [int(rng.integers(extent - size + 1)) for extent, size in zip(larger, self.image_size)]
         return _part(image, start, self.image_size)
 
@@ -205,7 +203,7 @@ class Augmentation:
 
 
 @contextlib.contextmanager
-def _seeded_globals(rng: np.random.Generator) -> Iterator[None]:
+def _seed_globals(rng: np.random.Generator) -> Iterator[None]:
     """
     Inside, the global generators, which torchvision and timm draw from, have seeds from `rng`; afterwards their old
     states.
@@ -242,7 +240,7 @@ def _timm_policy(name: str, image_size: ImageSize, resample: int) -> Callable[[I
         raise InputError(f"--auto_augment {name!r} is no policy of timm; accepted: rand-m9-mstd0.5-inc1.") from error
 
 
-def _augmented_by_timm(policy: Callable[[Image.Image], Image.Image], image: Image.Image) -> Image.Image:
+def _apply_timm(policy: Callable[[Image.Image], Image.Image], image: Image.Image) -> Image.Image:
     # The policies fill with colours of three channels.
     return policy(image.convert("RGB")).convert(image.mode)
 
@@ -291,7 +289,7 @@ class Collator:
         *views, height, width = images[0].shape[:-1] if images else self.image_size
         pixels = torch.zeros(len(examples), *views, self.num_channels, height, width)
         if images:
-            self.normalised(torch.from_numpy(np.stack(images)).movedim(-1, -3), out=pixels[: len(images)])
+            self.normalise(torch.from_numpy(np.stack(images)).movedim(-1, -3), out=pixels[: len(images)])
         if len(views) > 1:
             pixels = pixels.flatten(0, 1)
         batch = {"labels": labels, "pixel_values": pixels}
@@ -302,7 +300,7 @@ class Collator:
             batch.update(self._mix(pixels, labels, len(images), examples))
         return batch
 
-    def normalised(self, images: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def normalise(self, images: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """(…, C, height, width) of uint8 images; grey ones are repeated for every channel."""
         return torch.addcmul(self.shift, images, self.scale, out=out)
 
@@ -312,7 +310,7 @@ class Collator:
             return
         for image, example in zip(pixels, examples):
             if "image" in example:
-                with _seeded_globals(np.random.default_rng((self.seed, *example["key"], ERASING_STREAM))):
+                with _seed_globals(np.random.default_rng((self.seed, *example["key"], ERASING_STREAM))):
                     self.erase(image)
 
     def _mix(
@@ -345,17 +343,17 @@ def _places(examples: list[dict[str, Any]], views: Sequence[int]) -> dict[str, t
     return {name: places.flatten(0, 1) if len(views) > 1 else places for name, places in values.items()}
 
 
-def resized(image: np.ndarray, size: ImageSize, resample: int) -> np.ndarray:
+def resize(image: np.ndarray, size: ImageSize, resample: int) -> np.ndarray:
     """A uint8 image (…, height, width, C) at another size; unchanged if it has that size already."""
     size = size(image.shape[-3:-1]) if callable(size) else size
     if image.shape[-3:-1] == tuple(size):
         return image
     if image.ndim > 3:
-        return np.stack([resized(frame, size, resample) for frame in image])
+        return np.stack([resize(frame, size, resample) for frame in image])
     return _from_pil(_to_pil(image).resize((size[1], size[0]), resample))
 
 
-def covering(size: tuple[int, int], part: tuple[int, int], ratio: float) -> tuple[int, int]:
+def covering_size(size: tuple[int, int], part: tuple[int, int], ratio: float) -> tuple[int, int]:
     """
     The size at which an image of `size` (height, width) just covers `ratio` times `part`, with its aspect ratio. Along
     the longer side it is rounded down, as torchvision and the processors of transformers do.
@@ -368,7 +366,8 @@ def covering(size: tuple[int, int], part: tuple[int, int], ratio: float) -> tupl
 def _extent(size: tuple[int, int], part: tuple[int, int], ratio: float) -> tuple[float, float]:
     """How much of an image of `size` a part of it shows that is cut out of the resized image."""
     return tuple(
-        extent * shown / whole for extent, shown, whole in zip(size, part, covering(size, part, ratio), strict=True)
+        extent * shown / whole
+        for extent, shown, whole in zip(size, part, covering_size(size, part, ratio), strict=True)
     )
 
 

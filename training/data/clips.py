@@ -84,7 +84,7 @@ def frames_needed(num_frames: int, stride: int | None) -> int:
     return num_frames if stride is None else (num_frames - 1) * stride + 1
 
 
-def places_of_voxels(
+def voxel_places(
     clip: Clip, indices: np.ndarray, extent: tuple[float, float], size: tuple[int, int]
 ) -> dict[str, np.ndarray]:
     """
@@ -127,7 +127,7 @@ class ClipReader:
 @dataclass
 class TrainingClips(TrainingImages):
     """Augmented random clips of a source by key `(epoch, index)`: `image` (T, height, width, C), `label`, `key`, and
-    what `places_of_voxels` returns.
+    what `voxel_places` returns.
 
     A clip that cannot be read has no `image`, and the label that the loss ignores.
     """
@@ -146,7 +146,7 @@ class TrainingClips(TrainingImages):
         if frames is None:
             return {"label": IGNORED_LABEL, "key": key}
         extent = self.augment.extent(frames.shape[1:3], epoch, index)
-        places = places_of_voxels(clip, indices, extent, self.augment.image_size)
+        places = voxel_places(clip, indices, extent, self.augment.image_size)
         return {"image": self.augment(frames, epoch, index), "label": label, "key": key, **places}
 
 
@@ -154,7 +154,7 @@ class TrainingClips(TrainingImages):
 class EvaluationClips(EvaluationImages):
     """
     Views of each video of a source: `image` (views, T, height, width, C), for one view (T, …), `label`, `index`, and
-    what `places_of_voxels` returns.
+    what `voxel_places` returns.
 
     Several clips of a video begin evenly between its first and its last possible one, a single one lies in the middle;
     each is seen in all parts of `view`.
@@ -189,7 +189,7 @@ class EvaluationClips(EvaluationImages):
         if view is not None:
             parts = parts[view // self.num_clips :][:1]
         views = np.concatenate([part[places.reshape(indices.shape)] for part in parts])
-        given = places_of_voxels(clip, indices, self.view.extent(frames.shape[1:3]), self.view.image_size)
+        given = voxel_places(clip, indices, self.view.extent(frames.shape[1:3]), self.view.image_size)
         if given:
             given = {"frame_times": np.tile(given["frame_times"], (len(parts), 1)), "spacing": given["spacing"]}
             given["spacing"] = np.broadcast_to(given["spacing"], (len(views), 2))

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from hf_liere.errors import InputError
 from training.common.arguments import SampleArguments, flag
 from training.common.records import write_text
-from training.data.augmentation import resized
+from training.data.augmentation import resize
 from training.data.moving_shapes import SHAPES, SPLITS, shape_mask
 from training.data.sources import PARTS, DataRequest, SourceDataset
 from training.data.tables import require_files
@@ -106,7 +106,7 @@ class DetectionExamples(SourceDataset):
         epoch, index = key if isinstance(key, tuple) else (None, key)
         # Keys beyond the last image fill up the last batch of several processes.
         picture, boxes, labels = self.source[index % len(self.source)]
-        image = resized(picture, self.image_size, self.resample)
+        image = resize(picture, self.image_size, self.resample)
         if epoch is not None and np.random.default_rng((self.seed, epoch, index % len(self))).random() < (
             self.flip_probability
         ):

@@ -12,16 +12,16 @@ from training.common.arguments import DataArguments
 from training.common.messages import reason
 from training.data.arrows import Arrows
 from training.data.image_formats import EIGHT_BIT_MODES, GREY_MODES
-from training.data.sources import PARTS, DataRequest, LabelledImages, fraction_of
+from training.data.sources import PARTS, DataRequest, LabelledImages, take_fraction
 from training.data.tables import (
     infer_column,
+    keep_encoded,
     label_names,
     load_tables,
-    numbered_labels,
+    number_labels,
     pick_splits,
     require_class_folders,
     require_columns,
-    undecoded,
 )
 
 
@@ -117,7 +117,7 @@ def load_images(arguments: DataArguments, request: DataRequest) -> LabelledImage
             "--dataset_name, --image_folder and --train_files with --validation_files."
         )
     images = (_load_arrows if arguments.dataset_name == "arrows" else _load_decoded)(arguments, request)
-    images.train = images.train and fraction_of(images.train, arguments.train_fraction, request.seed)
+    images.train = images.train and take_fraction(images.train, arguments.train_fraction, request.seed)
     return images
 
 
@@ -139,9 +139,9 @@ def _load_decoded(arguments: DataArguments, request: DataRequest) -> LabelledIma
             table = table.select(range(min(limit, len(table))))
         if not len(table):
             raise InputError(f"The {part} images are none; accepted: at least one row.")
-        labels = numbered_labels(table, label_column, names, part)
+        labels = number_labels(table, label_column, names, part)
         # Paths in a file are relative to that file, as in the folders that `datasets` reads.
-        table = undecoded(table, image_column, Path(files[part][0]).parent if files[part] else None)
+        table = keep_encoded(table, image_column, Path(files[part][0]).parent if files[part] else None)
         source = DecodedImages(
             table, image_column, labels, request.num_channels, arguments.image_cache_gigabytes * 2**30
         )
@@ -164,10 +164,10 @@ def _load_arrows(arguments: DataArguments, request: DataRequest) -> LabelledImag
             f"{', '.join(ARROWS_CONFIGURATIONS)}."
         )
     rectangular = arguments.dataset_config_name == RECTANGLES
-    return arrows_of(request, arguments.limits, arguments.train_split, arguments.eval_split, rectangular=rectangular)
+    return build_arrows(request, arguments.limits, arguments.train_split, arguments.eval_split, rectangular=rectangular)
 
 
-def arrows_of(
+def build_arrows(
     request: DataRequest, limits: dict[str, int | None], train_split: str, eval_split: str | None, **shape
 ) -> LabelledImages:
     """The arrows that a run needs, as images or clips; `shape` as of [`Arrows`]."""

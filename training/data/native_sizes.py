@@ -68,7 +68,7 @@ class PatchCollator(Collator):
         if "image" not in example:
             return torch.zeros(self.num_channels, *self.image_size)
         # A copy, because a flipped image has negative strides and others may not be written to.
-        return self.normalised(torch.from_numpy(np.array(example["image"], order="C")).movedim(-1, -3))
+        return self.normalise(torch.from_numpy(np.array(example["image"], order="C")).movedim(-1, -3))
 
 
 def default_to_square(arguments: ModelArguments, data_arguments: ImageDataArguments) -> None:

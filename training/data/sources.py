@@ -80,7 +80,7 @@ class Relabelled(SourceDataset):
         return image, self.numbers[label]
 
 
-def fraction_of(source: Source, fraction: float, seed: int) -> Source:
+def take_fraction(source: Source, fraction: float, seed: int) -> Source:
     """A random share of a source; a larger share of the same seed contains a smaller one."""
     if fraction == 1:
         return source

@@ -21,7 +21,13 @@ from training.common.arguments import DataArguments, RunArguments
 from training.data.augmentation import Augmentation
 from training.data.images import DecodedImages
 from training.data.sources import DataRequest, LabelledImages
-from training.data.tables import infer_columns, pick_evaluation_split, readable, require_files, training_split
+from training.data.tables import (
+    infer_columns,
+    pick_evaluation_split,
+    require_files,
+    training_split,
+    translate_read_errors,
+)
 
 
 # Size of the buffer that the next image is drawn from at random.
@@ -165,7 +171,7 @@ def _size(arguments: DataArguments, table: datasets.IterableDataset) -> int | No
 
 def _streams(arguments: DataArguments) -> dict[str, datasets.IterableDataset]:
     if arguments.dataset_name:
-        with readable(f"--dataset_name {arguments.dataset_name!r}"):
+        with translate_read_errors(f"--dataset_name {arguments.dataset_name!r}"):
             return datasets.load_dataset(arguments.dataset_name, arguments.dataset_config_name, streaming=True)
     files = {"train": arguments.train_files, "validation": arguments.validation_files}
     files = {split: names for split, names in files.items() if names}
@@ -173,7 +179,7 @@ def _streams(arguments: DataArguments) -> dict[str, datasets.IterableDataset]:
         raise InputError("--streaming reads --dataset_name or parquet files by --train_files and --validation_files.")
     names = [name for some in files.values() for name in some]
     require_files(names)
-    with readable(", ".join(names)):
+    with translate_read_errors(", ".join(names)):
         # Otherwise a damaged file would only be found in the middle of the training.
         for name in names:
             ParquetFile(name).close()

@@ -15,7 +15,7 @@ from datasets.exceptions import DatasetsError
 
 from hf_liere.errors import InputError
 from training.common.arguments import DataArguments
-from training.common.messages import listed, reason
+from training.common.messages import abbreviate, reason
 from training.data.sources import DataRequest
 
 
@@ -30,12 +30,12 @@ FILE_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv
 
 def load_tables(arguments: DataArguments) -> datasets.DatasetDict:
     if arguments.dataset_name:
-        with readable(f"--dataset_name {arguments.dataset_name!r}"):
+        with translate_read_errors(f"--dataset_name {arguments.dataset_name!r}"):
             return datasets.load_dataset(arguments.dataset_name, arguments.dataset_config_name)
     if arguments.image_folder:
         if not Path(arguments.image_folder).is_dir():
             raise InputError(f"--image_folder {arguments.image_folder!r} is no folder.")
-        with readable(f"--image_folder {arguments.image_folder!r}"):
+        with translate_read_errors(f"--image_folder {arguments.image_folder!r}"):
             return datasets.load_dataset("imagefolder", data_dir=arguments.image_folder)
     return load_table_files({"train": arguments.train_files or [], "validation": arguments.validation_files or []})
 
@@ -55,7 +55,7 @@ def load_table_files(files: dict[str, list[str]]) -> datasets.DatasetDict:
     tables = datasets.DatasetDict()
     for split, names in files.items():
         if names:
-            with readable(listed(names)):
+            with translate_read_errors(abbreviate(names)):
                 tables[split] = datasets.load_dataset(*builders, data_files=names, split="train")
     return tables
 
@@ -68,7 +68,7 @@ def require_files(names: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def readable(what: str) -> Iterator[None]:
+def translate_read_errors(what: str) -> Iterator[None]:
     """
     Translates the errors of opening a data set.
 
@@ -137,7 +137,7 @@ def require_columns(features: datasets.Features, image_column: str, label_column
             raise InputError(f"The {description} data have no column {column!r}; they have {', '.join(features)}.")
 
 
-def undecoded(table: datasets.Dataset, image_column: str, folder: Path | None) -> datasets.Dataset:
+def keep_encoded(table: datasets.Dataset, image_column: str, folder: Path | None) -> datasets.Dataset:
     """The table with images as bytes or paths, so that an error in decoding can name the row."""
     if folder is not None and _type_name(table.features[image_column]) == "string":
 
@@ -161,8 +161,8 @@ def require_class_folders(tables: datasets.DatasetDict, image_column: str, argum
         rows = some.cast_column(image_column, datasets.Image(decode=False))[image_column]
         found = sorted({Path(row["path"]).parent.name for row in rows})
         raise InputError(
-            f"--image_folder {folder!r} has no class folders: its images are in {listed(found)}; accepted: a folder "
-            "for each of at least two classes, all of them equally deep."
+            f"--image_folder {folder!r} has no class folders: its images are in {abbreviate(found)}; accepted: at "
+            "least two classes, one folder each, all at the same depth."
         )
     feature = some.features.get("label")
     if arguments.train_split not in tables or not isinstance(feature, datasets.ClassLabel):
@@ -171,7 +171,7 @@ def require_class_folders(tables: datasets.DatasetDict, image_column: str, argum
     missing = [name for number, name in enumerate(feature.names) if number not in trained]
     if missing:
         raise InputError(
-            f"--image_folder {folder!r} has no images of {listed(missing)} in the split {arguments.train_split!r}; "
+            f"--image_folder {folder!r} has no images of {abbreviate(missing)} in the split {arguments.train_split!r}; "
             "accepted: classes that are trained."
         )
 
@@ -190,15 +190,15 @@ def label_names(table: datasets.Dataset, label_column: str) -> tuple[list[str], 
     return [str(number) for number in range(values[-1] + 1)], False
 
 
-def numbered_labels(table: datasets.Dataset, label_column: str, label_names: list[str], description: str) -> np.ndarray:
+def number_labels(table: datasets.Dataset, label_column: str, label_names: list[str], description: str) -> np.ndarray:
     """Labels as indices into `label_names`, (rows,); any other label is refused, with its row."""
     feature, values = table.features[label_column], table[label_column][:]
     numbers = {name: number for number, name in enumerate(label_names)}
     if isinstance(feature, datasets.ClassLabel):
         if sorted(feature.names) != sorted(label_names):
             raise InputError(
-                f"The {description} data have the classes {listed(feature.names)}, the model learns "
-                f"{listed(label_names)}."
+                f"The {description} data have the classes {abbreviate(feature.names)}, the model learns "
+                f"{abbreviate(label_names)}."
             )
         numbers = {value: numbers[name] for value, name in enumerate(feature.names)}
     elif not isinstance(values[0], str):
@@ -209,7 +209,7 @@ def numbered_labels(table: datasets.Dataset, label_column: str, label_names: lis
         if number is None:
             raise InputError(
                 f"The {description} data have the label {value!r} in row {row}, column {label_column!r}; accepted: "
-                f"{len(label_names)} classes, {listed(label_names)}."
+                f"{len(label_names)} classes, {abbreviate(label_names)}."
             )
         labels[row] = number
     return labels

@@ -20,10 +20,10 @@ from transformers.utils import logging
 
 from hf_liere.errors import InputError
 from training.common.arguments import LimitArguments, flag
-from training.common.messages import listed
+from training.common.messages import abbreviate
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.sources import DataRequest
-from training.data.tables import FILE_BUILDERS, load_table_files, pick_splits, readable, require_files
+from training.data.tables import FILE_BUILDERS, load_table_files, pick_splits, require_files, translate_read_errors
 
 
 logger = logging.get_logger(__name__)
@@ -173,7 +173,7 @@ def load_texts(
         limit, length = arguments.limits[part], arguments.max_length
         # Blocks that are drawn at random may come from anywhere.
         enough = limit * length if limit and (part == "evaluation" or arguments.train_fraction == 1) else None
-        streams[part] = _tokenized(table, _text_column(table.features, arguments), tokenizer, enough)
+        streams[part] = _tokenize(table, _text_column(table.features, arguments), tokenizer, enough)
         longest = max(arguments.lengths) if part == "evaluation" else length
         if len(streams[part].tokens) < longest:
             raise InputError(
@@ -197,7 +197,7 @@ def load_texts(
 
 def _load_documents(arguments: TextDataArguments) -> datasets.DatasetDict:
     if arguments.dataset_name:
-        with readable(f"--dataset_name {arguments.dataset_name!r}"):
+        with translate_read_errors(f"--dataset_name {arguments.dataset_name!r}"):
             return datasets.load_dataset(arguments.dataset_name, arguments.dataset_config_name)
     if arguments.text_folder:
         return _folder_documents(Path(arguments.text_folder), arguments.text_patterns)
@@ -205,7 +205,7 @@ def _load_documents(arguments: TextDataArguments) -> datasets.DatasetDict:
     if all(Path(name).suffix in FILE_BUILDERS for names in files.values() for name in names):
         return load_table_files(files)
     documents = {split: [_read_text(name) for name in names] for split, names in files.items() if names}
-    return _as_tables(documents)
+    return _to_tables(documents)
 
 
 def _folder_documents(folder: Path, patterns: list[str]) -> datasets.DatasetDict:
@@ -217,7 +217,7 @@ def _folder_documents(folder: Path, patterns: list[str]) -> datasets.DatasetDict
     documents, unreadable = {}, []
     for split, part in parts.items():
         texts = []
-        for path in _matching(part, patterns):
+        for path in _find_files(part, patterns):
             try:
                 texts.append(path.read_text(encoding="utf-8"))
             except UnicodeDecodeError:
@@ -226,11 +226,11 @@ def _folder_documents(folder: Path, patterns: list[str]) -> datasets.DatasetDict
             raise InputError(f"{str(part)!r} has no files of --text_patterns {' '.join(patterns)} in UTF-8.")
         documents[split] = texts
     if unreadable:
-        logger.warning(f"{len(unreadable)} files are not in UTF-8 and left out: {listed(unreadable)}.")
-    return _as_tables(documents)
+        logger.warning(f"{len(unreadable)} files are not in UTF-8 and left out: {abbreviate(unreadable)}.")
+    return _to_tables(documents)
 
 
-def _matching(folder: Path, patterns: list[str]) -> list[Path]:
+def _find_files(folder: Path, patterns: list[str]) -> list[Path]:
     """Files of a folder that match one of the patterns."""
     found = set()
     for pattern in patterns:
@@ -253,7 +253,7 @@ def _read_text(name: str) -> str:
         raise InputError(f"{name!r} cannot be read as a text in UTF-8 ({error}).") from error
 
 
-def _as_tables(documents: dict[str, list[str]]) -> datasets.DatasetDict:
+def _to_tables(documents: dict[str, list[str]]) -> datasets.DatasetDict:
     return datasets.DatasetDict(
         {split: datasets.Dataset.from_dict({"text": texts}) for split, texts in documents.items()}
     )
@@ -274,7 +274,7 @@ def _text_column(features: datasets.Features, arguments: TextDataArguments) -> s
     return given or ("text" if "text" in texts else texts[0])
 
 
-def _tokenized(
+def _tokenize(
     table: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase, enough: int | None
 ) -> TokenStream:
     """The tokens of all documents, or of the first ones until there are enough."""

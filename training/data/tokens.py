@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from hf_liere.errors import InputError
 from training.common.arguments import LimitArguments, flag
-from training.common.messages import listed
+from training.common.messages import abbreviate
 from training.data import solids
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.sources import LabelledImages
@@ -134,7 +134,9 @@ def load_tokens(arguments: TokenDataArguments, parts: tuple[str, ...], seed: int
         train = train.select(np.random.default_rng(seed).permutation(len(train))[:count])
     _check_parts(arguments, train, evaluation)
     names, named = _label_names(train, evaluation)
-    return TokenData(*(_numbered(table, names) for table in (train, evaluation)), [str(name) for name in names], named)
+    return TokenData(
+        *(_number_labels(table, names) for table in (train, evaluation)), [str(name) for name in names], named
+    )
 
 
 def _solids(arguments: TokenDataArguments, part: str, limit: int | None) -> TokenTable:
@@ -164,16 +166,16 @@ def _from_file(arguments: TokenDataArguments, name: str) -> TokenTable:
     positions = arguments.position_columns or ([POSITIONS] if POSITIONS in columns else [])
     for column in (*features, *positions, arguments.label_column):
         if column not in columns:
-            raise InputError(f"{name} has no column {column!r}; it has {listed(list(columns))}.")
+            raise InputError(f"{name} has no column {column!r}; it has {abbreviate(list(columns))}.")
     samples = {column: len(columns[column]) for column in (*features, *positions, arguments.label_column)}
     if len(set(samples.values())) != 1 or 0 in samples.values():
         raise InputError(f"{name} has so many samples in its columns: {samples}; accepted: equally many, at least 1.")
     made = TokenTable([], [], [])
     for index, label in enumerate(columns[arguments.label_column]):
         where = f"{name}, sample {index}"
-        tokens = _side_by_side(columns, features, index, where)
+        tokens = _stack_columns(columns, features, index, where)
         if positions:
-            placed = _side_by_side(columns, positions, index, where)
+            placed = _stack_columns(columns, positions, index, where)
         else:
             placed = np.arange(len(tokens), dtype=np.float32)[:, None]
         if len(placed) != len(tokens):
@@ -186,7 +188,7 @@ def _from_file(arguments: TokenDataArguments, name: str) -> TokenTable:
     return made
 
 
-def _side_by_side(columns: Columns, names: list[str], index: int, where: str) -> np.ndarray:
+def _stack_columns(columns: Columns, names: list[str], index: int, where: str) -> np.ndarray:
     """The cells of several columns as one float32 array (N, columns)."""
     parts = []
     for name in names:
@@ -233,7 +235,7 @@ def _check_parts(arguments: TokenDataArguments, train: TokenTable | None, evalua
         _require_alike(train, evaluation, "The training and the evaluation data")
         if unknown := evaluation.classes() - train.classes():
             raise InputError(
-                f"The evaluation data have labels that the training data lack: {listed(sorted(map(str, unknown)))}."
+                f"The evaluation data have labels that the training data lack: {abbreviate(sorted(map(str, unknown)))}."
             )
     given = TASKS[(train or evaluation).is_per_token]
     if arguments.task not in (None, given):
@@ -262,7 +264,7 @@ def _label_names(*tables: TokenTable | None) -> tuple[list, bool]:
     return sorted(found, key=int if numeric else str), True
 
 
-def _numbered(table: TokenTable | None, names: list) -> TokenTable | None:
+def _number_labels(table: TokenTable | None, names: list) -> TokenTable | None:
     if table is None:
         return None
     numbers = {name: number for number, name in enumerate(names)} | {IGNORED_LABEL: IGNORED_LABEL}

@@ -17,10 +17,10 @@ from hf_liere.errors import InputError
 from training.common.arguments import ViewArguments, flag
 from training.data.arrows import LABELS, Arrows
 from training.data.clips import Clip, ClipArray, ClipFile, frames_needed
-from training.data.images import arrows_of
+from training.data.images import build_arrows
 from training.data.moving_shapes import DEFAULT_SIZES, SPLITS, write_moving_shapes
 from training.data.sources import PARTS, DataRequest, LabelledImages
-from training.data.video_files import SPACING, FrameReader, UnreadableError, checked_spacing, is_clip
+from training.data.video_files import SPACING, FrameReader, UnreadableError, check_spacing, is_clip
 
 
 logger = logging.get_logger(__name__)
@@ -131,11 +131,11 @@ def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledI
             _require_trained(files, names)
         reader = FrameReader(request.num_channels, arguments.intensity_range)
         found = {
-            part: _opened(entries[: arguments.limits[part]], reader, part, request.spacing)
+            part: _open_clips(entries[: arguments.limits[part]], reader, part, request.spacing)
             for part, entries in files.items()
         }
     needed = frames_needed(request.num_frames, arguments.frame_stride)
-    parts = {part: _long_enough(clips, needed, part) for part, clips in found.items()}
+    parts = {part: _drop_short(clips, needed, part) for part, clips in found.items()}
     return LabelledImages(parts.get("training"), parts.get("evaluation"), names)
 
 
@@ -146,7 +146,7 @@ def _require_trained(files: Files, names: list[str]) -> None:
         raise InputError(f"No clips to train on are of {missing}, which the evaluation has; accepted: trained classes.")
 
 
-def _opened(
+def _open_clips(
     entries: list[tuple[Path, int]], reader: FrameReader, part: str, needs_spacing: bool
 ) -> list[tuple[Clip, int]]:
     clips = []
@@ -167,7 +167,7 @@ def _opened(
     return clips
 
 
-def _long_enough(clips: list[tuple[Clip, int]], needed: int, part: str) -> list[tuple[Clip, int]]:
+def _drop_short(clips: list[tuple[Clip, int]], needed: int, part: str) -> list[tuple[Clip, int]]:
     chosen = []
     for clip, label in clips:
         if len(clip) < needed:
@@ -212,10 +212,10 @@ def _class_folders(folder: Path, eval_split: str | None, request: DataRequest) -
         for part, split in parts.items()
     }
     # In sorted order, the first --max_train_samples clips would be of one class.
-    return {part: _mixed(entries) for part, entries in files.items()}, ordered
+    return {part: _shuffle(entries) for part, entries in files.items()}, ordered
 
 
-def _mixed(entries: list[tuple[Path, int]]) -> list[tuple[Path, int]]:
+def _shuffle(entries: list[tuple[Path, int]]) -> list[tuple[Path, int]]:
     order = np.random.default_rng(0).permutation(len(entries))
     return [entries[index] for index in order]
 
@@ -320,7 +320,7 @@ def _spacings(arrays: Mapping[str, np.ndarray], name: str, split: str, count: in
     if values.shape not in ((3,), (count, 3)):
         raise InputError(f"{name}: {found} has the shape {values.shape}; accepted: (3,) or {(count, 3)}.")
     try:
-        return [checked_spacing(row) for row in np.broadcast_to(values, (count, 3)).tolist()]
+        return [check_spacing(row) for row in np.broadcast_to(values, (count, 3)).tolist()]
     except UnreadableError as error:
         raise InputError(f"{name}: {found} {error}") from None
 
@@ -339,7 +339,7 @@ def _arrow_clips(arguments: VideoDataArguments, request: DataRequest) -> Labelle
             f"--frame_stride {arguments.frame_stride}: clips of arrows have the frames of --num_frames and no others; "
             "accepted: 1."
         )
-    clips = arrows_of(request, arguments.limits, "train", arguments.eval_split, num_frames=request.num_frames)
+    clips = build_arrows(request, arguments.limits, "train", arguments.eval_split, num_frames=request.num_frames)
     clips.train, clips.evaluation = (part and ArrowClips(part) for part in (clips.train, clips.evaluation))
     return clips
 

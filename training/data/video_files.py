@@ -48,7 +48,7 @@ class FrameReader:
         Raises:
             UnreadableError: if the file cannot be opened.
         """
-        return self._named(path, self._count)
+        return self._name_errors(path, self._count)
 
     def read(self, path: Path, indices: Sequence[int]) -> np.ndarray:
         """The frames with these numbers, in ascending order.
@@ -56,7 +56,7 @@ class FrameReader:
         Raises:
             UnreadableError: if the file cannot be decoded up to the last of them.
         """
-        return self._named(path, lambda path: self._read(path, [int(index) for index in indices]))
+        return self._name_errors(path, lambda path: self._read(path, [int(index) for index in indices]))
 
     def spacing(self, path: Path) -> tuple[float, float, float]:
         """
@@ -66,7 +66,7 @@ class FrameReader:
         Raises:
             UnreadableError: if the file tells none, or none that is positive and finite.
         """
-        return self._named(path, _spacing)
+        return self._name_errors(path, _spacing)
 
     def frame_times(self, path: Path) -> np.ndarray | None:
         """
@@ -75,9 +75,9 @@ class FrameReader:
         Raises:
             UnreadableError: if the file does not tell the times of all frames.
         """
-        return self._named(path, _frame_times) if path.suffix.lower() in VIDEO_SUFFIXES else None
+        return self._name_errors(path, _frame_times) if path.suffix.lower() in VIDEO_SUFFIXES else None
 
-    def _named(self, path: Path, action):
+    def _name_errors(self, path: Path, action):
         try:
             return action(path)
         except UnreadableError as error:
@@ -107,7 +107,7 @@ class FrameReader:
         if is_volume(path):
             volume = _volume(path)
             _require_frames(len(volume), indices)
-            return self._with_channels(_as_bytes(volume, self.intensity_range)[indices])
+            return self._with_channels(_to_bytes(volume, self.intensity_range)[indices])
         return self._with_channels(self._decode(path, indices))
 
     def _decode(self, path: Path, indices: list[int]) -> np.ndarray:
@@ -192,7 +192,7 @@ def _spacing(path: Path) -> tuple[float, float, float]:
         return 1.0, 1.0, 1.0
     else:
         raise UnreadableError("tells no spacing of its voxels; NIfTI files do, and npz files with an array 'spacing'.")
-    return checked_spacing(values)
+    return check_spacing(values)
 
 
 def _frame_times(path: Path) -> np.ndarray:
@@ -206,7 +206,7 @@ def _frame_times(path: Path) -> np.ndarray:
     return times - times[0]
 
 
-def checked_spacing(values: Sequence[float]) -> tuple[float, float, float]:
+def check_spacing(values: Sequence[float]) -> tuple[float, float, float]:
     """Raises [`UnreadableError`], without a name, unless there are three positive, finite numbers."""
     if len(values) != 3 or not all(0 < value < np.inf for value in values):
         raise UnreadableError(
@@ -215,7 +215,7 @@ def checked_spacing(values: Sequence[float]) -> tuple[float, float, float]:
     return tuple(float(value) for value in values)
 
 
-def _as_bytes(volume: np.ndarray, intensity_range: Sequence[float] | None) -> np.ndarray:
+def _to_bytes(volume: np.ndarray, intensity_range: Sequence[float] | None) -> np.ndarray:
     if volume.dtype == np.uint8 and intensity_range is None:
         return volume
     if not np.isfinite(volume).all():

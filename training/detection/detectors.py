@@ -12,7 +12,7 @@ from hf_liere.errors import InputError
 from hf_liere.models.transformer.modeling_liere import LieREViTModel
 from hf_liere.storage.loading import require_loaded_keys
 from training.common.arguments import ModelArguments, flag
-from training.engine.model_setup import CHANGEABLE_FIELDS, loadable, resolve_config
+from training.engine.model_setup import CHANGEABLE_FIELDS, resolve_config, translate_errors
 
 
 @dataclass
@@ -57,11 +57,11 @@ def load_backbone(arguments: ModelArguments, detector: DetectorArguments) -> Lie
         return None
     given = {field: value for field, value in arguments.architecture().items() if value is not None}
     try:
-        with loadable("--backbone_name_or_path", name):
+        with translate_errors("--backbone_name_or_path", name):
             model = load_or_convert(name)
         if not isinstance(model.config, LieREViTConfig):
             raise InputError(f"--backbone_name_or_path {name!r} is no image model, but a {model.config.model_type}.")
-        model = _upgraded(getattr(model, model.base_model_prefix, model), given)
+        model = _upgrade(getattr(model, model.base_model_prefix, model), given)
     except ConversionError as error:
         raise InputError(f"--backbone_name_or_path {name}: {error}") from error
     for field, value in given.items():
@@ -75,7 +75,7 @@ def load_backbone(arguments: ModelArguments, detector: DetectorArguments) -> Lie
     return model
 
 
-def _upgraded(model: LieREViTModel, given: dict) -> LieREViTModel:
+def _upgrade(model: LieREViTModel, given: dict) -> LieREViTModel:
     options = {name: given[name] for name in ("block_size", "share_heads", "share_layers") if name in given}
     wanted = {"position_encoding": given.get("position_encoding", model.config.position_encoding), **options}
     if any(getattr(model.config, name) != value for name, value in wanted.items()):
@@ -136,7 +136,7 @@ def build_detector(
     if arguments.model_name_or_path is not None:
         if list(config.id2label.values()) != names:
             raise InputError(f"The checkpoint finds {list(config.id2label.values())}, the data hold {names}.")
-        with loadable("--model_name_or_path", arguments.model_name_or_path):
+        with translate_errors("--model_name_or_path", arguments.model_name_or_path):
             model, loading = AutoModelForObjectDetection.from_pretrained(
                 arguments.model_name_or_path,
                 revision=arguments.model_revision,

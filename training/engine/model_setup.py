@@ -109,12 +109,12 @@ def checkpoint_config(flag: str, name: str, revision: str = "main") -> PreTraine
         InputError: if there is none, or it cannot be read.
         HubError: if it is on the Hub, which does not answer or refuses.
     """
-    with loadable(flag, name):
+    with translate_errors(flag, name):
         return AutoConfig.from_pretrained(name, trust_remote_code=False, **loading_options(name, revision))
 
 
 @contextlib.contextmanager
-def loadable(flag: str, name: str) -> Iterator[None]:
+def translate_errors(flag: str, name: str) -> Iterator[None]:
     """
     Translates the errors of loading a checkpoint.
 
@@ -287,7 +287,7 @@ def build_model(
         return auto_class.from_config(config)
 
     is_classifier = any(name.endswith(HEADS) for name in config.architectures or HEADS)
-    keeps_head = is_classifier and _same_classes(config, images)
+    keeps_head = is_classifier and _has_same_classes(config, images)
     if not keeps_head and not trains_head:
         raise InputError(
             f"The checkpoint knows {config.num_labels} labels ({', '.join(list(config.id2label.values())[:5])} …), the "
@@ -297,7 +297,7 @@ def build_model(
     if not keeps_head:
         old = config.num_labels
         config.id2label, config.label2id = labels
-    with loadable("--model_name_or_path", arguments.model_name_or_path):
+    with translate_errors("--model_name_or_path", arguments.model_name_or_path):
         model, loading = auto_class.from_pretrained(
             arguments.model_name_or_path,
             revision=arguments.model_revision,
@@ -317,10 +317,10 @@ def build_model(
         logger.warning(
             f"The checkpoint's classifier for {old} labels was replaced by a new one for the data set's {len(names)}."
         )
-    return _upgraded(model, arguments) if getattr(arguments, "upgrade_encoding", False) else model
+    return _upgrade(model, arguments) if getattr(arguments, "upgrade_encoding", False) else model
 
 
-def _upgraded(model: PreTrainedModel, arguments: CheckpointArguments) -> PreTrainedModel:
+def _upgrade(model: PreTrainedModel, arguments: CheckpointArguments) -> PreTrainedModel:
     """The model with the position encoding of the flags. Raises [`InputError`] where no upgrade is exact."""
     given = arguments.architecture()
     wanted = {name: given[name] for name in UPGRADED_FIELDS if given.get(name) is not None}
@@ -356,7 +356,7 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
             raise InputError(f"{key} has shape {saved[key]} in the checkpoint {folder.name} and {shape} in the model.")
 
 
-def _same_classes(config: PreTrainedConfig, images: LabelledImages) -> bool:
+def _has_same_classes(config: PreTrainedConfig, images: LabelledImages) -> bool:
     """Numbers of classes are compared where the data set only numbers them or the checkpoint calls them LABEL_0 …."""
     if not images.named:
         return len(images.label_names) <= config.num_labels

@@ -63,7 +63,7 @@ def patch_config(arguments: PatchArguments) -> RotaryPatchConfig:
         raise InputError(str(error)) from error
 
 
-def on_meta(auto_class: type, config: PreTrainedConfig) -> PreTrainedModel:
+def build_on_meta(auto_class: type, config: PreTrainedConfig) -> PreTrainedModel:
     """Only the shapes of a model. Raises [`InputError`] for a configuration that the class does not take."""
     try:
         with torch.device("meta"):
@@ -75,7 +75,7 @@ def on_meta(auto_class: type, config: PreTrainedConfig) -> PreTrainedModel:
 
 def check_patch(auto_class: type, config: PreTrainedConfig, patched: RotaryPatchConfig) -> None:
     """Raises [`InputError`] for what a model of this configuration cannot take; only its shapes are made."""
-    model = on_meta(auto_class, config)
+    model = build_on_meta(auto_class, config)
     try:
         plan(model, patched)
     except ValueError as error:
@@ -92,7 +92,7 @@ class LoraArguments:
         require_numbers(self, "lora_alpha")
 
 
-def with_lora(
+def apply_lora(
     model: PreTrainedModel,
     attentions: Iterable[tuple[str, nn.Module]],
     rank: int,
@@ -120,7 +120,7 @@ def with_lora(
     return peft.get_peft_model(model, lora)
 
 
-def without_peft(model: nn.Module) -> PreTrainedModel:
+def unwrap_peft(model: nn.Module) -> PreTrainedModel:
     """The model of transformers inside of what peft puts around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -134,7 +134,7 @@ def save_patched(model: nn.Module, folder: Path) -> None:
     """
     if is_patched(model):
         save_rotary(model, folder / ROTARY)
-    model.save_pretrained(folder if without_peft(model) is model else folder / LORA)
+    model.save_pretrained(folder if unwrap_peft(model) is model else folder / LORA)
 
 
 @dataclasses.dataclass(frozen=True)

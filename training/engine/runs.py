@@ -18,7 +18,7 @@ from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_weights import saved_weights_digest, weights_digest
 from training.common.arguments import RunArguments
-from training.common.messages import lost_worker, reason
+from training.common.messages import is_lost_worker, reason
 from training.common.records import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -26,7 +26,7 @@ from training.common.records import (
     RUN_FILES,
     WEIGHTS_FILE,
     environment,
-    portable,
+    remove_private,
     write_record,
 )
 from training.engine.pushing import fetch_checkpoint, warn_of_other_settings
@@ -49,7 +49,7 @@ def start(main: Callable[[], Any]) -> None:
     except (InputError, HubError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
     except (OSError, EOFError, RuntimeError) as error:
-        if lost_worker(error):
+        if is_lost_worker(error):
             # The news of its death may still be on their way, and would raise once more.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             sys.exit(f"error: {reason(error)}.")
@@ -156,7 +156,7 @@ def _record(trainer: Trainer, checkpoint: str | None, resolved: dict[str, Any]) 
     if name and Path(name).is_dir():
         # A folder is recorded by its last part, so that a name with a slash is one of the Hub.
         resolved["model_name_or_path"] = Path(name).resolve().name
-    resolved = portable(resolved | {"training": args.to_dict(), "model": trainer.model.config.to_diff_dict()})
+    resolved = remove_private(resolved | {"training": args.to_dict(), "model": trainer.model.config.to_diff_dict()})
     write_record(args.output_dir, CONFIG_FILE, resolved)
     if args.resume_from_hub:
         warn_of_other_settings(checkpoint, resolved)

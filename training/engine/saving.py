@@ -118,7 +118,7 @@ class WholeCheckpoints:
         """
         folder = Path(self.args.output_dir)
         aside = folder / ASIDE / "model"
-        with self._written_aside(folder, "The model"):
+        with self._write_aside(folder, "The model"):
             save(str(aside))
             self.accelerator.wait_for_everyone()
             if self.args.should_save and aside.is_dir():
@@ -134,7 +134,7 @@ class WholeCheckpoints:
         self.accelerator.wait_for_everyone()
 
     @contextlib.contextmanager
-    def _written_aside(self, folder: Path, what: str) -> Iterator[None]:
+    def _write_aside(self, folder: Path, what: str) -> Iterator[None]:
         """Inside, files are written into `ASIDE`; an error deletes them, and its message says what remains."""
         aside = folder / ASIDE
         if self.args.should_save:
@@ -160,7 +160,7 @@ class WholeCheckpoints:
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(super()._get_output_dir(trial))
         aside, target = folder / ASIDE, folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self._written_aside(folder, target.name):
+        with self._write_aside(folder, target.name):
             self._is_saving = True
             try:
                 super()._save_checkpoint(model, trial)

@@ -107,10 +107,10 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
                 pin_memory=self.args.dataloader_pin_memory,
                 generator=torch.Generator(),
             )
-        return _with_own_generator(super().get_train_dataloader())
+        return _set_generator(super().get_train_dataloader())
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
-        return _with_own_generator(super().get_eval_dataloader(eval_dataset))
+        return _set_generator(super().get_eval_dataloader(eval_dataset))
 
     def save_finished(self, folder: str) -> None:
         """Writes what a finished run leaves."""
@@ -156,7 +156,7 @@ class ClassificationTrainer(RotaryTrainer):
         mixed_labels, mixing_weights = inputs.pop("mixed_labels", None), inputs.pop("mixing_weights", None)
         outputs = model(**inputs)
         if outputs["logits"].shape[0] != labels.shape[0]:
-            outputs["logits"] = mean_of_views(outputs["logits"], labels.shape[0])
+            outputs["logits"] = average_views(outputs["logits"], labels.shape[0])
         smoothing = self.args.label_smoothing_factor if model.training else 0.0
         total = summed_cross_entropy(outputs["logits"], labels, mixed_labels, mixing_weights, smoothing)
         if num_items_in_batch is None:
@@ -178,7 +178,7 @@ def _regroup(optimizer: torch.optim.Optimizer, chosen: set[int], learning_rate: 
             optimizer.add_param_group({"params": moved, "weight_decay": group["weight_decay"], "lr": learning_rate})
 
 
-def _with_own_generator(loader: DataLoader) -> DataLoader:
+def _set_generator(loader: DataLoader) -> DataLoader:
     """
     Lets a loader draw the seed of its workers from a generator of its own.
 
@@ -212,7 +212,7 @@ def summed_cross_entropy(
     return losses.sum()
 
 
-def mean_of_views(logits: torch.Tensor, count: int) -> torch.Tensor:
+def average_views(logits: torch.Tensor, count: int) -> torch.Tensor:
     """Log of the mean probabilities, (count, classes), of logits (count · views, classes) of several views of each."""
     views = logits.float().log_softmax(dim=1).unflatten(0, (count, -1))
     return views.logsumexp(dim=1) - math.log(views.shape[1])

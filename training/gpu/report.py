@@ -67,7 +67,7 @@ class Report:
         return name in self.sections and self.sections[name].outcome == "passed"
 
     def add(self, section: Section) -> None:
-        self.sections[section.name] = dataclasses.replace(section, text=without_secrets(section.text).strip())
+        self.sections[section.name] = dataclasses.replace(section, text=remove_secrets(section.text).strip())
         ordered = [self.sections[name] for name in SECTIONS if name in self.sections]
         rows = [[section.name, section.outcome, f"{section.seconds:.0f} s"] for section in ordered]
         rows += [[name, "not run", "–"] for name in SECTIONS if name not in self.sections]
@@ -82,7 +82,7 @@ class Report:
         os.replace(partial, self.path)
 
 
-def without_secrets(text: str) -> str:
+def remove_secrets(text: str) -> str:
     """The text without tokens and the names of user and host, and with ~ for the home directory."""
     for name, value in os.environ.items():
         if re.search("TOKEN|KEY|SECRET|PASSWORD", name, re.I) and len(value) >= 8:

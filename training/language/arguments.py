@@ -10,16 +10,16 @@ from hf_liere.errors import InputError
 from hf_liere.models.patched.rope_layout import frequency_buffers
 from training.common.arguments import RunArguments, flag
 from training.data.texts import TextDataArguments, byte_tokenizer
-from training.engine.model_setup import checkpoint_config, loadable
+from training.engine.model_setup import checkpoint_config, translate_errors
 from training.engine.patching import (
     LORA,
     UNPATCHED,
     Adapters,
     LoraArguments,
     PatchArguments,
+    build_on_meta,
     check_patch,
     find_adapters,
-    on_meta,
     patch_config,
     refuse_other_patch,
 )
@@ -101,7 +101,7 @@ def resolve_tokenizer(arguments: LanguageModelArguments, config: PreTrainedConfi
         tokenizer = byte_tokenizer()
     else:
         given = "--tokenizer_name" if arguments.tokenizer_name else "--model_name_or_path"
-        with loadable(given, name):
+        with translate_errors(given, name):
             revision = "main" if arguments.tokenizer_name else arguments.model_revision
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     if arguments.model_name_or_path is None:
@@ -160,7 +160,7 @@ def check_lengths(data_args: TextDataArguments, config: PreTrainedConfig) -> Non
     longest, most = max(data_args.lengths), getattr(config.get_text_config(), "max_position_embeddings", None)
     if most is None or longest <= most:
         return
-    model = on_meta(AutoModelForCausalLM, config)
+    model = build_on_meta(AutoModelForCausalLM, config)
     if not any(frequency_buffers(module) for module in model.modules()):
         raise InputError(
             f"Blocks of {longest} tokens: {type(model).__name__} has positions for {most}; accepted: up to that."

@@ -15,8 +15,8 @@ from hf_liere.models.patched.rope_layout import find_rope_towers
 from hf_liere.models.patched.rotary_patch import patched_towers
 from hf_liere.storage.loading import require_loaded_keys
 from training.data.texts import TokenBlocks, TokenStream
-from training.engine.model_setup import loadable
-from training.engine.patching import find_adapters, save_patched, with_lora, without_peft
+from training.engine.model_setup import translate_errors
+from training.engine.patching import apply_lora, find_adapters, save_patched, unwrap_peft
 from training.engine.trainer import ClassificationMetrics, ClassificationTrainer
 from training.language.arguments import LanguageModelArguments
 
@@ -38,7 +38,7 @@ class LanguageModel(nn.Module):
     @property
     def pretrained(self) -> PreTrainedModel:
         """The model of transformers, without peft around it."""
-        return without_peft(self.model)
+        return unwrap_peft(self.model)
 
     def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """(B, N) → logits (B, N, vocab_size)."""
@@ -88,7 +88,7 @@ def build_model(
     if name is None:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     else:
-        with loadable("--model_name_or_path", name):
+        with translate_errors("--model_name_or_path", name):
             model, loading = AutoModelForCausalLM.from_pretrained(
                 name,
                 revision="main" if adapters else arguments.model_revision,
@@ -102,10 +102,10 @@ def build_model(
     try:
         if adapters is not None:
             model = adapters.attach(model, trains)
-        if trains and arguments.trainable == "lora+rotary" and without_peft(model) is model:
-            model = with_lora(model, _attentions(model), arguments.lora_rank, arguments.lora_alpha)
+        if trains and arguments.trainable == "lora+rotary" and unwrap_peft(model) is model:
+            model = apply_lora(model, _attentions(model), arguments.lora_rank, arguments.lora_alpha)
         if wanted is not None:
-            patch(without_peft(model), wanted)
+            patch(unwrap_peft(model), wanted)
     except ValueError as error:
         raise InputError(str(error)) from error
     language_model = LanguageModel(model)

@@ -24,8 +24,8 @@ from training.playground.predictions import (
     Classifiers,
     attention_pictures,
     image_sizes,
-    nearest,
-    seen,
+    model_view,
+    nearest_size,
 )
 
 
@@ -84,7 +84,7 @@ class App:
         except InputError:
             # `compare` is called next and shows the error.
             return gr.skip()
-        value = size if size in sizes else nearest(sizes, chosen[0].image_size)
+        value = size if size in sizes else nearest_size(sizes, chosen[0].image_size)
         return gr.Slider(minimum=sizes[0], maximum=sizes[-1], step=sizes.step, value=value)
 
     def compare(
@@ -111,9 +111,9 @@ class App:
         if source == UPLOAD and upload is None:
             return f"<p>Upload a picture: {', '.join(EXTENSIONS)}.</p>", []
         # A slider that is being dragged across a change of models may be between two sizes.
-        size = nearest(image_sizes(chosen, source == PUZZLE), size)
+        size = nearest_size(image_sizes(chosen, source == PUZZLE), size)
         picture, text, truth = self._picture(source, size, number, upload)
-        return figure(seen(picture, size), text), [self._column(each, picture, size, truth) for each in chosen]
+        return figure(model_view(picture, size), text), [self._column(each, picture, size, truth) for each in chosen]
 
     def _picture(self, source: str, size: int, number: int, upload: str | None) -> tuple[Image.Image, str, str | None]:
         """The picture, what is to be said about it, and the answer where it is a puzzle."""
@@ -170,7 +170,7 @@ def results(place: str) -> list[gr.components.Component]:
     ]
 
 
-def opening(app: App) -> tuple[tuple[str, str], str, range]:
+def initial_view(app: App) -> tuple[tuple[str, str], str, range]:
     """The models and the source of pictures that the page opens with, and their sizes."""
     first, second = (*app.checkpoints, NO_SECOND)[:2]
     solves = any(checkpoint.solves_puzzles for checkpoint in app.chosen(first, second))
@@ -183,7 +183,7 @@ def opening(app: App) -> tuple[tuple[str, str], str, range]:
 
 
 def build(app: App) -> gr.Blocks:
-    pair, source, sizes = opening(app)
+    pair, source, sizes = initial_view(app)
     with gr.Blocks(title="Where does it look?", analytics_enabled=False, delete_cache=(KEPT_FOR, KEPT_FOR)) as page:
         gr.Markdown(INTRODUCTION)
         with gr.Row():
@@ -229,7 +229,7 @@ def _picture_controls(app: App, source: str, sizes: range) -> PictureControls:
     size = gr.Slider(
         sizes[0],
         sizes[-1],
-        nearest(sizes, next(iter(app.checkpoints.values())).image_size),
+        nearest_size(sizes, next(iter(app.checkpoints.values())).image_size),
         step=sizes.step,
         label="Resolution (px)",
         info=f"Multiples of the patch, {MIN_PATCHES_PER_SIDE} … {MAX_PATCHES_PER_SIDE} patches per side. A "

@@ -92,7 +92,7 @@ def find_checkpoints(sources: Sequence[str] | None = None) -> list[Checkpoint]:
         was_run = any(DEMO_CHECKPOINTS.glob("*/config.json"))
         sources = [str(DEMO_CHECKPOINTS if was_run else STORED_CHECKPOINTS)]
     folders = list(dict.fromkeys(found for source in sources for found in _folders(source)))
-    names = _distinct([repo_id or folder.as_posix() for folder, repo_id in folders])
+    names = _shorten_paths([repo_id or folder.as_posix() for folder, repo_id in folders])
     return [_describe(repo_id or name, folder, repo_id) for name, (folder, repo_id) in zip(names, folders)]
 
 
@@ -122,7 +122,7 @@ def _folders(source: str) -> list[tuple[Path, str | None]]:
         raise HubError(f"There is no folder {source}, and as a name on the Hub: {error}") from None
 
 
-def _distinct(paths: list[str]) -> list[str]:
+def _shorten_paths(paths: list[str]) -> list[str]:
     """The ends of paths, as short as possible but different."""
     parts = [path.split("/") for path in paths]
     names = []
@@ -199,7 +199,7 @@ def image_sizes(checkpoints: Sequence[Checkpoint], puzzle: bool) -> range:
     return sizes
 
 
-def nearest(sizes: range, size: float) -> int:
+def nearest_size(sizes: range, size: float) -> int:
     return min(sizes, key=lambda accepted: abs(accepted - size))
 
 
@@ -284,11 +284,11 @@ class Classifiers:
             return self._load(checkpoint)
 
 
-def seen(picture: Image.Image, size: int) -> Image.Image:
+def model_view(picture: Image.Image, size: int) -> Image.Image:
     """The picture at the resolution at which a model sees it."""
     return picture if picture.size == (size, size) else picture.resize((size, size), Image.Resampling.BICUBIC)
 
 
 def attention_pictures(picture: Image.Image, size: int, attention: AttentionMaps) -> list[Image.Image]:
     """The attention of every layer on what the model sees, each on a scale of its own (LieRE App. G)."""
-    return [Image.fromarray(overlay(seen(picture, size), layer[0])) for layer in attention.maps]
+    return [Image.fromarray(overlay(model_view(picture, size), layer[0])) for layer in attention.maps]

@@ -43,7 +43,7 @@ LOGARITHMIC = 8
 def plot(table: Table, title: str, path: Path) -> None:
     """A picture of a sweep: lines where a condition or a setting is a number, else a row of points for each model."""
     label = METRICS[next(iter(next(iter(table.values())).values())).metric()]
-    lines, number = lines_of(table)
+    lines, number = find_lines(table)
     if len(lines) > len(STYLES):
         # More lines than styles cannot be told apart.
         lines = {}
@@ -70,7 +70,7 @@ def plot(table: Table, title: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def lines_of(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
+def find_lines(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
     """Points by line, and what the horizontal axis is: the one condition or setting that is a number and varies."""
     lines: dict[str, list[tuple[float, Cell]]] = defaultdict(list)
     conditions = [cell.results[0]["condition"] for cells in table.values() for cell in cells.values()]

@@ -46,10 +46,10 @@ def write_results(path: Path, results: list[dict[str, Any]], as_changes: bool = 
     Args:
         as_changes: lines hold what differs from the line before, and measured numbers have six digits.
     """
-    lines = [_known(result) for result in results]
+    lines = [_select_keys(result) for result in results]
     if as_changes:
         given = ("settings", "condition")
-        lines = list(_as_changes(_rounded(line) | {key: line[key] for key in given} for line in lines))
+        lines = list(_to_changes(_round(line) | {key: line[key] for key in given} for line in lines))
     write_text(path, "".join(json.dumps(line, default=str) + "\n" for line in lines))
 
 
@@ -67,9 +67,9 @@ def read_results(path: Path) -> list[dict[str, Any]]:
         try:
             result = json.loads(line)
             if "sweep" not in result:
-                result = _changed(results[-1], result)
+                result = _apply_changes(results[-1], result)
             result["metrics"]["eval_samples"]
-            results.append(_known(result))
+            results.append(_select_keys(result))
         except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
             raise InputError(f"{path.name}, line {number} is no result of evaluate_sweep.py.") from error
     if not results:
@@ -83,21 +83,21 @@ def correct_examples(result: dict[str, Any]) -> np.ndarray:
     return np.unpackbits(bits, count=result["examples"]).astype(bool)
 
 
-def encoded_examples(correct: np.ndarray) -> str:
+def encode_examples(correct: np.ndarray) -> str:
     """What `correct_examples` reads."""
     return base64.b64encode(np.packbits(correct).tobytes()).decode()
 
 
-def _known(result: dict[str, Any]) -> dict[str, Any]:
+def _select_keys(result: dict[str, Any]) -> dict[str, Any]:
     return {key: result[key] for key in RESULT_KEYS if key in result or key not in OPTIONAL_KEYS}
 
 
-def _as_changes(lines: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+def _to_changes(lines: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     before: dict[str, Any] = {}
     for line in lines:
         changes = _changes(before, line)
         # Changes cannot express that an entry is gone; then the whole line is written.
-        yield changes if before and _changed(before, changes) == line else line
+        yield changes if before and _apply_changes(before, changes) == line else line
         before = line
 
 
@@ -112,10 +112,10 @@ def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _changed(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def _apply_changes(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     after = dict(before)
     for key, value in changes.items():
-        after[key] = _changed(before[key], value) if _has_entries(key, before, value) else value
+        after[key] = _apply_changes(before[key], value) if _has_entries(key, before, value) else value
     return after
 
 
@@ -123,9 +123,9 @@ def _has_entries(key: str, before: dict[str, Any], value: Any) -> bool:
     return isinstance(value, dict) and isinstance(before.get(key), dict) and key not in NOT_ENTRY_BY_ENTRY
 
 
-def _rounded(value: Any) -> Any:
+def _round(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: _round(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
+        return [_round(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -82,7 +82,7 @@ Table = dict[str, dict[str, Cell]]
 def arrange(results: list[dict[str, Any]]) -> Table:
     """Cells by the names of settings and of conditions, in the order of the results; seeds go into the same cell."""
     table: dict[str, dict[str, Cell]] = defaultdict(lambda: defaultdict(Cell))
-    shown = told_apart_by([result["settings"] for result in results], results[0]["script"])
+    shown = distinguishing_settings([result["settings"] for result in results], results[0]["script"])
     for result in results:
         table[method(result["settings"], result["script"], shown)][condition(result["condition"])].results.append(
             result
@@ -96,11 +96,11 @@ def common_settings(rows: Iterable[str]) -> list[str]:
     return [part for part in parts[0] if all(part in other for other in parts)] if len(parts) > 1 else []
 
 
-def without(row: str, common: list[str]) -> str:
+def drop_common(row: str, common: list[str]) -> str:
     return ", ".join(part for part in row.split(", ") if part not in common)
 
 
-def told_apart_by(trained: Iterable[dict[str, Any]], script: str) -> tuple[str, ...]:
+def distinguishing_settings(trained: Iterable[dict[str, Any]], script: str) -> tuple[str, ...]:
     """Those of [`TELLING`] in which models of a sweep with the same encoding and blocks differ."""
     values: dict[str, set[tuple]] = defaultdict(set)
     for settings in trained:

@@ -16,12 +16,12 @@ from training.reporting.result_table import (
     SEEDS,
     Cell,
     Table,
+    distinguishing_settings,
+    drop_common,
     method,
-    told_apart_by,
-    without,
 )
 from training.reporting.significance import PairedTest, holm, paired_test, paired_test_over_seeds
-from training.reporting.sweeps import TRAINING, as_flags, combinations, read_sweep
+from training.reporting.sweeps import TRAINING, combinations, read_sweep, to_flags
 
 
 # From so many seeds on, tests are over seeds: fewer have almost no power.
@@ -40,7 +40,7 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     """Everything about one sweep, as markdown; what all its models have in `common` stands above the table."""
     lines = [f"## {folder}: {results[0]['sweep']}", _about(results, common), _command(folder, results[0])]
     conditions = list(dict.fromkeys(column for cells in table.values() for column in cells))
-    papers = _of_rows(paper.get("rows", {}), common)
+    papers = _rename_rows(paper.get("rows", {}), common)
     figures = {row: cells for row, cells in papers.items() if row in table}
     shown = [column for column in conditions if any(column in row for row in figures.values())]
     if paper:
@@ -48,7 +48,7 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     if paper and _is_mini(results[0]):
         lines[-1] += " Other data, models and budgets than ours: compare the order of the rows, not the figures."
     lines.append(_results_table(table, conditions, figures, shown))
-    if missing := _not_measured(results, table, common):
+    if missing := _missing_models(results, table, common):
         lines.append(f"Not measured yet: {'; '.join(missing)}.")
     first = next(iter(table.values()))
     metric = next(iter(first.values())).metric()
@@ -60,7 +60,7 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
             lines += [title, tests]
     for name in _sweep(results).get("report", []):
         title, further = FURTHER_TABLES[name]
-        if made := further(table, _of_rows(paper.get(name, {}), common)):
+        if made := further(table, _rename_rows(paper.get(name, {}), common)):
             lines += [title, made]
     references = [next((row for row in table if row.startswith("Absolute")), next(iter(table)))]
     references += [row for row in table if row.startswith("RoPE-Mixed")][:1]
@@ -74,9 +74,9 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     return "\n\n".join(lines)
 
 
-def _of_rows(papers: dict[str, Any], common: list[str]) -> dict[str, Any]:
+def _rename_rows(papers: dict[str, Any], common: list[str]) -> dict[str, Any]:
     """What a paper has by row, under the names without what all our rows have in common."""
-    return {without(row, common): given for row, given in papers.items() if set(common) <= set(row.split(", "))}
+    return {drop_common(row, common): given for row, given in papers.items() if set(common) <= set(row.split(", "))}
 
 
 def _sweep(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _sweep(results: list[dict[str, Any]]) -> dict[str, Any]:
     return read_sweep(file, _is_mini(results[0])) if file.is_file() else {}
 
 
-def _not_measured(results: list[dict[str, Any]], table: Table, common: list[str]) -> list[str]:
+def _missing_models(results: list[dict[str, Any]], table: Table, common: list[str]) -> list[str]:
     """Models of the sweep's file that are not among the results or have other settings there, and seeds of others."""
     sweep = _sweep(results)
     if not sweep:
@@ -93,9 +93,9 @@ def _not_measured(results: list[dict[str, Any]], table: Table, common: list[str]
     wanted: dict[str, set] = {}
     changed: dict[str, list[str]] = {}
     trained = combinations(sweep["train"])
-    shown = told_apart_by(trained, sweep["script"])
+    shown = distinguishing_settings(trained, sweep["script"])
     for settings in trained:
-        row = without(method(settings, sweep["script"], shown), common)
+        row = drop_common(method(settings, sweep["script"], shown), common)
         wanted.setdefault(row, set()).add(settings.get("seed"))
         if row in table:
             measured = next(iter(table[row].values())).results[0]["settings"]
@@ -178,7 +178,7 @@ def _command(folder: str, result: dict[str, Any]) -> str:
     if "command" in result:
         return f"    {shlex.join(['python', 'training/evaluate_sweep.py', *result['command']])}"
     # Older results do not hold the command. What was passed stands between the recipe and what the sweep sets.
-    passed = result["flags"][1 : -len(as_flags({**result["settings"], "do_eval": True}))]
+    passed = result["flags"][1 : -len(to_flags({**result["settings"], "do_eval": True}))]
     mini = ["--mini"] if _is_mini(result) else []
     words = ["python", "training/evaluate_sweep.py", f"training/sweeps/{result['sweep']}.yaml", *mini]
     return f"    {shlex.join([*words, '--output_dir', f'outputs/{folder}', *passed])}"
@@ -339,7 +339,7 @@ def _tests(table: Table, references: dict[str, str], conditions: list[str]) -> s
     }
     corrected = dict(zip(tests, holm([test.p_value for test in tests.values()])))
     rows = [
-        [row, *(_shown(tests.get((row, column)), corrected.get((row, column))) for column in conditions)]
+        [row, *(_format_test(tests.get((row, column)), corrected.get((row, column))) for column in conditions)]
         for row in references
         if any((row, column) in tests for column in conditions)
     ]
@@ -359,7 +359,7 @@ def _test(base: Cell | None, other: Cell | None) -> PairedTest | None:
     return paired_test(*examples)
 
 
-def _shown(test: PairedTest | None, corrected: float | None) -> str:
+def _format_test(test: PairedTest | None, corrected: float | None) -> str:
     if test is None:
         return "–"
     bounds = (100 * value for value in (test.difference.mean, test.difference.low, test.difference.high))

@@ -54,7 +54,7 @@ def paired_test(first: np.ndarray, second: np.ndarray) -> PairedTest:
     """
     if first.shape[1:] != second.shape[1:] or first.shape[-1] < 2:
         raise ValueError(f"Results of {first.shape[-1]} and {second.shape[-1]} examples cannot be paired.")
-    return _of_differences(second.mean(axis=0, dtype=np.float64) - first.mean(axis=0, dtype=np.float64), stats.norm)
+    return _test_differences(second.mean(axis=0, dtype=np.float64) - first.mean(axis=0, dtype=np.float64), stats.norm)
 
 
 def paired_test_over_seeds(first: np.ndarray, second: np.ndarray) -> PairedTest:
@@ -70,10 +70,10 @@ def paired_test_over_seeds(first: np.ndarray, second: np.ndarray) -> PairedTest:
     """
     if first.shape != second.shape or first.ndim != 1 or len(first) < 2:
         raise ValueError(f"Figures of {first.shape} and {second.shape} seeds cannot be paired.")
-    return _of_differences(second.astype(np.float64) - first, stats.t(len(first) - 1))
+    return _test_differences(second.astype(np.float64) - first, stats.t(len(first) - 1))
 
 
-def _of_differences(differences: np.ndarray, distribution) -> PairedTest:
+def _test_differences(differences: np.ndarray, distribution) -> PairedTest:
     mean, error = float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(len(differences))
     if error == 0:
         statistic, p_value = (0.0, 1.0) if mean == 0 else (math.copysign(math.inf, mean), 0.0)

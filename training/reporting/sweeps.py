@@ -18,11 +18,11 @@ from training.common.records import (
     EXAMPLES_FILE,
     FLAGS_FILE,
     RESOLUTIONS_FILE,
-    portable,
+    remove_private,
     write_record,
 )
 from training.engine.saving import last_complete_checkpoint
-from training.reporting.result_lines import encoded_examples
+from training.reporting.result_lines import encode_examples
 
 
 TRAINING = Path(__file__).resolve().parents[1]
@@ -87,8 +87,8 @@ def train_and_evaluate(
     """
     script = importlib.import_module(f"training.{sweep['script']}").main
     folder = output_dir / (slug(settings) or "recipe")
-    flags = flags_of(sweep, settings, passed)
-    go_on = _still_to_do(folder, flags)
+    flags = build_flags(sweep, settings, passed)
+    go_on = _remaining_flags(folder, flags)
     if go_on is not None:
         script([*flags, "--output_dir", str(folder), *go_on])
     model = _model_folder(folder)
@@ -96,36 +96,36 @@ def train_and_evaluate(
         "sweep": name,
         "script": sweep["script"],
         "settings": settings,
-        "flags": portable(flags),
+        "flags": remove_private(flags),
         "run": _read(model / CONFIG_FILE),
         "train_metrics": _read(model / "train_results.json"),
         "history": _history(model),
         "environment": _read(model / ENVIRONMENT_FILE),
     }
     if (model / RESOLUTIONS_FILE).is_file():
-        return [{**shared, **evaluated} for evaluated in _evaluated_sizes(model, shared["run"])]
+        return [{**shared, **evaluated} for evaluated in _read_sizes(model, shared["run"])]
     results = []
     for condition in conditions:
         place = folder
         if condition:
             place = folder / "conditions" / slug(condition)
-            evaluation = [*flags, *as_flags(condition), "--do_train", "false", "--output_dir", str(place)]
-            go_on = _still_to_do(place, evaluation)
+            evaluation = [*flags, *to_flags(condition), "--do_train", "false", "--output_dir", str(place)]
+            go_on = _remaining_flags(place, evaluation)
             if go_on is not None:
                 script([*evaluation, "--model_name_or_path", str(folder), *go_on])
-        evaluated = _evaluated(place)
-        further = _of_lengths(condition, evaluated["metrics"])
+        evaluated = _read_evaluation(place)
+        further = _split_lengths(condition, evaluated["metrics"])
         results += [{**shared, "condition": condition, **evaluated, **of_length} for of_length in ({}, *further)]
     return results
 
 
-def flags_of(sweep: dict[str, Any], settings: dict[str, Any], passed: list[str]) -> list[str]:
+def build_flags(sweep: dict[str, Any], settings: dict[str, Any], passed: list[str]) -> list[str]:
     recipe = Path(sweep["recipe"])
     recipe = recipe if recipe.suffix else TRAINING / "recipes" / f"{recipe}.yaml"
-    return [str(recipe), *passed, *as_flags({**settings, "do_eval": True})]
+    return [str(recipe), *passed, *to_flags({**settings, "do_eval": True})]
 
 
-def as_flags(settings: dict[str, Any]) -> list[str]:
+def to_flags(settings: dict[str, Any]) -> list[str]:
     return [
         word
         for name, value in settings.items()
@@ -133,9 +133,9 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
     ]
 
 
-def _still_to_do(folder: Path, flags: list[str]) -> list[str] | None:
+def _remaining_flags(folder: Path, flags: list[str]) -> list[str] | None:
     """Further flags to start or resume a run with, `None` where it is finished; `flags` are kept in its folder."""
-    described = portable(flags)
+    described = remove_private(flags)
     file = folder / FLAGS_FILE
     is_ours = file.is_file()
     if is_ours and _read(file)["flags"] != described:
@@ -162,7 +162,7 @@ def _model_folder(folder: Path) -> Path:
     return next(folder.glob("*patched"), folder)
 
 
-def _evaluated_sizes(folder: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_sizes(folder: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
     """Conditions and metrics of a run that evaluates at several sizes by itself."""
     return [
         {
@@ -178,7 +178,7 @@ def _evaluated_sizes(folder: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _of_lengths(condition: dict[str, Any], metrics: dict[str, float]) -> list[dict[str, Any]]:
+def _split_lengths(condition: dict[str, Any], metrics: dict[str, float]) -> list[dict[str, Any]]:
     """Conditions and metrics of a language model for blocks of further lengths; they are taken out of `metrics`."""
     lengths = [match[1] for name in metrics if (match := re.fullmatch(r"eval_(\d+)_perplexity", name))]
     found = []
@@ -201,11 +201,11 @@ def _history(folder: Path) -> list[list[float]]:
     ]
 
 
-def _evaluated(folder: Path) -> dict[str, Any]:
+def _read_evaluation(folder: Path) -> dict[str, Any]:
     evaluated = {"metrics": _read(folder / "eval_results.json"), "examples": None, "correct": None}
     if (folder / EXAMPLES_FILE).is_file():
         ranks = load_file(folder / EXAMPLES_FILE)["ranks"]
-        evaluated |= {"examples": len(ranks), "correct": encoded_examples(ranks == 0)}
+        evaluated |= {"examples": len(ranks), "correct": encode_examples(ranks == 0)}
     return evaluated
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from hf_liere.models.rotation.rotation import Rotation
 from hf_liere.models.transformer.attention import _project
-from training.speed.clocks import seconds_of
-from training.speed.models import Settings, compiled
+from training.speed.clocks import measure_seconds
+from training.speed.models import Settings, compile_function
 
 
 class States:
@@ -68,8 +68,8 @@ class Addition:
         self.no_tokens = weight.new_zeros(1, 0, weight.shape[1]).requires_grad_(self.training)
         with torch.no_grad():
             self.changes_basis = next(iter(self.rotations())).basis is not None
-        self.add = compiled(settings, self.rotated)
-        self.subtract = compiled(settings, self.projected_without_rotations)
+        self.add = compile_function(settings, self.rotate)
+        self.subtract = compile_function(settings, self.project_without_rotations)
         self.parameters = [parameter for _, parameter in model.rotary_parameters()]
         if self.changes_basis:
             projections = [p for layer in self.encoder.layers for p in (layer.attention.q_proj, layer.attention.k_proj)]
@@ -80,7 +80,7 @@ class Addition:
         query, _ = self.states.layers[0]
         return self.encoder.rotations(self.encoder.grid_positions(self.grid, self.device), query.dtype)
 
-    def rotated(self) -> list[torch.Tensor]:
+    def rotate(self) -> list[torch.Tensor]:
         """
         What the backward pass starts from: the rotated query and key of every layer, and where the basis changes, both
         projections of no tokens. Without a backward pass nothing is held, as in a model, unless a compiler would leave
@@ -93,7 +93,7 @@ class Addition:
             del results
         return outputs
 
-    def projected_without_rotations(self) -> list[torch.Tensor]:
+    def project_without_rotations(self) -> list[torch.Tensor]:
         """The projections of no tokens as `absolute` has them."""
         return [projected for layer in self.encoder.layers for projected in self.project(layer, None)]
 
@@ -104,7 +104,7 @@ class Addition:
         attention = layer.attention
         return [_project(projection, self.no_tokens, rotation) for projection in (attention.q_proj, attention.k_proj)]
 
-    def incoming(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def incoming_gradients(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """A gradient for each of the outputs."""
         gradients = (gradient for layer in self.states.gradients for gradient in layer)
         return [next(gradients) if output.numel() else torch.empty_like(output) for output in outputs]
@@ -118,7 +118,7 @@ class Addition:
         self.forget_gradients()
         with self.settings.autocast():
             outputs = function()
-        torch.autograd.backward(outputs, self.incoming(outputs))
+        torch.autograd.backward(outputs, self.incoming_gradients(outputs))
 
     def step(self) -> None:
         if not self.keeps_rotations:
@@ -127,9 +127,9 @@ class Addition:
 
     def seconds(self, steps: int) -> dict[str, float]:
         """Mean seconds by every clock that a step of this takes longer than one of `absolute`."""
-        seconds = seconds_of(self.step, steps, self.settings.device)
+        seconds = measure_seconds(self.step, steps, self.settings.device)
         if self.changes_basis:
-            common = seconds_of(lambda: self.run(self.subtract), steps, self.settings.device)
+            common = measure_seconds(lambda: self.run(self.subtract), steps, self.settings.device)
             seconds = {clock: seconds[clock] - common[clock] for clock in seconds}
         self.forget_gradients()
         return seconds

@@ -20,7 +20,7 @@ def synchronize(device: str) -> None:
         torch.accelerator.synchronize()
 
 
-def seconds_of(run: Callable[[], object], steps: int, device: str) -> dict[str, float]:
+def measure_seconds(run: Callable[[], object], steps: int, device: str) -> dict[str, float]:
     """Mean seconds of `run()` by every clock."""
     synchronize(device)
     start = {name: clock() for name, clock in CLOCKS.items()}
@@ -50,5 +50,5 @@ def machine_rates(device: str) -> dict[str, dict[str, float]]:
 
 def _rate(run: Callable[[], object], amount: int, device: str) -> dict[str, float]:
     run()
-    samples = [seconds_of(run, 1, device) for _ in range(RATE_SAMPLES)]
+    samples = [measure_seconds(run, 1, device) for _ in range(RATE_SAMPLES)]
     return {name: amount / statistics.median(sample[name] for sample in samples) for name in CLOCKS}

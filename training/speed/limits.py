@@ -52,23 +52,23 @@ def needed_work(addition: Addition) -> Work:
     learned = addition.training and any(parameter.requires_grad for parameter in encoding.parameters())
     # Learned frequencies get their gradients from planes, matrices of blocks from outer products over the blocks.
     of_planes = planes and getattr(rotation, "generators", None) is None
-    work = applying(addition, encoding, planes, learned, 2 if of_planes else encoding.block_size)
+    work = application_work(addition, encoding, planes, learned, 2 if of_planes else encoding.block_size)
     constant = encoding.config.folded_grids is not None and not planes
     if constant or not (addition.training or addition.settings.compile or not addition.keeps_rotations):
         return work
     if planes:
-        work += making_planes(encoding, positions, planes)
+        work += plane_work(encoding, positions, planes)
     elif traits_of(encoding.config).product:
-        work += making_products(encoding, positions)
+        work += product_work(encoding, positions)
     else:
-        work += making_blocks(encoding, positions, learned)
+        work += block_work(encoding, positions, learned)
     if addition.changes_basis:
         weights = [layer.attention.q_proj.weight for layer in encoder.layers]
-        work += changing_basis(weights, encoding.block_size, addition.training)
+        work += basis_work(weights, encoding.block_size, addition.training)
     return work
 
 
-def applying(addition: Addition, encoding: RotaryEncoding, planes: int, learned: bool, outer_size: int) -> Work:
+def application_work(addition: Addition, encoding: RotaryEncoding, planes: int, learned: bool, outer_size: int) -> Work:
     """
     Rotations applied to (B, H, N, C) queries and keys of L layers, C the channels that are rotated, n = BHNC.
 
@@ -92,21 +92,21 @@ def applying(addition: Addition, encoding: RotaryEncoding, planes: int, learned:
     return work
 
 
-def making_planes(encoding: RotaryEncoding, positions: TokenPositions, planes: int) -> Work:
+def plane_work(encoding: RotaryEncoding, positions: TokenPositions, planes: int) -> Work:
     """cos and sin of N · planes angles Σ_a p_a f_a for all layers and heads with frequencies of their own, written."""
     tokens, axes = positions.shape[-2:]
     angles = tokens * planes * encoding.heads * encoding.layers
     return Work(2 * angles * NUMBER_BYTES, angles * (axes + CIRCLE_PRODUCTS))
 
 
-def making_products(encoding: RotaryEncoding, positions: TokenPositions) -> Work:
+def product_work(encoding: RotaryEncoding, positions: TokenPositions) -> Work:
     """Blocks of three channels from cos and sin of two angles, with four products for each, written."""
     tokens = positions.shape[-2]
     blocks = tokens * encoding.num_blocks * encoding.heads * encoding.layers
     return Work(blocks * 9 * NUMBER_BYTES, blocks * (2 * (1 + CIRCLE_PRODUCTS) + 4))
 
 
-def making_blocks(encoding: RotaryEncoding, positions: TokenPositions, learned: bool) -> Work:
+def block_work(encoding: RotaryEncoding, positions: TokenPositions, learned: bool) -> Work:
     """
     exp(Σ_a p_a A_a) of b×b blocks at N tokens for all layers and heads with generators of their own, written.
 
@@ -139,7 +139,7 @@ def norms(matrices: torch.Tensor) -> torch.Tensor:
     return (fourth / torch.linalg.matrix_norm(squares)).nan_to_num(0.0).sqrt()
 
 
-def changing_basis(weights: list[torch.Tensor], size: int, training: bool) -> Work:
+def basis_work(weights: list[torch.Tensor], size: int, training: bool) -> Work:
     """Query weights, and as many of keys, read, multiplied by b×b blocks and written; in training, gradients too."""
     passes = 2 if training else 1
     bytes_once = sum(2 * 2 * weight.nbytes for weight in weights)

@@ -140,7 +140,7 @@ def check_row(settings: Settings, row: Row) -> None:
     if row.kind == "timm":
         if settings.num_frames is not None:
             raise BenchmarkError(f"{row.name}: timm has no video model; leave it out of --rows.")
-        if not timm_installed():
+        if not has_timm():
             raise BenchmarkError(f"{row.name}: timm is not installed; leave it out of --rows.")
         return
     build_config(settings, row)
@@ -220,7 +220,7 @@ def build_model(settings: Settings, row: Row, training: bool) -> nn.Module:
     return model.train(training)
 
 
-def compiled(settings: Settings, function: Callable) -> Callable:
+def compile_function(settings: Settings, function: Callable) -> Callable:
     """
     A model or function as `settings` have it run, compiled for its shapes alone.
 
@@ -240,7 +240,7 @@ def logits(model: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     return outputs if isinstance(outputs, torch.Tensor) else outputs.logits
 
 
-def timm_installed() -> bool:
+def has_timm() -> bool:
     return importlib.util.find_spec("timm") is not None
 
 

@@ -12,8 +12,8 @@ from torch import nn
 import hf_liere
 from hf_liere.environment import cpu_name
 from hf_liere.kernels import cpu as cpu_kernels
-from training.speed.clocks import seconds_of, synchronize
-from training.speed.models import Row, Settings, build_model, compiled, logits
+from training.speed.clocks import measure_seconds, synchronize
+from training.speed.models import Row, Settings, build_model, compile_function, logits
 
 
 def machine(device: str) -> dict:
@@ -34,7 +34,7 @@ class Runner:
     def __init__(self, settings: Settings, row: Row, phase: str):
         self.settings, self.training = settings, phase == "training"
         self.model = build_model(settings, row, self.training)
-        self.call = compiled(settings, self.model)
+        self.call = compile_function(settings, self.model)
         torch.manual_seed(0)
         self.pixels, self.labels = settings.pixels(), torch.arange(settings.batch_size, device=settings.device)
         if not (self.training and settings.half):
@@ -52,7 +52,7 @@ class Runner:
 
     def seconds(self, steps: int) -> dict[str, float]:
         """Mean seconds of a step by every clock."""
-        seconds = seconds_of(self.step, steps, self.settings.device)
+        seconds = measure_seconds(self.step, steps, self.settings.device)
         self.model.zero_grad(set_to_none=True)
         return seconds
 
@@ -75,7 +75,7 @@ class Runner:
 
 
 @contextlib.contextmanager
-def profiler_silenced():
+def silence_profiler():
     """PyTorch's profiler announces itself on the descriptor of stderr, in the middle of the progress bar."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -93,7 +93,7 @@ def peak_cpu_allocation(run) -> int:
     Bytes that PyTorch's allocator holds at most at once during `run()`, above what it held before. Unlike the size of
     the process, it does not depend on what ran before; scratch memory of the mathematics libraries is not in it.
     """
-    with profiler_silenced(), torch.autograd.profiler.profile(profile_memory=True) as profile:
+    with silence_profiler(), torch.autograd.profiler.profile(profile_memory=True) as profile:
         run()
     held = peak = 0
     for event in profile.kineto_results.events():

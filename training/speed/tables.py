@@ -99,7 +99,7 @@ def format_share(found: Estimate | None) -> str:
     return f"{100 * found.median:.1f}% ({format_interval(found.low, found.high)})"
 
 
-def measured(row: Row, case: Case) -> list[str]:
+def list_additions(row: Row, case: Case) -> list[str]:
     """The additions of a row that exist."""
     names = [name for name, phase in ADDITIONS.items() if row.trains or phase == "inference"]
     return [name for name in names if name != "added_first" or not case.settings.compile]
@@ -110,7 +110,7 @@ def shares_table(records: Records, case: Case, clock: str) -> str:
     names = [name for name in ADDITIONS if name != "added_first" or not case.settings.compile]
     rows = []
     for row in (row for row in case.rows if row.rotates):
-        own = measured(row, case)
+        own = list_additions(row, case)
         cells = (format_share(share(records, case, row, name, clock)) if name in own else "–" for name in names)
         rows.append([row.name, *cells])
     return markdown(["added to absolute", *(TITLES[name] for name in names)], rows)
@@ -134,7 +134,7 @@ def limits_table(records: Records, case: Case, clock: str) -> str:
         for phase in PHASES
     ]
     for row in (row for row in case.rows if row.rotates):
-        for name in measured(row, case):
+        for name in list_additions(row, case):
             found, limit = share(records, case, row, name, clock), limit_share(records, case, row, name, clock)
             cells = [row.name, TITLES[name], format_share(found)]
             cells.append("not measured" if limit is None else f"{100 * limit:.2f}%")
@@ -171,7 +171,7 @@ def contradictions(records: Records, case: Case, clock: str) -> list[str]:
     """Where the interval of whole models and that of the added share do not overlap."""
     found = []
     for row in (row for row in case.rows if row.rotates):
-        for name in (name for name in measured(row, case) if name != "added_first"):
+        for name in (name for name in list_additions(row, case) if name != "added_first"):
             whole = records.ratios(case, row, ADDITIONS[name], clock)
             added = share(records, case, row, name, clock)
             if not whole or added is None or math.isinf(estimate(whole).width + added.width):
@@ -215,7 +215,7 @@ def growth_table(records: Records, cases: list[Case], clock: str) -> str:
     for case in cases:
         cells = {}
         for row in (row for row in case.rows if row.rotates):
-            phases = [name for name in measured(row, case) if name != "added_first"]
+            phases = [name for name in list_additions(row, case) if name != "added_first"]
             parts = [format_share(share(records, case, row, name, clock)) for name in phases]
             cells[column(case, row)] = " / ".join(parts + [memory_over_baseline(records, case, row)] * row.trains)
         rates = (format_rate(case, baseline_seconds(records, case, phase)) for phase in PHASES)
