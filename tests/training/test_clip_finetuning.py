@@ -255,7 +255,7 @@ def test_two_processes_train_and_save_both_models(whole, clip_folder, data, tmp_
         ),
         (["--vision_config", "{}"], "accepted: one of them"),
         (["--head_learning_rate_factor", -1], "accepted: 0 and above"),
-        (["--resume_from_checkpoint", "last"], "holds no checkpoint"),
+        (["--resume_from_checkpoint", "last"], "contains no checkpoint"),
         (["--push_to_hub"], "--push_to_hub"),
         (["--blocksize", 4], "close matches: block_size"),
         (
@@ -289,9 +289,9 @@ def test_encoding_that_learns_nothing(clip_folder, data, tmp_path):
 
 
 def test_runs_are_neither_overwritten_nor_patched_twice(whole, clip_folder, data, tmp_path):
-    with pytest.raises(ValueError, match="holds another run"):
+    with pytest.raises(ValueError, match="contains another run"):
         train(whole[0], str(whole[0] / "patched"), data)
-    with pytest.raises(ValueError, match="nothing is patched without --do_train"):
+    with pytest.raises(ValueError, match="accepted with --do_train only"):
         train(tmp_path, clip_folder, data, "--do_train", "false")
     with pytest.raises(ValueError, match="is patched with comrope_ld"):
         train(tmp_path, str(whole[0] / "patched"), data, "--position_encoding", "liere")

@@ -216,15 +216,15 @@ def run(*flags):
             ["--num_channels", 1],
             "row 0, column 'image', has mode RGB, but the model takes num_channels=1; accepted: grey",
         ),
-        (["--num_labels", 7], "--num_labels 7 disagrees with the data set, which has 3 labels: class0, class1, class2"),
+        (["--num_labels", 7], "--num_labels 7 contradicts the data set, which has 3 labels: class0, class1, class2"),
         (["--train_split", "training"], "--train_split 'training': there is no such split; accepted: train"),
         (["--do_eval", "--eval_split", "tset"], "--eval_split 'tset': there is no such split; accepted: train"),
         (["--image_column_name", "pixels"], r"--image_column_name 'pixels'.*has image \(Image\), label \(ClassLabel\)"),
         (["--position_encoding", "rope"], "position_encoding.*rope_mixed"),
         (["--block_size", 5, "--position_encoding", "comrope_ld"], "block_size=5 must divide head_dim=8"),
-        (["--coordinates", "physical", "--physical_unit", 8], "--coordinates physical: images tell no spacing"),
+        (["--coordinates", "physical", "--physical_unit", 8], "--coordinates physical: images have no pixel spacing"),
         (["--leraning_rate", 1], "There is no flag '--leraning_rate'; close matches: learning_rate"),
-        (["--flip_probability", 1.5], "--flip_probability 1.5 is no probability; accepted: 0 … 1"),
+        (["--flip_probability", 1.5], "--flip_probability 1.5 is not a probability; accepted: 0 … 1"),
         (["--learning_rate", "nan"], "--learning_rate nan; accepted: 0 and above"),
         (["--learning_rate", -1], "--learning_rate -1.0; accepted: 0 and above"),
         (["--weight_decay", "inf"], "--weight_decay inf; accepted: 0 and above"),
@@ -235,8 +235,8 @@ def run(*flags):
         (["--repeated_augmentation", 0], "--repeated_augmentation 0; accepted: 1 and above"),
         (["--image_mean", 0.5], "--image_mean .* has 1 values; accepted: one per channel, 3"),
         (["--image_folder", "nowhere"], "data come from image_folder and train_files; accepted: one of"),
-        (["--resume_from_checkpoint", "last"], "holds no checkpoint"),
-        (["--dataloader_drop_last", "true"], "--dataloader_drop_last would drop images from the evaluation"),
+        (["--resume_from_checkpoint", "last"], "contains no checkpoint"),
+        (["--dataloader_drop_last", "true"], "--dataloader_drop_last would also drop images from the evaluation"),
         (["--logging_nan_inf_filter", "true"], "--logging_nan_inf_filter must stay off"),
     ],
 )
@@ -273,7 +273,7 @@ def test_a_missing_recipe_and_an_unknown_key_in_one(tmp_path):
         main(["nothing.yaml", "--output_dir", str(tmp_path)])
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("do_train: true\nlearning_rate: 1e-3: 2\n")
-    with pytest.raises(InputError, match="mine.yaml, line 2, column 20: this is no yaml .mapping values"):
+    with pytest.raises(InputError, match="mine.yaml, line 2, column 20: this is not yaml .mapping values"):
         main([str(recipe), "--output_dir", str(tmp_path)])
     recipe.write_text("weight_decya: 0.1\n")
     with pytest.raises(InputError, match="no key in mine.yaml 'weight_decya'; close matches: weight_decay"):
@@ -354,6 +354,6 @@ def test_arrows_need_whole_cells_and_known_splits(tmp_path):
 def test_another_run_is_not_overwritten(found, tmp_path, parquet):
     other = tmp_path / found
     other.mkdir() if found.startswith("checkpoint") else other.write_text("{}")
-    with pytest.raises(InputError, match=f"holds another run \\({found}\\); accepted: another folder, --resume_from_"):
+    with pytest.raises(InputError, match=f"contains another run \\({found}\\); accepted: another folder, --resume"):
         run("--train_files", parquet, "--output_dir", tmp_path)
     assert Path(other).exists()

@@ -243,7 +243,7 @@ def test_adapters_that_cannot_be_trained_further_say_why(llama, data, tmp_path):
     given = ["--model_name_or_path", tmp_path / "first", "--trainable"]
     with pytest.raises(ValueError, match="--trainable all: .*first holds adapters beside the weights of .*run"):
         train(tmp_path / "all", data, *given, "all")
-    with pytest.raises(ValueError, match="is patched with rope_mixed; accepted: that"):
+    with pytest.raises(ValueError, match="is patched with rope_mixed; accepted: the same"):
         train(tmp_path / "other", data, *given, "rotary", *BLOCKS)
     config = tmp_path / "first" / "lora" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}))
@@ -385,9 +385,9 @@ CHECKPOINT = "CHECKPOINT"
         ([CHECKPOINT, *PLANES, "--rotary_init", "zeros"], "pass rotary_init='pretrained'"),
         ([CHECKPOINT, "--position_encoding", "liere", "--block_size", 32], "block_size"),
         ([CHECKPOINT, "--position_encoding", "sinusoid"], "is not a rotary encoding"),
-        ([CHECKPOINT, *PLANES, "--do_train", "false"], "nothing is patched without --do_train"),
+        ([CHECKPOINT, *PLANES, "--do_train", "false"], "accepted with --do_train only"),
         (["--push_to_hub"], "--push_to_hub"),
-        (["--resume_from_checkpoint", "last"], "holds no checkpoint"),
+        (["--resume_from_checkpoint", "last"], "contains no checkpoint"),
         (["--blocksize", 4], "close matches: block_size"),
     ],
 )

@@ -140,14 +140,14 @@ def test_another_machine_goes_on_to_the_same_result(hub, files, tmp_path, caplog
 
     with caplog.at_level("WARNING", "training.engine.pushing"):
         train(tmp_path / "second", *flags, *PUSH, "--hub_strategy", "checkpoint", "--resume_from_hub")
-    assert "Going on from step 6 of tester/run" in caplog.text and "other settings" not in caplog.text
+    assert "Resuming from step 6 of tester/run" in caplog.text and "other settings" not in caplog.text
     assert_same_weights(tmp_path / "whole", tmp_path / "second")
     results = [json.loads((tmp_path / name / "eval_results.json").read_text()) for name in ("whole", "second")]
     assert results[0]["eval_loss"] == results[1]["eval_loss"]
     assert "checkpoint-2" not in {path.name for path in (tmp_path / "second").iterdir()}
     # The finished model comes without states of training.
     assert not {name for name in hub.files("tester/run") if name.startswith("last-checkpoint")}
-    with pytest.raises(InputError, match="has no folder 'last-checkpoint'.*have not finished can be resumed"):
+    with pytest.raises(InputError, match="has no folder 'last-checkpoint'.*Only unfinished runs"):
         train(tmp_path / "third", *flags, *PUSH, "--hub_strategy", "checkpoint", "--resume_from_hub")
 
 
@@ -173,8 +173,8 @@ def test_refused_before_training(hub, files, tmp_path):
         train(tmp_path / "run", *files, *PUSH, "--hub_token", READ)
     for flags, message in (
         ([*PUSH, "--hub_strategy", "all_checkpoints"], "accepted: end, every_save"),
-        (["--push_to_hub", "--hub_model_id", "tester/run"], "a card without figures is not published"),
-        ([*PUSH, "--resume_from_hub", "--resume_from_checkpoint", "last"], "goes with neither"),
+        (["--push_to_hub", "--hub_model_id", "tester/run"], "a card must contain figures"),
+        ([*PUSH, "--resume_from_hub", "--resume_from_checkpoint", "last"], "cannot be combined with"),
         (["--resume_from_hub", "--hub_model_id", "run"], "needs the repository with its owner"),
         (["--resume_from_hub", "--hub_model_id", "tester/absent"], "There is no tester/absent"),
     ):

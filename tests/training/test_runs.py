@@ -185,7 +185,7 @@ def test_resuming_the_last_checkpoint_finishes_a_killed_run(whole_runs, train_fi
         patch.setattr(ClassificationTrainer, "training_step", interrupted)
         train(tmp_path, *build_flags(0, train_file), "--save_steps", 2)
     assert not (tmp_path / "model.safetensors").exists()
-    with pytest.raises(ValueError, match="holds another run"):
+    with pytest.raises(ValueError, match="contains another run"):
         train(tmp_path, *build_flags(0, train_file))
     train(tmp_path, *build_flags(0, train_file), "--save_steps", 2, "--resume_from_checkpoint", "last")
     assert_same_weights(whole_runs[0], tmp_path)

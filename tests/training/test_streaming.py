@@ -146,7 +146,7 @@ def test_sizes_are_counted_and_what_cannot_be_streamed_is_said(shards, tmp_path)
     for limit, size in ((None, 52), (30, 30), (99, 52)):
         _, stream = open_stream(DataArguments(streaming=True, train_files=shards, max_train_samples=limit), TRAINING)
         assert stream.size == size
-    with pytest.raises(InputError, match="--streaming goes with neither --train_fraction nor --validation_fraction"):
+    with pytest.raises(InputError, match="--streaming cannot be combined with --train_fraction or --validation"):
         DataArguments(streaming=True, train_fraction=0.5)
     with pytest.raises(InputError, match="--streaming reads --dataset_name or parquet files"):
         open_stream(DataArguments(streaming=True, image_folder="x"), TRAINING)

@@ -97,7 +97,7 @@ def test_a_half_written_checkpoint_is_never_picked_up(whole, flags, tmp_path):
     (tmp_path / ASIDE / "checkpoint-50" / "trainer_state.json").write_text("{}")
     (tmp_path / "checkpoint-best").mkdir()
     assert last_complete_checkpoint(tmp_path) is None
-    with pytest.raises(ValueError, match="--resume_from_checkpoint last: .* holds no checkpoint that is complete"):
+    with pytest.raises(ValueError, match="--resume_from_checkpoint last: .* contains no complete checkpoint"):
         train(tmp_path, *flags, "--resume_from_checkpoint", "last")
     (tmp_path / "checkpoint-20" / "trainer_state.json").write_text("{}")
     assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
@@ -115,7 +115,7 @@ def test_a_worker_that_dies_is_one_sentence(flags, tmp_path):
     output = re.sub(ignored, "", output)
     assert process.returncode == 1 and "Traceback" not in output, output
     # A line of the log that is still open may come before it. What is noticed while saving names the checkpoint, too.
-    assert re.search(r"error: .*a worker that reads data died \(.*--dataloader_num_workers.*\n$", output), output
+    assert re.search(r"error: .*a data loader worker died \(.*--dataloader_num_workers.*\n$", output), output
 
 
 def test_an_example_that_cannot_be_read_is_no_dead_worker(tmp_path):
@@ -153,7 +153,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(number, processes, workers
     output += process.communicate()[0]
     stopped = last_complete_checkpoint(tmp_path)
     assert stopped is not None, output
-    assert f"Stopped by {number.name}; {Path(stopped).name} is saved, --resume_from_checkpoint last goes on" in output
+    assert f"Stopped by {number.name}; {Path(stopped).name} is saved, --resume_from_checkpoint last resumes" in output
     assert not (tmp_path / "model.safetensors").exists()
     if processes == 1:
         assert process.returncode == 128 + number and "Traceback" not in output
@@ -202,7 +202,7 @@ def test_a_full_disk_ends_with_a_message_and_a_whole_checkpoint(flags, tmp_path)
     output = process.communicate()[0]
     assert process.returncode == 1 and "Traceback" not in output, output
     assert "error: checkpoint-30 could not be saved (" in output
-    assert "checkpoint-20 is intact, --resume_from_checkpoint last goes on from there." in output
+    assert "checkpoint-20 is intact, --resume_from_checkpoint last resumes from it." in output
     assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-20").iterdir()} == before
     assert not (tmp_path / ASIDE).exists() and not (tmp_path / "checkpoint-30").exists()
 
@@ -218,7 +218,7 @@ def test_a_model_that_does_not_fit_the_disk_leaves_nothing_of_itself(flags, whol
     output = process.communicate()[0]
     assert process.returncode == 1 and "Traceback" not in output, output
     assert "error: The model could not be saved (" in output
-    assert "there is no checkpoint to go on from." in output
+    assert "there is no checkpoint to resume from." in output
     assert {path.name for path in tmp_path.iterdir()} == {"run_config.json", "environment.json"}
 
 
@@ -226,7 +226,7 @@ def test_a_model_that_does_not_fit_the_disk_leaves_nothing_of_itself(flags, whol
 def test_a_run_does_not_write_among_files_of_others(flag, flags, tmp_path):
     (tmp_path / "holiday.txt").write_text("mine")
     if flag is None:
-        with pytest.raises(ValueError, match=r"holds other files \(holiday.txt\); accepted: a new or empty folder, or"):
+        with pytest.raises(ValueError, match=r"contains other files \(holiday.txt\); accepted: a new or empty folder"):
             train(tmp_path, *flags)
         assert [path.name for path in tmp_path.iterdir()] == ["holiday.txt"]
         return
@@ -238,7 +238,7 @@ def test_a_run_does_not_write_among_files_of_others(flag, flags, tmp_path):
 
 def test_a_folder_that_takes_no_files_is_found_before_training(flags, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ValueError, match="Nothing can be written to --output_dir .*file/run': Not a directory"):
+    with pytest.raises(ValueError, match="--output_dir .*file/run' is not writable: Not a directory"):
         train(tmp_path / "file" / "run", *flags)
 
 

@@ -325,7 +325,7 @@ def test_checkpoints_that_do_not_fit_the_data(tmp_path):
     run(tmp_path / "run", "--do_train", "--train_files", train, *FLAGS_OF_POINTS, "--max_steps", "1")
     evaluation = ["--do_eval", "--model_name_or_path", tmp_path / "run", *FLAGS_OF_POINTS]
     samples = write_points(tmp_path / "samples.parquet", 6, per_token=False)
-    with pytest.raises(InputError, match="LieRETokensForTokenClassification, but the labels are of each sample"):
+    with pytest.raises(InputError, match="LieRETokensForTokenClassification, but the data label each sample"):
         run(tmp_path / "other", *evaluation, "--validation_files", samples)
     with pytest.raises(InputError, match="The checkpoint has feature_size=2, the data have 3"):
         more = ["--feature_columns", "x", "height"]

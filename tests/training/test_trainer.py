@@ -188,7 +188,7 @@ def test_resuming_demands_every_weight(parquet, tmp_path):
         ValueError, match=r"classifier.weight has shape \[3, 15\] in the checkpoint checkpoint-2 and \[3, 16\]"
     ):
         train(tmp_path / "run", *resume)
-    with pytest.raises(ValueError, match="is no checkpoint of a run; accepted: `last` or its folder"):
+    with pytest.raises(ValueError, match="is not a checkpoint of a run; accepted: `last` or its folder"):
         train(tmp_path / "run", *flags, "--resume_from_checkpoint", Path("nowhere"))
 
 
@@ -211,7 +211,7 @@ def test_fine_tuning_replaces_the_classifier_deliberately(parquet, tmp_path):
             assert (tuned[name] - value).abs().max() < 1e-3, name
     with pytest.raises(
         ValueError,
-        match="checkpoint knows 3 labels .*data set has 5 .*accepted where no classifier is trained",
+        match="checkpoint has 3 labels .*data set has 5 .*accepted if no classifier is trained",
     ):
         fine_tune("third", "--do_eval", "--validation_files", other)
     with pytest.raises(ValueError, match="--hidden_size 32 contradicts the checkpoint's 16; accepted beside"):

@@ -69,5 +69,5 @@ def test_only_models_of_hf_liere_are_upgraded(parquet, tmp_path):
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
     with pytest.raises(ValueError, match="--upgrade_encoding: the checkpoint is a vit; accepted: a model of hf_liere"):
         go_on(tmp_path / "vit", tmp_path / "out", parquet, "--position_encoding", "liere")
-    with pytest.raises(ValueError, match="--upgrade_encoding: a new model has nothing to upgrade"):
+    with pytest.raises(ValueError, match="--upgrade_encoding upgrades a checkpoint"):
         train(tmp_path / "out", "--train_files", parquet, "--upgrade_encoding")

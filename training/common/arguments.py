@@ -1,4 +1,4 @@
-"""Arguments of the training scripts: of model, data, augmentation and run, each checked before any work is done."""
+"""Arguments of the training scripts for model, data, augmentation and run. Each checks its values before any work."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ class CheckpointArguments:
         None, "Checkpoint to fine-tune or evaluate: a local folder or a name on the Hub."
     )
     model_revision: str = flag("main", "Branch, tag or commit of a checkpoint on the Hub.")
-    num_labels: int | None = flag(None, "Number of classes, for a check: it must be the data set's.")
+    num_labels: int | None = flag(None, "Expected number of classes; the run stops if the data set has another.")
 
     def architecture(self) -> dict[str, Any]:
         """The fields of the model's configuration that were given, converted from text."""
@@ -41,7 +41,7 @@ class CheckpointArguments:
 
 
 def architecture_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Field]:
-    """What a configuration adds to every configuration of transformers, except what the library itself writes there."""
+    """The fields that a configuration adds to `PreTrainedConfig`, without those that the library itself writes."""
     inherited = {config_field.name for config_field in dataclasses.fields(PreTrainedConfig)} | {"format_version"}
     return {
         config_field.name: config_field
@@ -57,8 +57,8 @@ def _model_arguments(name: str, config_class: type[PreTrainedConfig]) -> type[Ch
         for field_name, entry in architecture_fields(config_class).items()
     ]
     text = (
-        "Take the checkpoint to --position_encoding, --block_size, --share_heads and --share_layers by an exact "
-        "upgrade: the same outputs, with more to learn."
+        "Upgrade the checkpoint to --position_encoding, --block_size, --share_heads and --share_layers. The upgrade is "
+        "exact: the outputs stay the same and more parameters can learn."
     )
     flags.append(("upgrade_encoding", bool, flag(False, text)))
     namespace = {"config_class": config_class}
@@ -72,7 +72,7 @@ TokensModelArguments = _model_arguments("TokensModelArguments", LieRETokensConfi
 
 @dataclass
 class LimitArguments:
-    """Which examples of the data are used, of any script."""
+    """Which examples a script uses."""
 
     max_train_samples: int | None = flag(None, "Train on the first N examples only.")
     max_eval_samples: int | None = flag(None, "Evaluate the first N examples only.")
@@ -90,7 +90,7 @@ class LimitArguments:
 
 @dataclass
 class SampleArguments(LimitArguments):
-    """What the data of all scripts for images and videos have in common."""
+    """Arguments that all scripts for images and videos share."""
 
     image_mean: list[float] | None = flag(None, "Mean per channel; by default the checkpoint's, else 0.5.")
     image_std: list[float] | None = flag(None, "Standard deviation per channel; by default the checkpoint's, else 0.5.")
@@ -102,11 +102,11 @@ class ViewArguments(SampleArguments):
 
     eval_crops: int | None = flag(
         None,
-        "0: evaluate whole images, squeezed into --image_size. N: their shorter side is resized and N squares are cut "
-        "out, evenly along the longer side, one of them from the centre; several for videos only. By default as the "
-        "checkpoint's processor says, else 0.",
+        "0: evaluate whole images, squeezed into --image_size. N: resize the shorter side and cut N evenly spaced "
+        "squares along the longer side; one square is cut from the centre, several are for videos only. By default the "
+        "checkpoint's processor decides, else 0.",
     )
-    eval_crop_ratio: float = flag(1.0, "The shorter side before --eval_crops, in sides of --image_size.")
+    eval_crop_ratio: float = flag(1.0, "Length of the shorter side before --eval_crops, relative to --image_size.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -119,38 +119,38 @@ class ViewArguments(SampleArguments):
 class DataArguments(ViewArguments):
     dataset_name: str | None = flag(None, "A data set on the Hub, or `arrows` for the generated task of LieRE 5.2.")
     dataset_config_name: str | None = flag(
-        None, "Configuration of the data set; of the arrows `squares` (the default) or `rectangles`."
+        None, "Configuration of the data set; for the arrows `squares` (the default) or `rectangles`."
     )
     image_folder: str | None = flag(
-        None, "Folder with one folder of images per class, or train/ and validation/ of these."
+        None, "Folder with one folder of images per class, or with train/ and validation/ that each contain these."
     )
     train_files: list[str] | None = flag(None, "Parquet, json or csv files to train on.")
     validation_files: list[str] | None = flag(None, "Parquet, json or csv files to evaluate.")
     train_split: str = flag("train", "Split to train on.")
     eval_split: str | None = flag(None, "Split to evaluate; by default the first of validation, valid, dev and test.")
     validation_fraction: float | None = flag(
-        None, "Share of the training split to hold out where there is no other split."
+        None, "Share of the training split to hold out if the data set has no other split."
     )
-    image_column_name: str | None = flag(None, "By default the only column of images.")
-    label_column_name: str | None = flag(None, "By default the only column of classes.")
-    streaming: bool = flag(False, "Read training images while they are needed instead of downloading all first.")
-    image_cache_gigabytes: float = flag(2.0, "Decoded images are kept in memory up to this size, per process.")
+    image_column_name: str | None = flag(None, "Column of images; by default the only one.")
+    label_column_name: str | None = flag(None, "Column of classes; by default the only one.")
+    streaming: bool = flag(False, "Read training images on demand instead of downloading all of them first.")
+    image_cache_gigabytes: float = flag(2.0, "Memory for decoded images, per process.")
 
     def __post_init__(self):
         super().__post_init__()
         if self.streaming and (self.train_fraction < 1 or self.validation_fraction is not None):
-            raise InputError("--streaming goes with neither --train_fraction nor --validation_fraction.")
+            raise InputError("--streaming cannot be combined with --train_fraction or --validation_fraction.")
 
 
 @dataclass
 class ImageDataArguments(DataArguments):
-    """Images that a model may also take at their own aspect ratios."""
+    """Images that may keep their aspect ratios."""
 
     max_num_patches: int | None = flag(
         None,
-        "Every image keeps its aspect ratio and is resized to the largest size of at most N patches, instead of "
-        "--image_size; by default as the checkpoint's processor says. --image_size remains the size that coordinates "
-        "of the training grid and position tables refer to, by default the largest square of at most N patches.",
+        "Keep the aspect ratio of every image and resize it to at most N patches, instead of to --image_size; by "
+        "default the checkpoint's processor decides. Training-grid coordinates and position tables still refer to "
+        "--image_size, by default the largest square of at most N patches.",
     )
 
     def __post_init__(self):
@@ -163,14 +163,14 @@ class ImageDataArguments(DataArguments):
 class AugmentationArguments:
     random_resized_crop: bool = flag(
         False,
-        "Crop a random part of the image and resize it, as for ImageNet; with --max_num_patches a part of the image's "
-        "own aspect ratio.",
+        "Crop a random part of the image and resize it, as for ImageNet; with --max_num_patches the crop keeps the "
+        "image's aspect ratio.",
     )
-    random_resized_crop_scale: list[float] = flag([0.08, 1.0], "Smallest and largest share of the area of that crop.")
+    random_resized_crop_scale: list[float] = flag([0.08, 1.0], "Smallest and largest area of that crop, as a share.")
     random_crop_ratio: float = flag(
         0.0,
-        "Resize the shorter side to N times the size, keeping the aspect ratio, and cut a random part out (ComRoPE's "
-        "code: 1.1); 0 for none.",
+        "Resize the shorter side to N times the size, keep the aspect ratio, and crop at random (ComRoPE's code: 1.1); "
+        "0 for none.",
     )
     crop_padding: int = flag(0, "Pad by N black pixels and crop back at random, as for CIFAR.")
     flip_probability: float = flag(0.0, "Probability of a horizontal flip.")
@@ -179,23 +179,23 @@ class AugmentationArguments:
     auto_augment: str | None = flag(
         None, "timm's RandAugment instead, such as DeiT's rand-m9-mstd0.5-inc1, with magnitudes 0 … 10."
     )
-    augment_first: bool = flag(False, "RandAugment or the policy before the crop, as in LieRE's code.")
+    augment_first: bool = flag(False, "Apply RandAugment or the policy before the crop, as LieRE's code does.")
     random_erasing_probability: float = flag(
-        0.0, "Probability that a rectangle of 2 … 33% of the image is replaced by noise, after normalising."
+        0.0, "Probability of replacing a rectangle of 2 … 33% of the normalised image by noise."
     )
     repeated_augmentation: int = flag(
-        1, "Views of an image in a batch; an epoch has as many examples, of N times fewer images."
+        1, "Views of each image in a batch. An epoch keeps its number of examples and uses 1/N of the images."
     )
     mixup_alpha: float = flag(0.0, "α of Mixup's Beta(α, α); 0 for no Mixup.")
     cutmix_alpha: float = flag(0.0, "α of CutMix's Beta(α, α); 0 for no CutMix.")
     mixing_probability: float = flag(
-        1.0, "Share of the batches that are mixed; with both, half by Mixup, half by CutMix."
+        1.0, "Share of batches to mix. If both Mixup and CutMix are on, each mixes half of these."
     )
 
     def __post_init__(self):
         for name in ("flip_probability", "random_erasing_probability", "mixing_probability"):
             if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"--{name} {getattr(self, name)} is no probability; accepted: 0 … 1.")
+                raise InputError(f"--{name} {getattr(self, name)} is not a probability; accepted: 0 … 1.")
         for name in ("crop_padding", "rand_augment_ops", "mixup_alpha", "cutmix_alpha"):
             if getattr(self, name) < 0:
                 raise InputError(f"--{name} {getattr(self, name)} is negative; accepted: 0 and above.")
@@ -215,21 +215,21 @@ class AugmentationArguments:
 
 @dataclass
 class RunArguments(TrainingArguments):
-    """Trainer's own arguments, and what this project adds or needs otherwise."""
+    """Trainer's arguments, those that this project adds, and other defaults for some."""
 
     recipe: str | None = flag(None, "yaml file of flags, which the command line overrides.")
-    overwrite_output_dir: bool = flag(False, "Delete the run that output_dir holds instead of refusing to start.")
+    overwrite_output_dir: bool = flag(False, "Delete the run in output_dir instead of refusing to start.")
     resume_from_hub: bool = flag(
-        False, "Go on from the last checkpoint in hub_model_id, pushed with hub_strategy checkpoint."
+        False, "Resume from the last checkpoint in hub_model_id, pushed with hub_strategy checkpoint."
     )
-    hub_license: str | None = flag(None, "Licence of the weights as the Hub calls it, such as apache-2.0; else none.")
+    hub_license: str | None = flag(None, "Licence of the weights, by its name on the Hub, such as apache-2.0.")
     total_train_batch_size: int | None = flag(
         None,
-        "Examples per step of the optimizer over all processes and accumulated batches, instead of "
-        "per_device_train_batch_size: the same run on any number of processes.",
+        "Examples per optimizer step, over all processes and accumulated batches. Replaces per_device_train_batch_size "
+        "and gives the same run on any number of processes.",
     )
     rotary_learning_rate_factor: float = flag(
-        1.0, "Learning rate of the rotations' parameters over that of the others."
+        1.0, "Learning rate of the rotations' parameters, as a multiple of the others'."
     )
     per_device_eval_batch_size: int = flag(64, "Examples per process in an evaluation.")
     remove_unused_columns: bool = flag(
@@ -239,7 +239,7 @@ class RunArguments(TrainingArguments):
 
     def __post_init__(self):
         self._check_numbers()
-        # Without this, every process on CPUs would train the whole model by itself.
+        # Without this, each CPU process would train a separate copy of the model.
         self.use_cpu = self.use_cpu or launched_on_cpus()
         try:
             super().__post_init__()
@@ -247,7 +247,7 @@ class RunArguments(TrainingArguments):
             raise InputError(str(error)) from error
         if launched_processes() > 1 and self.world_size == 1:
             raise InputError(
-                f"{launched_processes()} processes were launched, which cannot share a model on {self.device.type}; "
+                f"{launched_processes()} processes were launched; they cannot share a model on {self.device.type}; "
                 "accepted: one process, or --use_cpu true."
             )
         if self.device.type == "cpu":
@@ -256,8 +256,8 @@ class RunArguments(TrainingArguments):
             raise InputError("--remove_unused_columns and --logging_nan_inf_filter must stay off, see --help.")
         if self.dataloader_drop_last:
             raise InputError(
-                "--dataloader_drop_last would drop images from the evaluation as well; accepted: leave it off, "
-                "incomplete batches are weighted exactly."
+                "--dataloader_drop_last would also drop images from the evaluation; accepted: leave it off, incomplete "
+                "batches are weighted exactly."
             )
         if not self.average_tokens_across_devices:
             raise InputError("--average_tokens_across_devices must stay on: the loss is a mean over all processes.")
@@ -269,7 +269,7 @@ class RunArguments(TrainingArguments):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Which data the run needs."""
+        """The parts of the data that the run needs."""
         return ("training",) * self.do_train + ("evaluation",) * self.do_eval
 
     @property
@@ -278,12 +278,12 @@ class RunArguments(TrainingArguments):
 
     @property
     def resumes_last(self) -> bool:
-        """Whether the run goes on from the newest checkpoint in its output directory."""
+        """Whether the run resumes from the newest checkpoint in its output directory."""
         return self.resume_from_checkpoint in ("last", "True", "true", True)
 
     @property
     def order_seed(self) -> int:
-        """Seed of the order and the augmentation of the examples."""
+        """Seed for the order and augmentation of the examples."""
         return self.seed if self.data_seed is None else self.data_seed
 
     def _check_numbers(self):
@@ -291,22 +291,22 @@ class RunArguments(TrainingArguments):
         require_numbers(self, "label_smoothing_factor", highest=1)
         require_numbers(self, "per_device_train_batch_size", "per_device_eval_batch_size", lowest=1)
         require_numbers(self, "gradient_accumulation_steps", lowest=1)
-        # For Trainer, max_steps of -1 means that none are given.
+        # max_steps is -1 by default: Trainer then trains for num_train_epochs.
         if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
             raise InputError(f"--num_train_epochs {self.num_train_epochs}; accepted: numbers above 0.")
 
     def _check_hub(self):
         if self.push_to_hub and not (self.do_train and self.do_eval):
-            raise InputError("--push_to_hub needs --do_train and --do_eval: a card without figures is not published.")
+            raise InputError("--push_to_hub needs --do_train and --do_eval: a card must contain figures.")
         if self.hub_strategy == HubStrategy.ALL_CHECKPOINTS:
             raise InputError(
-                "--hub_strategy all_checkpoints is not supported; accepted: end, every_save (each save is a commit, "
-                "to be loaded by its revision) and checkpoint (with what --resume_from_hub needs)."
+                "--hub_strategy all_checkpoints is not supported; accepted: end, every_save (one commit per save, to "
+                "be loaded by its revision) and checkpoint (also saves what --resume_from_hub needs)."
             )
         if self.resume_from_hub and (self.resumes or self.load_best_model_at_end):
             raise InputError(
-                "--resume_from_hub goes with neither --resume_from_checkpoint nor --load_best_model_at_end: the Hub "
-                "holds the last checkpoint only."
+                "--resume_from_hub cannot be combined with --resume_from_checkpoint or --load_best_model_at_end: the "
+                "Hub has only the last checkpoint."
             )
 
     def _share_of_batch(self) -> int:
@@ -320,14 +320,14 @@ class RunArguments(TrainingArguments):
         if self.per_device_train_batch_size not in (share, RunArguments.per_device_train_batch_size):
             raise InputError(
                 f"--per_device_train_batch_size {self.per_device_train_batch_size} contradicts "
-                f"--total_train_batch_size {self.total_train_batch_size}, that is {share} per process; accepted: "
-                "--total_train_batch_size alone, which also overrides a recipe's."
+                f"--total_train_batch_size {self.total_train_batch_size}, which is {share} per process; accepted: "
+                "--total_train_batch_size alone. It also overrides the recipe's."
             )
         return share
 
 
 def launched_processes() -> int:
-    """How many processes torchrun or accelerate started."""
+    """Number of processes that torchrun or accelerate started."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -337,7 +337,7 @@ def launched_on_cpus() -> bool:
 
 
 def require_numbers(arguments: Any, *names: str, lowest: float = 0, highest: float = math.inf) -> None:
-    """Raises [`InputError`] if one of these fields is not a finite number between the two."""
+    """Raises [`InputError`] unless these fields are finite numbers between `lowest` and `highest`."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and not (lowest <= value <= highest and math.isfinite(value)):
@@ -349,7 +349,7 @@ def _parse_value(text: str) -> Any:
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
     if re.fullmatch(r"\d+(,\d+)+", text):
-        # 96,128 is accepted for [96,128].
+        # Accept 96,128 for [96,128].
         text = f"[{text}]"
     try:
         return json.loads(text)

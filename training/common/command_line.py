@@ -1,7 +1,7 @@
 """Command line and recipe of the training scripts.
 
-A recipe is a yaml file of the same names as the command-line flags. It is put in front of the command line as flags,
-so that both are converted and checked alike and the command line, coming last, wins.
+A recipe is a yaml file whose keys are command-line flags. Its flags are put before those of the command line: both are
+parsed in the same way, and the command line wins because it comes last.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from training.common.arguments import architecture_fields
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows help texts as they are written, whereas argparse takes a percent sign for the start of a format."""
+    """Prints help texts literally; argparse would interpret percent signs as formats."""
 
     def _expand_help(self, action: argparse.Action) -> str:
         text = self._get_help_string(action).replace("%(default)s", str(action.default))
-        # TrainingArguments writes its percent signs for argparse.
+        # TrainingArguments escapes its percent signs for argparse.
         return text.replace("%%", "%")
 
 
@@ -31,16 +31,16 @@ def parse_arguments(arguments: list[str] | None, argument_classes: tuple[type, .
     """Instances of the argument classes from a recipe (`--recipe file` or first positional) and flags.
 
     Args:
-        arguments: `None` means those of the process.
+        arguments: `None` for those of the process.
 
     Raises:
-        InputError: for a key or flag that does not exist, with the ones it resembles.
+        InputError: for an unknown key or flag, with close matches.
     """
     parser = HfArgumentParser(argument_classes, allow_abbrev=False, formatter_class=HelpFormatter)
     known = {action.dest for action in parser._actions}
     recipe, arguments = _take_recipe(sys.argv[1:] if arguments is None else list(arguments))
     if recipe is not None:
-        # A list in the configuration is one json value; any other list is several words.
+        # A list in a model's configuration is one json value; any other list becomes several words.
         configurations = [part.config_class for part in argument_classes if hasattr(part, "config_class")]
         whole = {name for config_class in configurations for name in architecture_fields(config_class)}
         arguments = _recipe_flags(Path(recipe), known, whole) + arguments + ["--recipe", recipe]
@@ -79,15 +79,15 @@ def _recipe_flags(recipe: Path, known: set[str], whole: set[str]) -> list[str]:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """The content of a yaml file. Raises [`InputError`] naming the place that is no yaml of `name: value` lines."""
+    """The content of a yaml file. Raises [`InputError`] with the position of what is not `name: value` yaml."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise InputError(f"{file.name}{place}: this is no yaml ({getattr(error, 'problem', error)}).") from error
+        raise InputError(f"{file.name}{place}: this is not yaml ({getattr(error, 'problem', error)}).") from error
     if not isinstance(content, dict):
-        raise InputError(f"{file.name} holds {type(content).__name__}; accepted: `name: value` lines.")
+        raise InputError(f"{file.name} contains a {type(content).__name__}; accepted: `name: value` lines.")
     return content
 
 

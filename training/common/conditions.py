@@ -1,7 +1,7 @@
-"""Evaluations under changed conditions: patches that change places (LieRE §5.5), shifted positions (ComRoPE §4.3.1).
+"""Evaluation under changed conditions: shuffled patches (LieRE §5.5) and shifted positions (ComRoPE §4.3.1).
 
-Both act on evaluation batches only and need no other model: patches are permuted as pixels, which is the same as
-permuting their tokens before they get positions.
+Both change evaluation batches only and leave the model as it is. Permuting the pixels of patches is the same as
+permuting their tokens before positions are assigned.
 """
 
 import math
@@ -19,19 +19,19 @@ from training.common.arguments import flag
 
 
 SHUFFLES = ("none", "patches", "frames")
-# Coordinates that count patches; in the others a training input has an extent of 1.
+# Coordinates that count patches. In all others a training input has extent 1.
 COUNTING_COORDINATES = ("index", "train_index")
 
 
 @dataclass
 class ConditionArguments:
     evaluation_shuffle: str = flag(
-        "none", "Evaluate with permuted `patches` (of clips tubelets) or `frames`, every image in an order of its own."
+        "none", "Evaluate with permuted `patches` (tubelets of clips) or `frames`; each image is permuted differently."
     )
     evaluation_offset: float = flag(
         0.0,
-        "ρ: evaluate with coordinates shifted by a common offset from N(0, ρ²) per axis, in extents of a "
-        "training input.",
+        "ρ: evaluate with all coordinates shifted by one offset from N(0, ρ²) per axis, in units of the training "
+        "input's extent.",
     )
     evaluation_seed: int = flag(0, "Seed of the permutations and of the offset.")
 
@@ -44,10 +44,10 @@ class ConditionArguments:
 
 class ConditionCollator:
     """
-    A collator whose evaluation batches are under the given condition.
+    Wraps a collator and applies the condition to evaluation batches.
 
     Raises:
-        InputError: if the model has nothing that the condition changes.
+        InputError: if the condition does not apply to the model.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ConditionCollator:
             return
         config = model.config
         if not isinstance(config, LieREConfig):
-            raise InputError(f"Shuffles and offsets need a model of this library, not {config.model_type!r}.")
+            raise InputError(f"Shuffles and offsets require a model of this library, not {config.model_type!r}.")
         if arguments.evaluation_shuffle == "frames" and config.num_axes != 3:
             raise InputError("--evaluation_shuffle frames: images have none; accepted: none, patches.")
         if arguments.evaluation_offset and config.coordinates is None:
@@ -76,7 +76,7 @@ class ConditionCollator:
         if self.encoder is None or "key" in examples[0]:
             return batch
         seed = self.arguments.evaluation_seed
-        # A convolution sees channels first, then the axes of the patches.
+        # (B, C, *sizes): channels first, then the axes of the patches.
         pixels = self.encoder.pixels(batch["pixel_values"])
         patch_shape = self.encoder.config.patch_shape
         if self.arguments.evaluation_shuffle == "frames":
@@ -92,7 +92,7 @@ class ConditionCollator:
 
 
 def _indices(examples: list[dict[str, Any]], count: int) -> list[int]:
-    """For every input of a batch the index of its example, of which a collator puts those without an image last."""
+    """The example index of every input of a batch. A collator puts examples without an image last."""
     indices = [example["index"] for example in examples if "image" in example]
     indices += [0] * (len(examples) - len(indices))
     return np.repeat(indices, count // len(examples)).tolist()
@@ -101,7 +101,7 @@ def _indices(examples: list[dict[str, Any]], count: int) -> list[int]:
 def shuffle_patches(
     pixels: torch.Tensor, patch_shape: tuple[int, ...], generators: Sequence[np.random.Generator]
 ) -> torch.Tensor:
-    """Inputs (B, C, *sizes) with their patches permuted, each in the order that its generator draws."""
+    """Permutes the patches of inputs (B, C, *sizes), each in the order that its generator draws."""
     axes = len(patch_shape)
     counts = [size // patch for size, patch in zip(pixels.shape[2:], patch_shape)]
     split = [extent for pair in zip(counts, patch_shape) for extent in pair]
@@ -114,10 +114,10 @@ def shuffle_patches(
 
 
 def shifted_positions(encoder: PreTrainedModel, grid: tuple[int, ...], strength: float, seed: int) -> torch.Tensor:
-    """(tokens, A) coordinates of a grid, all moved by the same offset; ComRoPE eq. (12) with ρ = `strength`.
+    """(tokens, A) coordinates of a grid, all shifted by one offset; ComRoPE eq. (12) with ρ = `strength`.
 
-    Where class and register tokens have coordinates these move as well; else an encoding of relative positions sees
-    the offset in what these tokens attend to.
+    Class and register tokens shift too if they have coordinates. Otherwise a relative encoding sees the offset in what
+    these tokens attend to.
     """
     config = encoder.config
     positions = encoder.grid_positions(grid, torch.device("cpu")).coordinates

@@ -1,6 +1,6 @@
-"""What a run leaves beside its checkpoint: the names of its files, its resolved configuration and its environment.
+"""Records that a run writes beside its checkpoint: file names, resolved configuration and environment.
 
-The files describe the run to others, so they hold no folders, host names or tokens.
+Others read these files, so they contain no folders, host names or tokens.
 """
 
 import json
@@ -27,7 +27,7 @@ RESOLUTIONS_FILE = "resolutions.json"
 EXAMPLES_FILE = "eval_examples.safetensors"
 # A sweep writes the flags of a run into this file before it starts the run.
 FLAGS_FILE = "flags.json"
-# Records, metrics, model and processor that a run leaves.
+# Records, metrics, model and processor that a run writes.
 RUN_FILES = (
     *(CONFIG_FILE, ENVIRONMENT_FILE, EXAMPLES_FILE, RESOLUTIONS_FILE, WEIGHTS_FILE, TRAINER_STATE_NAME),
     *"all_results.json eval_results.json train_results.json".split(),
@@ -35,7 +35,7 @@ RUN_FILES = (
     *"preprocessor_config.json tokenizer.json tokenizer_config.json".split(),
 )
 LIBRARIES = "torch torchvision transformers accelerate datasets evaluate huggingface_hub numpy pillow".split()
-# Names of arguments that hold folders, addresses or identities: where a run happened, not what it did.
+# Arguments with folders, addresses or identities: they describe where a run happened, not what it did.
 PRIVATE_ARGUMENTS = re.compile(r"(^|_)(dir|token|hub|run_name|local_rank|n_gpu|resume_from_checkpoint|trackio)(_|$)")
 
 
@@ -44,7 +44,7 @@ def write_record(folder: str | Path, name: str, content: dict[str, Any]) -> None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file that has its new content as a whole or, after an interruption, its old one."""
+    """Writes a file atomically: after an interruption it has its old content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f"{path.name}.part")
     written.write_text(text, encoding="utf-8")
@@ -52,7 +52,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_private(value: Any) -> Any:
-    """Arguments without what only this machine and its user understand: folders, names, tokens."""
+    """Arguments without folders, names and tokens, which mean nothing on other machines."""
     if isinstance(value, dict):
         return {key: remove_private(item) for key, item in value.items() if not PRIVATE_ARGUMENTS.search(str(key))}
     if isinstance(value, list | tuple):
@@ -64,7 +64,7 @@ def remove_private(value: Any) -> Any:
 
 @dataclass
 class Examples:
-    """What a run trains on and evaluates, resolved: `name` or `files` or `folder`, `config`, `split`, `samples`."""
+    """Resolved training and evaluation data: `name`, `files` or `folder`, with `config`, `split` and `samples`."""
 
     train: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
@@ -73,9 +73,9 @@ class Examples:
 def describe_examples(arguments: Any, splits: dict[str, str], train: int | None, evaluation: int | None) -> Examples:
     """
     Args:
-        arguments: those of the data, of any script.
-        splits: of a data set that has them, by `train` and `evaluation`.
-        train, evaluation: numbers of examples, `None` for what the run does not do.
+        arguments: the data arguments of any script.
+        splits: names of the data set's splits, if any, under `train` and `evaluation`.
+        train, evaluation: numbers of examples; `None` if the run does not train or evaluate.
     """
 
     def side(name: str, files: str, samples: int | None) -> dict[str, Any] | None:
@@ -99,7 +99,7 @@ def describe_examples(arguments: Any, splits: dict[str, str], train: int | None,
 
 
 def environment() -> dict[str, Any]:
-    """Versions, processes and hardware that may explain a result."""
+    """Versions, processes and hardware that can affect a result."""
     state = PartialState()
     return {
         "python": platform.python_version(),

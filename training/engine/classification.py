@@ -1,4 +1,4 @@
-"""What the scripts that train classifiers of images and of videos have in common, whatever their data."""
+"""Building and training a classifier: what the scripts for images and for videos share."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from training.engine.trainer import ClassificationMetrics, ClassificationTrainer
 
 
 class ClassifierArguments(NamedTuple):
-    """The command line of a script that trains a classifier."""
+    """Parsed command line of a script that trains a classifier."""
 
     model: CheckpointArguments
     data: SampleArguments
@@ -33,7 +33,10 @@ class ClassifierArguments(NamedTuple):
 def build_classifier(
     arguments: ClassifierArguments, config: PreTrainedConfig, images: LabelledImages, checkpoint: str | None
 ) -> tuple[PreTrainedModel, Source | None, Source | None]:
-    """The model, and the sources to train on and to evaluate with its labels; a run may resume from `checkpoint`."""
+    """
+    The model, and the training and evaluation sources with its labels. If the run resumes, the keys of `checkpoint` are
+    checked.
+    """
     set_seed(arguments.run.seed)
     model = build_model(arguments.model, config, images, arguments.run.do_train)
     if checkpoint is not None:
@@ -53,13 +56,13 @@ def train_classifier(
     checkpoint: str | None,
 ) -> dict[str, float]:
     """
-    Trains and evaluates as the command line says; returns the last metrics.
+    Trains and evaluates as the command line requests; returns the last metrics.
 
     Args:
-        processor: saved with the model; the batches have its mean and deviation, and its number of patches if any.
-        input_size: of the model in this run, (height, width) or (frames, height, width).
-        datasets: to `train` on and for the `evaluation`.
-        splits: where these come from, as `LabelledImages` has them.
+        processor: saved with the model; batches use its mean and deviation, and its number of patches if any.
+        input_size: input size in this run, (height, width) or (frames, height, width).
+        datasets: the data sets `train` and `evaluation`.
+        splits: names of their splits, as in `LabelledImages`.
         checkpoint: the checkpoint to resume from, if any.
     """
     args, train, evaluation = arguments.run, datasets["train"], datasets["evaluation"]
@@ -78,7 +81,7 @@ def train_classifier(
         compute_metrics=ClassificationMetrics(model.config.num_labels),
         preprocess_logits_for_metrics=ranks_and_losses,
     )
-    # A stream has as many examples as all processes read together.
+    # For a stream, the number of examples that all processes read together.
     examples = train and getattr(train, "num_examples", len(train)), evaluation and len(evaluation)
     described = {"data": arguments.data, "augmentation": arguments.augmentation, "condition": arguments.condition}
     described["examples"] = describe_examples(arguments.data, splits, *examples)

@@ -1,4 +1,4 @@
-"""Model and processor of a run, new from flags or from a checkpoint whose every weight is accounted for."""
+"""Model and processor of a run: new from flags, or loaded from a checkpoint with every weight accounted for."""
 
 import contextlib
 from collections.abc import Iterator
@@ -39,17 +39,17 @@ from training.data.sources import LabelledImages
 
 logger = logging.get_logger(__name__)
 
-# Fields that change how a checkpoint trains but not what its weights mean. The image size is that of the data: a
-# checkpoint keeps the one it was trained at, to which its positions refer.
+# Fields that change how a checkpoint trains but not what its weights mean. The image size is the data's; a checkpoint
+# keeps its training size, because its positions refer to it.
 DROPOUTS = ("hidden_dropout_prob", "mlp_dropout_prob", "attention_probs_dropout_prob")
 CHANGEABLE_FIELDS = (*DROPOUTS, "drop_path_rate", *TRAINING_ONLY)
 SIZE_FIELDS = ("image_size", "num_frames")
-# What --upgrade_encoding changes in a checkpoint.
+# Fields that --upgrade_encoding changes.
 UPGRADED_FIELDS = ("position_encoding", "block_size", "share_heads", "share_layers")
-# Coordinates that are equal on the training grid, so that a checkpoint of one may be evaluated with the other.
+# Both give the same coordinates on the training grid, so a checkpoint with one may be evaluated with the other.
 SAME_IN_TRAINING = {"train_grid", "fixed_grid"}
 BICUBIC = 3
-# The names of classifier classes end with one of these.
+# Suffixes of classifier classes.
 HEADS = ("ForImageClassification", "ForVideoClassification", "ForSequenceClassification", "ForTokenClassification")
 # A classifier made from a model of images and text does not use these weights.
 NOT_FOR_CLASSIFIERS = ("text_model.", "text_projection.", "visual_projection.", "logit_scale", "logit_bias")
@@ -64,7 +64,7 @@ def resolve_config(arguments: CheckpointArguments) -> PreTrainedConfig:
     """
     config = _given_config(arguments)
     if is_physical(config) and not isinstance(config, LieREVideoConfig):
-        raise InputError("--coordinates physical: images tell no spacing of their pixels; accepted for volumes only.")
+        raise InputError("--coordinates physical: images have no pixel spacing; accepted for volumes only.")
     return config
 
 
@@ -78,18 +78,18 @@ def _given_config(arguments: CheckpointArguments) -> PreTrainedConfig:
     upgrades = getattr(arguments, "upgrade_encoding", False)
     if arguments.model_name_or_path is None:
         if upgrades:
-            raise InputError("--upgrade_encoding: a new model has nothing to upgrade; accepted: --model_name_or_path.")
+            raise InputError("--upgrade_encoding upgrades a checkpoint; accepted: with --model_name_or_path.")
         try:
             return arguments.config_class(**given)
         except Exception as error:
-            # The strict configuration raises errors of its own, which name the field and what it accepts.
+            # Strict configurations raise several classes of errors; all name the field and what it accepts.
             raise InputError(str(error)) from error
     config = checkpoint_config("--model_name_or_path", arguments.model_name_or_path, arguments.model_revision)
     if upgrades and not isinstance(config, LieREConfig):
         raise InputError(f"--upgrade_encoding: the checkpoint is a {config.model_type}; accepted: a model of hf_liere.")
     for name in (*SIZE_FIELDS, *(UPGRADED_FIELDS if upgrades else ())):
         given.pop(name, None)
-    # Beside a checkpoint, None means whatever the checkpoint has.
+    # With a checkpoint, None keeps the checkpoint's value.
     for name, value in ((name, value) for name, value in given.items() if value is not None):
         same_in_training = name == "coordinates" and {value, getattr(config, name, None)} <= SAME_IN_TRAINING
         if name not in CHANGEABLE_FIELDS and not same_in_training and getattr(config, name, None) != value:
@@ -103,11 +103,11 @@ def _given_config(arguments: CheckpointArguments) -> PreTrainedConfig:
 
 def checkpoint_config(flag: str, name: str, revision: str = "main") -> PreTrainedConfig:
     """
-    The configuration of a checkpoint, read before any other of its files.
+    The configuration of a checkpoint, read before its other files.
 
     Raises:
-        InputError: if there is none, or it cannot be read.
-        HubError: if it is on the Hub, which does not answer or refuses.
+        InputError: if it is missing or cannot be read.
+        HubError: if the Hub refuses or does not answer.
     """
     with translate_errors(flag, name):
         return AutoConfig.from_pretrained(name, trust_remote_code=False, **loading_options(name, revision))
@@ -119,7 +119,7 @@ def translate_errors(flag: str, name: str) -> Iterator[None]:
     Translates the errors of loading a checkpoint.
 
     Raises:
-        InputError: with the reason, if its files are missing, damaged or of no known model.
+        InputError: with the reason, if files are missing or damaged, or the model is unknown.
     """
     try:
         with translate_loading_errors(name):
@@ -135,7 +135,7 @@ def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig)
     Raises:
         InputError: if they do not consist of whole patches.
     """
-    # Models of images and text keep the sizes in the part for images.
+    # Dual encoders have the sizes in their vision configuration.
     config = getattr(config, "vision_config", config)
     size = height_and_width(arguments.architecture().get("image_size", config.image_size))
     patch = height_and_width(config.patch_size)
@@ -149,10 +149,10 @@ def resolve_image_size(arguments: CheckpointArguments, config: PreTrainedConfig)
 
 def resolve_num_frames(arguments: CheckpointArguments, config: LieREVideoConfig) -> int:
     """
-    Number of frames of the clips of this run.
+    Number of frames per clip in this run.
 
     Raises:
-        InputError: if they do not consist of whole tubelets.
+        InputError: if the clips do not consist of whole tubelets.
     """
     frames, tubelet = arguments.architecture().get("num_frames", config.num_frames), config.tubelet_size
     if frames < tubelet or frames % tubelet:
@@ -167,13 +167,12 @@ def resolve_processor(
     arguments: CheckpointArguments, data_arguments: SampleArguments, size: tuple[int, int], config: PreTrainedConfig
 ) -> ViTImageProcessor | Siglip2ImageProcessor | LieREVideoProcessor:
     """
-    The processor that is saved with the checkpoint, so that pipelines prepare pixels as the evaluation does: one that
-    keeps the aspect ratio of images if `max_num_patches` is among the arguments of the data, or else among those of the
-    checkpoint's processor, and the script has that flag.
+    The processor that is saved with the checkpoint, so that pipelines prepare pixels as the evaluation does. It keeps
+    aspect ratios if the script has the flag `max_num_patches` and the flag, or the checkpoint's processor, sets it.
 
     Raises:
-        InputError: if the constants are not those of the model's channels, or its patches are not square and images are
-            to keep their aspect ratio.
+        InputError: if the number of means or deviations is not the number of channels, or if images keep their aspect
+            ratio but patches are not square.
     """
     is_video, is_ours = isinstance(config, LieREVideoConfig), isinstance(config, LieREPixelConfig)
     num_channels = getattr(config, "vision_config", config).num_channels
@@ -206,7 +205,7 @@ def resolve_processor(
         return Siglip2ImageProcessor(**fields, patch_size=patch_size, max_num_patches=max_num_patches)
     fields |= {"size": {"height": size[0], "width": size[1]}, "do_center_crop": crops > 0}
     if crops:
-        # Of several crops a processor takes the one in the middle.
+        # A processor takes only one crop, from the centre.
         fields["crop_size"] = fields["size"]
         fields["size"] = {"shortest_edge": round(data_arguments.eval_crop_ratio * size[0])}
     return LieREVideoProcessor(**fields) if is_video else ViTImageProcessor(**fields)
@@ -215,7 +214,7 @@ def resolve_processor(
 def _take_over_crop(
     processor: ViTImageProcessor | Siglip2ImageProcessor | LieREVideoProcessor, arguments: ViewArguments
 ) -> None:
-    """Sets the flags of the evaluation's view, so that the record says what is used, as the checkpoint's processor."""
+    """Copies the crop of the checkpoint's processor into the flags, so that the record states what is used."""
     if getattr(processor, "do_center_crop", False) and "shortest_edge" in processor.size:
         arguments.eval_crops = 1
         arguments.eval_crop_ratio = processor.size["shortest_edge"] / processor.crop_size["height"]
@@ -232,23 +231,23 @@ def _check_crops(
         raise InputError(f"--eval_crops {crops}: several views are of videos only; accepted for images: 0, 1.")
     if size[0] != size[1] or max_num_patches is not None:
         raise InputError(
-            f"--eval_crops {crops} cuts out squares; accepted with --max_num_patches or an --image_size that is none: "
-            "0."
+            f"--eval_crops {crops} cuts out squares; accepted with --max_num_patches or an --image_size that is not "
+            "square: 0."
         )
 
 
 def _square_patch(config: PreTrainedConfig, max_num_patches: int) -> int:
-    """The side of a patch, of a model that takes images of different sizes."""
+    """The side of a patch. Raises [`InputError`] if the model does not take images of different sizes."""
     if not isinstance(config, LieREViTConfig):
         raise InputError(
-            f"--max_num_patches {max_num_patches}: {config.model_type} models are trained on images of one size here; "
-            "accepted: models of this library."
+            f"--max_num_patches {max_num_patches}: {config.model_type} models take images of one size here; accepted: "
+            "models of this library."
         )
     height, width = config.patch_shape
     if height != width:
         raise InputError(
-            f"--max_num_patches {max_num_patches}: patches of {height}×{width} are not square, and the processor that "
-            "keeps aspect ratios cuts square ones; accepted: a patch_size of one number."
+            f"--max_num_patches {max_num_patches}: patches of {height}×{width} are not square, but the processor cuts "
+            "squares; accepted: a patch_size of one number."
         )
     return height
 
@@ -263,11 +262,11 @@ def build_model(
     """
     A model for the classes of the data set.
 
-    A checkpoint keeps its classifier if it knows the same classes. Otherwise it gets a new one to be trained, with a
-    message, and is refused where no classifier is trained.
+    A checkpoint keeps its classifier if it has the same classes. Otherwise it gets a new classifier, with a warning, or
+    is refused if no classifier is trained.
 
     Args:
-        auto_class: Of the classifier; `None` means that of images or videos.
+        auto_class: Auto class of the classifier; `None` for that of images or videos.
 
     Raises:
         InputError: if the number of labels is not the data set's, or a weight is missing or left over.
@@ -275,7 +274,7 @@ def build_model(
     names = images.label_names
     if arguments.num_labels not in (None, len(names)):
         raise InputError(
-            f"--num_labels {arguments.num_labels} disagrees with the data set, which has {len(names)} labels: "
+            f"--num_labels {arguments.num_labels} contradicts the data set, which has {len(names)} labels: "
             f"{', '.join(names[:10])}{' …' if len(names) > 10 else ''}. Accepted: {len(names)}, or leave it out."
         )
     if auto_class is None:
@@ -288,22 +287,33 @@ def build_model(
 
     is_classifier = any(name.endswith(HEADS) for name in config.architectures or HEADS)
     keeps_head = is_classifier and _has_same_classes(config, images)
+    old = config.num_labels
     if not keeps_head and not trains_head:
         raise InputError(
-            f"The checkpoint knows {config.num_labels} labels ({', '.join(list(config.id2label.values())[:5])} …), the "
-            f"data set has {len(names)} ({', '.join(names[:5])} …); accepted where no classifier is trained: the "
-            "same labels."
+            f"The checkpoint has {old} labels ({', '.join(list(config.id2label.values())[:5])} …), the data set has "
+            f"{len(names)} ({', '.join(names[:5])} …); accepted if no classifier is trained: the same labels."
         )
     if not keeps_head:
-        old = config.num_labels
         config.id2label, config.label2id = labels
+    model = _load_classifier(arguments, config, auto_class, keeps_head)
+    if not keeps_head:
+        logger.warning(
+            f"The checkpoint's classifier for {old} labels was replaced by a new one for the data set's {len(names)}."
+        )
+    return _upgrade(model, arguments) if getattr(arguments, "upgrade_encoding", False) else model
+
+
+def _load_classifier(
+    arguments: CheckpointArguments, config: PreTrainedConfig, auto_class: type, keeps_head: bool
+) -> PreTrainedModel:
+    """The model of the checkpoint, with its classifier or a new one. Raises [`InputError`] for missing weights."""
     with translate_errors("--model_name_or_path", arguments.model_name_or_path):
         model, loading = auto_class.from_pretrained(
             arguments.model_name_or_path,
             revision=arguments.model_revision,
             config=config,
             trust_remote_code=False,
-            # Weights in half precision would lose small updates; with --bf16 the computation is still in bfloat16.
+            # Half-precision weights would lose small updates. With --bf16 the computation is still in bfloat16.
             dtype=torch.float32,
             ignore_mismatched_sizes=not keeps_head,
             output_loading_info=True,
@@ -311,17 +321,14 @@ def build_model(
     besides = NOT_FOR_CLASSIFIERS if keeps_head else (*NOT_FOR_CLASSIFIERS, "classifier.")
     require_loaded_keys(loading, arguments.model_name_or_path, besides)
     if not keeps_head:
-        # from_pretrained only renews a classifier of another size; one of the same size means other classes here.
+        # from_pretrained renews only classifiers of another size; one of the same size may be for other classes.
         nn.init.normal_(model.classifier.weight, std=getattr(config, "initializer_range", 0.02))
         nn.init.zeros_(model.classifier.bias)
-        logger.warning(
-            f"The checkpoint's classifier for {old} labels was replaced by a new one for the data set's {len(names)}."
-        )
-    return _upgrade(model, arguments) if getattr(arguments, "upgrade_encoding", False) else model
+    return model
 
 
 def _upgrade(model: PreTrainedModel, arguments: CheckpointArguments) -> PreTrainedModel:
-    """The model with the position encoding of the flags. Raises [`InputError`] where no upgrade is exact."""
+    """The model with the position encoding of the flags. Raises [`InputError`] if the upgrade is not exact."""
     given = arguments.architecture()
     wanted = {name: given[name] for name in UPGRADED_FIELDS if given.get(name) is not None}
     if all(getattr(model.config, name) == value for name, value in wanted.items()):
@@ -330,7 +337,7 @@ def _upgrade(model: PreTrainedModel, arguments: CheckpointArguments) -> PreTrain
 
 
 def order_labels(images: LabelledImages, config: PreTrainedConfig) -> list[int]:
-    """For every label of the data set its number in the model: a checkpoint may list the same classes differently."""
+    """The model's number for every label of the data set: a checkpoint may order the same classes differently."""
     if not images.named or _is_anonymous(config):
         return list(range(len(images.label_names)))
     numbers = {name: int(number) for number, name in config.id2label.items()}
@@ -339,14 +346,14 @@ def order_labels(images: LabelledImages, config: PreTrainedConfig) -> list[int]:
 
 def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> None:
     """
-    Compares the weights in a Trainer checkpoint with the model's; Trainer itself loads what fits and goes on.
+    Compares the weights in a Trainer checkpoint with the model's. Trainer would load what fits and ignore the rest.
 
     Raises:
-        InputError: naming the keys that are missing, left over or of another shape.
+        InputError: naming the keys that are missing, unexpected or of another shape.
     """
     folder = Path(checkpoint)
     if not any((folder / name).is_file() for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)):
-        # The checkpoint is in shards of FSDP, whose own loader checks them.
+        # An FSDP checkpoint in shards; its loader checks them.
         return
     saved = {key: list(shape) for key, shape in saved_shapes(folder).items()}
     expected = {key: list(value.shape) for key, value in model.state_dict().items()}
@@ -357,7 +364,7 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
 
 
 def _has_same_classes(config: PreTrainedConfig, images: LabelledImages) -> bool:
-    """Numbers of classes are compared where the data set only numbers them or the checkpoint calls them LABEL_0 …."""
+    """Compares names of classes, or their number if the data set or the checkpoint (LABEL_0 …) has no names."""
     if not images.named:
         return len(images.label_names) <= config.num_labels
     if _is_anonymous(config):

@@ -1,4 +1,4 @@
-"""Rotary patches in runs: their flags, their check before anything is loaded, LoRA, and what a finished run leaves."""
+"""Rotary patches in runs: flags, checks before anything is loaded, LoRA, and saving."""
 
 import copy
 import dataclasses
@@ -19,7 +19,7 @@ from training.common.arguments import flag, require_numbers
 
 
 UNPATCHED = "none"
-# Of a run's folder, see `save_patched`.
+# Subfolders of a run, see `save_patched`.
 ROTARY, LORA = "rotary", "lora"
 
 
@@ -31,7 +31,7 @@ def _patch_fields() -> list[tuple[str, type, dataclasses.Field]]:
         kind, default = patch_field.type, patch_field.default
         if patch_field.name == "position_encoding":
             kind, default = str | None, None
-            text += f" {UNPATCHED} patches nothing; by default a checkpoint that is patched keeps its own."
+            text += f" {UNPATCHED} patches nothing; by default a patched checkpoint keeps its encoding."
         if patch_field.name != "format_version":
             fields.append((patch_field.name, kind, flag(default, text)))
     return fields
@@ -41,15 +41,15 @@ PatchArguments = dataclasses.make_dataclass("PatchArguments", _patch_fields())
 
 
 def refuse_other_patch(arguments: PatchArguments, own: dict | None, trains: bool) -> None:
-    """Raises [`InputError`] for an encoding that is not the checkpoint's `own`, or that nothing would train."""
+    """Raises [`InputError`] for an encoding that differs from the checkpoint's `own`, or that would not be trained."""
     encoding = arguments.position_encoding
     if own is not None and encoding not in (None, own["position_encoding"]):
         raise InputError(
-            f"--position_encoding {encoding}: the checkpoint is patched with {own['position_encoding']}; accepted: "
-            "that, or a checkpoint that is not patched."
+            f"--position_encoding {encoding}: the checkpoint is patched with {own['position_encoding']}; accepted: the "
+            "same encoding, or an unpatched checkpoint."
         )
     if not trains and own is None and encoding not in (None, UNPATCHED):
-        raise InputError(f"--position_encoding {encoding}: nothing is patched without --do_train.")
+        raise InputError(f"--position_encoding {encoding}: accepted with --do_train only.")
 
 
 def patch_config(arguments: PatchArguments) -> RotaryPatchConfig:
@@ -64,17 +64,17 @@ def patch_config(arguments: PatchArguments) -> RotaryPatchConfig:
 
 
 def build_on_meta(auto_class: type, config: PreTrainedConfig) -> PreTrainedModel:
-    """Only the shapes of a model. Raises [`InputError`] for a configuration that the class does not take."""
+    """A model on the meta device, which has only shapes. Raises [`InputError`] if the class refuses `config`."""
     try:
         with torch.device("meta"):
             return auto_class.from_config(copy.deepcopy(config))
     except ValueError as error:
-        # The further lines of the message list all classes of transformers.
+        # The other lines of the message list all classes of transformers.
         raise InputError(str(error).splitlines()[0]) from error
 
 
 def check_patch(auto_class: type, config: PreTrainedConfig, patched: RotaryPatchConfig) -> None:
-    """Raises [`InputError`] for what a model of this configuration cannot take; only its shapes are made."""
+    """Raises [`InputError`] if a model of this configuration does not take the patch. Creates only its shapes."""
     model = build_on_meta(auto_class, config)
     try:
         plan(model, patched)
@@ -85,7 +85,7 @@ def check_patch(auto_class: type, config: PreTrainedConfig, patched: RotaryPatch
 @dataclasses.dataclass
 class LoraArguments:
     lora_rank: int = flag(8, "Rank of LoRA's matrices.")
-    lora_alpha: float = flag(16.0, "LoRA's products are scaled by this over the rank.")
+    lora_alpha: float = flag(16.0, "LoRA's products are multiplied by lora_alpha / lora_rank.")
 
     def __post_init__(self):
         require_numbers(self, "lora_rank", lowest=1)
@@ -100,11 +100,11 @@ def apply_lora(
     copied: list[str] | None = None,
 ) -> nn.Module:
     """
-    LoRA (Hu et al., 2022) in every linear layer of these attention modules.
+    Adds LoRA (Hu et al., 2022) to every linear layer of these attention modules.
 
     Args:
         attentions: (name in the model, module).
-        copied: names of modules of which a copy is trained.
+        copied: names of modules to copy; the copies are trained.
 
     Raises:
         InputError: if peft is not installed.
@@ -121,16 +121,16 @@ def apply_lora(
 
 
 def unwrap_peft(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers inside of what peft puts around it."""
+    """The transformers model inside a peft model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def save_patched(model: nn.Module, folder: Path) -> None:
     """
-    What loads again without the scripts: `rotary` for `load_rotary`; and `lora` for peft, or the model with rotations.
+    Saves what loads without the scripts: `rotary` for `load_rotary`, and either `lora` for peft or the whole model.
 
     Args:
-        model: of transformers, patched or not, or a peft model around it.
+        model: a transformers model, patched or not, or a peft model around it.
     """
     if is_patched(model):
         save_rotary(model, folder / ROTARY)
@@ -140,11 +140,11 @@ def save_patched(model: nn.Module, folder: Path) -> None:
 @dataclasses.dataclass(frozen=True)
 class Adapters:
     """
-    LoRA, and rotations, that [`save_patched`] left in a folder without a whole model.
+    LoRA and rotations that [`save_patched`] wrote into a folder without the whole model.
 
     Attributes:
-        base: Folder or name of the model that they belong to.
-        rotary_patch: How it is patched; `None` without rotations.
+        base: Folder or name of the model that they adapt.
+        rotary_patch: Configuration of the patch; `None` without rotations.
     """
 
     folder: Path
@@ -156,10 +156,10 @@ class Adapters:
         The model with rotations and LoRA.
 
         Raises:
-            ValueError: if they do not belong to it, or peft is missing.
+            ValueError: if the adapters do not fit the model, or peft is missing.
         """
         if is_patched(model):
-            # Its own rotations are among those that were trained further.
+            # The saved rotations replace those of the base.
             model = unpatch(model)
         if self.rotary_patch is not None:
             load_rotary(model, self.folder / ROTARY)
@@ -168,10 +168,10 @@ class Adapters:
 
 def find_adapters(name: str | None) -> Adapters | None:
     """
-    The adapters in a folder, if it holds no whole model.
+    The adapters in a folder, unless it contains a whole model.
 
     Raises:
-        InputError: if they cannot be read, or do not say which model they belong to.
+        InputError: if they cannot be read or do not name their base model.
     """
     folder = Path(name or "")
     if name is None or (folder / "config.json").is_file():
@@ -188,7 +188,7 @@ def find_adapters(name: str | None) -> Adapters | None:
 
 
 def _peft():
-    # Imported here because no other run needs peft.
+    # Imported here because only runs with LoRA need peft.
     try:
         import peft
     except ImportError as error:

@@ -1,11 +1,14 @@
 """
-Pushing a run to the Hub while it trains, and going on from what is there.
+Pushing a run to the Hub while it trains, and resuming from there.
 
-Differences from Trainer's own pushes: the files of a step are set aside before the next step changes them, so a commit
-holds the step that its title names; a step is one commit; failed pushes are remembered and make the script fail; only
-the files that `hf_liere.hub.staging` knows are pushed, never `training_args.bin`, which holds paths and the token.
-While a run goes on, `--hub_strategy checkpoint` keeps what `--resume_from_hub` needs in `last-checkpoint/`; the commit
-of the finished model takes it away.
+Differences from Trainer's pushes:
+
+- The files of a step are copied before the next step changes them, so a commit contains the step in its title.
+- Each step is one commit. Failed pushes are remembered and make the script fail.
+- Only files that `hf_liere.hub.staging` knows are pushed, never `training_args.bin` with its paths and token.
+
+During a run, `--hub_strategy checkpoint` keeps what `--resume_from_hub` needs in `last-checkpoint/`. The commit of the
+finished model removes it.
 """
 
 import json
@@ -34,7 +37,7 @@ from training.common.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE,
 logger = logging.get_logger(__name__)
 
 LAST_CHECKPOINT = "last-checkpoint"
-# Beside the checkpoints, so that files can be set aside as hard links; the dot hides it from listings.
+# Beside the checkpoints, so that files can be hard-linked; the dot hides it from listings.
 SNAPSHOTS = ".hub"
 
 
@@ -46,7 +49,7 @@ class HubPushes:
     """A mixin before `Trainer` that replaces its pushes."""
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Trainer calls it before training: a token that may not write, and what pushes need, are found now."""
+        """Called by Trainer before training, so that a token without write access fails early."""
         if not self.is_world_process_zero():
             return
         secret_scanner()
@@ -59,20 +62,20 @@ class HubPushes:
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        # The file is a pickle of the arguments, with the folders and the token that the records leave out.
+        # This pickle of the arguments contains the folders and the token that the records omit.
         (Path(output_dir or self.args.output_dir) / "training_args.bin").unlink(missing_ok=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saving never pushes: `push_to_hub` does, when the model has been evaluated."""
+        """Saves without pushing: `push_to_hub` pushes after the evaluation."""
         super().save_model(output_dir, _internal_call=True)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Set the files of this step aside, and push them in the background."""
+        """Copies the files of this step and pushes the copies in the background."""
         if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
             return
         step = self.state.global_step
         if not self.args.hub_always_push and any(not job.done() for job in self._pushes.values()):
-            logger.info(f"Step {step} is not pushed: an earlier push is under way (see --hub_always_push).")
+            logger.info(f"Step {step} is not pushed: an earlier push is still running (see --hub_always_push).")
             return
         snapshot = Path(self.args.output_dir) / SNAPSHOTS / f"step-{step}"
         self._set_aside(Path(checkpoint_folder), snapshot)
@@ -103,7 +106,7 @@ class HubPushes:
                 if path.is_file() and path.name != TRAINER_STATE_NAME:
                     _set_aside(path, states / path.name)
             state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-            # The path of a folder on this machine means nothing on the Hub.
+            # A local path means nothing on the Hub.
             write_record(states, TRAINER_STATE_NAME, state | {"best_model_checkpoint": None})
             shutil.copyfile(output_dir / CONFIG_FILE, states / CONFIG_FILE)
 
@@ -121,16 +124,16 @@ class HubPushes:
         return published.commit
 
     def _finish_current_push(self) -> None:
-        """Trainer calls it when training ends; what failed is reported by [`push_to_hub`]."""
+        """Called by Trainer when training ends. [`push_to_hub`] reports failures."""
         for job in getattr(self, "_pushes", {}).values():
             job.exception()
 
     def push_to_hub(self, **kwargs) -> Published | None:
         """
-        Publish the output folder, after its evaluation; `None` in all processes but the first.
+        Publishes the output folder after its evaluation. Returns `None` in all processes but the first.
 
         Raises:
-            HubError: if this, or the push of any step, failed; the message says what the repository lacks.
+            HubError: if this push or that of any step failed; the message lists what the repository lacks.
         """
         if not self.is_world_process_zero():
             return None
@@ -162,7 +165,7 @@ class HubPushes:
 
 
 def _set_aside(source: Path, target: Path) -> None:
-    """A hard link where the file is large and never written again, else a copy."""
+    """Hard-links large files, which are never rewritten, and copies all others."""
     if source.suffix in (".safetensors", ".pt", ".pth"):
         try:
             os.link(source, target)
@@ -174,11 +177,11 @@ def _set_aside(source: Path, target: Path) -> None:
 
 
 def warn_of_other_settings(checkpoint: str | Path, resolved: dict) -> None:
-    """Say which settings of a run differ from those that a fetched checkpoint was trained with."""
+    """Warns about settings that differ from those that a fetched checkpoint was trained with."""
     path = Path(checkpoint) / CONFIG_FILE
     if not path.is_file():
         return
-    # Converted to json and back, so that the values can be compared with those of the file.
+    # Convert to json and back to compare with the file's values.
     before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(resolved, default=str))
     different = [
         f"{name} {before[group].get(name)} there, {value} here"
@@ -187,15 +190,15 @@ def warn_of_other_settings(checkpoint: str | Path, resolved: dict) -> None:
         if before[group].get(name) != value
     ]
     if different:
-        logger.warning(f"The run goes on with other settings than it was started with: {'; '.join(different)}.")
+        logger.warning(f"The run resumes with other settings than it was started with: {'; '.join(different)}.")
 
 
 def fetch_checkpoint(args: RunArguments) -> None:
     """
-    Put the last checkpoint that a run has pushed into the output folder.
+    Downloads the last checkpoint that a run has pushed into the output folder.
 
     Raises:
-        InputError: if the repository is not given or holds none.
+        InputError: if the repository is not given or has no checkpoint.
     """
     if args.hub_model_id is None or "/" not in args.hub_model_id:
         raise InputError(
@@ -214,10 +217,10 @@ def fetch_checkpoint(args: RunArguments) -> None:
         )
     except HubError as error:
         raise InputError(
-            f"--resume_from_hub: {error} Runs that were started with --push_to_hub --hub_strategy checkpoint and have "
-            "not finished can be resumed."
+            f"--resume_from_hub: {error} Only unfinished runs that were started with --push_to_hub --hub_strategy "
+            "checkpoint can be resumed."
         ) from None
     step = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
     os.replace(folder, Path(args.output_dir) / f"checkpoint-{step}")
     shutil.rmtree(Path(args.output_dir) / SNAPSHOTS, ignore_errors=True)
-    logger.warning(f"Going on from step {step} of {args.hub_model_id}, commit {pulled.commit}.")
+    logger.warning(f"Resuming from step {step} of {args.hub_model_id}, commit {pulled.commit}.")

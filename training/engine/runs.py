@@ -1,4 +1,4 @@
-"""What every script does once its data and model are known: train, evaluate, and leave records of both."""
+"""The run that all scripts share: prepare the output directory, train, evaluate, write records."""
 
 import errno
 import shutil
@@ -33,24 +33,24 @@ from training.engine.pushing import fetch_checkpoint, warn_of_other_settings
 from training.engine.saving import last_complete_checkpoint, require_free, require_writable
 
 
-# Error numbers of a disk or quota that is full, or a file that is too large.
+# Full disk or quota, or file too large.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def start(main: Callable[[], Any]) -> None:
-    """Runs a script from the command line: errors that its user can correct are one sentence, without a traceback."""
+    """Runs a script. Errors that users can correct are printed as one sentence without a traceback."""
     try:
         main()
         if distributed.is_available() and distributed.is_initialized():
             distributed.destroy_process_group()
-            # Gloo's threads outlive the group, to which DDP keeps a reference. One that still has to release the
-            # tensors of the last collective needs Python's lock; once Python ends, waiting for it aborts the process.
+            # DDP keeps a reference to the group, so Gloo's threads outlive it. A thread that still has to release the
+            # last collective's tensors waits for the GIL, and waiting while Python shuts down aborts the process.
             time.sleep(0.2)
     except (InputError, HubError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
     except (OSError, EOFError, RuntimeError) as error:
         if is_lost_worker(error):
-            # The news of its death may still be on their way, and would raise once more.
+            # A late SIGCHLD would raise again.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             sys.exit(f"error: {reason(error)}.")
         if getattr(error, "errno", None) not in NO_SPACE:
@@ -63,10 +63,10 @@ def start(main: Callable[[], Any]) -> None:
 
 def prepare_output_dir(args: RunArguments) -> str | None:
     """
-    Makes sure that the run can be made and overwrites no other; returns the checkpoint to resume from, if any.
+    Claims the output directory for the run; returns the checkpoint to resume from, if any.
 
     Raises:
-        InputError: if the output directory holds another run, lacks the checkpoint to resume from or is not writable.
+        InputError: if the directory contains another run, lacks the checkpoint to resume from or is not writable.
     """
     if args.n_gpu > 1:
         raise InputError(f"{args.n_gpu} GPUs in one process; accepted: torchrun, accelerate launch or one visible GPU.")
@@ -79,17 +79,16 @@ def prepare_output_dir(args: RunArguments) -> str | None:
                 fetch_checkpoint(args)
         checkpoint = last_complete_checkpoint(args.output_dir)
         if checkpoint is None:
-            raise InputError("--resume_from_hub: the first process fetched no checkpoint, and says why.")
+            raise InputError("--resume_from_hub: the first process fetched no checkpoint; see its message.")
     return checkpoint
 
 
 def claim_folder(args: RunArguments) -> None:
     """
-    Makes sure that a run can write into its folder and that it is nobody else's; with `overwrite_output_dir` another
-    run there is deleted.
+    Checks that the output directory is writable and contains no other run; `overwrite_output_dir` deletes another run.
 
     Raises:
-        InputError: naming the folder, what it holds and what is accepted.
+        InputError: naming the folder, its contents and what is accepted.
     """
     folder = Path(args.output_dir)
     found = [path for path in folder.glob("checkpoint-*") if path.is_dir()]
@@ -100,8 +99,8 @@ def claim_folder(args: RunArguments) -> None:
     elif found and not args.resumes:
         names = ", ".join(path.name for path in found[:5])
         raise InputError(
-            f"--output_dir {args.output_dir!r} holds another run ({names}); accepted: another folder, "
-            "--resume_from_checkpoint last to go on with it, or --overwrite_output_dir to delete it."
+            f"--output_dir {args.output_dir!r} contains another run ({names}); accepted: another folder, "
+            "--resume_from_checkpoint last to resume it, or --overwrite_output_dir to delete it."
         )
     elif not args.resumes:
         require_free(folder)
@@ -116,13 +115,13 @@ def run(
     described: dict[str, Any],
 ) -> dict[str, float]:
     """
-    Trains and evaluates as the trainer's arguments say.
+    Trains and evaluates as the trainer's arguments request.
 
     Args:
-        trainer: one with datasets, `evaluation_seconds` and, to keep the results of single examples, metrics that hold
-            them as `examples`.
+        trainer: a trainer with data sets and `evaluation_seconds`. If its metrics have `examples`, the results of
+            single examples are saved.
         checkpoint: the checkpoint to resume from, if any.
-        input_size: sizes of the model's input in this run, for the record; `None` where every input has its own.
+        input_size: size of the model's input, for the record; `None` if inputs have different sizes.
         described: dataclasses of arguments for the record, by name.
 
     Returns:
@@ -151,10 +150,10 @@ def run(
 
 
 def _record(trainer: Trainer, checkpoint: str | None, resolved: dict[str, Any]) -> None:
-    """Writes configuration and environment of a run, and the digest of weights that are only evaluated."""
+    """Writes the run's configuration and environment and, if it only evaluates, the digest of the weights."""
     args, name = trainer.args, resolved["model_name_or_path"]
     if name and Path(name).is_dir():
-        # A folder is recorded by its last part, so that a name with a slash is one of the Hub.
+        # Only the last part of a folder is recorded, so a name with a slash is always a Hub name.
         resolved["model_name_or_path"] = Path(name).resolve().name
     resolved = remove_private(resolved | {"training": args.to_dict(), "model": trainer.model.config.to_diff_dict()})
     write_record(args.output_dir, CONFIG_FILE, resolved)
@@ -166,9 +165,9 @@ def _record(trainer: Trainer, checkpoint: str | None, resolved: dict[str, Any]) 
 
 
 def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
-    """Trains and saves the model with its records; returns the metrics of the training."""
+    """Trains and saves the model with its records; returns the training metrics."""
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-    # Trainer's own rate counts the evaluations in between as training.
+    # Trainer's rate counts evaluations during training as training time.
     training_seconds = max(metrics["train_runtime"] - trainer.evaluation_seconds, 1e-3)
     trained_images = metrics["train_samples_per_second"] * metrics["train_runtime"]
     metrics["train_images_per_second"] = round(trained_images / training_seconds, 1)
@@ -185,17 +184,17 @@ def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
 
 
 def _resumed_checkpoint(args: RunArguments) -> str | None:
-    """The checkpoint to resume from, `None` where the run starts anew."""
+    """The checkpoint to resume from; `None` for a new run."""
     given = args.resume_from_checkpoint
     if not args.resumes:
         return None
     if not args.resumes_last:
         if not (Path(given) / TRAINER_STATE_NAME).is_file():
             raise InputError(
-                f"--resume_from_checkpoint {given!r} is no checkpoint of a run; accepted: `last` or its folder."
+                f"--resume_from_checkpoint {given!r} is not a checkpoint of a run; accepted: `last` or its folder."
             )
         return given
     last = last_complete_checkpoint(args.output_dir)
     if last is None:
-        raise InputError(f"--resume_from_checkpoint {given}: {args.output_dir!r} holds no checkpoint that is complete.")
+        raise InputError(f"--resume_from_checkpoint {given}: {args.output_dir!r} contains no complete checkpoint.")
     return last

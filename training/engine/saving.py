@@ -1,8 +1,8 @@
-"""Models and checkpoints that are whole or not there, and runs that stop with one when told to (SIGTERM, SIGINT).
+"""Atomic saving of models and checkpoints, and runs that save a checkpoint and stop on SIGTERM or SIGINT.
 
-Trainer's own just-in-time checkpoint (`enable_jit_checkpoint`) does not serve: it saves in the middle of a step, whose
-random numbers are then used up, so that a resumed run differs; every process decides for itself, so that several wait
-for each other without end; and the script goes on as if the training were complete.
+Trainer's just-in-time checkpoint (`enable_jit_checkpoint`) does not suffice. It saves in the middle of a step, after
+random numbers were drawn, so a resumed run differs. Each process decides alone, so several processes can deadlock. And
+the script continues as if training were complete.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StoppedError(SystemExit):
-    """The run was told to stop, and can be resumed. The exit code is what a shell reports for the signal."""
+    """The run was stopped by a signal and can be resumed. The exit code is the one that shells use for the signal."""
 
     def __init__(self, number: int):
         super().__init__(128 + number)
 
 
 def last_complete_checkpoint(folder: str | Path) -> str | None:
-    """The newest checkpoint of a run that was written to its end; its state is written last."""
+    """The newest complete checkpoint of a run. Its state file is written last."""
     found = {}
     for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
@@ -48,43 +48,43 @@ def last_complete_checkpoint(folder: str | Path) -> str | None:
 
 
 def require_writable(folder: str | Path) -> None:
-    """Raises [`InputError`] if nothing can be written to the folder, before anything else is done."""
+    """Raises [`InputError`] if the folder is not writable."""
     probe = Path(folder) / f"{ASIDE}-probe"
     try:
         probe.mkdir(parents=True, exist_ok=True)
         (probe / "file").write_bytes(bytes(4096))
         shutil.rmtree(probe)
     except OSError as error:
-        raise InputError(f"Nothing can be written to --output_dir {str(folder)!r}: {error.strerror}.") from error
+        raise InputError(f"--output_dir {str(folder)!r} is not writable: {error.strerror}.") from error
 
 
 def require_free(folder: str | Path, besides: tuple[str, ...] = ()) -> None:
     """
-    Makes sure that a new run does not write among files of other origin.
+    Checks that a new run does not write among unrelated files.
 
     Args:
-        besides: names that may be there. Hidden files may always be.
+        besides: names that are allowed, in addition to hidden files.
 
     Raises:
-        InputError: naming what is in the folder.
+        InputError: naming the files in the folder.
     """
     found = sorted(path.name for path in Path(folder).glob("*"))
     others = [name for name in found if name not in (FLAGS_FILE, *besides) and not name.startswith(".")]
     if others:
         raise InputError(
-            f"--output_dir {str(folder)!r} holds other files ({', '.join(others[:5])}{' …' if others[5:] else ''}); "
+            f"--output_dir {str(folder)!r} contains other files ({', '.join(others[:5])}{' …' if others[5:] else ''}); "
             "accepted: a new or empty folder, or --overwrite_output_dir to write among them."
         )
 
 
 class WholeCheckpoints:
     """
-    A mixin before `Trainer`: a checkpoint is written aside, flushed to the disk, and renamed when it is complete; so is
-    the finished model.
+    A mixin before `Trainer`. Checkpoints and the finished model are written to a temporary folder, flushed to disk, and
+    renamed when they are complete.
 
     Raises:
-        InputError: from a save that fails, say for a full disk. What was written is removed again, and the last
-            complete checkpoint is as it was.
+        InputError: if saving fails, for example because the disk is full. Partial files are removed, and the last
+            complete checkpoint is unchanged.
     """
 
     _is_saving = False
@@ -95,26 +95,26 @@ class WholeCheckpoints:
         self.add_callback(self.stop_request)
 
     def train(self, *args, **kwargs):
-        """Raises [`StoppedError`] if SIGTERM or SIGINT came while training, after finishing and saving the step."""
+        """Raises [`StoppedError`] after SIGTERM or SIGINT, when the current step is finished and saved."""
         result = super().train(*args, **kwargs)
         if self.stop_request.stopped:
             # The signal may have reached another process only.
             number = next(iter(self.stop_request.received), signal.SIGTERM)
             step = self.state.global_step
             if self.is_world_process_zero():
-                print(f"Stopped by {number.name}; checkpoint-{step} is saved, --resume_from_checkpoint last goes on.")
+                print(f"Stopped by {number.name}; checkpoint-{step} is saved, --resume_from_checkpoint last resumes.")
             raise StoppedError(number)
         return result
 
     def save_whole(self, save: Callable[[str], None]) -> None:
         """
-        Puts the files of a finished model into the output directory, all of them or none. Every process calls it.
+        Writes all files of a finished model into the output directory, or none. Every process calls it.
 
         Args:
-            save: writes them into the folder that it is given.
+            save: writes the files into the given folder.
 
         Raises:
-            InputError: if that fails, say for a full disk.
+            InputError: if saving fails, for example because the disk is full.
         """
         folder = Path(self.args.output_dir)
         aside = folder / ASIDE / "model"
@@ -124,7 +124,7 @@ class WholeCheckpoints:
             if self.args.should_save and aside.is_dir():
                 for path in [*aside.rglob("*"), aside]:
                     _flush(path)
-                # The weights come last: where they are, the other files are complete.
+                # The weights come last: if they exist, so do the other files.
                 for path in sorted(aside.iterdir(), key=lambda path: path.suffix == ".safetensors"):
                     if (folder / path.name).is_dir():
                         shutil.rmtree(folder / path.name)
@@ -135,10 +135,10 @@ class WholeCheckpoints:
 
     @contextlib.contextmanager
     def _write_aside(self, folder: Path, what: str) -> Iterator[None]:
-        """Inside, files are written into `ASIDE`; an error deletes them, and its message says what remains."""
+        """Inside, files are written into `ASIDE`. On errors it is deleted, and the message says what remains."""
         aside = folder / ASIDE
         if self.args.should_save:
-            # Files of a run that was killed while it was saving.
+            # Left by a run that was killed while saving.
             shutil.rmtree(aside, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         try:
@@ -147,9 +147,9 @@ class WholeCheckpoints:
             shutil.rmtree(aside, ignore_errors=True)
             last = last_complete_checkpoint(folder)
             remains = (
-                f"{Path(last).name} is intact, --resume_from_checkpoint last goes on from there"
+                f"{Path(last).name} is intact, --resume_from_checkpoint last resumes from it"
                 if last
-                else "there is no checkpoint to go on from"
+                else "there is no checkpoint to resume from"
             )
             raise InputError(f"{what} could not be saved ({reason(error)}); {remains}.") from error
 
@@ -193,8 +193,8 @@ class WholeCheckpoints:
 
 class StopRequest(TrainerCallback):
     """
-    Ends the training after the step in which any process has received SIGTERM or SIGINT, with a checkpoint. A second
-    SIGINT ends the process at once.
+    Saves a checkpoint and stops after the step in which any process received SIGTERM or SIGINT. A second SIGINT ends
+    the process immediately.
     """
 
     def __init__(self, trainer):
@@ -205,11 +205,11 @@ class StopRequest(TrainerCallback):
         self._process = os.getpid()
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # Only the main thread may set handlers; elsewhere the default one ends the process.
+        # Only the main thread may set handlers. In other threads the default handler ends the process.
         if threading.current_thread() is not threading.main_thread():
             return
         for number in STOP_SIGNALS:
-            # Shells make processes in the background ignore SIGINT, which has to stay so.
+            # Shells make background processes ignore SIGINT; leave that unchanged.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._receive)
 
@@ -219,12 +219,12 @@ class StopRequest(TrainerCallback):
         self._previous = {}
 
     def on_step_end(self, args, state, control, **kwargs):
-        # After the last step the training ends by itself.
+        # Training ends after the last step anyway.
         if self._received_anywhere() and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = self.stopped = True
 
     def _receive(self, number, frame):
-        # Workers of a data loader inherit this handler. Ctrl-C reaches them too, but the current step still needs them.
+        # Data loader workers inherit this handler and also receive Ctrl-C, but the current step still needs them.
         is_worker = os.getpid() != self._process
         if is_worker and number == signal.SIGINT:
             return
@@ -242,7 +242,7 @@ class StopRequest(TrainerCallback):
 
 
 def _flush(path: Path) -> None:
-    """Makes a file, or the list of files in a folder, survive a machine that loses power."""
+    """Flushes a file or folder to disk, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

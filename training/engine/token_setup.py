@@ -1,4 +1,4 @@
-"""Configuration of models of tokens: what the data decide of it."""
+"""Configuration of token models, completed from the data."""
 
 import json
 
@@ -16,27 +16,27 @@ from training.engine.model_setup import resolve_config
 logger = logging.get_logger(__name__)
 
 ARCHITECTURES = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
-# Standard deviations that a linear layer of new weights can be trained on without scaling.
+# Standard deviations of features that a new linear layer can learn from without scaling.
 USUAL_DEVIATIONS = (0.05, 20.0)
 
 
 def resolve_tokens_config(arguments: TokensModelArguments, data: TokenData) -> LieRETokensConfig:
     """
-    The configuration of the checkpoint, or a new one from the flags and, where these are silent, the data: number of
+    The checkpoint's configuration, or a new one from the flags. The data provide what the flags omit: number of
     features and axes, and origin and scale of the positions.
 
     Raises:
-        InputError: if a flag or the checkpoint contradicts the data, or a flag the checkpoint.
+        InputError: if a flag or the checkpoint contradicts the data, or a flag contradicts the checkpoint.
     """
     sizes = dict(zip(("feature_size", "num_axes"), data.some.sizes))
     if arguments.model_name_or_path is not None:
         config = resolve_config(arguments)
         if not isinstance(config, LieRETokensConfig):
-            raise InputError(f"--model_name_or_path: a model of tokens is needed, not one of {config.model_type!r}.")
+            raise InputError(f"--model_name_or_path is a {config.model_type!r}; accepted: a token model.")
         (architecture,) = config.architectures or [ARCHITECTURES[data.task]]
         if "Classification" in architecture and not architecture.endswith(ARCHITECTURES[data.task]):
             raise InputError(
-                f"The checkpoint is a {architecture}, but the labels are of each "
+                f"The checkpoint is a {architecture}, but the data label each "
                 f"{'token' if data.task == 'token' else 'sample'}."
             )
         for name, value in sizes.items():
@@ -60,8 +60,8 @@ def resolve_tokens_config(arguments: TokensModelArguments, data: TokenData) -> L
 
 def placement(table: TokenTable, position_encoding: str) -> tuple[list[float], float]:
     """
-    Origin of each axis, the smallest position, and the scale of all axes, which keeps angles: the axis of the largest
-    extent runs from 0 to 1 or, for RoPE and STRING, to n^(1/A) − 1, as do the indices of n tokens on a grid of A axes.
+    Origin of each axis (its smallest position) and one scale for all axes, which keeps angles. The longest axis runs
+    from 0 to 1 or, for RoPE and STRING, to n^(1/A) − 1, the largest index of n tokens on a cubic grid of A axes.
     """
     everything = np.concatenate(table.positions).astype(np.float64)
     low, extent = everything.min(axis=0), float(np.ptp(everything, axis=0).max())
@@ -78,6 +78,6 @@ def _warn_of_scale(table: TokenTable) -> None:
     if unusual:
         shown = ", ".join(f"{value} of feature {index}" for index, value in list(unusual.items())[:5])
         logger.warning(
-            f"Standard deviations are unusual: {shown}{' …' if len(unusual) > 5 else ''}. Features are used as they "
-            "are, and models learn best from values around 1."
+            f"Unusual standard deviations: {shown}{' …' if len(unusual) > 5 else ''}. Features are not scaled, and "
+            "models learn best from values around 1."
         )

@@ -1,4 +1,4 @@
-"""Trainer with parameter groups for rotations and a stop at the first NaN, and its exact classification loss."""
+"""Trainer with parameter groups for rotations and a stop at the first NaN; exact classification loss and metrics."""
 
 import math
 import time
@@ -26,14 +26,14 @@ METRIC = Path(__file__).resolve().parents[1] / "metrics" / "classification.py"
 
 class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
     """
-    Differences from `Trainer`, whatever the task:
+    Differences from `Trainer`, for every task:
 
     - Only weights of linear and convolution layers decay. The rotations' parameters may have their own learning rate.
-    - A loss or gradient that is not finite raises before the step is taken.
-    - Examples come in an order and with an augmentation that do not depend on global generators.
+    - A loss or gradient that is not finite raises before the optimizer's step.
+    - The order and augmentation of examples do not depend on global random generators.
 
     Attributes:
-        leaves_whole_model: Whether a finished run leaves the weights of a whole model in its folder itself.
+        leaves_whole_model: Whether a finished run's folder itself contains the weights of a whole model.
     """
 
     leaves_whole_model = True
@@ -41,13 +41,13 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.evaluation_seconds = 0.0
-        # When, and at which step, losses were logged last.
+        # Time and step at which losses were last logged.
         self._last_log: tuple[float, int] | None = None
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._require_finite("loss", loss)
-        # Under fp16 the scaler expects overflowing gradients and skips their step by itself.
+        # With fp16, gradients may overflow; the scaler then skips the step.
         if self.accelerator.sync_gradients and self.accelerator.scaler is None:
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             self._require_finite("gradient norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -63,7 +63,7 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
             )
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Weights of linear and convolution layers: no generators, norms, biases, tokens or position tables."""
+        """Weights of linear and convolution layers, but not generators, norms, biases, tokens or position tables."""
         layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
         return [
             f"{name}.weight" if name else "weight"
@@ -78,14 +78,14 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
         for flag, factor, parameters in self.learning_rate_groups(self.model if model is None else model):
             chosen = {id(parameter) for parameter in parameters if parameter.requires_grad}
             if factor != 1 and not chosen:
-                logger.warning(f"{flag}={factor} has no effect: the model learns nothing that it concerns.")
+                logger.warning(f"{flag}={factor} has no effect: it applies to no trained parameter.")
             elif factor != 1:
                 _regroup(optimizer, chosen, self.args.learning_rate * factor)
         return optimizer
 
     def learning_rate_groups(self, model: nn.Module) -> list[tuple[str, float, list[nn.Parameter]]]:
-        """(flag, factor of the learning rate, parameters) of each group with a learning rate of its own."""
-        # By name, because wrappers such as FSDP and detectors do not have the model's method `rotary_parameters`.
+        """(flag, factor of the learning rate, parameters) of each group with a separate learning rate."""
+        # By name: wrappers such as FSDP and detectors lack the model's method `rotary_parameters`.
         rotary = [parameter for name, parameter in model.named_parameters() if "rotary_encoding." in name]
         return [("rotary_learning_rate_factor", self.args.rotary_learning_rate_factor, rotary)]
 
@@ -97,7 +97,7 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         if isinstance(self.train_dataset, IterableDataset):
-            # The stream is already split among the processes; accelerate would split it once more.
+            # The stream is already split among the processes; accelerate would split it again.
             self.train_dataset.trainer_state = lambda: self.state
             return DataLoader(
                 self.train_dataset,
@@ -113,11 +113,11 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
         return _set_generator(super().get_eval_dataloader(eval_dataset))
 
     def save_finished(self, folder: str) -> None:
-        """Writes what a finished run leaves."""
+        """Writes the files of a finished run."""
         self.save_model(folder)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds to the losses the speed of training, without evaluations, and the hours that remain."""
+        """Adds training speed, without evaluations, and remaining hours to logged losses."""
         now, step = time.perf_counter() - self.evaluation_seconds, self.state.global_step
         if "loss" in logs and self._last_log is not None and step > self._last_log[1]:
             seconds = (now - self._last_log[0]) / (step - self._last_log[1])
@@ -137,17 +137,17 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
 
 class ClassificationTrainer(RotaryTrainer):
     """
-    The loss is the sum over all examples of a step, in all processes and accumulated batches, over their number.
+    The loss is the mean over all examples of an optimizer step, across processes and accumulated batches.
 
-    Targets may be mixed (see `Collator`) and smoothed; logits of several views of an example are averaged. Where every
-    token has a label, tokens are the examples.
+    Targets may be mixed (see `Collator`) and smoothed. Several views of an example are averaged. If tokens have labels,
+    tokens are the examples.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # compute_loss divides by num_items_in_batch; Trainer must neither omit it nor divide once more.
+        # compute_loss divides by num_items_in_batch, so Trainer must pass it and not divide again.
         self.model_accepts_loss_kwargs = True
-        # compute_loss takes the labels, also where the forward of the model has none.
+        # compute_loss needs the labels even if the model's forward does not take them.
         self.label_names = ["labels"]
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -162,15 +162,15 @@ class ClassificationTrainer(RotaryTrainer):
         if num_items_in_batch is None:
             num_items_in_batch = (labels != IGNORED_LABEL).sum()
         else:
-            # The count is over all processes, but their gradients are averaged, not summed.
+            # The count covers all processes, but their gradients are averaged, not summed.
             total = total * self.accelerator.num_processes
-        # In a step in which no example can be read the number is 0, and so is the loss.
+        # If no example of the step can be read, the number and the loss are 0.
         loss = total / max(num_items_in_batch, 1)
         return (loss, outputs) if return_outputs else loss
 
 
 def _regroup(optimizer: torch.optim.Optimizer, chosen: set[int], learning_rate: float) -> None:
-    """Move the parameters with these ids to groups of another learning rate; each keeps its weight decay."""
+    """Moves the parameters with these ids to groups with this learning rate; they keep their weight decay."""
     for group in list(optimizer.param_groups):
         moved = [parameter for parameter in group["params"] if id(parameter) in chosen]
         if moved:
@@ -180,10 +180,10 @@ def _regroup(optimizer: torch.optim.Optimizer, chosen: set[int], learning_rate: 
 
 def _set_generator(loader: DataLoader) -> DataLoader:
     """
-    Lets a loader draw the seed of its workers from a generator of its own.
+    Gives a loader a separate generator for the seeds of its workers.
 
-    From the global generator it would draw in every epoch, but with persistent workers in the first one only: after
-    resuming, drop path and dropout would be out of step.
+    Otherwise it draws from the global generator: in every epoch, or with persistent workers only in the first. Then
+    drop path and dropout would differ after resuming.
     """
     loader.base_dataloader.generator = torch.Generator()
     return loader
@@ -196,9 +196,9 @@ def summed_cross_entropy(
     mixing_weights: torch.Tensor | None = None,
     smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Cross entropy of (…, classes) logits, summed over the batch; examples labelled `IGNORED_LABEL` add nothing.
+    """Cross entropy of (…, classes) logits, summed over the batch without `IGNORED_LABEL`, in float32 at least.
 
-    It is linear in the target, so a mixed target is the weighted sum of two hard ones. In float32 at least.
+    It is linear in the target, so the loss of a mixed target is the weighted sum of two hard ones.
     """
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     logits, labels = logits.flatten(0, -2), labels.flatten()
@@ -213,17 +213,17 @@ def summed_cross_entropy(
 
 
 def average_views(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Log of the mean probabilities, (count, classes), of logits (count · views, classes) of several views of each."""
+    """Logits (count · views, classes) → log of the probabilities averaged over views, (count, classes)."""
     views = logits.float().log_softmax(dim=1).unflatten(0, (count, -1))
     return views.logsumexp(dim=1) - math.log(views.shape[1])
 
 
 def ranks_and_losses(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """What the metrics need of an example or token: how many classes come before its label, and its cross entropy.
+    """Reduces logits to the rank of the label and the cross entropy of every example or token, (…, 2).
 
-    (…, 2); with two classes also, (…, 3), the log odds of the second. Of equal logits the first class comes first, as
-    for `argmax`. Reducing here, before processes exchange results, keeps an evaluation of many classes small, and its
-    loss exact where processes or batches are not of equal size. Rows of `IGNORED_LABEL` mean nothing.
+    With two classes, also the log odds of the second, (…, 3). The rank is the number of classes that score higher; ties
+    go to the first class, as in `argmax`. Reducing before processes exchange results keeps evaluations with many
+    classes small, and the loss exact for batches of unequal size. Rows with `IGNORED_LABEL` are meaningless.
     """
     logits = (logits[0] if isinstance(logits, tuple) else logits).float()
     losses = F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none", ignore_index=IGNORED_LABEL)
@@ -237,16 +237,16 @@ def ranks_and_losses(logits: Any, labels: torch.Tensor) -> torch.Tensor:
 
 class ClassificationMetrics:
     """
-    Trainer's `compute_metrics` for what [`ranks_and_losses`] makes of the logits.
+    Trainer's `compute_metrics` for the results of [`ranks_and_losses`].
 
-    `loss` replaces Trainer's own, which weighs batches of different sizes alike. Examples that could not be read are
-    left out and counted. `examples` holds what was computed last, by example: ranks and losses.
+    `loss` replaces Trainer's own, which gives batches of different sizes equal weight. Unreadable examples are excluded
+    and counted. `examples` contains the last ranks and losses by example.
 
-    Where every token has a label, (samples, tokens), tokens without one are left out, intervals resample whole samples,
-    whose tokens depend on each other, and there are no `examples`.
+    If labels are per token, (samples, tokens), tokens without a label are excluded, intervals resample whole samples
+    because their tokens are dependent, and `examples` is empty.
 
     Args:
-        num_classes: Among five or fewer every answer is one of the top five, so that accuracy is left out.
+        num_classes: With five or fewer, top-5 accuracy is always 1 and is omitted.
     """
 
     def __init__(self, num_classes: int):
@@ -276,7 +276,7 @@ class ClassificationMetrics:
         return metrics if read.all() else metrics | {"unreadable": int((~read).sum())}
 
     def groups(self, read: np.ndarray) -> np.ndarray:
-        """For every token with a label, where `read` (samples, tokens) is true, what it is drawn with: its sample."""
+        """The resampling unit, its sample, of every labelled token, where `read` (samples, tokens) is true."""
         return np.nonzero(read)[0]
 
 
@@ -284,8 +284,8 @@ def area_under_curve(
     scores: np.ndarray, positive: np.ndarray, num_resamples: int = 1000, confidence: float = 0.95, seed: int = 0
 ) -> dict[str, float]:
     """
-    Area under the ROC curve: the share of pairs of a positive and a negative example in which the positive one has the
-    higher score, ties counting half. The interval resamples positives and negatives, each among themselves.
+    Area under the ROC curve: the share of (positive, negative) pairs in which the positive example scores higher; ties
+    count half. The interval resamples positives and negatives separately.
 
     Args:
         scores: (examples,), higher for the positive class.
@@ -308,9 +308,9 @@ def balanced_accuracy(
     correct: np.ndarray, positive: np.ndarray, num_resamples: int = 1000, confidence: float = 0.95, seed: int = 0
 ) -> dict[str, float]:
     """
-    The mean of the accuracies of positive and of negative examples: one half for a constant answer, however rare one of
-    them is. The interval resamples positives and negatives, each among themselves: of n examples of a class of accuracy
-    r a resample has a binomial number of correct ones.
+    The mean of the accuracies on positive and on negative examples: one half for a constant answer, even if one class
+    is rare. The interval resamples positives and negatives separately: among n examples of a class with accuracy r, the
+    number of correct ones in a resample is binomial.
 
     Args:
         correct: (examples,), whether the answer is right.
