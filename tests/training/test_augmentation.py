@@ -310,7 +310,7 @@ def test_policies_of_timm_are_its_own_and_seeded():
     assert np.array_equal(np.asarray(policy(Image.fromarray(image))), results[3])
     grey = augment(auto_augment="rand-m7-n4-mstd0.5-inc1")(image[..., :1], 0, 0)
     assert grey.shape == (16, 16, 1)
-    with pytest.raises(InputError, match="'rand-x9' is no policy of timm"):
+    with pytest.raises(InputError, match="'rand-x9' is not a policy of timm"):
         augment(auto_augment="rand-x9")
 
 

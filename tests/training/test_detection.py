@@ -250,7 +250,7 @@ def write_coco(folder, **changes):
     [
         ({"categories": []}, "data.json has no 'categories'; accepted: COCO's format"),
         ({"categories": [{"id": 3, "name": "x"}]}, "annotation 1 has the unknown category 2"),
-        ({"images": [{"id": 5, "file_name": "one.png"}]}, "annotation 1 is of the unknown image 1"),
+        ({"images": [{"id": 5, "file_name": "one.png"}]}, "annotation 1 has the unknown image 1"),
         (
             {"images": [{"id": 1, "file_name": "two.png"}]},
             "there is no picture 'two.png' in .*accepted: --image_folder",

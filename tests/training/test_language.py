@@ -371,7 +371,7 @@ CHECKPOINT = "CHECKPOINT"
     "flags, message",
     [
         (["--max_length", 1], "--max_length 1 .*accepted: 2 and above"),
-        (["--evaluation_lengths", 100_000], "less than a block of 100000"),
+        (["--evaluation_lengths", 100_000], "fewer than a block of 100000"),
         (["--text_folder", "."], "accepted: one of --dataset_name, --text_folder"),
         (["--dataset_text_field", "story"], "'story'; columns with texts: text"),
         (["--model_type", "lama"], "'lama' is unknown"),
@@ -404,7 +404,7 @@ def test_files_that_cannot_be_read_are_named_without_a_traceback(tmp_path):
     arguments = ["--output_dir", tmp_path / "out", "--train_files", tmp_path / "latin.txt"]
     arguments += ["--use_cpu", "true", "--do_train"]
     process = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
-    message = "latin.txt' cannot be read as a text in UTF-8"
+    message = "latin.txt' cannot be read as UTF-8 text"
     assert process.returncode == 1 and message in process.stderr.splitlines()[-1], process.stderr
     assert "Traceback" not in process.stderr and not list((tmp_path / "out").glob("*"))
     with pytest.raises(ValueError, match="There is no file"):

@@ -121,7 +121,7 @@ def test_a_checkpoint_is_evaluated_at_another_number_of_patches(run, files, tmp_
     assert recorded(tmp_path / "as_trained") == ([16, 16], 20)
     more = evaluate(run, files, tmp_path / "more", "--max_num_patches", 40)
     assert abs(more["eval_loss"] - expected) > 1e-4 and recorded(tmp_path / "more") == ([16, 16], 40)
-    with pytest.raises(InputError, match="--image_size 24×24 has no effect beside --max_num_patches 20: coordinates"):
+    with pytest.raises(InputError, match="--image_size 24×24 has no effect with --max_num_patches 20: coordinates"):
         evaluate(run, files, tmp_path / "size", "--image_size", 24)
 
 
@@ -272,7 +272,7 @@ def test_rectangles_are_the_arrows_of_many_shapes(tmp_path):
     flags = ["--dataset_name", "arrows", "--dataset_config_name", "rectangles", "--image_size", 108, "--patch_size", 12]
     flags += ["--max_train_samples", 16, "--max_eval_samples", 30, "--do_eval", "--max_num_patches", 81]
     assert train(tmp_path, *flags)["eval_samples"] == 30
-    with pytest.raises(InputError, match="'circles': the arrows have none of that name; accepted: squares, rectangles"):
+    with pytest.raises(InputError, match="'circles': unknown for the arrows; accepted: squares, rectangles"):
         train(tmp_path / "circles", "--dataset_name", "arrows", "--dataset_config_name", "circles")
 
 

@@ -152,7 +152,7 @@ def test_sizes_are_counted_and_what_cannot_be_streamed_is_said(shards, tmp_path)
         open_stream(DataArguments(streaming=True, image_folder="x"), TRAINING)
     table = datasets.load_dataset("parquet", data_files=shards, split="train")
     table.cast_column("label", datasets.Value("int64")).to_parquet(tmp_path / "numbers.parquet")
-    with pytest.raises(InputError, match="column 'label' holds Value, of which the classes .*accepted: ClassLabel"):
+    with pytest.raises(InputError, match="column 'label' has type Value, whose classes .*accepted: ClassLabel"):
         open_stream(
             DataArguments(streaming=True, train_files=[str(tmp_path / "numbers.parquet")], label_column_name="label"),
             TRAINING,

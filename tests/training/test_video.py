@@ -214,7 +214,7 @@ def test_split_files_as_ucf101_ships_them(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"video_folder": "nowhere"}, "--video_folder 'nowhere' is no folder"),
+        ({"video_folder": "nowhere"}, "--video_folder 'nowhere' is not a folder"),
         ({"dataset_name": "kinetics"}, "--dataset_name 'kinetics'; accepted for clips: moving_shapes, arrows"),
         ({"dataset_name": "arrows"}, "--num_channels 3: clips of arrows have one; accepted: 1"),
         ({"dataset_name": "arrows", "channels": 1}, "Arrows of 16 px cannot be drawn"),

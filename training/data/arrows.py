@@ -1,15 +1,14 @@
 """The arrows task of LieRE (section 5.2), drawn on demand and never stored.
 
-On a grid of cells, by default 9×9 cells of 12×12 pixels, stand eight arrows and the letters A, B, C, D, E and Y. The Y
-is rotated one of four ways, and exactly one arrow stands on the ray that leaves the base of the Y. The label is that
-arrow's direction. A guess from the arrows alone, their most frequent direction, is right with probability
-`BAG_OF_ARROWS_ACCURACY` = 44.2%; more needs the relative position of the Y and an arrow.
+A grid of cells, by default 9×9 cells of 12×12 pixels, contains eight arrows and the letters A, B, C, D, E and Y. The Y
+has one of four rotations, and exactly one arrow lies on the ray from the base of the Y. The label is that arrow's
+direction. Guessing the most frequent direction of all arrows is right with probability `BAG_OF_ARROWS_ACCURACY` =
+44.2%; a better answer requires the relative position of the Y and an arrow.
 
-Beside the paper's square grids there are rectangles: every image has one of the grids with about as many cells that
-[`rectangles`] lists, drawn at random. In clips the cells of all frames make one grid of three axes, and arrows also
-point to earlier and later frames: a disc points to an earlier one and a cross to a later one, like an arrow seen from
-its tip and from its tail; the same in a ring is a Y. A guess from the arrows alone is then right with probability
-`BAG_OF_CLIP_ARROWS_ACCURACY` = 36.5%.
+The paper's grids are square. Rectangular images draw one of the grids with about as many cells that [`rectangles`]
+lists. In clips the cells of all frames form one grid with three axes, and arrows also point to earlier frames (a disc,
+an arrow seen from its tip) and to later ones (a cross, an arrow seen from its tail). The same shapes in a ring are a Y.
+Guessing from the arrows alone is then right with probability `BAG_OF_CLIP_ARROWS_ACCURACY` = 36.5%.
 """
 
 import numpy as np
@@ -24,7 +23,7 @@ CLIP_STEPS = np.array([*np.pad(STEPS, ((0, 0), (1, 0))), (-1, 0, 0), (1, 0, 0)])
 SPLITS = ("train", "validation", "test")
 NUM_ARROWS = 8
 LETTERS = "ABCDE"
-# The sizes of the paper's experiment: 800,000 examples, hence none is seen twice.
+# As in the paper's experiment: 800,000 examples, each seen once.
 DEFAULT_SIZES = {"train": 800_000, "validation": 10_000, "test": 10_000}
 SMALLEST_GRID = 5
 GRID_STREAM = 1
@@ -34,7 +33,7 @@ BAG_OF_ARROWS_ACCURACY = 0.4422607421875
 # The same with six directions.
 BAG_OF_CLIP_ARROWS_ACCURACY = 0.36514953417924095
 
-# An arrow, the letters A … E and the Y, side by side. Bitmaps instead of a font, so that every platform draws the same.
+# An arrow, the letters A … E and the Y. Bitmaps instead of a font give the same pixels on every platform.
 _GLYPHS = """
     ....##....  ...####...  .######...  ...#####..  .#####....  .########.  ##......##
     ...####...  ..##..##..  .##...##..  ..##...##.  .##..##...  .##.......  ###....###
@@ -79,24 +78,24 @@ _CLIP_STAMPS = np.stack([*_ARROWS, _EARLIER, _LATER, *_YS, _Y_EARLIER, _Y_LATER,
 
 
 def rectangles(grid: int) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of grids with `grid`² cells or as many as fit, from wide to tall, the square among them."""
+    """(rows, columns) of grids with at most `grid`² cells, from wide to tall, including the square."""
     wide = [(rows, grid**2 // rows) for rows in range(SMALLEST_GRID, grid)]
     return (*wide, (grid, grid), *((rows, columns) for columns, rows in reversed(wide)))
 
 
 class Arrows:
-    """A split of the arrows task; `arrows[index]` is `(image, label)`, the same on every call, machine and process.
+    """A split of the arrows task. `arrows[index]` is `(image, label)`, identical on every call, machine and process.
 
     Args:
         split: one of `SPLITS`; splits share no random stream.
         size: number of images.
         image_size: side of the square image in pixels, a multiple of `CELL`.
-        seed: another seed is another data set.
-        rectangular: whether images have the shapes of `rectangles` instead, with at most as many pixels.
-        num_frames: frames of a clip; `None` draws images.
+        seed: each seed gives another data set.
+        rectangular: draw the shapes of `rectangles` instead of squares, with at most as many pixels.
+        num_frames: frames per clip; `None` draws images.
 
     Raises:
-        ValueError: if the split is unknown, the image does not consist of whole cells or a clip has less than two
+        ValueError: if the split is unknown, the image does not consist of whole cells or a clip has fewer than two
             frames.
     """
 
@@ -113,8 +112,8 @@ class Arrows:
             raise ValueError(f"The arrows have no split {split!r}; accepted: {', '.join(SPLITS)}.")
         if image_size % CELL or image_size < SMALLEST_GRID * CELL:
             raise ValueError(
-                f"Arrows of {image_size} px cannot be drawn: accepted are multiples of the cell's {CELL} px from "
-                f"{SMALLEST_GRID * CELL} px on, such as 108, 168 and 276."
+                f"Arrows of {image_size} px cannot be drawn; accepted: multiples of {CELL} px, the size of a cell, "
+                f"from {SMALLEST_GRID * CELL} px on, such as 108, 168 and 276."
             )
         if num_frames is not None and num_frames < 2:
             raise ValueError(f"Clips of arrows have 2 frames or more, not {num_frames}.")
@@ -141,18 +140,18 @@ class Arrows:
         return lines.reshape(*frames, rows * CELL, columns * CELL, 1), label
 
     def grid(self, index: int) -> tuple[int, ...]:
-        """Rows and columns of the cells of an image, for clips after the number of frames."""
+        """Cells of an image, (rows, columns), or of a clip, (frames, rows, columns)."""
         if len(self.grids) == 1:
             return (*self.frames, *self.grids[0])
-        # A stream of its own, so that what stands on a grid does not depend on which grids there are.
+        # A separate stream, so that the contents of a grid do not depend on the available grids.
         rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index, GRID_STREAM))
         return (*self.frames, *self.grids[rng.integers(len(self.grids))])
 
     def scene(self, index: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """What stands where: stamps (14,), their cells (14,), counted by frames, rows and columns, and the label.
+        """The stamps (14,), their cells (14,), as flat indices into the grid, and the label.
 
-        First the arrow that the Y points at, then the Y, the other arrows, and the letters A … E. The first stamps are
-        arrows by their direction, the next as many are Ys by the direction of their base, both as in `label_names`.
+        The order is: the arrow that the Y points at, the Y, the other arrows, the letters A … E. Stamps are numbered:
+        arrows by direction, then Ys by the direction of their base, both as in `label_names`, then letters.
         """
         if not 0 <= index < self.size:
             raise IndexError(f"The {self.split} split has {self.size} arrows images, no number {index}.")
@@ -163,7 +162,7 @@ class Arrows:
         base = int(rng.integers(num_directions))
         axis = int(np.flatnonzero(self.steps[base])[0])
         room = int(rng.integers(1, grid[axis]))
-        # `room` cells lie between the Y and the border its base faces.
+        # `room` cells lie between the Y and the border that its base faces.
         along = room if self.steps[base, axis] < 0 else grid[axis] - 1 - room
         place = [along if other == axis else int(rng.integers(size)) for other, size in enumerate(grid)]
         distance = int(rng.integers(1, room + 1))
@@ -176,7 +175,7 @@ class Arrows:
         on_ray = np.zeros(num_cells, bool)
         on_ray[[y_cell + i * step for i in range(room + 1)]] = True
         others = order[~on_ray[order]][: NUM_ARROWS - 1]
-        # Letters may stand on the ray: only a second arrow there would make the question ambiguous.
+        # Letters may lie on the ray; only a second arrow there would be ambiguous.
         on_ray[:] = False
         on_ray[others] = on_ray[y_cell] = on_ray[target] = True
         letters = order[~on_ray[order]][: len(LETTERS)]

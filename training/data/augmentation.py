@@ -1,8 +1,8 @@
 """From images and clips to batches: augmentation, normalisation, Mixup and CutMix.
 
-All randomness is seeded by (seed, epoch, index of the image), and for mixing by all images of the batch, never by a
-global generator: a run that is resumed in the middle of an epoch, or loads data in several workers, sees the same
-pixels. The epoch travels with the index, `(epoch, index)`, because persistent workers receive nothing else.
+All randomness is seeded by (seed, epoch, image index), for mixing by all images of the batch, and never by a global
+generator. A run therefore sees the same pixels if it resumes within an epoch or uses several workers. The epoch is
+part of the key `(epoch, index)`, because persistent workers receive nothing else.
 """
 
 import contextlib
@@ -25,28 +25,28 @@ from training.data.sources import SourceDataset
 
 PADDING = -1
 IGNORED_LABEL = -100
-# Keeps random erasing apart from the rest of the augmentation, which has the same (seed, epoch, index).
+# Makes random erasing independent of the other augmentations, which have the same (seed, epoch, index).
 ERASING_STREAM = 2
-# And an augmentation before the crop, so that the crop does not depend on it.
+# Likewise for an augmentation before the crop, so that the crop does not depend on it.
 FIRST_STREAM = 3
 
-# Height and width of the model's input, or what gives these for the height and width of an image.
+# Height and width of the model's input, or a function from an image's height and width to these.
 ImageSize = tuple[int, int] | Callable[[tuple[int, int]], tuple[int, int]]
 
 
 class EpochSampler(torch.utils.data.Sampler):
     """
-    Keys `(epoch, index)` of a training set in a random order that depends on (seed, epoch) alone.
+    Keys `(epoch, index)` of a training set in a random order that depends on (seed, epoch) only.
 
-    With repeated augmentation (Hoffer et al., 2020, as in DeiT) the views of an image follow each other, so that they
-    are in the same step of the optimizer however many processes share it, and an epoch sees `size / repeats` of the
-    images. Index `image + size · v` is view v of an image.
+    With repeated augmentation (Hoffer et al., 2020, as in DeiT) the views of an image are adjacent. They are then in
+    the same optimizer step for any number of processes, and an epoch uses `size / repeats` images. Index
+    `image + size · v` is view v of an image.
 
     Args:
-        size: number of images, and of keys in an epoch but for `PADDING`.
-        multiple: the epoch is filled up to a multiple of this with `PADDING`, which the loss ignores. Without, the
-            processes would share out a last incomplete batch by repeating images.
-        trainer_state: a function returning the object whose `epoch` tells the epoch that an iteration belongs to.
+        size: number of images, and of keys in an epoch without `PADDING`.
+        multiple: the epoch is padded to a multiple of this with `PADDING`, which the loss ignores. Otherwise the
+            processes would repeat images to fill the last batch.
+        trainer_state: a function that returns an object with the current `epoch`.
     """
 
     def __init__(self, size: int, seed: int, multiple: int, trainer_state, repeats: int = 1):
@@ -71,7 +71,7 @@ class EpochSampler(torch.utils.data.Sampler):
 
 @dataclass
 class TrainingImages(SourceDataset):
-    """Augmented images of a source by key `(epoch, index)`: `image` (height, width, C) uint8, `label`, `key`."""
+    """Augmented images by key `(epoch, index)`: `image` (height, width, C) uint8, `label` and `key`."""
 
     augment: "Augmentation"
 
@@ -90,12 +90,12 @@ class TrainingImages(SourceDataset):
 @dataclass(frozen=True)
 class EvaluationView:
     """
-    What an evaluation sees of images, as the saved image processor does.
+    The part of an image that an evaluation uses, as the saved image processor does.
 
     Args:
-        crops: 0 for whole images, squeezed into the model's input; else the number of parts of that size that are cut
-            evenly along the longer side, one of them from the centre.
-        ratio: of the image, resized before with its aspect ratio, to the part along the shorter side.
+        crops: 0 for whole images, squeezed into the model's input; else the number of crops of that size, evenly spaced
+            along the longer side; a single crop is central.
+        ratio: shorter side of the resized image, relative to the crop.
     """
 
     image_size: ImageSize
@@ -104,7 +104,7 @@ class EvaluationView:
     ratio: float = 1.0
 
     def parts(self, image: np.ndarray) -> list[np.ndarray]:
-        """The views of an image or clip (…, height, width, C), which are (…, *image_size, C)."""
+        """(…, height, width, C) → views of the image or clip, (…, *image_size, C)."""
         if not self.crops:
             return [resize(image, self.image_size, self.resample)]
         image = resize(image, covering_size(image.shape[-3:-1], self.image_size, self.ratio), self.resample)
@@ -119,13 +119,13 @@ class EvaluationView:
         return parts
 
     def extent(self, size: tuple[int, int]) -> tuple[float, float]:
-        """Rows and columns of an image of this size that a view shows."""
+        """Height and width of the region that a view shows of an image of this size."""
         return _extent(size, self.image_size, self.ratio) if self.crops else size
 
 
 @dataclass
 class EvaluationImages(SourceDataset):
-    """Images of a source as an evaluation sees them: `image` (*image_size, C), `label` and `index`."""
+    """Images for evaluation: `image` (*image_size, C), `label` and `index`."""
 
     view: EvaluationView
 
@@ -137,8 +137,8 @@ class EvaluationImages(SourceDataset):
 
 class Augmentation:
     """
-    Crop, flip and RandAugment of one uint8 image (height, width, C) to (*image_size, C), or of a clip (T, height,
-    width, C), whose frames are all treated alike. Where the size depends on the image, crops have its aspect ratio.
+    Crops, flips and augments a uint8 image (height, width, C) to (*image_size, C), or a clip (T, height, width, C), all
+    of whose frames are changed in the same way. If the size depends on the image, crops keep its aspect ratio.
     """
 
     def __init__(self, image_size: ImageSize, resample: int, arguments: AugmentationArguments, seed: int):
@@ -158,7 +158,7 @@ class Augmentation:
         if not self.is_random:
             return resize(image, self.image_size, self.resample)
         if image.ndim == 4:
-            # Every frame starts from the same seed.
+            # Every frame uses the same seed.
             return np.stack([self(frame, epoch, index) for frame in image])
         rng = np.random.default_rng((self.seed, epoch, index))
         if self.policy is not None and self.arguments.augment_first:
@@ -188,12 +188,12 @@ class Augmentation:
         return _part(image, start, self.image_size)
 
     def extent(self, size: tuple[int, int], epoch: int, index: int) -> tuple[float, float]:
-        """Rows and columns of an image of this size that its augmented version shows, black borders aside."""
+        """Height and width of the region that the augmented image shows, without black borders."""
         if self.arguments.random_crop_ratio:
             return _extent(size, self.image_size, self.arguments.random_crop_ratio)
         if not self.arguments.random_resized_crop:
             return size
-        # The same first draw as above.
+        # The same first draw as in `__call__`.
         rng = np.random.default_rng((self.seed, epoch, index))
         rows, columns = self._random_part(size, rng)
         return rows.stop - rows.start, columns.stop - columns.start
@@ -205,8 +205,7 @@ class Augmentation:
 @contextlib.contextmanager
 def _seed_globals(rng: np.random.Generator) -> Iterator[None]:
     """
-    Inside, the global generators, which torchvision and timm draw from, have seeds from `rng`; afterwards their old
-    states.
+    Inside, seeds the global generators, which torchvision and timm use, from `rng`. Restores their states afterwards.
     """
     seed, states = int(rng.integers(2**63)), (random.getstate(), np.random.get_state())
     with torch.random.fork_rng(devices=[]):
@@ -222,43 +221,46 @@ def _seed_globals(rng: np.random.Generator) -> Iterator[None]:
 
 def _timm_policy(name: str, image_size: ImageSize, resample: int) -> Callable[[Image.Image], Image.Image]:
     """
-    RandAugment of timm with its constants for images of this size.
+    timm's RandAugment with timm's constants for images of this size.
 
     Raises:
-        InputError: if timm is not installed or knows no such policy.
+        InputError: if timm is not installed or does not know the policy.
     """
     try:
         from timm.data.auto_augment import rand_augment_transform
     except ImportError:
         raise InputError(f"--auto_augment {name}: timm is not installed; accepted: pip install timm.") from None
     try:
-        # The largest translation, as timm and VideoMAE have it.
+        # The largest translation, as in timm and VideoMAE.
         largest = {} if callable(image_size) else {"translate_const": int(0.45 * min(image_size))}
         constants = {"translate_const": 250, "interpolation": Image.Resampling(resample), **largest}
         return rand_augment_transform(name, constants)
     except (AssertionError, KeyError, ValueError) as error:
-        raise InputError(f"--auto_augment {name!r} is no policy of timm; accepted: rand-m9-mstd0.5-inc1.") from error
+        raise InputError(f"--auto_augment {name!r} is not a policy of timm; accepted: rand-m9-mstd0.5-inc1.") from error
 
 
 def _apply_timm(policy: Callable[[Image.Image], Image.Image], image: Image.Image) -> Image.Image:
-    # The policies fill with colours of three channels.
+    # The policies fill with RGB colours.
     return policy(image.convert("RGB")).convert(image.mode)
 
 
 class Collator:
     """
-    Stacks and normalises images or clips, and erases parts of training images and mixes them, as DeiT does.
+    Stacks and normalises images or clips; erases parts of training images and mixes them, as DeiT does.
 
     Args:
         image_size: (height, width), or (T, height, width) for clips.
 
     Returns:
-        `labels` (B,), `IGNORED_LABEL` for padding and for what could not be read, and `pixel_values` (B, C, height,
-        width), for clips (B, T, C, height, width), for several clips of each video (B·clips, T, …). In a mixed
-        batch also `mixed_labels` (B,) and `mixing_weights` (B,): the target of an image is its label with that weight
-        and the other with the rest. Two hard labels instead of a soft one keep Trainer's count of examples right, and
-        cannot be mistaken for targets of a binary cross entropy. With `has_spacing` also what models with physical
-        coordinates need of clips, `spacing` (B or B·clips, 2) and `frame_times` (B or B·clips, T).
+        `labels` (B,), with `IGNORED_LABEL` for padding and unreadable examples, and `pixel_values`: (B, C, height,
+        width) for images, (B, T, C, height, width) for clips, (B·clips, T, …) for several clips per video.
+
+        A mixed batch also has `mixed_labels` (B,) and `mixing_weights` (B,): the target is w · label + (1 − w) · mixed
+        label. Two hard labels keep Trainer's count of examples right and cannot be mistaken for targets of a binary
+        cross entropy.
+
+        With `has_spacing` also `spacing` (B or B·clips, 2) and `frame_times` (B or B·clips, T) of clips, for models
+        with physical coordinates.
     """
 
     def __init__(
@@ -281,11 +283,11 @@ class Collator:
         self.erase = RandomErasing(arguments.random_erasing_probability, value="random", inplace=True)
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        # What holds no image comes last, so that the images are the first rows.
+        # Examples without an image come last, so that images are the first rows.
         examples = sorted(examples, key=lambda example: "image" not in example)
         labels = torch.tensor([example["label"] for example in examples])
         images = [example["image"] for example in examples if "image" in example]
-        # An evaluation may be of another size than the training, and of several clips.
+        # Evaluation inputs may have another size than training inputs, and several clips.
         *views, height, width = images[0].shape[:-1] if images else self.image_size
         pixels = torch.zeros(len(examples), *views, self.num_channels, height, width)
         if images:
@@ -301,11 +303,11 @@ class Collator:
         return batch
 
     def normalise(self, images: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """(…, C, height, width) of uint8 images; grey ones are repeated for every channel."""
+        """Normalises uint8 images (…, C, height, width); grey images are repeated for every channel."""
         return torch.addcmul(self.shift, images, self.scale, out=out)
 
     def erase_parts(self, pixels: Iterable[torch.Tensor], examples: list[dict[str, Any]]) -> None:
-        """Replaces parts of the images of training examples by noise, in place."""
+        """Replaces parts of training images by noise, in place."""
         if "key" not in examples[0] or not self.erase.p:
             return
         for image, example in zip(pixels, examples):
@@ -334,7 +336,7 @@ class Collator:
 
 
 def _places(examples: list[dict[str, Any]], views: Sequence[int]) -> dict[str, torch.Tensor]:
-    """`spacing` and `frame_times` of a batch of clips of (T,) or (clips, T) = `views` frames, which come first."""
+    """`spacing` and `frame_times` of a batch of clips with (T,) or (clips, T) = `views` frames."""
     values = {"spacing": torch.ones(len(examples), *views[:-1], 2), "frame_times": torch.ones(len(examples), *views)}
     for row, example in enumerate(examples):
         if "image" in example:
@@ -344,7 +346,7 @@ def _places(examples: list[dict[str, Any]], views: Sequence[int]) -> dict[str, t
 
 
 def resize(image: np.ndarray, size: ImageSize, resample: int) -> np.ndarray:
-    """A uint8 image (…, height, width, C) at another size; unchanged if it has that size already."""
+    """Resizes a uint8 image (…, height, width, C), unless it has that size already."""
     size = size(image.shape[-3:-1]) if callable(size) else size
     if image.shape[-3:-1] == tuple(size):
         return image
@@ -355,8 +357,8 @@ def resize(image: np.ndarray, size: ImageSize, resample: int) -> np.ndarray:
 
 def covering_size(size: tuple[int, int], part: tuple[int, int], ratio: float) -> tuple[int, int]:
     """
-    The size at which an image of `size` (height, width) just covers `ratio` times `part`, with its aspect ratio. Along
-    the longer side it is rounded down, as torchvision and the processors of transformers do.
+    The smallest size with the aspect ratio of `size` (height, width) that covers `ratio` times `part`. The longer side
+    is rounded down, as in torchvision and transformers' processors.
     """
     least = [round(ratio * extent) for extent in part]
     scale = max(Fraction(target, extent) for target, extent in zip(least, size))
@@ -364,7 +366,7 @@ def covering_size(size: tuple[int, int], part: tuple[int, int], ratio: float) ->
 
 
 def _extent(size: tuple[int, int], part: tuple[int, int], ratio: float) -> tuple[float, float]:
-    """How much of an image of `size` a part of it shows that is cut out of the resized image."""
+    """Height and width, in pixels of an image of `size`, of a `part` that is cut from the resized image."""
     return tuple(
         extent * shown / whole
         for extent, shown, whole in zip(size, part, covering_size(size, part, ratio), strict=True)
@@ -397,8 +399,8 @@ def _random_part(
     size: tuple[int, int], scale: Sequence[float], rng: np.random.Generator, keeps_ratio: bool = False
 ) -> tuple[slice, slice]:
     """
-    A part with a random share of the area and an aspect ratio of ¾ … 4⁄3, as in Inception and torchvision, or the
-    image's own.
+    A part with a random share of the area. Its aspect ratio is ¾ … 4⁄3, as in Inception and torchvision, or that of the
+    image.
     """
     height, width = size
     for _ in range(10):
@@ -414,7 +416,7 @@ def _random_part(
 
 
 def _cutmix(pixels: torch.Tensor, partners: torch.Tensor, weight: float, rng: np.random.Generator) -> float:
-    """Pastes a box of about `1 - weight` of the area from the partners; returns the exact share that is left."""
+    """Pastes a box with about `1 - weight` of the area from the partners; returns the exact share that remains."""
     height, width = pixels.shape[-2:]
     side = np.sqrt(1 - weight)
     row, column = int(rng.integers(height)), int(rng.integers(width))

@@ -1,4 +1,4 @@
-"""Clips of videos: which frames they are made of, and the data sets that read and augment them."""
+"""Clips of videos: choosing their frames, and the data sets that read and augment them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,22 +13,22 @@ from training.data.video_files import FrameReader, UnreadableError
 
 
 logger = logging.get_logger(__name__)
-# Keeps the choice of frames apart from the augmentation, which has the same (seed, epoch, index).
+# Makes the choice of frames independent of the augmentation, which has the same (seed, epoch, index).
 CLIP_STREAM = 1
 
 
 class Clip(Protocol):
-    """A video that is not read yet."""
+    """A video that has not been read."""
 
     name: str
-    # Distances of slices, rows and columns, where the model needs them, and the times of frames that are no slices.
+    # If the model needs them: distances of slices, rows and columns, and the times of frames that are not slices.
     spacing: tuple[float, float, float] | None
     frame_times: np.ndarray | None
 
     def __len__(self) -> int: ...
 
     def read(self, indices: Sequence[int]) -> np.ndarray:
-        """uint8 frames (frames, height, width, C) with these ascending numbers; `UnreadableError` if that fails."""
+        """uint8 frames (frames, height, width, C) with these ascending numbers. Raises `UnreadableError`."""
 
 
 @dataclass
@@ -66,13 +66,13 @@ class ClipArray:
 
 def clip_indices(length: int, num_frames: int, stride: int | None, start: float | np.ndarray) -> np.ndarray:
     """
-    Numbers of the frames of a clip, (num_frames,), never descending; a short video repeats frames.
+    Frame numbers of a clip, (num_frames,), in non-descending order. Short videos repeat frames.
 
     Args:
-        length: frames of the video.
-        stride: distance of the frames; `None` spreads them over the video, one from each of `num_frames` segments.
-        start: in [0, 1], where the clip lies among all that are possible; without a stride one number per segment
-            may say where in it the frame lies.
+        length: number of frames of the video.
+        stride: distance between frames; `None` takes one from each of `num_frames` equal segments of the video.
+        start: position of the clip among all possible ones, in [0, 1]. Without a stride, the position of the frame in
+            its segment, which may be one number per segment.
     """
     if stride is None:
         return np.minimum(((np.arange(num_frames) + start) * length / num_frames).astype(int), length - 1)
@@ -88,12 +88,12 @@ def voxel_places(
     clip: Clip, indices: np.ndarray, extent: tuple[float, float], size: tuple[int, int]
 ) -> dict[str, np.ndarray]:
     """
-    What a model with physical coordinates needs beside the pixels: `frame_times`, the times of the chosen frames or the
-    places of the chosen slices, of the shape of `indices`, and the `spacing` (rows, columns) after resizing. Empty for
-    clips without a spacing.
+    Further inputs of a model with physical coordinates: `frame_times`, times of the chosen frames or positions of the
+    chosen slices, in the shape of `indices`, and the `spacing` (rows, columns) after resizing. Empty for clips without
+    a spacing.
 
     Args:
-        extent: rows and columns of the clip that the input of the model shows.
+        extent: height and width of the region of the clip that the model's input shows.
         size: height and width of that input.
     """
     if clip.spacing is None:
@@ -105,7 +105,7 @@ def voxel_places(
 
 @dataclass
 class ClipReader:
-    """Reads clips of a source; a clip that cannot be read is reported once, by name, and is `None`."""
+    """Reads clips. An unreadable clip is `None` and is reported once, by name."""
 
     num_frames: int
     stride: int | None
@@ -126,10 +126,8 @@ class ClipReader:
 
 @dataclass
 class TrainingClips(TrainingImages):
-    """Augmented random clips of a source by key `(epoch, index)`: `image` (T, height, width, C), `label`, `key`, and
-    what `voxel_places` returns.
-
-    A clip that cannot be read has no `image`, and the label that the loss ignores.
+    """Augmented random clips by key `(epoch, index)`: `image` (T, height, width, C), `label`, `key`, and what
+    `voxel_places` returns. An unreadable clip has no `image`, and the label that the loss ignores.
     """
 
     reader: ClipReader
@@ -153,14 +151,14 @@ class TrainingClips(TrainingImages):
 @dataclass
 class EvaluationClips(EvaluationImages):
     """
-    Views of each video of a source: `image` (views, T, height, width, C), for one view (T, …), `label`, `index`, and
-    what `voxel_places` returns.
+    Views of each video: `image` (views, T, height, width, C), or (T, …) for one view, `label`, `index`, and what
+    `voxel_places` returns.
 
-    Several clips of a video begin evenly between its first and its last possible one, a single one lies in the middle;
-    each is seen in all parts of `view`.
+    Several clips of a video are evenly spaced from the first possible one to the last; a single clip is in the middle.
+    Each clip is cut into all parts of `view`.
 
     Args:
-        averaged: whether the views of a video are one example; else each is an example of its own.
+        averaged: whether the views of a video are one example; else each is a separate example.
     """
 
     reader: ClipReader

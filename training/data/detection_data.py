@@ -1,4 +1,4 @@
-"""Detection data in COCO's format, with pictures beside their json file, and a generated set of coloured shapes."""
+"""Detection data in COCO's format, and a generated set of coloured shapes."""
 
 import contextlib
 import io
@@ -35,7 +35,7 @@ class DetectionDataArguments(SampleArguments):
     train_files: list[str] | None = flag(None, "COCO json to train on; generated shapes where no json is given.")
     validation_files: list[str] | None = flag(None, "COCO json to evaluate.")
     image_folder: str | None = flag(
-        None, "Folder of the pictures; by default the json's, the one of its name beside it, or COCO's own."
+        None, "Folder of the pictures; by default the json's, one of the same name beside it, or as in COCO."
     )
     shapes_folder: str = flag("outputs/shapes", "Where the shapes are written.")
     flip_probability: float = flag(0.5, "Probability of a horizontal flip.")
@@ -43,18 +43,18 @@ class DetectionDataArguments(SampleArguments):
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.flip_probability <= 1:
-            raise InputError(f"--flip_probability {self.flip_probability} is no probability; accepted: 0 … 1.")
+            raise InputError(f"--flip_probability {self.flip_probability} is not a probability; accepted: 0 … 1.")
 
 
 @dataclass
 class Detections:
     """
-    Pictures with boxes, of one json file.
+    Pictures with boxes from one json file.
 
     Args:
-        coco: its content, for the evaluation.
-        image_ids: the pictures, in the order of their indices here.
-        category_ids: the category of every label of the model.
+        coco: content of the file, for the evaluation.
+        image_ids: COCO's image id of every index.
+        category_ids: COCO's category id of every label of the model.
     """
 
     coco: COCO
@@ -66,10 +66,10 @@ class Detections:
         return len(self.image_ids)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Picture (height, width, 3), corners of its boxes (objects, 4) in shares of its width and height, labels.
+        """Picture (height, width, 3), corners of boxes (objects, 4) relative to its width and height, and labels.
 
         Raises:
-            InputError: if the picture cannot be read, with its name.
+            InputError: naming a picture that cannot be read.
         """
         image_id = self.image_ids[index]
         name = self.coco.imgs[image_id]["file_name"]
@@ -86,15 +86,15 @@ class Detections:
 
 
 def is_trained(entry: dict[str, Any]) -> bool:
-    """Whether an annotation is one object with an area; crowds are only ignored by the evaluation."""
+    """Whether an annotation is a single object with an area. The evaluation ignores crowds."""
     return not entry.get("iscrowd") and entry["bbox"][2] > 0 and entry["bbox"][3] > 0
 
 
 @dataclass
 class DetectionExamples(SourceDataset):
     """
-    What the collator needs, by key `(epoch, index)` in training and by index in an evaluation: `image`, `boxes` as
-    centre and size in shares of the picture, `class_labels`, `index`.
+    Examples by key `(epoch, index)` in training and by index in evaluation: `image`, `boxes` as centre and size
+    relative to the picture, `class_labels` and `index`.
     """
 
     image_size: tuple[int, int]
@@ -104,7 +104,7 @@ class DetectionExamples(SourceDataset):
 
     def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Any]:
         epoch, index = key if isinstance(key, tuple) else (None, key)
-        # Keys beyond the last image fill up the last batch of several processes.
+        # Keys beyond the last image pad the last batch of several processes.
         picture, boxes, labels = self.source[index % len(self.source)]
         image = resize(picture, self.image_size, self.resample)
         if epoch is not None and np.random.default_rng((self.seed, epoch, index % len(self))).random() < (
@@ -116,7 +116,7 @@ class DetectionExamples(SourceDataset):
 
 
 class DetectionCollator:
-    """Stacks and normalises: `pixel_values` (B, 3, height, width), `pixel_mask` of ones, and `labels` by image."""
+    """Stacks and normalises: `pixel_values` (B, 3, height, width), `pixel_mask` (all ones), `labels` per image."""
 
     def __init__(self, image_mean: Sequence[float], image_std: Sequence[float]):
         self.mean = torch.tensor(image_mean).view(-1, 1, 1)
@@ -141,10 +141,10 @@ def load_detections(
     arguments: DetectionDataArguments, request: DataRequest
 ) -> tuple[Detections | None, Detections | None, list[str]]:
     """
-    Pictures to train on, pictures to evaluate, and the names of the categories.
+    Training pictures, evaluation pictures, and the names of the categories.
 
     Raises:
-        InputError: naming the file, annotation or category that does not fit and what would.
+        InputError: naming the wrong file, annotation or category and what is accepted.
     """
     files = {"training": arguments.train_files, "evaluation": arguments.validation_files}
     if not any(files.values()):
@@ -154,7 +154,7 @@ def load_detections(
     for part in request.parts:
         if not files[part] or len(files[part]) != 1:
             flag = "--train_files" if part == "training" else "--validation_files"
-            raise InputError(f"The {part} needs one COCO json, not {files[part]}; accepted: {flag} file.json.")
+            raise InputError(f"The {part} requires one COCO json, not {files[part]}; accepted: {flag} file.json.")
         coco, folder = read_coco(Path(files[part][0]), arguments.image_folder)
         categories = {entry["name"]: entry["id"] for entry in coco.dataset["categories"]}
         names = names or sorted(categories, key=categories.get)
@@ -187,22 +187,22 @@ def read_coco(file: Path, image_folder: str | None) -> tuple[COCO, Path]:
                     f"{file.name}: annotation {entry['id']} has the unknown category {entry['category_id']}."
                 )
             if entry["image_id"] not in coco.imgs:
-                raise InputError(f"{file.name}: annotation {entry['id']} is of the unknown image {entry['image_id']}.")
+                raise InputError(f"{file.name}: annotation {entry['id']} has the unknown image {entry['image_id']}.")
             if len(entry["bbox"]) != 4 or not np.isfinite(entry["bbox"]).all():
                 raise InputError(
                     f"{file.name}: annotation {entry['id']} has the box {entry['bbox']}; accepted: left, top, width, "
                     "height."
                 )
-            # COCO's evaluation needs both, and many converters leave them out.
+            # COCO's evaluation requires both, but many converters omit them.
             entry.setdefault("iscrowd", 0)
             entry.setdefault("area", entry["bbox"][2] * entry["bbox"][3])
     except (json.JSONDecodeError, KeyError, TypeError, AssertionError) as error:
         raise InputError(f"{file.name} is not in COCO's format ({type(error).__name__}: {error}).") from error
     empty = sum(not entry["iscrowd"] and not is_trained(entry) for entry in content["annotations"])
     if empty:
-        logger.warning(f"{file.name}: {empty} boxes without an area are left out.")
+        logger.warning(f"{file.name}: ignored {empty} boxes without an area.")
     name = content["images"][0]["file_name"]
-    # COCO's own files are annotations/instances_train2017.json and the pictures in train2017.
+    # COCO has annotations/instances_train2017.json and the pictures in train2017.
     of_coco = file.absolute().parent.parent / file.stem.removeprefix("instances_")
     folders = [Path(image_folder)] if image_folder else [file.parent, file.with_suffix(""), of_coco]
     for folder in folders:
@@ -214,7 +214,7 @@ def read_coco(file: Path, image_folder: str | None) -> tuple[COCO, Path]:
 
 
 def scene(split: str, index: int, image_size: tuple[int, int]) -> tuple[np.ndarray, list[tuple[int, list]]]:
-    """A picture of 1 … 4 shapes (height, width, 3) and its objects: category and box (left, top, width, height)."""
+    """A picture (height, width, 3) of 1 … 4 shapes, and for each its category and box (left, top, width, height)."""
     rng = np.random.default_rng((SPLITS.index(split), index))
     height, width = image_size
     picture = rng.integers(0, 60, (height, width, 1)) + rng.integers(0, 60, 3)
@@ -231,7 +231,9 @@ def scene(split: str, index: int, image_size: tuple[int, int]) -> tuple[np.ndarr
 
 
 def write_shapes(folder: Path, split: str, size: int, image_size: tuple[int, int]) -> Path:
-    """Writes `folder/<split>_<height>x<width>/<number>.png` and, unless it exists, their json; returns its path."""
+    """
+    Writes `folder/<split>_<height>x<width>/<number>.png` and their json, unless the json exists; returns its path.
+    """
     height, width = image_size
     pictures = folder / f"{split}_{height}x{width}"
     file = pictures.with_name(f"{pictures.name}_{size}.json")
@@ -249,13 +251,13 @@ def write_shapes(folder: Path, split: str, size: int, image_size: tuple[int, int
             annotations.append({**entry, "area": box[2] * box[3], "iscrowd": 0})
     categories = [{"id": number, "name": name} for number, name in enumerate(CATEGORIES, 1)]
     content = {"images": images, "annotations": annotations, "categories": categories}
-    # The json comes last: where it is, the pictures are complete.
+    # The json comes last: if it exists, the pictures are complete.
     write_text(file, json.dumps(content))
     return file
 
 
 def _shapes(arguments: DetectionDataArguments, request: DataRequest) -> dict[str, list[str] | None]:
-    """The generated data, the same for every seed of a training, so that runs can be compared."""
+    """The generated data. They do not depend on the training seed, so runs can be compared."""
     folder = Path(arguments.shapes_folder)
     sizes = {part: arguments.limits[part] or DEFAULT_SIZES[split] for part, split in zip(PARTS, SPLITS)}
     return {

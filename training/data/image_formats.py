@@ -1,4 +1,4 @@
-"""What images may be: the modes that are read, and sizes. A Space takes this file along, so it imports no library."""
+"""Accepted image modes, and sizes. This file is copied to Spaces, so it imports no library."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,6 @@ GREY_MODES = ("1", "L", "LA")
 
 
 def height_and_width(size: int | Sequence[int]) -> tuple[int, int]:
-    """Height and width of a size in a configuration, where a single number is the side of a square."""
+    """Height and width of a configured size; a single number is the side of a square."""
     height, width = (size, size) if isinstance(size, int) else size
     return height, width

@@ -1,4 +1,4 @@
-"""Where images and labels come from: the Hub, folders and files, decoded as arrays, or the built-in arrows."""
+"""Sources of images and labels: the Hub, folders and files, decoded as arrays, or the built-in arrows."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,17 +32,16 @@ ARROWS_CONFIGURATIONS = ("squares", RECTANGLES)
 @dataclass
 class DecodedImages:
     """
-    Images of a `datasets.Dataset`, all decoded in advance where they fit in memory, else each time they are asked for.
+    Images of a `datasets.Dataset`. All are decoded in advance if they fit into memory, else on each access.
 
     Args:
-        table: the data set, its image column cast to undecoded `datasets.Image`.
-        labels: the class of every row, (rows,).
-        num_channels: 3, to which grey images are repeated, or 1.
-        cache_bytes: what the decoded images may take together.
+        table: the data set, with its image column cast to undecoded `datasets.Image`.
+        labels: class of every row, (rows,).
+        num_channels: 3 (grey images are repeated) or 1.
+        cache_bytes: largest total size of the decoded images.
 
     Raises:
-        InputError: on access, naming the file or else the row, if an image cannot be decoded or has the wrong number
-            of channels.
+        InputError: on access, naming the file or row of an image that cannot be decoded or has too many channels.
     """
 
     table: datasets.Dataset
@@ -62,7 +61,7 @@ class DecodedImages:
         return image, int(self.labels[index])
 
     def fill_cache(self, description: str) -> None:
-        """Decodes all images if, judged by the first, they fit; one that cannot be decoded is found here."""
+        """Decodes all images if they fit, estimated from the first ones. Finds images that cannot be decoded."""
         first = [self[index][0].nbytes for index in range(min(len(self), 64))]
         if sum(first) / len(first) * len(self) > self.cache_bytes:
             return
@@ -73,7 +72,7 @@ class DecodedImages:
                     progress.update()
 
     def decode(self, encoded: dict | None, row: int) -> np.ndarray:
-        """An undecoded image as (height, width, num_channels); error messages name its file or its `row`."""
+        """Decodes an image to (height, width, num_channels). Error messages name its file or `row`."""
         try:
             image = datasets.Image().decode_example(encoded)
             mode = image.mode
@@ -87,7 +86,7 @@ class DecodedImages:
         except InputError as error:
             raise InputError(f"{self._place(encoded, row)} has {error}.") from None
         except Exception as error:
-            # Decoders raise errors of any class for broken files; the message says which file it is.
+            # Decoders raise errors of any class for broken files.
             raise InputError(f"{self._place(encoded, row)} cannot be decoded ({reason(error)}).") from error
         return array.reshape(*array.shape[:2], self.num_channels)
 
@@ -99,13 +98,13 @@ class DecodedImages:
 
 def load_images(arguments: DataArguments, request: DataRequest) -> LabelledImages:
     """
-    Loads the splits that are needed.
+    Loads the required splits.
 
     Raises:
-        InputError: naming the column, split, row or value that does not fit and what would.
+        InputError: naming the wrong column, split, row or value and what is accepted.
     """
     if arguments.streaming:
-        raise InputError("--streaming: this script reads its images first; accepted in image_classification.py.")
+        raise InputError("--streaming: accepted by image_classification.py only.")
     if request.num_channels not in (1, 3):
         raise InputError(f"--num_channels {request.num_channels}: image files are read with 1 or 3 channels.")
     given = [
@@ -138,16 +137,16 @@ def _load_decoded(arguments: DataArguments, request: DataRequest) -> LabelledIma
         if limit is not None:
             table = table.select(range(min(limit, len(table))))
         if not len(table):
-            raise InputError(f"The {part} images are none; accepted: at least one row.")
+            raise InputError(f"There are no {part} images; accepted: at least one row.")
         labels = number_labels(table, label_column, names, part)
-        # Paths in a file are relative to that file, as in the folders that `datasets` reads.
+        # Paths in a file are relative to it, as in folders that `datasets` reads.
         table = keep_encoded(table, image_column, Path(files[part][0]).parent if files[part] else None)
         source = DecodedImages(
             table, image_column, labels, request.num_channels, arguments.image_cache_gigabytes * 2**30
         )
         source.fill_cache(f"{part} images")
         sources[part] = source
-    # The names of splits of files are chosen here and say nothing.
+    # Splits of files have arbitrary names, chosen here.
     splits = {} if arguments.train_files or arguments.validation_files else splits
     return LabelledImages(*map(sources.get, PARTS), names, named, splits)
 
@@ -155,12 +154,12 @@ def _load_decoded(arguments: DataArguments, request: DataRequest) -> LabelledIma
 def _load_arrows(arguments: DataArguments, request: DataRequest) -> LabelledImages:
     if request.image_size[0] != request.image_size[1]:
         raise InputError(
-            f"The size of the arrows is that of a square, not {request.image_size}. Accepted: --image_size 108 and the "
-            f"like; with --dataset_config_name {RECTANGLES} images of many shapes have about as many pixels."
+            f"--image_size {request.image_size}: arrows take the side of a square; accepted: --image_size 108 and the "
+            f"like. With --dataset_config_name {RECTANGLES}, images of many shapes have about as many pixels."
         )
     if arguments.dataset_config_name not in (None, *ARROWS_CONFIGURATIONS):
         raise InputError(
-            f"--dataset_config_name {arguments.dataset_config_name!r}: the arrows have none of that name; accepted: "
+            f"--dataset_config_name {arguments.dataset_config_name!r}: unknown for the arrows; accepted: "
             f"{', '.join(ARROWS_CONFIGURATIONS)}."
         )
     rectangular = arguments.dataset_config_name == RECTANGLES
@@ -170,7 +169,7 @@ def _load_arrows(arguments: DataArguments, request: DataRequest) -> LabelledImag
 def build_arrows(
     request: DataRequest, limits: dict[str, int | None], train_split: str, eval_split: str | None, **shape
 ) -> LabelledImages:
-    """The arrows that a run needs, as images or clips; `shape` as of [`Arrows`]."""
+    """The arrows that a run requires, as images or clips. `shape` has further arguments of [`Arrows`]."""
     names = {"train": train_split, "evaluation": eval_split or "validation"}
     splits = dict(zip(PARTS, names.values()))
     try:

@@ -1,8 +1,8 @@
-"""Moving shapes: generated videos whose class is a direction of motion, written as real mp4 files.
+"""Moving shapes: generated videos whose class is a direction of motion, written as mp4 files.
 
-Two shapes stand on a noisy ground; one of them moves up, right, down or left and comes back on the other side where it
-leaves the picture. A single frame says nothing about the class, and frames without their order only tell the axis of
-the motion, because forwards and backwards are equally likely: half of the answers are right.
+Two shapes lie on a noisy ground. One moves up, right, down or left and re-enters on the opposite side. A single frame
+carries no information about the class. Unordered frames reveal only the axis of the motion, because both directions are
+equally likely, so half of the answers are right.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ def frames(split: str, index: int, image_size: int) -> tuple[np.ndarray, int]:
 
 
 def shape_mask(shape, center: np.ndarray, radius: float, image_size: tuple[int, int]) -> np.ndarray:
-    """Where a shape covers a picture whose opposite borders touch, (height, width); `center` is row and column."""
+    """Mask (height, width) of a shape on a picture with periodic borders. `center` is (row, column)."""
     axes = [
         (np.arange(size) + 0.5 - position + size / 2) % size - size / 2 for size, position in zip(image_size, center)
     ]
@@ -47,7 +47,7 @@ def shape_mask(shape, center: np.ndarray, radius: float, image_size: tuple[int, 
     return shape(rows / radius, columns / radius)
 
 
-# Disc, square, diamond and cross, as conditions on rows and columns in units of the radius; none has a direction.
+# Disc, square, diamond and cross, as conditions on rows and columns in units of the radius. None has a direction.
 SHAPES = (
     lambda rows, columns: rows**2 + columns**2 < 1,
     lambda rows, columns: np.maximum(abs(rows), abs(columns)) < 0.9,
@@ -57,7 +57,7 @@ SHAPES = (
 
 
 def write_video(path: Path, video: np.ndarray) -> None:
-    """Writes frames (T, height, width, 3) of uint8 as H.264 in mp4; height and width must be even."""
+    """Writes uint8 frames (T, height, width, 3) as H.264 in mp4. Height and width must be even."""
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=FRAME_RATE, options={"crf": "18", "preset": "veryfast"})
         stream.height, stream.width = video.shape[1:3]
@@ -71,7 +71,7 @@ def write_video(path: Path, video: np.ndarray) -> None:
 
 def write_moving_shapes(folder: Path, sizes: dict[str, int], image_size: int) -> None:
     """
-    Writes `folder/<split>/<class>/<number>.mp4`, except those that are there.
+    Writes the missing files `folder/<split>/<class>/<number>.mp4`.
 
     Args:
         sizes: number of videos of each split.

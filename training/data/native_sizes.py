@@ -1,4 +1,4 @@
-"""Images at their own aspect ratios: resized to at most a number of patches, and padded to it in batches."""
+"""Images with their aspect ratios: resized to at most a number of patches, and padded to that number in batches."""
 
 import json
 import math
@@ -21,9 +21,8 @@ from training.data.image_formats import height_and_width
 @dataclass(frozen=True)
 class NativeSize:
     """
-    The size that an image gets, whose aspect ratio it keeps but for rounding: the largest at which both sides, rounded
-    up to whole patches, have at most `max_num_patches` patches. The rule and its code are those of transformers'
-    `Siglip2ImageProcessor`.
+    The largest size, in whole patches and at most `max_num_patches`, that keeps an image's aspect ratio up to rounding.
+    The rule and its code are those of transformers' `Siglip2ImageProcessor`.
     """
 
     patch_size: int
@@ -36,8 +35,8 @@ class NativeSize:
 
 class PatchCollator(Collator):
     """
-    As [`Collator`], for images of different sizes: `labels` (B,), and `pixel_values` (B, max_num_patches, patch
-    pixels), `pixel_attention_mask` and `spatial_shapes` as from [`batch_of_patches`]. What holds no image is one patch
+    A [`Collator`] for images of different sizes: `labels` (B,), and `pixel_values` (B, max_num_patches, patch pixels),
+    `pixel_attention_mask` and `spatial_shapes` from [`batch_of_patches`]. An example without an image becomes one patch
     of zeros, because attention needs a token. Images are not mixed.
 
     Args:
@@ -67,7 +66,7 @@ class PatchCollator(Collator):
         """(C, height, width)."""
         if "image" not in example:
             return torch.zeros(self.num_channels, *self.image_size)
-        # A copy, because a flipped image has negative strides and others may not be written to.
+        # A copy, because flipped images have negative strides and others may be read-only.
         return self.normalise(torch.from_numpy(np.array(example["image"], order="C")).movedim(-1, -3))
 
 
@@ -78,7 +77,7 @@ def default_to_square(arguments: ModelArguments, data_arguments: ImageDataArgume
         return
     patch, side = given.get("patch_size", LieREViTConfig.patch_size), math.isqrt(data_arguments.max_num_patches)
     sides = patch if isinstance(patch, list) else [patch]
-    # What is no size the configuration refuses.
+    # The configuration refuses other values.
     if all(isinstance(extent, int) for extent in sides):
         arguments.image_size = json.dumps([side * extent for extent in sides] if sides is patch else side * patch)
 
@@ -92,12 +91,12 @@ def check_native_sizes(
 ) -> None:
     """
     Raises:
-        InputError: if a flag needs images of one size, or has no effect where they have different ones.
+        InputError: if a flag requires images of one size or has no effect on images of different sizes.
     """
     flag = f"--max_num_patches {size.max_num_patches}"
     if tuple(height_and_width(config.image_size)) != image_size:
         raise InputError(
-            f"--image_size {image_size[0]}×{image_size[1]} has no effect beside {flag}: coordinates refer to the "
+            f"--image_size {image_size[0]}×{image_size[1]} has no effect with {flag}: coordinates refer to the "
             f"checkpoint's {config.image_size}. Accepted: leave it out."
         )
     if augmentation.random_crop_ratio:

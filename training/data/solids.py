@@ -1,9 +1,9 @@
-"""Points on the surfaces of generated solids: upright prisms whose ground plan is the class.
+"""Points on the surfaces of generated solids: upright prisms, classified by their ground plan.
 
-A token is a point: its position has three axes, and its only feature is the vertical part of the surface's normal, −1,
-0 or 1. How many points lie on top, bottom and sides tells next to nothing of the class, because heights vary: the
-answer is in where the points are. Training and evaluation differ in the rotation about the vertical axis, from the
-first or the second half of the circle, and in the number of points.
+Each token is a point with a position on three axes. Its only feature is the vertical component of the surface normal,
+−1, 0 or 1. Heights vary, so the numbers of points on top, bottom and sides reveal almost nothing about the class: the
+positions do. Training and evaluation differ in the number of points and in the rotation about the vertical axis, from
+the first or the second half of the circle.
 """
 
 import math
@@ -24,7 +24,7 @@ def _circle(radius: float, corners: int = 48) -> np.ndarray:
 
 # The right and the upper arm; the others lie opposite.
 CROSS = np.array([(0.3, -0.95), (0.3, -0.3), (0.95, -0.3), (0.95, 0.3), (0.3, 0.3), (0.3, 0.95)])
-# Ground plans as closed outlines, (corners, 2) each, inside of the unit circle; a point in an odd number is inside.
+# Ground plans as closed outlines, (corners, 2) each, in the unit circle. A point in an odd number of them is inside.
 PLANS = {
     "triangle": [_circle(1.0, 3)],
     "square": [_circle(1.0, 4)],
@@ -65,7 +65,7 @@ def _edges(outlines: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _share_of_sides(outlines: list[np.ndarray], height: float) -> float:
-    """Of the surface."""
+    """Area of the sides as a share of the surface."""
     areas = [abs(_doubled_areas(outline).sum()) / 2 for outline in outlines]
     # The first outline is the outer one.
     area, (first, last) = 2 * areas[0] - sum(areas), _edges(outlines)
@@ -74,7 +74,7 @@ def _share_of_sides(outlines: list[np.ndarray], height: float) -> float:
 
 
 def _doubled_areas(outline: np.ndarray) -> np.ndarray:
-    """Twice the signed areas of the triangles of every edge and the origin."""
+    """Twice the signed area of the triangle of each edge and the origin."""
     (x, y), (next_x, next_y) = outline.T, np.roll(outline, -1, axis=0).T
     return x * next_y - next_x * y
 
@@ -88,7 +88,7 @@ def _on_outlines(rng: np.random.Generator, outlines: list[np.ndarray], count: in
 
 
 def _inside(rng: np.random.Generator, outlines: list[np.ndarray], count: int) -> np.ndarray:
-    """(count, 2) points, uniform inside of the outlines, by rejection."""
+    """(count, 2) points, uniform inside the outlines, by rejection sampling."""
     found = np.empty((0, 2))
     while len(found) < count:
         points = rng.uniform(-1, 1, (4 * count, 2))

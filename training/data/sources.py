@@ -1,7 +1,7 @@
-"""What all data are to the scripts: indexable sources of inputs and labels, and the names of the classes.
+"""The interface of all data: indexable sources of inputs and labels, and the names of the classes.
 
-A source has a length and returns `(input, label)` for an index: of images a uint8 array of shape (height, width,
-channels), of videos a clip that is not read yet, and the number of the class.
+A source has a length and maps an index to `(input, label)`. The input is a uint8 image (height, width, channels) or a
+clip that has not been read; the label is the number of the class.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ PARTS = ("training", "evaluation")
 @dataclass(frozen=True)
 class DataRequest:
     """
-    What a run needs from its data.
+    What a run requires of its data.
 
     Args:
-        image_size: height and width of the model's input; what is generated is drawn at that size.
-        parts: those of `PARTS` that are needed.
-        num_frames: number of frames of a clip.
-        spacing: whether the model needs the spacing of voxels.
+        image_size: height and width of the model's input; generated data are drawn at that size.
+        parts: required members of `PARTS`.
+        num_frames: number of frames per clip.
+        spacing: whether the model needs the voxel spacing.
         writes: whether this process writes the files of generated clips.
-        seed: seed of the arrows, and of the parts that `validation_fraction` and `train_fraction` make.
+        seed: seed of the arrows, and of the splits by `validation_fraction` and `train_fraction`.
     """
 
     image_size: tuple[int, int]
@@ -47,8 +47,8 @@ class Source(Protocol):
 @dataclass
 class LabelledImages:
     """
-    The sources of a run and the names of their classes, in the order of the labels; `splits` names the splits that the
-    parts `train` and `evaluation` come from, where the data have any.
+    The sources of a run and the names of their classes, in the order of the labels. `splits` names the splits of
+    `train` and `evaluation`, if any.
     """
 
     train: Source | None
@@ -61,7 +61,7 @@ class LabelledImages:
 
 @dataclass
 class SourceDataset(Dataset):
-    """Examples made from a source, one for each of its inputs."""
+    """One example for each input of a source."""
 
     source: Source
 
@@ -71,7 +71,7 @@ class SourceDataset(Dataset):
 
 @dataclass
 class Relabelled(SourceDataset):
-    """A source whose label n is `numbers[n]` to the model."""
+    """A source with labels of the model: label n becomes `numbers[n]`."""
 
     numbers: Sequence[int]
 
@@ -81,7 +81,7 @@ class Relabelled(SourceDataset):
 
 
 def take_fraction(source: Source, fraction: float, seed: int) -> Source:
-    """A random share of a source; a larger share of the same seed contains a smaller one."""
+    """A random share of a source. With the same seed, larger shares contain smaller ones."""
     if fraction == 1:
         return source
     count = max(round(len(source) * fraction), 1)

@@ -1,8 +1,8 @@
-"""Training images that are read while they are needed, for data sets that fit neither memory nor disk.
+"""Training images that are read on demand, for data sets that fit neither memory nor disk.
 
-An epoch is as many steps as the number of images makes. One process without workers sees every image once, the last
-batch filled up with images seen before. Several processes or workers read shards of their own, whose lengths differ:
-who has fewer images sees some of them again, who has more leaves some out.
+The number of images determines the steps of an epoch. A single process without workers sees every image once and fills
+the last batch with repeated images. Several processes or workers read separate shards of different lengths: in short
+shards some images repeat, in long ones some are skipped.
 """
 
 import math
@@ -30,17 +30,17 @@ from training.data.tables import (
 )
 
 
-# Size of the buffer that the next image is drawn from at random.
+# The next image is drawn at random from a buffer of this size.
 SHUFFLE_BUFFER = 10_000
 
 
 @dataclass
 class Stream:
     """
-    Training images that are still to be read.
+    Training images that have not been read.
 
     Args:
-        table: its image column cast to undecoded `datasets.Image`.
+        table: the data set, with its image column cast to undecoded `datasets.Image`.
         size: number of images in an epoch, over all processes.
     """
 
@@ -52,13 +52,13 @@ class Stream:
 
 class StreamedImages(IterableDataset):
     """
-    Augmented images of a stream, without end but for the epoch: `image`, `label`, `key`, as `TrainingImages` has them.
+    Augmented images of one epoch of a stream: `image`, `label` and `key`, as in `TrainingImages`.
 
-    The order depends on (seed, epoch) alone, and on the number of processes and workers.
+    The order depends only on (seed, epoch) and the number of processes and workers.
 
     Args:
-        numbers: for every label of the stream its number in the model.
-        args: tell the processes, their batches and workers.
+        numbers: the model's number for every label of the stream.
+        args: provides processes, batch size and workers.
 
     Raises:
         InputError: if there are not enough shards for all workers.
@@ -83,7 +83,7 @@ class StreamedImages(IterableDataset):
         self.num_examples = stream.size
         self.steps = math.ceil(stream.size / (args.world_size * self.batch_size))
         self.rank, self.world_size = args.process_index, args.world_size
-        # Set by the trainer: a function returning the object whose `epoch` an iteration belongs to.
+        # Set by the trainer: a function that returns an object with the current `epoch`.
         self.trainer_state = lambda: None
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class StreamedImages(IterableDataset):
         epoch = int(getattr(self.trainer_state(), "epoch", 0) or 0)
         worker = torch.utils.data.get_worker_info()
         part, parts = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        # The loader takes batches from its workers in turn.
+        # The loader takes batches from its workers in turns.
         left = (self.steps // parts + (part < self.steps % parts)) * self.batch_size
         number, share = 0, self.rank * parts + part
         self.table.set_epoch(epoch)
@@ -104,36 +104,36 @@ class StreamedImages(IterableDataset):
                 image = self.decoder.decode(row[self.stream.image_column], number)
                 label = self.numbers[row[self.stream.label_column]]
                 for _ in range(min(self.repeats, left)):
-                    # No other view of the epoch has this number, in any process or worker.
+                    # Unique among all views of the epoch, in all processes and workers.
                     index = number * self.world_size * parts + share
                     yield {"image": self.augment(image, epoch, index), "label": label, "key": (epoch, index)}
                     number, left = number + 1, left - 1
                 if not left:
                     break
             if left == before:
-                raise InputError("The stream holds no images.")
+                raise InputError("The stream contains no images.")
 
 
 def open_stream(arguments: DataArguments, request: DataRequest) -> tuple[LabelledImages, Stream | None]:
     """
-    The evaluation images, downloaded, and the training images as a stream.
+    Downloads the evaluation images and opens the training images as a stream.
 
     Returns:
-        The evaluation and the classes; the stream, `None` without training.
+        The evaluation images with the classes, and the stream, or `None` without training.
 
     Raises:
-        InputError: if the labels have no names or the number of images is not known, naming what is accepted.
+        InputError: if labels have no names or the number of images is unknown.
     """
     tables = _streams(arguments)
     features = next(iter(tables.values())).features
     if features is None:
-        raise InputError("--streaming: the data set does not say what its columns are; accepted: without --streaming.")
+        raise InputError("--streaming: the data set does not describe its columns; accepted: without --streaming.")
     image_column, label_column = infer_columns(features, arguments)
     label = features[label_column]
     if not isinstance(label, datasets.ClassLabel):
         raise InputError(
-            f"--streaming: column {label_column!r} holds {type(label).__name__}, of which the classes are only known "
-            "when all is read; accepted: ClassLabel, or without --streaming."
+            f"--streaming: column {label_column!r} has type {type(label).__name__}, whose classes are unknown until "
+            "all rows are read; accepted: ClassLabel, or without --streaming."
         )
     stream = None
     if "training" in request.parts:
@@ -141,7 +141,7 @@ def open_stream(arguments: DataArguments, request: DataRequest) -> tuple[Labelle
         size = min(arguments.max_train_samples or math.inf, _size(arguments, table) or math.inf)
         if size == math.inf:
             raise InputError(
-                "--streaming: the data set does not say how many images it has; accepted: --max_train_samples."
+                "--streaming: the data set does not state its number of images; accepted: --max_train_samples."
             )
         table = table.take(size) if arguments.max_train_samples else table
         stream = Stream(table.cast_column(image_column, datasets.Image(decode=False)), image_column, label_column, size)
@@ -150,20 +150,20 @@ def open_stream(arguments: DataArguments, request: DataRequest) -> tuple[Labelle
         splits["evaluation"] = split = pick_evaluation_split(list(tables), arguments)
         rows = tables[split].cast_column(image_column, datasets.Image(decode=False))
         rows = rows.take(arguments.max_eval_samples) if arguments.max_eval_samples else rows
-        # An evaluation is exact only where every process can index all images, so they are kept on disk.
+        # An exact evaluation requires that every process can index all images, so they are stored on disk.
         table = datasets.Dataset.from_generator(rows.__iter__, features=rows.features)
         labels = table.with_format("numpy")[label_column][:]
         cache_bytes = arguments.image_cache_gigabytes * 2**30
         source = DecodedImages(table, image_column, labels, request.num_channels, cache_bytes)
-    # The names of splits of files are chosen here and say nothing.
+    # Splits of files have arbitrary names, chosen here.
     splits = splits if arguments.dataset_name else {}
     return LabelledImages(None, source, list(label.names), splits=splits), stream
 
 
 def _size(arguments: DataArguments, table: datasets.IterableDataset) -> int | None:
-    """Number of images of the training split, if it is known."""
+    """Number of images in the training split; `None` if unknown."""
     if arguments.train_files:
-        # For several files, `datasets` only knows the number of rows of the first.
+        # For several files, `datasets` knows only the first one's number of rows.
         return sum(ParquetFile(name).metadata.num_rows for name in arguments.train_files)
     split = (table.info.splits or {}).get(arguments.train_split)
     return split.num_examples if split else None
@@ -180,7 +180,7 @@ def _streams(arguments: DataArguments) -> dict[str, datasets.IterableDataset]:
     names = [name for some in files.values() for name in some]
     require_files(names)
     with translate_read_errors(", ".join(names)):
-        # Otherwise a damaged file would only be found in the middle of the training.
+        # Finds damaged files before training.
         for name in names:
             ParquetFile(name).close()
         return datasets.load_dataset("parquet", data_files=files, streaming=True)

@@ -1,6 +1,6 @@
-"""Tables of the `datasets` library: opened from the Hub, folders and files; their splits, columns and labels.
+"""Tables of the `datasets` library: opening them from the Hub, folders and files; splits, columns and labels.
 
-What is wrong with a data set is said before training starts wherever that is possible.
+Errors in a data set are reported before training starts if possible.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ def load_tables(arguments: DataArguments) -> datasets.DatasetDict:
             return datasets.load_dataset(arguments.dataset_name, arguments.dataset_config_name)
     if arguments.image_folder:
         if not Path(arguments.image_folder).is_dir():
-            raise InputError(f"--image_folder {arguments.image_folder!r} is no folder.")
+            raise InputError(f"--image_folder {arguments.image_folder!r} is not a folder.")
         with translate_read_errors(f"--image_folder {arguments.image_folder!r}"):
             return datasets.load_dataset("imagefolder", data_dir=arguments.image_folder)
     return load_table_files({"train": arguments.train_files or [], "validation": arguments.validation_files or []})
 
 
 def load_table_files(files: dict[str, list[str]]) -> datasets.DatasetDict:
-    """Tables in parquet, json or csv files, all of one type, by split. Raises [`InputError`] for what is not read."""
+    """Tables by split, from parquet, json or csv files of one type. Raises [`InputError`] for other files."""
     builders = set()
     require_files(files["train"] + files["validation"])
     for name in files["train"] + files["validation"]:
@@ -51,7 +51,7 @@ def load_table_files(files: dict[str, list[str]]) -> datasets.DatasetDict:
         builders.add(builder)
     if len(builders) != 1:
         raise InputError(f"The files are of several types ({', '.join(sorted(builders))}); accepted: one.")
-    # Each split is loaded alone: features such as the number of classes may differ, and are compared later.
+    # Splits are loaded separately: their features, such as the number of classes, may differ and are compared later.
     tables = datasets.DatasetDict()
     for split, names in files.items():
         if names:
@@ -61,7 +61,7 @@ def load_table_files(files: dict[str, list[str]]) -> datasets.DatasetDict:
 
 
 def require_files(names: Sequence[str]) -> None:
-    """Raises [`InputError`] naming the first of these files that is not there."""
+    """Raises [`InputError`] naming the first file that does not exist."""
     for name in names:
         if not Path(name).is_file():
             raise InputError(f"There is no file {name!r}.")
@@ -73,23 +73,23 @@ def translate_read_errors(what: str) -> Iterator[None]:
     Translates the errors of opening a data set.
 
     Raises:
-        InputError: with the reason, if it cannot be read or reached.
+        InputError: with the reason, if the data set cannot be read or reached.
     """
     try:
         yield
     except InputError:
         raise
     except (OSError, ValueError, DatasetsError, pyarrow.ArrowException) as error:
-        # For empty files `datasets` says that a split has no data; other errors of reading are the cause of its own.
+        # `datasets` reports empty files as a split without data; it wraps other read errors as causes.
         why = "it has no rows" if "corresponds to no data" in str(error) else reason(error.__cause__ or error)
         raise InputError(f"{what} cannot be read ({why}).") from error
 
 
 def pick_evaluation_split(splits: list[str], arguments: DataArguments) -> str:
-    """The split of a data set to evaluate: the given one, else the first of the usual names.
+    """The split to evaluate: the given one, else the first with a usual name.
 
     Raises:
-        InputError: if there is none.
+        InputError: if it does not exist.
     """
     name = arguments.eval_split or next((name for name in EVALUATION_SPLITS if name in splits), None)
     if name is None:
@@ -114,7 +114,7 @@ def training_split(tables: dict[str, Any], arguments: DataArguments) -> Any:
 def pick_splits(
     tables: datasets.DatasetDict, arguments: DataArguments, request: DataRequest
 ) -> tuple[dict[str, datasets.Dataset], dict[str, str]]:
-    """The tables of the parts that are needed, and the names of the splits as `LabelledImages` has them."""
+    """The tables of the required parts, and the names of their splits for `LabelledImages`."""
 
     chosen = {"training": training_split(tables, arguments)} if "training" in request.parts else {}
     splits = {"train": arguments.train_split}
@@ -138,7 +138,7 @@ def require_columns(features: datasets.Features, image_column: str, label_column
 
 
 def keep_encoded(table: datasets.Dataset, image_column: str, folder: Path | None) -> datasets.Dataset:
-    """The table with images as bytes or paths, so that an error in decoding can name the row."""
+    """Keeps images as bytes or paths, so that decoding errors can name the row."""
     if folder is not None and _type_name(table.features[image_column]) == "string":
 
         def resolve(names: list[str]) -> dict[str, list[str]]:
@@ -149,13 +149,16 @@ def keep_encoded(table: datasets.Dataset, image_column: str, folder: Path | None
         return table.cast_column(image_column, datasets.Image(decode=False))
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"Column {image_column!r} holds {_type_name(table.features[image_column])}; accepted: images, as files, "
+            f"Column {image_column!r} has type {_type_name(table.features[image_column])}; accepted: images, as files, "
             "paths or bytes."
         ) from error
 
 
 def require_class_folders(tables: datasets.DatasetDict, image_column: str, arguments: DataArguments) -> None:
-    """`datasets` makes classes only of several folders, and of the folders of all splits together; both are checked."""
+    """
+    Checks what `datasets` does not: that there are at least two class folders, and that every class has training
+    images.
+    """
     some, folder = next(iter(tables.values())), arguments.image_folder
     if list(some.features) == [image_column]:
         rows = some.cast_column(image_column, datasets.Image(decode=False))[image_column]
@@ -172,7 +175,7 @@ def require_class_folders(tables: datasets.DatasetDict, image_column: str, argum
     if missing:
         raise InputError(
             f"--image_folder {folder!r} has no images of {abbreviate(missing)} in the split {arguments.train_split!r}; "
-            "accepted: classes that are trained."
+            "accepted: classes with training images."
         )
 
 
@@ -184,20 +187,20 @@ def label_names(table: datasets.Dataset, label_column: str) -> tuple[list[str], 
     if all(isinstance(value, str) for value in values):
         return values, True
     if not all(isinstance(value, int) for value in values):
-        raise InputError(f"Column {label_column!r} holds {values[:3]!r} …; accepted: class numbers or names.")
+        raise InputError(f"Column {label_column!r} contains {values[:3]!r} …; accepted: class numbers or names.")
     if values[0] < 0:
-        raise InputError(f"Column {label_column!r} holds the label {values[0]}; accepted: 0 and above.")
+        raise InputError(f"Column {label_column!r} contains the label {values[0]}; accepted: 0 and above.")
     return [str(number) for number in range(values[-1] + 1)], False
 
 
 def number_labels(table: datasets.Dataset, label_column: str, label_names: list[str], description: str) -> np.ndarray:
-    """Labels as indices into `label_names`, (rows,); any other label is refused, with its row."""
+    """Labels as indices into `label_names`, (rows,). Raises [`InputError`] with the row of any other label."""
     feature, values = table.features[label_column], table[label_column][:]
     numbers = {name: number for number, name in enumerate(label_names)}
     if isinstance(feature, datasets.ClassLabel):
         if sorted(feature.names) != sorted(label_names):
             raise InputError(
-                f"The {description} data have the classes {abbreviate(feature.names)}, the model learns "
+                f"The {description} data have the classes {abbreviate(feature.names)}; accepted: "
                 f"{abbreviate(label_names)}."
             )
         numbers = {value: numbers[name] for value, name in enumerate(feature.names)}
@@ -216,7 +219,7 @@ def number_labels(table: datasets.Dataset, label_column: str, label_names: list[
 
 
 def infer_columns(features: datasets.Features, arguments: DataArguments) -> tuple[str, str]:
-    """The columns of images and of classes: the given ones, else the only ones of their types or with usual names."""
+    """The image and class columns: the given ones, else the only ones of their type or with a usual name."""
     given = {"image": arguments.image_column_name, "label": arguments.label_column_name}
     image, label = (infer_column(features, kind, column) for kind, column in given.items())
     return image, label

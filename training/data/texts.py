@@ -1,8 +1,7 @@
-"""Texts to train language models on: documents of any origin, their tokens one after the other, and blocks of these.
+"""Texts for language models: documents, their concatenated tokens, and blocks of these.
 
-Documents are tokenised, each is followed by the token that ends a text, and all of them are cut into blocks of equal
-length, across the borders of documents ("wrapped" packing). What is left over at the end is less than a block, and is
-not used.
+Documents are tokenised, each is followed by the end-of-text token, and their concatenation is cut into blocks of equal
+length, across document borders ("wrapped" packing). An incomplete last block is dropped.
 """
 
 from collections.abc import Iterator
@@ -28,37 +27,37 @@ from training.data.tables import FILE_BUILDERS, load_table_files, pick_splits, r
 
 logger = logging.get_logger(__name__)
 END_OF_TEXT = "<|endoftext|>"
-# Documents that are tokenised together.
+# Number of documents that are tokenised together.
 BATCH = 100
-# With fewer documents, intervals resample blocks instead: few documents tell too little of how documents differ.
+# With fewer documents, intervals resample blocks, because few documents do not show how documents vary.
 FEWEST_DOCUMENTS = 20
 
 
 @dataclass
 class TextDataArguments(LimitArguments):
-    """Where texts come from. Examples are blocks of `max_length` tokens."""
+    """Sources of texts. Examples are blocks of `max_length` tokens."""
 
     dataset_name: str | None = flag(None, "A data set of texts on the Hub.")
     dataset_config_name: str | None = flag(None, "Configuration of the data set.")
     text_folder: str | None = flag(
-        None, "Folder of texts, one document a file, or with folders train/ and validation/ of these."
+        None, "Folder of texts, one document per file, or with folders train/ and validation/ of these."
     )
-    text_patterns: list[str] = flag(["**/*.txt"], "Which files of --text_folder are read, such as **/*.py.")
+    text_patterns: list[str] = flag(["**/*.txt"], "Patterns of the files in --text_folder to read, such as **/*.py.")
     train_files: list[str] | None = flag(
-        None, "Parquet, json or csv files with a column of texts, or files that each are one text, to train on."
+        None, "Parquet, json or csv files with a column of texts, or one file per text, to train on."
     )
     validation_files: list[str] | None = flag(None, "Such files to evaluate.")
     train_split: str = flag("train", "Split to train on.")
     eval_split: str | None = flag(None, "Split to evaluate; by default the first of validation, valid, dev and test.")
     validation_fraction: float | None = flag(
         None,
-        "Share of the documents of the training split to hold out where there is no other split; the same ones for "
-        "every seed, so that a model that is trained further is not evaluated on what it has seen.",
+        "Share of the training split's documents to hold out if there is no other split. They are the same for every "
+        "seed, so that a model that is trained further is not evaluated on its training data.",
     )
-    dataset_text_field: str | None = flag(None, "Column of texts; by default `text`, else the only one that has texts.")
+    dataset_text_field: str | None = flag(None, "Column of texts; by default `text`, else the only column of texts.")
     max_length: int = flag(1024, "Tokens in a block.")
     evaluation_lengths: list[int] | None = flag(
-        None, "Further lengths of blocks to evaluate at in the end; max_length always is one."
+        None, "Block lengths for the final evaluation, in addition to max_length."
     )
 
     def __post_init__(self):
@@ -69,7 +68,7 @@ class TextDataArguments(LimitArguments):
             )
 
     def require_origin(self) -> None:
-        """Raises [`InputError`] unless exactly one origin of texts is given."""
+        """Raises [`InputError`] unless exactly one source of texts is given."""
         origins = {
             "--dataset_name": self.dataset_name,
             "--text_folder": self.text_folder,
@@ -81,12 +80,12 @@ class TextDataArguments(LimitArguments):
 
     @property
     def lengths(self) -> list[int]:
-        """All lengths of blocks to evaluate at, the one of the training first."""
+        """Block lengths for the evaluation, the training length first."""
         return [self.max_length, *sorted(set(self.evaluation_lengths or []) - {self.max_length})]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are the 256 bytes of UTF-8, and one that ends a text."""
+    """A tokenizer with 256 byte tokens and an end-of-text token."""
     tokens = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -98,13 +97,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 @dataclass
 class TokenStream:
-    """The tokens of all documents (N,), one after the other, and the number of the document of each (N,)."""
+    """The concatenated tokens of all documents (N,), and the document number of each token (N,)."""
 
     tokens: np.ndarray
     documents: np.ndarray
 
     def cut(self, length: int) -> np.ndarray:
-        """Blocks of so many tokens, (blocks, length)."""
+        """Blocks of `length` tokens, (blocks, length)."""
         count = len(self.tokens) // length
         return self.tokens[: count * length].reshape(count, length)
 
@@ -114,17 +113,17 @@ class TokenStream:
 
     def units(self, length: int, longest: int) -> np.ndarray:
         """
-        What the tokens that are predicted in blocks (blocks, length) are resampled with: their documents or, where
-        these are few, stretches of `longest` tokens.
+        The resampling unit of every predicted token, (blocks, length): its document or, if documents are few, a stretch
+        of `longest` tokens.
         """
         units = self.documents if self.resamples_documents else np.arange(len(self.tokens)) // longest
         count = len(units) // length
-        # The token that is predicted last is that before the next block; it has no label.
+        # Position i predicts token i + 1; the last position of a block has no label.
         return np.roll(units[: count * length].reshape(count, length), -1, axis=1)
 
 
 class TokenBlocks(Dataset):
-    """Blocks of tokens (blocks, length) by index, or to train on by key `(epoch, index)`: `tokens`, `is_padding`."""
+    """Blocks (blocks, length) by index or training key `(epoch, index)`: `tokens` and `is_padding`."""
 
     def __init__(self, blocks: np.ndarray):
         self.blocks = blocks
@@ -138,7 +137,7 @@ class TokenBlocks(Dataset):
 
 
 def collate_blocks(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """`input_ids` and `labels` (B, N): the label of a token is the next one, of the last one `IGNORED_LABEL`."""
+    """`input_ids` and `labels` (B, N). The label of a token is the next token, of the last `IGNORED_LABEL`."""
     tokens = torch.from_numpy(np.stack([example["tokens"] for example in examples]).astype(np.int64))
     labels = torch.full_like(tokens, IGNORED_LABEL)
     labels[:, :-1] = tokens[:, 1:]
@@ -157,13 +156,13 @@ def load_texts(
     arguments: TextDataArguments, tokenizer: PreTrainedTokenizerBase, parts: tuple[str, ...], seed: int
 ) -> TextData:
     """
-    Reads, tokenises and cuts the parts of the data that a run needs.
+    Reads, tokenises and cuts the required parts of the data.
 
     Args:
-        seed: Of the blocks that `train_fraction` draws.
+        seed: Seed for the blocks that `train_fraction` draws.
 
     Raises:
-        InputError: for data that cannot be read or have no block of one of the lengths.
+        InputError: for data that cannot be read or are shorter than a block.
     """
     arguments.require_origin()
     tables = _load_documents(arguments)
@@ -171,18 +170,18 @@ def load_texts(
     streams = {}
     for part, table in chosen.items():
         limit, length = arguments.limits[part], arguments.max_length
-        # Blocks that are drawn at random may come from anywhere.
+        # Randomly drawn blocks need all tokens.
         enough = limit * length if limit and (part == "evaluation" or arguments.train_fraction == 1) else None
         streams[part] = _tokenize(table, _text_column(table.features, arguments), tokenizer, enough)
         longest = max(arguments.lengths) if part == "evaluation" else length
         if len(streams[part].tokens) < longest:
             raise InputError(
-                f"The {part} data have {len(streams[part].tokens)} tokens, less than a block of {longest}; accepted: "
+                f"The {part} data have {len(streams[part].tokens)} tokens, fewer than a block of {longest}; accepted: "
                 "more texts or a shorter --max_length and --evaluation_lengths."
             )
     if "evaluation" in streams and not streams["evaluation"].resamples_documents:
         logger.warning(
-            f"Of less than {FEWEST_DOCUMENTS} documents that are evaluated, intervals resample stretches of "
+            f"Fewer than {FEWEST_DOCUMENTS} documents are evaluated: intervals resample stretches of "
             f"{max(arguments.lengths)} tokens, not documents."
         )
     train = None
@@ -210,7 +209,7 @@ def _load_documents(arguments: TextDataArguments) -> datasets.DatasetDict:
 
 def _folder_documents(folder: Path, patterns: list[str]) -> datasets.DatasetDict:
     if not folder.is_dir():
-        raise InputError(f"--text_folder {str(folder)!r} is no folder.")
+        raise InputError(f"--text_folder {str(folder)!r} is not a folder.")
     parts = {"train": folder / "train", "validation": folder / "validation"}
     if not all(part.is_dir() for part in parts.values()):
         parts = {"train": folder}
@@ -223,10 +222,10 @@ def _folder_documents(folder: Path, patterns: list[str]) -> datasets.DatasetDict
             except UnicodeDecodeError:
                 unreadable.append(path.name)
         if not texts:
-            raise InputError(f"{str(part)!r} has no files of --text_patterns {' '.join(patterns)} in UTF-8.")
+            raise InputError(f"{str(part)!r} has no UTF-8 files that match --text_patterns {' '.join(patterns)}.")
         documents[split] = texts
     if unreadable:
-        logger.warning(f"{len(unreadable)} files are not in UTF-8 and left out: {abbreviate(unreadable)}.")
+        logger.warning(f"{len(unreadable)} files are not UTF-8 and are ignored: {abbreviate(unreadable)}.")
     return _to_tables(documents)
 
 
@@ -246,11 +245,11 @@ def _find_files(folder: Path, patterns: list[str]) -> list[Path]:
 def _read_text(name: str) -> str:
     require_files([name])
     if Path(name).suffix in FILE_BUILDERS:
-        raise InputError(f"{name!r} is a table, others of the files are texts; accepted: files of one kind.")
+        raise InputError(f"{name!r} is a table and other files are texts; accepted: files of one kind.")
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{name!r} cannot be read as a text in UTF-8 ({error}).") from error
+        raise InputError(f"{name!r} cannot be read as UTF-8 text ({error}).") from error
 
 
 def _to_tables(documents: dict[str, list[str]]) -> datasets.DatasetDict:
@@ -277,7 +276,7 @@ def _text_column(features: datasets.Features, arguments: TextDataArguments) -> s
 def _tokenize(
     table: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase, enough: int | None
 ) -> TokenStream:
-    """The tokens of all documents, or of the first ones until there are enough."""
+    """The tokens of all documents, or of the first documents with `enough` tokens."""
     tokens, lengths, total = [], [], 0
     for texts in _batches(table, column):
         encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -295,7 +294,7 @@ def _tokenize(
 
 
 def _batches(table: datasets.Dataset, column: str) -> Iterator[list[str]]:
-    """Texts that are not empty, some at a time."""
+    """Batches of non-empty texts."""
     for rows in table.select_columns([column]).iter(BATCH):
         if texts := [text for text in rows[column] if text]:
             yield texts

@@ -1,10 +1,10 @@
 """Files of tokens: npz, parquet and ts, read into columns of one array per sample.
 
-- *npz*: the first axis of an array is that of the samples; or, with an array `lengths` (samples,), arrays of all tokens
-  one sample after the other.
-- *parquet*: a row is a sample, its cells are numbers, names, or (nested) lists of one entry per token.
-- *ts*: time series as aeon, sktime and the UEA archive have them, in columns `features` and `labels`. They are read
-  here, because aeon needs an older numpy than torch's.
+- *npz*: the first axis of an array is the sample. With an array `lengths` (samples,), arrays may instead concatenate
+  the tokens of all samples.
+- *parquet*: one row per sample; cells are numbers, names, or (nested) lists with one entry per token.
+- *ts*: time series of aeon, sktime and the UEA archive, with columns `features` and `labels`. Read here, because aeon
+  requires an older numpy than torch.
 """
 
 import zipfile
@@ -19,16 +19,16 @@ from training.common.messages import reason
 
 
 LENGTHS = "lengths"
-# By name; a cell is a number, a name or an array whose first axis is that of the tokens.
+# Cells by column name. A cell is a number, a name or an array (tokens, …).
 Columns = dict[str, list]
 
 
 def read_columns(name: str, wanted: set[str]) -> Columns:
     """
-    The wanted columns of a file, as far as it has them, and the others without content.
+    The columns of a file; those that are not `wanted` are empty.
 
     Raises:
-        InputError: if it cannot be read or is of another type.
+        InputError: if the file cannot be read or has another type.
     """
     readers = {".npz": _read_npz, ".parquet": _read_parquet, ".ts": _read_ts}
     path = Path(name)
@@ -74,8 +74,8 @@ def _read_parquet(path: Path, wanted: set[str]) -> Columns:
                 columns[name].append(np.array(cell) if isinstance(cell, list) else cell)
             except ValueError:
                 raise InputError(
-                    f"{path.name}, row {row}: the lists in {name!r} are of different lengths; accepted is a list with "
-                    "one entry, or one list of equal length, per token."
+                    f"{path.name}, row {row}: the lists in {name!r} have different lengths; accepted: a list with one "
+                    "entry, or one list of equal length, per token."
                 ) from None
     return columns
 
@@ -100,7 +100,7 @@ def _read_ts(path: Path, wanted: set[str]) -> Columns:
         except ValueError as error:
             raise InputError(f"{path.name}, line {number}: {error}; accepted: numbers.") from None
         if len({len(channel) for channel in series}) != 1:
-            raise InputError(f"{path.name}, line {number}: the dimensions of a series must be of equal length.")
+            raise InputError(f"{path.name}, line {number}: the dimensions of a series have different lengths.")
         features.append(np.array(series).T)  # (tokens, features)
         labels.append(label.strip())
     return {"features": features, "labels": labels}

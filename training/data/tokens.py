@@ -1,4 +1,4 @@
-"""Samples of tokens with features, positions and labels: read from files or generated, checked, and made to batches."""
+"""Samples of tokens with features, positions and labels: reading or generating, checks, and batches."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,18 +22,18 @@ FEATURES, POSITIONS = "features", "positions"
 
 @dataclass
 class TokenDataArguments(LimitArguments):
-    dataset_name: str | None = flag(None, "`solids` for points on generated solids; else give files.")
+    dataset_name: str | None = flag(None, "`solids` for points on generated solids; else pass files.")
     train_files: list[str] | None = flag(None, "npz, parquet or ts files to train on.")
     validation_files: list[str] | None = flag(None, "npz, parquet or ts files to evaluate.")
     feature_columns: list[str] | None = flag(
-        None, "Columns of features, put side by side; by default the column `features`."
+        None, "Columns of features, concatenated; by default the column `features`."
     )
     position_columns: list[str] | None = flag(
         None,
-        "Columns of positions, put side by side; by default `positions`, or where there is none the token's index.",
+        "Columns of positions, concatenated; by default `positions`, or the token's index without such a column.",
     )
-    label_column: str = flag("labels", "Column of classes: one for each sample, or one for each token.")
-    task: str | None = flag(None, "`sequence` or `token`, for a check; by default what the labels are of.")
+    label_column: str = flag("labels", "Column of classes, one per sample or one per token.")
+    task: str | None = flag(None, "Expected task, `sequence` or `token`; by default decided by the labels.")
     training_points: list[int] = flag([16, 48], "Smallest and largest number of points of a solid to train on.")
     evaluation_points: int = flag(72, "Points of a solid to evaluate.")
 
@@ -42,25 +42,25 @@ class TokenDataArguments(LimitArguments):
         if self.dataset_name not in (None, "solids"):
             raise InputError(f"--dataset_name {self.dataset_name!r}; accepted: solids, or files.")
         if self.dataset_name and (self.train_files or self.validation_files):
-            raise InputError("--dataset_name solids goes with no files: its points are generated.")
+            raise InputError("--dataset_name solids takes no files: its points are generated.")
         if self.task not in (None, *TASKS):
             raise InputError(f"--task {self.task!r}; accepted: {', '.join(TASKS)}.")
         points = self.training_points
         if len(points) != 2 or not 1 <= points[0] <= points[1] or self.evaluation_points < 1:
             raise InputError(
                 f"--training_points {points} --evaluation_points {self.evaluation_points}; accepted: two numbers, the "
-                "smaller first, and one, all of at least 1."
+                "smaller first, and one number, all at least 1."
             )
 
 
 @dataclass
 class TokenTable:
     """
-    Samples.
+    Samples of N tokens each; N may differ between samples.
 
     Attributes:
-        features, positions: (N, features) and (N, axes) float32 arrays, N of each sample's own.
-        labels: The class of every sample, or an array (N,) with those of its tokens, as in the data.
+        features, positions: float32 arrays (N, features) and (N, axes).
+        labels: The class of every sample, or an array (N,) of its tokens' classes, as in the data.
     """
 
     features: list[np.ndarray]
@@ -90,7 +90,7 @@ class TokenTable:
 
 @dataclass
 class TokenData:
-    """What a run trains on and evaluates, and the names of the classes in the order of the labels."""
+    """Training and evaluation data, and the names of the classes in the order of the labels."""
 
     train: TokenTable | None
     evaluation: TokenTable | None
@@ -106,7 +106,7 @@ class TokenData:
         return TASKS[self.some.is_per_token]
 
     def for_model(self) -> LabelledImages:
-        """The classes, in the form in which the model of any script gets them."""
+        """The classes in the form that `build_model` takes."""
         return LabelledImages(None, None, self.label_names, self.named)
 
 
@@ -114,16 +114,16 @@ def load_tokens(arguments: TokenDataArguments, parts: tuple[str, ...], seed: int
     """
     Args:
         parts: `training`, `evaluation` or both.
-        seed: Of the share of samples that `train_fraction` takes.
+        seed: Seed for the samples that `train_fraction` draws.
 
     Raises:
-        InputError: if files, columns or values are missing or do not fit each other.
+        InputError: if files, columns or values are missing or inconsistent.
     """
     tables: dict[str, TokenTable | None] = {"training": None, "evaluation": None}
     for part in parts:
         limit = arguments.limits[part]
         if limit is not None and limit < 1:
-            raise InputError(f"At most {limit} examples of the {part} data; accepted: 1 and above.")
+            raise InputError(f"{limit} examples of the {part} data; accepted: 1 and above.")
         if arguments.dataset_name:
             tables[part] = _solids(arguments, part, limit)
         else:
@@ -169,7 +169,7 @@ def _from_file(arguments: TokenDataArguments, name: str) -> TokenTable:
             raise InputError(f"{name} has no column {column!r}; it has {abbreviate(list(columns))}.")
     samples = {column: len(columns[column]) for column in (*features, *positions, arguments.label_column)}
     if len(set(samples.values())) != 1 or 0 in samples.values():
-        raise InputError(f"{name} has so many samples in its columns: {samples}; accepted: equally many, at least 1.")
+        raise InputError(f"{name} has different numbers of samples, {samples}; accepted: equal numbers, at least 1.")
     made = TokenTable([], [], [])
     for index, label in enumerate(columns[arguments.label_column]):
         where = f"{name}, sample {index}"
@@ -189,20 +189,20 @@ def _from_file(arguments: TokenDataArguments, name: str) -> TokenTable:
 
 
 def _stack_columns(columns: Columns, names: list[str], index: int, where: str) -> np.ndarray:
-    """The cells of several columns as one float32 array (N, columns)."""
+    """Concatenates the cells of several columns to a float32 array (N, columns)."""
     parts = []
     for name in names:
         cell = np.asarray(columns[name][index])
         cell = cell[:, None] if cell.ndim == 1 else cell
         if cell.ndim != 2 or 0 in cell.shape or cell.dtype.kind not in "biuf":
             raise InputError(
-                f"{where}: {name!r} is of shape {cell.shape} and type {cell.dtype}; accepted: numbers (tokens,) or "
-                "(tokens, …), of at least one token."
+                f"{where}: {name!r} has shape {cell.shape} and type {cell.dtype}; accepted: numbers (tokens,) or "
+                "(tokens, …) for at least one token."
             )
         if not np.isfinite(cell).all():
             raise InputError(
-                f"{where}: {name!r} holds {int((~np.isfinite(cell)).sum())} values that are not finite; fill them in "
-                "before, or leave these tokens out."
+                f"{where}: {name!r} contains {int((~np.isfinite(cell)).sum())} values that are not finite; replace "
+                "them, or remove these tokens."
             )
         parts.append(cell.astype(np.float32))
     if len({len(part) for part in parts}) != 1:
@@ -214,7 +214,7 @@ def _label(value: Any, tokens: int, where: str) -> Any:
     label = np.asarray(value)
     if label.shape not in ((), (tokens,)) or label.dtype.kind not in "biuU":
         raise InputError(
-            f"{where}: labels of shape {label.shape} and type {label.dtype}; accepted: an integer or a name, or one "
+            f"{where}: labels have shape {label.shape} and type {label.dtype}; accepted: an integer or a name, or one "
             f"for each of the {tokens} tokens."
         )
     return label.item() if label.ndim == 0 else label
@@ -240,26 +240,26 @@ def _check_parts(arguments: TokenDataArguments, train: TokenTable | None, evalua
     given = TASKS[(train or evaluation).is_per_token]
     if arguments.task not in (None, given):
         raise InputError(
-            f"--task {arguments.task}, but the column {arguments.label_column!r} has labels of each "
+            f"--task {arguments.task}, but column {arguments.label_column!r} labels each "
             f"{'token' if given == 'token' else 'sample'}; accepted: --task {given}."
         )
 
 
 def _label_names(*tables: TokenTable | None) -> tuple[list, bool]:
-    """All classes in order, and whether they have names; numbers from 0 on have none."""
+    """All classes in order, and whether they have names, unlike numbers from 0 on."""
     found = set().union(*(table.classes() for table in tables if table is not None))
     if not found:
-        raise InputError(f"All labels are {IGNORED_LABEL}, which leaves a token out; there is nothing to learn.")
+        raise InputError(f"All labels are {IGNORED_LABEL}, which is ignored; accepted: at least one class.")
     if all(isinstance(value, int) for value in found):
         if min(found) < 0:
             raise InputError(
-                f"Labels start at {min(found)}; accepted: numbers from 0 on, and {IGNORED_LABEL} for none."
+                f"Labels start at {min(found)}; accepted: numbers from 0 on, and {IGNORED_LABEL} for no label."
             )
         return list(range(max(found) + 1)), False
     kinds = {type(value).__name__ for value in found}
     if len(kinds) > 1:
-        raise InputError(f"Labels are of types {', '.join(sorted(kinds))}; accepted: numbers or names.")
-    # Names that are numbers are in the order of these.
+        raise InputError(f"Labels have types {', '.join(sorted(kinds))}; accepted: numbers or names.")
+    # Numeric names are sorted as numbers.
     numeric = all(name.lstrip("-").isdigit() for name in found)
     return sorted(found, key=int if numeric else str), True
 
@@ -278,10 +278,10 @@ def _number_labels(table: TokenTable | None, names: list) -> TokenTable | None:
 @dataclass
 class TokenExamples(Dataset):
     """
-    Examples of a table by index, or to train on by key `(epoch, index)`: `features`, `positions`, `label`.
+    Examples by index or training key `(epoch, index)`: `features`, `positions` and `label`.
 
     Args:
-        numbers: The number in the model of every label of the data.
+        numbers: The model's number for every label of the data.
     """
 
     table: TokenTable
@@ -306,8 +306,8 @@ class TokenExamples(Dataset):
 
 def collate_tokens(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """
-    Batches as long as their longest example: `inputs_embeds` (B, N, features) and `positions` (B, N, axes), zero where
-    padded, `attention_mask` (B, N), and `labels` (B,), or (B, N) with `IGNORED_LABEL` for padding.
+    Pads examples to the longest: `inputs_embeds` (B, N, features) and `positions` (B, N, axes), zero where padded,
+    `attention_mask` (B, N), and `labels` (B,), or (B, N) with `IGNORED_LABEL` for padding.
     """
     longest, size = max(len(example["features"]) for example in examples), len(examples)
     shapes = {name: (size, longest, examples[0][name].shape[1]) for name in (FEATURES, POSITIONS)}
