@@ -24,6 +24,7 @@ from training_helpers import write_images_folder, write_parquet
 
 import training.evaluate_sweep as sweeps
 from hf_liere.cli import main, parser
+from training.common.command_line import parse_arguments
 from training.demo import save_puzzles
 
 

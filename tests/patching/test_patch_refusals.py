@@ -42,7 +42,6 @@ class TestRefusals:
             ({"layers": [0, 7]}, "layers=.0, 7. do not match.*0: encoder.layers.0.self_attn"),
             ({"layers": []}, "layers=.. do not match"),
             ({"target": "text_model"}, "target='text_model' matches no vision tower"),
-            ({"coordinates": "polar"}, "polar"),
             ({"position_encoding": "rope_mixed", "block_size": 4}, "its only block_size is 2"),
         ],
     )
@@ -63,6 +62,7 @@ class TestRefusals:
             ({"rotate_prefix": 1}, "rotate_prefix=1 must be bool"),
             ({"block_size": True}, "block_size=True must be int or None"),
             ({"absolute_weight": "1"}, "absolute_weight='1' must be float"),
+            ({"coordinates": "polar"}, "coordinates='polar' must be 'index' or .* or None"),
             ({"layers": 3}, "layers=3 must be a list of indices"),
         ],
     )
