@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from hf_liere.models.encoding.projections import project
 from hf_liere.models.rotation.rotation import Rotation
-from hf_liere.models.transformer.attention import _project
 from training.speed.clocks import measure_seconds
 from training.speed.models import Settings, compile_function
 
@@ -102,7 +102,7 @@ class Addition:
         if not self.changes_basis:
             return []
         attention = layer.attention
-        return [_project(projection, self.no_tokens, rotation) for projection in (attention.q_proj, attention.k_proj)]
+        return [project(projection, self.no_tokens, rotation) for projection in (attention.q_proj, attention.k_proj)]
 
     def incoming_gradients(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """A gradient for each of the outputs."""
