@@ -22,7 +22,7 @@ from matplotlib.patches import Circle
 from hf_liere import LieRotaryEmbedding
 from hf_liere.inspection.plots import COLOURS, draw
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
-from hf_liere.models.encoding.positions import of_grid
+from hf_liere.models.encoding.positions import TokenPositions
 from training.engine.runs import start
 from training.reporting.plots import styles
 from training.reporting.result_lines import read_results
@@ -77,7 +77,7 @@ def rotary_layer(settings: dict) -> LieRotaryEmbedding:
 def positions_of(settings: dict, patches: torch.Tensor) -> torch.Tensor:
     """Coordinates (N, 2) of the patches (N, 2) of the grid in the convention of the encoding."""
     convention = ENCODING_TRAITS[settings["position_encoding"]].coordinates
-    coordinates = of_grid((GRID, GRID), (GRID, GRID), convention).coordinates
+    coordinates = TokenPositions.from_grid((GRID, GRID), (GRID, GRID), convention).coordinates
     return coordinates.view(GRID, GRID, 2)[patches[:, 0], patches[:, 1]].float()
 
 

@@ -213,7 +213,7 @@ def _in_new_places(
                 placed[:, layer, head, place] = found[:, plane]
             others = iter(sorted(set(range(len(columns))) - set(columns)))
             ordered[layer, head] = basis[layer, head][:, [next(others) if c < 0 else c for c in columns]]
-    of_block = target.basis_of_planes(basis.device)
+    of_block = target.plane_basis(basis.device)
     if of_block is not None:
         rest = torch.eye(target.config.head_dim - target.num_blocks * size, dtype=basis.dtype)
         ordered = ordered @ torch.block_diag(*[of_block.to(basis)] * target.num_blocks, rest).T
@@ -291,8 +291,8 @@ def _that_share_blocks(frequencies: torch.Tensor, encoding: str) -> list[tuple[i
 def _of_planes(target: RotaryEncoding, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
     """Parameters by name, from the frequencies (A, layers, heads, planes) of an encoding's planes."""
     if traits_of(target.config).proportional:
-        return _of_entries(target.in_blocks(frequencies), target)
-    return target.of_planes(frequencies)
+        return _of_entries(target.to_blocks(frequencies), target)
+    return target.parameters_for_planes(frequencies)
 
 
 def _of_entries(entries: torch.Tensor, target: RotaryEncoding) -> dict[str, torch.Tensor]:

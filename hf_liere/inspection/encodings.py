@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from .. import reference
 from ..models.encoding.encoding_traits import EncodingTraits, traits_of
 from ..models.encoding.folding import FoldedPlanes, build_rotary_encoding
-from ..models.encoding.positions import of_grid
+from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.rotation.exponential import block_rotations
 from ..models.rotation.lie_algebra import common_planes, plane_rotations, skew
@@ -174,7 +174,7 @@ def patch_positions(encoding: RotaryEncoding, grid: tuple[int, ...] | None = Non
     config = encoding.config
     # An input with an extent of one physical unit has `unit` coordinates.
     coordinates = "unit" if config.coordinates == "physical" else config.coordinates
-    return of_grid(grid or config.train_grid, config.train_grid, coordinates).coordinates
+    return TokenPositions.from_grid(grid or config.train_grid, config.train_grid, coordinates).coordinates
 
 
 def patch_steps(encoding: RotaryEncoding) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..models.encoding.positions import of_coordinates
+from ..models.encoding.positions import TokenPositions
 from .attention import size_options, vision_tower
 from .encodings import patch_steps, rotary_encoding
 
@@ -62,7 +62,7 @@ def output_change(
         moved = positions.coordinates.clone()  # (N, A) or (B, N, A)
         first = 0 if encoding.config.rotate_prefix else positions.num_prefix_tokens
         moved[..., first:, :] += offset * steps.to(moved)
-        return (of_coordinates(moved, positions.num_prefix_tokens, None), *others), options
+        return (TokenPositions.from_coordinates(moved, positions.num_prefix_tokens, None), *others), options
 
     parameter = next(tower.module.parameters())
     options = size_options(tower, pixel_values)

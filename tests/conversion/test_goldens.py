@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from hf_liere.conversion.checkpoints import convert_state_dict
 from hf_liere.conversion.upgrades import upgrade_encoding
-from hf_liere.models.encoding.positions import of_grid
+from hf_liere.models.encoding.positions import TokenPositions
 
 
 SHIPPED = TESTS / "goldens"
@@ -130,7 +130,7 @@ def run_case(golden, run, model, **kwargs):
         # Official code that does not look at the shape of an input with as many patches as in training.
         grid = model.liere.embeddings.patch_embeddings.grid(pixels)
         if math.prod(grid) == math.prod(model.config.train_grid):
-            positions = of_grid(model.config.train_grid, model.config.train_grid, "index").coordinates
+            positions = TokenPositions.from_grid(model.config.train_grid, model.config.train_grid, "index").coordinates
     if positions is not None and model.config.coordinates is not None:
         kwargs["positions"] = positions
     outputs = model(pixels, output_hidden_states=True, **kwargs)

@@ -36,7 +36,7 @@ from hf_liere.inspection.encodings import (
     rotations,
 )
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
-from hf_liere.models.encoding.positions import of_coordinates
+from hf_liere.models.encoding.positions import TokenPositions
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_rotations_are_those_of_attention(classifier):
         positions = model.grid_positions((4, 4), torch.device("cpu")).coordinates[1:]
         product = ENCODING_TRAITS[model.config.position_encoding].product
         ours = rotations(generators(model.rotary_encoding), positions, product)
-        for layer, rotation in enumerate(model.rotary_encoding(of_coordinates(positions))):
+        for layer, rotation in enumerate(model.rotary_encoding(TokenPositions.from_coordinates(positions))):
             rotation = rotation.matrices()[0].transpose(1, 2).double()
             # The model rounds to float32.
             assert torch.allclose(ours[layer % len(ours)], rotation, atol=1e-6)

@@ -114,7 +114,7 @@ def block_work(encoding: RotaryEncoding, positions: TokenPositions, learned: boo
     `POLYNOMIAL_NORM`; on a grid that starts at zero, where R(kp) = R(p)ᵏ, tokens with k > 1 take one product instead.
     The gradient takes two products in float32 for each of these.
     """
-    placed = positions.placed().coordinates
+    placed = positions.locate().coordinates
     coordinates = placed.double().cpu()
     tokens, size = coordinates.shape[-2], encoding.block_size
     multiples = coordinates.any(-1).long()

@@ -24,7 +24,7 @@ from hf_liere import (
 )
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.folding import build_rotary_encoding
-from hf_liere.models.encoding.positions import of_grid
+from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.transformer.configuration_liere import LieREConfig
 
 
@@ -248,7 +248,7 @@ def _positions(config) -> torch.Tensor:
     """(N, A) coordinates of all tokens of a training input; at 0 class and register tokens are not rotated."""
     centre = config.prefix_coordinate if config.rotate_prefix else 0.0
     grid, coordinates, count = config.train_grid, config.coordinates, config.num_prefix_tokens
-    return of_grid(grid, grid, coordinates, count, centre).coordinates
+    return TokenPositions.from_grid(grid, grid, coordinates, count, centre).coordinates
 
 
 class PlainRotation(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from .positions import patch_indices
 
 
-def perturbation(
+def draw_perturbation(
     grid: tuple[int, ...], strength: float, device: torch.device | None, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
     """
@@ -22,7 +22,7 @@ def perturbation(
     return torch.erfinv(quantiles).mul(strength * math.sqrt(2)).clamp(-0.5, 0.5)
 
 
-def displacements(
+def draw_displacements(
     config,
     grid: tuple[int, ...],
     given: torch.Tensor | None,
@@ -36,19 +36,19 @@ def displacements(
         given: (…, N, A) displacements that the input itself has, of frames at irregular times, or `None`.
 
     Returns:
-        Displacements of patches in patch extents, `None` for none: (N, A) of [`perturbation`], which also act on a
-        table of training patches, and (…, N, A) of all together, with those of [`augmentation`], which act on
+        Displacements of patches in patch extents, `None` for none: (N, A) of [`draw_perturbation`], which also act on a
+        table of training patches, and (…, N, A) of all together, with those of [`draw_augmentation`], which act on
         coordinates.
     """
     perturbed, placed = None, given
     if config.position_perturbation:
-        perturbed = perturbation(grid, config.position_perturbation, device, dtype)
+        perturbed = draw_perturbation(grid, config.position_perturbation, device, dtype)
         placed = perturbed if given is None else given + perturbed
     strengths = config.position_shift, config.position_jitter, config.position_rescale
-    return perturbed, augmentation(grid, placed, *strengths, device, dtype)
+    return perturbed, draw_augmentation(grid, placed, *strengths, device, dtype)
 
 
-def augmentation(
+def draw_augmentation(
     grid: tuple[int, ...],
     offsets: torch.Tensor | None,
     shift: float,

@@ -85,10 +85,12 @@ class LieRE(RotaryEncoding):
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
 
-    def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"generators": self.in_blocks(frequencies)}
+    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"generators": self.to_blocks(frequencies)}
 
-    def _of_groups(self, groups: tuple[TokenPositions, ...], states: torch.dtype | None) -> list[Iterable[Rotation]]:
+    def _rotate_groups(
+        self, groups: tuple[TokenPositions, ...], states: torch.dtype | None
+    ) -> list[Iterable[Rotation]]:
         # A grid by itself has multiples, and may be in the cache.
         return [self.forward(group, states) for group in groups]
 
@@ -99,8 +101,8 @@ class LieRE(RotaryEncoding):
         On a grid that starts at zero, the rotations at multiples of a position are powers, see [`exponential.Rays`].
         Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it is reached.
         """
-        settled, rays = positions.settled(), None
-        placed = settled.placed()
+        settled, rays = positions.settle(), None
+        placed = settled.locate()
         if isinstance(settled, GridPositions) and settled.facts.proportional:
             rays = Rays(settled.facts.grid, settled.num_prefix_tokens)
         entries = self.entries(placed.coordinates.device)[:, layers]
@@ -144,7 +146,7 @@ class SphericalRoPE(RotaryEncoding):
         """The product of both rotations in closed form."""
         frequencies, rotations = self.generators[:, layers], []
         planes = torch.diag_embed(frequencies.movedim(0, -1)).movedim(-1, 0)  # (2, layers, heads, blocks, 2)
-        for cos_sin in self.planes(positions.placed(), planes.flatten(3)):
+        for cos_sin in self.planes(positions.locate(), planes.flatten(3)):
             cos, sin = cos_sin.transpose(1, 2).unbind(-1)  # (1 or B, N, H, blocks · 2)
             (cos_z, cos_x), (sin_z, sin_x) = (part.unflatten(-1, (-1, 2)).unbind(-1) for part in (cos, sin))
             rows = (
@@ -154,7 +156,7 @@ class SphericalRoPE(RotaryEncoding):
             )
             blocks = torch.stack([torch.stack(row, -1) for row in rows], -2)
             rotations.append(BlockRotation(blocks.transpose(1, 2)))
-        return self.for_layers(rotations)
+        return self.repeat_for_layers(rotations)
 
     @property
     def num_planes(self) -> int:

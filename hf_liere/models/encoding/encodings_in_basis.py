@@ -51,18 +51,18 @@ class EncodingInBasis(RotaryEncoding):
         """
         if self.block_size % 2:
             return super().layer_rotations(positions, states, layers)
-        placed = positions.placed()
+        placed = positions.locate()
         device = placed.coordinates.device
         with maybe_autocast(device.type, enabled=False):
             basis, frequencies = self.spectrum_of(device, layers)
             planes = self.planes(placed, frequencies.flatten(3))
             rotations = [EigenRotation(*layer) for layer in zip(planes, basis.to(self.rotation_dtype))]
-        return self.for_layers(rotations)
+        return self.repeat_for_layers(rotations)
 
     def bases(self) -> list[torch.Tensor]:
         """U of every layer, (1 or H, blocks, b, b) each, for `LieREAttention.fold`."""
         basis, _ = self.spectrum_of(self.generators.device)
-        return self.for_layers(list(basis))
+        return self.repeat_for_layers(list(basis))
 
     def folded_frequencies(self) -> torch.Tensor:
         """Angular frequency of every axis and plane, (A, layers or 1, heads or 1, planes)."""
@@ -103,7 +103,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
         """As [`EncodingInBasis.layer_rotations`]; each block is diagonalised once for all tokens."""
         if self.block_size % 2:
             return super().layer_rotations(positions, states, layers)
-        coordinates = positions.placed().coordinates
+        coordinates = positions.locate().coordinates
         dtype, device = working_dtype(coordinates.device), coordinates.device
         batch, tokens = coordinates.shape[:-2] or (1,), coordinates.shape[-2]
         with maybe_autocast(device.type, enabled=False):
@@ -119,7 +119,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
                 phases.append(phase.detach().transpose(1, 2).to(self.rotation_dtype))
         basis, generators = basis.to(self.rotation_dtype), generators.to(self.rotation_dtype)
         rotations = [EigenRotation(*layer) for layer in zip(cos_sins, basis, generators, phases)]
-        return self.for_layers(rotations)
+        return self.repeat_for_layers(rotations)
 
     def spectrum_of(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = working_dtype(device)
@@ -134,9 +134,9 @@ class ComRoPEAxialPartition(EncodingInBasis):
         of_block = (self.axis_multipliers(factors.device) * factors).sum(0)
         return {"generators": self.generators * of_block.unsqueeze(-1)}
 
-    def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
-        """As [`RotaryEncoding.of_planes`]: all planes of block j rotate with axis j mod A alone."""
-        return {"generators": self.in_blocks(frequencies.sum(0))}
+    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As [`RotaryEncoding.parameters_for_planes`]: all planes of block j rotate with axis j mod A alone."""
+        return {"generators": self.to_blocks(frequencies.sum(0))}
 
     def spectrum(
         self, dtype: torch.dtype, layers: slice = ALL_LAYERS
@@ -177,10 +177,10 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
         """As [`RotaryEncoding.scaled`], of the multipliers."""
         return {"multipliers": self.multipliers * factors.to(self.multipliers).view(-1, 1, 1, 1)}
 
-    def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
-        """As [`RotaryEncoding.of_planes`]: all planes of a block rotate with one axis alone."""
+    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As [`RotaryEncoding.parameters_for_planes`]: all planes of a block rotate with one axis alone."""
         serves = frequencies.unflatten(-1, (self.num_blocks, -1)).ne(0).any(-1)
-        return super().of_planes(frequencies) | {"multipliers": serves.to(frequencies)}
+        return super().parameters_for_planes(frequencies) | {"multipliers": serves.to(frequencies)}
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -218,7 +218,7 @@ class CayleyString(EncodingInBasis):
         frequencies = self.generators[:, layers].to(dtype).squeeze(-1).unflatten(-1, (self.num_blocks, -1))
         return cayley_map(skew(self.skew[layers].to(dtype), self.block_size)), frequencies
 
-    def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"generators": frequencies.unsqueeze(-1), "skew": torch.zeros(self.skew.shape)}
 
     @torch.no_grad()
@@ -269,12 +269,12 @@ class CirculantString(EncodingInBasis):
         basis = fourier_basis(self.block_size, device).expand(*frequencies.shape[1:4], -1, -1)
         return basis, frequencies
 
-    def basis_of_planes(self, device: torch.device) -> torch.Tensor:
-        """As [`RotaryEncoding.basis_of_planes`]: the Fourier basis."""
+    def plane_basis(self, device: torch.device) -> torch.Tensor:
+        """As [`RotaryEncoding.plane_basis`]: the Fourier basis."""
         return fourier_basis(self.block_size, device)
 
-    def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
-        """As [`RotaryEncoding.of_planes`], of the planes of the Fourier basis."""
+    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As [`RotaryEncoding.parameters_for_planes`], of the planes of the Fourier basis."""
         sines = self.sines(frequencies.device)
         of_blocks = frequencies.unflatten(-1, (self.num_blocks, -1)).to(sines.dtype)
         return {"generators": of_blocks @ sines / self.block_size}

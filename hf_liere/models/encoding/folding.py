@@ -60,7 +60,7 @@ class FoldedLieRE(LieRE):
         return grid_name(facts.grid) in self.grids and facts == own
 
     @torch.no_grad()
-    def take_over(self, encoding: LieRE, rotations: dict[str, Iterable[BlockRotation]]) -> None:
+    def copy_rotations(self, encoding: LieRE, rotations: dict[str, Iterable[BlockRotation]]) -> None:
         """Copy the generators of `encoding` and its rotations on every grid, given by the name of the grid."""
         self.generators.copy_(encoding.generators)
         for name, layers in rotations.items():
@@ -145,7 +145,7 @@ def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) ->
             "grid, and this model takes positions with every input; accepted here: block_size 2 and encodings whose "
             "generators commute."
         )
-    folded = _copied(model)
+    folded = _copy_model(model)
     encoder = next(module for module in folded.modules() if "rotary_encoding" in module._modules)
     grids = [config.train_grid] if grids is None else list(grids)
     # All modules share one configuration.
@@ -162,7 +162,7 @@ def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) ->
             rotations[grid_name(grid)] = encoder.rotations(encoder.grid_positions(grid, reference.device))
     encoder.rotary_encoding = build_rotary_encoding(folded.config, config.num_axes).to(reference)
     if constant:
-        encoder.rotary_encoding.take_over(encoding, rotations)
+        encoder.rotary_encoding.copy_rotations(encoding, rotations)
     elif isinstance(encoding, EncodingInBasis):
         encoder.rotary_encoding.frequencies.copy_(encoding.folded_frequencies())
         for layer, basis in zip(encoder.layers, encoding.bases()):
@@ -172,7 +172,7 @@ def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) ->
     return folded.requires_grad_(False)
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copy_model(model: nn.Module) -> nn.Module:
     elsewhere = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if elsewhere:
         raise ValueError(f"{len(elsewhere)} weights are offloaded ({elsewhere[0]} …); fold before offloading.")

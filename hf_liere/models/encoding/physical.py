@@ -33,10 +33,10 @@ def physical_extents(
     patch_shape = torch.tensor(config.patch_shape, device=device, dtype=dtype)
     units = torch.tensor(config.physical_unit, device=device, dtype=dtype).expand(len(grid))
     axes = len(grid) if frame_times is None else len(grid) - 1
-    spacing = _checked_spacing(spacing, frame_times is not None, batch_size, axes, device, dtype)
+    spacing = _check_spacing(spacing, frame_times is not None, batch_size, axes, device, dtype)
     if frame_times is None:
         return spacing * patch_shape / units, None
-    times = _checked_times(frame_times, batch_size, grid, config.patch_shape, device, dtype)  # (1 or B, T)
+    times = _check_times(frame_times, batch_size, grid, config.patch_shape, device, dtype)  # (1 or B, T)
     first, last = times[:, :1], times[:, -1:]
     interval = (last - first) / max(times.shape[1] - 1, 1)
     rows = max(times.shape[0], spacing.shape[0] if spacing.ndim == 2 else 1)
@@ -64,7 +64,7 @@ def refuse_spacing(config, spacing: torch.Tensor | None, frame_times: torch.Tens
             raise ValueError(f"{name} and positions were both given; positions alone place the patches.")
 
 
-def _checked_spacing(
+def _check_spacing(
     spacing, has_times: bool, batch_size: int, axes: int, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
     accepted = f"({axes},) or ({batch_size}, {axes})"
@@ -84,7 +84,7 @@ def _checked_spacing(
     return spacing
 
 
-def _checked_times(
+def _check_times(
     times, batch_size: int, grid: tuple[int, ...], patch_shape: tuple[int, ...], device: torch.device, dtype
 ) -> torch.Tensor:
     """(1 or B, T)"""

@@ -6,7 +6,7 @@ import torch
 
 from ..rotation.lie_algebra import working_dtype
 from ..rotation.tracing import values_are_unknown
-from .displacements import displacements
+from .displacements import draw_displacements
 from .encoding_traits import DISPLACEMENTS
 from .physical import physical_extents
 from .positions import (
@@ -15,10 +15,7 @@ from .positions import (
     TokenPositions,
     check_coordinates,
     check_shape,
-    of_coordinates,
-    of_extents,
-    of_grid,
-    without_hidden,
+    zero_hidden,
 )
 
 
@@ -50,7 +47,7 @@ def rotated_positions(config, positions: TokenPositions | GroupedPositions) -> T
     """The same tokens as rotations see them: a table may be read where class and register tokens are not rotated."""
     if config.rotate_prefix or config.position_table_size is None:
         return positions
-    return positions.prefix_at_zero()
+    return positions.unrotate_prefix()
 
 
 def place_grid(
@@ -72,8 +69,10 @@ def place_grid(
         return None
     prefix = place_prefix(config)
     if extents is not None:
-        return of_extents(grid, extents, *prefix, offsets)
-    return of_grid(grid, config.train_grid, config.coordinates, *prefix, offsets, device, working_dtype(device))
+        return TokenPositions.from_extents(grid, extents, *prefix, offsets)
+    return TokenPositions.from_grid(
+        grid, config.train_grid, config.coordinates, *prefix, offsets, device, working_dtype(device)
+    )
 
 
 def place_input(
@@ -99,7 +98,7 @@ def place_input(
     if config.coordinates == "physical" and needs_positions:
         extents, displaced = physical_extents(config, grid, batch_size, spacing, frame_times, device, dtype)
     if training:
-        offsets, displaced = displacements(config, grid, displaced, device, dtype)
+        offsets, displaced = draw_displacements(config, grid, displaced, device, dtype)
     return Place(grid, offsets, place_grid(config, grid, device, displaced, extents) if needs_positions else None)
 
 
@@ -127,7 +126,7 @@ def place_batch(
     by_grid = has_table or config.coordinates == "physical" or drawn
     if values_are_unknown(spatial_shapes) and not by_grid:
         shapes = spatial_shapes.to(device, working_dtype(device))
-        return [], (), of_shapes(shapes, num_patches, config.train_grid, config.coordinates, *place_prefix(config))
+        return [], (), place_shapes(shapes, num_patches, config.train_grid, config.coordinates, *place_prefix(config))
     grids = distinct_grids(spatial_shapes, spacing, device)
     samples = tuple(indices for *_, indices in grids)
     places = [
@@ -157,14 +156,14 @@ def place_given(
     num_prefix_tokens, prefix_coordinate = place_prefix(config)
     accepted = num_prefix_tokens if _prefix_is_placed(config) else 0
     check_shape(coordinates, batch_size, num_tokens, config.num_axes, accepted)
-    coordinates = without_hidden(coordinates, visible)
+    coordinates = zero_hidden(coordinates, visible)
     check_coordinates(coordinates)
     has_prefix = coordinates.shape[-2] > num_tokens
     if (scale := getattr(config, "position_scale", None)) is not None:
         coordinates = coordinates.to(working_dtype(coordinates.device))
         origin, scale = (coordinates.new_tensor(config.by_axis(f"position_{name}")) for name in ("origin", "scale"))
         coordinates = (coordinates - origin) * scale  # (…, N, A)
-    return of_coordinates(coordinates, num_prefix_tokens, None if has_prefix else prefix_coordinate)
+    return TokenPositions.from_coordinates(coordinates, num_prefix_tokens, None if has_prefix else prefix_coordinate)
 
 
 def distinct_grids(
@@ -193,7 +192,7 @@ def distinct_grids(
     ]
 
 
-def of_shapes(
+def place_shapes(
     shapes: torch.Tensor,
     num_patches: int,
     train_grid: tuple[int, ...],
@@ -202,8 +201,8 @@ def of_shapes(
     prefix_coordinate: float = 0.0,
 ) -> TokenPositions:
     """
-    As [`of_grid`] for samples of different sizes, by operations that do not depend on the sizes; those of padding mean
-    nothing.
+    As [`TokenPositions.from_grid`] for samples of different sizes, by operations that do not depend on the sizes.
+    Positions of padding mean nothing.
 
     Args:
         shapes: (B, A) patches per axis of every sample, in the working type.
@@ -215,4 +214,4 @@ def of_shapes(
     sizes = shapes.unsqueeze(1)
     indices = (index.view(1, -1, 1) / strides).floor().remainder(sizes)  # (B, N, A)
     patches = place(indices, sizes, shapes.new_tensor(train_grid), sizes[..., -1:])
-    return of_coordinates(patches, num_prefix_tokens, prefix_coordinate)
+    return TokenPositions.from_coordinates(patches, num_prefix_tokens, prefix_coordinate)

@@ -14,7 +14,7 @@ def _at_least_one(size: int | torch.Tensor) -> int | torch.Tensor:
     return size.clamp(min=1) if isinstance(size, torch.Tensor) else max(size, 1)
 
 
-# From the index of a patch, its axis' size n, the size n₀ of training and the size of the last axis, see `of_grid`.
+# (index of a patch, size n of its axis, n₀ of training, size of the last axis), see `TokenPositions.from_grid`.
 COORDINATES = {
     "index": lambda index, size, trained, width: index,
     "train_grid": lambda index, size, trained, width: index * (size / trained / _at_least_one(size - 1)),
@@ -45,17 +45,93 @@ class TokenPositions:
         """Of the coordinates."""
         return tuple(self.coordinates.shape)
 
-    def settled(self) -> "TokenPositions":
-        """Itself, see [`GridPositions.settled`]."""
+    @staticmethod
+    def from_grid(
+        grid: tuple[int, ...],
+        train_grid: tuple[int, ...],
+        coordinates: str,
+        num_prefix_tokens: int = 0,
+        prefix_coordinate: float = 0.0,
+        offsets: torch.Tensor | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> "TokenPositions":
+        """
+        The patches of a grid, first axis slowest (raster order), after prefix tokens.
+
+        With i the index of a patch on an axis of n patches that had n₀ in training: `index` i; `train_grid`
+        i·(n/n₀)/(n−1) (LieRE's code: linspace(0, n/n₀, n)); `fixed_grid` i/(n−1) (the fixed range of LieRE §5.6);
+        `train_index` i·n₀/n (timm's reference grid); `unit` (i+½)/n (ComRoPE §3.4.1); `unit_width` (i+½)/w, w the size
+        of the last axis (ComRoPE's code, frames included).
+
+        Args:
+            grid: Patches per axis, A numbers.
+            train_grid: Patches per axis in training.
+            coordinates: One of `index`, `train_grid`, `fixed_grid`, `train_index`, `unit`, `unit_width`.
+            prefix_coordinate: Where prefix tokens sit on every axis.
+            offsets: (patches, A), displacement of each patch in patch extents, from [`draw_perturbation`].
+
+        Raises:
+            ValueError: for any other value of `coordinates`; [`from_extents`] makes `physical` ones.
+        """
+        if coordinates == "physical":
+            raise ValueError("coordinates='physical' follow from the spacing of an input, not from its grid alone.")
+        if coordinates not in COORDINATES:
+            raise ValueError(f"coordinates={coordinates!r} must be one of {', '.join(map(repr, COORDINATES))}.")
+        device = torch.empty(0).device if device is None else device
+        facts = GridFacts(
+            tuple(grid), tuple(train_grid), coordinates, num_prefix_tokens, float(prefix_coordinate), device, dtype
+        )
+        if offsets is None:
+            return GridPositions(facts)
+        return TokenPositions(facts.coordinates(offsets), num_prefix_tokens)
+
+    @staticmethod
+    def from_extents(
+        grid: tuple[int, ...],
+        extents: torch.Tensor,
+        num_prefix_tokens: int = 0,
+        prefix_coordinate: float = 0.0,
+        offsets: torch.Tensor | None = None,
+    ) -> "TokenPositions":
+        """
+        The patches of a grid in `physical` coordinates: ½ + (i + ½ − n/2)·e for the patch with index i on an axis of n
+        patches, each of extent e. The centre of the input is at ½, and an input with an extent of 1 has `unit`
+        coordinates.
+
+        Args:
+            extents: (A,) or (B, A), extents of a patch on every axis.
+            offsets: (…, patches, A), as for [`TokenPositions.from_grid`].
+        """
+        indices = patch_indices(grid, offsets, extents.device, extents.dtype)
+        patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)
+        return TokenPositions.from_coordinates(patches, num_prefix_tokens, prefix_coordinate)
+
+    @staticmethod
+    def from_coordinates(
+        coordinates: torch.Tensor, num_prefix_tokens: int = 0, prefix_coordinate: float | None = 0.0
+    ) -> "TokenPositions":
+        """
+        Patches at any (…, N, A) coordinates, after prefix tokens that sit at `prefix_coordinate` of every axis; `None`
+        where the coordinates of prefix tokens come first already.
+        """
+        if prefix_coordinate is not None:
+            coordinates = prepend_prefix(coordinates, num_prefix_tokens, prefix_coordinate)
+        return TokenPositions(coordinates, num_prefix_tokens)
+
+    def settle(self) -> "TokenPositions":
+        """Itself, see [`GridPositions.settle`]."""
         return self
 
-    def placed(self) -> "TokenPositions":
+    def locate(self) -> "TokenPositions":
         """The tokens by their coordinates alone."""
         return self
 
-    def prefix_at_zero(self) -> "TokenPositions":
+    def unrotate_prefix(self) -> "TokenPositions":
         """The same patches with class and register tokens at zero, where no encoding rotates them."""
-        return of_coordinates(self.coordinates[..., self.num_prefix_tokens :, :], self.num_prefix_tokens)
+        return TokenPositions.from_coordinates(
+            self.coordinates[..., self.num_prefix_tokens :, :], self.num_prefix_tokens
+        )
 
     def to(self, device: torch.device | str) -> "TokenPositions":
         """The same positions on a device, to which hooks of accelerate take what a module is called with."""
@@ -93,14 +169,14 @@ class GridFacts(NamedTuple):
         indices = patch_indices(self.grid, offsets, self.device, self.dtype)  # (N, A)
         axes = zip(indices.unbind(-1), self.grid, self.train_grid)
         patches = torch.stack([place(index, size, trained, self.grid[-1]) for index, size, trained in axes], dim=-1)
-        return with_prefix(patches, self.num_prefix_tokens, self.prefix_coordinate)
+        return prepend_prefix(patches, self.num_prefix_tokens, self.prefix_coordinate)
 
     @property
     def proportional(self) -> bool:
         """Whether prefix tokens sit at zero and patches at multiples of their index in the grid."""
         return self.convention in PROPORTIONAL and (self.prefix_coordinate == 0 or self.num_prefix_tokens == 0)
 
-    def are_of(self, coordinates: torch.Tensor) -> bool:
+    def match(self, coordinates: torch.Tensor) -> bool:
         """Whether these are the coordinates, by value, without a gradient of their own."""
         if coordinates.requires_grad or (coordinates.device, coordinates.dtype) != (self.device, self.dtype):
             return False
@@ -133,36 +209,36 @@ class GridPositions(TokenPositions):
     @property
     def grid(self) -> tuple[int, ...] | None:
         """Patches per axis, `None` where coordinates were changed."""
-        return self.facts.grid if self.settled() is self else None
+        return self.facts.grid if self.settle() is self else None
 
     @property
     def shape(self) -> tuple[int, int]:
         """Of the coordinates that follow from the facts."""
         return self.num_prefix_tokens + math.prod(self.facts.grid), len(self.facts.grid)
 
-    def settled(self) -> TokenPositions:
+    def settle(self) -> TokenPositions:
         """
         Itself, or its coordinates alone where they were changed, may have been (in a graph, values are unknown), or
         need a gradient.
         """
         shown = self._shown
-        if shown is None or (not values_are_unknown(shown) and self.facts.are_of(shown)):
+        if shown is None or (not values_are_unknown(shown) and self.facts.match(shown)):
             return self
         return self._replace(shown)
 
-    def placed(self) -> TokenPositions:
-        """As [`TokenPositions.placed`]; on a grid by coordinates that nobody else sees."""
-        settled = self.settled()
+    def locate(self) -> TokenPositions:
+        """As [`TokenPositions.locate`]; on a grid by coordinates that nobody else sees."""
+        settled = self.settle()
         return self._replace(self.facts.coordinates()) if settled is self else settled
 
-    def prefix_at_zero(self) -> TokenPositions:
-        settled = self.settled()
+    def unrotate_prefix(self) -> TokenPositions:
+        settled = self.settle()
         if settled is self:
             return GridPositions(self.facts._replace(prefix_coordinate=0.0))
-        return settled.prefix_at_zero()
+        return settled.unrotate_prefix()
 
     def to(self, device: torch.device | str) -> TokenPositions:
-        settled, device = self.settled(), torch.device(device)
+        settled, device = self.settle(), torch.device(device)
         if settled is self:
             return GridPositions(self.facts._replace(device=device, dtype=working_dtype(device)))
         return settled.to(device)
@@ -203,7 +279,7 @@ def grid_positions(
             f"grid={grid} and train_grid={train_grid} must be as many numbers of patches, at least 1 each."
         )
     device = torch.device(device or "cpu")
-    return of_grid(
+    return TokenPositions.from_grid(
         grid, train_grid, coordinates, num_prefix_tokens, prefix_coordinate, device=device, dtype=working_dtype(device)
     )
 
@@ -220,84 +296,13 @@ class GroupedPositions(NamedTuple):
     groups: tuple[TokenPositions, ...]
     samples: tuple[torch.Tensor, ...]
 
-    def prefix_at_zero(self) -> "GroupedPositions":
-        """As [`TokenPositions.prefix_at_zero`]."""
-        return self._replace(groups=tuple(group.prefix_at_zero() for group in self.groups))
+    def unrotate_prefix(self) -> "GroupedPositions":
+        """As [`TokenPositions.unrotate_prefix`]."""
+        return self._replace(groups=tuple(group.unrotate_prefix() for group in self.groups))
 
     def padded(self, num_tokens: int) -> torch.Tensor:
         """(B, num_tokens, A) coordinates of all samples, zero for padding."""
-        return padded_rows([group.placed().coordinates for group in self.groups], self.samples, num_tokens)
-
-
-def of_grid(
-    grid: tuple[int, ...],
-    train_grid: tuple[int, ...],
-    coordinates: str,
-    num_prefix_tokens: int = 0,
-    prefix_coordinate: float = 0.0,
-    offsets: torch.Tensor | None = None,
-    device: torch.device | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> TokenPositions:
-    """
-    The patches of a grid, first axis slowest (raster order), after prefix tokens.
-
-    With i the index of a patch on an axis of n patches that had n₀ in training: `index` i; `train_grid` i·(n/n₀)/(n−1)
-    (LieRE's code: linspace(0, n/n₀, n)); `fixed_grid` i/(n−1) (the fixed range of LieRE §5.6); `train_index` i·n₀/n
-    (timm's reference grid); `unit` (i+½)/n (ComRoPE §3.4.1); `unit_width` (i+½)/w, w the size of the last axis
-    (ComRoPE's code, frames included).
-
-    Args:
-        grid: Patches per axis, A numbers.
-        train_grid: Patches per axis in training.
-        coordinates: One of `index`, `train_grid`, `fixed_grid`, `train_index`, `unit`, `unit_width`.
-        prefix_coordinate: Where prefix tokens sit on every axis.
-        offsets: (patches, A), displacement of each patch in patch extents, from [`perturbation`].
-
-    Raises:
-        ValueError: for any other value of `coordinates`; `physical` ones are made by [`of_extents`].
-    """
-    if coordinates == "physical":
-        raise ValueError("coordinates='physical' follow from the spacing of an input, not from its grid alone.")
-    if coordinates not in COORDINATES:
-        raise ValueError(f"coordinates={coordinates!r} must be one of {', '.join(map(repr, COORDINATES))}.")
-    device = torch.empty(0).device if device is None else device
-    facts = GridFacts(
-        tuple(grid), tuple(train_grid), coordinates, num_prefix_tokens, float(prefix_coordinate), device, dtype
-    )
-    return GridPositions(facts) if offsets is None else TokenPositions(facts.coordinates(offsets), num_prefix_tokens)
-
-
-def of_extents(
-    grid: tuple[int, ...],
-    extents: torch.Tensor,
-    num_prefix_tokens: int = 0,
-    prefix_coordinate: float = 0.0,
-    offsets: torch.Tensor | None = None,
-) -> TokenPositions:
-    """
-    The patches of a grid in `physical` coordinates: ½ + (i + ½ − n/2)·e for the patch with index i on an axis of n
-    patches, each of extent e. The centre of the input is at ½, and an input with an extent of 1 has `unit` coordinates.
-
-    Args:
-        extents: (A,) or (B, A), extents of a patch on every axis.
-        offsets: (…, patches, A), as for [`of_grid`].
-    """
-    indices = patch_indices(grid, offsets, extents.device, extents.dtype)
-    patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)
-    return of_coordinates(patches, num_prefix_tokens, prefix_coordinate)
-
-
-def of_coordinates(
-    coordinates: torch.Tensor, num_prefix_tokens: int = 0, prefix_coordinate: float | None = 0.0
-) -> TokenPositions:
-    """
-    Patches at any (…, N, A) coordinates, after prefix tokens that sit at `prefix_coordinate` of every axis; `None`
-    where the coordinates of prefix tokens come first already.
-    """
-    if prefix_coordinate is not None:
-        coordinates = with_prefix(coordinates, num_prefix_tokens, prefix_coordinate)
-    return TokenPositions(coordinates, num_prefix_tokens)
+        return pad_rows([group.locate().coordinates for group in self.groups], self.samples, num_tokens)
 
 
 def patch_indices(
@@ -310,7 +315,7 @@ def patch_indices(
     return indices if offsets is None else indices + offsets
 
 
-def with_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: float) -> torch.Tensor:
+def prepend_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: float) -> torch.Tensor:
     """Put class and register tokens, at `coordinate` on every axis, before the patches: (…, N, A) → (…, P+N, A)."""
     if num_prefix_tokens == 0:
         return positions
@@ -318,7 +323,7 @@ def with_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: flo
     return torch.cat([positions.new_full(shape, coordinate), positions], dim=-2)
 
 
-def padded_rows(groups: Sequence[torch.Tensor], samples: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+def pad_rows(groups: Sequence[torch.Tensor], samples: Sequence[torch.Tensor], length: int) -> torch.Tensor:
     """
     (B, length, C) rows of all samples, zero for padding, from the rows (n, C) of each group, which its (samples,)
     indices in the batch share.
@@ -360,7 +365,7 @@ def check_coordinates(positions: torch.Tensor) -> None:
         raise ValueError(f"positions hold {(~torch.isfinite(positions)).sum().item()} values that are not finite.")
 
 
-def without_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+def zero_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     """
     (…, N, C) values of tokens, or of those after prefix tokens, with zeros for hidden tokens: what stands there, even
     infinity and NaN, reaches neither outputs nor gradients.

@@ -259,7 +259,7 @@ class LieRotaryEmbedding(nn.Module):
                 f"{self.num_axes}) or (batch, tokens, {self.num_axes}), what grid_positions returns, or, for queries "
                 "and keys, what rotations(positions) of this module returned."
             )
-        positions = positions.settled()
+        positions = positions.settle()
         if not isinstance(positions, GridPositions):
             check_coordinates(positions.coordinates)
         if len(positions.shape) not in (2, 3) or positions.shape[-1] != self.num_axes:

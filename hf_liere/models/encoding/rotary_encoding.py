@@ -97,19 +97,21 @@ class RotaryEncoding(LearnedRotations):
             layer: Compute only the rotation of this layer.
         """
         if isinstance(positions, GroupedPositions):
-            groups = zip(*self._of_groups(positions.groups, states))
+            groups = zip(*self._rotate_groups(positions.groups, states))
             return [GroupedRotation(rotations, positions.samples) for rotations in groups]
         if layer is None:
-            return self.cache.rotations(self, positions.settled(), states)
-        return [next(iter(self.cache.rotations(self, positions.settled(), states, self._generators_of(layer))))]
+            return self.cache.rotations(self, positions.settle(), states)
+        return [next(iter(self.cache.rotations(self, positions.settle(), states, self._select_layer(layer))))]
 
-    def _of_groups(self, groups: tuple[TokenPositions, ...], states: torch.dtype | None) -> list[Iterable[Rotation]]:
+    def _rotate_groups(
+        self, groups: tuple[TokenPositions, ...], states: torch.dtype | None
+    ) -> list[Iterable[Rotation]]:
         """For every group of tokens the rotation of every layer, all computed together."""
-        coordinates = [group.placed().coordinates for group in groups]
+        coordinates = [group.locate().coordinates for group in groups]
         lengths, together = [len(group) for group in coordinates], TokenPositions(torch.cat(coordinates))
         return list(zip(*(rotation.split(lengths) for rotation in self.forward(together, states))))
 
-    def _generators_of(self, layer: int) -> slice:
+    def _select_layer(self, layer: int) -> slice:
         """The generators of a layer among those of all."""
         return slice(layer, layer + 1) if self.layers > 1 else ALL_LAYERS
 
@@ -117,7 +119,7 @@ class RotaryEncoding(LearnedRotations):
         self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> Iterable[Rotation]:
         """The rotations that `forward` returns, for some or all layers, in the form that attention applies fastest."""
-        placed = positions.placed()
+        placed = positions.locate()
         return self.rotations_from(placed, self.entries(placed.coordinates.device)[:, layers], states)
 
     def rotations_from(
@@ -128,10 +130,10 @@ class RotaryEncoding(LearnedRotations):
         layers, heads, blocks = entries.shape[1:4]
         if self.block_size == 2:
             planes = self.planes(positions, entries.squeeze(-1))
-            return self.for_layers([PlaneRotation(layer) for layer in planes])
+            return self.repeat_for_layers([PlaneRotation(layer) for layer in planes])
         generators = skew(entries.flatten(2, 3), self.block_size)  # (A, layers, H · blocks, b, b)
         rotations = layer_block_rotations(coordinates, generators, self.rotation_dtype, rays, states)
-        return self.for_layers([BlockRotation(self.by_token(layer, positions, heads)) for layer in rotations])
+        return self.repeat_for_layers([BlockRotation(self.to_tokens(layer, positions, heads)) for layer in rotations])
 
     def planes(self, positions: TokenPositions, frequencies: torch.Tensor) -> list[torch.Tensor]:
         """cos and sin of (A, layers, heads, planes) frequencies: (1 or B, heads, N, planes, 2) for every layer."""
@@ -141,7 +143,7 @@ class RotaryEncoding(LearnedRotations):
             plane_rotations(coordinates, layer, self.rotation_dtype)  # (H · planes, B · N, 2)
             for layer in frequencies.flatten(2).unbind(1)
         )
-        return [self.by_token(layer, positions, heads) for layer in angles]
+        return [self.to_tokens(layer, positions, heads) for layer in angles]
 
     def working_coordinates(self, positions: TokenPositions) -> torch.Tensor:
         """(B · N, A) in the working type."""
@@ -149,14 +151,14 @@ class RotaryEncoding(LearnedRotations):
         return coordinates.to(working_dtype(coordinates.device)).reshape(-1, self.num_axes)
 
     @staticmethod
-    def by_token(rotations: torch.Tensor, positions: TokenPositions, heads: int) -> torch.Tensor:
+    def to_tokens(rotations: torch.Tensor, positions: TokenPositions, heads: int) -> torch.Tensor:
         """(H · K, B · N, …) → (1 or B, H, N, K, …)."""
         batch, tokens = positions.coordinates.shape[:-2] or (1,), positions.coordinates.shape[-2]
         # Tokens before heads in memory, as in the queries and keys that will be rotated.
         laid_out = rotations.transpose(0, 1).contiguous().unflatten(1, (heads, -1)).unflatten(0, (*batch, tokens))
         return laid_out.transpose(1, 2)
 
-    def for_layers(self, rotations: list[Rotation]) -> list[Rotation]:
+    def repeat_for_layers(self, rotations: list[Rotation]) -> list[Rotation]:
         """One rotation for every layer, from those of all generators; or those of a part of the generators."""
         return rotations * (self.num_layers // self.layers if len(rotations) == self.layers else 1)
 
@@ -173,15 +175,15 @@ class RotaryEncoding(LearnedRotations):
         elif name is not None:
             spectrum = geometric_frequencies if name == "frequencies" else golden_gate_frequencies
             frequencies = spectrum(self.config, self.num_axes, self.layers, self.heads, self.num_planes)
-            for parameter, values in self.of_planes(frequencies * scale).items():
+            for parameter, values in self.parameters_for_planes(frequencies * scale).items():
                 init.copy_(getattr(self, parameter), values.to(getattr(self, parameter)))
 
     @property
     def num_planes(self) -> int:
-        """Planes of a head that [`of_planes`] takes the frequencies of."""
+        """Planes of a head that [`parameters_for_planes`] takes the frequencies of."""
         return self.num_blocks * (self.block_size // 2)
 
-    def of_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
         """
         Parameters by name with which the encoding rotates plane i of a head by Σ_a p_a f_ai; planes are pairs of
         neighbouring channels, unless an encoding says otherwise.
@@ -197,11 +199,11 @@ class RotaryEncoding(LearnedRotations):
         shape = (-1, *[1] * (self.generators.ndim - 1))
         return {"generators": self.generators * factors.to(self.generators).view(shape)}
 
-    def basis_of_planes(self, device: torch.device) -> torch.Tensor | None:
-        """(b, b) basis of a block, the planes of [`of_planes`] first; `None` where these are pairs of channels."""
+    def plane_basis(self, device: torch.device) -> torch.Tensor | None:
+        """(b, b) basis of a block, the planes of `parameters_for_planes` first; `None` if these are pairs of channels."""
         return None
 
-    def in_blocks(self, frequencies: torch.Tensor) -> torch.Tensor:
+    def to_blocks(self, frequencies: torch.Tensor) -> torch.Tensor:
         """(…, planes) frequencies as entries of blocks that rotate these planes, (…, blocks, b(b−1)/2)."""
         row, column = torch.triu_indices(self.block_size, self.block_size, offset=1)
         in_plane = (row % 2 == 0) & (column == row + 1)

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from ..encoding.displacements import displacements
-from ..encoding.positions import TokenPositions, of_coordinates, of_grid
+from ..encoding.displacements import draw_displacements
+from ..encoding.positions import TokenPositions
 from ..rotation.lie_algebra import product_dtype, working_dtype
 from ..rotation.rotation import Rotation
 from ..transformer.configuration_liere import pair
@@ -303,7 +303,7 @@ def rotations_of_tokens(embeddings: nn.Module, args, kwargs, output) -> None:
     if patches is None:
         positions = _positions(tower, grid, device, prefix_length, centre)
     else:
-        positions = of_coordinates(patches, prefix_length, centre)
+        positions = TokenPositions.from_coordinates(patches, prefix_length, centre)
     passes[-1].rotations = list(tower.rotary_encoding(positions, product_dtype(tokens)))
 
 
@@ -339,6 +339,6 @@ def _positions(
     """Positions of prefix tokens and of all patches of a grid, augmented during training if so configured."""
     adapter, offsets, dtype = tower.rotary_patch, None, working_dtype(device)
     if tower.training:
-        _, offsets = displacements(adapter.config, grid, None, device, dtype)
+        _, offsets = draw_displacements(adapter.config, grid, None, device, dtype)
     prefix = (num_prefix_tokens, prefix_coordinate)
-    return of_grid(grid, adapter.train_grid, adapter.coordinates, *prefix, offsets, device, dtype)
+    return TokenPositions.from_grid(grid, adapter.train_grid, adapter.coordinates, *prefix, offsets, device, dtype)

@@ -72,7 +72,7 @@ class PretrainedBlocks(PretrainedRope):
             serves = planes.axes.cpu()[order] == every_axis  # (A, planes)
             of_layers.append(serves * planes.of_rope(rope).cpu()[order])
         frequencies = torch.stack(of_layers, dim=1).unsqueeze(2)  # (A, layers, 1, planes)
-        return encoding.of_planes(frequencies.expand(-1, -1, encoding.heads, -1))
+        return encoding.parameters_for_planes(frequencies.expand(-1, -1, encoding.heads, -1))
 
     def forward(
         self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module, states: torch.Tensor

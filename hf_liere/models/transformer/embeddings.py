@@ -142,7 +142,7 @@ class LieRETokenEmbeddings(nn.Module):
         embeddings = torch.cat([*prefix, embeddings], dim=1)
         if self.table_size is not None:
             grouped = isinstance(positions, GroupedPositions)
-            coordinates = positions.padded(embeddings.shape[1]) if grouped else positions.placed().coordinates
+            coordinates = positions.padded(embeddings.shape[1]) if grouped else positions.locate().coordinates
             embeddings = embeddings + self.coordinate_table(coordinates)
         return self.dropout(embeddings)
 

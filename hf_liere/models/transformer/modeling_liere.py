@@ -31,14 +31,14 @@ from transformers.utils.output_capturing import capture_outputs
 from ..encoding.folding import build_rotary_encoding
 from ..encoding.physical import refuse_spacing
 from ..encoding.placement import place_batch, place_given, place_grid, place_input, rotated_positions
-from ..encoding.positions import GroupedPositions, TokenPositions, padded_rows, without_hidden
+from ..encoding.positions import GroupedPositions, TokenPositions, pad_rows, zero_hidden
 from ..rotation.lie_algebra import product_dtype
 from ..rotation.rotation import Rotation, gather_tokens
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieREViTConfig
 from .embeddings import LieREEmbeddings, LieRETokenEmbeddings
 from .layers import LieRELayer, build_classifier
 from .patch_batches import check_patches, refuse_patches
-from .patch_dropout import gather_mask, kept_tokens, refuse_patch_dropout
+from .patch_dropout import draw_kept_tokens, gather_mask, refuse_patch_dropout
 from .pooling import pool, visible_tokens
 from .pretrained import LieREPreTrainedModel
 
@@ -93,7 +93,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
         prefix, kept = self.config.num_prefix_tokens, None
         visible = visible_tokens(self.config, attention_mask, *embeddings.shape[:2])
         if patch_dropout_prob:
-            kept = kept_tokens(embeddings, prefix, patch_dropout_prob, visible)
+            kept = draw_kept_tokens(embeddings, prefix, patch_dropout_prob, visible)
             embeddings, visible = gather_tokens(embeddings, kept), gather_tokens(visible, kept)
             attention_mask = gather_mask(attention_mask, kept)
         hidden_states = self.pre_layernorm(embeddings)
@@ -206,14 +206,14 @@ class LieREPixelModel(LieREEncoderModel):
                     "pixel_attention_mask and spacing."
                 )
             present = check_patches(config, pixel_values, pixel_attention_mask, spatial_shapes)  # (B, N)
-            pixels, num_patches = without_hidden(pixel_values, present), pixel_values.shape[1]
+            pixels, num_patches = zero_hidden(pixel_values, present), pixel_values.shape[1]
             places, samples, placed = place_batch(
                 config, spatial_shapes, num_patches, pixels.device, has_table=embeddings.has_table, **options
             )
             table = None
             if embeddings.has_table:
                 tables = [embeddings.patch_table(place.grid, place.offsets)[0] for place in places]
-                table = padded_rows(tables, samples, num_patches)
+                table = pad_rows(tables, samples, num_patches)
             prefix = present.new_ones(present.shape[0], config.num_prefix_tokens)
             attention_mask = torch.cat([prefix, present], dim=1)  # (B, prefix + N)
         if positions is not None:

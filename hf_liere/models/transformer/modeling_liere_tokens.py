@@ -8,7 +8,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from ..encoding.placement import place_given
-from ..encoding.positions import TokenPositions, check_coordinates, check_shape, without_hidden
+from ..encoding.positions import TokenPositions, check_coordinates, check_shape, zero_hidden
 from ..rotation.tracing import values_are_unknown
 from .configuration_liere import LieRETokensConfig
 from .embeddings import LieREFeatureEmbeddings
@@ -68,7 +68,7 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
             )
         if positions is not None:
             check_shape(positions, batch_size, num_tokens, config.num_axes)
-            check_coordinates(without_hidden(positions, visible))
+            check_coordinates(zero_hidden(positions, visible))
         return None
 
     def token_mask(
@@ -124,7 +124,7 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
         visible = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
         attention_mask = self.token_mask(attention_mask, *shape)
         placed = self.given_positions(positions, *shape, visible)
-        embeddings = self.embeddings(without_hidden(inputs_embeds, visible), placed)
+        embeddings = self.embeddings(zero_hidden(inputs_embeds, visible), placed)
         return self.transform(embeddings, placed, attention_mask, **kwargs)
 
 

@@ -5,7 +5,7 @@ import torch
 from ..rotation.rotation import gather_tokens
 
 
-def kept_tokens(embeddings: torch.Tensor, prefix: int, prob: float, visible: torch.Tensor | None) -> torch.Tensor:
+def draw_kept_tokens(embeddings: torch.Tensor, prefix: int, prob: float, visible: torch.Tensor | None) -> torch.Tensor:
     """
     Tokens that every sample keeps: class and register tokens, and n − ⌊prob · n⌋ of n patches, at least one, drawn
     without replacement. Patches that a mask hides are kept only where there are not enough others.

@@ -23,7 +23,7 @@ from transformers.utils import logging
 import hf_liere
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.folding import build_rotary_encoding
-from hf_liere.models.encoding.positions import of_coordinates, of_grid
+from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.encoding.rotary_encoding import golden_gate_frequencies
 
 
@@ -41,13 +41,15 @@ def build(encoding, axes, **overrides):
 
 
 def rotations_of(module, positions, config):
-    return [reference.dense(rotation, config.head_dim, 2) for rotation in module(of_coordinates(positions))]
+    return [
+        reference.dense(rotation, config.head_dim, 2) for rotation in module(TokenPositions.from_coordinates(positions))
+    ]
 
 
 @pytest.mark.parametrize("encoding, axes, block_size", CASES)
 def test_rotations_match_the_reference_and_are_orthogonal(encoding, axes, block_size):
     config, module = build(encoding, axes, block_size=block_size)
-    positions = of_grid(GRIDS[axes], GRIDS[axes], ENCODING_TRAITS[encoding].coordinates).coordinates
+    positions = TokenPositions.from_grid(GRIDS[axes], GRIDS[axes], ENCODING_TRAITS[encoding].coordinates).coordinates
     parameters = dict(module.named_parameters())
     for layer, rotation in enumerate(rotations_of(module, positions, config)):
         for head in range(2):
@@ -63,7 +65,7 @@ def test_rotations_match_the_reference_and_are_orthogonal(encoding, axes, block_
 @pytest.mark.parametrize("axes", GRIDS)
 @pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name not in LEARNED])
 def test_the_scale_of_fixed_frequencies_multiplies_them(encoding, axes):
-    positions = of_grid(GRIDS[axes], GRIDS[axes], "index").coordinates
+    positions = TokenPositions.from_grid(GRIDS[axes], GRIDS[axes], "index").coordinates
     config, scaled = build(encoding, axes, rotary_init_scale=0.3)
     plain = build(encoding, axes)[1]
     nearer = rotations_of(plain, 0.3 * positions, config)
@@ -98,11 +100,16 @@ def test_sharing(encoding, share_heads, share_layers):
 def test_positions_of_each_sample(encoding):
     _, module = build(encoding, 2, block_size=block_size(encoding))
     positions = torch.rand(3, 5, 2)
-    for layer, rotation in enumerate(rotation.matrices() for rotation in module(of_coordinates(positions))):
+    for layer, rotation in enumerate(
+        rotation.matrices() for rotation in module(TokenPositions.from_coordinates(positions))
+    ):
         assert rotation.shape[0] == 3
         for sample in range(3):
             torch.testing.assert_close(
-                rotation[sample], module(of_coordinates(positions[sample]))[layer].matrices()[0], rtol=0, atol=1e-7
+                rotation[sample],
+                module(TokenPositions.from_coordinates(positions[sample]))[layer].matrices()[0],
+                rtol=0,
+                atol=1e-7,
             )
 
 
@@ -298,7 +305,7 @@ def test_initialisations():
 @pytest.mark.parametrize("encoding", NEUTRAL)
 def test_zero_generators_are_the_identity_and_get_a_gradient(encoding):
     config, module = build(encoding, 2, block_size=block_size(encoding), rotary_init="zeros")
-    rotations = module(of_coordinates(torch.rand(5, 2) * 100))
+    rotations = module(TokenPositions.from_coordinates(torch.rand(5, 2) * 100))
     matrices = rotations[0].matrices().float()
     identity = torch.eye(matrices.shape[-1]).expand_as(matrices)
     torch.testing.assert_close(matrices, identity, rtol=0, atol=2e-7 if encoding in ROUNDED else 0)

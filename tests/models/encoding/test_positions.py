@@ -5,29 +5,28 @@ import torch
 from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
 
 from hf_liere import grid_positions
-from hf_liere.models.encoding.displacements import augmentation, perturbation
+from hf_liere.models.encoding.displacements import draw_augmentation, draw_perturbation
 from hf_liere.models.encoding.positions import (
     TokenPositions,
     check_coordinates,
     check_shape,
-    of_grid,
-    with_prefix,
+    prepend_prefix,
 )
 
 
 def test_raster_order_and_conventions():
-    index = of_grid((2, 3), (2, 3), "index").coordinates
+    index = TokenPositions.from_grid((2, 3), (2, 3), "index").coordinates
     assert index.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
-    unit = of_grid((2, 4), (2, 4), "unit").coordinates
+    unit = TokenPositions.from_grid((2, 4), (2, 4), "unit").coordinates
     assert unit[0].tolist() == [0.25, 0.125] and unit[-1].tolist() == [0.75, 0.875]
 
 
 @pytest.mark.parametrize("size, trained", [(1, 4), (2, 4), (4, 4), (7, 4), (8, 4)])
 def test_train_grid_is_linspace(size, trained):
     expected = torch.linspace(0, size / trained, size, dtype=torch.float64)
-    torch.testing.assert_close(of_grid((size,), (trained,), "train_grid").coordinates[:, 0], expected)
+    torch.testing.assert_close(TokenPositions.from_grid((size,), (trained,), "train_grid").coordinates[:, 0], expected)
     fixed = torch.linspace(0, 1, size, dtype=torch.float64)
-    torch.testing.assert_close(of_grid((size,), (trained,), "fixed_grid").coordinates[:, 0], fixed)
+    torch.testing.assert_close(TokenPositions.from_grid((size,), (trained,), "fixed_grid").coordinates[:, 0], fixed)
 
 
 @pytest.mark.parametrize("coordinates", ["index", "train_grid", "fixed_grid", "train_index", "unit", "unit_width"])
@@ -36,14 +35,15 @@ def test_offsets_are_patch_extents(coordinates):
     grid = (4, 5, 3)
     offsets = torch.ones(math.prod(grid), 3, dtype=torch.float64)
     positions, moved = (
-        of_grid(grid, grid, coordinates, offsets=given).coordinates.view(*grid, 3) for given in (None, offsets)
+        TokenPositions.from_grid(grid, grid, coordinates, offsets=given).coordinates.view(*grid, 3)
+        for given in (None, offsets)
     )
     torch.testing.assert_close(moved[:-1, :-1, :-1], positions[1:, 1:, 1:])
 
 
 @pytest.mark.parametrize("strength", [1e-3, 0.1, 0.5, 1.0, 5.0])
 def test_perturbation_is_a_truncated_normal(strength):
-    draws = perturbation((300, 300), strength, None).flatten()
+    draws = draw_perturbation((300, 300), strength, None).flatten()
     assert draws.abs().max() <= 0.5
     # Kolmogorov–Smirnov against the truncated normal distribution; 1.95/√n is the 0.1% critical value.
     draws = draws.sort().values
@@ -56,13 +56,13 @@ def test_perturbation_is_a_truncated_normal(strength):
 
 def test_perturbation_has_no_mass_at_the_border():
     """Clamping, as the official code does, would put a third of the draws on the border at strength 1."""
-    draws = perturbation((100, 100), 1.0, None)
+    draws = draw_perturbation((100, 100), 1.0, None)
     assert (draws.abs() == 0.5).sum() == 0
 
 
 def test_prefix_sits_before_the_patches():
     positions = torch.rand(2, 5, 3)
-    extended = with_prefix(positions, 2, 0.5)
+    extended = prepend_prefix(positions, 2, 0.5)
     assert extended.shape == (2, 7, 3)
     assert (extended[:, :2] == 0.5).all() and torch.equal(extended[:, 2:], positions)
 
@@ -72,7 +72,7 @@ def test_bad_input():
         ValueError,
         match="'pixels' must be one of 'index', 'train_grid', 'train_index', 'fixed_grid', 'unit', 'unit_width'",
     ):
-        of_grid((2,), (2,), "pixels")
+        TokenPositions.from_grid((2,), (2,), "pixels")
     with pytest.raises(ValueError, match=r"\(3, 2\).*\(4, 2\).*\(5, 4, 2\)"):
         check_shape(torch.zeros(3, 2), 5, 4, 2)
     with pytest.raises(ValueError, match="torch.int64"):
@@ -85,8 +85,8 @@ def test_a_grid_whose_coordinates_were_changed_is_none():
     """Whatever was done to them, coordinates are what counts, and the grid never contradicts them."""
     positions = grid_positions((2, 3), "index", num_prefix_tokens=1, prefix_coordinate=0.5)
     expected = positions.coordinates.clone()
-    assert positions.grid == (2, 3) and positions.settled() is positions and positions.shape == expected.shape
-    zero = positions.prefix_at_zero()
+    assert positions.grid == (2, 3) and positions.settle() is positions and positions.shape == expected.shape
+    zero = positions.unrotate_prefix()
     assert zero.grid == (2, 3) and zero.coordinates[0].eq(0).all() and torch.equal(positions.coordinates, expected)
     replaced = positions._replace(coordinates=expected + 1)
     assert type(replaced) is TokenPositions and positions.grid == (2, 3)
@@ -104,9 +104,9 @@ def test_a_grid_whose_coordinates_were_changed_is_none():
     for change in changes:
         positions = grid_positions((2, 3), "index", num_prefix_tokens=1, prefix_coordinate=0.5)
         change(positions.coordinates)
-        assert positions.grid is None and positions.settled().coordinates is positions.coordinates
-        assert positions.placed().coordinates is positions.coordinates
-        zero = positions.prefix_at_zero().coordinates
+        assert positions.grid is None and positions.settle().coordinates is positions.coordinates
+        assert positions.locate().coordinates is positions.coordinates
+        zero = positions.unrotate_prefix().coordinates
         assert zero[0].eq(0).all() and torch.equal(zero[1:], positions.coordinates[1:])
         assert positions.to("meta").coordinates.is_meta
     assert replaced.to("meta").coordinates.is_meta
@@ -130,8 +130,8 @@ def test_augmentation_is_that_of_dinov3(strengths):
     regular, ours, theirs = dinov3_coordinates(grid), [], []
     arguments = {"shift": 0.0, "jitter": None, "rescale": None, **strengths}
     for _ in range(count):
-        offsets = augmentation(grid, None, **arguments, device=None)
-        place = of_grid(grid, grid, "unit", offsets=offsets).coordinates * 2 - 1
+        offsets = draw_augmentation(grid, None, **arguments, device=None)
+        place = TokenPositions.from_grid(grid, grid, "unit", offsets=offsets).coordinates * 2 - 1
         for values, draws in ((place, ours), (dinov3_coordinates(grid, **strengths), theirs)):
             factor = (values[-1] - values[0]) / (regular[-1] - regular[0])
             shift = values[0] / factor - regular[0]
@@ -155,25 +155,27 @@ def test_augmentation_is_that_of_dinov3(strengths):
 def test_augmentation_is_a_fraction_of_the_input_in_every_convention(coordinates):
     """Shift, then scale about the centre of the input, in a convention whose patches are at m + u·index."""
     grid, trained, dtype = (4, 6), (2, 3), torch.float64
-    corners = of_grid(grid, trained, coordinates).coordinates
+    corners = TokenPositions.from_grid(grid, trained, coordinates).coordinates
     centre = (corners[0] + corners[-1]) / 2
     extent = (corners[-1] - corners[0]) * torch.tensor(grid) / (torch.tensor(grid, dtype=dtype) - 1)
     torch.manual_seed(1)
-    offsets = augmentation(grid, None, 0.5, 2.0, 3.0, None)
+    offsets = draw_augmentation(grid, None, 0.5, 2.0, 3.0, None)
     torch.manual_seed(1)
     shift = (torch.rand(2, dtype=dtype) * 2 - 1) * 0.5
     factor = ((torch.rand(2, dtype=dtype) * 2 - 1) * math.log(2)).exp()
     factor = factor * ((torch.rand(1, dtype=dtype) * 2 - 1) * math.log(3)).exp()
     expected = (corners - centre + shift * extent / 2) * factor + centre
-    moved = of_grid(grid, trained, coordinates, offsets=offsets).coordinates
+    moved = TokenPositions.from_grid(grid, trained, coordinates, offsets=offsets).coordinates
     torch.testing.assert_close(moved, expected)
 
 
 def test_augmentation_follows_perturbation():
     torch.manual_seed(2)
-    offsets = perturbation((3, 4), 0.5, None)
-    assert augmentation((3, 4), offsets, 0.0, None, None, None) is offsets
-    moved = augmentation((3, 4), offsets, 0.0, None, 2.0, None)
-    place, perturbed = (of_grid((3, 4), (3, 4), "unit", offsets=given).coordinates - 0.5 for given in (moved, offsets))
+    offsets = draw_perturbation((3, 4), 0.5, None)
+    assert draw_augmentation((3, 4), offsets, 0.0, None, None, None) is offsets
+    moved = draw_augmentation((3, 4), offsets, 0.0, None, 2.0, None)
+    place, perturbed = (
+        TokenPositions.from_grid((3, 4), (3, 4), "unit", offsets=given).coordinates - 0.5 for given in (moved, offsets)
+    )
     factors = place / perturbed
     torch.testing.assert_close(factors, factors[:1, :1].expand_as(factors))

@@ -13,7 +13,7 @@ from encoding_cases import fields as fields_of
 import hf_liere
 from hf_liere.models.encoding import rotation_cache
 from hf_liere.models.encoding.encodings import ENCODING_CLASSES
-from hf_liere.models.encoding.positions import of_grid
+from hf_liere.models.encoding.positions import TokenPositions
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_other_coordinates_of_a_grid_are_seen(tiny):
     positions = model.grid_positions(grid, torch.device("cpu"))
     with torch.no_grad():
         first = model.rotary_encoding(positions)[0].blocks
-        scaled = positions._replace(coordinates=positions.placed().coordinates * 2)
+        scaled = positions._replace(coordinates=positions.locate().coordinates * 2)
         second = model.rotary_encoding(scaled)[0].blocks
         assert torch.equal(first, model.rotary_encoding(positions)[0].blocks)
     torch.testing.assert_close(second, first @ first, rtol=0, atol=1e-5)
@@ -188,7 +188,7 @@ def test_a_patched_model_keeps_them_too(computed):
 def test_a_replica_of_data_parallel_sees_changed_generators(tiny, encoding):
     """Replicas share the attributes of their module, the cache included, and have tensors instead of parameters."""
     module = build(tiny, encoding).rotary_encoding
-    positions = of_grid((4, 4), (4, 4), "index", 1)
+    positions = TokenPositions.from_grid((4, 4), (4, 4), "index", 1)
     with torch.no_grad():
         before = module(positions)[0].matrices()
         replica = module._replicate_for_data_parallel()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_liere.models.encoding.positions import of_grid
+from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.rotation.backends import plain_operations
 from hf_liere.models.rotation.exponential import block_rotations
 from hf_liere.models.rotation.lie_algebra import skew
@@ -16,7 +16,7 @@ from hf_liere.models.rotation.squaring import Rays, product_types
 @pytest.mark.parametrize("coordinates", ["train_grid", "index"])
 def test_half_types_get_rotations_that_are_exact_for_them(states, block_size, times, coordinates):
     """Around LieRE's initial norms, errors are less than a tenth of what rounding causes."""
-    placed = of_grid((14, 14), (14, 14), coordinates)
+    placed = TokenPositions.from_grid((14, 14), (14, 14), coordinates)
     generators = skew(2 * torch.pi * times * torch.rand(2, 1, 2, block_size * (block_size - 1) // 2), block_size)
     rays = Rays(placed.grid)
     exact = block_rotations(placed.coordinates, generators.double(), torch.float64, rays)

@@ -9,7 +9,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 
 import hf_liere
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
-from hf_liere.models.encoding.positions import of_grid
+from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.rotation import exponential, operators
 from hf_liere.models.rotation.backends import plain_operations
 from hf_liere.models.rotation.exponential import layer_block_rotations
@@ -43,7 +43,7 @@ def rotations_of(shape, layout):
 
 
 def exponential_arguments(size, dtype, grid=(3, 4)):
-    placed = of_grid(grid, grid, "index", 1)
+    placed = TokenPositions.from_grid(grid, grid, "index", 1)
     generators = skew(torch.randn(2, 3, 2, size * (size - 1) // 2), size).to(dtype)
     return placed.coordinates, generators.requires_grad_(), list(grid), 1, dtype
 

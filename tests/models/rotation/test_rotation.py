@@ -12,7 +12,7 @@ from rotating import rotate, rotate_query_key
 import hf_liere
 import hf_liere.models.encoding.encodings_in_basis
 import hf_liere.models.encoding.rotary_encoding
-from hf_liere.models.encoding.positions import of_grid
+from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.rotation.exponential import block_rotations
 from hf_liere.models.rotation.exponential_gradient import POLYNOMIAL_NORM
 from hf_liere.models.rotation.lie_algebra import common_planes, eigenbasis, skew
@@ -136,7 +136,7 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
 
 @pytest.mark.parametrize("grid", [(4, 6), (1, 5), (1, 1), (3, 2, 4)])
 def test_rays_are_the_multiples_of_a_grid(grid):
-    positions = of_grid(grid, grid, "index", 2)
+    positions = TokenPositions.from_grid(grid, grid, "index", 2)
     rays, indices = Rays(positions.grid, 2).tokens(), positions.coordinates
     seen = rays[rays >= 0]
     assert len(seen.unique()) == len(seen) == math.prod(grid) - 1
@@ -150,7 +150,7 @@ def test_rays_are_the_multiples_of_a_grid(grid):
 @pytest.mark.parametrize("coordinates", ["index", "train_grid", "train_index", "fixed_grid"])
 @pytest.mark.parametrize("size, scale", [(3, 1.0), (8, 2 * math.pi), (16, 30.0)])
 def test_rays_change_neither_rotations_nor_gradients(coordinates, size, scale):
-    placed = of_grid((6, 9), (4, 4), coordinates, 1)
+    placed = TokenPositions.from_grid((6, 9), (4, 4), coordinates, 1)
     rays, positions = Rays(placed.grid, 1), placed.coordinates
     entries = (torch.rand(2, 3, 2, size * (size - 1) // 2, dtype=torch.float64) * scale).requires_grad_()
     weight = torch.randn(3, 2, len(positions), size, size, dtype=torch.float64)
@@ -168,7 +168,7 @@ def test_rays_change_neither_rotations_nor_gradients(coordinates, size, scale):
 @given(st.integers(0, 10**6), st.sampled_from([3, 4, 8, 16]), st.sampled_from([0.0, 0.1, 6.0, 100.0, 1000.0]))
 def test_float32_gradients_of_dense_rotations(seed, size, scale):
     generator = torch.Generator().manual_seed(seed)
-    placed = of_grid((3, 4), (3, 4), "train_grid")
+    placed = TokenPositions.from_grid((3, 4), (3, 4), "train_grid")
     positions = placed.coordinates
     entries = torch.rand(2, 2, size * (size - 1) // 2, generator=generator) * scale
     weight = torch.randn(2, len(positions), size, size, generator=generator)

@@ -5,7 +5,7 @@ from encoding_cases import COMMUTING, ENCODINGS, IMAGE_CASES, fields, moved
 from rotating import rotate
 
 from hf_liere.models.encoding.folding import build_rotary_encoding
-from hf_liere.models.encoding.positions import of_coordinates
+from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.transformer.attention import LieREAttention
 
 
@@ -15,7 +15,7 @@ def layer_inputs(tiny, encoding, batch=None, **overrides):
     encoding = build_rotary_encoding(config, 2)
     moved(encoding)
     positions = torch.rand(*((batch,) if batch else ()), 6, 2)
-    return config, encoding(of_coordinates(positions))[0]
+    return config, encoding(TokenPositions.from_coordinates(positions))[0]
 
 
 @pytest.mark.parametrize("encoding, block_size", [("liere", 5), *IMAGE_CASES])
@@ -56,7 +56,10 @@ def test_attention_under_a_common_shift(tiny, encoding):
     config._attn_implementation = "eager"
     rotary, module = moved(build_rotary_encoding(config, 2)), LieREAttention(config)
     states, positions = torch.randn(2, 6, 48) * 5, torch.rand(6, 2)
-    shifted = (of_coordinates(positions), of_coordinates(positions + torch.tensor([0.3, -2.0])))
+    shifted = (
+        TokenPositions.from_coordinates(positions),
+        TokenPositions.from_coordinates(positions + torch.tensor([0.3, -2.0])),
+    )
     weights = [module(states, rotary(p)[0])[1] for p in shifted]
     deviation = (weights[0] - weights[1]).abs().max()
     assert deviation < 1e-5 if encoding in COMMUTING else deviation > 1e-3

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_liere
-from hf_liere.models.encoding.positions import of_grid
+from hf_liere.models.encoding.positions import TokenPositions
 
 
 POOLINGS = ["cls", "prefix", "mean", "mean_all"]
@@ -24,7 +24,7 @@ def encoder(tiny, pooling, implementation="sdpa"):
 def test_a_padded_image_gives_the_output_of_the_image_alone(tiny, pooling, implementation, kind):
     model = encoder(tiny, pooling, implementation)
     pixels = torch.randn(2, 3, 16, 16)
-    positions = of_grid((4, 4), (4, 4), "train_grid").coordinates
+    positions = TokenPositions.from_grid((4, 4), (4, 4), "train_grid").coordinates
     mask = VISIBLE.repeat(2, 1)
     if kind == "integers":
         mask = mask.long()

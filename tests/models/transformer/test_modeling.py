@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import ViTConfig, ViTForImageClassification
 
 import hf_liere
-from hf_liere.models.encoding.displacements import augmentation
-from hf_liere.models.encoding.positions import of_coordinates, of_grid
+from hf_liere.models.encoding.displacements import draw_augmentation
+from hf_liere.models.encoding.positions import TokenPositions
 
 
 def classifier(config, implementation="sdpa"):
@@ -103,7 +103,7 @@ def test_zero_generators_reproduce_vit(tiny, encoding):
 def test_explicit_positions(tiny, encoding):
     config = tiny(**fields_of(encoding))
     model, pixel_values = classifier(config), images(2, 3, 8, 12)
-    grid = of_grid((2, 3), (4, 4), config.coordinates).coordinates
+    grid = TokenPositions.from_grid((2, 3), (4, 4), config.coordinates).coordinates
     expected = model(pixel_values).logits
     assert torch.equal(model(pixel_values, positions=grid).logits, expected)
     each = grid.expand(2, 6, 2)
@@ -117,7 +117,10 @@ def test_explicit_positions(tiny, encoding):
 @pytest.mark.parametrize("encoding", COMMUTING)
 def test_a_common_shift_changes_nothing_without_a_prefix(tiny, encoding):
     model = classifier(tiny(use_class_token=False, pooling="mean", **fields_of(encoding)))
-    pixel_values, grid = images(2, 3, 16, 16), of_grid((4, 4), (4, 4), model.config.coordinates).coordinates
+    pixel_values, grid = (
+        images(2, 3, 16, 16),
+        TokenPositions.from_grid((4, 4), (4, 4), model.config.coordinates).coordinates,
+    )
     expected = model(pixel_values, positions=grid).logits
     shifted = model(pixel_values, positions=grid + torch.tensor([3.0, -1.5])).logits
     torch.testing.assert_close(shifted, expected, rtol=0, atol=2e-5)
@@ -125,7 +128,7 @@ def test_a_common_shift_changes_nothing_without_a_prefix(tiny, encoding):
 
 def test_a_common_shift_changes_liere(tiny):
     model = classifier(tiny(use_class_token=False, pooling="mean", **fields_of("liere")))
-    pixel_values, grid = images(2, 3, 16, 16), of_grid((4, 4), (4, 4), "train_grid").coordinates
+    pixel_values, grid = images(2, 3, 16, 16), TokenPositions.from_grid((4, 4), (4, 4), "train_grid").coordinates
     shifted = model(pixel_values, positions=grid + torch.tensor([3.0, -1.5])).logits
     assert (shifted - model(pixel_values, positions=grid).logits).abs().max() > 1e-2
 
@@ -145,7 +148,7 @@ def test_rotate_prefix_puts_the_class_token_at_the_centre(tiny):
         model = classifier(tiny(rotate_prefix=rotate_prefix, num_register_tokens=1, **fields_of("comrope_ld")))
         positions = model.liere.grid_positions((4, 4), torch.device("cpu"))
         rotation = model.liere.rotations(positions)[0].cos_sin
-        centre = model.liere.rotary_encoding(of_coordinates(torch.tensor([[0.5, 0.5]])))[0].cos_sin
+        centre = model.liere.rotary_encoding(TokenPositions.from_coordinates(torch.tensor([[0.5, 0.5]])))[0].cos_sin
         expected = centre if rotate_prefix else torch.tensor([1.0, 0.0]).expand_as(centre)
         assert torch.equal(rotation[:, :, :2], expected.expand(-1, -1, 2, -1, -1))
         outputs[rotate_prefix] = model(images(2, 3, 16, 16)).logits
@@ -162,7 +165,7 @@ def test_perturbation_acts_in_training_only(tiny, encoding):
     first, second = model(pixel_values).logits, model(pixel_values).logits
     assert (first - second).abs().max() > 1e-4
     if model.liere.rotary_encoding is not None:
-        positions = of_grid((4, 4), (4, 4), model.config.coordinates).coordinates
+        positions = TokenPositions.from_grid((4, 4), (4, 4), model.config.coordinates).coordinates
         given = model(pixel_values, positions=positions).logits
         torch.testing.assert_close(given, plain(pixel_values).logits, rtol=0, atol=1e-5)
 
@@ -183,8 +186,8 @@ def test_augmentation_of_coordinates_acts_in_training_only(tiny, name, fields):
     pixel_values = images(2, 3, 8, 16)
     assert torch.equal(model(pixel_values).logits, plain(pixel_values).logits)
     torch.manual_seed(5)
-    offsets = augmentation((2, 4), None, *AUGMENTED.values(), None)
-    coordinates = of_grid((2, 4), (4, 4), model.config.coordinates, offsets=offsets).coordinates
+    offsets = draw_augmentation((2, 4), None, *AUGMENTED.values(), None)
+    coordinates = TokenPositions.from_grid((2, 4), (4, 4), model.config.coordinates, offsets=offsets).coordinates
     expected = plain(pixel_values, positions=coordinates).logits
     torch.manual_seed(5)
     torch.testing.assert_close(model.train()(pixel_values).logits, expected, rtol=0, atol=1e-5)
@@ -461,7 +464,7 @@ def test_positions_of_prefix_tokens_may_be_given(tiny):
     """Where they are rotated; a common shift of all tokens then changes nothing (ComRoPE §3.2)."""
     config = tiny(rotate_prefix=True, prefix_coordinate=0.25, num_register_tokens=1, **fields_of("comrope_ld"))
     model, pixel_values = classifier(config), images(2, 3, 16, 16)
-    patches = of_grid((4, 4), (4, 4), "unit").coordinates
+    patches = TokenPositions.from_grid((4, 4), (4, 4), "unit").coordinates
     everything = torch.cat([torch.full((2, 2), 0.25, dtype=torch.float64), patches])
     expected = model(pixel_values).logits
     assert torch.equal(model(pixel_values, positions=everything).logits, expected)

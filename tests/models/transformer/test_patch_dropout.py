@@ -7,7 +7,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 import hf_liere
-from hf_liere.models.transformer.patch_dropout import kept_tokens
+from hf_liere.models.transformer.patch_dropout import draw_kept_tokens
 
 
 CASES = [
@@ -158,7 +158,7 @@ def test_masked_patches_are_dropped_like_others(tiny):
 @pytest.mark.parametrize("prob, kept", [(0.5, 5), (0.8, 2), (0.3, 7), (0.05, 10), (0.99, 1)])
 def test_patches_are_drawn_uniformly_and_without_replacement(prob, kept):
     count = 4000
-    tokens = kept_tokens(torch.zeros(count, 13, 1), 3, prob, None)
+    tokens = draw_kept_tokens(torch.zeros(count, 13, 1), 3, prob, None)
     assert tokens.shape == (count, 3 + kept) and tokens[:, :3].tolist() == [[0, 1, 2]] * count
     assert (tokens.diff(dim=1) > 0).all() and tokens.max() < 13
     shares = torch.bincount(tokens[:, 3:].flatten() - 3, minlength=10) / count
@@ -170,7 +170,7 @@ def test_visible_patches_are_kept_before_hidden_ones(tiny):
     """Else a padded sample could be left with nothing to pool."""
     visible = torch.tensor([[True] + [False] * 8 + [True] * 2, [True] * 11, [True] + [True] * 6 + [False] * 4])
     for _ in range(20):
-        tokens = kept_tokens(torch.zeros(3, 11, 1), 1, 0.5, visible)
+        tokens = draw_kept_tokens(torch.zeros(3, 11, 1), 1, 0.5, visible)
         assert visible.gather(1, tokens).sum(1).tolist() == [3, 6, 6]
     model = classifier(tiny(patch_dropout_prob=0.9, pooling="mean")).train()
     mask = torch.zeros(4, 17, dtype=torch.bool)

@@ -10,7 +10,7 @@ import hf_liere
 from hf_liere.errors import InputError
 from hf_liere.export import export_model
 from hf_liere.inspection.analysis import analyse
-from hf_liere.models.encoding.positions import of_grid
+from hf_liere.models.encoding.positions import TokenPositions
 
 
 ENCODINGS = [
@@ -195,7 +195,7 @@ def test_models_that_take_no_spacing(tiny, tiny_video):
     with pytest.raises(ValueError, match="which pretrained models do not take"):
         hf_liere.RotaryPatchConfig(coordinates="physical")
     with pytest.raises(ValueError, match="follow from the spacing of an input"):
-        of_grid((4, 4), (4, 4), "physical")
+        TokenPositions.from_grid((4, 4), (4, 4), "physical")
 
 
 def test_rotations_that_are_in_the_weights_can_be_folded(tiny):
