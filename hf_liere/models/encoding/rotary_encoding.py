@@ -200,7 +200,7 @@ class RotaryEncoding(LearnedRotations):
         return {"generators": self.generators * factors.to(self.generators).view(shape)}
 
     def plane_basis(self, device: torch.device) -> torch.Tensor | None:
-        """(b, b) basis of a block, the planes of `parameters_for_planes` first; `None` if these are pairs of channels."""
+        """(b, b) basis of a block, the planes of `parameters_for_planes` first; `None` for pairs of channels."""
         return None
 
     def to_blocks(self, frequencies: torch.Tensor) -> torch.Tensor:
