@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
+# The folder of the package, or of a checkpoint's code, which is written in the same way when it is saved again.
 MODELS = Path(__file__).parent
-# Beside a checkpoint lies a copy of this file, and transformers copies that code when the model is saved again.
-IS_COPY = not (MODELS / "rotation").is_dir()
 RELATIVE_IMPORT = re.compile(r"^(\s*from )\.+(?:\w+\.)*(\w+)(?= import)", re.MULTILINE)
 
 
@@ -17,8 +16,6 @@ class SavesItsCode:
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
         """As of the base class."""
-        if IS_COPY:
-            return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         # Those of a downloaded checkpoint begin with the name of its repository.
         places = {name: place.rpartition("--")[2] for name, place in self.auto_map.items() if isinstance(place, str)}
         ours = {name: place for name, place in places.items() if place.partition(".")[0] in _files()}

@@ -27,6 +27,8 @@ def online(patch, hub, home: Path) -> None:
         "HF_HUB_DISABLE_XET": hub.xet_cas_url is None,
     }.items():
         patch.setattr(constants, name, value)
+    # Newer releases keep the client of the first Hub that a process reached.
+    patch.setattr("transformers.utils.hub._hf_api", None, raising=False)
 
 
 def client(hub, token: str | bool | None = WRITE) -> HfApi:
