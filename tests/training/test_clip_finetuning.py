@@ -283,7 +283,7 @@ def test_models_that_cannot_be_patched_are_refused_before_anything_is_written(da
 
 def test_encoding_that_learns_nothing(clip_folder, data, tmp_path):
     axial = ["--position_encoding", "axial_rope", "--rotary_init", "None", "--block_size", 2]
-    with pytest.raises(ValueError, match="leaves nothing to learn with --position_encoding axial_rope"):
+    with pytest.raises(ValueError, match="trains no parameter with --position_encoding axial_rope"):
         train(tmp_path, clip_folder, data, *axial, "--trainable", "rotary", "--head", "zero_shot")
     assert len(train(tmp_path, clip_folder, data, *axial, "--overwrite_output_dir")) == 2
 

@@ -166,7 +166,7 @@ def test_a_detector_reloads_and_starts_from_a_classifier(shapes, tmp_path):
     assert len(names) > 10
     for name in names:
         assert torch.equal(given[name], taken[name.replace("liere.", "model.backbone.model.", 1)]), name
-    with pytest.raises(InputError, match="is a liere_vit, no Deformable DETR; accepted: a detector, or --backbone"):
+    with pytest.raises(InputError, match="is a liere_vit; accepted: a Deformable DETR, or --backbone"):
         run(tmp_path / "other", *flags, "--model_name_or_path", tmp_path / "classifier")
 
 

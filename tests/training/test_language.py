@@ -241,7 +241,7 @@ def test_adapters_that_cannot_be_trained_further_say_why(llama, data, tmp_path):
     flags = ["--model_name_or_path", llama[0], *PLANES, "--trainable", "lora+rotary"]
     train(tmp_path / "first", data, *flags)
     given = ["--model_name_or_path", tmp_path / "first", "--trainable"]
-    with pytest.raises(ValueError, match="--trainable all: .*first holds adapters beside the weights of .*run"):
+    with pytest.raises(ValueError, match="--trainable all: .*first contains adapters for the weights of .*run"):
         train(tmp_path / "all", data, *given, "all")
     with pytest.raises(ValueError, match="is patched with rope_mixed; accepted: the same"):
         train(tmp_path / "other", data, *given, "rotary", *BLOCKS)
@@ -379,7 +379,7 @@ CHECKPOINT = "CHECKPOINT"
         (["--config_overrides", '{"vocab_size": 100}'], "tokenizer has 257 tokens, the model 100"),
         (["--model_type", "gpt2", "--config_overrides", '{"n_positions": 32, "n_embd": 24}'], "has positions for 32"),
         (["--trainable", "rotary"], "a new model has nothing pretrained"),
-        ([CHECKPOINT, "--block_size", 4], "block_size without --position_encoding would do nothing"),
+        ([CHECKPOINT, "--block_size", 4], "block_size without --position_encoding has no effect"),
         ([CHECKPOINT, "--trainable", "rotary"], "nothing is patched; accepted: with --position_encoding"),
         ([CHECKPOINT, "--config_overrides", "{}"], "--config_overrides is for new models"),
         ([CHECKPOINT, *PLANES, "--rotary_init", "zeros"], "pass rotary_init='pretrained'"),

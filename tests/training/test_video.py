@@ -85,7 +85,7 @@ def test_frames_of_a_video_are_the_ones_asked_for(tmp_path):
         assert read.shape == (3, 16, 16, channels) and read.dtype == np.uint8
         # H.264 with limited colour range loses a few grey levels; neighbouring frames are ten apart.
         assert np.abs(read.astype(int).mean(axis=(1, 2, 3)) - [10, 40, 110]).max() < 3
-    with pytest.raises(UnreadableError, match=r"video.mp4: ends after 12 frames; frame 13 was asked for"):
+    with pytest.raises(UnreadableError, match=r"video.mp4: ends after 12 frames; frame 13 was requested"):
         COLOR.read(tmp_path / "video.mp4", [3, 12])
 
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_read_names_the_file(tmp_path, broken):
     np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
     for name, reason in (
         ("text.nii", "cannot be read"),
-        ("two.npz", "holds the arrays"),
+        ("two.npz", "contains the arrays"),
         ("flat.npy", r"shape \(3, 3\)"),
         ("objects.npy", "allow_pickle"),
     ):
@@ -204,7 +204,7 @@ def test_split_files_as_ucf101_ships_them(tmp_path):
         ("v_Biking_g02_c01.avi", 1),
     ]
     assert len(clips.train) == 2
-    with pytest.raises(InputError, match="need the folder that they start from, --video_folder"):
+    with pytest.raises(InputError, match="are relative to --video_folder"):
         load(**flags)
     (lists / "trainlist01.txt").write_text("Archery/v_Archery_g01_c01.avi 7\n")
     with pytest.raises(InputError, match="trainlist01.txt, line 1: class 7 is not in classInd.txt"):
@@ -247,7 +247,7 @@ def test_clips_of_arrows_are_drawn_when_they_are_asked_for():
 def test_clips_of_a_class_that_is_not_trained_are_refused(shapes, tmp_path):
     shutil.copytree(shapes, tmp_path / "videos")
     (tmp_path / "videos" / "validation" / "up").rename(tmp_path / "videos" / "validation" / "zebra")
-    with pytest.raises(InputError, match="No clips to train on are of zebra, which the evaluation has"):
+    with pytest.raises(InputError, match="There are no training clips of zebra"):
         load(video_folder=str(tmp_path / "videos"))
 
 
@@ -467,8 +467,8 @@ def test_spacing_of_volumes(tmp_path):
     for name, message in (
         ("flat.npz", r"flat.npz: has the spacing \[2.0, 1.5\]; accepted: three positive"),
         ("zero.npz", r"zero.npz: has the spacing \[2.0, 1.5, 0.0\]"),
-        ("none.npz", "none.npz: tells no spacing.*array 'spacing'"),
-        ("none.npy", "none.npy: tells no spacing"),
+        ("none.npz", "none.npz: has no voxel spacing.*array 'spacing'"),
+        ("none.npy", "none.npy: has no voxel spacing"),
     ):
         with pytest.raises(UnreadableError, match=message):
             GREY.spacing(tmp_path / name)
@@ -574,7 +574,7 @@ def test_volumes_of_an_npz_have_spacings(tmp_path):
     assert [clip.spacing for clip, _ in clips.evaluation] == [(4.0, 1.0, 2.0)] * 3
     for spacing, message in (
         ({}, "neither train_spacing .* nor spacing"),
-        ({"spacing": np.ones(2)}, r"spacing has the shape \(2,\); accepted: \(3,\) or \(3, 3\)"),
+        ({"spacing": np.ones(2)}, r"spacing has shape \(2,\); accepted: \(3,\) or \(3, 3\)"),
         ({"train_spacing": own - 3}, r"train_spacing has the spacing \[0.0, -2.0, -2.0\]"),
     ):
         np.savez(tmp_path / "none.npz", **arrays, **spacing)
@@ -586,7 +586,7 @@ def test_what_has_no_spacing_is_refused_with_its_name(scans, tmp_path):
     others = tmp_path / "others"
     shutil.copytree(scans, others)
     np.save(next(others.rglob("*.nii*")).with_name("bare.npy"), np.zeros((4, 16, 16), dtype=np.uint8))
-    with pytest.raises(InputError, match="--coordinates physical: bare.npy: tells no spacing"):
+    with pytest.raises(InputError, match="--coordinates physical: bare.npy: has no voxel spacing"):
         run(tmp_path / "run", "--video_folder", others, *PHYSICAL, "--do_train", "--max_steps", 1)
     with pytest.raises(InputError, match="mix volumes of different spacing"):
         run(tmp_path / "run", "--video_folder", scans, *PHYSICAL, "--do_train", "--max_steps", 1, "--mixup_alpha", 0.2)

@@ -1,4 +1,4 @@
-"""Command line of training/clip_finetuning.py: how a pretrained vision tower is changed and which part is trained."""
+"""Command line of training/clip_finetuning.py: how the vision tower is changed and which part is trained."""
 
 import json
 from dataclasses import dataclass
@@ -19,22 +19,24 @@ HEADS = ("classifier", "zero_shot")
 @dataclass
 class FineTuningArguments(CheckpointArguments, LoraArguments):
     vision_config: str | None = flag(
-        None, "json of CLIPVisionConfig's fields: a new CLIP vision tower instead of a checkpoint."
+        None, "Fields of CLIPVisionConfig, as json: train a new CLIP vision tower instead of a checkpoint."
     )
     image_size: int | None = flag(None, "Height and width to train at; by default the checkpoint's.")
     eval_image_sizes: list[int] | None = flag(
-        None, "Heights (and widths) to evaluate at in the end; by default image_size."
+        None, "Heights (and widths) for the final evaluation; by default image_size."
     )
-    head: str = flag("classifier", "What tells classes apart: a linear layer, or the text tower.", choices=list(HEADS))
+    head: str = flag(
+        "classifier", "How classes are predicted: by a linear layer or the text tower.", choices=list(HEADS)
+    )
     prompts: list[str] = flag(
-        ["a photo of a {}."], "Templates for --head zero_shot, {} stands for the name of a class."
+        ["a photo of a {}."], "Templates for --head zero_shot; {} is replaced by the name of a class."
     )
     trainable: str = flag(
         "all",
-        "What learns: the rotations, also the classifier, also LoRA in attention, or all of the tower.",
+        "What is trained: the rotations, also the classifier, also LoRA in attention, or the whole tower.",
         choices=list(TRAINABLE),
     )
-    baseline: bool = flag(True, "Train the unpatched model beside it, from the same seed for as many steps.")
+    baseline: bool = flag(True, "Also train the unpatched model, from the same seed for as many steps.")
 
     def architecture(self) -> dict[str, Any]:
         return {} if self.image_size is None else {"image_size": self.image_size}
@@ -42,14 +44,14 @@ class FineTuningArguments(CheckpointArguments, LoraArguments):
 
 @dataclass
 class FineTuningTrainingArguments(RunArguments):
-    head_learning_rate_factor: float = flag(1.0, "Learning rate of the classifier over that of the others.")
+    head_learning_rate_factor: float = flag(1.0, "Learning rate of the classifier, as a multiple of the others'.")
 
     def __post_init__(self):
         super().__post_init__()
         if self.head_learning_rate_factor < 0:
             raise InputError(f"--head_learning_rate_factor {self.head_learning_rate_factor}; accepted: 0 and above.")
         if self.push_to_hub:
-            raise InputError("--push_to_hub: a run leaves several models; accepted: publish the folder that is wanted.")
+            raise InputError("--push_to_hub: a run trains several models; accepted: publish one of its folders.")
 
 
 def resolve_config(arguments: FineTuningArguments) -> PreTrainedConfig:
@@ -69,13 +71,13 @@ def resolve_config(arguments: FineTuningArguments) -> PreTrainedConfig:
             raise InputError(f"--prompts {arguments.prompts}; accepted: texts with {{}} for the name of a class.")
     if (adapters := find_adapters(arguments.model_name_or_path)) is not None:
         raise InputError(
-            f"--model_name_or_path {arguments.model_name_or_path} holds adapters for {adapters.base} and no whole "
-            "model; accepted: whole models."
+            f"--model_name_or_path {arguments.model_name_or_path}: adapters for {adapters.base} only; accepted: "
+            "whole models."
         )
     if arguments.vision_config is None:
         return checkpoint_config("--model_name_or_path", arguments.model_name_or_path, arguments.model_revision)
     try:
         return CLIPConfig(vision_config=json.loads(arguments.vision_config))
     except Exception as error:
-        # The strict configuration raises errors of its own, which name the field and what it accepts.
+        # Strict configurations raise several classes of errors; all name the field and what it accepts.
         raise InputError(f"--vision_config {arguments.vision_config}: {error}") from error

@@ -1,4 +1,4 @@
-"""Pretrained vision towers as image classifiers: what classifies and what is trained."""
+"""Pretrained vision towers as image classifiers: their heads, and which parameters are trained."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,8 @@ class Classifier(nn.Module):
     """
     Logits of a pretrained model for images of any size.
 
-    It is no `PreTrainedModel`, so Trainer keeps the weights of a checkpoint under the names that they have in memory:
-    for some families transformers saves them under older names, which Trainer does not find again when it resumes.
+    Not a `PreTrainedModel`, so that Trainer saves weights under their names in memory. transformers saves some families
+    under older names, which Trainer does not find when it resumes.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -35,7 +35,7 @@ class Classifier(nn.Module):
 
     @property
     def pretrained(self) -> PreTrainedModel:
-        """The model of transformers, without peft around it."""
+        """The transformers model, without the peft wrapper."""
         return unwrap_peft(self.model)
 
     def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -46,33 +46,33 @@ class Classifier(nn.Module):
         return rotary_parameters(self)
 
     def head_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of the linear classifier; where peft trains a copy, the copy."""
+        """(name, parameter) of the linear classifier, or of the copy that peft trains."""
         for name, parameter in self.named_parameters():
             if HEAD in name and "original_module." not in name:
                 yield name, parameter
 
     def frozen_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters that stay frozen whatever `--trainable` says."""
+        """Parameters that stay frozen for every `--trainable`."""
         return iter(())
 
     def gradient_checkpointing_enable(self, **kwargs) -> None:
         self.model.gradient_checkpointing_enable(**kwargs)
 
     def activation_checkpointing_enable(self, **kwargs) -> None:
-        """The name under which newer releases of transformers call `gradient_checkpointing_enable`."""
+        """The name of `gradient_checkpointing_enable` in newer releases of transformers."""
         self.model.activation_checkpointing_enable(**kwargs)
 
 
 class ZeroShotClassifier(Classifier):
     """
-    Classes told apart by prompts (CLIP, §3.1): the logit of a class is the scaled cosine of the image's embedding and
-    the mean of the normalised embeddings of its prompts. The text tower stays as it is, so these are computed once.
+    Classification by prompts (CLIP, §3.1): the logit of a class is the scaled cosine between the image's embedding and
+    the mean of the normalised embeddings of the class's prompts. The text tower is frozen, so these are computed once.
 
     Args:
         prompts: Templates with `{}` for the name of a class.
 
     Raises:
-        InputError: if the model has no text tower, or a prompt is longer than it takes.
+        InputError: if the model has no text tower, or a prompt is too long for it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ZeroShotClassifier(Classifier):
         self.register_buffer("text_embeddings", _embed(model, tokenizer, class_names, prompts), persistent=False)
 
     def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
-        # peft wraps only `forward`, which is not called here; its LoRA layers are in the model itself.
+        # peft wraps `forward`, which is not called here; its LoRA layers are in the model itself.
         model = self.pretrained
         features = model.get_image_features(pixel_values, **self.any_size).pooler_output
         return {"logits": model.logit_scale.exp() * nn.functional.normalize(features, dim=-1) @ self.text_embeddings.T}
@@ -126,14 +126,14 @@ def _embed(
 
 
 def add_lora(classifier: Classifier, rank: int, alpha: float) -> None:
-    """LoRA in every linear layer of the tower's attention, and a trained copy of the classifier."""
+    """Adds LoRA to every linear layer of the tower's attention, and trains a copy of the classifier."""
     (tower,) = find_towers(classifier.model)
     copied = [HEAD.rstrip(".")] if any(True for _ in classifier.head_parameters()) else None
     classifier.model = apply_lora(classifier.model, tower.attentions, rank, alpha, copied)
 
 
 def freeze(classifier: Classifier, trainable: str) -> int:
-    """Freezes all parameters but those that `trainable` names; returns how many are left to learn."""
+    """Freezes all parameters but those that `trainable` names; returns the number of trained parameters."""
     lora = [parameter for name, parameter in classifier.named_parameters() if "lora_" in name]
     chosen = {
         "rotary": [],

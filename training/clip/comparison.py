@@ -1,4 +1,4 @@
-"""A patched and an unpatched vision tower that are trained alike: what they share, and their results."""
+"""Training a patched and an unpatched vision tower in the same way, and comparing their results."""
 
 import copy
 import dataclasses
@@ -61,7 +61,7 @@ MEASURES = [f"{name}{bound}" for name in ("accuracy", "loss") for bound in ("", 
 
 
 class FineTuningTrainer(ClassificationTrainer):
-    """The classifier may learn at a rate of its own; of the unpatched model no rotations are expected."""
+    """A trainer with a separate learning rate for the classifier. The unpatched model has no rotations."""
 
     def learning_rate_groups(self, model):
         head = [parameter for _, parameter in self.accelerator.unwrap_model(model).head_parameters()]
@@ -112,7 +112,7 @@ class Comparison:
         )
 
     def _resolve_patches(self) -> dict[str, RotaryPatchConfig | None]:
-        """What to patch for each subfolder of the results; the empty name is the folder itself."""
+        """The patch for each subfolder of the results; the empty name is the folder itself."""
         own = getattr(self.config, "rotary_patch", None)
         refuse_other_patch(self.patch_args, own, self.args.do_train)
         if not self.args.do_train:
@@ -125,7 +125,7 @@ class Comparison:
         return {"patched": patch_config(self.patch_args), **baseline}
 
     def _check_patches(self) -> None:
-        """Refuses what the model cannot take, before data are loaded or a folder is written."""
+        """Refuses patches that the model does not take, before data are loaded or a folder is written."""
         is_zero_shot = self.model_args.head == "zero_shot"
         auto_class = _zero_shot_class(self.config) if is_zero_shot else AutoModelForImageClassification
         for wanted in filter(None, self.patches.values()):
@@ -137,7 +137,7 @@ class Comparison:
         return arguments
 
     def build_classifier(self, wanted: RotaryPatchConfig | None) -> Classifier:
-        """The pretrained model with its head; the patched and the unpatched one differ in the rotations only."""
+        """The pretrained model with its head. Patched and unpatched models differ only in the rotations."""
         # Loading a model writes its labels into the configuration.
         arguments, config = self.model_args, copy.deepcopy(self.config)
         set_seed(self.args.seed)
@@ -157,7 +157,7 @@ class Comparison:
         except ValueError as error:
             raise InputError(str(error)) from error
         if trains and arguments.trainable == "lora+rotary":
-            # Only patching draws random numbers; from the same seed LoRA starts alike in both models.
+            # Patching draws random numbers. Reset the seed so that LoRA starts equally in both models.
             set_seed(self.args.seed)
             add_lora(classifier, arguments.lora_rank, arguments.lora_alpha)
         return classifier
@@ -187,7 +187,7 @@ class Comparison:
         return EvaluationView(size, resample, arguments.eval_crops or 0, arguments.eval_crop_ratio)
 
     def run(self, name: str) -> list[dict[str, Any]]:
-        """Trains and evaluates one model; returns its results, one entry per image size."""
+        """Trains and evaluates one model; returns one result per image size."""
         folder, wanted = self.folders[name], self.patches[name]
         if self.is_resumed and (folder / RESOLUTIONS_FILE).is_file():
             return json.loads((folder / RESOLUTIONS_FILE).read_text(encoding="utf-8"))["resolutions"]
@@ -198,7 +198,7 @@ class Comparison:
             check_checkpoint_keys(checkpoint, classifier)
         trainer = self.trainer(name, classifier)
         if trainer.is_fsdp_enabled:
-            raise InputError("FSDP shards what is saved here in one piece; accepted: one process, or several by DDP.")
+            raise InputError("FSDP shards the model, which is saved whole here; accepted: one process, or DDP.")
         if trainer.is_world_process_zero():
             write_record(folder, CONFIG_FILE, self._resolved(wanted))
             write_record(folder, ENVIRONMENT_FILE, environment())
@@ -219,17 +219,17 @@ class Comparison:
             save_patched(classifier.model, folder)
 
     def _freeze(self, classifier: Classifier, name: str) -> int:
-        """Freezes what is not trained; returns the number of parameters that learn, 0 without anything to train."""
+        """Freezes what is not trained; returns the number of trained parameters."""
         count = freeze(classifier, self.model_args.trainable)
         if not count and name != "unpatched":
             raise InputError(
-                f"--trainable {self.model_args.trainable} leaves nothing to learn with --position_encoding "
+                f"--trainable {self.model_args.trainable} trains no parameter with --position_encoding "
                 f"{self.patches[name].position_encoding}; accepted: {', '.join(TRAINABLE[1:])}."
             )
         return count
 
     def _evaluate(self, trainer: FineTuningTrainer, name: str) -> list[dict[str, Any]]:
-        # The data sets have names because Trainer caches loaders with persistent workers by name.
+        # Named data sets, because Trainer caches loaders with persistent workers by name.
         trainer.eval_dataset = {
             str(size[0]): EvaluationImages(self.evaluation, self._view(size)) for size in self.eval_sizes
         }
@@ -261,14 +261,14 @@ def _is_resumed(arguments: FineTuningTrainingArguments, folders: dict[str, Path]
     if not arguments.resumes:
         return False
     if not arguments.resumes_last:
-        raise InputError(f"--resume_from_checkpoint {given!r}; accepted: `last`, which finishes the models of the run.")
+        raise InputError(f"--resume_from_checkpoint {given!r}; accepted: `last`, which finishes all models of the run.")
     if not any(map(last_complete_checkpoint, folders.values())):
-        raise InputError(f"--resume_from_checkpoint {given}: {arguments.output_dir!r} holds no checkpoint.")
+        raise InputError(f"--resume_from_checkpoint {given}: {arguments.output_dir!r} contains no checkpoint.")
     return True
 
 
 def _zero_shot_class(config: PreTrainedConfig) -> type:
-    """The Auto class for models of images and text; not all of them have one of their task."""
+    """The Auto class for zero-shot classification, or `AutoModel` for models without one."""
     has_task = type(config) in AutoModelForZeroShotImageClassification._model_mapping
     return AutoModelForZeroShotImageClassification if has_task else AutoModel
 

@@ -1,7 +1,6 @@
-"""Where clips and their labels come from: folders of classes, split files, volumes, or generated shapes and arrows.
+"""Sources of clips and labels: folders of classes, split files, volumes, or generated shapes and arrows.
 
-The sources of this module yield `(clip, label)`, where the clip is not read yet: which of its frames are needed is
-decided by those who train or evaluate.
+The sources of this module yield `(clip, label)`. The clip has not been read; training and evaluation choose its frames.
 """
 
 import zipfile
@@ -25,7 +24,7 @@ from training.data.video_files import SPACING, FrameReader, UnreadableError, che
 
 logger = logging.get_logger(__name__)
 CLASS_INDEX = "classInd.txt"
-# Without --eval_split the first of these that exists is evaluated; some data sets abbreviate the name.
+# Without --eval_split, the first of these that exists is evaluated. Some data sets abbreviate the name.
 USUAL_SPLITS = ("validation", "valid", "dev", "val", "test")
 
 
@@ -35,7 +34,7 @@ Files = dict[str, list[tuple[Path, int]]]
 
 @dataclass
 class ArrowClips:
-    """The clips of a split of the arrows, drawn when they are asked for."""
+    """The clips of a split of the arrows, drawn on demand."""
 
     arrows: Arrows
 
@@ -51,17 +50,16 @@ class ArrowClips:
 class VideoDataArguments(ViewArguments):
     dataset_name: str | None = flag(
         None,
-        "Generated clips: `moving_shapes`, the default where no other data are given, or `arrows`, of which every "
-        "--seed has others.",
+        "Generated clips: `moving_shapes`, the default without other data, or `arrows`, which differ for every --seed.",
     )
-    moving_shapes_folder: str = flag("outputs/moving_shapes", "Where the moving shapes are written, once per size.")
+    moving_shapes_folder: str = flag("outputs/moving_shapes", "Folder for the moving shapes, written once per size.")
     video_folder: str | None = flag(
         None,
-        "Folder with train/ and validation/ of one folder per class of videos, volumes (.nii, .nii.gz, "
-        ".npz, .npy) or folders of frames; with split files the folder that their paths start from.",
+        "Folder with train/ and validation/, each with one folder per class of videos, volumes (.nii, .nii.gz, .npz, "
+        ".npy) or folders of frames; with split files, the folder that their paths are relative to.",
     )
     train_files: list[str] | None = flag(
-        None, "Split files to train on, a path and maybe a class number per line, as UCF101's."
+        None, "Split files to train on, with a path and optionally a class number per line, as for UCF101."
     )
     validation_files: list[str] | None = flag(None, "Split files to evaluate.")
     volume_file: str | None = flag(
@@ -71,14 +69,14 @@ class VideoDataArguments(ViewArguments):
     )
     eval_split: str | None = flag(None, "Split to evaluate; by default the first of validation, valid, dev, val, test.")
     frame_stride: int | None = flag(
-        None, "Distance of the frames of a clip; by default they are spread over the video."
+        None, "Distance between the frames of a clip; by default they are spread over the video."
     )
-    eval_clips: int = flag(1, "Clips per video; with --eval_crops each is seen in all crops.")
+    eval_clips: int = flag(1, "Clips per video; with --eval_crops, each is evaluated in all crops.")
     eval_average_views: bool = flag(
-        True, "Average the probabilities of the views of a video; else every view counts as an example."
+        True, "Average the probabilities of a video's views; else each view counts as an example."
     )
     intensity_range: list[float] | None = flag(
-        None, "Intensities of volumes that become black and white; by default each volume's extremes."
+        None, "Intensities of volumes that become black and white; by default each volume's minimum and maximum."
     )
 
     def __post_init__(self):
@@ -94,11 +92,11 @@ class VideoDataArguments(ViewArguments):
 
 def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledImages:
     """
-    Finds the clips of the splits that are needed. Files that cannot be opened or have too few frames are reported by
-    name and left out.
+    Finds the clips of the required splits. Files that cannot be opened or have too few frames are reported by name and
+    skipped.
 
     Raises:
-        InputError: naming the folder, file, line or split that does not fit and what would.
+        InputError: naming the wrong folder, file, line or split and what is accepted.
     """
     if request.num_channels not in (1, 3):
         raise InputError(f"--num_channels {request.num_channels}: clips are read with 1 or 3 channels.")
@@ -113,7 +111,7 @@ def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledI
     if arguments.dataset_name not in (None, "moving_shapes", "arrows"):
         raise InputError(f"--dataset_name {arguments.dataset_name!r}; accepted for clips: moving_shapes, arrows.")
     if (arguments.train_files or arguments.validation_files) and arguments.video_folder is None:
-        raise InputError("The paths in split files need the folder that they start from, --video_folder.")
+        raise InputError("The paths in split files are relative to --video_folder; accepted: with that flag.")
     if arguments.dataset_name == "arrows":
         return _arrow_clips(arguments, request)
     if arguments.volume_file is not None:
@@ -124,7 +122,7 @@ def load_clips(arguments: VideoDataArguments, request: DataRequest) -> LabelledI
         elif arguments.video_folder is not None:
             files, names = _class_folders(Path(arguments.video_folder), arguments.eval_split, request)
         else:
-            # Set because the record of the run holds the arguments.
+            # Set for the run's record of its arguments.
             arguments.dataset_name = "moving_shapes"
             files, names = _moving_shapes(arguments, request), list(LABELS)
         if len(files) == 2 and arguments.video_folder is not None:
@@ -143,7 +141,7 @@ def _require_trained(files: Files, names: list[str]) -> None:
     trained, evaluated = ({label for _, label in files[part]} for part in ("training", "evaluation"))
     missing = ", ".join(names[label] for label in sorted(evaluated - trained))
     if missing:
-        raise InputError(f"No clips to train on are of {missing}, which the evaluation has; accepted: trained classes.")
+        raise InputError(f"There are no training clips of {missing}, which are evaluated; accepted: trained classes.")
 
 
 def _open_clips(
@@ -161,7 +159,7 @@ def _open_clips(
         except UnreadableError as error:
             raise InputError(f"--coordinates physical: {error}") from error
         if places and places[1] is not None:
-            # A header may state another number of frames.
+            # The header may state a wrong number of frames.
             length = len(places[1])
         clips.append((ClipFile(path, length, reader, *places), label))
     return clips
@@ -180,7 +178,7 @@ def _drop_short(clips: list[tuple[Clip, int]], needed: int, part: str) -> list[t
 
 
 def _evaluation_split(given: str | None, splits: Sequence[str]) -> str:
-    """The given split, else the first usual name among the splits; `validation` where there is none."""
+    """The given split, else the first usual name among the splits, else `validation`."""
     usual = [given] if given else USUAL_SPLITS
     return next((name for name in usual if name in splits), usual[0])
 
@@ -188,7 +186,7 @@ def _evaluation_split(given: str | None, splits: Sequence[str]) -> str:
 def _class_folders(folder: Path, eval_split: str | None, request: DataRequest) -> tuple[Files, list[str]]:
     """Clips of `folder/<split>/<class>/…`."""
     if not folder.is_dir():
-        raise InputError(f"--video_folder {str(folder)!r} is no folder.")
+        raise InputError(f"--video_folder {str(folder)!r} is not a folder.")
     splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
     usual = {"training": "train", "evaluation": _evaluation_split(eval_split, splits)}
     parts = {part: usual[part] for part in request.parts}
@@ -198,7 +196,7 @@ def _class_folders(folder: Path, eval_split: str | None, request: DataRequest) -
                 f"--video_folder {str(folder)!r} has no folder {split!r}, only {', '.join(splits) or 'none'}; "
                 "accepted: train/ and validation/ with one folder per class, or split files."
             )
-    # Classes are those of all splits, so that an evaluation knows the classes of the training.
+    # Classes are collected from all splits, so that an evaluation has the training classes.
     known = {"train", *USUAL_SPLITS, *parts.values()}.intersection(splits)
     ordered = sorted({path.name for split in known for path in (folder / split).iterdir() if path.is_dir()})
     files = {
@@ -211,7 +209,7 @@ def _class_folders(folder: Path, eval_split: str | None, request: DataRequest) -
         ]
         for part, split in parts.items()
     }
-    # In sorted order, the first --max_train_samples clips would be of one class.
+    # In sorted order, the first --max_train_samples clips would belong to one class.
     return {part: _shuffle(entries) for part, entries in files.items()}, ordered
 
 
@@ -222,8 +220,8 @@ def _shuffle(entries: list[tuple[Path, int]]) -> list[tuple[Path, int]]:
 
 def _split_files(arguments: VideoDataArguments, request: DataRequest) -> tuple[Files, list[str]]:
     """
-    Clips of files with a path and maybe a class number per line. The class is the one that classInd.txt beside the
-    file gives that number, or without numbers the folder of the clip.
+    Clips of split files with a path and optionally a class number per line. classInd.txt beside the file names the
+    classes by number; without numbers, the class is the folder of the clip.
     """
     folder = Path(arguments.video_folder)
     listed = {
@@ -265,7 +263,7 @@ def _split_lines(file: Path, folder: Path, flag: str) -> tuple[list[tuple[Path, 
         name = classes.get(label, label) if label is not None else Path(path).parent.name
         if not name:
             raise InputError(f"{file.name}, line {number}: {line!r} has neither a class number nor a class folder.")
-        # Some copies of UCF101 are folders of classes, some a single folder.
+        # Some copies of UCF101 have one folder per class, some a single folder.
         place = folder / path if (folder / path).exists() else folder / Path(path).name
         entries.append((place, name.strip()))
     return entries, {name for _, name in entries} | {name.strip() for name in classes.values()}
@@ -274,7 +272,7 @@ def _split_lines(file: Path, folder: Path, flag: str) -> tuple[list[tuple[Path, 
 def _volumes(
     arguments: VideoDataArguments, request: DataRequest
 ) -> tuple[dict[str, list[tuple[Clip, int]]], list[str]]:
-    """Volumes of an npz as MedMNIST's: arrays <split>_images and <split>_labels."""
+    """Volumes of an npz in MedMNIST's format: arrays <split>_images and <split>_labels."""
     file, num_channels = Path(arguments.volume_file), request.num_channels
     try:
         arrays = np.load(file, allow_pickle=False)
@@ -312,13 +310,13 @@ def _volumes(
 
 
 def _spacings(arrays: Mapping[str, np.ndarray], name: str, split: str, count: int) -> list[tuple[float, float, float]]:
-    """Distances of slices, rows and columns of every volume of a split: its own (N, 3), or the (3,) of all."""
+    """Distances of slices, rows and columns of every volume of a split, from an array (N, 3) or (3,)."""
     found = next((array for array in (f"{split}_{SPACING}", SPACING) if array in arrays), None)
     if found is None:
         raise InputError(f"--coordinates physical: {name} has neither {split}_{SPACING} (N, 3) nor {SPACING} (3,).")
     values = arrays[found]
     if values.shape not in ((3,), (count, 3)):
-        raise InputError(f"{name}: {found} has the shape {values.shape}; accepted: (3,) or {(count, 3)}.")
+        raise InputError(f"{name}: {found} has shape {values.shape}; accepted: (3,) or {(count, 3)}.")
     try:
         return [check_spacing(row) for row in np.broadcast_to(values, (count, 3)).tolist()]
     except UnreadableError as error:
@@ -336,8 +334,7 @@ def _arrow_clips(arguments: VideoDataArguments, request: DataRequest) -> Labelle
         raise InputError("--coordinates physical: clips of arrows have no spacing; accepted: other coordinates.")
     if arguments.frame_stride not in (None, 1):
         raise InputError(
-            f"--frame_stride {arguments.frame_stride}: clips of arrows have the frames of --num_frames and no others; "
-            "accepted: 1."
+            f"--frame_stride {arguments.frame_stride}: clips of arrows have --num_frames frames only; accepted: 1."
         )
     clips = build_arrows(request, arguments.limits, "train", arguments.eval_split, num_frames=request.num_frames)
     clips.train, clips.evaluation = (part and ArrowClips(part) for part in (clips.train, clips.evaluation))
@@ -350,7 +347,7 @@ def _moving_shapes(arguments: VideoDataArguments, request: DataRequest) -> Files
         raise InputError(
             f"Moving shapes are square; {request.image_size} is not. Accepted: --image_size 32 and the like."
         )
-    # The videos are the same for every seed, so that runs can be compared; every size has files of its own.
+    # The videos do not depend on the seed, so that runs can be compared. Every size has separate files.
     folder = Path(arguments.moving_shapes_folder) / f"{side}px"
     splits = {part: split for part, split in zip(PARTS, SPLITS) if part in request.parts}
     sizes = {split: arguments.limits[part] or DEFAULT_SIZES[split] for part, split in splits.items()}
@@ -364,6 +361,6 @@ def _moving_shapes(arguments: VideoDataArguments, request: DataRequest) -> Files
         entries = [
             (path, number) for number, name in enumerate(LABELS) for path in (folder / split / name).glob("*.mp4")
         ]
-        # Sorted by number, so that a folder that holds more of them gives the same ones.
+        # Sorted by number, so that a folder with more videos yields the same ones.
         files[part] = sorted(entries, key=lambda entry: entry[0].stem)[: sizes[split]]
     return files

@@ -1,6 +1,6 @@
-"""Clips out of files: videos through PyAV, folders of frames, and volumes (NIfTI, npz, npy), whose slices are frames.
+"""Reading clips: videos through PyAV, folders of frames, and volumes (NIfTI, npz, npy), whose slices are frames.
 
-Whatever is wrong with a file is an `UnreadableError` with its name; those who read decide what to do without it.
+Every problem with a file raises an `UnreadableError` with its name; the caller decides what to do without the file.
 """
 
 import re
@@ -18,14 +18,14 @@ from training.common.messages import reason
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".m4v")
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 VOLUME_SUFFIXES = (".nii.gz", ".nii", ".npz", ".npy")
-# The array of an npz that is no volume: distances of slices, rows and columns.
+# The array of an npz with the distances of slices, rows and columns.
 SPACING = "spacing"
-# In mm and s; what is not stated is taken to be that.
+# Factors to mm and s, the default units.
 NIFTI_MEASURES = {"meter": 1e3, "micron": 1e-3, "msec": 1e-3, "usec": 1e-6}
 
 
 class UnreadableError(ValueError):
-    """A file cannot be read, or has too few frames; the message names it."""
+    """A file cannot be read or has too few frames. The message names it."""
 
 
 @dataclass
@@ -34,16 +34,16 @@ class FrameReader:
     Reads chosen frames as uint8 (frames, height, width, num_channels).
 
     Args:
-        num_channels: 3, to which grey frames are repeated, or 1, to which colours are converted.
-        intensity_range: intensities of volumes that become 0 and 255, others are clipped; by default each volume's own
-            smallest and largest, except where it holds bytes already.
+        num_channels: 3 (grey frames are repeated) or 1 (colours are converted to grey).
+        intensity_range: intensities of volumes that become 0 and 255; others are clipped. By default each volume's
+            minimum and maximum, unless it is uint8 already.
     """
 
     num_channels: int
     intensity_range: Sequence[float] | None = None
 
     def count(self, path: Path) -> int:
-        """Number of frames, as far as it can be told without decoding them.
+        """Number of frames according to the file, without decoding them.
 
         Raises:
             UnreadableError: if the file cannot be opened.
@@ -51,29 +51,29 @@ class FrameReader:
         return self._name_errors(path, self._count)
 
     def read(self, path: Path, indices: Sequence[int]) -> np.ndarray:
-        """The frames with these numbers, in ascending order.
+        """The frames with these ascending numbers.
 
         Raises:
-            UnreadableError: if the file cannot be decoded up to the last of them.
+            UnreadableError: if the file cannot be decoded up to the last one.
         """
         return self._name_errors(path, lambda path: self._read(path, [int(index) for index in indices]))
 
     def spacing(self, path: Path) -> tuple[float, float, float]:
         """
-        Distances of a volume's slices, rows and columns, in mm for NIfTI, in the measure of the array for npz; of a
-        video's rows and columns in pixels, beside 1 for its frames, which have [`frame_times`].
+        Distances of a volume's slices, rows and columns, in mm for NIfTI and in the array's unit for npz. For videos,
+        all are 1: rows and columns are in pixels, and frames have [`frame_times`].
 
         Raises:
-            UnreadableError: if the file tells none, or none that is positive and finite.
+            UnreadableError: if the file has no spacing, or one that is not positive and finite.
         """
         return self._name_errors(path, _spacing)
 
     def frame_times(self, path: Path) -> np.ndarray | None:
         """
-        Seconds at which the frames of a video are shown, from zero, also at a variable rate; `None` for volumes.
+        Times of a video's frames in seconds from the first, also at a variable rate; `None` for volumes.
 
         Raises:
-            UnreadableError: if the file does not tell the times of all frames.
+            UnreadableError: if the file lacks the time of a frame.
         """
         return self._name_errors(path, _frame_times) if path.suffix.lower() in VIDEO_SUFFIXES else None
 
@@ -93,7 +93,7 @@ class FrameReader:
             return len(_volume(path))
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
-            # Some containers do not state the number of frames; then their packets are counted.
+            # Some containers do not state the number of frames; count their packets instead.
             return stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
 
     def _read(self, path: Path, indices: list[int]) -> np.ndarray:
@@ -132,7 +132,7 @@ class FrameReader:
 
 def _require_frames(count: int, indices: list[int]) -> None:
     if count <= indices[-1]:
-        raise UnreadableError(f"ends after {count} frames; frame {indices[-1] + 1} was asked for.")
+        raise UnreadableError(f"ends after {count} frames; frame {indices[-1] + 1} was requested.")
 
 
 def is_volume(path: Path) -> bool:
@@ -147,29 +147,29 @@ def is_clip(path: Path) -> bool:
 
 
 def frame_files(folder: Path) -> list[Path]:
-    """The pictures in a folder in the order of the numbers in their names."""
+    """The pictures in a folder, sorted by the numbers in their names."""
     files = [path for path in folder.iterdir() if path.suffix.lower() in FRAME_SUFFIXES]
     return sorted(files, key=lambda path: ([int(part) for part in re.findall(r"\d+", path.stem)], path.name))
 
 
 def _volume(path: Path) -> np.ndarray:
-    """A volume (slices, height, width) or (slices, height, width, channels), in the type of the file."""
+    """A volume (slices, height, width) or (slices, height, width, channels), in the file's dtype."""
     if path.suffix == ".npy":
         volume = np.load(path, allow_pickle=False)
     elif path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
             names = [name for name in arrays.files if name != SPACING]
             if len(names) != 1:
-                raise UnreadableError(f"holds the arrays {arrays.files}; accepted: a single one beside {SPACING}.")
+                raise UnreadableError(f"contains the arrays {arrays.files}; accepted: one array beside {SPACING}.")
             volume = arrays[names[0]]
     else:
         # Imported here because only NIfTI needs it.
         import nibabel
 
-        # NIfTI's first axis is the fastest, left to right; its last is that of the slices.
+        # NIfTI's first axis is the fastest, left to right; its last axis is the slices.
         volume = np.asanyarray(nibabel.load(path).dataobj).T
     if volume.ndim not in (3, 4):
-        raise UnreadableError(f"holds an array of shape {volume.shape}; accepted: 3 or 4 axes.")
+        raise UnreadableError(f"contains an array of shape {volume.shape}; accepted: 3 or 4 axes.")
     return volume
 
 
@@ -186,12 +186,12 @@ def _spacing(path: Path) -> tuple[float, float, float]:
     elif path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
             if SPACING not in arrays.files:
-                raise UnreadableError(f"tells no spacing of its voxels; an npz does so by an array {SPACING!r}.")
+                raise UnreadableError(f"has no voxel spacing; accepted: an npz with an array {SPACING!r}.")
             values = arrays[SPACING].reshape(-1).tolist()
     elif path.suffix.lower() in VIDEO_SUFFIXES:
         return 1.0, 1.0, 1.0
     else:
-        raise UnreadableError("tells no spacing of its voxels; NIfTI files do, and npz files with an array 'spacing'.")
+        raise UnreadableError("has no voxel spacing; accepted: NIfTI files, and npz files with an array 'spacing'.")
     return check_spacing(values)
 
 
@@ -200,14 +200,14 @@ def _frame_times(path: Path) -> np.ndarray:
         stream = container.streams.video[0]
         stamps = [packet.pts for packet in container.demux(stream) if packet.size]
         if not stamps or None in stamps or stream.time_base is None:
-            raise UnreadableError(f"tells the times of {len(stamps) - stamps.count(None)} of {len(stamps)} frames.")
+            raise UnreadableError(f"has the times of {len(stamps) - stamps.count(None)} of {len(stamps)} frames only.")
         # Packets come in the order of decoding.
         times = np.array(sorted(stamps)) * float(stream.time_base)
     return times - times[0]
 
 
 def check_spacing(values: Sequence[float]) -> tuple[float, float, float]:
-    """Raises [`UnreadableError`], without a name, unless there are three positive, finite numbers."""
+    """Raises [`UnreadableError`], without the file's name, unless there are three positive, finite numbers."""
     if len(values) != 3 or not all(0 < value < np.inf for value in values):
         raise UnreadableError(
             f"has the spacing {values}; accepted: three positive numbers, of slices, rows and columns."
@@ -219,7 +219,7 @@ def _to_bytes(volume: np.ndarray, intensity_range: Sequence[float] | None) -> np
     if volume.dtype == np.uint8 and intensity_range is None:
         return volume
     if not np.isfinite(volume).all():
-        raise UnreadableError("the volume holds intensities that are not finite.")
+        raise UnreadableError("contains intensities that are not finite.")
     low, high = intensity_range or (float(volume.min()), float(volume.max()))
     scaled = (volume.astype(np.float32) - low) / max(high - low, np.finfo(np.float32).tiny)
     return (scaled.clip(0, 1) * 255).round().astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Trainer of detectors, and COCO's average precisions of what they find."""
+"""Trainer of detectors, and COCO's average precisions of their detections."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ STATISTICS = ("map", "map_50", "map_75", "map_small", "map_medium", "map_large")
 
 
 class DetectionTrainer(RotaryTrainer):
-    """The detector's own loss, and evaluations that gather the detections of every image instead of logits."""
+    """Uses the detector's loss. Evaluations gather the detections of every image instead of logits."""
 
     top_k = 100
 
@@ -27,7 +27,7 @@ class DetectionTrainer(RotaryTrainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """Returns no loss; detections (B, top_k, 6): score, label, corners in shares of the image; indices (B,)."""
+        """Returns no loss, detections (B, top_k, 6) (score, label, corners relative to the image) and indices (B,)."""
         inputs = self._prepare_inputs(inputs)
         indices = torch.cat([label["index"] for label in inputs["labels"]])
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -36,8 +36,8 @@ class DetectionTrainer(RotaryTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         """
-        As `from_pretrained` loads, with every key accounted for: transformers saves detectors under other names than
-        their weights have in memory, which Trainer would pass over.
+        Loads by `from_pretrained` and checks every key. transformers saves detectors under other names than in memory;
+        Trainer would ignore these.
         """
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -55,7 +55,7 @@ def best_detections(logits: torch.Tensor, boxes: torch.Tensor, top_k: int) -> to
 
     Args:
         logits: (B, queries, classes).
-        boxes: (B, queries, 4), centre and size in shares of the image.
+        boxes: (B, queries, 4), centre and size relative to the image.
     """
     scores, places = logits.sigmoid().flatten(1).topk(min(top_k, logits[0].numel()), dim=1)
     queries, labels = places // logits.shape[2], places % logits.shape[2]

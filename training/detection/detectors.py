@@ -1,4 +1,4 @@
-"""Detectors: Deformable DETR of transformers on a backbone of this library, new or from a checkpoint."""
+"""Detectors: transformers' Deformable DETR on a backbone of this library, new or from a checkpoint."""
 
 from dataclasses import dataclass
 
@@ -21,17 +21,17 @@ class DetectorArguments:
 
     backbone_name_or_path: str | None = flag(
         None,
-        "Classifier or encoder of this library, or a ViT, DeiT or another checkpoint that hf-liere convert reads, to "
-        "take the backbone's weights from; its encoding is upgraded and its table resized as the other flags say.",
+        "Checkpoint for the backbone's weights: a classifier or encoder of this library, or a ViT, DeiT or another "
+        "model that hf-liere convert reads. The other flags upgrade its encoding and resize its table.",
     )
     d_model: int = flag(256, "Width of the detector.")
     encoder_layers: int = flag(6, "Encoder layers of the detector.")
     decoder_layers: int = flag(6, "Decoder layers of the detector.")
     detector_ffn_dim: int = flag(1024, "Width of the detector's feed-forward layers.")
     detector_heads: int = flag(8, "Attention heads of the detector.")
-    num_queries: int = flag(300, "Most objects that can be found in an image.")
-    num_feature_levels: int = flag(4, "Resolutions that the detector sees: the backbone's, and halved ones.")
-    top_k: int = flag(100, "Detections per image that are evaluated.")
+    num_queries: int = flag(300, "Largest number of objects per image.")
+    num_feature_levels: int = flag(4, "Number of feature resolutions: the backbone's and halved ones.")
+    top_k: int = flag(100, "Number of detections per image to evaluate.")
 
     def __post_init__(self):
         # Deformable DETR uses GroupNorm with 32 groups of channels.
@@ -41,16 +41,16 @@ class DetectorArguments:
             )
 
 
-# Fields that the upgrade of a backbone decides: rotations that it does not have yet start at zero.
+# Fields that the upgrade of a backbone sets. Rotations that it adds start at zero.
 UPGRADE_FIELDS = ("position_encoding", "block_size", "share_heads", "share_layers", "image_size", "rotary_init")
 
 
 def load_backbone(arguments: ModelArguments, detector: DetectorArguments) -> LieREViTModel | None:
     """
-    The encoder of `backbone_name_or_path` with the encoding and image size of the flags, computing what it computed.
+    The encoder of `backbone_name_or_path`, upgraded to the encoding and image size of the flags with the same outputs.
 
     Raises:
-        InputError: if a flag contradicts the checkpoint, or no model of that encoding computes the same.
+        InputError: if a flag contradicts the checkpoint, or no exact upgrade exists.
     """
     name = detector.backbone_name_or_path
     if name is None or arguments.model_name_or_path is not None:
@@ -60,7 +60,9 @@ def load_backbone(arguments: ModelArguments, detector: DetectorArguments) -> Lie
         with translate_errors("--backbone_name_or_path", name):
             model = load_or_convert(name)
         if not isinstance(model.config, LieREViTConfig):
-            raise InputError(f"--backbone_name_or_path {name!r} is no image model, but a {model.config.model_type}.")
+            raise InputError(
+                f"--backbone_name_or_path {name!r} is a {model.config.model_type}; accepted: image models."
+            )
         model = _upgrade(getattr(model, model.base_model_prefix, model), given)
     except ConversionError as error:
         raise InputError(f"--backbone_name_or_path {name}: {error}") from error
@@ -93,18 +95,18 @@ def build_config(
     arguments: ModelArguments, detector: DetectorArguments, backbone: LieREViTModel | None = None
 ) -> DeformableDetrConfig:
     """
-    The configuration of the checkpoint, or of a new detector on a backbone, without one on a new backbone of the flags.
+    The checkpoint's configuration, or that of a new detector on the given backbone or a new one from the flags.
 
     Raises:
-        InputError: if the checkpoint is no detector of this kind.
+        InputError: if the checkpoint is not a Deformable DETR.
     """
     config = resolve_config(arguments) if backbone is None else backbone.config
     if isinstance(config, DeformableDetrConfig):
         return config
     if arguments.model_name_or_path is not None:
         raise InputError(
-            f"--model_name_or_path {arguments.model_name_or_path!r} is a {config.model_type}, no Deformable DETR; "
-            "accepted: a detector, or --backbone_name_or_path."
+            f"--model_name_or_path {arguments.model_name_or_path!r} is a {config.model_type}; accepted: a Deformable "
+            "DETR, or --backbone_name_or_path."
         )
     # The detector takes the feature map of the last layer, before the norm of the backbone.
     config.set_output_features_output_indices(out_features=[config.stage_names[-1]], out_indices=None)
@@ -128,14 +130,14 @@ def build_detector(
     arguments: ModelArguments, config: DeformableDetrConfig, names: list[str], backbone: LieREViTModel | None = None
 ) -> PreTrainedModel:
     """
-    A detector of the named categories, with the weights of the `backbone` if there is one.
+    A detector of the named categories, with the weights of `backbone` if given.
 
     Raises:
-        InputError: if a checkpoint knows other categories, or a weight is missing or left over.
+        InputError: if the checkpoint has other categories, or a weight is missing or unexpected.
     """
     if arguments.model_name_or_path is not None:
         if list(config.id2label.values()) != names:
-            raise InputError(f"The checkpoint finds {list(config.id2label.values())}, the data hold {names}.")
+            raise InputError(f"The checkpoint detects {list(config.id2label.values())}, the data have {names}.")
         with translate_errors("--model_name_or_path", arguments.model_name_or_path):
             model, loading = AutoModelForObjectDetection.from_pretrained(
                 arguments.model_name_or_path,

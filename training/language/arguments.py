@@ -1,4 +1,4 @@
-"""Command line of training/language_modeling.py: the model, how it is changed and which part is trained."""
+"""Command line of training/language_modeling.py: the model, its patch and which part is trained."""
 
 import json
 from dataclasses import dataclass
@@ -31,17 +31,18 @@ TRAINABLE = ("rotary", "lora+rotary", "all")
 @dataclass
 class LanguageModelArguments(LoraArguments):
     model_name_or_path: str | None = flag(
-        None, "Causal language model to train further or evaluate: a local folder or a name on the Hub; else a new one."
+        None,
+        "Causal language model to train further or evaluate: a folder or a name on the Hub. By default a new model.",
     )
     model_revision: str = flag("main", "Branch, tag or commit of a checkpoint on the Hub.")
-    model_type: str = flag("llama", "Kind of a new model, as transformers calls it.")
-    config_overrides: str | None = flag(None, "json of fields of a new model's configuration.")
+    model_type: str = flag("llama", "model_type in transformers of a new model.")
+    config_overrides: str | None = flag(None, "Fields of a new model's configuration, as json.")
     tokenizer_name: str | None = flag(
-        None, "Folder or name on the Hub of the tokenizer; by default the checkpoint's, for a new model bytes of UTF-8."
+        None, "Folder or Hub name of the tokenizer; by default the checkpoint's, or UTF-8 bytes for a new model."
     )
-    lora_rank: int = flag(8, "Rank of LoRA's matrices; adapters that are trained further keep theirs.")
+    lora_rank: int = flag(8, "Rank of LoRA's matrices; existing adapters keep theirs.")
     trainable: str = flag(
-        "all", "What learns: the rotations, also LoRA in attention, or the whole model.", choices=list(TRAINABLE)
+        "all", "What is trained: the rotations, also LoRA in attention, or the whole model.", choices=list(TRAINABLE)
     )
 
     def __post_init__(self):
@@ -54,7 +55,7 @@ class LanguageModelArguments(LoraArguments):
 
 @dataclass
 class LanguagePatchArguments(PatchArguments):
-    """Language models rotate by themselves, so that learned rotations start at theirs."""
+    """Language models have RoPE, so learned rotations start at the pretrained ones."""
 
     rotary_init: str | None = flag("pretrained", "rotary_init of RotaryPatchConfig.")
 
@@ -68,11 +69,11 @@ class LanguageTrainingArguments(RunArguments):
         if self.push_to_hub:
             raise InputError("--push_to_hub: cards are rendered for models of images and videos; publish the folder.")
         if self.dataloader_persistent_workers:
-            raise InputError("--dataloader_persistent_workers would evaluate every length on the blocks of the first.")
+            raise InputError("--dataloader_persistent_workers would evaluate every length on the first one's blocks.")
 
 
 def resolve_config(arguments: LanguageModelArguments) -> PreTrainedConfig:
-    """The configuration of the checkpoint, or a new one from the flags. Raises [`InputError`] for what is wrong."""
+    """The configuration of the checkpoint, or a new one from the flags. Raises [`InputError`] for wrong values."""
     if (adapters := find_adapters(arguments.model_name_or_path)) is not None:
         return checkpoint_config(f"--model_name_or_path {arguments.model_name_or_path} is for", adapters.base)
     if arguments.model_name_or_path is not None:
@@ -85,13 +86,13 @@ def resolve_config(arguments: LanguageModelArguments) -> PreTrainedConfig:
         given = json.loads(arguments.config_overrides or "{}")
         return CONFIG_MAPPING[arguments.model_type](**given)
     except Exception as error:
-        # The strict configurations raise errors of their own, which name the field and what it accepts.
+        # Strict configurations raise several classes of errors; all name the field and what it accepts.
         raise InputError(f"--config_overrides {arguments.config_overrides}: {error}") from error
 
 
 def resolve_tokenizer(arguments: LanguageModelArguments, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     """
-    The tokenizer of the run; the configuration of a new model gets its vocabulary.
+    The tokenizer of the run. Copies its vocabulary size and special tokens into the configuration of a new model.
 
     Raises:
         InputError: if it cannot be loaded, or the model has fewer tokens.
@@ -111,7 +112,7 @@ def resolve_tokenizer(arguments: LanguageModelArguments, config: PreTrainedConfi
             setattr(config, token, getattr(tokenizer, token))
     size = config.get_text_config().vocab_size
     if len(tokenizer) > size:
-        raise InputError(f"The tokenizer has {len(tokenizer)} tokens, the model {size}; accepted: at most as many.")
+        raise InputError(f"The tokenizer has {len(tokenizer)} tokens, the model {size}; accepted: at most {size}.")
     return tokenizer
 
 
@@ -119,10 +120,10 @@ def resolve_patch(
     arguments: LanguageModelArguments, patch_args: LanguagePatchArguments, config: PreTrainedConfig, trains: bool
 ) -> RotaryPatchConfig | None:
     """
-    What to patch; `None` for a model that stays as it is.
+    The patch of the run; `None` to leave the model unchanged.
 
     Raises:
-        InputError: if the model does not take it, or nothing would be left to learn.
+        InputError: if the model does not take the patch, or nothing would be trained.
     """
     adapters, own = find_adapters(arguments.model_name_or_path), getattr(config, "rotary_patch", None)
     if adapters is not None:
@@ -134,8 +135,7 @@ def resolve_patch(
     unused = [name for name, value in vars(patch_args).items() if value != defaults[name]]
     if trains and not is_patched and patch_args.position_encoding is None and unused:
         raise InputError(
-            f"{', '.join(f'--{name}' for name in unused)} without --position_encoding would do nothing; accepted: with "
-            "it."
+            f"{', '.join(f'--{name}' for name in unused)} without --position_encoding has no effect; accepted: with it."
         )
     if not trains or is_patched or patch_args.position_encoding in (None, UNPATCHED):
         if trains and arguments.trainable == "rotary" and not is_patched:
@@ -150,18 +150,18 @@ def _refuse_beside_adapters(arguments: LanguageModelArguments, adapters: Adapter
     has_lora, trainable = (adapters.folder / LORA).is_dir(), arguments.trainable
     if trains and has_lora and trainable == "all":
         raise InputError(
-            f"--trainable all: {arguments.model_name_or_path} holds adapters beside the weights of {adapters.base}; "
+            f"--trainable all: {arguments.model_name_or_path} contains adapters for the weights of {adapters.base}; "
             "accepted: lora+rotary and rotary."
         )
 
 
 def check_lengths(data_args: TextDataArguments, config: PreTrainedConfig) -> None:
-    """Raises [`InputError`] for lengths that a model with a table of positions does not have."""
+    """Raises [`InputError`] for blocks longer than a model's position table."""
     longest, most = max(data_args.lengths), getattr(config.get_text_config(), "max_position_embeddings", None)
     if most is None or longest <= most:
         return
     model = build_on_meta(AutoModelForCausalLM, config)
     if not any(frequency_buffers(module) for module in model.modules()):
         raise InputError(
-            f"Blocks of {longest} tokens: {type(model).__name__} has positions for {most}; accepted: up to that."
+            f"Blocks of {longest} tokens: {type(model).__name__} has {most} positions; accepted: up to {most}."
         )

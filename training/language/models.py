@@ -1,4 +1,4 @@
-"""Causal language models in a run: how they are loaded and changed, what is trained, how they are evaluated."""
+"""Causal language models in a run: loading, patching, training and evaluation."""
 
 import copy
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ class LanguageModel(nn.Module):
     """
     Logits of a causal language model for whole blocks.
 
-    It is no `PreTrainedModel`, so Trainer keeps all weights of a checkpoint under the names that they have in memory,
-    rotations and LoRA among them.
+    Not a `PreTrainedModel`, so that Trainer saves all weights, including rotations and LoRA, under their names in
+    memory.
     """
 
     def __init__(self, model: nn.Module):
@@ -37,7 +37,7 @@ class LanguageModel(nn.Module):
 
     @property
     def pretrained(self) -> PreTrainedModel:
-        """The model of transformers, without peft around it."""
+        """The transformers model, without the peft wrapper."""
         return unwrap_peft(self.model)
 
     def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -45,19 +45,19 @@ class LanguageModel(nn.Module):
         return {"logits": self.model(input_ids=input_ids, use_cache=False).logits}
 
     def state_dict(self, *args, prefix: str = "", **kwargs) -> dict[str, torch.Tensor]:
-        """Weights that are one parameter, such as those of embedding and head, once: files hold no tensor twice."""
+        """Lists tied weights, such as those of embedding and head, only once, because files may not repeat tensors."""
         state = super().state_dict(*args, prefix=prefix, **kwargs)
         for name in self._other_names():
             state.pop(prefix + name, None)
         return state
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor], strict: bool = True, assign: bool = False):
-        """What `state_dict` returns is whole."""
+        """Restores the tied weights that `state_dict` omits."""
         others = {other: state_dict[name] for other, name in self._other_names().items() if name in state_dict}
         return super().load_state_dict({**others, **state_dict}, strict, assign)
 
     def _other_names(self) -> dict[str, str]:
-        """For every further name of a parameter that has several, its first one."""
+        """For parameters with several names: the first name by every other name."""
         first = {id(parameter): name for name, parameter in self.named_parameters()}
         every = self.named_parameters(remove_duplicate=False)
         return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
@@ -69,7 +69,7 @@ class LanguageModel(nn.Module):
         self.model.gradient_checkpointing_enable(**kwargs)
 
     def activation_checkpointing_enable(self, **kwargs) -> None:
-        """The name under which newer releases of transformers call `gradient_checkpointing_enable`."""
+        """The name of `gradient_checkpointing_enable` in newer releases of transformers."""
         self.model.activation_checkpointing_enable(**kwargs)
 
 
@@ -77,10 +77,10 @@ def build_model(
     arguments: LanguageModelArguments, config: PreTrainedConfig, wanted: RotaryPatchConfig | None, trains: bool
 ) -> LanguageModel:
     """
-    The model of a run, with its rotations and LoRA.
+    The model of a run, with rotations and LoRA.
 
     Raises:
-        InputError: if a weight is missing or left over, the model does not take the patch, or peft is missing.
+        InputError: if a weight is missing or unexpected, the model does not take the patch, or peft is missing.
     """
     name, adapters = arguments.model_name_or_path, find_adapters(arguments.model_name_or_path)
     if adapters is not None:
@@ -94,7 +94,7 @@ def build_model(
                 revision="main" if adapters else arguments.model_revision,
                 config=config,
                 trust_remote_code=False,
-                # Weights in half precision would lose small updates; with --bf16 the computation is in bfloat16.
+                # Half-precision weights would lose small updates. With --bf16 the computation is still in bfloat16.
                 dtype=torch.float32,
                 output_loading_info=True,
             )
@@ -115,7 +115,7 @@ def build_model(
 
 
 def _attentions(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """(name, module) of what is rotated by a model that is patched already, or by its own RoPE."""
+    """(name, module) of the attention modules with RoPE or, in a patched model, with learned rotations."""
     if not is_patched(model):
         return [attention for tower in find_rope_towers(model) for attention in tower.attentions]
     names = [
@@ -135,17 +135,17 @@ def _freeze(model: LanguageModel, trainable: str) -> None:
     for parameter in learning:
         parameter.requires_grad_(True)
     if not learning:
-        raise InputError(f"--trainable {trainable} leaves nothing to learn; accepted: all.")
+        raise InputError(f"--trainable {trainable} trains no parameter; accepted: all.")
 
 
 class LanguageMetrics(ClassificationMetrics):
     """
-    Metrics of the next token, and the perplexity exp(loss) with its interval.
+    Metrics of next-token prediction, and the perplexity exp(loss) with its interval.
 
     Args:
-        vocab_size: Of the model.
-        stream: The tokens that are evaluated; intervals resample as it says.
-        lengths: Of the blocks that they are cut into.
+        vocab_size: Vocabulary size of the model.
+        stream: The evaluated tokens, which define the resampling units.
+        lengths: Lengths of the blocks that they are cut into.
     """
 
     def __init__(self, vocab_size: int, stream: TokenStream, lengths: list[int]):
@@ -163,10 +163,10 @@ class LanguageMetrics(ClassificationMetrics):
 
 class LanguageTrainer(ClassificationTrainer):
     """
-    Evaluates blocks of several lengths when the training is over.
+    Evaluates blocks of several lengths after training.
 
     Args:
-        further: By length, blocks beside those of `eval_dataset`; their metrics are called `eval_<length>_…`.
+        further: Further blocks by length, beside `eval_dataset`. Their metrics are called `eval_<length>_…`.
     """
 
     def __init__(self, *args, further: dict[int, TokenBlocks], **kwargs):
@@ -178,7 +178,7 @@ class LanguageTrainer(ClassificationTrainer):
         return any(Path(self.args.output_dir).glob("model*.safetensors"))
 
     def learning_rate_groups(self, model: nn.Module) -> list[tuple[str, float, list[nn.Parameter]]]:
-        # Of a model that is not patched no rotations are expected.
+        # An unpatched model has no rotations.
         return super().learning_rate_groups(model) if is_patched(model) else []
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:

@@ -10,21 +10,21 @@ import numpy as np
 
 
 _DESCRIPTION = """
-Means over examples with percentile bootstrap intervals. Resamples are drawn once for all metrics, by a seeded
-generator, so that the same examples in the same order always give the same interval.
+Means over examples with percentile bootstrap intervals. Resamples are drawn once for all metrics by a seeded generator,
+so the same examples in the same order always give the same interval.
 """
 
 _KWARGS_DESCRIPTION = """
 Args:
-    ranks: for every example the number of classes that score higher than its label, 0 for a correct answer.
-    losses: the cross entropy of every example.
-    num_classes: how many classes there are.
+    ranks: the number of classes that score higher than the label of each example, 0 for a correct answer.
+    losses: the cross entropy of each example.
+    num_classes: number of classes.
     num_resamples: B of the bootstrap; the LieRE paper uses 1000.
     confidence: coverage of the intervals.
-    seed: of the resampling.
-    groups: a number for every example; those of equal numbers are drawn together. By default every example is alone.
+    seed: seed of the resampling.
+    groups: a number for each example; examples with equal numbers are drawn together. By default each is drawn alone.
 Returns:
-    accuracy, top5_accuracy (of more than five classes; of fewer it is always 1) and loss, each with bounds under the
+    accuracy, top5_accuracy (only with more than five classes; else it is always 1) and loss, each with bounds under the
     same name with _low and _high.
 """
 
