@@ -1,10 +1,10 @@
-"""Two checkpoints side by side in the browser: what they predict, how sure they are, and where they look.
+"""Compares two checkpoints in the browser: predictions, probabilities and attention.
 
     python training/app.py                                             # the models of `make demo`, if it was run
     python training/app.py --checkpoints outputs/cifar10 me/liere8     # folders, and models on the Hub
-    python training/app.py --write_space outputs/space                 # a Space that does the same, to be pushed
+    python training/app.py --write_space outputs/space                 # a Space with the same page, to be pushed
 
-Everything runs on this machine's CPU, and no code of the checkpoints. The page asks no other server for anything.
+Everything runs on this machine's CPU. Code in checkpoints is not executed, and the page contacts no other server.
 """
 
 import argparse

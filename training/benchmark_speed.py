@@ -1,4 +1,4 @@
-"""What an encoding costs: speed, memory and exactness of every encoding beside learned absolute embeddings.
+"""Measures speed, memory and exactness of every encoding relative to learned absolute embeddings.
 
     python training/benchmark_speed.py --table added --folded --threads 1      # ViT-S/16, 224 px, batch 8
     python training/benchmark_speed.py --table growth --batch_size 1 --threads 1
@@ -25,13 +25,13 @@ loading of data and without the optimizer's step.
 `--table encodings` compares whole models, also with those of other code: naive models are the papers' pseudo-code, and
 timm's have its own code throughout. All models are measured in turn, round after round, each right after `absolute`; a
 ratio is the median over the rounds with its 95% interval (the range of fewer than six), and the row of `absolute` shows
-the noise, which is often several percent. Memory is what PyTorch's allocator holds at the peak of a training step: the
-model and all that the step allocates.
+the noise, which is often several percent. Memory is the peak of PyTorch's allocator in a training step: the model and
+everything that the step allocates.
 
-A training step is forward, loss and backward. The optimizer's step is left out: it costs every model the same and would
-draw the ratios towards 1. On a machine with other work `--clock cpu` compares processor time instead. Every measurement
-is a line of the output file as soon as it is made. Ctrl-C prints the tables of what there is, and `--resume` with the
-same output goes on, or prints the tables again.
+A training step is forward, loss and backward. The optimizer's step is excluded: it costs the same for every model and
+would draw the ratios towards 1. On a machine with other work, `--clock cpu` compares processor time instead. Every
+measurement is written to the output file immediately. Ctrl-C prints the tables of existing measurements, and `--resume`
+with the same output continues, or prints the tables again.
 """
 
 import argparse
@@ -167,7 +167,7 @@ def read_plan(options, device: str) -> Plan:
 
 
 def report(options, cases: list[Case], records: Records) -> tuple[str, bool]:
-    """The tables of what was measured, or the reasons why there are none, and whether there are any."""
+    """The tables, or the reasons why there are none, and whether there are tables."""
     case, clock = cases[0], options.clock
     if options.table == "encodings":
         return encodings_table(records, case, clock), True
@@ -215,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # A scheduler ends jobs with SIGTERM, and jobs in the background ignore SIGINT: both shall leave a table.
+    # Schedulers end jobs with SIGTERM, and background jobs ignore SIGINT. Both must print the tables.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     sys.exit(main())

@@ -1,21 +1,20 @@
 """Fine-tunes a pretrained CLIP, or any ViT, with learned rotations in its vision tower (ComRoPE §4.4 and App. B.2).
 
-The vision tower is patched with generators of zero, so training starts from the pretrained model's own outputs. The
-unpatched model is trained beside it, from the same seed with the same images and number of steps, and both are
-evaluated at every size of `--eval_image_sizes`:
+The vision tower is patched with zero generators, so training starts from the pretrained model's outputs. The unpatched
+model is also trained, with the same seed, images and number of steps. Both are evaluated at every size of
+`--eval_image_sizes`:
 
     python training/clip_finetuning.py training/recipes/clip_finetuning.yaml \
         --model_name_or_path openai/clip-vit-base-patch16 --dataset_name ILSVRC/imagenet-1k --output_dir outputs/clip
 
-`outputs/clip/patched` and `outputs/clip/unpatched` then hold the models, and `resolutions.json` in each the results.
-Zero-shot classes instead of a linear classifier, with only rotations and LoRA learning:
+`outputs/clip/patched` and `outputs/clip/unpatched` then contain the models and, in `resolutions.json`, the results.
+Zero-shot classification instead of a linear classifier, training only rotations and LoRA:
 
     python training/clip_finetuning.py training/recipes/clip_finetuning.yaml --head zero_shot \
         --prompts "a photo of a {}." --trainable lora+rotary …
 
-A run that was interrupted goes on with `--resume_from_checkpoint last`. Without a checkpoint, `--vision_config` makes a
-new CLIP vision tower to be trained from scratch (`training/recipes/clip_pretraining_mini.yaml`), and `--do_eval` alone
-evaluates a model that is there, patched or not.
+`--resume_from_checkpoint last` resumes an interrupted run. `--vision_config` trains a new CLIP vision tower
+(`training/recipes/clip_pretraining_mini.yaml`). `--do_eval` alone evaluates an existing model, patched or not.
 """
 
 import sys

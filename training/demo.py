@@ -1,12 +1,12 @@
-"""Learned position encodings on the arrows task: trains four of them alike and shows what each has learnt.
+"""Trains four position encodings on the arrows task in the same way, and compares them.
 
     python training/demo.py                  # less than four minutes on two cores
     python training/demo.py --images 5120    # a quick look at whether everything runs
 
-Every model is trained on puzzles of 108 px and evaluated on new ones of that size and of 168 px, with more patches than
-in training. Everything lands in outputs/arrows: checkpoints, accuracy.png, example.png, table.md, and puzzles/, images
-for `hf-liere predict` and `hf-liere inspect`. A demo that was interrupted goes on where it stopped. The exit code is
-not zero if a run failed or LieRE did no better than counting arrows.
+Every model is trained on puzzles of 108 px and evaluated on new puzzles of that size and of 168 px, which have more
+patches. The results are in outputs/arrows: checkpoints, accuracy.png, example.png, table.md, and puzzles/, images for
+`hf-liere predict` and `hf-liere inspect`. An interrupted demo resumes when started again. The exit code is not zero
+if a run failed or LieRE did no better than counting arrows.
 """
 
 import argparse
@@ -47,7 +47,7 @@ matplotlib.use("Agg")
 HERE = Path(__file__).resolve().parent
 BATCH_SIZE = 64
 TRAINED_SIZE, LARGER_SIZE = 108, 168
-# Okabe and Ito's colours, told apart with any colour vision; line styles help in black and white.
+# Okabe and Ito's colours, distinguishable with any colour vision; line styles help in black and white.
 RUNS = {
     "absolute": ("Absolute", ["--position_encoding", "absolute"], "#000000", ":"),
     "rope_mixed": ("RoPE-Mixed", ["--position_encoding", "rope_mixed"], "#E69F00", "--"),
@@ -113,7 +113,7 @@ def main() -> int:
 
 
 def train_and_evaluate(folder: Path, images: int) -> list[str]:
-    """Runs what is not finished yet, two at a time with one thread each; returns the names of failed runs."""
+    """Runs what is not finished, two runs at a time with one thread each; returns the names of failed runs."""
     folder.mkdir(parents=True, exist_ok=True)
     waiting = []
     for name in RUNS:
@@ -152,7 +152,7 @@ def train_and_evaluate(folder: Path, images: int) -> list[str]:
         for _, process in running.values():
             process.terminate()
         for _, process in running.values():
-            # A run that is terminated saves a checkpoint before it ends.
+            # A terminated run saves a checkpoint before it ends.
             process.wait()
     return failed
 
@@ -192,7 +192,7 @@ def log_file(name: str, folder: Path) -> Path:
 
 
 def larger_folder(folder: Path, name: str) -> Path:
-    """Where the evaluation of a run with larger images lies."""
+    """The folder of a run's evaluation on larger images."""
     return folder / f"{name}_at_{LARGER_SIZE}"
 
 
@@ -210,7 +210,7 @@ def is_finished(output_dir: Path, images: int) -> bool:
 
 
 def is_evaluated(folder: Path, name: str) -> bool:
-    """Whether the weights of a finished run, and no others, were evaluated with larger images."""
+    """Whether exactly the weights of the finished run were evaluated on larger images."""
     if not (larger_folder(folder, name) / RESULTS_FILE).is_file():
         return False
     own, evaluated = (
@@ -225,12 +225,12 @@ def progress_bar(name: str, images: int) -> tqdm:
 
 
 def show_progress(output_dir: Path, bar: tqdm) -> None:
-    """Shows the progress that the newest checkpoint records: the runs themselves write to their log files."""
+    """Shows the progress recorded in the newest checkpoint, because runs print to their log files."""
     checkpoint = last_complete_checkpoint(output_dir)
     try:
         state = json.loads((Path(checkpoint or output_dir) / "trainer_state.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
-        # The file is not there yet, or is just being written.
+        # The file does not exist yet or is being written.
         return
     accuracies = [entry["eval_accuracy"] for entry in state["log_history"] if "eval_accuracy" in entry]
     if accuracies:
@@ -263,7 +263,7 @@ def format_table(results: dict[str, dict]) -> str:
             f"| {RUNS[name][0]} | {result['parameters']:,} | {accuracy(result)} | {accuracy(result['larger'])} "
             f"| {result['train_images_per_second']:,.0f} |"
         )
-    # Its accuracy depends on the number of arrows alone, which is that of any size.
+    # Its accuracy depends only on the number of arrows, which is the same for any size.
     lines.append(f"| counting arrows | 0 | {BAG_OF_ARROWS_ACCURACY:.1%} | {BAG_OF_ARROWS_ACCURACY:.1%} | |")
     return "\n".join(lines)
 
@@ -302,7 +302,7 @@ def draw_example(checkpoint: Path, path: Path) -> None:
 
 
 def save_puzzles(folder: Path) -> None:
-    """Images that no run was trained on, with their answers as names."""
+    """Saves images that no run was trained on, with the answers in their names."""
     folder.mkdir(parents=True, exist_ok=True)
     images = Arrows("test", PUZZLES)
     for index in range(PUZZLES):
@@ -312,8 +312,8 @@ def save_puzzles(folder: Path) -> None:
 
 def write_checkpoint(folder: Path, target: Path) -> None:
     """
-    Writes LieRE8 as the repository keeps it: weights, configuration, processor, the records of its run and a card, and
-    not the modeling code, which is that of hf_liere.
+    Writes LieRE8 as stored in the repository: weights, configuration, processor, records of its run and a card, without
+    the modeling code, which is in hf_liere.
     """
     source, digest = folder / "liere8", saved_weights_digest(folder / "liere8")
     about = load_facts("arrows_liere8")
@@ -322,13 +322,13 @@ def write_checkpoint(folder: Path, target: Path) -> None:
     facts = Facts(about.title, about.encoding, intended_use=about.intended_use, license="apache-2.0")
     facts.notes = f"Made by `python training/demo.py --write_checkpoint {place}`."
     facts = facts_of_run(source, digest, facts, [larger_folder(folder, "liere8")])
-    # Two runs share the machine, so that their speed is that of neither.
+    # Two runs shared the machine, so their speed is not meaningful.
     facts.cost = {"parameters": facts.cost["parameters"]}
     with new_directory(target) as partial:
         for name in CHECKPOINT_FILES:
             shutil.copyfile(source / name, partial / name)
         config = read_json(source / "config.json")
-        # These would lead to code that is not there.
+        # auto_map would refer to missing code.
         del config["auto_map"]
         write_record(partial, "config.json", config)
         render(facts, folder=place).write(partial)
@@ -336,7 +336,7 @@ def write_checkpoint(folder: Path, target: Path) -> None:
 
 
 def predict(checkpoint: Path, images: Arrows) -> list[str]:
-    """What a saved classifier says about arrows images, loaded and prepared as for any checkpoint of the Hub."""
+    """Predictions of a saved classifier for arrows images, loaded like any checkpoint of the Hub."""
     disable_progress_bar()
     model = AutoModelForImageClassification.from_pretrained(checkpoint).eval()
     processor = AutoImageProcessor.from_pretrained(checkpoint)

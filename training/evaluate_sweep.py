@@ -7,15 +7,15 @@ A sweep is a yaml file in training/sweeps, one per figure or table of the papers
     python training/evaluate_sweep.py training/sweeps/shuffling.yaml --mini --output_dir outputs/cifar10 …
     torchrun --nproc_per_node 8 training/evaluate_sweep.py …
 
-All other flags go to every run; `--recipe` replaces the sweep's. Results are json lines in output_dir/<sweep>.jsonl
-(training/reporting/result_lines.py), to be put beside the papers' figures by training/report.py. A sweep that was
-interrupted goes on where it stopped, and sweeps that share models in one output directory train them once. `--dry_run`
-only lists the runs.
+All other flags are passed to every run; `--recipe` replaces the sweep's recipe. Results are json lines in
+output_dir/<sweep>.jsonl (training/reporting/result_lines.py), which training/report.py compares with the papers'
+figures. An interrupted sweep resumes when started again, and sweeps that share models in one output directory train
+them once. `--dry_run` only lists the runs.
 
-A sweep names its `script`, its `recipe`, what to `train`: lists of settings, of which all combinations are trained, and
-where the models are `evaluate`d: lists of flags likewise. `report` names further tables of this experiment: the `peak`
-over the epochs, `losses`, COCO's average `precisions`, and the `balanced` accuracy of two classes. `mini` replaces any
-of these for a small computer.
+A sweep names its `script` and `recipe`. `train` contains lists of settings, all of whose combinations are trained, and
+`evaluate` lists of conditions, all of whose combinations are evaluated. `report` names further tables: the `peak` over
+the epochs, `losses`, COCO's average `precisions`, and the `balanced` accuracy of two classes. `mini` replaces any of
+these for a small computer.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> Path:
     )
     parser.add_argument("sweep", type=Path, help="yaml file")
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--mini", action="store_true", help="the sweep's small twin")
+    parser.add_argument("--mini", action="store_true", help="the sweep's small version")
     parser.add_argument("--recipe", help="instead of the sweep's")
     parser.add_argument("--dry_run", action="store_true", help="list the runs only")
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -49,13 +49,13 @@ def main(arguments: list[str] | None = None) -> Path:
     sweep = read_sweep(given.sweep, given.mini)
     if given.recipe:
         sweep["recipe"] = given.recipe
-    # Every run with the conditions of its evaluations, in the order in which they are made.
+    # Every run with the conditions of its evaluations, in order.
     runs = [(settings, combinations(sweep.get("evaluate", []))) for settings in combinations(sweep["train"])]
     if given.dry_run:
         for settings, conditions in runs:
             print(" ".join(build_flags(sweep, settings, passed)), f"  # evaluated under {len(conditions)} conditions")
         return given.output_dir
-    # Made before a script makes it, so that the processes know of each other from the start.
+    # Created before a script creates it, so that the processes are connected from the start.
     PartialState(cpu=launched_on_cpus())
     results_file = given.output_dir / f"{given.sweep.stem}.jsonl"
     results = []

@@ -1,12 +1,12 @@
-"""Everything that needs a GPU and that machines without one cannot check, in one report to send back.
+"""Checks that need a GPU, in one report to send back.
 
     python training/gpu_check.py                                      # or: make gpu
     python training/gpu_check.py --sections attention compilation     # these again, in the same report
     python training/gpu_check.py --device cpu                         # with small models, on a machine without a GPU
 
-Sections run one after the other, each in a process of its own, so that the others go on where one fails; its message is
-in the report. The report is written after every section: Ctrl-C leaves what there is, and `--resume` goes on with the
-sections that have not passed. It holds no tokens and no user or host name, and shows the home directory as ~.
+Each section runs in a separate process, so that the others run even if one fails. The report contains its message. It
+is written after every section: it survives Ctrl-C, and `--resume` runs the sections that have not passed. The report
+contains no tokens, user name or host name, and shows the home directory as ~.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         0, 1 if a section did not pass, or 130 after an interruption.
 
     Raises:
-        InputError: if there is no GPU, or the report exists and is neither resumed nor of this machine.
+        InputError: if there is no GPU, or a report exists that is not resumed or is of another machine.
     """
     options = parse_arguments(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():

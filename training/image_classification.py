@@ -12,16 +12,16 @@ CIFAR-10 from the Hub, or from parquet files, on all GPUs of a machine:
         training/recipes/cifar100_mini.yaml --train_files train.parquet --validation_files test.parquet \
         --output_dir outputs/cifar10
 
-Any flag overrides the recipe; with `--streaming` images are read while they are needed. A run that was interrupted goes
-on with `--resume_from_checkpoint last`. With `--push_to_hub --hub_model_id me/name --hub_strategy checkpoint` every
-save is also a commit on the Hub, and with `--resume_from_hub` beside the same flags the run goes on from there, on any
-machine. An existing checkpoint is evaluated, here at another resolution, by
+Any flag overrides the recipe. `--streaming` reads images on demand. `--resume_from_checkpoint last` resumes an
+interrupted run. With `--push_to_hub --hub_model_id me/name --hub_strategy checkpoint` every save is also a commit on
+the Hub, and `--resume_from_hub` with the same flags resumes from it on any machine. To evaluate an existing checkpoint,
+here at another resolution:
 
     python training/image_classification.py --model_name_or_path outputs/cifar10 --do_eval --image_size 48 \
         --validation_files test.parquet --output_dir outputs/cifar10_at_48
 
-With `--max_num_patches 64` images are not squeezed into one size: each keeps its aspect ratio, has at most 64 patches,
-and is padded to as many in its batch. The saved processor does the same.
+With `--max_num_patches 64` images are not squeezed into one size: each keeps its aspect ratio, has at most 64 patches
+and is padded to 64 in its batch. The saved processor does the same.
 """
 
 import sys
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     processor = resolve_processor(model_args, data_args, image_size, config)
     input_size: ImageSize = image_size
     if isinstance(processor, Siglip2ImageProcessor):
-        # The record says what is used, also where it is the checkpoint's.
+        # The record states the number that is used, even if it is the checkpoint's.
         data_args.max_num_patches = processor.max_num_patches
         input_size = NativeSize(processor.patch_size, processor.max_num_patches)
         check_native_sizes(input_size, image_size, config, given.augmentation, given.condition)

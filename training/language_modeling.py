@@ -13,11 +13,11 @@ The same model trained further with learned frequencies; `--position_encoding li
         --position_encoding rope_mixed … --output_dir outputs/learned
 
 Texts are files (one document each), columns of parquet, json or csv files, or data sets on the Hub. They are packed
-into blocks of `--max_length` tokens. A finished run leaves the whole model where its class reloads with rotations
-(every class that transformers exports), and otherwise the model in `base` and its rotations in `rotary`. `--trainable
-lora+rotary` leaves adapters in `lora` and `rotary`, to be loaded by `PeftModel.from_pretrained` and then
-`load_rotary(model.get_base_model(), …)`. Both kinds of folders are starting points for `--model_name_or_path` again. A
-run that was interrupted goes on with `--resume_from_checkpoint last`.
+into blocks of `--max_length` tokens. A finished run saves the whole model if its class reloads with rotations (every
+class that transformers exports), and otherwise the model in `base` and its rotations in `rotary`. `--trainable
+lora+rotary` saves adapters in `lora` and `rotary`: load them by `PeftModel.from_pretrained` and then
+`load_rotary(model.get_base_model(), …)`. `--model_name_or_path` accepts both kinds of folders.
+`--resume_from_checkpoint last` resumes an interrupted run.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Trains and evaluates object detectors: Deformable DETR of transformers on a backbone of this library.
+"""Trains and evaluates object detectors: transformers' Deformable DETR on a backbone of this library.
 
 Generated shapes in COCO's format, and photographs with their json:
 
@@ -6,9 +6,9 @@ Generated shapes in COCO's format, and photographs with their json:
     accelerate launch --config_file training/accelerate/ddp.yaml training/object_detection.py \
         training/recipes/coco.yaml --train_files annotations/instances_train2017.json … --output_dir outputs/coco
 
-`mAP` is COCO's, by pycocotools. `--backbone_name_or_path` starts from the encoder of a classifier: of this library, or
-a ViT or DeiT, whatever its encoding and image size. Any flag overrides the recipe; a run that was interrupted goes on
-with `--resume_from_checkpoint last`.
+`mAP` is computed by pycocotools. `--backbone_name_or_path` starts from the encoder of a classifier of this library, or
+of a ViT or DeiT, with any encoding and image size. Any flag overrides the recipe. `--resume_from_checkpoint last`
+resumes an interrupted run.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""The tables of the LieRE and ComRoPE papers that need no training, from model objects, beside the papers' figures.
+"""Reproduces the tables of the LieRE and ComRoPE papers that need no training, beside the papers' figures.
 
     python training/paper_tables.py              # about half a minute
     python training/paper_tables.py --no_measure # without the cost of our own models
 
 LieRE Table 8 (inference FLOPs) and Table 10 (parameters of the generators), ComRoPE Table 7 (commutativity, extra
-parameters, extra time). Where a paper contradicts itself, the lines below the table say so.
+parameters, extra time). Notes below the tables explain contradictions within the papers.
 """
 
 import argparse
@@ -101,7 +101,7 @@ rotating of q and k is done once per forward.
 
 
 def meta_model(**fields) -> LieREViTForImageClassification:
-    """A model of which only the shapes exist."""
+    """A model on the meta device, which has only shapes."""
     with torch.device("meta"):
         return LieREViTForImageClassification(LieREViTConfig(**fields)).eval()
 
@@ -123,7 +123,7 @@ def convention(size: str, encoding: str) -> float:
 
 
 def measure_depth(fields: dict, depth: int) -> tuple[int, int]:
-    """Operations for one image and for the rotations of one forward, of a model with `depth` layers."""
+    """Operations of a model with `depth` layers for one image and for the rotations of one forward pass."""
     torch.manual_seed(0)
     model = LieREViTForImageClassification(LieREViTConfig(**{**fields, "num_hidden_layers": depth})).eval()
     cost = count_cost(model, blank_image(model))
@@ -131,7 +131,7 @@ def measure_depth(fields: dict, depth: int) -> tuple[int, int]:
 
 
 def measure(fields: dict) -> tuple[float, float]:
-    """GFLOPs for one image and for the rotations of one forward: all layers cost the same, so two of them tell."""
+    """GFLOPs for one image and for the rotations of one forward pass, extrapolated from one and two layers."""
     (first, first_rotations), (second, second_rotations) = (measure_depth(fields, depth) for depth in (1, 2))
     layers = LieREViTConfig(**fields).num_hidden_layers
     image = first + (layers - 1) * (second - first)
@@ -163,7 +163,7 @@ def size_rows() -> list[list[str]]:
 
 
 def stated_sizes() -> dict[str, float]:
-    """Million parameters, and GFLOPs, of the sizes that the paper's text and the official code state."""
+    """Million parameters and GFLOPs of the sizes stated in the paper's text and in the official code."""
 
     def model(size, **fields):
         return meta_model(**{**CIFAR, **SIZES[size], "position_encoding": "absolute", **fields})
@@ -215,7 +215,7 @@ def table_7(measured: bool = True) -> list[list[str]]:
         else:
             encoding.reset_parameters()
             largest = commutator(encoding)
-            # Products of two float64 matrices that commute differ by rounding alone.
+            # Products of commuting float64 matrices differ only by rounding.
             commutes = f"{'Yes' if largest < 1e-12 else 'No'} ({largest:.0e})"
         count = meta_model(**COMROPE_VIT, **fields).num_parameters() - plain.num_parameters()
         layers, width, heads, axes = config.num_hidden_layers, config.hidden_size, config.num_attention_heads, 2

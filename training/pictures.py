@@ -1,11 +1,12 @@
-"""The pictures of the documentation, each for a light and for a dark page:
+"""Draws the pictures of the documentation, each for light and dark pages:
 
     python training/pictures.py
 
-writes to training/figures: rotations_*.svg, what four encodings do to a query and to attention logits, computed by
-[`LieRotaryEmbedding`]; resolutions_*.svg, accuracy against the size of the images, from training/results; costs_*.svg,
-what encodings add to a step against the number of tokens, from the table of docs/speed.md. `--output_dir` writes them
-elsewhere.
+It writes to training/figures, or `--output_dir`:
+
+- rotations_*.svg: the effect of four encodings on a query and on attention logits, computed by [`LieRotaryEmbedding`]
+- resolutions_*.svg: accuracy against image size, from training/results
+- costs_*.svg: time that encodings add to a step against the number of tokens, from the table of docs/speed.md
 """
 
 import argparse
@@ -32,10 +33,10 @@ from training.reporting.result_table import AS_TRAINED, Cell, arrange
 FIGURES = Path(__file__).with_name("figures")
 RESULTS = Path(__file__).with_name("results")
 SPEED = Path(__file__).parents[1] / "docs" / "speed.md"
-# Rows of the benchmark, by their names in pictures; one share with its interval, in percent, or an interval alone.
+# Rows of the benchmark with their names in pictures; a share in percent with its interval, or only an interval.
 COSTS = {"rope_mixed": "RoPE-Mixed", "comrope_ld8": "ComRoPE-LD", "liere8": "LieRE8"}
 SHARE = re.compile(r"(?:([\d.]+)%|not resolved) \(([\d.]+) – ([\d.]+)%\)")
-# Encodings in their own coordinates and with their own start, by the title of their column.
+# Encodings with their default coordinates and initial values, by the title of their column.
 SHOWN = {
     "Axial RoPE": {"position_encoding": "axial_rope"},
     "RoPE-Mixed": {"position_encoding": "rope_mixed"},
@@ -43,11 +44,11 @@ SHOWN = {
     "LieRE8": {"position_encoding": "liere", "block_size": 8},
 }
 GRID, HEAD_DIM, REACH = 28, 64, 8
-# Points of a path for every patch.
+# Points per patch of a path.
 FINE = 8
-# A plane that Axial RoPE rotates with the column by 0.42 radians per patch; of other encodings a plane beside it.
+# A plane that Axial RoPE rotates with the column, by 0.42 radians per patch.
 PLANE = 38
-# Row and column of the query, before and after query and key have moved together; the bound of the colours of a change.
+# Row and column of the query, before and after it moves together with the key; largest change on the colour scale.
 PLACES = ((8, 19), (19, 8))
 LARGEST_CHANGE = 0.25
 WALKS = {
@@ -55,7 +56,7 @@ WALKS = {
     "along a column": ((1, 0), {"color": COLOURS[1], "linestyle": "--", "linewidth": 2.2, "marker": "s"}),
     "along the diagonal": ((1, 1), {"color": COLOURS[2], "linestyle": ":", "linewidth": 1.6, "marker": "^"}),
 }
-# Lines of the rows of the sweep, whose colours and markers are those of the report.
+# Line styles by row of the sweep. Colours and markers are those of the report.
 LINES = {
     "no positions": ":",
     "Absolute": "-",
@@ -69,7 +70,7 @@ LINES = {
 
 
 def rotary_layer(settings: dict) -> LieRotaryEmbedding:
-    """One head of an encoding at its start, the same in every run."""
+    """One head of a newly initialised encoding, the same in every run."""
     torch.manual_seed(0)
     return LieRotaryEmbedding(num_heads=1, head_dim=HEAD_DIM, num_axes=2, **settings)
 
@@ -139,7 +140,7 @@ def draw_rotations() -> dict[str, str]:
 
 
 def paint_square(axis, values: torch.Tensor, theme: dict, bound: float):
-    """A value for every key around the query, between −bound and bound."""
+    """Draws a value between −bound and bound for every key around the query."""
     edge = REACH + 0.5
     style = {"cmap": theme["signs"], "vmin": -bound, "vmax": bound, "interpolation": "nearest"}
     axis.set(xticks=[-REACH, 0, REACH], yticks=[-REACH, 0, REACH])
@@ -155,7 +156,7 @@ def resolutions() -> dict[str, dict[int, Cell]]:
     table: dict[str, dict[int, Cell]] = {}
     for row, cells in arrange(results).items():
         if row not in LINES:
-            # The picture would have too many lines; the table has all.
+            # Too many lines for the picture; the table has all rows.
             continue
         trained = cells[AS_TRAINED].results[0]["run"]["image_size"][0]
         sizes = {name: trained if name == AS_TRAINED else int(name.removeprefix("image_size ")) for name in cells}
@@ -176,9 +177,9 @@ def draw_resolutions() -> dict[str, str]:
                 [100 * (interval.mean - interval.low) for interval in intervals],
                 [100 * (interval.high - interval.mean) for interval in intervals],
             ]
-            # Models stand side by side, so that their intervals do not cover each other.
+            # Shift models sideways, so that their intervals do not overlap.
             places = [size + 0.55 * (place - (len(table) - 1) / 2) for size in cells]
-            # Black is the colour of text, which is light on a dark page.
+            # Replace black by the text colour, which is light on a dark page.
             color = looks[row]["color"].replace("#000000", theme["text"])
             style = looks[row] | {"color": color, "linestyle": LINES[row]}
             axis.errorbar(places, means, errors, label=row, capsize=2, markersize=5, linewidth=1.4, **style)
@@ -192,8 +193,8 @@ def draw_resolutions() -> dict[str, str]:
 
 def costs() -> dict[str, dict[int, list[tuple[float, ...]]]]:
     """
-    By encoding and number of tokens: median, low and high of the shares of inference and of training, in percent. The
-    median of what was not resolved is NaN.
+    By encoding and number of tokens: median, low and high of the shares in inference and training, in percent. The
+    median of an unresolved share is NaN.
     """
     lines = [line.strip("| ").split(" | ") for line in SPEED.read_text(encoding="utf-8").splitlines()]
     header = next(line for line in lines if line[:2] == ["growing", "value"])

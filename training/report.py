@@ -2,10 +2,10 @@
 
     python training/report.py outputs/cifar100/*.jsonl --output_dir outputs/report
 
-Writes report.md, and for every sweep a picture. Models are compared by paired tests, against Absolute (or the first
-of the sweep) and against RoPE-Mixed. A figure of a paper stands in the row of the same settings;
-what it was measured on is said above the table. `--keep_results` stores the results beside the report, compactly:
-training/results was made so, and is made again from itself by
+Writes report.md and a picture for every sweep. Paired tests compare models with Absolute (or the first model of the
+sweep) and with RoPE-Mixed. A paper's figure is in the row of the same settings; the text above the table describes its
+data. `--keep_results` stores compact results beside the report. training/results was written in this way, and is
+rewritten from itself by
 
     python training/report.py training/results/*/*.jsonl --output_dir training/results
 """
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> Path:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--keep_results", action="store_true", help="store the results beside the report")
     given = parser.parse_args(arguments)
-    # All are read before anything is written.
+    # Read all files before writing anything.
     files = [(path.absolute().parent.name, read_results(path)) for path in given.results]
     paper = yaml.safe_load(PAPER_RESULTS.read_text(encoding="utf-8"))
     given.output_dir.mkdir(parents=True, exist_ok=True)

@@ -1,22 +1,22 @@
-"""Trains, fine-tunes and evaluates classifiers of tokens that have positions: series, points, and others.
+"""Trains, fine-tunes and evaluates classifiers of tokens with positions, such as series and points.
 
-A file holds features, positions and labels, see training/data/token_files.py. Labels of samples train
-`LieRETokensForSequenceClassification`, labels of tokens `LieRETokensForTokenClassification`. Time series as aeon and
-sktime ship them, whose positions are the index, and points on generated solids:
+A file contains features, positions and labels, see training/data/token_files.py. Labels per sample train
+`LieRETokensForSequenceClassification`, labels per token `LieRETokensForTokenClassification`. Time series in the format
+of aeon and sktime, whose positions are the index, and points on generated solids:
 
     python training/token_classification.py training/recipes/series_mini.yaml \
         --train_files JapaneseVowels_TRAIN.ts --validation_files JapaneseVowels_TEST.ts --output_dir outputs/vowels
     python training/token_classification.py training/recipes/points_mini.yaml --output_dir outputs/points
 
-Tables of points with columns of their own, here with a class for every point:
+Tables of points with other column names, here with a class for every point:
 
     python training/token_classification.py training/recipes/points_mini.yaml --dataset_name None \
         --train_files train.parquet --validation_files test.parquet --feature_columns intensity \
         --position_columns x y z --label_column part --output_dir outputs/parts
 
-Features are used as they are; scale them beforehand. Origin and scale of a new model's positions are those of the
-training data unless given, so that coordinates run from 0 to 1, or for RoPE count tokens. Any flag overrides the
-recipe. A run that was interrupted goes on with `--resume_from_checkpoint last`.
+Features are not scaled; scale them beforehand. By default, origin and scale of a new model's positions come from the
+training data, so that coordinates run from 0 to 1 or, for RoPE, count tokens. Any flag overrides the recipe.
+`--resume_from_checkpoint last` resumes an interrupted run.
 """
 
 import sys

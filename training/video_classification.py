@@ -1,10 +1,10 @@
 """Trains, fine-tunes and evaluates video and volume classifiers with learned position encodings.
 
-Moving shapes, generated and written as mp4 files, whose direction of motion is the class:
+Moving shapes, generated as mp4 files and classified by their direction of motion:
 
     python training/video_classification.py training/recipes/ucf101_mini.yaml --output_dir outputs/shapes
 
-Arrows whose puzzle spans the frames of a clip, drawn when they are needed:
+Arrow puzzles that span the frames of a clip, drawn on demand:
 
     python training/video_classification.py training/recipes/arrows_clips_mini.yaml --output_dir outputs/arrows_clips
 
@@ -16,8 +16,8 @@ UCF101 as it is distributed, on all GPUs of a machine, and volumes in an npz fil
     python training/video_classification.py training/recipes/rsna_mini.yaml --volume_file mito_em3d.npz \
         --output_dir outputs/volumes
 
-Files that cannot be read are reported by name and left out. Any flag overrides the recipe. A run that was interrupted
-goes on with `--resume_from_checkpoint last`.
+Files that cannot be read are reported by name and skipped. Any flag overrides the recipe. `--resume_from_checkpoint
+last` resumes an interrupted run.
 """
 
 import sys

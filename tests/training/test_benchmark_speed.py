@@ -229,7 +229,7 @@ def test_output_is_never_overwritten(tmp_path, capsys):
         ("timm_liere8", "timm has no such model"),
         ("comrope_ld7", "comrope_ld7: "),
         ("spherical_rope4", "spherical_rope has no block size; accepted is 'spherical_rope'"),
-        ("naive_cayley_string", "pseudo-code is not here; accepted is 'cayley_string'"),
+        ("naive_cayley_string", "pseudo-code is not implemented; accepted is 'cayley_string'"),
         ("none --table added", "models that rotate"),
         ("naive_liere8 --table growth", "models that rotate"),
     ],

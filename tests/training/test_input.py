@@ -121,7 +121,7 @@ def test_image_folders_that_hold_no_classes_or_untrained_ones(tmp_path):
     write_images_folder(tmp_path / "more", {"validation": 6}, classes=("cat", "dog", "zebra"))
     for name, message in (
         ("empty", "empty' cannot be read .EmptyDatasetError: The directory .* doesn't contain any data files"),
-        ("one", "one' has no class folders: its images are in cat; accepted: a folder for each of at least two"),
+        ("one", "one' has no class folders: its images are in cat; accepted: at least two classes"),
         ("more", "more' has no images of zebra in the split 'train'; accepted: classes with training images"),
     ):
         with pytest.raises(InputError, match=message):
@@ -235,7 +235,7 @@ def run(*flags):
         (["--repeated_augmentation", 0], "--repeated_augmentation 0; accepted: 1 and above"),
         (["--image_mean", 0.5], "--image_mean .* has 1 values; accepted: one per channel, 3"),
         (["--image_folder", "nowhere"], "data come from image_folder and train_files; accepted: one of"),
-        (["--resume_from_checkpoint", "last"], "contains no checkpoint"),
+        (["--resume_from_checkpoint", "last"], "contains no complete checkpoint"),
         (["--dataloader_drop_last", "true"], "--dataloader_drop_last would also drop images from the evaluation"),
         (["--logging_nan_inf_filter", "true"], "--logging_nan_inf_filter must stay off"),
     ],

@@ -387,7 +387,7 @@ CHECKPOINT = "CHECKPOINT"
         ([CHECKPOINT, "--position_encoding", "sinusoid"], "is not a rotary encoding"),
         ([CHECKPOINT, *PLANES, "--do_train", "false"], "accepted with --do_train only"),
         (["--push_to_hub"], "--push_to_hub"),
-        (["--resume_from_checkpoint", "last"], "contains no checkpoint"),
+        (["--resume_from_checkpoint", "last"], "contains no complete checkpoint"),
         (["--blocksize", 4], "close matches: block_size"),
     ],
 )

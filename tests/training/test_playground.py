@@ -154,18 +154,18 @@ def test_checkpoints_that_are_none_are_refused_by_name(tmp_path, folder, monkeyp
     assert stored.name == "arrows_liere8" and stored.solves_puzzles
     with pytest.raises(InputError, match="There is no folder '.*absent/deep/down'"):
         find_checkpoints([str(tmp_path / "absent/deep/down")])
-    with pytest.raises(InputError, match="holds no checkpoint of an image classifier"):
+    with pytest.raises(InputError, match="contains no checkpoint of an image classifier"):
         find_checkpoints([str(tmp_path)])
     hf_liere.LieREViTModel(LieREViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(
         tmp_path / "headless"
     )
-    with pytest.raises(InputError, match="headless holds LieREViTModel; accepted: LieREViTForImageClassification, "):
+    with pytest.raises(InputError, match="headless is LieREViTModel; accepted: LieREViTForImageClassification, "):
         find_checkpoints([str(tmp_path / "headless")])
     shutil.copytree(folder / "liere8", tmp_path / "damaged")
     weights = tmp_path / "damaged" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     (damaged,) = find_checkpoints([str(tmp_path)])
-    assert "Left out: headless holds LieREViTModel" in caplog.text
+    assert "Left out: headless is LieREViTModel" in caplog.text
     with pytest.raises(InputError, match="weights of damaged cannot be loaded"):
         Classifiers()[damaged]
 

@@ -449,10 +449,10 @@ def test_the_stored_report_is_made_from_the_stored_results(tmp_path):
 
 def test_what_are_no_results_is_said(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"sweep": "x"}\n')
-    with pytest.raises(InputError, match="a.jsonl, line 1 is no result of evaluate_sweep.py"):
+    with pytest.raises(InputError, match="a.jsonl, line 1 is not a result of evaluate_sweep.py"):
         report.main([str(tmp_path / "a.jsonl"), "--output_dir", str(tmp_path)])
     (tmp_path / "b.jsonl").write_text("")
-    with pytest.raises(InputError, match="b.jsonl holds no results"):
+    with pytest.raises(InputError, match="b.jsonl contains no results"):
         report.main([str(tmp_path / "b.jsonl"), "--output_dir", str(tmp_path)])
     with pytest.raises(InputError, match="There are no results"):
         report.main([str(tmp_path / "c.jsonl"), "--output_dir", str(tmp_path)])

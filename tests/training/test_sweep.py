@@ -227,7 +227,7 @@ def test_a_sweep_goes_on_where_it_stopped(swept, sweep_file, files, monkeypatch)
         [json.loads(line)["metrics"]["eval_loss"] for line in text.splitlines()] for text in (before, swept.read_text())
     ]
     assert results[0] == results[1]
-    with pytest.raises(InputError, match="seed=0 holds the run of other flags, .*accepted: the same, or another"):
+    with pytest.raises(InputError, match="seed=0 contains a run with other flags, .*accepted: the same, or another"):
         evaluate_sweep.main([*command, "--weight_decay", "0.5"])
 
 
@@ -239,12 +239,12 @@ def test_sweeps_are_listed_and_checked(sweep_file, tmp_path, capsys):
         evaluate_sweep.main(["nothing.yaml", "--output_dir", str(tmp_path)])
     for content, message in (
         ({"script": "x", "recipe": "y", "train": []}, "script 'x'; accepted: image_classification"),
-        ({"script": "image_classification", "recipe": "y"}, "holds script, recipe; accepted: script, recipe, train"),
+        ({"script": "image_classification", "recipe": "y"}, "contains script, recipe; accepted: script, recipe, train"),
     ):
         (tmp_path / "bad.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
         with pytest.raises(InputError, match=message):
             sweeps.read_sweep(tmp_path / "bad.yaml", False)
-    with pytest.raises(InputError, match="has no small twin"):
+    with pytest.raises(InputError, match="has no small version"):
         sweeps.read_sweep(tmp_path / "bad.yaml", True)
 
 

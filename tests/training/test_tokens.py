@@ -259,7 +259,11 @@ BAD_FILES = [
     ({"features": [[1.0]], "labels": [0.5]}, {}, "labels have shape .* type float64"),
     ({"features": [[1.0]], "labels": [-3]}, {}, "Labels start at -3"),
     ({"features": [[1.0]], "labels": [[-100]]}, {}, "All labels are -100"),
-    ({"features": [[1.0], [2.0]], "labels": [[0], [1]]}, {"task": "sequence"}, "--task sequence, but .* of each token"),
+    (
+        {"features": [[1.0], [2.0]], "labels": [[0], [1]]},
+        {"task": "sequence"},
+        "--task sequence, but .* labels each token",
+    ),
     (
         {"features": [[[1.0, 2.0]], [[1.0]]], "labels": [0, 1]},
         {},
@@ -306,7 +310,7 @@ def test_lengths_that_do_not_fit(tmp_path):
     [
         ([], "There are no training data; accepted: --train_files"),
         (["--dataset_name", "cubes"], "--dataset_name 'cubes'; accepted: solids, or files"),
-        (["--dataset_name", "solids", "--task", "token"], "labels of each sample; accepted: --task sequence"),
+        (["--dataset_name", "solids", "--task", "token"], "labels each sample; accepted: --task sequence"),
         (["--dataset_name", "solids", "--num_axes", "2"], "--num_axes 2, but the data have 3"),
         (["--dataset_name", "solids", "--position_encoding", "absolute"], "needs position_table_size"),
         (["--dataset_name", "solids", "--training_points", "5", "2"], r"--training_points \[5, 2\]"),
@@ -337,4 +341,4 @@ def test_unusual_features_are_told(tmp_path, caplog, monkeypatch):
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "a.npz", features=rng.random((6, 4, 2)) * [1, 1e4], labels=[0, 1] * 3)
     run(tmp_path / "run", "--do_train", "--train_files", tmp_path / "a.npz", "--max_steps", "1")
-    assert "of feature 1. Features are used as they are" in caplog.text and "feature 0" not in caplog.text
+    assert "of feature 1. Features are not scaled" in caplog.text and "feature 0" not in caplog.text

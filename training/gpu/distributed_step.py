@@ -1,5 +1,5 @@
 """
-One SGD step of DDP in a process of torchrun, beside the step of a model that sees the whole batch.
+Compares one SGD step of DDP, in a process of torchrun, with the step of a model that sees the whole batch.
 
     python -m torch.distributed.run --nproc_per_node 2 -m training.gpu.distributed_step cuda
 """
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training.gpu.models import ENCODINGS, CheckFailed, Settings, batch, build_model, step
 
 
-# Relative to the largest step of a parameter; convolutions compute in TF32 on GPUs.
+# Largest error relative to the largest change of a weight; convolutions use TF32 on GPUs.
 ACCEPTED = 1e-2
 
 
@@ -32,7 +32,7 @@ def main(device: str) -> None:
     for encoding in list(ENCODINGS)[1:4]:
         model = build_model(settings, encoding)
         before = copy.deepcopy(model).state_dict()
-        # As many images for each process as a batch of one has.
+        # One batch for each process.
         parts = [batch(settings, model.config) for _ in range(count)]
         for number, part in enumerate(parts):
             part["pixel_values"] += number

@@ -18,19 +18,19 @@ TINY = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 
 class CheckFailed(Exception):
-    """Something ran and its result is wrong."""
+    """A check ran, and its result is wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Where the checks run, and whether with small models and few repetitions."""
+    """The device of the checks, and whether they use small models and few repetitions."""
 
     device: str
     quick: bool
 
     @property
     def half(self) -> torch.dtype:
-        """The type of the timed models."""
+        """The dtype of timed models."""
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
     @property
@@ -65,7 +65,7 @@ def step(model: Callable, inputs: dict[str, torch.Tensor], dtype: torch.dtype = 
 
 
 def milliseconds(settings: Settings, run: Callable[[], object]) -> float:
-    """The median time of a run, after three that are not timed."""
+    """The median time of a run, after warm-up runs."""
     repetitions, warmup = (3, 1) if settings.quick else (20, 3)
     times = []
     for number in range(warmup + repetitions):

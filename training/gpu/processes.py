@@ -1,4 +1,4 @@
-"""Sections in processes of their own: a CUDA context that one breaks, or a crash, does not affect the others."""
+"""Sections in separate processes, so that a crash or a broken CUDA context does not affect the others."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ LOG_LINES = 60
 
 
 def run_section(name: str, settings: Settings, time_limit: float) -> Section:
-    """A section, with the end of what it printed if it failed; Ctrl-C and the time limit end its processes."""
+    """Runs a section; adds the end of its output if it fails. Ctrl-C and the time limit end its processes."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         text, log = Path(folder, "text.md"), Path(folder, "log.txt")
@@ -38,7 +38,7 @@ def run_section(name: str, settings: Settings, time_limit: float) -> Section:
             outcome, reason = _wait(process, log, interrupted, start, time_limit)
         found = text.read_text(encoding="utf-8")
         if outcome != "passed":
-            # Progress bars write over their line.
+            # Progress bars overwrite their line.
             lines = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()[-LOG_LINES:]
             found += f"\n\n{reason} The end of what it printed:\n\n" + "\n".join(["```text", *lines, "```"])
     return Section(name, outcome, time.monotonic() - start, found)
@@ -50,14 +50,14 @@ def _environment(name: str, settings: Settings) -> dict[str, str]:
     if settings.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
         if name == "self_check":
-            # Triton's kernels run on CPUs only so.
+            # Triton's kernels need the interpreter on CPUs.
             environment["TRITON_INTERPRET"] = "1"
     return environment
 
 
 @contextlib.contextmanager
 def _interruptions() -> Iterator[threading.Event]:
-    """Set by SIGINT and SIGTERM, which would otherwise raise while a process starts that nobody would end then."""
+    """An event that SIGINT and SIGTERM set. If they raised while a process starts, nothing would end that process."""
     event, numbers = threading.Event(), (signal.SIGINT, signal.SIGTERM)
     previous = [signal.signal(number, lambda *_: event.set()) for number in numbers]
     try:
@@ -70,7 +70,7 @@ def _interruptions() -> Iterator[threading.Event]:
 def _wait(
     process: subprocess.Popen, log: Path, interrupted: threading.Event, start: float, time_limit: float
 ) -> tuple[str, str]:
-    """The outcome, and a sentence on what happened where it is not passed."""
+    """The outcome and, unless it is `passed`, a sentence on the reason."""
     while process.poll() is None:
         seconds = time.monotonic() - start
         if interrupted.is_set() or seconds > time_limit:
@@ -99,7 +99,7 @@ def _last_line(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End the process and all that it started, which share its session; torchrun needs a moment to end its workers."""
+    """Ends the process and its children, which share its session. torchrun needs a moment to end its workers."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

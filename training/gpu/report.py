@@ -1,4 +1,4 @@
-"""The report of gpu_check.py: a Markdown file with a section for each check, which is written again after each."""
+"""The report of gpu_check.py: a Markdown file with one section per check, rewritten after each check."""
 
 import dataclasses
 import getpass
@@ -22,7 +22,7 @@ SECTION = re.compile(r"^## (\w+)\n\n<!-- (\w+), (\d+) s -->\n\n(.*?)\n(?=\n## \w
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """What came of a check: its `outcome` is passed, failed or interrupted; `text` is Markdown."""
+    """The result of a check. `outcome` is passed, failed or interrupted; `text` is Markdown."""
 
     name: str
     outcome: str
@@ -31,7 +31,7 @@ class Section:
 
 
 def heading(settings: Settings) -> str:
-    """What a report holds for: all of its sections were made with the same."""
+    """Versions and devices, which are the same for all sections of a report."""
     versions = f"hf_liere {hf_liere.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     devices = ", ".join(gpus) if settings.device == "cuda" else "CPU"
@@ -41,23 +41,23 @@ def heading(settings: Settings) -> str:
 class Report:
     """
     Args:
-        path: Of the file.
+        path: Path of the file.
         heading: See [`heading`].
-        go_on: Whether a report that exists is continued.
+        go_on: Whether to continue an existing report.
 
     Raises:
-        InputError: if the file exists and is not to be continued, or is no report with this heading.
+        InputError: if the file exists without `go_on`, or does not have this heading.
     """
 
     def __init__(self, path: Path, heading: str, go_on: bool):
         self.path, self.heading, self.sections = path, heading, {}
         if path.exists():
             if not go_on:
-                raise InputError(f"{path} exists; go on with --resume or --sections, or choose another --output.")
+                raise InputError(f"{path} exists; accepted: --resume, --sections or another --output.")
             text = path.read_text(encoding="utf-8")
             if f"\n{heading}\n" not in text:
                 raise InputError(
-                    f"{path} is no report of this machine and these settings ({' '.join(heading.split())}); choose "
+                    f"{path} is not a report of this machine and these settings ({' '.join(heading.split())}); choose "
                     "another --output."
                 )
             for name, outcome, seconds, body in SECTION.findall(text):
@@ -76,14 +76,14 @@ class Report:
         for section in ordered:
             parts += [f"## {section.name}", f"<!-- {section.outcome}, {section.seconds:.0f} s -->", section.text or "–"]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # A report that is being written must not take the place of a whole one.
+        # An incomplete report must not replace a complete one.
         partial = self.path.with_name(f"{self.path.name}.part")
         partial.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
         os.replace(partial, self.path)
 
 
 def remove_secrets(text: str) -> str:
-    """The text without tokens and the names of user and host, and with ~ for the home directory."""
+    """Removes tokens and the names of user and host, and replaces the home directory by ~."""
     for name, value in os.environ.items():
         if re.search("TOKEN|KEY|SECRET|PASSWORD", name, re.I) and len(value) >= 8:
             text = text.replace(value, "…")
@@ -93,7 +93,7 @@ def remove_secrets(text: str) -> str:
         text = re.sub(re.escape(path) + r"(?![\w.-])", "~", text)
     if len(host := socket.gethostname()) > 3:
         text = re.sub(rf"\b{re.escape(host)}\b", "host", text)
-    # Names of users are words, too: only where one is part of a path or an address.
+    # User names may be ordinary words: replace them only in paths and addresses.
     return re.sub(rf"(?<=/){re.escape(_user())}(?=[/\s'\"]|$)|\b{re.escape(_user())}(?=@)", "user", text)
 
 
@@ -101,5 +101,5 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        # Containers run users that have no name.
+        # Users in containers may have no name.
         return "user"

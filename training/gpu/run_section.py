@@ -1,4 +1,4 @@
-"""One section of gpu_check.py, in the process that this file is run in: its Markdown goes to a file, line by line."""
+"""Runs one section of gpu_check.py and appends its Markdown to a file."""
 
 import argparse
 import faulthandler
@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     faulthandler.enable()
-    # Convolutions of float32 would have errors of 1e-3 on GPUs otherwise.
+    # With TF32, float32 convolutions have errors of 1e-3 on GPUs.
     torch.backends.cudnn.allow_tf32 = False
     with options.output.open("a", encoding="utf-8") as file:
         for text in SECTIONS[options.section](Settings(options.device, options.quick)):

@@ -1,4 +1,4 @@
-"""The sections of gpu_check.py: functions that yield Markdown, and raise where something is wrong."""
+"""The sections of gpu_check.py: functions that yield Markdown and raise if a check fails."""
 
 import copy
 import importlib.util
@@ -31,11 +31,11 @@ from training.reporting.markdown import markdown
 
 
 ROOT = Path(__file__).resolve().parents[2]
-# The tests that use a GPU where there is one; the last are transformers' own, which need its sources.
+# The tests that use a GPU if there is one. The last are transformers' own and need its sources.
 TESTS = ("kernels/test_kernels.py", "kernels/test_self_check.py", "test_environment.py", "test_common.py")
 QUICK_TESTS = ("kernels/test_kernels.py", "-k", "without_triton")
 ROWS = "absolute axial_rope rope_mixed comrope_ld8 liere8 liere64".split()
-# float32, compared with float64: of rotations, and of sums over tokens in gradients.
+# Accepted errors of float32 against float64, for rotations and for gradients, which sum over tokens.
 ROTATION_ERROR, GRADIENT_ERROR = 1e-5, 1e-3
 
 
@@ -74,7 +74,7 @@ def tests(settings: Settings) -> Iterator[str]:
     for line in process.stdout:
         print(line, end="", flush=True)
         lines.append(line.rstrip())
-    # What was skipped and failed, and the counts.
+    # Skipped and failed tests, and the counts.
     start = next((number for number, line in enumerate(lines) if "short test summary" in line), len(lines) - 1)
     yield "\n".join([f"`pytest {' '.join(chosen)}`\n", "```text", *lines[max(start, 0) :], "```"])
     if process.wait():
@@ -102,7 +102,7 @@ def precision(settings: Settings) -> Iterator[str]:
 
 @torch.no_grad()
 def _rotation_error(model) -> float:
-    """Of the first and last layer, and two heads of each."""
+    """The largest error of rotations in the first and last layer, in two heads each."""
     config, error = model.config, 0.0
     parameters = {name.split(".")[-1]: parameter for name, parameter in model.rotary_parameters()}
     positions = model.liere.grid_positions(config.train_grid, model.device)
@@ -155,7 +155,7 @@ def speed(settings: Settings) -> Iterator[str]:
             yield printed.rpartition("\n\nEvery measurement")[0]
             failed += [model_size] * (" failed (" in printed)
     if failed:
-        raise CheckFailed(f"Not everything was measured of: {', '.join(failed)}.")
+        raise CheckFailed(f"Measurements failed for: {', '.join(failed)}.")
 
 
 def attention(settings: Settings) -> Iterator[str]:
@@ -181,7 +181,7 @@ def attention(settings: Settings) -> Iterator[str]:
             rows.append([name, " ".join(f"{type(error).__name__}: {error}".split())[:300], "–", "–"])
             wrong.append(name)
             continue
-        # The errors of a half type are those that eager attention has, too.
+        # Half types may have about the errors of eager attention.
         accepted = [max(1e-4, 3 * error) for error in results["eager"]]
         agrees = all(error <= limit for error, limit in zip(results[name], accepted))
         wrong += [] if agrees else [name]
@@ -195,14 +195,14 @@ def attention(settings: Settings) -> Iterator[str]:
 
 
 def _attention_implementations(settings: Settings) -> Iterator[tuple[str, str | None]]:
-    """Names, with the reason where one cannot run."""
+    """Names of implementations, each with the reason if it cannot run."""
     on_gpu = None if settings.device == "cuda" else "not run: needs a GPU"
 
     def needs(package):
         return on_gpu or (None if importlib.util.find_spec(package) else f"not run: {package} is not installed")
 
     yield from (("eager", None), ("sdpa", None))
-    # Compiled, which takes a minute on a CPU.
+    # Compiling takes a minute on a CPU.
     yield "flex_attention", on_gpu
     yield "flash_attention_2", needs("flash_attn")
     yield "kernels-community/flash-attn2", needs("kernels")
@@ -244,7 +244,7 @@ def compilation(settings: Settings) -> Iterator[str]:
 
 
 def _largest_error(expected: dict, found: dict) -> float:
-    """Relative to the largest gradient of all: those of some parameters are zero but for rounding."""
+    """Relative to the largest gradient of all parameters, because some gradients are zero up to rounding."""
     scale = max(gradient.abs().max().item() for gradient in expected.values())
     return max((found[name] - gradient).abs().max().item() for name, gradient in expected.items()) / scale
 
@@ -281,7 +281,7 @@ def distributed(settings: Settings) -> Iterator[str]:
 
 def _run(command: list[str], **variables: str) -> str:
     """
-    What a command prints; its errors go to this process's.
+    The output of a command. Its stderr is that of this process.
 
     Raises:
         CheckFailed: if it fails.

@@ -1,4 +1,4 @@
-"""The page of training/app.py: pictures, up to two models that answer, and what happens when a control is touched."""
+"""The page of training/app.py: pictures, up to two models, and the actions of the controls."""
 
 import base64
 import html
@@ -32,11 +32,11 @@ from training.playground.predictions import (
 PUZZLE, UPLOAD = "Arrows puzzle", "Your image"
 NO_SECOND = "(none)"
 CLASSES_SHOWN = 5
-# What is shown as verdict, probabilities and attention where there is no model.
+# Verdict, probabilities and attention without a model.
 EMPTY = ("", None, "")
 REQUESTS_AT_ONCE = 2
 REQUESTS_WAITING = 32
-# Uploaded files older than this number of seconds are deleted; it is also the interval of looking for them.
+# Every this many seconds, uploaded files that are older than that are deleted.
 KEPT_FOR = 600
 INTRODUCTION = """# Where does it look?
 Vision transformers with learned position encodings, side by side. **The puzzle** (LieRE §5.2): which way does the arrow
@@ -53,9 +53,9 @@ figcaption { margin-top: 4px; font-size: var(--text-sm); color: var(--body-text-
 .viridis { display: inline-block; width: 5em; height: 0.8em; margin: 0 2px;
     background: linear-gradient(90deg, #440154, #3b528b, #21918c, #5ec962, #fde725); }
 """
-# A number that is half typed is no resolution, so the field only shows it and the slider changes it.
+# A half-typed number is not a resolution: the field is read-only and the slider changes it.
 READ_ONLY = "() => { document.querySelector('#size input[type=number]').readOnly = true; }"
-# When the smallest size changes, browsers round the slider to the step it had.
+# When the smallest size changes, browsers round the slider to its old step.
 SHOW_SIZE = "(...inputs) => { document.querySelector('#size input[type=range]').value = inputs[3]; return inputs; }"
 # Captions for the token or tokens that a model pools.
 QUERIES = {"class token": "class token", "mean of patches": "patches, on average,"}
@@ -63,10 +63,10 @@ QUERIES = {"class token": "class token", "mean of patches": "patches, on average
 
 class App:
     """
-    The page and what its controls do.
+    The page and the actions of its controls.
 
     Args:
-        checkpoints: At least one; the first two are shown first.
+        checkpoints: At least one. The first two are shown initially.
     """
 
     def __init__(self, checkpoints: Sequence[Checkpoint]):
@@ -77,7 +77,7 @@ class App:
         return [self.checkpoints[name] for name in (first, second) if name != NO_SECOND]
 
     def sizes(self, first: str, second: str, source: str, size: float) -> gr.Slider:
-        """The slider with what the chosen models take; from a size that is none of these, it goes to a trained one."""
+        """The slider with the sizes that the chosen models take. An invalid size is replaced by a trained one."""
         try:
             chosen = self.chosen(first, second)
             sizes = image_sizes(chosen, source == PUZZLE)
@@ -91,14 +91,14 @@ class App:
         self, first: str, second: str, source: str, size: float, number: int, upload: str | None
     ) -> tuple[str, str, dict | None, str, gr.Column, str, dict | None, str]:
         """
-        What the models see, then for each its verdict, its probabilities by class and its attention, as HTML; an update
-        that hides the second model's where there is none stands before them.
+        The models' input, then for each model its verdict, its probabilities by class and its attention as HTML. Before
+        those of the second model comes an update that hides its column if there is no second model.
         """
         chosen = self.chosen(first, second)
         try:
             shown, columns = self._look(chosen, source, size, number, upload)
         except InputError as error:
-            # Gradio shows messages as HTML, and the name of a file may be anything.
+            # Gradio shows messages as HTML, and file names may contain markup.
             message = html.escape(str(error))
             gr.Warning(message, duration=5)
             shown, columns = f"<p>⚠️ {message}</p>", []
@@ -110,13 +110,13 @@ class App:
     ) -> tuple[str, list[tuple]]:
         if source == UPLOAD and upload is None:
             return f"<p>Upload a picture: {', '.join(EXTENSIONS)}.</p>", []
-        # A slider that is being dragged across a change of models may be between two sizes.
+        # A slider that is dragged while models change may be between two sizes.
         size = nearest_size(image_sizes(chosen, source == PUZZLE), size)
         picture, text, truth = self._picture(source, size, number, upload)
         return figure(model_view(picture, size), text), [self._column(each, picture, size, truth) for each in chosen]
 
     def _picture(self, source: str, size: int, number: int, upload: str | None) -> tuple[Image.Image, str, str | None]:
-        """The picture, what is to be said about it, and the answer where it is a puzzle."""
+        """The picture, its caption, and the answer to a puzzle."""
         if source == PUZZLE:
             picture, truth = draw_puzzle(number, size)
             return picture, f"Puzzle {number} at {size} × {size} px; the answer is {truth}.", truth
@@ -128,7 +128,7 @@ class App:
         try:
             answer = self.classifiers[checkpoint].answer(picture, size)
         except InputError as error:
-            # The other model may well have an answer.
+            # The other model may have an answer.
             return f"⚠️ {html.escape(str(error))}", None, ""
         probabilities = dict(list(answer.probabilities.items())[:CLASSES_SHOWN])
         return verdict(checkpoint, answer, truth), probabilities, attention_figures(answer, picture, size)
@@ -144,7 +144,7 @@ def verdict(checkpoint: Checkpoint, answer: Answer, truth: str | None) -> str:
 
 
 def attention_figures(answer: Answer, picture: Image.Image, size: int) -> str:
-    """A figure for every layer, with the colours' meaning."""
+    """A figure for every layer, with a colour legend."""
     rows, columns = answer.attention.grid
     layers = enumerate(attention_pictures(picture, size, answer.attention), 1)
     return (
@@ -171,7 +171,7 @@ def results(place: str) -> list[gr.components.Component]:
 
 
 def initial_view(app: App) -> tuple[tuple[str, str], str, range]:
-    """The models and the source of pictures that the page opens with, and their sizes."""
+    """The initial models and source of pictures, and their sizes."""
     first, second = (*app.checkpoints, NO_SECOND)[:2]
     solves = any(checkpoint.solves_puzzles for checkpoint in app.chosen(first, second))
     for pair, source in (((first, second), PUZZLE if solves else UPLOAD), ((first, second), UPLOAD)):
@@ -204,7 +204,7 @@ def build(app: App) -> gr.Blocks:
 
 
 class PictureControls(NamedTuple):
-    """What chooses the picture, and the picture."""
+    """The controls that choose the picture, and the picture."""
 
     source: gr.Radio
     puzzle_row: gr.Row
@@ -241,12 +241,12 @@ def _picture_controls(app: App, source: str, sizes: range) -> PictureControls:
 
 
 def _connect(app: App, page: gr.Blocks, controls: PictureControls, models: tuple, outputs: list) -> None:
-    """Connects the controls with what they do."""
+    """Connects the controls with their actions."""
     inputs = [*models, controls.source, controls.size, controls.number, controls.upload]
     private = {"api_visibility": "private", "show_progress": "hidden"}
 
     def compare_after(event, **options):
-        # A dragged slider makes many requests, of which only the last is answered.
+        # A dragged slider sends many requests; only the last is answered.
         event(
             app.compare,
             inputs,
@@ -277,7 +277,7 @@ def _connect(app: App, page: gr.Blocks, controls: PictureControls, models: tuple
 
 
 def theme() -> gr.themes.Base:
-    """Gradio's own with fonts of the system, so that none is fetched, and darker small print."""
+    """Gradio's theme with system fonts, so that none is downloaded, and darker small print."""
     return gr.themes.Default(font=SYSTEM_FONTS, font_mono=MONOSPACED_FONTS).set(
         block_info_text_color="*neutral_600",
         block_info_text_color_dark="*neutral_300",

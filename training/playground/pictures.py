@@ -1,4 +1,4 @@
-"""Pictures to show a model: files that strangers upload, read within limits, and arrows puzzles."""
+"""Pictures for the models: untrusted uploads, read within limits, and arrows puzzles."""
 
 from pathlib import Path
 
@@ -18,12 +18,13 @@ PUZZLES = Arrows("test")
 
 def open_picture(path: str | Path) -> tuple[Image.Image, list[str]]:
     """
-    An uploaded file as an RGB picture, rotated upright as its EXIF data say, and what was changed, to be shown.
+    An uploaded file as an RGB picture, rotated according to its EXIF data, and notes on the changes.
 
-    Transparent parts become white; of an animation the first frame is taken. Only decoders of `EXTENSIONS` are used.
+    Transparent parts become white. Only the first frame of an animation, and only the decoders of `EXTENSIONS`, are
+    used.
 
     Raises:
-        InputError: naming the file, if it is no picture of an accepted format, damaged or larger than the limits.
+        InputError: naming the file, if it is not a picture in an accepted format, is damaged or exceeds the limits.
     """
     path = Path(path)
     try:
@@ -54,7 +55,7 @@ def _read(path: Path) -> tuple[Image.Image, list[str]]:
 
 
 def _decode(image: Image.Image) -> tuple[Image.Image, list[str]]:
-    # The header holds the size, so this is checked before anything is decoded.
+    # The size is in the header, so this is checked before decoding.
     if image.width * image.height > MAX_MEGAPIXELS * 10**6:
         raise InputError(
             f"it has {image.width} × {image.height} pixels; accepted are up to {MAX_MEGAPIXELS} megapixels."
@@ -73,13 +74,13 @@ def _decode(image: Image.Image) -> tuple[Image.Image, list[str]]:
 
 def draw_puzzle(number: int, image_size: int) -> tuple[Image.Image, str]:
     """
-    The arrows puzzle of a number in the test split, and its answer.
+    The puzzle with this number in the arrows' test split, and its answer.
 
-    It is drawn at `image_size`, not resized: cells keep their pixels and their patches, and a larger puzzle has more of
-    them, as in LieRE's experiment (§5.2). So the same number is another scene at another size.
+    It is drawn at `image_size`, not resized: cells keep their size, and a larger puzzle has more of them, as in LieRE's
+    experiment (§5.2). The same number is therefore another scene at another size.
 
     Raises:
-        InputError: if there is no puzzle of that number.
+        InputError: if the number is out of range.
         ValueError: if the size does not consist of whole cells.
     """
     if number is None or not 0 <= number < len(PUZZLES):

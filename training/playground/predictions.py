@@ -1,4 +1,4 @@
-"""Checkpoints to play with: found, loaded when they are first asked for, and what they say about one picture."""
+"""Checkpoints of the page: finding them, loading them on demand, and predicting the class of a picture."""
 
 import logging
 import math
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_CHECKPOINTS = ROOT / "outputs" / "arrows"
-# What the repository has, for those who have not run the demo.
+# Checkpoints of the repository, used if the demo was not run.
 STORED_CHECKPOINTS = ROOT / "training" / "checkpoints"
 MIN_PATCHES_PER_SIDE = 2
 # Attention of 12 heads and 1,024 patches takes 50 MB per layer.
@@ -47,12 +47,12 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 @dataclass(frozen=True)
 class Checkpoint:
     """
-    An image classifier, as far as its configuration tells.
+    An image classifier, described by its configuration.
 
     Args:
-        name: Distinct among the checkpoints of an app.
-        repo_id: Where on the Hub it comes from, if it does.
-        image_size: The longer side of what it was trained at.
+        name: A unique name among the checkpoints of an app.
+        repo_id: Its repository on the Hub, if any.
+        image_size: The longer side of its training images.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Answer:
-    """Probabilities of all classes, the most probable first, and where the model looked."""
+    """Probabilities of all classes, the most probable first, and the attention."""
 
     probabilities: dict[str, float]
     attention: AttentionMaps
@@ -82,11 +82,11 @@ def find_checkpoints(sources: Sequence[str] | None = None) -> list[Checkpoint]:
     The checkpoints in folders, in the folders of a folder, and on the Hub, from where they are downloaded.
 
     Args:
-        sources: `None` means those of the demo or, where it was not run, the one of the repository.
+        sources: `None` for those of the demo or, if it was not run, of the repository.
 
     Raises:
-        InputError: if a source holds no checkpoint of an image classifier, or none is left.
-        HubError: if the Hub does not deliver one.
+        InputError: if a source contains no image classifier.
+        HubError: if a download from the Hub fails.
     """
     if sources is None:
         was_run = any(DEMO_CHECKPOINTS.glob("*/config.json"))
@@ -111,7 +111,7 @@ def _folders(source: str) -> list[tuple[Path, str | None]]:
                 logger.warning(f"Left out: {error}")
         if not usable:
             raise InputError(
-                f"The folder {source} holds no checkpoint of an image classifier, neither itself nor one level below."
+                f"The folder {source} contains no checkpoint of an image classifier, at most one level below."
             )
         return usable
     if not HUB_NAME.fullmatch(source):
@@ -123,7 +123,7 @@ def _folders(source: str) -> list[tuple[Path, str | None]]:
 
 
 def _shorten_paths(paths: list[str]) -> list[str]:
-    """The ends of paths, as short as possible but different."""
+    """The shortest distinct suffixes of paths."""
     parts = [path.split("/") for path in paths]
     names = []
     for own in parts:
@@ -143,10 +143,10 @@ def _describe(name: str, folder: Path, repo_id: str | None) -> Checkpoint:
     if model_class is None or model_class.__name__ not in (config.architectures or []):
         held = ", ".join(config.architectures or []) or config.model_type
         raise InputError(
-            f"{name} holds {held}; accepted: LieREViTForImageClassification, and classifiers of images that were "
-            "patched, such as RotaryViTForImageClassification."
+            f"{name} is {held}; accepted: LieREViTForImageClassification, and patched image classifiers such as "
+            "RotaryViTForImageClassification."
         )
-    # Models of images and text keep the sizes in the part for images.
+    # Dual encoders have the sizes in their vision configuration.
     vision = getattr(config, "vision_config", config)
     if vision.num_channels not in (1, 3):
         raise InputError(f"{name} takes images of {vision.num_channels} channels; accepted: 1 and 3.")
@@ -163,7 +163,7 @@ def _describe(name: str, folder: Path, repo_id: str | None) -> Checkpoint:
 
 
 def _class_names(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Names of the classes; of those that share a name, as two of ImageNet's do, with their numbers."""
+    """Names of the classes, with their numbers if several share a name, as two of ImageNet's do."""
     names = [str(config.id2label[number]) for number in range(config.num_labels)]
     counts = Counter(names)
     return tuple(f"{name} ({number})" if counts[name] > 1 else name for number, name in enumerate(names))
@@ -178,13 +178,13 @@ def _encoding(config: PreTrainedConfig) -> str:
 
 def image_sizes(checkpoints: Sequence[Checkpoint], puzzle: bool) -> range:
     """
-    Sides of square images, in pixels, that all checkpoints take and that stay within the limits on patches.
+    Sides of square images, in pixels, that all checkpoints take within the limits on patches.
 
     Args:
         puzzle: Whether arrows puzzles are drawn at these sizes.
 
     Raises:
-        InputError: if there is none.
+        InputError: if no size fits all checkpoints.
     """
     extents = [extent for checkpoint in checkpoints for extent in checkpoint.patch_shape]
     step = math.lcm(*extents, CELL if puzzle else 1)
@@ -225,7 +225,7 @@ class Classifier:
             saved = AutoImageProcessor.from_pretrained(checkpoint.folder, **local)
             self.processor = saved
             if hasattr(saved, "max_num_patches"):
-                # Pictures are squeezed here, also for models whose own processor keeps their aspect ratio.
+                # Pictures are squeezed here, even if the model's processor keeps their aspect ratio.
                 constants = {"image_mean": saved.image_mean, "image_std": saved.image_std, "resample": saved.resample}
                 self.processor = ViTImageProcessor(**constants)
         except OSError:
@@ -233,15 +233,15 @@ class Classifier:
             half = [0.5] * checkpoint.num_channels
             self.processor = ViTImageProcessor(image_mean=half, image_std=half)
         self.model.eval()
-        # Looking at attention changes the model's attention function for a moment.
+        # Computing attention maps changes the model's attention function temporarily.
         self._lock = threading.Lock()
 
     def pixel_values(self, picture: Image.Image, size: int) -> torch.Tensor:
         """
-        (1, C, size, size), prepared by the checkpoint's processor from the whole picture, squeezed into a square.
+        (1, C, size, size): the whole picture, squeezed into a square by the checkpoint's processor.
 
         Raises:
-            InputError: if the image does not consist of whole patches, or of more than the limit.
+            InputError: if the size is not a multiple of the patches, or has too many.
         """
         sizes = image_sizes([self.checkpoint], puzzle=False)
         if size not in sizes:
@@ -255,7 +255,7 @@ class Classifier:
         return self.processor(picture, do_resize=True, size=square, return_tensors="pt", **crop).pixel_values
 
     def answer(self, picture: Image.Image, size: int) -> Answer:
-        """Raises [`InputError`] as [`pixel_values`] does, or if the model itself refuses the size."""
+        """Raises [`InputError`] if [`pixel_values`] or the model refuses the size."""
         pixel_values = self.pixel_values(picture, size)
         try:
             with self._lock, torch.no_grad():
@@ -272,7 +272,7 @@ class Classifier:
 
 
 class Classifiers:
-    """Checkpoints in memory: each is loaded once, when it is first asked for; those not used for longest make room."""
+    """Checkpoints in memory, loaded on first use. The least recently used ones are dropped."""
 
     def __init__(self, kept: int = MODELS_IN_MEMORY):
         self._load = lru_cache(maxsize=kept)(Classifier)
@@ -285,10 +285,10 @@ class Classifiers:
 
 
 def model_view(picture: Image.Image, size: int) -> Image.Image:
-    """The picture at the resolution at which a model sees it."""
+    """The picture at the resolution of the model's input."""
     return picture if picture.size == (size, size) else picture.resize((size, size), Image.Resampling.BICUBIC)
 
 
 def attention_pictures(picture: Image.Image, size: int, attention: AttentionMaps) -> list[Image.Image]:
-    """The attention of every layer on what the model sees, each on a scale of its own (LieRE App. G)."""
+    """The attention of every layer over the model's input, each scaled separately (LieRE App. G)."""
     return [Image.fromarray(overlay(model_view(picture, size), layer[0])) for layer in attention.maps]

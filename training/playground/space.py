@@ -1,4 +1,4 @@
-"""A Hugging Face Space of training/app.py: what it needs of this repository, checkpoints, requirements and a card."""
+"""A Hugging Face Space of training/app.py: the required code, checkpoints, requirements and a card."""
 
 import re
 import shutil
@@ -13,7 +13,7 @@ from hf_liere.storage.targets import new_directory
 from training.playground.predictions import ROOT, Checkpoint
 
 
-# What app.py imports of training/; the package hf_liere is copied as a whole.
+# Modules of training/ that app.py imports. The package hf_liere is copied completely.
 MODULES = (
     "app.py",
     "data/arrows.py",
@@ -23,7 +23,7 @@ MODULES = (
     "playground/predictions.py",
 )
 CHECKPOINT_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "model*.safetensors*")
-# gradio itself is installed as the card's sdk_version says, in a version of huggingface_hub that suits it.
+# gradio is installed through the card's sdk_version, with a suitable version of huggingface_hub.
 REQUIREMENTS = ("matplotlib", "numpy", "pillow", "pyyaml", "torch", "torchvision", "transformers")
 
 START = '''"""Starts the app with the checkpoints of this Space."""
@@ -61,17 +61,17 @@ not for deciding on.
 
 def write_space(folder: Path, checkpoints: Sequence[Checkpoint]) -> str:
     """
-    Writes a Space that runs without this repository. Checkpoints in folders are copied, those of the Hub are named and
-    downloaded by the Space when it starts.
+    Writes a Space that runs without this repository. Checkpoints in folders are copied; the Space downloads those of
+    the Hub when it starts.
 
     Args:
-        folder: Where; it must not exist or be empty, and appears complete or not at all.
+        folder: A new or empty folder. It is written completely or not at all.
 
     Returns:
-        What to do next.
+        A message with the next steps.
 
     Raises:
-        FileExistsError: if the folder holds something.
+        FileExistsError: if the folder is not empty.
         InputError: if nothing can be written beside it.
     """
     with new_directory(folder) as partial:
@@ -96,7 +96,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> str:
-    # Folders of sweeps have characters in their names that not every file system accepts.
+    # Folder names of sweeps contain characters that some file systems refuse.
     place = Path("checkpoints") / re.sub(r"[^\w.-]+", "-", checkpoint.name)
     for pattern in CHECKPOINT_FILES:
         for path in checkpoint.folder.glob(pattern):
@@ -105,7 +105,7 @@ def _copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> str:
 
 
 def _requirements() -> str:
-    # Package indexes have no versions with a local part, as torch's builds for the CPU have (+cpu).
+    # Package indexes lack local versions such as torch's +cpu builds.
     return "".join(f"{name}=={version(name).partition('+')[0]}\n" for name in REQUIREMENTS)
 
 

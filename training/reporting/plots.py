@@ -1,4 +1,4 @@
-"""Pictures of sweeps, by [`plot`]: for every encoding the same colour and marker in all of them."""
+"""Pictures of sweeps, by [`plot`]. An encoding has the same colour and marker in all of them."""
 
 import textwrap
 from collections import defaultdict
@@ -30,22 +30,22 @@ AXES = {
     "hidden_size": "channels",
     "max_length": "tokens in a block of the evaluation",
 }
-# A number of patches has no place on an axis beside squares, which have none.
+# Not comparable with squares, which have no such number.
 NOT_ON_AXES = ("max_num_patches",)
-# Smallest span of the axis, in percent for accuracies, so that small differences look small.
+# Smallest axis span, in percent for accuracies, so that small differences look small.
 LEAST_SPAN = {"accuracy": 5.0, "AUC": 0.05, "mAP": 0.05, "perplexity": 0.05}
-# Characters of a line that fit above a picture.
+# Characters per line above a picture.
 TITLE_WIDTH = 90
-# Beyond this ratio of the largest to the smallest number the axis counts doublings.
+# The axis is logarithmic if the largest number is this many times the smallest.
 LOGARITHMIC = 8
 
 
 def plot(table: Table, title: str, path: Path) -> None:
-    """A picture of a sweep: lines where a condition or a setting is a number, else a row of points for each model."""
+    """Draws a sweep: lines if a condition or setting is a number, else a row of points for each model."""
     label = METRICS[next(iter(next(iter(table.values())).values())).metric()]
     lines, number = find_lines(table)
     if len(lines) > len(STYLES):
-        # More lines than styles cannot be told apart.
+        # More lines than styles would be indistinguishable.
         lines = {}
     height = 4.5 if lines else 1.3 + 0.32 * len(table)
     figure, axes = pyplot.subplots(figsize=(7, height), layout="constrained")
@@ -71,11 +71,11 @@ def plot(table: Table, title: str, path: Path) -> None:
 
 
 def find_lines(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
-    """Points by line, and what the horizontal axis is: the one condition or setting that is a number and varies."""
+    """Points by line, and the name of the horizontal axis: the one numeric condition or setting that varies."""
     lines: dict[str, list[tuple[float, Cell]]] = defaultdict(list)
     conditions = [cell.results[0]["condition"] for cells in table.values() for cell in cells.values()]
     numbers = {name for given in conditions for name, value in given.items() if _is_number(name, value)}
-    # Where several conditions are numbers, the first of them here is the axis and the others are lines.
+    # If several conditions are numbers, the first one is the axis and the others make lines.
     number = next((name for name in [*AXES, *sorted(numbers)] if name in numbers), "")
     for row, cells in table.items():
         for cell in cells.values() if number else ():
@@ -101,12 +101,12 @@ def find_lines(table: Table) -> tuple[dict[str, list[tuple[float, Cell]]], str]:
             row = method({name: value for name, value in given.items() if name != varying[0]})
             row = row.replace("LieRE8", "LieRE, b = 2: RoPE-Mixed") if varying[0] == "block_size" else row
             lines[row].append((given[varying[0]], next(iter(cells.values()))))
-    # A comparison of encodings is not drawn as a line, even where some of them have a number.
+    # Comparisons of encodings are not drawn as lines, even if some encodings have a number.
     return (lines, varying[0]) if all(len(points) > 1 for points in lines.values()) else ({}, "")
 
 
 def _as_trained(result: dict[str, Any], number: str) -> float | None:
-    """The value of a condition that a result was evaluated without, which is that of the training."""
+    """The training value of a condition that the evaluation did not set."""
     if number == "image_size":
         size = result["run"].get("image_size")
         return size[-1] if size else None
@@ -123,7 +123,7 @@ def _plot_lines(axes, lines: dict[str, list[tuple[float, Cell]]], number: str, l
     looks = styles(list(lines))
     for index, (row, points) in enumerate(lines.items()):
         points = sorted(points, key=lambda point: point[0])
-        # The points stand side by side, so that no interval hides another.
+        # Shift points sideways, so that no interval hides another.
         aside = (index - (len(lines) - 1) / 2) / 150
         width = numbers[-1] - numbers[0]
         places = [
@@ -133,7 +133,7 @@ def _plot_lines(axes, lines: dict[str, list[tuple[float, Cell]]], number: str, l
 
 
 def _plot_rows(axes, table: Table, label: str) -> int:
-    """Models from top to bottom, and under each other their conditions, whose number is returned."""
+    """Draws models from top to bottom with their conditions below each other; returns the number of conditions."""
     conditions = list(dict.fromkeys(column for cells in table.values() for column in cells))
     for index, column in enumerate(conditions):
         places = [
@@ -151,7 +151,7 @@ def _plot_rows(axes, table: Table, label: str) -> int:
 def _draw(
     axes, places: Sequence[float], cells: Sequence[Cell], label: str, style: dict, name: str, line: str, across=False
 ) -> None:
-    """Means with intervals, and the single seeds of each; `across` for places on the vertical axis."""
+    """Draws means with intervals, and single seeds. With `across`, places are on the vertical axis."""
     scale = 100 if label == "accuracy" else 1
     intervals = [cell.interval for cell in cells]
     means = [interval.mean * scale for interval in intervals]
@@ -168,13 +168,13 @@ def _draw(
 
 
 def styles(rows: list[str]) -> dict[str, dict[str, Any]]:
-    """The style of each row's encoding; a row whose style is taken gets one that is left."""
+    """The style of each row's encoding. A row whose style is taken gets a free one."""
     owners = {}
     for row in rows:
         owners.setdefault(_encoding(row), row)
     owners.pop(None, None)
     places = {row: place for place, row in owners.items()}
-    # Styles that no encoding owns come first, so that a style does not depend on the other rows.
+    # Prefer styles that belong to no encoding, so that styles do not depend on the other rows.
     free = [place for place in range(len(STYLES)) if place not in owners]
     left = sorted(free, key=lambda place: ENCODINGS[place] != "") or [0]
     others = [row for row in rows if row not in places]

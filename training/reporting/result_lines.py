@@ -1,7 +1,7 @@
 """Results of sweeps as json lines, each with everything needed to repeat it.
 
-A file that is kept for long holds whole lines and changes: a line without a sweep holds only what differs from the line
-before, in dictionaries entry by entry.
+Stored files are compressed: a line without a sweep contains only the changes from the previous line, entry by entry in
+dictionaries.
 """
 
 import base64
@@ -16,9 +16,9 @@ from hf_liere.errors import InputError
 from training.common.records import write_text
 
 
-# Which sweep, settings and condition; the flags of the training and what they were resolved to; the metrics of the
-# training and of this evaluation; accuracies by epoch; which examples were classified correctly, as bits in base64;
-# versions and hardware; the arguments of evaluate_sweep.py, which older lines do not have.
+# Sweep, settings and condition; flags of the training and the resolved run; metrics of training and of this evaluation;
+# accuracies by epoch; correctly classified examples, as bits in base64; versions and hardware; arguments of
+# evaluate_sweep.py, which older lines lack.
 RESULT_KEYS = (
     "sweep",
     "script",
@@ -35,16 +35,16 @@ RESULT_KEYS = (
     "command",
 )
 OPTIONAL_KEYS = ("command",)
-# These are written as a whole where they change, because their entries differ in name from line to line.
+# Written completely if they change, because the names of their entries differ between lines.
 NOT_ENTRY_BY_ENTRY = ("settings", "condition", "metrics")
 
 
 def write_results(path: Path, results: list[dict[str, Any]], as_changes: bool = False) -> None:
     """
-    Writes the lines, or leaves the file as it was.
+    Writes the lines atomically.
 
     Args:
-        as_changes: lines hold what differs from the line before, and measured numbers have six digits.
+        as_changes: write only changes from the previous line, and round measured numbers to six digits.
     """
     lines = [_select_keys(result) for result in results]
     if as_changes:
@@ -55,10 +55,10 @@ def write_results(path: Path, results: list[dict[str, Any]], as_changes: bool = 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
     """
-    The lines of a file of results, each of them whole.
+    The complete lines of a file of results.
 
     Raises:
-        InputError: naming the file and line that is none.
+        InputError: naming the file and the invalid line.
     """
     if not path.is_file():
         raise InputError(f"There are no results {str(path)!r}.")
@@ -71,20 +71,20 @@ def read_results(path: Path) -> list[dict[str, Any]]:
             result["metrics"]["eval_samples"]
             results.append(_select_keys(result))
         except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
-            raise InputError(f"{path.name}, line {number} is no result of evaluate_sweep.py.") from error
+            raise InputError(f"{path.name}, line {number} is not a result of evaluate_sweep.py.") from error
     if not results:
-        raise InputError(f"{path.name} holds no results.")
+        raise InputError(f"{path.name} contains no results.")
     return results
 
 
 def correct_examples(result: dict[str, Any]) -> np.ndarray:
-    """Whether each example was classified correctly, (examples,), from a line of results."""
+    """Whether each example was classified correctly, (examples,), decoded from a line of results."""
     bits = np.frombuffer(base64.b64decode(result["correct"]), np.uint8)
     return np.unpackbits(bits, count=result["examples"]).astype(bool)
 
 
 def encode_examples(correct: np.ndarray) -> str:
-    """What `correct_examples` reads."""
+    """Encodes (examples,) for `correct_examples`."""
     return base64.b64encode(np.packbits(correct).tobytes()).decode()
 
 
@@ -96,7 +96,7 @@ def _to_changes(lines: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     before: dict[str, Any] = {}
     for line in lines:
         changes = _changes(before, line)
-        # Changes cannot express that an entry is gone; then the whole line is written.
+        # Changes cannot express that an entry was removed; then write the whole line.
         yield changes if before and _apply_changes(before, changes) == line else line
         before = line
 

@@ -17,12 +17,12 @@ METRICS = {"eval_accuracy": "accuracy", "eval_auc": "AUC", "eval_map": "mAP", "e
 AS_TRAINED = "as trained"
 # Results are averaged over these settings.
 SEEDS = ("seed", "evaluation_seed")
-# These settings follow from the name of the encoding.
+# Settings that the name of the encoding implies.
 AS_IN_PAPER = (
     *("coordinates", "position_table_size", "rotary_init", "rotate_prefix", "rope_theta", "model_name_or_path"),
     "baseline",
 )
-# Unless two models of a sweep have the same encoding.
+# Exceptions, if two models of a sweep have the same encoding.
 TELLING = ("coordinates", "rotary_init", "rotate_prefix")
 
 
@@ -36,7 +36,7 @@ class Cell:
         return max((name for name in METRICS if name in self.results[0]["metrics"]), key=list(METRICS).index)
 
     def correct(self) -> np.ndarray | None:
-        """(runs, examples) of 0 and 1, where every run has kept them."""
+        """(runs, examples) of 0 and 1, if every run stored them."""
         if any(result["correct"] is None for result in self.results):
             return None
         runs = [correct_examples(result) for result in self.results]
@@ -47,7 +47,7 @@ class Cell:
 
     @cached_property
     def interval(self) -> Interval:
-        """Bootstrapped from examples for accuracies; else the mean of the intervals of the runs, or their range."""
+        """Bootstrapped from examples for accuracies; else the mean of the runs' intervals, or the range of the runs."""
         name, correct = self.metric(), self.correct()
         if name == "eval_accuracy" and correct is not None:
             return bootstrap_mean(correct)
@@ -80,7 +80,7 @@ Table = dict[str, dict[str, Cell]]
 
 
 def arrange(results: list[dict[str, Any]]) -> Table:
-    """Cells by the names of settings and of conditions, in the order of the results; seeds go into the same cell."""
+    """Cells by the names of settings and of conditions, in the order of the results. Seeds share a cell."""
     table: dict[str, dict[str, Cell]] = defaultdict(lambda: defaultdict(Cell))
     shown = distinguishing_settings([result["settings"] for result in results], results[0]["script"])
     for result in results:
@@ -91,7 +91,7 @@ def arrange(results: list[dict[str, Any]]) -> Table:
 
 
 def common_settings(rows: Iterable[str]) -> list[str]:
-    """What all rows of several have beside their names."""
+    """Settings that all rows have in common, if there are several."""
     parts = [row.split(", ")[1:] for row in rows]
     return [part for part in parts[0] if all(part in other for other in parts)] if len(parts) > 1 else []
 
@@ -101,7 +101,7 @@ def drop_common(row: str, common: list[str]) -> str:
 
 
 def distinguishing_settings(trained: Iterable[dict[str, Any]], script: str) -> tuple[str, ...]:
-    """Those of [`TELLING`] in which models of a sweep with the same encoding and blocks differ."""
+    """The settings of [`TELLING`] in which models of a sweep with the same encoding and block size differ."""
     values: dict[str, set[tuple]] = defaultdict(set)
     for settings in trained:
         encoding = {name: settings.get(name) for name in ("position_encoding", "block_size")}
@@ -115,10 +115,10 @@ def distinguishing_settings(trained: Iterable[dict[str, Any]], script: str) -> t
 
 def method(settings: dict[str, Any], script: str = "image_classification", shown: Iterable[str] = ()) -> str:
     """
-    The name that a model has in the papers, and what else was set; unpatched models keep their own positions.
+    The papers' name of a model, and its other settings. Unpatched models keep the name of their own positions.
 
     Args:
-        shown: Settings that are named although they usually follow from the name of the encoding.
+        shown: Settings to name although the encoding's name usually implies them.
     """
     ignored = {*SEEDS, *AS_IN_PAPER} - set(shown)
     rest = {name: value for name, value in settings.items() if name not in ignored and value is not None}

@@ -1,4 +1,4 @@
-"""What a report says of a sweep: a table beside the paper's figures, tests between models, and what is missing."""
+"""The section of a report on one sweep: a table beside the paper's figures, tests between models, missing models."""
 
 import json
 import shlex
@@ -24,7 +24,7 @@ from training.reporting.significance import PairedTest, holm, paired_test, paire
 from training.reporting.sweeps import TRAINING, combinations, read_sweep, to_flags
 
 
-# From so many seeds on, tests are over seeds: fewer have almost no power.
+# With at least this number of seeds, tests are over seeds; with fewer they would have almost no power.
 SEEDS_TO_TEST = 5
 
 
@@ -37,7 +37,7 @@ def title_of(folder: str, results: list[dict[str, Any]], table: Table, common: l
 
 
 def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dict[str, Any], common: list[str]) -> str:
-    """Everything about one sweep, as markdown; what all its models have in `common` stands above the table."""
+    """The section on one sweep, as markdown. Settings that all models have in `common` are above the table."""
     lines = [f"## {folder}: {results[0]['sweep']}", _about(results, common), _command(folder, results[0])]
     conditions = list(dict.fromkeys(column for cells in table.values() for column in cells))
     papers = _rename_rows(paper.get("rows", {}), common)
@@ -75,18 +75,18 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
 
 
 def _rename_rows(papers: dict[str, Any], common: list[str]) -> dict[str, Any]:
-    """What a paper has by row, under the names without what all our rows have in common."""
+    """A paper's figures by row, with names that omit the settings that all our rows have in common."""
     return {drop_common(row, common): given for row, given in papers.items() if set(common) <= set(row.split(", "))}
 
 
 def _sweep(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sweep's file, where it still exists."""
+    """The content of the sweep's file, if it still exists."""
     file = TRAINING / "sweeps" / f"{results[0]['sweep']}.yaml"
     return read_sweep(file, _is_mini(results[0])) if file.is_file() else {}
 
 
 def _missing_models(results: list[dict[str, Any]], table: Table, common: list[str]) -> list[str]:
-    """Models of the sweep's file that are not among the results or have other settings there, and seeds of others."""
+    """Models of the sweep's file without results or with results of other settings, and missing seeds."""
     sweep = _sweep(results)
     if not sweep:
         return []
@@ -99,7 +99,7 @@ def _missing_models(results: list[dict[str, Any]], table: Table, common: list[st
         wanted.setdefault(row, set()).add(settings.get("seed"))
         if row in table:
             measured = next(iter(table[row].values())).results[0]["settings"]
-            # Other settings are in the names of the rows; where weights came from is a folder.
+            # The names of the rows contain all other settings; model_name_or_path is a folder.
             hidden = set(AS_IN_PAPER) - {"model_name_or_path"}
             differing = {name: value for name, value in settings.items() if measured.get(name) != value}
             changed[row] = [f"{name} {value}" for name, value in differing.items() if name in hidden]
@@ -137,13 +137,13 @@ def _seeds_differ(table: Table) -> bool:
 
 
 def _about(results: list[dict[str, Any]], common: list[str]) -> str:
-    """What was measured on what, from the records of the first run."""
+    """Model, data and machine, from the records of the first run."""
     first = results[0]
     model, training = (first["run"].get(key, {}) for key in ("model", "training"))
     model = model.get("backbone_config") or model
     epochs, trained = _epochs(first), first["train_metrics"]
     examples = trained.get("train_samples_per_second", 0) * trained.get("train_runtime", 0) / (epochs or 1)
-    # The time of a run that was resumed is that of its last part.
+    # The recorded time of a resumed run covers only its last part.
     examples = first["run"].get("examples", {}).get("train", {}).get("samples", examples)
     processes = first["environment"].get("world_size", 1)
     batch = training.get("per_device_train_batch_size", 0) * training.get("gradient_accumulation_steps", 1) * processes
@@ -174,10 +174,10 @@ def _is_mini(result: dict[str, Any]) -> bool:
 
 
 def _command(folder: str, result: dict[str, Any]) -> str:
-    """The command that ran the sweep; files outside of the repository are named without their folders."""
+    """The command that ran the sweep. Files outside the repository are named without their folders."""
     if "command" in result:
         return f"    {shlex.join(['python', 'training/evaluate_sweep.py', *result['command']])}"
-    # Older results do not hold the command. What was passed stands between the recipe and what the sweep sets.
+    # Older results lack the command. The passed flags are between the recipe and the flags of the sweep.
     passed = result["flags"][1 : -len(to_flags({**result["settings"], "do_eval": True}))]
     mini = ["--mini"] if _is_mini(result) else []
     words = ["python", "training/evaluate_sweep.py", f"training/sweeps/{result['sweep']}.yaml", *mini]
@@ -185,7 +185,7 @@ def _command(folder: str, result: dict[str, Any]) -> str:
 
 
 def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> str | None:
-    """As LieRE's Table 5: (before − after) / before, for evaluations with shuffled patches or frames."""
+    """(before − after) / before for evaluations with shuffled patches or frames, as in LieRE's Table 5."""
     shuffles = [column for column in conditions if "evaluation_shuffle" in column]
     if not shuffles or AS_TRAINED not in conditions:
         return None
@@ -210,12 +210,12 @@ UNKNOWN = object()
 @dataclass(frozen=True)
 class Pairing:
     """
-    Rows that are tested against those with the `reference` value of a setting, where nothing else differs. Rows that
-    do not state the setting are left out, because its value is not known.
+    Tests of rows against the row that differs only in having the `reference` value of a setting. Rows whose value is
+    unknown are skipped.
 
     Attributes:
-        default: The value that the encoding of a row, if it has one, gives a setting that is not stated.
-        beside: Settings that belong to this one and may differ too.
+        default: The value of an unstated setting, by the row's encoding, if any.
+        beside: Related settings that may differ too.
     """
 
     setting: str
@@ -243,7 +243,7 @@ class Pairing:
         return {row: references[rest] for row, rest in others.items() if rest in references}
 
 
-# Which rows are tested against each other beside the baselines, by what stands above the tests.
+# Tests in addition to those against the baselines, by their titles.
 PAIRINGS = {
     "Images at their own aspect ratios against the same model of images squeezed into squares, in points:": Pairing(
         "max_num_patches", None, lambda traits: None
@@ -252,7 +252,7 @@ PAIRINGS = {
         "coordinates",
         "index",
         lambda traits: traits.coordinates if traits else UNKNOWN,
-        # The scale of the start belongs to the unit of the coordinates.
+        # The scale of the initial generators depends on the unit of the coordinates.
         beside=("rotary_init_scale",),
     ),
     "`rotary_init_scale` against 1, with the same encoding, in points:": Pairing("rotary_init_scale", 1.0),
@@ -265,7 +265,7 @@ PAIRINGS = {
 
 
 def _peaks(table: Table, papers: dict[str, Any]) -> str | None:
-    """The highest accuracy of all epochs, as in LieRE's Figure 4, and the last beside it."""
+    """The highest accuracy of all epochs, as in LieRE's Figure 4, beside the last."""
     rows = []
     for row, cells in table.items():
         runs = [result["history"] for result in next(iter(cells.values())).results]
@@ -277,12 +277,12 @@ def _peaks(table: Table, papers: dict[str, Any]) -> str | None:
 
 
 def _losses(table: Table, papers: dict[str, Any]) -> str | None:
-    """Cross entropies with the means of the intervals of the runs, as LieRE's Table 9."""
+    """Cross entropies with the means of the runs' intervals, as in LieRE's Table 9."""
     return _means(table, papers, "eval_loss", "loss")
 
 
 def _balanced(table: Table, papers: dict[str, Any]) -> str | None:
-    """Balanced accuracies with the means of the intervals of the runs."""
+    """Balanced accuracies with the means of the runs' intervals."""
     return _means(table, papers, "eval_balanced_accuracy", "balanced accuracy")
 
 
@@ -298,7 +298,7 @@ def _means(table: Table, papers: dict[str, Any], metric: str, title: str) -> str
 
 
 def _precisions(table: Table, papers: dict[str, list[float]]) -> str | None:
-    """COCO's average precisions in percent, as ComRoPE's Table 2; a size that no object has is left out."""
+    """COCO's average precisions in percent, as in ComRoPE's Table 2, without sizes that no object has."""
     names = ("map", "map_50", "map_75", "map_small", "map_medium", "map_large")
     some = [result["metrics"] for cells in table.values() for cell in cells.values() for result in cell.results]
     shown = [index for index, name in enumerate(names) if any(f"eval_{name}" in metrics for metrics in some)]
@@ -330,7 +330,7 @@ FURTHER_TABLES = {
 
 
 def _tests(table: Table, references: dict[str, str], conditions: list[str]) -> str | None:
-    """Paired tests of rows, each against another one, under every condition, corrected for the number of all."""
+    """Paired tests of rows against their references under every condition, corrected for the number of tests."""
     tests = {
         (row, column): test
         for row, against in references.items()
@@ -347,7 +347,7 @@ def _tests(table: Table, references: dict[str, str], conditions: list[str]) -> s
 
 
 def _test(base: Cell | None, other: Cell | None) -> PairedTest | None:
-    """Over seeds where both have the same, enough of them; else over examples, if both kept the same."""
+    """A test over seeds if both have the same seeds and enough of them; else over examples if both stored the same."""
     if base is None or other is None:
         return None
     seeds = [cell.by_seed() for cell in (base, other)]
@@ -374,8 +374,8 @@ def _p_value(value: float) -> str:
 
 def _epochs_to_baseline(table: Table, is_accuracy: bool) -> str | None:
     """
-    The epochs after which each model reaches what Absolute reaches: its last accuracy as in LieRE's Figure 9, or its
-    highest mAP as in ComRoPE's Figure 4, which counts iterations of equal batches.
+    The epochs after which each model reaches Absolute's last accuracy, as in LieRE's Figure 9, or its highest mAP, as
+    in ComRoPE's Figure 4, which counts iterations of equal batches.
     """
     histories = {}
     for row, cells in table.items():

@@ -17,7 +17,7 @@ class Interval:
 
 @dataclass
 class PairedTest:
-    """Differences between two models on the same examples or seeds, their z or t, and the two-sided `p_value`."""
+    """Difference between two models on the same examples or seeds, its z or t statistic and two-sided `p_value`."""
 
     difference: Interval
     statistic: float
@@ -28,8 +28,8 @@ def bootstrap_mean(values: np.ndarray, num_resamples: int = 1000, confidence: fl
     """
     Mean over runs and examples with the percentile bootstrap of the LieRE paper.
 
-    Examples are drawn with replacement, and with each its results in all runs: several runs on the same examples are
-    no larger test set. The interval does not contain the spread of the runs.
+    Examples are drawn with replacement together with their results in all runs, because several runs on the same
+    examples do not make a larger test set. The interval does not include the spread between runs.
 
     Args:
         values: (runs, examples).
@@ -50,7 +50,7 @@ def paired_test(first: np.ndarray, second: np.ndarray) -> PairedTest:
         first, second: (runs, examples), the same examples in the same order. Runs are averaged.
 
     Raises:
-        ValueError: if the examples are not as many, or only one.
+        ValueError: if the numbers of examples differ or are below two.
     """
     if first.shape[1:] != second.shape[1:] or first.shape[-1] < 2:
         raise ValueError(f"Results of {first.shape[-1]} and {second.shape[-1]} examples cannot be paired.")
@@ -59,14 +59,14 @@ def paired_test(first: np.ndarray, second: np.ndarray) -> PairedTest:
 
 def paired_test_over_seeds(first: np.ndarray, second: np.ndarray) -> PairedTest:
     """
-    Paired t-test of the mean of `second - first` over seeds: it says what other seeds would give, initial weights,
-    order and examples alike, where [`paired_test`] speaks of other examples for the same trained models.
+    Paired t-test of the mean of `second - first` over seeds. It generalises to other seeds (initial weights, order of
+    examples), whereas [`paired_test`] generalises to other examples for the same trained models.
 
     Args:
         first, second: (seeds,) figures of the same seeds in the same order.
 
     Raises:
-        ValueError: if the seeds are not as many, or only one.
+        ValueError: if the numbers of seeds differ or are below two.
     """
     if first.shape != second.shape or first.ndim != 1 or len(first) < 2:
         raise ValueError(f"Figures of {first.shape} and {second.shape} seeds cannot be paired.")
@@ -86,8 +86,8 @@ def _test_differences(differences: np.ndarray, distribution) -> PairedTest:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """
-    p-values corrected for their number by Holm's method (1979): of those below a level, the chance that any is there
-    without a difference is at most this level, whatever their dependence.
+    Corrects p-values for their number by Holm's method (1979). The probability of any false rejection at a level is at
+    most that level, for any dependence.
     """
     order = np.argsort(p_values, kind="stable")
     corrected, largest = [0.0] * len(p_values), 0.0

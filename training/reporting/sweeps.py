@@ -1,4 +1,4 @@
-"""Sweeps: what their files say, which runs these make, and what of a run becomes a line of results."""
+"""Sweeps: reading their files, making their runs, and collecting results."""
 
 import importlib
 import itertools
@@ -31,7 +31,7 @@ SCRIPTS = (
     *("clip_finetuning", "language_modeling"),
 )
 SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "report", "mini")
-# Tables of a report that some sweeps have beside the usual ones.
+# Additional tables in the reports of some sweeps.
 REPORT_TABLES = ("epochs", "peak", "losses", "precisions", "balanced")
 
 
@@ -40,7 +40,7 @@ def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
     The content of a sweep file.
 
     Raises:
-        InputError: naming what is wrong with it.
+        InputError: naming the error in the file.
     """
     if not path.is_file():
         names = ", ".join(sorted(file.stem for file in (TRAINING / "sweeps").glob("*.yaml")))
@@ -48,12 +48,12 @@ def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
     sweep = read_yaml(path)
     if mini:
         if "mini" not in sweep:
-            raise InputError(f"{path.name} has no small twin; accepted: without --mini.")
+            raise InputError(f"{path.name} has no small version; accepted: without --mini.")
         sweep = {**sweep, **sweep["mini"]}
     sweep.pop("mini", None)
     wrong = set(sweep) - set(SWEEP_KEYS)
     if wrong or not {"script", "recipe", "train"} <= set(sweep):
-        raise InputError(f"{path.name} holds {', '.join(sweep)}; accepted: {', '.join(SWEEP_KEYS)}.")
+        raise InputError(f"{path.name} contains {', '.join(sweep)}; accepted: {', '.join(SWEEP_KEYS)}.")
     if sweep["script"] not in SCRIPTS:
         raise InputError(f"{path.name}: script {sweep['script']!r}; accepted: {', '.join(SCRIPTS)}.")
     unknown = set(sweep.get("report", [])) - set(REPORT_TABLES)
@@ -68,7 +68,7 @@ def combinations(axes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def slug(settings: dict[str, Any]) -> str:
-    """The name of a run's folder; where its weights came from is among its flags."""
+    """The name of a run's folder. The source of the weights is only among its flags."""
     return ",".join(f"{name}={value}" for name, value in settings.items() if name != "model_name_or_path")
 
 
@@ -80,10 +80,10 @@ def train_and_evaluate(
     passed: list[str],
     output_dir: Path,
 ) -> list[dict[str, Any]]:
-    """Trains one model, unless that has been done, and evaluates it; a result for every condition.
+    """Trains one model, unless that is done, and evaluates it; returns one result per condition.
 
     Raises:
-        InputError: if the model's folder holds another run.
+        InputError: if the model's folder contains another run.
     """
     script = importlib.import_module(f"training.{sweep['script']}").main
     folder = output_dir / (slug(settings) or "recipe")
@@ -134,13 +134,13 @@ def to_flags(settings: dict[str, Any]) -> list[str]:
 
 
 def _remaining_flags(folder: Path, flags: list[str]) -> list[str] | None:
-    """Further flags to start or resume a run with, `None` where it is finished; `flags` are kept in its folder."""
+    """Further flags that start or resume a run; `None` if it is finished. Stores `flags` in its folder."""
     described = remove_private(flags)
     file = folder / FLAGS_FILE
     is_ours = file.is_file()
     if is_ours and _read(file)["flags"] != described:
         raise InputError(
-            f"{folder.name} holds the run of other flags, {' '.join(_read(file)['flags'])}; accepted: the same, or "
+            f"{folder.name} contains a run with other flags, {' '.join(_read(file)['flags'])}; accepted: the same, or "
             "another --output_dir."
         )
     model = _model_folder(folder)
@@ -153,17 +153,17 @@ def _remaining_flags(folder: Path, flags: list[str]) -> list[str] | None:
         write_record(folder, FLAGS_FILE, {"flags": described})
     if interrupted:
         return ["--resume_from_checkpoint", "last"]
-    # A run that ended before its first checkpoint left records, but nothing to go on from.
+    # A run that ended before its first checkpoint has records but cannot be resumed.
     return ["--overwrite_output_dir"] if is_ours else []
 
 
 def _model_folder(folder: Path) -> Path:
-    """Where a run leaves its model: clip_finetuning.py has a folder for each, of which a sweep asks for one."""
+    """The folder of a run's model. clip_finetuning.py writes one folder per model; a sweep trains one."""
     return next(folder.glob("*patched"), folder)
 
 
 def _read_sizes(folder: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
-    """Conditions and metrics of a run that evaluates at several sizes by itself."""
+    """Conditions and metrics of a run that evaluates at several sizes."""
     return [
         {
             "condition": {}
@@ -179,7 +179,7 @@ def _read_sizes(folder: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _split_lengths(condition: dict[str, Any], metrics: dict[str, float]) -> list[dict[str, Any]]:
-    """Conditions and metrics of a language model for blocks of further lengths; they are taken out of `metrics`."""
+    """Moves the metrics of further block lengths out of `metrics`; returns these with their conditions."""
     lengths = [match[1] for name in metrics if (match := re.fullmatch(r"eval_(\d+)_perplexity", name))]
     found = []
     for length in sorted(lengths, key=int):
@@ -191,7 +191,7 @@ def _split_lengths(condition: dict[str, Any], metrics: dict[str, float]) -> list
 
 
 def _history(folder: Path) -> list[list[float]]:
-    """Pairs of epoch and accuracy (or mAP) of the evaluations while training."""
+    """Pairs of epoch and accuracy (or mAP) of the evaluations during training."""
     log = _read(folder / "trainer_state.json").get("log_history", [])
     return [
         [entry["epoch"], entry[key]]

@@ -1,4 +1,4 @@
-"""What an encoding adds to a step of a model with absolute positions, taken out of its own model."""
+"""The operations that an encoding adds to a step of a model with absolute positions, isolated from its model."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -14,14 +14,14 @@ from training.speed.models import Settings, compile_function
 
 class States:
     """
-    Queries and keys of every layer, as their projections leave them, and the gradients that attention returns for the
-    rotated ones: (B, H, N, D) each, with tokens before heads in memory.
+    Projected queries and keys of every layer, and the gradients of the rotated ones that attention returns: (B, H, N,
+    D) each, with tokens before heads in memory.
 
-    Every layer has its own, so that they are no warmer in the caches than in a model. The additions of all encodings
-    share them.
+    Every layer has separate tensors, so that the caches are as cold as in a model. The additions of all encodings share
+    them.
 
     Args:
-        settings: Whose batch size, device and type they have.
+        settings: Settings with the batch size, device and dtype.
         config: Configuration of a model.
     """
 
@@ -35,7 +35,7 @@ class States:
         self.layers = [(new().requires_grad_(), new().requires_grad_()) for _ in range(config.num_hidden_layers)]
         self.gradients = [(new(), new()) for _ in self.layers]
         for state in (state for layer in self.layers for state in layer):
-            # A projection consumes the gradient at once, and its memory is used again.
+            # In a model, a projection consumes the gradient immediately and its memory is reused.
             state.register_post_accumulate_grad_hook(_forget_gradient)
 
 
@@ -46,17 +46,17 @@ def _forget_gradient(state: torch.Tensor) -> None:
 class Addition:
     """
     The positions of a grid, the rotations of all layers and their application to query and key; in training also the
-    backward pass through them, to queries, keys and learned generators.
+    backward pass to queries, keys and learned generators.
 
-    Commuting rotations change the basis of the query and key weights. Projections of no tokens do only that, and what
-    they do without rotations, as `absolute` does, is subtracted. What a rotation costs its neighbours in a model, whose
-    data it drives from the caches, is not in it.
+    Commuting rotations change the basis of the query and key weights. To measure this alone, no tokens are projected,
+    and the time of the same projections without rotations, as in `absolute`, is subtracted. The cost of evicting other
+    operations' data from the caches is not included.
 
     Args:
-        settings: How the model was built.
+        settings: Settings that the model was built with.
         model: One of our models, in the mode of the phase.
-        states: What is rotated.
-        keeps_rotations: Whether the rotations of the grid are kept from the pass before, where the model keeps any.
+        states: Queries and keys to rotate.
+        keeps_rotations: Whether cached rotations of the grid are reused, if the model caches any.
     """
 
     def __init__(self, settings: Settings, model: nn.Module, states: States, keeps_rotations: bool = True):
@@ -76,15 +76,15 @@ class Addition:
             self.parameters += [parameter for projection in projections for parameter in projection.parameters()]
 
     def rotations(self) -> Iterable[Rotation]:
-        """Those of every layer, as a pass of the model computes them."""
+        """The rotations of every layer, computed as in the model."""
         query, _ = self.states.layers[0]
         return self.encoder.rotations(self.encoder.grid_positions(self.grid, self.device), query.dtype)
 
     def rotate(self) -> list[torch.Tensor]:
         """
-        What the backward pass starts from: the rotated query and key of every layer, and where the basis changes, both
-        projections of no tokens. Without a backward pass nothing is held, as in a model, unless a compiler would leave
-        out what is not returned.
+        The inputs of the backward pass: the rotated query and key of every layer and, if the basis changes, both
+        projections of no tokens. Without a backward pass nothing is kept, as in a model, unless a compiler would remove
+        operations whose results are not returned.
         """
         outputs = []
         for layer, (query, key), rotation in zip(self.encoder.layers, self.states.layers, self.rotations()):
@@ -94,11 +94,11 @@ class Addition:
         return outputs
 
     def project_without_rotations(self) -> list[torch.Tensor]:
-        """The projections of no tokens as `absolute` has them."""
+        """The projections of no tokens as in `absolute`."""
         return [projected for layer in self.encoder.layers for projected in self.project(layer, None)]
 
     def project(self, layer: nn.Module, rotation: Rotation | None) -> list[torch.Tensor]:
-        """Query and key of no tokens in the basis of the rotation; none where it needs no basis."""
+        """Query and key of no tokens in the basis of the rotation; empty for rotations without a basis."""
         if not self.changes_basis:
             return []
         attention = layer.attention
@@ -110,7 +110,7 @@ class Addition:
         return [next(gradients) if output.numel() else torch.empty_like(output) for output in outputs]
 
     def run(self, function: Callable[[], list[torch.Tensor]]) -> None:
-        """A step of `function`, which is one of those above, with its backward pass in training."""
+        """One step of `rotate` or `project_without_rotations`, in training with its backward pass."""
         if not self.training:
             with torch.no_grad():
                 function()
@@ -126,7 +126,7 @@ class Addition:
         self.run(self.add)
 
     def seconds(self, steps: int) -> dict[str, float]:
-        """Mean seconds by every clock that a step of this takes longer than one of `absolute`."""
+        """Mean seconds, by clock, that a step takes longer than one of `absolute`."""
         seconds = measure_seconds(self.step, steps, self.settings.device)
         if self.changes_basis:
             common = measure_seconds(lambda: self.run(self.subtract), steps, self.settings.device)

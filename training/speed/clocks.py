@@ -1,4 +1,4 @@
-"""Seconds by every clock, and the rates that the machine reaches in operations without any overhead."""
+"""Seconds by every clock, and the machine's bandwidth and rates of products."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ from hf_liere.models.rotation.lie_algebra import working_dtype
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-# 256 MB of float32, more than the caches of a core hold.
+# 256 MB of float32, larger than a core's caches.
 COPIED_ELEMENTS = 1 << 26
 RATE_SAMPLES = 5
 
@@ -32,9 +32,8 @@ def measure_seconds(run: Callable[[], object], steps: int, device: str) -> dict[
 
 def machine_rates(device: str) -> dict[str, dict[str, float]]:
     """
-    By every clock: `bandwidth`, the bytes per second that a copy reads and writes, and the multiply-adds per second of
-    a product of large matrices in `float32` and in `float64`, the type that rotations are computed in (float32 on
-    devices without float64).
+    Rates by clock: `bandwidth`, the bytes per second that a copy reads and writes, and the multiply-adds per second of
+    large matrix products in `float32` and in `float64`, the dtype of rotations (float32 on devices without float64).
     """
     side = 1024 if device == "cpu" else 4096
     rates = {}

@@ -1,4 +1,4 @@
-"""The least that an encoding can add to a step: what the mathematics moves and multiplies, at the machine's rates."""
+"""A lower limit for the cost of an encoding: the bytes and products of its mathematics at the machine's rates."""
 
 import dataclasses
 import itertools
@@ -14,16 +14,16 @@ from hf_liere.models.rotation.lie_algebra import skew
 from training.speed.additions import Addition
 
 
-# Polynomials of four terms give cos and sin to float32 once whole revolutions are subtracted.
+# cos and sin in float32 by polynomials of four terms, after subtracting whole revolutions.
 CIRCLE_PRODUCTS = 8
-# Products of an exponential of a norm up to POLYNOMIAL_NORM; each further product squares it.
+# Matrix products of an exponential with a norm up to POLYNOMIAL_NORM; every squaring takes one more.
 EXPONENTIAL_PRODUCTS = 5
 NUMBER_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Bytes that move, and multiply-adds in float32 and float64."""
+    """Bytes read and written, and multiply-adds in float32 and float64."""
 
     bytes: float = 0.0
     products: float = 0.0
@@ -33,7 +33,7 @@ class Work:
         return Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other))))
 
     def seconds(self, rates: dict[str, dict[str, float]], clock: str) -> float:
-        """At the rates of `clocks.machine_rates`, one after the other."""
+        """Seconds at the rates of `clocks.machine_rates`, without overlap."""
         amounts = {"bandwidth": self.bytes, "float32": self.products, "float64": self.double_products}
         return sum(amount / rates[name][clock] for name, amount in amounts.items())
 
@@ -41,16 +41,16 @@ class Work:
 @torch.no_grad()
 def needed_work(addition: Addition) -> Work:
     """
-    The work of a step of an addition: applying rotations; unless they are kept, making them and, where generators
-    commute, changing the basis of the weights. What depends neither on tokens nor on weights, such as the eigenbases of
-    the blocks themselves, is left out.
+    The work of a step of an addition: applying rotations and, unless these are cached, computing them and, if
+    generators commute, changing the basis of the weights. Work that depends on neither tokens nor weights, such as
+    eigenbases of the blocks, is ignored.
     """
     encoder, encoding = addition.encoder, addition.encoder.rotary_encoding
     positions = encoder.grid_positions(addition.grid, addition.device)
     rotation = next(iter(encoder.rotations(positions)))
     planes = rotation.num_planes()
     learned = addition.training and any(parameter.requires_grad for parameter in encoding.parameters())
-    # Learned frequencies get their gradients from planes, matrices of blocks from outer products over the blocks.
+    # Gradients of learned frequencies come from planes, those of block matrices from outer products over the blocks.
     of_planes = planes and getattr(rotation, "generators", None) is None
     work = application_work(addition, encoding, planes, learned, 2 if of_planes else encoding.block_size)
     constant = encoding.config.folded_grids is not None and not planes
@@ -70,12 +70,12 @@ def needed_work(addition: Addition) -> Work:
 
 def application_work(addition: Addition, encoding: RotaryEncoding, planes: int, learned: bool, outer_size: int) -> Work:
     """
-    Rotations applied to (B, H, N, C) queries and keys of L layers, C the channels that are rotated, n = BHNC.
+    Rotations of queries and keys (B, H, N, C) in L layers, with C rotated channels and n = BHNC.
 
-    Forward, in every layer: 2n states are read and 2n written, and the numbers of the rotations are read, for N tokens
-    and H heads (1 if shared) 2 per plane or b² per block; 2nb multiply-adds, with b = 2 for planes. Backward, the same
-    for gradients; if generators are learned, also 2n rotated states are read, and Σ g qᵀ over blocks of `outer_size`
-    takes as many more multiply-adds for every state.
+    Forward, each layer reads 2n states and the numbers of the rotations and writes 2n states. For N tokens and H heads
+    (1 if shared), rotations have 2 numbers per plane or b² per block. A layer takes 2nb multiply-adds, with b = 2 for
+    planes. Backward, gradients take the same. If generators are learned, 2n rotated states are read again, and Σ g qᵀ
+    over blocks of `outer_size` takes that number of further multiply-adds per state.
     """
     query, _ = addition.states.layers[0]
     batch, heads, tokens, _ = query.shape
@@ -93,14 +93,14 @@ def application_work(addition: Addition, encoding: RotaryEncoding, planes: int, 
 
 
 def plane_work(encoding: RotaryEncoding, positions: TokenPositions, planes: int) -> Work:
-    """cos and sin of N · planes angles Σ_a p_a f_a for all layers and heads with frequencies of their own, written."""
+    """Computes and writes cos and sin of N · planes angles Σ_a p_a f_a, for all layers and heads with frequencies."""
     tokens, axes = positions.shape[-2:]
     angles = tokens * planes * encoding.heads * encoding.layers
     return Work(2 * angles * NUMBER_BYTES, angles * (axes + CIRCLE_PRODUCTS))
 
 
 def product_work(encoding: RotaryEncoding, positions: TokenPositions) -> Work:
-    """Blocks of three channels from cos and sin of two angles, with four products for each, written."""
+    """Computes and writes blocks of three channels from cos and sin of two angles, with four products per block."""
     tokens = positions.shape[-2]
     blocks = tokens * encoding.num_blocks * encoding.heads * encoding.layers
     return Work(blocks * 9 * NUMBER_BYTES, blocks * (2 * (1 + CIRCLE_PRODUCTS) + 4))
@@ -108,11 +108,11 @@ def product_work(encoding: RotaryEncoding, positions: TokenPositions) -> Work:
 
 def block_work(encoding: RotaryEncoding, positions: TokenPositions, learned: bool) -> Work:
     """
-    exp(Σ_a p_a A_a) of b×b blocks at N tokens for all layers and heads with generators of their own, written.
+    Computes and writes exp(Σ_a p_a A_a) of b×b blocks at N tokens, for all layers and heads with generators.
 
-    In float64, an exponential takes five products and one for each time that its norm is halved to reach
-    `POLYNOMIAL_NORM`; on a grid that starts at zero, where R(kp) = R(p)ᵏ, tokens with k > 1 take one product instead.
-    The gradient takes two products in float32 for each of these.
+    In float64, an exponential takes five products and one for each halving of its norm down to `POLYNOMIAL_NORM`. On a
+    grid that starts at zero, where R(kp) = R(p)ᵏ, tokens with k > 1 take one product instead. The gradient takes two
+    float32 products for each of these.
     """
     placed = positions.locate().coordinates
     coordinates = placed.double().cpu()
@@ -133,14 +133,14 @@ def block_work(encoding: RotaryEncoding, positions: TokenPositions, learned: boo
 
 
 def norms(matrices: torch.Tensor) -> torch.Tensor:
-    """(…) spectral norms of skew-symmetric (…, b, b) matrices, from below: (‖X⁴‖ / ‖X²‖)^½ in the Frobenius norm."""
+    """Lower bounds (…) of the spectral norms of skew-symmetric matrices (…, b, b): (‖X⁴‖ / ‖X²‖)^½, Frobenius norms."""
     squares = matrices @ matrices
     fourth = torch.linalg.matrix_norm(squares @ squares)
     return (fourth / torch.linalg.matrix_norm(squares)).nan_to_num(0.0).sqrt()
 
 
 def basis_work(weights: list[torch.Tensor], size: int, training: bool) -> Work:
-    """Query weights, and as many of keys, read, multiplied by b×b blocks and written; in training, gradients too."""
+    """Reads query and key weights, multiplies them by b×b blocks and writes them; in training also gradients."""
     passes = 2 if training else 1
     bytes_once = sum(2 * 2 * weight.nbytes for weight in weights)
     return Work(passes * bytes_once, passes * sum(2 * weight.numel() * size for weight in weights))

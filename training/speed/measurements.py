@@ -1,4 +1,4 @@
-"""What is compared with what, and what was measured: json lines that an interrupted benchmark goes on with."""
+"""Cases to compare, and their measurements as json lines, from which an interrupted benchmark resumes."""
 
 import dataclasses
 import json
@@ -9,8 +9,8 @@ from training.speed.models import BenchmarkError, Row, Settings
 
 BASELINE = "absolute"
 PHASES = ("inference", "training")
-# Measurements of additions and the phase of `absolute` that each is compared with: with kept rotations, for the first
-# image of a size, and in training.
+# Measurements of additions, and the phase of `absolute` that each is compared with: inference with cached rotations,
+# inference on the first image of a size, and training.
 ADDITIONS = {"added_inference": "inference", "added_first": "inference", "added_training": "training"}
 BLOCK_SIZES = (2, 4, 8, 16, 32, 64)
 BATCH_SIZES = (1, 8, 32)
@@ -18,7 +18,7 @@ BATCH_SIZES = (1, 8, 32)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Rows that are compared at one setting: the whole first table, or one line of the second."""
+    """Models compared at one setting: a whole table, or one line of `--table growth`."""
 
     settings: Settings
     rows: tuple[Row, ...]
@@ -32,15 +32,15 @@ class Case:
 
 class Records:
     """
-    Measurements, each a json line of `path` as soon as it is made.
+    Measurements, each appended to `path` as a json line immediately.
 
     Args:
-        path: Of the file; its folder is made.
-        header: What the measurements hold for: machine, versions.
-        resume: Whether a file that exists is continued.
+        path: Path of the file; its folder is created.
+        header: Machine and versions, which all measurements share.
+        resume: Whether to continue an existing file.
 
     Raises:
-        BenchmarkError: if the file exists and is not to be resumed, or was measured on another machine or version.
+        BenchmarkError: if the file exists without `resume`, or was measured on another machine or version.
     """
 
     def __init__(self, path: Path, header: dict, resume: bool):
@@ -76,26 +76,27 @@ class Records:
         return [line for line in self.lines if all(line.get(name) == value for name, value in wanted.items())]
 
     def value(self, case: Case, row: Row, quantity: str):
-        """The measured value, `None` where there is none."""
+        """The last measured value, or `None`."""
         found = self.find(case, quantity, row=row.name)
         return found[-1]["value"] if found else None
 
     def steps(self, case: Case, row: Row, quantity: str) -> dict[int, dict]:
         """
-        By round: the seconds of a step by every clock, and as `baseline` of one of `absolute` right before. The
-        quantity is one of `PHASES`, for whole models, or of `ADDITIONS`.
+        By round: seconds per step by clock, with those of a preceding step of `absolute` as `baseline`. The quantity is
+        one of `PHASES`, for whole models, or of `ADDITIONS`.
         """
         return {line["round"]: line for line in self.find(case, quantity, row=row.name)}
 
     def ratios(self, case: Case, row: Row, quantity: str, clock: str) -> list[float]:
-        """Time over that of `absolute`, of every round."""
+        """Time relative to `absolute`, per round."""
         lines = self.steps(case, row, quantity).values()
         return [line["value"][clock] / line["baseline"][clock] for line in lines if "baseline" in line]
 
 
 def growth_cases(settings: Settings, rows: list[Row], axes: list[str]) -> list[Case]:
     """
-    Resolution once, twice and four times the given one, half to twice the depth, block sizes, frames, and batch sizes.
+    Cases with one, two and four times the resolution, half to twice the depth, and several block sizes, frames and
+    batch sizes.
     """
     size, patch, layers = settings.image_size, settings.patch_size, settings.num_hidden_layers
     names = ["comrope_ld{}", "liere{}"]

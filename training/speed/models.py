@@ -1,4 +1,4 @@
-"""What benchmark_speed.py measures: our models, references from the papers' pseudo-code and timm's, of equal size."""
+"""Models of equal size for benchmark_speed.py: ours, naive ones after the papers' pseudo-code, and timm's."""
 
 import contextlib
 import copy
@@ -36,7 +36,7 @@ SIZES = {
 UNROTATED = ("absolute", "none")
 ONE_SIZE = tuple(name for name, traits in ENCODING_TRAITS.items() if not traits.block_sizes.varies)
 BLOCKWISE = tuple(name for name in ENCODING_TRAITS if name not in ONE_SIZE)
-# Those of the papers with pseudo-code, LieRE and ComRoPE.
+# Encodings of the papers with pseudo-code, LieRE and ComRoPE.
 WITH_PSEUDO_CODE = ("axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld")
 TIMM_MODELS = {"absolute": "vit_small_patch16_224", "rope_mixed": "vit_small_patch16_rope_mixed_224"}
 ROW_NAME = re.compile(rf"(?:(folded|naive|timm)_)?({'|'.join(UNROTATED + tuple(ENCODING_TRAITS))})(\d+)?")
@@ -46,7 +46,7 @@ TUBELET_SIZE = 2
 
 
 class BenchmarkError(ValueError):
-    """A model or setting that cannot be measured; the message says what can."""
+    """A model or setting that cannot be measured. The message states what is accepted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Settings:
         return self.torch_dtype.itemsize == 2
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """What the forward pass of a training step runs in."""
+        """The context of the forward pass in a training step."""
         if not self.half:
             return contextlib.nullcontext()
         return torch.autocast(torch.device(self.device).type, self.torch_dtype)
@@ -101,8 +101,8 @@ class Row:
         match = ROW_NAME.fullmatch(name)
         if match is None:
             raise BenchmarkError(
-                f"{name!r} is no model; accepted are {', '.join(UNROTATED + ONE_SIZE)}, {', '.join(BLOCKWISE)} with or "
-                f"without a block size (liere64), rotating ones after folded_, {', '.join(WITH_PSEUDO_CODE)} after "
+                f"{name!r} is not a model; accepted are {', '.join(UNROTATED + ONE_SIZE)}, {', '.join(BLOCKWISE)} with "
+                f"or without a block size (liere64), rotating ones after folded_, {', '.join(WITH_PSEUDO_CODE)} after "
                 f"naive_, and {', '.join('timm_' + encoding for encoding in TIMM_MODELS)}."
             )
         kind, encoding, size = match[1] or "own", match[2], match[3]
@@ -111,7 +111,7 @@ class Row:
         if kind in ("folded", "naive") and encoding in UNROTATED:
             raise BenchmarkError(f"{name!r}: {encoding} has no rotations; accepted is {encoding!r}.")
         if kind == "naive" and encoding not in WITH_PSEUDO_CODE:
-            raise BenchmarkError(f"{name!r}: its paper's pseudo-code is not here; accepted is {encoding!r}.")
+            raise BenchmarkError(f"{name!r}: its paper's pseudo-code is not implemented; accepted is {encoding!r}.")
         if kind == "timm" and encoding not in TIMM_MODELS:
             raise BenchmarkError(
                 f"{name!r}: timm has no such model; accepted are {', '.join(TIMM_MODELS)} after timm_."
@@ -127,7 +127,7 @@ class Row:
 
     @property
     def rotates(self) -> bool:
-        """Whether it is one of our models that rotates queries and keys."""
+        """Whether it is one of our models and rotates queries and keys."""
         return self.kind in ("own", "folded") and self.encoding not in UNROTATED
 
     @property
@@ -136,7 +136,7 @@ class Row:
 
 
 def check_row(settings: Settings, row: Row) -> None:
-    """Raises [`BenchmarkError`] if the row does not exist at this setting, before anything is measured."""
+    """Raises [`BenchmarkError`] if the model does not exist at this setting."""
     if row.kind == "timm":
         if settings.num_frames is not None:
             raise BenchmarkError(f"{row.name}: timm has no video model; leave it out of --rows.")
@@ -166,7 +166,7 @@ def build_config(settings: Settings, row: Row, **overrides) -> LieREConfig:
 
 
 def build_own(settings: Settings, row: Row, dtype: torch.dtype, attn_implementation: str, depth: int) -> nn.Module:
-    """Our model with weights in `dtype`, or in float32 where from_pretrained keeps them so; naive where asked."""
+    """Our model or, for naive rows, the naive one. Weights have `dtype`, or float32 where from_pretrained keeps it."""
     config = build_config(settings, row, num_hidden_layers=depth)
     model_class = LieREViTForImageClassification if settings.num_frames is None else LieREVideoForVideoClassification
     if row.kind == "naive":
@@ -198,7 +198,7 @@ def build_timm(settings: Settings, row: Row, dtype: torch.dtype) -> nn.Module:
         num_heads=size["num_attention_heads"],
         mlp_ratio=size["intermediate_size"] / size["hidden_size"],
         num_classes=NUM_LABELS,
-        # Without layer scale, which none of the other models has.
+        # Without layer scale, because no other model has it.
         init_values=None,
     )
     return model.to(settings.device, dtype)
@@ -206,8 +206,8 @@ def build_timm(settings: Settings, row: Row, dtype: torch.dtype) -> nn.Module:
 
 def build_model(settings: Settings, row: Row, training: bool) -> nn.Module:
     """
-    A model as it is used: for training with float32 weights where `dtype` is a half type (autocast, as Trainer does),
-    for inference with weights in `dtype`.
+    A model as in practice: with weights in `dtype` for inference; for training with float32 weights if `dtype` is a
+    half type (autocast, as Trainer does).
     """
     torch.manual_seed(0)
     dtype = torch.float32 if training and settings.half else settings.torch_dtype
@@ -222,14 +222,14 @@ def build_model(settings: Settings, row: Row, training: bool) -> nn.Module:
 
 def compile_function(settings: Settings, function: Callable) -> Callable:
     """
-    A model or function as `settings` have it run, compiled for its shapes alone.
+    Compiles a model or function for static shapes if `settings` require it.
 
     Raises:
         torch._dynamo.exc.FailOnRecompileLimitHit: from the function, instead of running it without compilation.
     """
     if not settings.compile:
         return function
-    # All models are the same code to the compiler, which takes eight graphs of it and runs further ones as they are.
+    # All models share code. By default, the compiler stops after eight graphs of it and runs others uncompiled.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     return torch.compile(function, dynamic=False)
@@ -245,7 +245,7 @@ def has_timm() -> bool:
 
 
 def _positions(config) -> torch.Tensor:
-    """(N, A) coordinates of all tokens of a training input; at 0 class and register tokens are not rotated."""
+    """(N, A) coordinates of all tokens of a training input. Class and register tokens at 0 are not rotated."""
     centre = config.prefix_coordinate if config.rotate_prefix else 0.0
     grid, coordinates, count = config.train_grid, config.coordinates, config.num_prefix_tokens
     return TokenPositions.from_grid(grid, grid, coordinates, count, centre).coordinates
@@ -256,7 +256,7 @@ class PlainRotation(nn.Module):
     Rotations of one layer as `hf_liere.reference` computes them, in float64.
 
     Args:
-        config, parameters, layer: As of [`NaiveRotation`].
+        config, parameters, layer: As for [`NaiveRotation`].
     """
 
     def __init__(self, config, parameters: dict[str, torch.Tensor], layer: int):
@@ -272,13 +272,13 @@ class PlainRotation(nn.Module):
 
 class NaiveRotation(nn.Module):
     """
-    Rotations of one layer by the papers' pseudo-code (LieRE appendix C, ComRoPE algorithm 1): skew-symmetric bases
-    times positions, summed over the axes, through `torch.matrix_exp`, at every call.
+    Rotations of one layer by the papers' pseudo-code (LieRE appendix C, ComRoPE algorithm 1): `torch.matrix_exp` of
+    skew-symmetric bases times positions, summed over the axes, at every call.
 
     Args:
         config: Configuration with the rotary encoding.
-        parameters: Of our encoding, `generators` and, for comrope_ld, `multipliers`.
-        layer: Whose of them.
+        parameters: Our encoding's parameters, `generators` and, for comrope_ld, `multipliers`.
+        layer: Index of the layer.
 
     Attributes:
         raw: (A or 1, heads, blocks, b, b); the strictly lower triangle acts.
@@ -333,7 +333,7 @@ class NaiveRotation(nn.Module):
         return matrices
 
     def rotate(self, *states: torch.Tensor) -> list[torch.Tensor]:
-        """Each (B, heads, N, head_dim): blockwise for LieRE, with the whole matrix for ComRoPE, as its paper has it."""
+        """Rotates (B, heads, N, head_dim) each: blockwise for LieRE, by whole matrices for ComRoPE, as in its paper."""
         with torch.autocast(states[0].device.type, enabled=False):
             rotation = self.dense() if self.encoding.startswith("comrope") else self()
         rotation = rotation.to(states[0].dtype).transpose(0, 1)
@@ -360,7 +360,7 @@ def register_attention(name: str, function: Callable) -> None:
 
 
 def attach_naive_rotations(model: nn.Module, config) -> None:
-    """The rotations of a new encoding of this configuration, one in every layer of a model that rotates nothing."""
+    """Attaches the rotations of a new encoding to the layers of a model without rotations."""
     encoding = build_rotary_encoding(config, config.num_axes)
     encoding.reset_parameters()
     parameters = {name: parameter.detach() for name, parameter in encoding.named_parameters()}
@@ -371,10 +371,9 @@ def attach_naive_rotations(model: nn.Module, config) -> None:
 @torch.no_grad()
 def rotation_error(settings: Settings, row: Row) -> float | None:
     """
-    Largest error of an entry of R(p)ᵀR(p′), which is what attention sees of rotations whatever the basis they are
-    computed in, against the papers' pseudo-code, or `hf_liere.reference`, in float64 on the same generators: two
-    layers, every token p with one other p′, inference in the type of `settings`. `None` where nothing is rotated or
-    timm rotates.
+    Largest error of an entry of R(p)ᵀR(p′), which determines attention in any basis. The reference is the papers'
+    pseudo-code or `hf_liere.reference`, in float64 with the same generators. Compares two layers, and every token p
+    with one other token p′, for inference in the dtype of `settings`. `None` for models without rotations and timm's.
     """
     if row.encoding in UNROTATED or row.kind == "timm":
         return None

@@ -1,4 +1,4 @@
-"""Measuring all models of a case in turn, round after round, each beside `absolute`."""
+"""Measuring all models of a case in rounds, each next to `absolute`."""
 
 import dataclasses
 import gc
@@ -19,16 +19,16 @@ from training.speed.runner import Runner
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """
-    What is measured of every model of a case.
+    The measurements for every model of a case.
 
     Attributes:
         whole_rounds: Rounds that compare whole models.
-        added_rounds: Rounds at most for an addition, which has enough when its share is resolved.
+        added_rounds: Largest number of rounds for an addition; fewer if its share is resolved.
         warmup: Steps of each model before the first round.
-        steps: Steps of a measurement.
-        clock: Of the shares.
-        errors: Whether errors of rotations are measured.
-        memory: Whether the peak of memory in training is measured.
+        steps: Steps per measurement.
+        clock: Clock of the shares.
+        errors: Whether to measure errors of rotations.
+        memory: Whether to measure the peak memory in training.
     """
 
     whole_rounds: int
@@ -40,24 +40,24 @@ class Plan:
     memory: bool = False
 
     def quantities(self, case: Case, row: Row) -> dict[str, tuple[str, int]]:
-        """What is timed of a row, with its phase and the number of rounds."""
+        """The timed quantities of a row, each with its phase and number of rounds."""
         timed = {phase: (phase, self.whole_rounds) for phase in PHASES}
         if row.rotates:
             timed |= {quantity: (phase, self.added_rounds) for quantity, phase in ADDITIONS.items()}
         if case.settings.compile:
-            # Compiled graphs keep no rotations.
+            # Compiled graphs cache no rotations.
             timed.pop("added_first", None)
         return {name: work for name, work in timed.items() if work[1] and (row.trains or work[0] != "training")}
 
 
 class CaseRounds:
     """
-    The models of a case that have something left to measure.
+    The missing measurements of a case.
 
     Args:
-        case: What is compared.
-        records: Where measurements are kept, and looked for.
-        plan: How much is measured.
+        case: The models and their setting.
+        records: Existing and new measurements.
+        plan: The measurements to make.
     """
 
     def __init__(self, case: Case, records: Records, plan: Plan):
@@ -66,7 +66,7 @@ class CaseRounds:
         self.baselines, self.timers, self.states = {}, {}, None
 
     def measure(self) -> None:
-        """Everything that the records do not hold yet."""
+        """Makes the measurements that the records lack."""
         rows = [row for row in self.case.rows if self.is_incomplete(row)]
         if not rows:
             return
@@ -79,7 +79,7 @@ class CaseRounds:
             try:
                 self.prepare(row)
             except (RuntimeError, TypeError) as error:
-                # The device lacks memory or an operation; the other rows can still be measured.
+                # The device lacks memory or an operation. Go on with the other rows.
                 self.record("failed", row, f"{type(error).__name__}: {error}")
                 self.timers = {key: timer for key, timer in self.timers.items() if key[0] != row}
                 gc.collect()
@@ -105,7 +105,7 @@ class CaseRounds:
         return self.plan.memory and row.trains and not self.records.find(self.case, "memory", row=row.name)
 
     def rounds_left(self, row: Row, quantity: str) -> list[int]:
-        """The rounds that the records lack; none if a share is resolved."""
+        """The missing rounds; empty if the share is resolved."""
         if quantity in ADDITIONS:
             ratios = self.records.ratios(self.case, row, quantity, self.plan.clock)
             if ratios and estimate(ratios).is_resolved:
@@ -115,7 +115,7 @@ class CaseRounds:
         return [number for number in range(rounds) if number not in done]
 
     def prepare(self, row: Row) -> None:
-        """Whatever is measured once, and the models that the rounds need, after their first steps."""
+        """Makes the measurements that are made once, and builds and warms up the models for the rounds."""
         if self.lacks_error(row):
             self.record("error", row, rotation_error(self.case.settings, row))
         quantities = self.plan.quantities(self.case, row)
@@ -150,7 +150,7 @@ class CaseRounds:
         self.timers[row, quantity] = addition
 
     def take_rounds(self, quantities: Collection[str]) -> None:
-        """Each timer of these quantities beside `absolute`, in an order that rotates, until no rounds are left."""
+        """Measures each timer of these quantities next to `absolute`, in rotating order, until no rounds remain."""
         timers = [key for key in self.timers if key[1] in quantities]
         last = max((number for key in timers for number in self.rounds_left(*key)), default=-1)
         with tqdm(total=last + 1, desc=f"{self.title}: rounds at most", leave=False) as progress:
@@ -160,17 +160,17 @@ class CaseRounds:
                     order = [key for key in left if ADDITIONS.get(key[1], key[1]) == phase]
                     shift = number % max(len(order), 1)
                     ran = None
-                    # No model always runs after the same other one.
+                    # The order rotates, so that no model always follows the same other model.
                     for row, quantity in order[shift:] + order[:shift]:
                         ran = self.take(number, row, quantity, ran)
                 progress.update()
 
     def take(self, number: int, row: Row, quantity: str, ran: Runner | None) -> Runner | None:
-        """One measurement, right after one of `absolute`; takes and returns the whole model that ran last."""
+        """Makes one measurement right after one of `absolute`; takes and returns the whole model that ran last."""
         baseline, seconds = self.baselines.get(ADDITIONS.get(quantity, quantity)), {}
         for name, runner in (("baseline", baseline), ("value", self.timers[row, quantity])):
             if isinstance(runner, Runner) and runner is not ran:
-                # The other model drove the weights of this one from the caches.
+                # Warm up the caches, which contain the other model's weights.
                 runner.step()
                 ran = runner
             if runner is not None:

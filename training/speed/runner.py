@@ -17,7 +17,7 @@ from training.speed.models import Row, Settings, build_model, compile_function, 
 
 
 def machine(device: str) -> dict:
-    """What the measurements were made on and with."""
+    """Hardware and versions of the measurements."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions |= {"transformers": transformers.__version__, "hf_liere": hf_liere.__version__}
     found = {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), **versions}
@@ -57,7 +57,7 @@ class Runner:
         return seconds
 
     def peak_memory(self) -> int | None:
-        """Bytes of model and input and of what a step allocates at its peak; `None` where PyTorch does not tell."""
+        """Bytes of model and input plus the peak allocation of a step; `None` if PyTorch cannot measure it."""
         self.model.zero_grad(set_to_none=True)
         device = torch.device(self.settings.device)
         tensors = [*self.model.parameters(), *self.model.buffers(), self.pixels]
@@ -76,7 +76,7 @@ class Runner:
 
 @contextlib.contextmanager
 def silence_profiler():
-    """PyTorch's profiler announces itself on the descriptor of stderr, in the middle of the progress bar."""
+    """Hides stderr from PyTorch's profiler, which would write into the progress bar."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -90,8 +90,8 @@ def silence_profiler():
 
 def peak_cpu_allocation(run) -> int:
     """
-    Bytes that PyTorch's allocator holds at most at once during `run()`, above what it held before. Unlike the size of
-    the process, it does not depend on what ran before; scratch memory of the mathematics libraries is not in it.
+    Peak allocation of PyTorch's allocator during `run()`, in bytes above the initial one. Unlike the process size, it
+    does not depend on earlier work. Scratch memory of mathematics libraries is not included.
     """
     with silence_profiler(), torch.autograd.profiler.profile(profile_memory=True) as profile:
         run()

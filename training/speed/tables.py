@@ -1,4 +1,4 @@
-"""The tables of a benchmark, from its measurements: medians over the rounds of times relative to `absolute`."""
+"""The tables of a benchmark: medians, over the rounds, of times relative to `absolute`."""
 
 import math
 import statistics
@@ -17,7 +17,7 @@ TITLES = {
 }
 
 
-# ImageNet-1k, and what ComRoPE's Table 9 says of it.
+# ImageNet-1k, and the figures of ComRoPE's Table 9.
 TRAINING_IMAGES, VALIDATION_IMAGES = 1_281_167, 50_000
 PAPER_MINUTES = {"axial_rope": 16, "liere8": 21, "comrope_ld4": 19, "comrope_ap4": 19}
 PAPER_MINUTES |= {"comrope_ld8": 20, "comrope_ap8": 20}
@@ -81,7 +81,7 @@ def epochs_table(records: Records, case: Case) -> str:
 
 
 def share(records: Records, case: Case, row: Row, quantity: str, clock: str) -> Estimate | None:
-    """The time of an addition over that of a step of `absolute`; `None` where it was not measured."""
+    """The time of an addition relative to a step of `absolute`; `None` if not measured."""
     ratios = records.ratios(case, row, quantity, clock)
     return estimate(ratios) if ratios else None
 
@@ -91,7 +91,7 @@ def format_interval(low: float, high: float) -> str:
 
 
 def format_share(found: Estimate | None) -> str:
-    """In percent, with its interval; without the median where the interval says that its digits mean nothing."""
+    """The share in percent with its interval; without the median if it is not resolved."""
     if found is None:
         return "not measured"
     if not found.is_resolved:
@@ -118,8 +118,8 @@ def shares_table(records: Records, case: Case, clock: str) -> str:
 
 def limits_table(records: Records, case: Case, clock: str) -> str:
     """
-    One line per encoding and phase: its added share, the limit, how many times the limit it is, and what whole models
-    say, as a check. The lines of `absolute` show the noise of whole models.
+    One line per encoding and phase: its added share, the limit, their ratio, and, as a check, the difference of whole
+    models. The lines of `absolute` show the noise of whole models.
     """
     header = ["encoding", "phase", "added share", "limit", "times the limit", "whole models"]
     rows = [
@@ -147,7 +147,7 @@ def limits_table(records: Records, case: Case, clock: str) -> str:
 
 
 def limit_share(records: Records, case: Case, row: Row, quantity: str, clock: str) -> float | None:
-    """Seconds that the needed work takes at the machine's rates, over those of `absolute`."""
+    """The time of the needed work at the machine's rates, relative to a step of `absolute`."""
     rates, work = (
         records.value(case, Row.parse(BASELINE), "rates"),
         records.find(case, "work", row=row.name, of=quantity),
@@ -159,7 +159,7 @@ def limit_share(records: Records, case: Case, row: Row, quantity: str, clock: st
 
 
 def format_whole(records: Records, case: Case, row: Row, phase: str, clock: str) -> str:
-    """The interval of what a whole model takes longer than `absolute`, without a median: it is a check."""
+    """The interval of a whole model's extra time over `absolute`. It is only a check, so without the median."""
     ratios = records.ratios(case, row, phase, clock)
     if not ratios:
         return "not measured"
@@ -168,7 +168,7 @@ def format_whole(records: Records, case: Case, row: Row, phase: str, clock: str)
 
 
 def contradictions(records: Records, case: Case, clock: str) -> list[str]:
-    """Where the interval of whole models and that of the added share do not overlap."""
+    """Cases in which the intervals of whole models and of the added share do not overlap."""
     found = []
     for row in (row for row in case.rows if row.rotates):
         for name in (name for name in list_additions(row, case) if name != "added_first"):
@@ -187,8 +187,8 @@ def contradictions(records: Records, case: Case, clock: str) -> list[str]:
 
 def noise(records: Records, cases: list[Case], clock: str) -> list[str]:
     """
-    Why a table of shares would show noise, if it would: in one of its phases an interval is wider than the largest
-    difference between the shares shown, that of `absolute` included, to which nothing is added.
+    Reasons why a table of shares would show noise: in one of its phases, an interval is wider than the largest
+    difference between the shares, including that of `absolute`, which is zero.
     """
     found = []
     for name, title in TITLES.items():
@@ -209,7 +209,7 @@ def noise(records: Records, cases: list[Case], clock: str) -> list[str]:
 
 
 def growth_table(records: Records, cases: list[Case], clock: str) -> str:
-    """One line per case; in each cell the shares added to inference and to training, and the memory over absolute."""
+    """One line per case; cells contain the shares added to inference and training, and the memory over absolute."""
     names = list(dict.fromkeys(column(case, row) for case in cases for row in case.rows if row.rotates))
     header, rows = ["growing", "value", "absolute: inference, training, images/s", *names], []
     for case in cases:
@@ -224,7 +224,7 @@ def growth_table(records: Records, cases: list[Case], clock: str) -> str:
 
 
 def baseline_seconds(records: Records, case: Case, phase: str) -> list[float]:
-    """Of every step of `absolute` beside an addition."""
+    """Seconds of every step of `absolute` next to an addition."""
     steps = (records.steps(case, row, f"added_{phase}").values() for row in case.rows)
     return [line["baseline"]["wall"] for lines in steps for line in lines]
 
