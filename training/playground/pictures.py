@@ -51,7 +51,7 @@ def _read(path: Path) -> tuple[Image.Image, list[str]]:
         raise InputError(f"it has far more than {MAX_MEGAPIXELS} megapixels, the limit.") from None
     except Exception as error:
         # Decoders raise errors of any class for broken files.
-        raise InputError(f"it is no {', '.join(formats)} picture or damaged ({type(error).__name__}).") from error
+        raise InputError(f"it is not a {', '.join(formats)} picture, or damaged ({type(error).__name__}).") from error
 
 
 def _decode(image: Image.Image) -> tuple[Image.Image, list[str]]:
