@@ -231,12 +231,12 @@ def png(image):
     "name, content, message",
     [
         ("notes.txt", b"hello", "notes.txt cannot be used: the name ends in '.txt'; accepted are .png, .jpg"),
-        ("notes.png", b"hello", "notes.png cannot be used: it is no GIF, JPEG, PNG, WEBP picture or damaged"),
+        ("notes.png", b"hello", "notes.png cannot be used: it is not a GIF, JPEG, PNG, WEBP picture, or damaged"),
         ("empty.png", b"", "the file is empty"),
-        ("cut.png", png(picture_of())[:-200], "no .* picture or damaged"),
+        ("cut.png", png(picture_of())[:-200], "not a .* picture, or damaged"),
         ("picture.exe", png(picture_of()), "ends in '.exe'"),
         ("picture", png(picture_of()), "ends in ''"),
-        ("tiff.png", b"II*\0" + bytes(200), "no .* picture or damaged"),
+        ("tiff.png", b"II*\0" + bytes(200), "not a .* picture, or damaged"),
         ("deep.png", png(Image.new("I;16", (8, 8))), "pixels are of mode I;16; accepted are 8 bits"),
         ("long.png", b"\x89PNG" + bytes(10 * 2**20), "it has 10.0 MB; accepted are files up to 10 MB"),
         # A few kilobytes that would take a hundred megabytes, and gigabytes that PIL itself refuses.

@@ -5,6 +5,7 @@ import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import torch
 from torch import nn
@@ -29,6 +30,12 @@ def _patch_fields() -> list[tuple[str, type, dataclasses.Field]]:
     for patch_field in dataclasses.fields(RotaryPatchConfig):
         text = f"{patch_field.name} of RotaryPatchConfig, there {patch_field.default!r}."
         kind, default = patch_field.type, patch_field.default
+        if {float, int} <= set(get_args(kind)):
+            # A flag has one type; a float flag also takes integers.
+            kind = float | None if type(None) in get_args(kind) else float
+        elif any(get_origin(part) is Literal for part in get_args(kind)):
+            # RotaryPatchConfig checks the values, and `None` is one of them.
+            kind = str | None
         if patch_field.name == "position_encoding":
             kind, default = str | None, None
             text += f" {UNPATCHED} patches nothing; by default a patched checkpoint keeps its encoding."
