@@ -23,7 +23,7 @@ copyright = "the authors of hf_liere"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 nitpicky = True
-# Types of other libraries, for which there is no page without network.
+# Types of other libraries, whose pages need a network.
 nitpick_ignore_regex = [("py:.*", r"(?!hf_liere).*")]
 
 html_theme = "furo"
@@ -88,7 +88,7 @@ def read_docstring(app, what, name, obj, options, lines):
     text = re.sub(r"^\|.*\|\n\|[-:| ]+\|\n(?:\|.*\|(?:\n|$))+", list_table, text, flags=re.MULTILINE)
     if what == "module":
         text = re.sub(r"\n\n((?: {4}.*\n)+)", r"\n\n.. code-block:: python\n\n\1\n", text)
-    # Shapes such as (images, *grid) are no emphasis.
+    # Shapes such as (images, *grid) do not mean emphasis.
     text = re.sub(r"(?<=[(\s])\*(?=\w+[,)])", r"\\*", text)
     lines[:] = CODE.sub(code, text).split("\n")
 

@@ -1,4 +1,4 @@
-"""Our models in the Auto classes, and the loader of checkpoints; no other file of the package imports Auto classes."""
+"""Registration with the Auto classes, and the checkpoint loader; no other file of the package imports Auto classes."""
 
 import os
 from pathlib import Path
@@ -37,7 +37,7 @@ from .models.transformer.modeling_liere_video import LieREVideoForVideoClassific
 from .storage.loading import (
     CheckpointError,
     loading_options,
-    require_finite,
+    require_finite_parameters,
     require_loaded_keys,
     translate_loading_errors,
 )
@@ -65,21 +65,20 @@ MODELS = {
 
 class FamilyWithRotations:
     """
-    Stands for the configuration class with rotations of one family of transformers, which is made when a checkpoint
-    needs it: all of them would import all of transformers.
+    Lazy stand-in for one family's Rotary…Config; building them all would import all of transformers.
     """
 
     family = ""
 
     def __new__(cls, *args, **kwargs):
-        return cls._made()(*args, **kwargs)
+        return cls._make()(*args, **kwargs)
 
     @classmethod
     def from_dict(cls, *args, **kwargs):
-        return cls._made().from_dict(*args, **kwargs)
+        return cls._make().from_dict(*args, **kwargs)
 
     @classmethod
-    def _made(cls) -> type[transformers.PreTrainedConfig]:
+    def _make(cls) -> type[transformers.PreTrainedConfig]:
         config = rotary_config(CONFIG_MAPPING[cls.family])
         AutoConfig.register(config.model_type, config, exist_ok=True)
         return config
@@ -87,8 +86,8 @@ class FamilyWithRotations:
 
 def register() -> None:
     """
-    Register our models with the Auto classes and pipelines; safe to call again. `models/saved_code.py` puts their code
-    beside the weights, so that a checkpoint also loads where this package is not installed.
+    Register our models with the Auto classes and pipelines; repeated calls are safe. `models/saved_code.py` copies
+    their code beside the weights, so that a checkpoint also loads without this package.
     """
     own = {config_class.model_type for config_class in MODELS}
     for config_class, models in MODELS.items():
@@ -112,7 +111,7 @@ def register() -> None:
 
 
 def _image_processors() -> dict[str, type]:
-    """ViT's processors for the backends that are installed."""
+    """ViT's processors for the installed backends."""
     processors = {}
     if is_vision_available():
         from transformers import ViTImageProcessorPil
@@ -127,10 +126,10 @@ def _image_processors() -> dict[str, type]:
 
 def model_class(architecture: str) -> type:
     """
-    Our class of this name, as in `architectures` of a saved configuration.
+    Our model class with this name, as in `architectures` of a saved configuration.
 
     Raises:
-        ValueError: if none of our models has that name.
+        ValueError: if no model of ours has this name.
     """
     classes = {cls.__name__: cls for models in MODELS.values() for cls in models.values()}
     if architecture in classes:
@@ -145,7 +144,7 @@ def model_class(architecture: str) -> type:
 
 
 def models_of(config_class: type) -> dict[type, type]:
-    """By Auto class, what it returns for a configuration class; empty if that is none of ours."""
+    """The model of each Auto class for a configuration class; empty if the class is not ours."""
     if config_class in MODELS or not config_class.__name__.startswith(PREFIX):
         return MODELS.get(config_class, {})
     plain = config_class.__bases__[1]
@@ -159,40 +158,39 @@ def load_checkpoint(
     dtype: str = "float32",
 ) -> tuple[transformers.PreTrainedModel, object | None]:
     """
-    Any model that `from_pretrained` reads, of the class that its configuration names, with all of its weights, in
-    evaluation mode, and its image or video processor (`None` if it has none that can be read).
+    Load any model that `from_pretrained` reads, of the class that its configuration names, with all of its weights and
+    in evaluation mode, and its image or video processor (`None` if it has no readable one).
 
     Args:
         checkpoint: Directory or repository on the Hub.
         revision: Branch, tag or commit of the repository.
-        trust_remote_code: Whether code that comes with the checkpoint may run, where neither this package nor
-            transformers knows its model.
-        dtype: Of the weights; `"auto"` leaves them as they were saved.
+        trust_remote_code: Whether the checkpoint's own code may run for models that are unknown here.
+        dtype: Of the weights; `"auto"` keeps the saved one.
 
     Raises:
-        CheckpointError: if there is none, it cannot be read or needs code that is not trusted, if it holds an adapter
-            only, or if weights are missing, unexpected, of another shape or not finite.
-        HubError: if the Hub does not answer or refuses.
+        CheckpointError: if the checkpoint does not exist, cannot be read, needs untrusted code or contains only an
+            adapter, or if weights are missing, unexpected, of another shape or not finite.
+        HubError: if the Hub does not answer or refuses the request.
     """
     if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
         raise CheckpointError(
-            f"{checkpoint} holds rotations without a model (save_rotary): load_rotary them into their model and save "
-            "complete_model(model), which is accepted here."
+            f"{checkpoint} contains rotations without a model (save_rotary): load them into their model with "
+            "load_rotary and save complete_model(model), which is accepted here."
         )
     options = {**loading_options(checkpoint, revision), "trust_remote_code": trust_remote_code}
     with translate_loading_errors(checkpoint):
         config = AutoConfig.from_pretrained(checkpoint, **options)
         (architecture,) = getattr(config, "architectures", None) or [None]
         loader, is_ours = _loader(architecture)
-        # Weights of another shape are listed with the others that do not fit.
+        # Report weights of another shape together with missing and unexpected ones.
         loading = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         model, keys = loader.from_pretrained(checkpoint, dtype=dtype, **loading, **options)
     if loader is AutoModel and architecture not in (None, type(model).__name__):
-        # The bare model of an architecture whose head only the checkpoint's own code knows.
+        # This is the bare model of an architecture whose head only the checkpoint's own code defines.
         keys["unexpected_keys"] = set()
-    # Some models of transformers were published without the pooler, which nothing here uses.
+    # Some models of transformers were published without the pooler, which is not used here.
     require_loaded_keys(keys, checkpoint, () if is_ours else ("pooler.",))
-    require_finite(model, checkpoint)
+    require_finite_parameters(model, checkpoint)
     return model.eval(), _processor(checkpoint, model, options)
 
 
@@ -205,28 +203,28 @@ def load_peft(
     **options,
 ):
     """
-    A model with the adapter of peft, such as LoRA, and the learned rotations that it was saved with.
+    Load a model with a peft adapter, such as LoRA, and the learned rotations saved with it.
 
     Args:
-        source: Folder or repository that `save_pretrained` of peft's model wrote.
-        base: The model that was adapted, patched or not, or its name; `None` means the name that the adapter states.
+        source: Folder or repository that the `save_pretrained` of peft's model wrote.
+        base: The adapted model, patched or not, or its name; `None` means the name in the adapter's configuration.
         revision: Branch, tag or commit of the adapter.
-        is_trainable: Whether the adapter is to be trained further.
-        options: For `from_pretrained` of the base, such as `dtype` or `device_map`.
+        is_trainable: Whether to train the adapter further.
+        options: Arguments of the base's `from_pretrained`, such as `dtype` or `device_map`.
 
     Returns:
         The `PeftModel`.
 
     Raises:
         ImportError: if peft is not installed.
-        ValueError: if the adapter states no base, or its rotations do not fit the base.
+        ValueError: if the adapter does not name its base, or its rotations do not fit the base.
     """
     from peft import PeftConfig, PeftModel
 
     if base is None:
         base = PeftConfig.from_pretrained(source, revision=revision).base_model_name_or_path
         if base is None:
-            raise ValueError(f"The adapter {source} does not say which model it belongs to: pass it as base.")
+            raise ValueError(f"The adapter {source} does not name its base model: pass it as base.")
     if not isinstance(base, transformers.PreTrainedModel):
         (architecture,) = AutoConfig.from_pretrained(base).architectures or [None]
         loader, _ = _loader(architecture)

@@ -12,7 +12,7 @@ from pathlib import Path
 # This file imports only the standard library; a command imports what it needs when it runs, see hf_liere/launcher.
 
 SOURCES = ("liere", "comrope", "naver", "timm", "vit", "clip", "dinov3")
-# The default block_size of every encoding that a model can be upgraded to; `None` means the whole head.
+# Default block_size of each encoding that a model can be upgraded to; `None` means the whole head.
 UPGRADED_ENCODINGS = {
     "rope_mixed": 2,
     "liere": 8,
@@ -22,7 +22,7 @@ UPGRADED_ENCODINGS = {
     "circulant_string": 16,
 }
 _ALL_BUT_LIERE, _TIMM, _DINOV3 = SOURCES[1:], ("naver", "timm"), ("dinov3",)
-# For every option of `convert` the kinds of source that take it, and what each accepts.
+# For each option of `convert`, the kinds of source that take it and the values that each accepts.
 CONVERT_OPTIONS = {
     "axis_order": {_TIMM: "columns_first or rows_first"},
     "axis_scale": {("comrope",): "true or false"},
@@ -52,16 +52,16 @@ CONVERT_OPTIONS = {
 }
 
 
-def value(text: str):
-    """A number, list, truth value or, if it is no JSON, a string."""
+def parse_value(text: str):
+    """The JSON value that a text spells; any other text as it is."""
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-def parser() -> argparse.ArgumentParser:
-    # As a file: as a module it would import the package.
+def build_parser() -> argparse.ArgumentParser:
+    # Run as a file: importing it as a module would import the package.
     version = runpy.run_path(str(Path(__file__).with_name("version.py")))["__version__"]
     command = argparse.ArgumentParser(prog="hf-liere", description="Learned Lie-group position encodings for ViTs.")
     command.add_argument("--version", action="version", version=version)
@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         "verify",
         help="compare a published model with a local one",
         description="Compare code, every tensor, configuration and processor of a repository with what a push of a "
-        "local model would write. No code of the repository runs, unless it is what was expected and --run is given.",
+        "local model would write. No code of the repository runs, except the expected code with --run.",
     )
     verifying.add_argument("folder", help="the local model")
     verifying.add_argument("repo_id", help="repository on the Hub")
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         "--run",
         action="store_true",
         dest="runs",
-        help="then load the model with its code in a process without tokens, and compare its outputs",
+        help="also load the model with its code, in a process without tokens, and compare its outputs",
     )
     verifying.set_defaults(run=run_verify)
     pulling = subcommands.add_parser(
@@ -99,17 +99,16 @@ def parser() -> argparse.ArgumentParser:
     pulling.set_defaults(run=run_pull)
     card = subcommands.add_parser(
         "card",
-        help="print the model card that facts give",
-        description="Print the model card of a facts file; figures without a measurement are called not measured. No "
-        "code runs.",
+        help="print the model card of a facts file",
+        description="Print the model card of a facts file; missing figures appear as not measured. No code runs.",
     )
     card.add_argument("facts", help="a yaml file, or the name of one in model_cards/")
     card.set_defaults(run=run_card)
     reporting = subcommands.add_parser(
         "env",
-        help="what a bug report needs: versions, hardware, and which kernels are used",
-        description="Print versions, hardware, environment variables (no tokens), and what computes each function that "
-        "kernels may compute, with the reason where it is none of them.",
+        help="print what a bug report needs: versions, hardware, and which kernels are used",
+        description="Print versions, hardware, environment variables (no tokens), and which kernels or plain "
+        "operations compute each function, with the reason where no kernel does.",
     )
     reporting.add_argument("--json", action="store_true", dest="as_json", help="print json instead of Markdown")
     reporting.set_defaults(run=run_env)
@@ -119,9 +118,9 @@ def parser() -> argparse.ArgumentParser:
 def _add_convert(subcommands) -> None:
     convert = subcommands.add_parser(
         "convert",
-        help="an official or pretrained checkpoint to a directory that from_pretrained reads",
+        help="convert an official or pretrained checkpoint to a directory that from_pretrained reads",
         description="Convert a checkpoint of LieRE, ComRoPE, rope-vit, timm, ViT, DeiT, CLIP or DINOv3. The options "
-        "supply what the shapes of its tensors do not determine; their defaults are in the documentation of "
+        "supply what the tensor shapes do not determine; their defaults are in the documentation of "
         "hf_liere.conversion.checkpoints. No code of the checkpoint runs.",
     )
     convert.add_argument("checkpoint", nargs="?", help="file, directory or repository on the Hub")
@@ -130,25 +129,25 @@ def _add_convert(subcommands) -> None:
         "--list", action="store_true", dest="lists", help="print known repositories with their kinds and options"
     )
     convert.add_argument(
-        "--source", choices=SOURCES, help="kind of the checkpoint, where the names of its tensors do not determine it"
+        "--source", choices=SOURCES, help="kind of the checkpoint, where its tensor names do not determine it"
     )
     convert.add_argument("--revision", help="branch, tag or commit of the repository")
-    convert.add_argument("--image_mean", type=float, nargs="+", metavar="MEAN", help="of each channel in training")
-    convert.add_argument("--image_std", type=float, nargs="+", metavar="STD", help="of each channel in training")
+    convert.add_argument("--image_mean", type=float, nargs="+", metavar="MEAN", help="mean of each channel in training")
+    convert.add_argument("--image_std", type=float, nargs="+", metavar="STD", help="deviation of each channel")
     for name, accepted in CONVERT_OPTIONS.items():
         text = "; ".join(f"{', '.join(sources)}: {values}" for sources, values in accepted.items())
-        convert.add_argument(f"--{name}", type=value, metavar="VALUE", help=text)
+        convert.add_argument(f"--{name}", type=parse_value, metavar="VALUE", help=text)
     convert.set_defaults(run=run_convert)
 
 
 def _add_upgrade(subcommands) -> None:
     upgrading = subcommands.add_parser(
         "upgrade",
-        help="a model with a more general position encoding, or of another image size, that computes the same",
-        description="Write a model that computes what a checkpoint computes and has more to learn: a pretrained ViT "
+        help="give a model a more general position encoding or another image size without changing its outputs",
+        description="Write a model that computes the same as a checkpoint and has more to learn: a pretrained ViT "
         "with rotations that start at zero, RoPE-Mixed as LieRE, larger blocks, a position table for larger images. "
-        "Which upgrades exist is in the documentation of hf_liere.conversion.upgrades; others are refused with the "
-        "reason. No code of the checkpoint runs.",
+        "The documentation of hf_liere.conversion.upgrades lists the upgrades that exist; others are refused with "
+        "the reason. No code of the checkpoint runs.",
     )
     upgrading.add_argument("checkpoint", help="a model of this package, or a checkpoint that `hf-liere convert` reads")
     upgrading.add_argument("output", help="directory to write; it must not exist or be empty")
@@ -156,9 +155,9 @@ def _add_upgrade(subcommands) -> None:
     sizes = ", ".join(f"{size or 'head_dim'} for {name}" for name, size in UPGRADED_ENCODINGS.items())
     upgrading.add_argument("--block_size", type=int, help=f"of its generators; without it {sizes}")
     upgrading.add_argument(
-        "--share_heads", type=value, metavar="true|false", help="one set of generators for all heads"
+        "--share_heads", type=parse_value, metavar="true|false", help="one set of generators for all heads"
     )
-    upgrading.add_argument("--share_layers", type=value, metavar="true|false", help="one set for all layers")
+    upgrading.add_argument("--share_layers", type=parse_value, metavar="true|false", help="one set for all layers")
     upgrading.add_argument("--image_size", type=int, nargs="+", metavar="SIZE", help="of the images (or height, width)")
     upgrading.add_argument("--revision", help="branch, tag or commit of the repository")
     upgrading.set_defaults(run=run_upgrade)
@@ -167,17 +166,19 @@ def _add_upgrade(subcommands) -> None:
 def _add_export(subcommands) -> None:
     export = subcommands.add_parser(
         "export",
-        help="a saved model to an ONNX file or a torch.export archive",
-        description="Write a saved model for inference outside of Python and compare the outputs of what was written "
-        "with the model's. Which encodings take inputs of any size is in the documentation of hf_liere.export. No code "
+        help="export a saved model to an ONNX file or a torch.export archive",
+        description="Write a saved model for inference outside of Python and compare the exported outputs with the "
+        "model's. The documentation of hf_liere.export lists the encodings that accept inputs of any size. No code "
         "of the checkpoint runs.",
     )
     export.add_argument("checkpoint", help="directory or repository on the Hub")
     export.add_argument("output", help="file to write, ending in .onnx or .pt2")
     export.add_argument("--revision", help="branch, tag or commit of the repository")
-    export.add_argument("--image_size", type=int, nargs="+", metavar="SIZE", help="of inputs of a fixed size (or two)")
-    export.add_argument("--num_frames", type=int, help="of videos of a fixed size")
-    export.add_argument("--dynamic_size", type=value, metavar="true|false", help="whether inputs may have any size")
+    export.add_argument("--image_size", type=int, nargs="+", metavar="SIZE", help="fixed input size (or two)")
+    export.add_argument("--num_frames", type=int, help="fixed number of video frames")
+    export.add_argument(
+        "--dynamic_size", type=parse_value, metavar="true|false", help="whether inputs may have any size"
+    )
     export.add_argument("--opset", type=int, help="version of ONNX's operators")
     export.set_defaults(run=run_export)
 
@@ -185,9 +186,9 @@ def _add_export(subcommands) -> None:
 def _add_inspect(subcommands) -> None:
     inspecting = subcommands.add_parser(
         "inspect",
-        help="a report of what a model's position encoding has learned, where the model looks and what it costs",
+        help="report what a model's position encoding has learned, where the model looks and what it costs",
         description="Write report.html, one page that needs no network, and the numbers behind it, analysis.json and "
-        "analysis.npz. Without images attention is left out. No code of the checkpoint runs, unless it is trusted.",
+        "analysis.npz. Without images, attention is left out. Code of the checkpoint runs only if you trust it.",
     )
     inspecting.add_argument("checkpoint", help="directory or repository on the Hub")
     inspecting.add_argument("--output", required=True, help="directory to write; it must not exist or be empty")
@@ -217,9 +218,9 @@ def _add_inspect(subcommands) -> None:
 def _add_predict(subcommands) -> None:
     predicting = subcommands.add_parser(
         "predict",
-        help="what a classifier says about images, and how sure it is",
-        description="Print the most probable classes of images or videos, which the checkpoint's processor prepares. "
-        "No code of the checkpoint runs, unless it is trusted.",
+        help="print the classes that a classifier predicts for images, with their probabilities",
+        description="Print the most probable classes of images or videos, prepared by the checkpoint's processor. "
+        "Code of the checkpoint runs only if you trust it.",
     )
     predicting.add_argument("checkpoint", help="directory or repository on the Hub")
     predicting.add_argument("files", nargs="+", metavar="FILE", help="images, videos or .npy clips")
@@ -240,9 +241,9 @@ def _add_push(subcommands) -> None:
         "push",
         help="publish a saved model as one commit and check it",
         description="Publish the output of a training script, of `hf-liere convert`, of save_pretrained or of "
-        "save_rotary: one commit with weights, configuration, code, processor, card, recipe and metrics. Its hashes "
-        "are compared and it is downloaded and loaded again with its code, which is that of this package, in a process "
-        "without tokens. Secrets and links out of the folder are refused.",
+        "save_rotary: one commit with weights, configuration, code, processor, card, recipe and metrics. The "
+        "commit's hashes are compared with the local files; then it is downloaded and loaded with its own code (a "
+        "copy of this package's) in a process without tokens. Secrets and links out of the folder are refused.",
     )
     pushing.add_argument("folder", help="the saved model")
     pushing.add_argument("repo_id", help="repository on the Hub; made if it does not exist")
@@ -266,9 +267,9 @@ def _add_push(subcommands) -> None:
 
 def run_convert(checkpoint: str | None, output: str | None, lists: bool, **options) -> str:
     if lists:
-        from .conversion.known import listing
+        from .conversion.known import list_repositories
 
-        return listing()
+        return list_repositories()
     if checkpoint is None or output is None:
         raise ValueError("accepted are a checkpoint and the directory to write, or --list.")
     from .convert import convert_checkpoint
@@ -345,22 +346,22 @@ def run_pull(repo_id: str, folder: str | None, revision: str) -> str:
 
 
 def run_card(facts: str) -> str:
-    from .hub.cards import render
+    from .hub.cards import render_card
     from .hub.facts import load_facts
 
-    return render(load_facts(facts)).text.rstrip()
+    return render_card(load_facts(facts)).text.rstrip()
 
 
 def run_env(as_json: bool) -> str:
-    # As a file: a report may be about what keeps the package from being imported.
+    # Run as a file: the report must also work where the package cannot be imported.
     path = str(Path(__file__).with_name("environment.py"))
     return runpy.run_path(path, run_name="hf_liere.environment")["report"](as_json)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """
-    Run the command; returns its exit status: 1 with one line of explanation for what the user can mend, and what a
-    shell reports of a process that Ctrl-C or a closed pipe ended.
+    Run the command and return its exit status: 1, with one line of explanation, for errors that the user can fix; after
+    Ctrl-C or a closed pipe, the status that a shell reports for such a process.
     """
     try:
         try:
@@ -368,13 +369,13 @@ def main(arguments: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever reads the output has seen enough. Python flushes once more at its end, and would fail once more.
+        # The reader closed the pipe. Python flushes stdout again at exit and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
 def _run(arguments: list[str] | None) -> int:
-    options = vars(parser().parse_args(arguments))
+    options = vars(build_parser().parse_args(arguments))
     command, run = options.pop("command"), options.pop("run")
     try:
         text = run(**options)

@@ -1,8 +1,8 @@
 """
-A checkpoint as a folder of ours, from its weights to its card: what `hf-liere convert` writes of another project's, and
-`hf-liere upgrade` of one with a more general position encoding.
+Writes complete model folders, from weights to card: `hf-liere convert` for checkpoints of other projects, and `hf-liere
+upgrade` for models with a more general position encoding.
 
-The conversion itself is in `conversion/`, cards are rendered in `hub/`; this file puts both together.
+`conversion/` converts and `hub/` renders cards; this file combines them.
 """
 
 import json
@@ -15,7 +15,7 @@ from .conversion.checkpoints import Conversion, convert_state_dict
 from .conversion.reading import json_beside, locate, read_checkpoint
 from .conversion.resizing import load_or_convert, resize_input
 from .conversion.upgrades import upgrade_encoding
-from .hub.cards import render
+from .hub.cards import render_card
 from .hub.checked_facts import CONVERSION_FILE, facts_of_run
 from .models.transformer.configuration_liere import LieREConfig, LieREPixelConfig
 from .models.transformer.modeling_liere import LieREPreTrainedModel
@@ -26,11 +26,11 @@ from .storage.targets import new_directory
 LAYER_NOTE = {
     "official": """
 The official code uses the generators of the first layer in every layer, and so does this model (`share_layers=True`):
-its logits are the official ones. The LieRE paper describes generators of their own for every layer.
+its logits are the official ones. The LieRE paper describes separate generators for every layer.
 """,
     "paper": """
-Every layer uses the generators that the checkpoint holds for it, as the LieRE paper describes. The official code uses
-those of the first layer in every layer: its logits, and the accuracy measured with it, are not this model's.
+Every layer uses its own generators from the checkpoint, as the LieRE paper describes. The official code uses
+those of the first layer in every layer: its logits and measured accuracy differ from this model's.
 """,
 }
 
@@ -47,20 +47,19 @@ def convert_checkpoint(
     """
     Write a checkpoint as a directory that `from_pretrained` reads: weights, configuration, code, processor and card.
 
-    The directory appears under its name when it is complete, or not at all.
+    The directory appears under its name only when it is complete.
 
     Args:
         checkpoint: As for [`read_checkpoint`].
         output: The directory; it must not exist, or be empty.
-        source: One of [`SOURCES`]; `None` looks at the names of the tensors.
+        source: One of [`SOURCES`]; `None` detects it from the tensor names.
         revision: Branch, tag or commit of a repository on the Hub.
-        image_mean: Mean of the pixels of each channel in training; `None` takes that of the source's processor or
-            configuration, else ½.
-        image_std: Their standard deviation, likewise.
+        image_mean: Mean of each channel in training; `None` means the source's processor or configuration, else ½.
+        image_std: Standard deviation of each channel, likewise.
         options: As for [`convert_state_dict`].
 
     Raises:
-        InputError: as [`read_checkpoint`] and [`convert_state_dict`], and if nothing can be written beside `output`.
+        InputError: as [`read_checkpoint`] and [`convert_state_dict`], and if the folder of `output` is not writable.
         HubError: as [`read_checkpoint`].
         FileExistsError: if `output` is there and not an empty directory.
     """
@@ -86,19 +85,19 @@ def upgrade_checkpoint(
     **options,
 ) -> LieREPreTrainedModel:
     """
-    Write a model with a more general position encoding, or for images of another size, that computes the same
-    function, as a directory that `from_pretrained` reads.
+    Give a model a more general position encoding, or another image size, without changing the function that it
+    computes, and write it as a directory that `from_pretrained` reads.
 
     Args:
         checkpoint: A model of ours, or what [`convert_checkpoint`] converts without options.
         output: The directory; it must not exist, or be empty.
-        position_encoding: As for [`upgrade_encoding`]; `None` keeps the model's.
-        image_size: As for [`resize_input`]; `None` keeps the model's.
+        position_encoding: As for [`upgrade_encoding`]; `None` keeps the encoding.
+        image_size: As for [`resize_input`]; `None` keeps the size.
         revision: Branch, tag or commit of a repository on the Hub.
-        options: Further ones of [`upgrade_encoding`].
+        options: Further arguments of [`upgrade_encoding`].
 
     Raises:
-        ConversionError: if nothing is to be changed, or no such model computes the same, with the reason.
+        ConversionError: if nothing would change, or no such model computes the same function, with the reason.
         InputError, HubError: as [`load_or_convert`].
         FileExistsError: if `output` is there and not an empty directory.
     """
@@ -112,8 +111,8 @@ def upgrade_checkpoint(
         model = load_or_convert(checkpoint, revision)
         if not isinstance(model.config, LieREPixelConfig):
             raise ConversionError(
-                f"{checkpoint} is a model of tokens, which has neither images nor a card; accepted are models of "
-                "images and videos. In Python, hf_liere.upgrade_encoding takes it."
+                f"{checkpoint} is a token model, which has neither images nor a card; accepted are models of images "
+                "and videos. In Python, hf_liere.upgrade_encoding accepts it."
             )
         if position_encoding is not None:
             model = upgrade_encoding(model, position_encoding=position_encoding, **options)
@@ -133,11 +132,11 @@ def _write_card(directory: Path, title: str, origin: str, notes: str) -> None:
     weights = saved_weights_digest(directory)
     record = {"weights": weights, "converted_from": origin, "notes": notes}
     (directory / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    render(facts_of_run(directory, weights, title=title)).write(directory)
+    render_card(facts_of_run(directory, weights, title=title)).write(directory)
 
 
 def _save_processor(directory: Path, config: LieREConfig, statistics: Mapping[str, object]) -> None:
-    """Writes the processor file for inputs of the trained size; `statistics` come before a mean and deviation of ½."""
+    """Write the processor file for inputs of the trained size; `statistics` override a mean and deviation of ½."""
     height, width = config.input_shape[-2:]
     fields = {
         "size": {"height": height, "width": width},
@@ -146,7 +145,7 @@ def _save_processor(directory: Path, config: LieREConfig, statistics: Mapping[st
         **statistics,
     }
     if config.num_axes == 3:
-        # The class of this processor needs torchvision, but its file can be written without it.
+        # This processor's class needs torchvision; its file does not.
         kind, name = {"video_processor_type": "LieREVideoProcessor"}, "video_preprocessor_config.json"
         fields |= {"do_center_crop": False}
     else:
@@ -156,7 +155,7 @@ def _save_processor(directory: Path, config: LieREConfig, statistics: Mapping[st
 
 
 def _statistics(source: Path, source_config: Mapping | None) -> dict[str, object]:
-    """What the source says of the pixels that it was trained on; its processor comes before timm's configuration."""
+    """Pixel statistics of the source's training; its processor overrides timm's configuration."""
     trained = (source_config or {}).get("pretrained_cfg") or {}
     processor = json_beside(source, "preprocessor_config.json") or {}
     known = {"image_mean": trained["mean"], "image_std": trained["std"]} if {"mean", "std"} <= set(trained) else {}
@@ -164,7 +163,7 @@ def _statistics(source: Path, source_config: Mapping | None) -> dict[str, object
 
 
 def _origin(checkpoint: str | os.PathLike, revision: str | None) -> tuple[str, str]:
-    """The name of a checkpoint without its folder, and text that identifies it."""
+    """The name of a checkpoint without its folder, and a text that identifies it."""
     path = Path(checkpoint)
     if path.is_file():
         digest = file_digest(path, "sha256").removeprefix("sha256:")
@@ -176,13 +175,13 @@ def _origin(checkpoint: str | os.PathLike, revision: str | None) -> tuple[str, s
 
 
 def _notes(conversion: Conversion, options: Mapping) -> str:
-    """Paragraphs on what the source and the options mean for the model."""
+    """Paragraphs on the source and the effect of the options."""
     notes = [f"Licence and terms are those of the source, a checkpoint of kind `{conversion.source}`."]
     if options:
         notes.append(f"Options: {', '.join(f'`{name}={value!r}`' for name, value in sorted(options.items()))}.")
     if conversion.ignored:
         shown = ", ".join(f"`{key}`" for key in conversion.ignored[:5])
-        notes.append(f"Left out, without effect on these outputs: {len(conversion.ignored)} tensors, {shown}.")
+        notes.append(f"Left out because they do not affect these outputs: {len(conversion.ignored)} tensors, {shown}.")
     if conversion.source == "liere" and conversion.config.position_encoding in ("liere", "rope_mixed"):
         notes.append(LAYER_NOTE[options.get("layer_generators") or "official"].strip())
     notes.append("Check `image_mean` and `image_std` in the processor file against the training of the source.")

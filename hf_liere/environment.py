@@ -1,7 +1,7 @@
 """
-What a bug report needs to say of a machine: versions, hardware, environment variables, and what computes the functions
-that `models.backends` may hand to kernels. It may be about a library that cannot be imported, and this package with it:
-this file imports the standard library alone, all else where a failure can be reported, and `cli` runs it as a file.
+The facts of a machine for a bug report: versions, hardware, environment variables, and what computes the functions that
+`models.backends` may dispatch to kernels. The report must work where a library or this package cannot be imported: so
+this file imports only the standard library at the top, the rest where it can report failures; `cli` runs it as a file.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ PACKAGES += ("triton", "numpy", "torchvision", "PIL")
 VARIABLES = "(?!.*(TOKEN|KEY|SECRET|PASSWORD))(HF_LIERE_.*|(PY)?TORCH_.*|TRITON_.*|OMP_NUM_THREADS|HF_HOME"
 VARIABLES += "|ATEN_CPU_CAPABILITY|HF_HUB_OFFLINE|CUDA_VISIBLE_DEVICES|XDG_CACHE_HOME)"
 TYPES = ("float32", "bfloat16", "float16", "float64")
-# With the block size to ask for, which is 2 for planes.
+# (function, block size); planes have block size 2.
 FUNCTIONS = (("apply_rotation", 2), ("apply_rotation", 8), ("angle_gradients", 2), ("outer_products", 8))
 FUNCTIONS += (("block_rotations", 8), ("block_tangents", 8), ("moments_gradient", 8))
-# Kernels may differ by the width of a head: this is the usual one.
+# Kernels may depend on the width of a head; this is the usual one.
 HEAD_DIM = 64
 PLAIN = "plain operations"
 
@@ -37,34 +37,34 @@ def report(as_json: bool) -> str:
         found = environment()
     text, home = json.dumps(found, indent=2) if as_json else "\n".join(_markdown(found)), os.path.expanduser("~")
     for path in {home, os.path.realpath(home)} - {"/"}:
-        # Json writes backslashes twice.
+        # JSON doubles backslashes.
         text = re.sub(re.escape(json.dumps(path)[1:-1] if as_json else path) + r"(?![\w.-])", "~", text)
-    # Names of files may hold bytes that are no text.
+    # File names may contain bytes that are not valid text.
     return text.encode(errors="backslashreplace").decode()
 
 
 def environment() -> dict:
     """
-    `functions` has an entry for each function, device and type; where it cannot, `problem` says why. `comparisons` are
-    those of kernels with plain operations, which are made before the kernels are used.
+    The report as a dictionary. `functions` has an entry for each function, device and dtype, unless `problem` explains
+    why it is empty. `comparisons` are the checks of kernels against plain operations before their first use.
     """
     variables = {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(VARIABLES, name, re.I)}
-    packages, rows = {name: _tried(_version, name) for name in PACKAGES}, []
-    problem = _tried(lambda: rows.extend(_functions()))
+    packages, rows = {name: _attempt(_version, name) for name in PACKAGES}, []
+    problem = _attempt(lambda: rows.extend(_functions()))
     found = {"packages": packages, "system": _system(), "variables": variables, "functions": rows, "problem": problem}
     return found | {"comparisons": [] if problem else _comparisons()}
 
 
 def cpu_name() -> str:
-    """The model of this machine's CPU, as far as the system tells."""
+    """The model of this machine's CPU, if the system reports it."""
     with contextlib.suppress(OSError):
         if found := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.M):
             return found[1]
     return platform.processor() or platform.machine()
 
 
-def _tried(question: Callable, *arguments, otherwise: str = "unknown"):
-    """The answer, or what the error says: drivers fail, MPS has no float64."""
+def _attempt(question: Callable, *arguments, otherwise: str = "unknown"):
+    """The result of the call, or the text of its error: drivers fail, MPS lacks float64."""
     try:
         return question(*arguments)
     except Exception as error:
@@ -74,9 +74,9 @@ def _tried(question: Callable, *arguments, otherwise: str = "unknown"):
 def _version(name: str) -> str:
     if importlib.util.find_spec(name) is None:
         return "not installed"
-    version = _tried(importlib.metadata.version, name)
+    version = _attempt(importlib.metadata.version, name)
     broken = f"{version}, cannot be imported"
-    return _tried(lambda: str(getattr(importlib.import_module(name), "__version__", version)), otherwise=broken)
+    return _attempt(lambda: str(getattr(importlib.import_module(name), "__version__", version)), otherwise=broken)
 
 
 def _system() -> dict[str, str]:
@@ -86,27 +86,27 @@ def _system() -> dict[str, str]:
         "operating system": platform.platform(),
         "CPU": f"{cpu_name()} ({platform.machine()})",
         "cores": f"{os.cpu_count()}, {usable} of them for this process",
-        "threads of torch": _tried(lambda: str(importlib.import_module("torch").get_num_threads())),
-        "GPUs": _tried(lambda: "; ".join(f"{device}, {gpu}" for device, gpu in _gpus().items()) or "none"),
-        "CPU kernels": _tried(_cpu_kernels),
+        "threads of torch": _attempt(lambda: str(importlib.import_module("torch").get_num_threads())),
+        "GPUs": _attempt(lambda: "; ".join(f"{device}, {gpu}" for device, gpu in _gpus().items()) or "none"),
+        "CPU kernels": _attempt(_cpu_kernels),
     }
 
 
 def _gpus() -> dict[str, str]:
     import torch
 
-    def described(index):
+    def describe(index):
         gpu = torch.cuda.get_device_properties(index)
         return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
 
-    found = {f"cuda:{index}": _tried(described, index) for index in range(torch.cuda.device_count())}
+    found = {f"cuda:{index}": _attempt(describe, index) for index in range(torch.cuda.device_count())}
     if torch.backends.mps.is_available():
         found["mps"] = f"{torch.mps.recommended_max_memory() / 2**30:.0f} GiB recommended at most"
     return found
 
 
 def _cpu_kernels() -> str:
-    """The library of the kernels, which HF_LIERE_CPU_KERNELS may turn off nevertheless."""
+    """The library of the kernels, even where HF_LIERE_CPU_KERNELS turns it off."""
     from torch.backends.cpu import get_cpu_capability
 
     from .kernels import cpu_library
@@ -118,7 +118,7 @@ def _cpu_kernels() -> str:
 def _functions() -> Iterator[dict]:
     import torch
 
-    # Python keeps modules of a package whose import failed: only the package tells that it did.
+    # After a failed import of a package, Python keeps its imported submodules; only importing the package fails again.
     from . import kernels  # noqa: F401 (registers itself)
     from .models.rotation.backends import refusals
 
@@ -130,7 +130,7 @@ def _functions() -> Iterator[dict]:
 
     for device, dtype, (function, size) in itertools.product(("cpu", *_gpus()), TYPES, FUNCTIONS):
         row = {"function": function, "block_size": size, "device": device, "dtype": dtype, "refusals": {}}
-        yield row | {"computed_by": _tried(ask, row)}
+        yield row | {"computed_by": _attempt(ask, row)}
 
 
 def _comparisons() -> list[dict]:
@@ -147,7 +147,7 @@ def _markdown(found: dict) -> Iterator[str]:
     yield from (f"- `{name}={' '.join(value.split())}`" for name, value in found["variables"].items())
     yield "\nWhat computes each function:\n"
     yield from [f"- {found['problem']}"] if found["problem"] else []
-    # Types of a device of which the same can be said are named together.
+    # Dtypes of a device with the same result share a line.
     types = {}
     for (device, dtype), rows in itertools.groupby(found["functions"], lambda row: (row["device"], row["dtype"])):
         statements = {}
@@ -165,5 +165,5 @@ def _markdown(found: dict) -> Iterator[str]:
     if found["comparisons"]:
         yield "\nKernels compared with plain operations in float64, before their first use:\n"
     for row in found["comparisons"]:
-        said = row["failure"] or f"equal, with errors of up to {row['error']:.2f} of what rounding explains"
+        said = row["failure"] or f"equal, with errors of up to {row['error']:.2f} of the rounding bound"
         yield f"- {row['kernels']}, {row['case']}: {said} ({row['seconds']:.1f} s)"

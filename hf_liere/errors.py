@@ -1,4 +1,4 @@
-"""What users can mend themselves: one class of error for it, and the sentence that says what to install."""
+"""Errors that users can fix themselves, and the message that says what to install."""
 
 import importlib.util
 import logging
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class InputError(ValueError):
-    """What the user asked for cannot be done; the message names the value and what is accepted."""
+    """The request cannot be fulfilled; the message names the value and what is accepted."""
 
 
 class MissingLibraryError(InputError):
@@ -18,16 +18,16 @@ class MissingLibraryError(InputError):
 def require_libraries(purpose: str, extra: str, *modules: str) -> None:
     """
     Args:
-        purpose: what the libraries are needed for, the beginning of the sentence.
-        extra: name of the optional dependencies, in pyproject.toml, that bring them.
-        modules: names under which they are imported.
+        purpose: What needs the libraries; the message starts with it.
+        extra: The optional dependencies in pyproject.toml that install them.
+        modules: The names under which they are imported.
 
     Raises:
         MissingLibraryError: if one of them is not installed.
     """
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
-        # The package is installed from a checkout; no registry has it under this name.
+        # The package is installed from a checkout; it is not on a package index.
         raise MissingLibraryError(
             f"{purpose} needs {' and '.join(missing)}; in a checkout of hf_liere, pip install -e '.[{extra}]' installs "
             "it."
@@ -35,8 +35,8 @@ def require_libraries(purpose: str, extra: str, *modules: str) -> None:
 
 
 def memory_shortage(error: Exception) -> str | None:
-    """A sentence for the errors with which memory is refused, `None` for others."""
-    # What torch raises on a CPU, or for sizes beyond all memory, has no class of its own.
+    """One sentence for an error that reports a lack of memory; `None` for other errors."""
+    # On a CPU, and for impossible sizes, torch raises a plain RuntimeError.
     refused = isinstance(error, RuntimeError) and re.search(
         "DefaultCPUAllocator|out of memory|Storage size calculation overflowed", str(error)
     )
@@ -49,8 +49,8 @@ def memory_shortage(error: Exception) -> str | None:
 
 
 @contextmanager
-def quiet(*loggers: str) -> Iterator[None]:
-    """Keeps warnings of other libraries back where an error of ours says the same in a sentence."""
+def silence(*loggers: str) -> Iterator[None]:
+    """Suppress warnings of other libraries where an error of ours reports the same problem."""
     levels = {logging.getLogger(name): logging.getLogger(name).level for name in loggers}
     try:
         for logger in levels:

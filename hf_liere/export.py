@@ -4,15 +4,15 @@ Export of image and video models to ONNX files and `torch.export` archives, with
     export_model(model, "model.onnx")                      # or "model.pt2"
     export_model(model, "model.onnx", image_size=384)      # LieRE at another size than the one of its configuration
 
-| `position_encoding` | what the exported graph holds | input size |
+| `position_encoding` | content of the exported graph | input size |
 |---|---|---|
 | all others except `absolute` | cos and sin of the positions | dynamic |
 | `liere` | rotations of one grid as constants | fixed |
 | `liere` with `dynamic_size=True` | the matrix exponential, as float64 products | dynamic |
 | `absolute`, and any encoding beside a learned table | the table, resized to one grid | fixed |
 
-The outputs of an ONNX file are a list, whose names are in the file. The program in a `.pt2` archive returns a
-dictionary of tensors by name: `torch.export.load("model.pt2").module()(pixel_values)["logits"]`.
+An ONNX file returns a list of outputs, with their names in the file. The program in a `.pt2` archive returns a
+dictionary of tensors: `torch.export.load("model.pt2").module()(pixel_values)["logits"]`.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from .auto import load_checkpoint
-from .errors import InputError, quiet, require_libraries
+from .errors import InputError, require_libraries, silence
 from .models.encoding.encoding_traits import ENCODING_TRAITS, needs_exponential
 from .models.transformer.configuration_liere import LieREPixelConfig, pair
 from .models.transformer.modeling_liere import LieREPreTrainedModel
@@ -32,21 +32,21 @@ from .storage.targets import new_file
 
 
 ONNX, TORCH_EXPORT = ".onnx", ".pt2"
-# The largest size of a protocol buffer; the weights of larger models are written to a second file.
+# Protocol buffers are limited to this size; larger models store their weights in a second file.
 PROTOBUF_LIMIT = 2**31 - 2**24
-# The first with LayerNormalization; the installed onnx defines the newest.
+# The first version with LayerNormalization; the installed onnx defines the newest.
 OLDEST_OPSET = 17
 EXPORTABLE_ATTENTION = ("sdpa", "eager")
-# Accepted difference of exported outputs, relative to the largest; sums in another order cause 1% of it in float32.
+# Accepted error of exported outputs, relative to the largest; reordered float32 sums cause 1% of it.
 TOLERANCE = 1e-4
 
 
 class ExportError(InputError):
-    """An export that is not possible; the message says what is."""
+    """The export is not possible; the message says what is accepted."""
 
 
 class _TensorOutputs(nn.Module):
-    """A model with pixels as its only input, and a dictionary of tensors as its output."""
+    """A model whose only input is pixels and whose output is a dictionary of tensors."""
 
     def __init__(self, model: LieREPreTrainedModel):
         super().__init__()
@@ -73,29 +73,28 @@ def export_model(
     opset: int | None = None,
 ) -> Path:
     """
-    Write a model for inference. Its input is `pixel_values` of any batch size; its outputs have the names they have in
-    PyTorch (`logits`; `last_hidden_state`, `pooler_output`; `reconstruction`; `feature_maps_0` …).
+    Write a model for inference. Its input is `pixel_values` of any batch size; its outputs keep their names in PyTorch
+    (`logits`; `last_hidden_state`, `pooler_output`; `reconstruction`; `feature_maps_0` …).
 
     Commuting rotations are folded into the query and key weights. Positions are those of the grid, without
-    perturbation. The configuration with its labels is in the file, as the metadata `config.json`.
+    perturbation. The file contains the configuration with its labels as the metadata `config.json`.
 
     Args:
         model: Any model of this package; it is left as it is.
-        output: File ending in `.onnx` or `.pt2`, which must not exist. Above 2 GB the weights of an ONNX model are in
-            a second file beside it, with `.data` added to the name.
-        image_size: Height and width of the inputs where they are fixed; `None` means those of the configuration.
-        num_frames: Number of frames of the inputs where it is fixed; `None` means that of the configuration.
+        output: A new file ending in `.onnx` or `.pt2`. Above 2 GB, an ONNX model stores its weights in a second file
+            beside it, with `.data` added to the name.
+        image_size: Height and width of inputs of a fixed size; `None` means those of the configuration.
+        num_frames: Number of frames of inputs of a fixed size; `None` means that of the configuration.
         dynamic_size: Whether height and width (and frames) may vary by whole patches, at least two on every axis.
-            `None` means wherever it costs nothing, see the table above; `True` with LieRE puts the exponential into
-            the graph.
-        opset: Version of ONNX's operators, from 17; `None` means the one that PyTorch's exporter recommends.
+            `None` means wherever it is free, see the table above; with LieRE, `True` puts the exponential into the
+            graph.
+        opset: Version of ONNX's operators, from 17; `None` means the version that PyTorch's exporter recommends.
 
     Returns:
         The path of the file.
 
     Raises:
-        InputError: if the model or the options do not allow this export, a library that it needs is missing, or nothing
-            can be written there.
+        InputError: if the model or the options do not allow this export, a library is missing, or writing fails.
         FileExistsError: if `output` exists.
     """
     output = Path(output)
@@ -133,8 +132,8 @@ def _save_onnx(
     (pixels,) = (node.meta["val"] for node in program.graph.nodes if node.name == "pixel_values")
     names = {0: "batch", **_size_axes(config)}
     names = {axis: name for axis, name in names.items() if not isinstance(pixels.shape[axis], int)}
-    # If the exporter cannot convert to a version, it logs that and writes another one.
-    with quiet("torch.onnx", "onnxscript"):
+    # If the exporter cannot convert to a version, it only logs that and writes another one.
+    with silence("torch.onnx", "onnxscript"):
         onnx_program = torch.onnx.export(
             program,
             dynamo=True,
@@ -159,8 +158,7 @@ def export_program(
     dynamic_size: bool | None = None,
 ) -> torch.export.ExportedProgram:
     """
-    The graph that [`export_model`] writes, with the same arguments; `program.module()(pixel_values)` returns the
-    outputs by name.
+    The graph that [`export_model`] writes; `program.module()(pixel_values)` returns the outputs by name.
     """
     if not isinstance(model, LieREPreTrainedModel) or not isinstance(model.config, LieREPixelConfig):
         raise ExportError(f"{type(model).__name__}: accepted are the image and video models of hf_liere.")
@@ -191,7 +189,7 @@ def export_program(
         dynamic_size = not (has_table or has_exponential or is_given)
     grid = _grid(config, image_size, num_frames)
     if dynamic_size:
-        # The exporter would infer constraints from an example with equal sizes, or sizes of one.
+        # The exporter would infer constraints from equal sizes or sizes of one in the example.
         grid = tuple(patches + 1 + axis for axis, patches in enumerate(grid))
     pixels = _pixels(config, grid, batch_size=2)
     dynamic = {0: torch.export.Dim("batch")}
@@ -202,7 +200,7 @@ def export_program(
     was_training = model.training
     model.eval()
     try:
-        # A model that is folded already has constants for its grids, and computes the rotations of others.
+        # An already folded model has constants for its grids and computes the rotations of other grids.
         folds = config.position_encoding in ENCODING_TRAITS and config.folded_grids is None
         folds = folds and not (dynamic_size and has_exponential)
         exported = model.fold_rotations(grids=[grid]) if folds else model
@@ -217,7 +215,7 @@ def export_program(
 
 
 def run_exported(path: str | os.PathLike, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Outputs by name of a file of [`export_model`], from ONNX Runtime or PyTorch, on the CPU."""
+    """Run a file of [`export_model`] with ONNX Runtime or PyTorch on the CPU; returns its outputs by name."""
     path = Path(path)
     if path.suffix == TORCH_EXPORT:
         with torch.no_grad():
@@ -234,7 +232,7 @@ def export_checkpoint(
     checkpoint: str | os.PathLike, output: str | os.PathLike, revision: str | None = None, **options
 ) -> str:
     """
-    [`export_model`] of a saved model, with a comparison of what was written with the model.
+    [`export_model`] of a saved model; compares the outputs of the written file with the model's.
 
     Args:
         checkpoint: Directory or repository on the Hub.
@@ -242,12 +240,11 @@ def export_checkpoint(
         revision: Branch, tag or commit of the repository.
 
     Returns:
-        A line that says what was written, and by how much its outputs differ.
+        One line: the written file, and by how much its outputs differ.
 
     Raises:
         CheckpointError, HubError: if the checkpoint cannot be loaded, or a weight is missing, left over or not finite.
-        ExportError: as [`export_model`], and if the outputs differ by more than 1e-4 of the largest; nothing is
-            written then.
+        ExportError: as [`export_model`], and (before writing) if the outputs differ by more than 1e-4 of the largest.
     """
     output = Path(output)
     _require_format(output, options.get("opset"))
@@ -273,14 +270,14 @@ def _comparison(model: LieREPreTrainedModel, path: Path, options: Mapping) -> st
     )
     if not difference <= TOLERANCE:
         raise ExportError(
-            f"{path.name} was not written: its outputs would differ from the model's by {difference:.1e} of the "
-            f"largest, more than {TOLERANCE}."
+            f"{path.name} was not written: its outputs differ by {difference:.1e} of the largest, more than "
+            f"{TOLERANCE}."
         )
     return f" with outputs {', '.join(found)}, within {difference:.1e} of the model's"
 
 
 def _diagonal_scatter(states, source, offset=0, dim1=0, dim2=1):
-    """`diagonal_scatter` by `torch.where`: PyTorch's own decomposition contains an operation that ONNX lacks."""
+    """`diagonal_scatter` by `torch.where`: PyTorch's decomposition contains an operation that ONNX lacks."""
     first, second = torch.arange(states.shape[dim1]), torch.arange(states.shape[dim2])
     diagonal = torch.diag_embed(source, offset, dim1, dim2)
     return torch.where((second == first[:, None] + offset).to(states.device), diagonal, states)
@@ -289,7 +286,7 @@ def _diagonal_scatter(states, source, offset=0, dim1=0, dim2=1):
 def _grid(
     config: LieREPixelConfig, image_size: int | tuple[int, int] | None, num_frames: int | None
 ) -> tuple[int, ...]:
-    """Patches per axis of inputs of this size, by default the configuration's."""
+    """Patches per axis of inputs of this size; `None` means the configuration's."""
     shape = config.input_shape
     if image_size is not None:
         shape = (*shape[:-2], *pair("image_size", image_size))

@@ -1,8 +1,7 @@
 """
 Rotations as the papers write them: R(p) = exp(Σ_a p_a A_a) (LieRE eq. 4, ComRoPE eq. 3), applied to queries and keys.
 
-Everything is in float64 and as simple as possible: nothing is shared between layers, and nothing is imported from
-`models`, whose fast path is tested against this file.
+Everything is in float64 and as simple as possible. It imports nothing from `models`, whose tests use it.
 """
 
 from collections.abc import Mapping
@@ -16,9 +15,9 @@ def generators(parameters: Mapping[str, torch.Tensor], config, num_axes: int, la
 
     Args:
         parameters: Parameters of a rotary encoding, by name: `generators`, the entries of each block below its
-            diagonal, column by column (LieRE §4, ComRoPE eq. 8), and `multipliers` θ (ComRoPE-LD, eq. 10); `skew`, such
-            entries of S (Cayley-STRING); none for fixed encodings. Those of Circulant-STRING are the entries of a row
-            right of the diagonal, those of Spherical RoPE the frequencies of the blocks.
+            diagonal, column by column (LieRE §4, ComRoPE eq. 8), and `multipliers` θ (ComRoPE-LD, eq. 10); `skew`, the
+            same entries of S (Cayley-STRING). Circulant-STRING's `generators` are the entries of a row right of the
+            diagonal, Spherical RoPE's the frequencies of the blocks. Fixed encodings have none.
         config: Configuration of the encoding.
     """
     learned = {name: values.detach().double().cpu() for name, values in parameters.items()}
@@ -35,7 +34,7 @@ def generators(parameters: Mapping[str, torch.Tensor], config, num_axes: int, la
         entries = learned["multipliers"].unsqueeze(-1) * learned["generators"]
     else:
         entries = learned["generators"]  # (A, layers or 1, heads or 1, blocks, b(b−1)/2)
-    # Where layers or heads share generators, there is one set.
+    # Layers or heads that share generators have one set.
     entries = entries[:, layer % entries.shape[1], head % entries.shape[2]]  # (A, blocks, b(b−1)/2)
     if encoding == "circulant_string":
         return torch.stack([torch.block_diag(*map(circulant, blocks, [size] * len(blocks))) for blocks in entries])
@@ -71,12 +70,12 @@ def circulant(entries: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def fixed_scale(config) -> float:
-    """What the frequencies of encodings that learn nothing are multiplied by."""
+    """The factor of the frequencies of fixed encodings."""
     return 1.0 if config.rotary_init_scale is None else config.rotary_init_scale
 
 
 def axial_frequencies(config, num_axes: int, axis: int) -> torch.Tensor:
-    """Frequencies of all planes of a head for one axis (VisionLLaMA), zero for planes of the others."""
+    """Frequencies of all planes of a head for one axis (VisionLLaMA), zero for planes of other axes."""
     count, scale = config.head_dim // (2 * num_axes), fixed_scale(config)
     frequencies = torch.zeros(num_axes * count, dtype=torch.float64)
     for rank in range(count):

@@ -212,7 +212,7 @@ def not_a_number(weights):
         (removed, "Missing: liere.layers.0.attention.k_proj.bias, .* and 6 more"),
         (renamed, "Unexpected: classifier.other"),
         (reshaped, "Missing: classifier.bias"),
-        (not_a_number, "holds NaN or infinity in classifier.bias"),
+        (not_a_number, "contains NaN or infinity in classifier.bias"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(saved, tmp_path, capsys, change, message):
@@ -266,8 +266,7 @@ def test_yaml_that_is_none_is_one_line(tmp_path, capsys):
     assert main(["card", str(tmp_path / "facts.yaml")]) == 1
     error = capsys.readouterr().err
     assert (
-        error.startswith("hf-liere card: facts.yaml is no yaml file that can be read, line 2: ")
-        and error.count("\n") == 1
+        error.startswith("hf-liere card: facts.yaml is not a readable yaml file, line 2: ") and error.count("\n") == 1
     )
 
 

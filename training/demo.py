@@ -32,7 +32,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from transformers.utils.logging import disable_progress_bar
 
 import hf_liere  # noqa: F401 (registers liere_vit with the Auto classes)
-from hf_liere.hub.cards import render
+from hf_liere.hub.cards import render_card
 from hf_liere.hub.checked_facts import facts_of_run
 from hf_liere.hub.facts import Facts, load_facts
 from hf_liere.hub.run_records import RESULTS_FILE
@@ -331,7 +331,7 @@ def write_checkpoint(folder: Path, target: Path) -> None:
         # auto_map would refer to missing code.
         del config["auto_map"]
         write_record(partial, "config.json", config)
-        render(facts, folder=place).write(partial)
+        render_card(facts, folder=place).write(partial)
     print(f"As the repository keeps it: {target}")
 
 

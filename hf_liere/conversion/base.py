@@ -1,8 +1,8 @@
 """
-What the sources share: checked access to a checkpoint's tensors, and the class that each kind of source extends.
+Shared by all sources: checked access to a checkpoint's tensors, and the base class of each kind of source.
 
-A [`Source`] takes every tensor that it understands from a [`SourceTensors`], whose shapes are checked when they are
-taken, and collects what a model of ours consists of. The options of each are described in `checkpoints.py`.
+A [`Source`] takes every tensor that it knows from a [`SourceTensors`], which checks its shape, and collects the parts
+of our model. `checkpoints.py` documents the options of each source.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from ..errors import InputError
 
 
 class ConversionError(InputError):
-    """A checkpoint or an option that cannot be converted, with the reason."""
+    """The checkpoint cannot be converted, or an option is invalid; the message has the reason."""
 
 
 class SourceTensors:
-    """A state dict that knows which of its tensors were used, and checks their shapes when they are."""
+    """A state dict that records which of its tensors were used and checks their shapes."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self.tensors = dict(tensors)
@@ -42,7 +42,7 @@ class SourceTensors:
                 f"expected {expected}."
             )
         if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-            raise ConversionError(f"{key!r} ({tensor.dtype}) must hold finite floating point numbers.")
+            raise ConversionError(f"{key!r} ({tensor.dtype}) must contain finite floating-point numbers.")
         self.taken.add(key)
         return tensor
 
@@ -61,7 +61,7 @@ class SourceTensors:
         return len(layers)
 
     def rename(self, patterns: Mapping[str, str | Callable[[re.Match], str]]) -> None:
-        """Replace regular expressions in all names, before any tensor is taken."""
+        """Replace regular expressions in all names; call this before taking tensors."""
         renamed = {}
         for key, tensor in self.tensors.items():
             for pattern, replacement in patterns.items():
@@ -78,23 +78,23 @@ class SourceTensors:
         unknown = sorted(set(self.tensors) - self.taken)
         if unknown:
             raise ConversionError(
-                f"The checkpoint holds {len(unknown)} tensors that this kind of model does not have, such as "
-                f"{', '.join(unknown[:5])}."
+                f"The checkpoint contains {len(unknown)} tensors unknown to this kind of model: "
+                f"{', '.join(unknown[:5])} …"
             )
 
 
 @dataclass
 class Source:
     """
-    A checkpoint of one kind. The fields that a subclass adds are its options, with the types that they accept.
+    A checkpoint of one kind. The fields of a subclass are its options, annotated with the types that they accept.
 
     Attributes:
         tensors: The tensors of the checkpoint.
         patch: Extents of a patch, one for each axis.
         fields: Fields of the configuration.
         encoder: Tensors of the encoder, under our names.
-        head: Tensors of the classifier, likewise; empty where there is none.
-        ignored: Names of official tensors that have no effect on the outputs kept here.
+        head: Tensors of the classifier, likewise; empty without one.
+        ignored: Names of official tensors that do not affect the outputs kept here.
     """
 
     tensors: SourceTensors
@@ -105,7 +105,7 @@ class Source:
     ignored: list[str] = field(init=False, default_factory=list)
 
     def convert(self) -> None:
-        """Fill everything but `tensors`. Raises [`ConversionError`] for what does not fit together."""
+        """Fill all fields except `tensors`. Raises [`ConversionError`] for inconsistent tensors and options."""
         raise NotImplementedError
 
     @classmethod
@@ -116,11 +116,11 @@ class Source:
 
     @classmethod
     def stated_options(cls, source_config: Mapping) -> dict:
-        """Options that the `config.json` beside a checkpoint states, by default under their own names."""
+        """The options in the `config.json` beside a checkpoint; by default their names are the same there."""
         return {name: source_config[name] for name in cls.options() if source_config.get(name) is not None}
 
     def copy(self, ours: str, official: str, *shape: int | None, bias: bool = True) -> None:
-        """Copies the weight of a norm (size) or of a linear map (rows, columns), and its bias (size or rows)."""
+        """Copy the weight of a norm (size) or of a linear map (rows, columns), and its bias (size or rows)."""
         self.encoder[f"{ours}.weight"] = weight = self.tensors.take(f"{official}.weight", *shape)
         if bias:
             self.encoder[f"{ours}.bias"] = self.tensors.take(f"{official}.bias", len(weight))
@@ -129,8 +129,8 @@ class Source:
         """
         Args:
             layer: Official name of a layer, with `{}` in place of its number.
-            names: Official names of the modules of a layer, by ours.
-            without_bias: Those of our names that have no bias.
+            names: Maps our names of a layer's modules to the official names.
+            without_bias: Our names of modules without bias.
         """
         size = self.fields["hidden_size"]
         width = len(self.tensors.take(f"{layer.format(0)}.{names['mlp.fc1']}.weight", None, size))
@@ -143,13 +143,13 @@ class Source:
                 self.copy(f"layers.{index}.{ours}", key, *shape, bias=ours not in without_bias)
 
     def copy_head(self, official: str) -> None:
-        """Copies a linear classifier, if there is one under this name."""
+        """Copy the linear classifier of this name, if there is one."""
         if f"{official}.weight" in self.tensors:
             weight = self.tensors.take(f"{official}.weight", None, self.fields["hidden_size"])
             self.head = {"weight": weight, "bias": self.tensors.take(f"{official}.bias", len(weight))}
 
     def set_transformer(self, kernel: torch.Tensor, layers: int, found_heads: int | None = None) -> None:
-        """Sets what follows from the patch projection's kernel (hidden_size, channels, *patch) and from the options."""
+        """Set what follows from the patch projection's kernel (hidden_size, channels, *patch) and the options."""
         hidden_size, channels, *patch = kernel.shape
         self.patch = tuple(patch)
         self.fields |= {
@@ -167,7 +167,7 @@ class Source:
         self.encoder |= dict(zip(names, (weight, bias)))
 
     def set_shape(self, image: tuple[int, ...]) -> None:
-        """Sets the fields for patches and inputs of these extents, with three axes those of the video configuration."""
+        """Set the fields for patches and inputs of these extents; three axes mean a video configuration."""
 
         def extent(sizes):
             return sizes[0] if sizes[0] == sizes[1] else list(sizes)
@@ -184,8 +184,8 @@ class Source:
         scale: Iterable[float] | None = None,
     ) -> None:
         """
-        Fixed frequencies, (planes,) for every axis and axis by axis in the head, times the `scale` of the axis (1):
-        `axial_rope` with base `theta` where these are its frequencies, else shared generators of RoPE-Mixed.
+        Set fixed frequencies, (planes,) for each axis in turn in a head, times the `scale` of the axis (default 1): as
+        `axial_rope` with base `theta` if its frequencies are the same, else as shared RoPE-Mixed generators.
         """
         axes = len(self.patch)
         scale = [1.0] * axes if scale is None else list(scale)
@@ -203,7 +203,7 @@ class Source:
         self.encoder["rotary_encoding.generators"] = entries.view(axes, 1, 1, -1, 1).float()
 
     def set_square_table(self, table: torch.Tensor, prefix_rows: int, image_size: int | Iterable[int] | None) -> None:
-        """Copies the rows of the class token and of the patches from a table that starts with `prefix_rows`."""
+        """Copy the rows of the class token and the patches from a table that starts with `prefix_rows`."""
         patches = table.shape[1] - prefix_rows
         if image_size is None:
             image_size = tuple(square_root("image_size", patches) * extent for extent in self.patch)
@@ -219,7 +219,7 @@ class Source:
 
 
 def sizes(name: str, value: int | Iterable[int], axes: int) -> tuple[int, ...]:
-    """One positive extent for each axis, from one for all or one for each."""
+    """One positive extent per axis, from a single number or one number per axis."""
     extents = (value,) * axes if isinstance(value, int) else tuple(value) if isinstance(value, Iterable) else ()
     if len(extents) != axes or any(not isinstance(size, int) or size < 1 for size in extents):
         raise ConversionError(f"{name}={value!r} must be one positive number, or one for each of {axes} axes.")
@@ -234,7 +234,7 @@ def square_root(name: str, number: int) -> int:
 
 
 def number_of_heads(hidden_size: int, given: int | None, found: int | None = None) -> int:
-    """The number that the checkpoint or the option gives; without either, as many heads as have 64 channels each."""
+    """The number of heads in the checkpoint or the option; without either, heads of 64 channels."""
     if given is not None and found is not None and given != found:
         raise ConversionError(f"num_attention_heads={given} contradicts the checkpoint's {found}.")
     heads = found or given or max(1, hidden_size // 64)

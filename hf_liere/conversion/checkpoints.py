@@ -1,21 +1,22 @@
 """
 Official and pretrained checkpoints → ours, with the original implementation's logits.
 
-`reading.read_checkpoint` reads a file, directory or Hub repository without executing anything in it,
-`convert_state_dict` makes a [`Conversion`] of its tensors, and `hf_liere.convert.convert_checkpoint` (the command
-`hf-liere convert`) writes a directory that `from_pretrained` reads. Most of a source is re-expressed in weights, so
-that few configuration fields are needed: a missing bias becomes zeros, an absent output projection the identity,
-another order of axes or of the planes a permutation of query and key rows, LieRE's linear patch projection a
-convolution, ComRoPE's `scale_factor` part of the generators, multipliers shared by heads are repeated, a table without
-a class token's row gets a row of zeros.
+`reading.read_checkpoint` reads a file, directory or Hub repository without executing anything in it.
+`convert_state_dict` turns its tensors into a [`Conversion`]. `hf_liere.convert.convert_checkpoint` (the command
+`hf-liere convert`) writes a directory that `from_pretrained` reads. Weights express most differences between sources,
+so few configuration fields are needed: a missing bias becomes zeros, an absent output projection the identity, another
+order of axes or planes a permutation of query and key rows, LieRE's linear patch projection a convolution, and
+ComRoPE's `scale_factor` a factor of the generators; multipliers shared by heads are repeated, and a table without a
+class token's row gets a row of zeros.
 
-**What the shapes do not tell** is an option (or is read from the source's `config.json`):
+**Options** supply what the shapes do not determine (defaults in parentheses); the source's `config.json` may contain
+them:
 
 - `liere`: `position_encoding` (without generators `absolute`, or `visionllama` if the table is all zeros), `pooling`
   (`cls`; `mean`), `num_channels` (3), `num_axes` (from the generators, else 2), `patch_size` and `image_size` (square
-  ones from the shapes for images, to be given for volumes), `layer_generators` (`official`; `paper`).
+  ones from the shapes for images, required for volumes), `layer_generators` (`official`; `paper`).
 - `comrope`: `position_encoding` (from the shapes; without generators `raw` if there is a table, else `none`;
-  `vanilla-rope` has to be told), `num_axes` (from the shapes, else 2), `num_attention_heads` (from the generators, else
+  `vanilla-rope` must be given), `num_axes` (from the shapes, else 2), `num_attention_heads` (from the generators, else
   heads of 64 channels), `image_size` (from the table, else 14 patches), `num_frames` (from the table, else 8),
   `theta_base` (the paper's 10000^(−2A/head_dim)), `scale_factor` (1), `axis_scale` (`True`), `cls_position` (½),
   `hidden_act` (`quick_gelu`), `layer_norm_eps` (1e-5).
@@ -32,16 +33,16 @@ a class token's row gets a row of zeros.
 
 **Known repositories** with their options are in `known.py`, printed by `hf-liere convert --list`.
 
-**LieRE's layer question.** The paper describes generators of their own for every layer, and the official checkpoints
-hold one set per layer. The official forward pass nevertheless uses the set of the first layer in every layer; the
-other sets receive no gradient and keep their random start. `layer_generators="official"` (the default) reproduces the
-official logits: the first set, shared by all layers (`share_layers=True`). `layer_generators="paper"` keeps each set
-for its own layer: the model that the paper describes, which is not the model whose accuracy the official code measures.
+**LieRE's layers.** The paper describes separate generators for every layer, and the official checkpoints contain one
+set per layer. The official forward pass, however, uses the first set in every layer; the other sets receive no gradient
+and keep their random initial values. `layer_generators="official"` (the default) reproduces the official logits: all
+layers share the first set (`share_layers=True`). `layer_generators="paper"` keeps each set for its own layer: this is
+the model of the paper, but not the model whose accuracy the official code measures.
 
-**Where official code is not followed.** rope-vit takes the positions and the table of the training grid for every input
-with as many patches, whatever its shape; here they are always those of the input's grid. ComRoPE's code clamps random
-displacements of half the paper's width and leaves frames in place; `position_perturbation` is the paper's eq. (11).
-Nothing else of this touches the outputs in evaluation mode.
+**Deviations from official code.** rope-vit uses the positions and table of the training grid for every input with the
+same number of patches, whatever its shape; here they are always those of the input's grid. ComRoPE's code clamps random
+displacements of half the paper's width and does not displace frames; `position_perturbation` is the paper's eq. (11).
+Displacements occur only in training.
 """
 
 from collections.abc import Mapping
@@ -61,14 +62,14 @@ from .sources import CONVERTERS, SOURCES, detect_source, options_from_config, re
 @dataclass
 class Conversion:
     """
-    What a checkpoint becomes.
+    A converted checkpoint.
 
     Attributes:
-        source: Kind of the source, one of [`SOURCES`].
+        source: Kind of the checkpoint, one of [`SOURCES`].
         config: Configuration of the model.
-        state_dict: All of the model's tensors; differentiable functions of the source's.
-        model_class: A classifier where the source has one, else the bare model.
-        ignored: Keys of the source that have no effect on the outputs kept here.
+        state_dict: All tensors of the model, as differentiable functions of the source's tensors.
+        model_class: A classifier if the source has one, else the bare model.
+        ignored: Keys of the source that do not affect the outputs kept here.
     """
 
     source: str
@@ -91,19 +92,19 @@ def convert_state_dict(
     **options,
 ) -> Conversion:
     """
-    A configuration and tensors of ours from the tensors of a source.
+    Convert the tensors of a source into our configuration and tensors.
 
     Args:
         tensors: The source's state dict, under its official names.
-        source: One of [`SOURCES`]; `None` looks at the names.
-        source_config: The `config.json` beside the checkpoint, if there is one.
-        options: What the shapes do not tell, see the top of this file; they come before `source_config`.
+        source: One of [`SOURCES`]; `None` detects it from the names.
+        source_config: The `config.json` beside the checkpoint, if any.
+        options: See the top of this file; they override `source_config`.
 
     Raises:
-        ConversionError: on unknown or missing tensors, shapes that contradict each other, values that are not finite,
-            and options that are unknown or do not fit.
+        ConversionError: for unknown or missing tensors, contradictory shapes, values that are not finite, and bad
+            options.
     """
-    tensors = _plain(tensors)
+    tensors = _unwrap(tensors)
     source = source or detect_source(tensors)
     require_one_of("source", source, SOURCES)
     from_config = options_from_config(source, source_config) if source_config else {}
@@ -114,12 +115,12 @@ def convert_state_dict(
     found.tensors.finish()
     fields, is_image = found.fields, len(found.patch) == 2
     if found.head:
-        # The last tensor of a classifier is the bias of its outputs.
-        fields |= _labels(len(list(found.head.values())[-1]), (source_config or {}).get("id2label") or {})
+        # The last tensor of a classifier is its output bias.
+        fields |= _label_fields(len(list(found.head.values())[-1]), (source_config or {}).get("id2label") or {})
     try:
         config = LieREViTConfig(**fields) if is_image else LieREVideoConfig(**fields)
     except (StrictDataclassError, ValueError) as error:
-        raise ConversionError(f"No model has the checkpoint's properties: {error}") from error
+        raise ConversionError(f"No model can have the checkpoint's properties: {error}") from error
     if found.head:
         model_class = LieREViTForImageClassification if is_image else LieREVideoForVideoClassification
         state_dict = {f"liere.{name}": tensor for name, tensor in found.encoder.items()}
@@ -129,8 +130,8 @@ def convert_state_dict(
     return Conversion(source, config, state_dict, model_class, sorted(found.ignored))
 
 
-def _labels(count: int, names: Mapping) -> dict:
-    """Fields for a classifier of `count` classes; the names are kept if there is one for each class."""
+def _label_fields(count: int, names: Mapping) -> dict:
+    """Configuration fields of a classifier with `count` classes; names are kept if there is one for each class."""
     if not isinstance(names, Mapping) or not all(str(index).isdigit() for index in names):
         raise ConversionError(f"id2label={names!r} beside the checkpoint: accepted are names by their numbers.")
     if len(names) != count:
@@ -139,14 +140,14 @@ def _labels(count: int, names: Mapping) -> dict:
     return {"num_labels": count, "id2label": named, "label2id": {name: index for index, name in named.items()}}
 
 
-def _plain(tensors: Mapping) -> dict[str, torch.Tensor]:
-    """A state dict out of what training programs wrap around it: Lightning, DeiT, DistributedDataParallel, compile."""
+def _unwrap(tensors: Mapping) -> dict[str, torch.Tensor]:
+    """Unwrap the state dict of a training checkpoint: Lightning, DeiT, DistributedDataParallel, torch.compile."""
     for wrapper in ("state_dict", "model"):
         if isinstance(tensors.get(wrapper), Mapping):
             tensors = tensors[wrapper]
     strange = {key: type(value).__name__ for key, value in tensors.items() if not isinstance(value, torch.Tensor)}
     if strange or not tensors:
-        raise ConversionError(f"The checkpoint must map names to tensors, but holds {strange or 'nothing'}.")
+        raise ConversionError(f"The checkpoint must map names to tensors, but contains {strange or 'nothing'}.")
     for prefix in ("model.", "module.", "_orig_mod.", "model."):
         if all(key.startswith(prefix) for key in tensors):
             tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}

@@ -1,4 +1,4 @@
-"""The vision tower of CLIP in transformers' names, alone, beside a text tower or under a classifier."""
+"""The vision tower of CLIP under transformers' names: alone, beside a text tower or under a classifier."""
 
 import re
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ OTHER_TOWERS = r"text_model\..*|text_projection\..*|visual_projection\..*|logit_
 
 
 class CLIPTower(Source):
-    """What CLIP and ComRoPE's models share; a subclass declares the options."""
+    """Shared by the CLIP and ComRoPE sources; subclasses declare the options."""
 
     @property
     def prefix(self) -> str:
@@ -33,7 +33,7 @@ class CLIPTower(Source):
         return self.tensors.take(f"{self.prefix}embeddings.class_embedding", None)
 
     def convert_tower(self, found_heads: int | None = None, axes: int = 2) -> None:
-        """Converts everything but positions, the norm after the layers and the classifier."""
+        """Convert everything except positions, the final norm and the classifier."""
         prefix, class_token = self.prefix, self.take_class_token()
         hidden_size = len(class_token)
         weight = self.tensors.take(f"{prefix}embeddings.patch_embedding.weight", hidden_size, None, None, None)
@@ -42,7 +42,7 @@ class CLIPTower(Source):
         layers = self.tensors.count(re.escape(prefix) + r"encoder\.layers\.(\d+)\.")
         self.set_transformer(weight, layers, found_heads)
         self.fields |= {"use_pre_layernorm": True, "final_norm": "pooled", "pooling": "cls"}
-        # CLIP's patches have no bias.
+        # CLIP's patch projection has no bias.
         self.set_projection(weight, torch.zeros(hidden_size))
         self.encoder["embeddings.cls_token"] = class_token.view(1, 1, -1)
         self.copy("pre_layernorm", f"{prefix}pre_layrnorm", hidden_size)
@@ -50,7 +50,7 @@ class CLIPTower(Source):
 
 
 @dataclass
-class CLIP(CLIPTower):
+class CLIPSource(CLIPTower):
     num_attention_heads: int | None = None
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5

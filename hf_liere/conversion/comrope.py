@@ -1,4 +1,4 @@
-"""Checkpoints of the official ComRoPE code, images and videos: CLIP's vision tower with learned rotations."""
+"""Checkpoints of the official ComRoPE code for images and videos: CLIP's vision tower with learned rotations."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from .base import ConversionError, require_one_of
 from .clip import CLIPTower
 
 
-# Our names of the encodings by the official ones.
+# Maps the official names of encodings to ours.
 ENCODINGS = {
     "liere": "liere",
     "comrope-ap": "comrope_ap",
@@ -20,12 +20,12 @@ ENCODINGS = {
     "raw": "absolute",
     "none": "none",
 }
-# Used where neither an option nor a table of positions gives them.
+# Defaults without an option or a position table.
 DEFAULT_FRAMES, DEFAULT_PATCHES = 8, 14
 
 
 @dataclass
-class ComRoPE(CLIPTower):
+class ComRoPESource(CLIPTower):
     position_encoding: str | None = None
     num_axes: int | None = None
     num_attention_heads: int | None = None
@@ -44,7 +44,7 @@ class ComRoPE(CLIPTower):
         if source_config.get("custom_pe_type") is not None:
             options["position_encoding"] = source_config["custom_pe_type"]
         if options.get("position_encoding") != "liere":
-            # All configurations of ComRoPE hold it, only liere reads it, and its default would make generators of NaN.
+            # All ComRoPE configurations contain it, but only liere uses it, and its default would give NaN generators.
             options.pop("scale_factor", None)
         return options
 
@@ -59,7 +59,7 @@ class ComRoPE(CLIPTower):
         if encoding not in ("none", "absolute"):
             self.fields |= {"coordinates": coordinates, "rotate_prefix": True, "prefix_coordinate": self.cls_position}
         if table is not None:
-            table = _reordered(table, axes)
+            table = _reorder(table, axes)
             self.fields |= {
                 "use_absolute_position_embeddings": True,
                 "position_table_size": list(table.shape[:-1]),
@@ -74,12 +74,12 @@ class ComRoPE(CLIPTower):
         elif found_heads is not None:
             self._set_generators()
 
-    def _in_layer(self, index: int, name: str) -> str:
+    def _layer_key(self, index: int, name: str) -> str:
         return f"{self.prefix}encoder.layers.{index}.self_attn.{name}"
 
     def _encoding(self, table: torch.Tensor | None) -> tuple[str, int, int | None]:
-        """Our name of the encoding, the number of axes and, for learned rotations, the number of heads."""
-        frequencies, multiplier = self._in_layer(0, "freqs"), self._in_layer(0, "multiplier")
+        """Our name of the encoding, the number of axes, and for learned rotations the number of heads."""
+        frequencies, multiplier = self._layer_key(0, "freqs"), self._layer_key(0, "multiplier")
         found_heads, found_axes, accepted = None, None, ("none", "vanilla-rope")
         if table is not None:
             found_axes, accepted = 3 if len(table) > 1 else None, ("raw", "none", "vanilla-rope")
@@ -102,7 +102,7 @@ class ComRoPE(CLIPTower):
         return encoding, axes, found_heads
 
     def _image(self, table: torch.Tensor | None) -> tuple[int, ...]:
-        """Extents of a training input, as a table (frames or 1, rows, columns, D) or the options say."""
+        """Extents of a training input, from a table (frames or 1, rows, columns, D) or the options."""
         size, frames, extent = self.image_size, self.num_frames, self.patch[-1]
         if table is not None:
             found_frames, rows, columns, _ = table.shape
@@ -127,7 +127,7 @@ class ComRoPE(CLIPTower):
         self.fields["classifier_hidden_size"] = sizes[1]
 
     def _set_powers(self, head_dim: int) -> None:
-        """Sets the frequencies theta_base^j, j = 0, 1, …, of each axis."""
+        """Set the frequencies theta_base^j, j = 0, 1, …, of each axis."""
         axes = len(self.patch)
         if head_dim % (2 * axes):
             raise ConversionError(f"A head of {head_dim} channels is not divisible into planes of {axes} axes.")
@@ -135,34 +135,34 @@ class ComRoPE(CLIPTower):
         base = 10000.0 ** (-1 / planes) if self.theta_base is None else self.theta_base
         if not base > 0:
             raise ConversionError(f"theta_base={self.theta_base} must be positive.")
-        # Beyond these powers theta overflows or vanishes, though the frequencies themselves do not.
+        # Beyond these powers, theta overflows or underflows although the frequencies do not.
         exponent = -planes * math.log(base)
         theta = math.exp(exponent) if abs(exponent) < 700 else None
         self.set_frequencies(base ** torch.arange(planes, dtype=torch.float64), theta, head_dim)
 
     def _set_generators(self) -> None:
-        """Sets the generators F − Fᵀ of all layers, and for comrope_ld the multipliers."""
+        """Set the generators F − Fᵀ of all layers, and for comrope_ld the multipliers."""
         axes, depth, heads = len(self.patch), self.fields["num_hidden_layers"], self.fields["num_attention_heads"]
         encoding, any_shape = self.fields["position_encoding"], [None] * 5
-        size = self.tensors.take(self._in_layer(0, "freqs"), *any_shape).shape[-1]
+        size = self.tensors.take(self._layer_key(0, "freqs"), *any_shape).shape[-1]
         blocks = self.fields["hidden_size"] // heads // size
         self.fields["block_size"] = size
         shape = (heads, axes if encoding == "liere" else 1, blocks, size, size)
-        matrices = [self.tensors.take(self._in_layer(index, "freqs"), *shape).float() for index in range(depth)]
+        matrices = [self.tensors.take(self._layer_key(index, "freqs"), *shape).float() for index in range(depth)]
         # (layers, heads, axes or 1, blocks, entries)
         entries = skew_entries(torch.stack([matrix - matrix.mT for matrix in matrices]))
         entries = entries.movedim(2, 0) / self.scale_factor if encoding == "liere" else entries.squeeze(2)
         self.encoder["rotary_encoding.generators"] = entries
         if encoding == "comrope_ld":
             shape = (1, axes, blocks, 1, 1)
-            factors = [self.tensors.take(self._in_layer(index, "multiplier"), *shape) for index in range(depth)]
+            factors = [self.tensors.take(self._layer_key(index, "multiplier"), *shape) for index in range(depth)]
             factors = torch.stack(factors).view(depth, 1, axes, blocks).float().movedim(2, 0)
             self.encoder["rotary_encoding.multipliers"] = factors.repeat(1, 1, heads, 1)
 
 
-def _reordered(table: torch.Tensor, axes: int) -> torch.Tensor:
+def _reorder(table: torch.Tensor, axes: int) -> torch.Tensor:
     """(frames or 1, rows, columns, D) → (rows, 1, D), or (columns, rows, frames, D) read at (frame, row, column)."""
-    # The official lookup hands (frame or the centre, row, column) to a sampler that takes the last axis first.
+    # The official lookup passes (frame or the centre, row, column) to a sampler that expects the last axis first.
     table = table.permute(2, 1, 0, 3)
     if axes == 3:
         return table

@@ -1,9 +1,9 @@
 """
-DINOv3's ViTs of transformers.
+DINOv3's ViTs in transformers.
 
-DINOv3 rotates plane i of an axis by 2π x θ^(−i/q) at the coordinate x = 2u − 1, u the `unit` coordinate of a patch, and
-leaves class and register tokens as they are. Scores depend on differences of coordinates alone, so this is Axial RoPE
-with frequencies 4π θ^(−i/q) at u, and with class and register tokens at u = ½, where x is zero.
+DINOv3 rotates plane i of an axis by 2π x θ^(−i/q) at the coordinate x = 2u − 1, where u is the `unit` coordinate of a
+patch, and does not rotate class and register tokens. Scores depend only on differences of coordinates, so this is Axial
+RoPE with frequencies 4π θ^(−i/q) at u, with class and register tokens at u = ½, where x is zero.
 """
 
 import math
@@ -27,12 +27,12 @@ NAMES = {
     "mlp.fc2": "mlp.down_proj",
 }
 GATE = {"mlp.gate": "mlp.gate_proj"}
-# Names in DINOv3's configuration by ours.
+# Maps our names to those of DINOv3's configuration.
 AUGMENTATION = {f"position_{name}": f"pos_embed_{name}" for name in ("shift", "jitter", "rescale")}
 
 
 @dataclass
-class DINOv3(Source):
+class DINOv3Source(Source):
     num_attention_heads: int | None = None
     rope_theta: float = 100.0
     hidden_act: str = "gelu"
@@ -49,7 +49,7 @@ class DINOv3(Source):
         return super().stated_options(source_config) | stated
 
     def convert(self) -> None:
-        # In memory the layers are in a module of their own.
+        # A model in memory has an additional module around its layers.
         self.tensors.rename({r"^model\.layer\.": "layer."})
         weight = self.tensors.take("embeddings.patch_embeddings.weight", None, None, None, None)
         hidden_size = len(weight)
@@ -68,7 +68,7 @@ class DINOv3(Source):
         self.ignored += self.tensors.ignore(r"embeddings\.mask_token|rope_embeddings\.inv_freq")
 
     def _add_missing_biases(self, names: Mapping[str, str]) -> None:
-        """A bias that no layer has is zero; DINOv3 leaves out that of the key."""
+        """Set a bias to zero if no layer has it; DINOv3 has no key bias."""
         for official in names.values():
             if not self.tensors.any(rf"layer\.\d+\.{official}\.bias"):
                 for index in range(self.fields["num_hidden_layers"]):
@@ -85,7 +85,7 @@ class DINOv3(Source):
             self.encoder["embeddings.register_tokens"] = registers
 
     def _copy_layer_scales(self) -> None:
-        # This is DINOv3's initial value; the learned scales are in the weights.
+        # DINOv3's initial value; the weights contain the learned scales.
         self.fields["layerscale_value"] = 1.0
         for index in range(self.fields["num_hidden_layers"]):
             for name in ("layer_scale1", "layer_scale2"):
@@ -93,7 +93,7 @@ class DINOv3(Source):
                 self.encoder[f"layers.{index}.{name}.scale"] = scale
 
     def _set_rotations(self) -> None:
-        """The frequencies, and query and key with channels i and i + head_dim/2, one plane of DINOv3, side by side."""
+        """Set the frequencies; make channels i and i + head_dim/2 (DINOv3's planes) neighbours in query and key."""
         heads = self.fields["num_attention_heads"]
         head_dim = self.fields["hidden_size"] // heads
         if head_dim % 4:
@@ -116,5 +116,5 @@ class DINOv3(Source):
 
 
 def _halves_to_pairs(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of query or key, (heads · head_dim, …), with channel i and i + head_dim/2 of every head made neighbours."""
+    """Rows of query or key, (heads · head_dim, …), with channels i and i + head_dim/2 of each head made neighbours."""
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)

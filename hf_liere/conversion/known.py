@@ -1,6 +1,6 @@
 """
-Repositories on the Hub that `hf-liere convert` takes, with the options that their files do not tell: `hf-liere convert
---list`. Their formats were compared with the code of their authors; the files themselves were not downloaded.
+Repositories on the Hub that `hf-liere convert` accepts, with the options that their files do not contain: `hf-liere
+convert --list`. Formats and options follow the authors' code; the files themselves were not downloaded.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,8 @@ class KnownRepository(NamedTuple):
     Attributes:
         repo_id: Name on the Hub.
         source: Kind of its checkpoint.
-        options: What has to be told beside, by name; `source` where the names of its tensors are also those of another.
-        about: What it is.
+        options: Required options by name; `source` if the tensor names do not determine it.
+        about: Description.
     """
 
     repo_id: str
@@ -55,7 +55,7 @@ def _timm() -> list[KnownRepository]:
     ]
 
 
-# Collections, whose repositories have names of their own.
+# Collections whose repositories have irregular names.
 KNOWN_COLLECTIONS = (
     "SophieOstmeier/liere-checkpoints-689bb8433a96b4adbc1876cb (LieRE's authors; kind liere, give --position_encoding, "
     "and --patch_size and --image_size for volumes)",
@@ -79,9 +79,9 @@ KNOWN_REPOSITORIES = (
 )
 
 
-def listing() -> str:
-    """A line of every known repository: name, kind, options of the command, and what it is."""
-    lines = ["Nothing of this was downloaded here: formats and options follow the code of the authors.", ""]
+def list_repositories() -> str:
+    """One line per known repository: name, kind, options of the command, and description."""
+    lines = ["Formats and options follow the authors' code; none of these files was downloaded here.", ""]
     for known in KNOWN_REPOSITORIES:
         options = " ".join(f"--{name} {value}" for name, value in known.options.items())
         lines.append("  ".join(part for part in (known.repo_id, known.source, options, known.about) if part))

@@ -1,4 +1,4 @@
-"""Checkpoints of the official LieRE code: images and volumes, and its baselines without generators."""
+"""Checkpoints of the official LieRE code for images and volumes, and its baselines without generators."""
 
 import math
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ HARD_WIRED = {
 
 
 @dataclass
-class LieRE(Source):
+class LieRESource(Source):
     position_encoding: str | None = None
     patch_size: int | Iterable[int] | None = None
     image_size: int | Iterable[int] | None = None
@@ -59,7 +59,7 @@ class LieRE(Source):
             "num_attention_heads": rows // (3 * HEAD_DIM),
             "pooling": "mean_all" if self.pooling == "mean" else "cls",
         }
-        # The official linear map reads a patch pixel by pixel, channels fastest.
+        # The official linear map reads a patch pixel by pixel, with channels as the fastest axis.
         kernel = projection.view(hidden_size, *self.patch, self.num_channels).movedim(-1, 1)
         bias = self.tensors.take("to_patch_embedding.1.bias", hidden_size)
         self.set_projection(kernel, bias)
@@ -93,7 +93,7 @@ class LieRE(Source):
         extents, channels = self.patch_size, self.num_channels
         if extents is None:
             if axes == 3:
-                raise ConversionError("The shapes of a model of volumes do not tell its patch: please give patch_size.")
+                raise ConversionError("The shapes of a volume model do not give its patch: please give patch_size.")
             if volume % channels:
                 raise ConversionError(f"Patches of {volume} values do not have num_channels={channels}.")
             extents = square_root("patch_size", volume // channels)
@@ -110,11 +110,11 @@ class LieRE(Source):
         extents = self.image_size
         if extents is None:
             if len(self.patch) == 3:
-                raise ConversionError("The shapes of a model of volumes do not tell its input: please give image_size.")
+                raise ConversionError("The shapes of a volume model do not give its input: please give image_size.")
             extents = tuple(square_root("image_size", patches) * size for size in self.patch)
         image = sizes("image_size", extents, len(self.patch))
         grid = tuple(size // extent for size, extent in zip(image, self.patch))
-        # The official code builds a square table of the last axis for every 2-D model, which learned rotations ignore.
+        # For every 2-D model, the official code builds a square table of the last axis; learned rotations ignore it.
         ignored = len(self.patch) == 2 and OFFICIAL_GENERATORS in self.tensors
         if patches not in (math.prod(grid), grid[-1] ** 2 if ignored else None):
             raise ConversionError(f"image_size={extents} has {math.prod(grid)} patches; the table has {patches}.")
@@ -137,8 +137,8 @@ class LieRE(Source):
 
     def _set_generators(self, raw: torch.Tensor) -> None:
         """
-        From `raw` (axes, layers or 1, blocks of all heads, b, b), of which the official code uses the strictly upper
-        triangle U: R(p) = exp(Σ p (U − Uᵀ)).
+        Set the generators from `raw` (axes, layers or 1, blocks of all heads, b, b). The official code uses its
+        strictly upper triangle U: R(p) = exp(Σ p (U − Uᵀ)).
         """
         depth, heads = self.fields["num_hidden_layers"], self.fields["num_attention_heads"]
         axes, layers, count, size, columns = raw.shape
@@ -160,7 +160,7 @@ class LieRE(Source):
         if share_layers:
             entries = entries[:, :1]
         entries = entries.unflatten(2, (1 if share_heads else heads, per_head))
-        # Channels that the official encoder has no blocks for are not rotated.
+        # Channels without a block in the official encoder are not rotated.
         self.encoder["rotary_encoding.generators"] = torch.nn.functional.pad(entries, (0, 0, 0, blocks - per_head))
         self.fields |= {
             "position_encoding": "rope_mixed" if size == 2 else "liere",

@@ -1,6 +1,5 @@
 """
-Tensors of a checkpoint of another project: a file, a directory or a repository on the Hub, read without executing
-anything in it.
+Reads another project's checkpoint from a file, directory or Hub repository, without executing anything in it.
 """
 
 import json
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 from ..auto import MODELS
 from ..models.patched.modeling_patched import TYPE_PREFIX
 from ..storage.client import translate_hub_errors
-from ..storage.loading import loading_options, local_path, reason, shards
+from ..storage.loading import explain, loading_options, local_path, shards
 from .base import ConversionError
 
 
@@ -29,7 +28,7 @@ def read_checkpoint(
     checkpoint: str | os.PathLike, revision: str | None = None
 ) -> tuple[dict[str, torch.Tensor], dict | None]:
     """
-    Tensors of a checkpoint, and the `config.json` beside them if there is one. Nothing in it is executed.
+    The tensors of a checkpoint, and the `config.json` beside them, if any. Nothing in it is executed.
 
     Args:
         checkpoint: A file (safetensors, or a pickle of tensors), a directory with model.safetensors, its index of
@@ -37,15 +36,14 @@ def read_checkpoint(
         revision: Branch, tag or commit of the repository.
 
     Raises:
-        ConversionError, CheckpointError: if there is no checkpoint, it is damaged, it is one of ours, or it is a pickle
-            that needs code to be executed.
-        HubError: if it is on the Hub, which does not answer or refuses.
+        ConversionError, CheckpointError: if the checkpoint is missing, damaged, ours, or a pickle that needs code.
+        HubError: if the Hub does not answer or refuses the request.
     """
     path = locate(checkpoint, revision)
     source_config = json_beside(path, "config.json")
     kind = str((source_config or {}).get("model_type"))
     if path.is_dir() and (kind in OWN_MODEL_TYPES or kind.startswith(TYPE_PREFIX)):
-        raise ConversionError(f"{checkpoint} is a model of hf_liere already; from_pretrained reads it as it is.")
+        raise ConversionError(f"{checkpoint} is already a model of hf_liere; from_pretrained reads it.")
     tensors = {}
     for file in _weight_files(path):
         tensors.update(_read(file))
@@ -53,7 +51,7 @@ def read_checkpoint(
 
 
 def json_beside(path: Path, name: str) -> dict | None:
-    """The content of a file beside the weights, if it is there."""
+    """The content of a json file beside the weights; `None` if it does not exist."""
     file = (path if path.is_dir() else path.parent) / name
     if not file.is_file():
         return None
@@ -62,7 +60,7 @@ def json_beside(path: Path, name: str) -> dict | None:
     except ValueError as error:
         raise ConversionError(f"{name} beside the checkpoint is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ConversionError(f"{name} beside the checkpoint holds a {type(content).__name__}; accepted is an object.")
+        raise ConversionError(f"{name} beside the checkpoint is a {type(content).__name__}; accepted is an object.")
     return content
 
 
@@ -89,7 +87,7 @@ def _weight_files(path: Path) -> list[Path]:
     found = sorted(file for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES)
     if len(found) != 1:
         raise ConversionError(
-            f"{path.name} holds {[file.name for file in found] or 'no checkpoint'}: please name one file."
+            f"{path.name} contains {[file.name for file in found] or 'no checkpoint'}: please name one file."
         )
     return found
 
@@ -99,12 +97,12 @@ def _read(file: Path) -> Mapping:
         if file.suffix == ".safetensors":
             return load_file(file)
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-    # The readers raise all of these for bytes of another format.
+    # The readers raise any of these for other file formats.
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, LookupError, ValueError) as error:
-        # The other messages describe torch's reader rather than the file.
+        # Other messages describe torch's reader, not the file.
         known = isinstance(error, (SafetensorError, pickle.UnpicklingError, OSError))
-        text = reason(error) if known else f"it is truncated or no checkpoint at all ({type(error).__name__})."
+        text = explain(error) if known else f"it is truncated or no checkpoint at all ({type(error).__name__})."
         raise ConversionError(f"{file.name} cannot be read: {text}") from error
     if not isinstance(checkpoint, Mapping):
-        raise ConversionError(f"{file.name} holds a {type(checkpoint).__name__}, not a mapping of names to tensors.")
+        raise ConversionError(f"{file.name} contains a {type(checkpoint).__name__}, not a mapping of names to tensors.")
     return checkpoint

@@ -1,4 +1,4 @@
-"""A model of ours again, with another configuration: what upgrades and other image sizes have in common."""
+"""Rebuilding a model with another configuration, for upgrades and for other image sizes."""
 
 from collections.abc import Mapping
 
@@ -11,17 +11,16 @@ from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError
 
 
-def changed_config(config: LieREConfig, changes: Mapping[str, object]) -> LieREConfig:
+def change_config(config: LieREConfig, changes: Mapping[str, object]) -> LieREConfig:
     """
-    A configuration with other values of some fields.
+    A copy of a configuration with some fields changed.
 
     Raises:
-        ConversionError: if there is no such model, or it would be made from one that is folded for inference.
+        ConversionError: if the configuration is invalid or that of a model folded for inference.
     """
     if config.folded_grids is not None:
         raise ConversionError(
-            f"folded_grids={config.folded_grids}: a model that was folded for inference cannot be changed; accepted is "
-            "the model from which it was folded."
+            f"folded_grids={config.folded_grids}: a folded model cannot be changed; accepted is the original model."
         )
     try:
         changed = type(config).from_dict(config.to_dict() | changes)
@@ -31,18 +30,18 @@ def changed_config(config: LieREConfig, changes: Mapping[str, object]) -> LieREC
     return changed
 
 
-def encoder_of(model: LieREPreTrainedModel) -> tuple[nn.Module, str]:
-    """The transformer of a model with any head, and what its names start with in the state dict of the model."""
+def find_encoder(model: LieREPreTrainedModel) -> tuple[nn.Module, str]:
+    """The encoder of a model with any head, and the prefix of its names in the model's state dict."""
     encoder = getattr(model, model.base_model_prefix, model)
     return encoder, "" if encoder is model else f"{model.base_model_prefix}."
 
 
-def rebuilt(
+def rebuild(
     model: LieREPreTrainedModel, config: LieREConfig, state_dict: Mapping[str, torch.Tensor]
 ) -> LieREPreTrainedModel:
-    """A new model of the same class and mode with these weights, which are copied."""
-    encoder, _ = encoder_of(model)
-    # A bare model for masked images has a mask token.
+    """A new model of the same class and mode with copies of these weights."""
+    encoder, _ = find_encoder(model)
+    # A model for masked image modeling has a mask token.
     arguments = {"use_mask_token": True} if encoder is model and encoder.embeddings.mask_token is not None else {}
     new = type(model)(config, **arguments)
     new.load_state_dict({name: tensor.clone() for name, tensor in state_dict.items()}, assign=True)

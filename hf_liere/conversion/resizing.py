@@ -1,4 +1,4 @@
-"""Pretrained models of any kind as ours, and for images of another size with the same outputs."""
+"""Loading or converting any pretrained model, and changing its image size without changing its outputs."""
 
 import os
 
@@ -11,25 +11,24 @@ from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError, sizes
 from .checkpoints import convert_state_dict
 from .reading import OWN_MODEL_TYPES, json_beside, locate, read_checkpoint
-from .rebuilding import changed_config, encoder_of, rebuilt
+from .rebuilding import change_config, find_encoder, rebuild
 from .upgrades import LEARNED_ENCODINGS
 
 
 def load_or_convert(checkpoint: str | os.PathLike, revision: str | None = None) -> LieREPreTrainedModel:
     """
-    A model of ours from a folder, file or repository: one that is ours already, or anything that
-    [`convert_state_dict`] converts without options.
+    Load one of our models, or convert any checkpoint that [`convert_state_dict`] converts without options.
 
     Raises:
         InputError, HubError: as [`read_checkpoint`], [`convert_state_dict`] and [`load_checkpoint`].
-        ConversionError: if it is a model of transformers with rotations of ours in it.
+        ConversionError: if it is a patched transformers model.
     """
     local = locate(checkpoint, revision)
     config = json_beside(local, "config.json") or {}
     kind = str(config.get("model_type"))
     if local.is_dir() and kind.startswith(TYPE_PREFIX):
         raise ConversionError(
-            f"{checkpoint} is a {kind}, whose encoding stays as it was patched; accepted are models of the classes "
+            f"{checkpoint} is a {kind}, whose patched encoding cannot be changed; accepted are models of the classes "
             "LieREViT… and LieREVideo…, and checkpoints that hf-liere convert reads."
         )
     if local.is_dir() and kind in OWN_MODEL_TYPES:
@@ -41,25 +40,25 @@ def load_or_convert(checkpoint: str | os.PathLike, revision: str | None = None) 
 
 def resize_input(model: LieREPreTrainedModel, image_size: int | list[int] | tuple[int, int]) -> LieREPreTrainedModel:
     """
-    A model trained, as it were, on images of another size: for these it computes what `model` computes for them.
+    A model whose configured image size is `image_size`, and which computes the same as `model` for such images.
 
-    The learned table gets an entry for each of their patches, as the model itself resizes it. Where coordinates refer
-    to the grid of the training, generators are multiplied by the ratio of the coordinates.
+    A learned table is resized as the model itself resizes it. If coordinates refer to the training grid, generators are
+    multiplied by the ratio of old to new coordinates.
 
     Args:
         model: An image model of ours; it is left as it is.
         image_size: One number, or height and width.
 
     Raises:
-        ConversionError: if no model of that size computes the same, with the reason.
+        ConversionError: if no model of that size computes the same function, with the reason.
     """
     if not isinstance(model.config, LieREViTConfig):
         raise ConversionError(f"image_size={image_size}: accepted for image models, not for {model.config.model_type}.")
     old = model.config
     height, width = sizes("image_size", tuple(image_size) if isinstance(image_size, list) else image_size, 2)
     changes = {"image_size": height if height == width else [height, width]}
-    config = changed_config(old, changes)
-    encoder, prefix = encoder_of(model)
+    config = change_config(old, changes)
+    encoder, prefix = find_encoder(model)
     try:
         table = encoder.embeddings.patch_table(config.train_grid, None)
     except ValueError as error:
@@ -74,23 +73,23 @@ def resize_input(model: LieREPreTrainedModel, image_size: int | list[int] | tupl
         _check_scalable(config)
         for name, tensor in encoder.rotary_encoding.scaled(torch.tensor(ratios)).items():
             state_dict[f"{prefix}rotary_encoding.{name}"] = tensor
-    return rebuilt(model, config, state_dict)
+    return rebuild(model, config, state_dict)
 
 
 def _coordinate_ratio(coordinates: str | None, size: int, trained: int) -> float:
-    """Coordinates of `size` patches on an axis that had `trained` in training, over those that had `size`."""
+    """Coordinates of `size` patches on an axis trained with `trained`, divided by those if trained with `size`."""
     return {"train_grid": size / trained, "train_index": trained / size}.get(coordinates, 1.0)
 
 
 def _check_scalable(config: LieREConfig) -> None:
-    """Raises where coordinates of another scale act on more than generators, or generators are fixed."""
+    """Raise [`ConversionError`] if generators cannot absorb another scale of the coordinates."""
     reason = None
     if config.position_table_size is not None:
         reason = "its table is read at these coordinates"
     elif config.rotate_prefix:
-        reason = "its class token has a place among them"
+        reason = "its class token has coordinates too"
     elif config.position_encoding not in LEARNED_ENCODINGS:
-        reason = f"only the generators of {', '.join(LEARNED_ENCODINGS)} can take up another scale"
+        reason = f"only the generators of {', '.join(LEARNED_ENCODINGS)} can absorb another scale"
     if reason is not None:
         raise ConversionError(
             f"image_size={config.image_size} changes the coordinates {config.coordinates!r} of patches, and no "

@@ -1,4 +1,4 @@
-"""The kinds of sources: one table of them, how a checkpoint's kind is recognised, and what options it takes."""
+"""The kinds of sources: their table, how to detect a checkpoint's kind, and the options of each."""
 
 import typing
 from collections.abc import Iterable, Mapping
@@ -6,22 +6,22 @@ from collections.abc import Iterable, Mapping
 from transformers.activations import ACT2FN
 
 from .base import ConversionError, Source, require_one_of
-from .clip import CLIP
-from .comrope import ComRoPE
-from .dinov3 import DINOv3
-from .liere import LieRE
-from .timm import Naver, Timm
-from .vit import ViT
+from .clip import CLIPSource
+from .comrope import ComRoPESource
+from .dinov3 import DINOv3Source
+from .liere import LieRESource
+from .timm import NaverSource, TimmSource
+from .vit import ViTSource
 
 
 CONVERTERS: dict[str, type[Source]] = {
-    "liere": LieRE,
-    "comrope": ComRoPE,
-    "naver": Naver,
-    "timm": Timm,
-    "vit": ViT,
-    "clip": CLIP,
-    "dinov3": DINOv3,
+    "liere": LieRESource,
+    "comrope": ComRoPESource,
+    "naver": NaverSource,
+    "timm": TimmSource,
+    "vit": ViTSource,
+    "clip": CLIPSource,
+    "dinov3": DINOv3Source,
 }
 SOURCES = tuple(CONVERTERS)
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a name", Iterable[int]: "a list"}
@@ -29,11 +29,11 @@ TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 
 def detect_source(keys: Iterable[str]) -> str:
     """
-    Kind of a checkpoint from its tensors' names. A checkpoint of naver's without frequencies has the names of timm's;
-    the two differ in how a learned table is resized.
+    The kind of a checkpoint, from its tensor names. A naver checkpoint without frequencies has timm's names; the two
+    kinds resize a learned table differently.
 
     Raises:
-        ConversionError: if the names are of none of the kinds.
+        ConversionError: if the names match no kind.
     """
     keys = set(keys)
     for prefix in ("", "vision_model."):
@@ -48,13 +48,12 @@ def detect_source(keys: Iterable[str]) -> str:
     if "embeddings.patch_embeddings.weight" in keys:
         return "dinov3"
     raise ConversionError(
-        f"The tensors' names, such as {', '.join(sorted(keys)[:5]) or 'none at all'}, are of no known model; known are "
-        f"{', '.join(SOURCES)}."
+        f"The tensor names, such as {', '.join(sorted(keys)[:5]) or 'none at all'}, match none of {', '.join(SOURCES)}."
     )
 
 
 def require_options(source: str, options: Mapping) -> None:
-    """Raises [`ConversionError`] if the kind of source has no such option or takes no value of that type."""
+    """Raise [`ConversionError`] for options that the kind of source does not have, or values of another type."""
     declared = CONVERTERS[source].options()
     unknown = sorted(set(options) - set(declared))
     if unknown:
@@ -63,14 +62,14 @@ def require_options(source: str, options: Mapping) -> None:
         )
     for name, value in options.items():
         accepted = typing.get_args(declared[name]) or (declared[name],)
-        if not any(_is_of(value, kind) for kind in accepted):
+        if not any(_has_type(value, kind) for kind in accepted):
             names = [TYPE_NAMES[kind] for kind in accepted if kind in TYPE_NAMES]
             raise ConversionError(f"{name}={value!r}: accepted is {' or '.join(names)}.")
     if "hidden_act" in options:
         require_one_of("hidden_act", options["hidden_act"], ACT2FN)
 
 
-def _is_of(value: object, kind: object) -> bool:
+def _has_type(value: object, kind: object) -> bool:
     if kind == Iterable[int]:
         return isinstance(value, Iterable) and not isinstance(value, str)
     if isinstance(value, bool):
@@ -79,9 +78,9 @@ def _is_of(value: object, kind: object) -> bool:
 
 
 def options_from_config(source: str, source_config: Mapping) -> dict:
-    """Options that the `config.json` beside a checkpoint states; the rest of it is not used."""
+    """The options in the `config.json` beside a checkpoint; the rest of the file is not used."""
     try:
-        # CLIP's configuration holds that of its vision tower in a part of its own.
+        # CLIP's configuration nests that of its vision tower.
         return CONVERTERS[source].stated_options(dict(source_config) | (source_config.get("vision_config") or {}))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConversionError(f"config.json beside the checkpoint is not understood: {error}") from error
+        raise ConversionError(f"config.json beside the checkpoint cannot be interpreted: {error}") from error

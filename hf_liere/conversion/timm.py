@@ -1,4 +1,4 @@
-"""timm's ViTs with and without rotations, and rope-vit (naver), whose models have the same names."""
+"""timm's ViTs with and without rotations, and rope-vit (naver), whose tensors have the same names."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ NAMES = {
     "mlp.fc2": "mlp.fc2",
 }
 LAYER_SCALES = ("gamma_{}", "ls{}.gamma")
-# timm's name of an argument, and ours of the option.
+# Maps timm's arguments to our options.
 ARGUMENTS = {
     "num_heads": "num_attention_heads",
     "img_size": "image_size",
@@ -28,7 +28,7 @@ ARGUMENTS = {
 
 
 @dataclass
-class Timm(Source):
+class TimmSource(Source):
     position_encoding: str | None = None
     num_attention_heads: int | None = None
     axis_order: str | None = None
@@ -43,7 +43,7 @@ class Timm(Source):
 
     @classmethod
     def stated_options(cls, source_config: Mapping) -> dict:
-        """From timm's `config.json`: the architecture's name, its arguments and the statistics of its training."""
+        """The options in timm's `config.json`, from the architecture's name, arguments and pretraining fields."""
         architecture = source_config.get("architecture", "")
         arguments = source_config.get("model_args") or {}
         options = {}
@@ -68,7 +68,7 @@ class Timm(Source):
         self.set_transformer(weight, layers, found_heads)
         self._set_architecture()
         bias = torch.zeros(hidden_size)
-        # timm leaves this bias out before a norm of the embeddings.
+        # timm omits this bias before a norm of the embeddings.
         if not self.fields["use_pre_layernorm"] or "patch_embed.proj.bias" in self.tensors:
             bias = self.tensors.take("patch_embed.proj.bias", hidden_size)
         self.set_projection(weight, bias)
@@ -77,7 +77,7 @@ class Timm(Source):
         prefix_rows = self._set_tokens(default_size=224 if columns_first else 256)
         encoding = self.position_encoding or self._default_encoding(frequencies, prefix_rows)
         self.copy_layers(LAYER, NAMES)
-        # Our heads begin with the planes of the rows, so the half that columns rotate is exchanged with the other.
+        # Our heads begin with the planes of the rows, so swap the half that columns rotate with the other.
         self._copy_attention(is_swapped=encoding == "axial" and columns_first)
         self._copy_layer_scales()
         self.copy("layernorm", "fc_norm" if "fc_norm.weight" in self.tensors else "norm", hidden_size)
@@ -95,7 +95,7 @@ class Timm(Source):
                 )
 
     def _frequencies(self, hidden_size: int, layers: int) -> torch.Tensor | None:
-        """Learned frequencies, (columns and rows, layers, heads, planes); `None` where there are none."""
+        """Learned frequencies, (columns and rows, layers, heads, planes); `None` if the model has none."""
         if "rope.freqs" in self.tensors:
             return self.tensors.take("rope.freqs", 2, layers, None, None)
         if "freqs" not in self.tensors:
@@ -122,14 +122,14 @@ class Timm(Source):
             return "mixed"
         if self.fields["use_class_token"] and self.fields["num_register_tokens"] and not prefix_rows:
             raise ConversionError(
-                "The names of a model with class and register tokens do not tell its rotations: please give "
+                "The names of a model with class and register tokens do not determine its rotations: please give "
                 "position_encoding, one of 'axial', 'absolute' and 'none'."
             )
-        # A plain ViT's table has a row for the class token, that of rope-vit has none.
+        # A plain ViT's table has a row for the class token; rope-vit's does not.
         return "absolute" if prefix_rows else "axial"
 
     def _set_tokens(self, default_size: int) -> int:
-        """Class and register tokens, norm and table; returns how many rows of the table are not of patches."""
+        """Set class and register tokens, norm and table; returns the number of table rows before the patches."""
         hidden_size, has_class = self.fields["hidden_size"], self.fields["use_class_token"]
         if has_class:
             self.encoder["embeddings.cls_token"] = self.tensors.take("cls_token", 1, 1, hidden_size)
@@ -183,7 +183,7 @@ class Timm(Source):
     def _copy_layer_scales(self) -> None:
         for name in LAYER_SCALES:
             if self.tensors.any(rf"blocks\.\d+\.{name.format('[12]')}"):
-                # This is timm's initial value; the learned scales are in the weights.
+                # timm's initial value; the weights contain the learned scales.
                 self.fields["layerscale_value"] = 1e-5
                 for index in range(self.fields["num_hidden_layers"]):
                     for number in (1, 2):
@@ -201,7 +201,7 @@ class Timm(Source):
         self.encoder["rotary_encoding.generators"] = frequencies.flip(0).unsqueeze(-1).float()
 
     def _set_axial(self, columns_first: bool) -> None:
-        """theta^(−4i/head_dim) for each half of a head, at indices or at those of a reference grid."""
+        """Set theta^(−4i/head_dim) for each half of a head, at patch indices or at those of a reference grid."""
         head_dim = self.fields["hidden_size"] // self.fields["num_attention_heads"]
         if head_dim % 4:
             raise ConversionError(f"Heads of {head_dim} channels are not divisible into planes of two axes.")
@@ -221,12 +221,12 @@ class Timm(Source):
         self.fields["coordinates"] = "index" if reference_grid is None else "train_index"
 
 
-class Naver(Timm):
-    """rope-vit resizes a learned table in another way than timm."""
+class NaverSource(TimmSource):
+    """rope-vit resizes a learned table differently from timm."""
 
     table_resize = "interpolate"
 
 
 def _swap_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of query or key, (heads · head_dim, …), with the halves of every head exchanged."""
+    """Rows of query or key, (heads · head_dim, …), with the halves of every head swapped."""
     return tensor.unflatten(0, (heads, 2, -1)).flip(1).flatten(0, 2)

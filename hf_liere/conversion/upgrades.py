@@ -1,29 +1,30 @@
 """
 Exact upgrades of a model to another position encoding: the same function, usually with more to learn.
 
-So a pretrained RoPE-Mixed ViT becomes a LieRE ViT, and fine-tuning starts from the accuracy that it has.
-There are two ways, and the first that is possible is taken:
+For example, a pretrained RoPE-Mixed ViT becomes a LieRE ViT, and fine-tuning starts from its accuracy. There are two
+ways; the first possible one is used:
 
-*In place*, query and key stay as they are: the blocks of b channels are put into blocks of b′, where b divides b′ and
-the channels that b leaves unrotated stay unrotated.
+*In place*, query and key do not change: blocks of b channels are embedded into blocks of b′, where b divides b′ and the
+channels that b leaves unrotated stay unrotated.
 
-*In another basis*, for generators that commute: they share planes (see [`lie_algebra.CommonPlanes`]), in whose basis
-they are RoPE-Mixed. Query and key weights take up the basis, which changes no attention logit because queries and keys
-are not normalised, and the planes are put where the new encoding can rotate them as the old one does:
+*In another basis*, for commuting generators: they share planes (see [`lie_algebra.CommonPlanes`]), and in the basis of
+these planes they are RoPE-Mixed. The basis is multiplied into the query and key weights, which does not change
+attention logits because queries and keys are not normalised. The planes move to where the new encoding can rotate them
+as the old one does:
 
 | to | planes that fit |
 |---|---|
-| rope_mixed, cayley_string, liere b | all, where the blocks hold as many planes as are rotated |
+| rope_mixed, cayley_string, liere b | all, if the blocks have room for all rotated planes |
 | circulant_string b | ⌊(b−1)/2⌋ for each block |
 | comrope_ld b | planes of one block rotate with the same ratio of the axes |
 | comrope_ap b | every plane rotates with one axis alone; each block serves one axis, in turn |
 
-So every encoding whose generators commute becomes RoPE-Mixed, and LieRE whose generators happen to commute as well;
-RoPE-Mixed becomes ComRoPE or Circulant-STRING where its spectrum allows. From `none` and `absolute`, generators are 0
-and multipliers 1.
+So every encoding with commuting generators becomes RoPE-Mixed, and so does LieRE if its generators happen to commute;
+RoPE-Mixed becomes ComRoPE or Circulant-STRING if its spectrum allows. From `none` and `absolute`, generators start at
+0.
 
-No exact upgrade exists where generators do not commute and b does not divide b′, where planes do not fit, and to
-encodings that learn no rotations. Spherical RoPE is a product of rotations, which no other encoding is.
+No exact upgrade exists if generators do not commute and b does not divide b′, if planes do not fit, or for encodings
+without learned rotations. Spherical RoPE is a product of rotations, unlike any other encoding.
 """
 
 import torch
@@ -36,11 +37,11 @@ from ..models.rotation.lie_algebra import common_planes, skew, skew_entries
 from ..models.transformer.configuration_liere import LieREConfig
 from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError
-from .rebuilding import changed_config, encoder_of, rebuilt
+from .rebuilding import change_config, find_encoder, rebuild
 
 
 LEARNED_ENCODINGS = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.learned and not traits.product)
-# Relative difference from commuting, proportional or axial generators that float32 rounding may cause.
+# Relative deviation from commuting, proportional or axial generators that float32 rounding may cause.
 ROUNDING = 1e-6
 
 
@@ -53,68 +54,66 @@ def upgrade_encoding(
     share_layers: bool | None = None,
 ) -> LieREPreTrainedModel:
     """
-    A model of a more general position encoding that computes the same function; see the top of this file.
+    A model with a more general position encoding that computes the same function; see the top of this file.
 
     Args:
         model: Any of our models; it is left as it is.
         position_encoding: One of [`LEARNED_ENCODINGS`].
         block_size: Size of its blocks; `None` means the configuration's default.
-        share_heads: Whether all heads share generators; `None` keeps what the model does, and `False` where it has
-            nothing learned to share.
+        share_heads: Whether all heads share generators; `None` keeps the model's choice (`False` without rotations).
         share_layers: Whether all layers share generators, likewise.
 
     Returns:
-        A new model of the same class, type, device and mode. Coordinates, `rotate_prefix` and tables are carried over;
-        where nothing was rotated before, the first two are those of a new model.
+        A new model of the same class, dtype, device and mode. It keeps coordinates, `rotate_prefix` and tables; if
+        nothing was rotated before, it has the default coordinates and `rotate_prefix`.
 
     Raises:
         ConversionError: if no model of the new encoding computes the same function, with the mathematical reason.
     """
     if position_encoding not in LEARNED_ENCODINGS:
         raise ConversionError(
-            f"position_encoding={position_encoding!r} has nothing to learn rotations with; accepted are "
-            f"{', '.join(LEARNED_ENCODINGS)}."
+            f"position_encoding={position_encoding!r} learns no rotations; accepted are {', '.join(LEARNED_ENCODINGS)}."
         )
     changes = {"block_size": block_size, "share_heads": share_heads, "share_layers": share_layers}
-    config = _upgraded_config(model.config, {"position_encoding": position_encoding, **changes})
-    encoder, prefix = encoder_of(model)
-    parameters, bases = _upgraded_parameters(encoder.rotary_encoding, model.config, config)
+    config = _upgrade_config(model.config, {"position_encoding": position_encoding, **changes})
+    encoder, prefix = find_encoder(model)
+    parameters, bases = _upgrade_parameters(encoder.rotary_encoding, model.config, config)
     state_dict = {name: tensor for name, tensor in model.state_dict().items() if "rotary_encoding." not in name}
     device = next(model.parameters()).device
     for name, tensor in parameters.items():
         state_dict[f"{prefix}rotary_encoding.{name}"] = tensor.float().to(device)
-    upgraded = rebuilt(model, config, state_dict)
+    upgraded = rebuild(model, config, state_dict)
     if bases is not None:
-        for index, layer in enumerate(encoder_of(upgraded)[0].layers):
+        for index, layer in enumerate(find_encoder(upgraded)[0].layers):
             layer.attention.fold(bases[index % len(bases)].unsqueeze(1).to(device))
     return upgraded
 
 
-def _upgraded_config(config: LieREConfig, changes: dict[str, object]) -> LieREConfig:
+def _upgrade_config(config: LieREConfig, changes: dict[str, object]) -> LieREConfig:
     traits = traits_of(config)
     learned = traits is not None and traits.learned
     for name in ("share_heads", "share_layers"):
         if changes[name] is None:
             changes[name] = learned and getattr(config, name)
-    # Fields for which the new encoding has its own defaults.
+    # Reset fields for which the new encoding has its own defaults.
     changes |= dict.fromkeys(("rotary_init", "rotary_init_scale", "rope_theta", *OWN_FIELDS))
     if traits is None:
-        # Generators that start at zero leave class tokens as they are, wherever these are placed.
+        # Generators that start at zero do not rotate class tokens, whatever their position.
         changes["rotate_prefix"] = None
-    return changed_config(config, changes)
+    return change_config(config, changes)
 
 
-def _upgraded_parameters(
+def _upgrade_parameters(
     encoding: RotaryEncoding | None, old: LieREConfig, new: LieREConfig
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
     """
-    The parameters of the new encoding by name, and the basis (layers or 1, heads or 1, D, D) that queries and keys
-    change to; `None` where they stay as they are.
+    The parameters of the new encoding by name, and the basis (layers or 1, heads or 1, D, D) for queries and keys;
+    `None` if these do not change.
     """
     target = ENCODING_CLASSES[new.position_encoding](new, new.num_axes)
     if encoding is None:
         zeros = torch.zeros(new.num_axes, target.layers, target.heads, target.num_planes, dtype=torch.float64)
-        return _of_planes(target, zeros), None
+        return _parameters_from_planes(target, zeros), None
     with torch.no_grad():
         parameter = next(encoding.parameters(), torch.empty(0))
         matrices = skew(encoding.entries(parameter.device).detach().double().cpu(), encoding.block_size)
@@ -122,31 +121,29 @@ def _upgraded_parameters(
         if wanted < matrices.shape[dim]:
             first = matrices.narrow(dim, 0, 1)
             if (matrices - first).norm() > ROUNDING * matrices.norm():
-                raise ConversionError(f"{name}=True: generators that differ cannot become one set.")
+                raise ConversionError(f"{name}=True: different generators cannot become one set.")
             matrices = first
     try:
-        entries = _in_place(matrices, old, target)
-        return _of_entries(entries.expand(-1, target.layers, target.heads, -1, -1), target), None
+        entries = _embed_blocks(matrices, old, target)
+        return _parameters_from_entries(entries.expand(-1, target.layers, target.heads, -1, -1), target), None
     except ConversionError as reason:
         planes = common_planes(matrices)
         if planes.error.max() > ROUNDING:
             raise ConversionError(
-                f"{reason} Nor do the generators of this model commute, so that no basis makes them rotations of "
-                f"planes, which could be put elsewhere (relative error {planes.error.max():.2g})."
+                f"{reason} The generators of this model do not commute either, so no basis turns them into rotations "
+                f"of planes that could be moved (relative error {planes.error.max():.2g})."
             ) from None
-    frequencies, bases = _by_head(planes.frequencies, planes.basis, new.head_dim)
-    frequencies, bases = _in_new_places(frequencies, bases, target)
-    return _of_planes(target, frequencies.expand(-1, target.layers, target.heads, -1)), bases
+    frequencies, bases = _join_blocks(planes.frequencies, planes.basis, new.head_dim)
+    frequencies, bases = _move_planes(frequencies, bases, target)
+    return _parameters_from_planes(target, frequencies.expand(-1, target.layers, target.heads, -1)), bases
 
 
-def _in_place(matrices: torch.Tensor, old: LieREConfig, target: RotaryEncoding) -> torch.Tensor:
+def _embed_blocks(matrices: torch.Tensor, old: LieREConfig, target: RotaryEncoding) -> torch.Tensor:
     """
-    Entries of blocks that hold the old blocks on their diagonal, and zeros where there are none left, (A, layers,
-    heads, blocks, entries).
+    Entries (A, layers, heads, blocks, entries) of blocks with the old blocks on their diagonals, and zeros elsewhere.
 
     Raises:
-        ConversionError: if the rotations are no exponentials of sums, old blocks would be cut or not be rotated any
-            more, or the new ones have their own form.
+        ConversionError: if the rotations are not exponentials of sums, or the new blocks cannot contain the old ones.
     """
     new = target.config
     old_size, size = matrices.shape[-1], new.block_size
@@ -156,8 +153,7 @@ def _in_place(matrices: torch.Tensor, old: LieREConfig, target: RotaryEncoding) 
         )
     if isinstance(target, EncodingInBasis) and not traits_of(new).proportional:
         raise ConversionError(
-            f"No exact upgrade from {old.position_encoding} to {new.position_encoding} in place: its parameters are "
-            "frequencies of planes."
+            f"No exact upgrade from {old.position_encoding} to {new.position_encoding} in place: it learns frequencies."
         )
     if size % old_size:
         raise ConversionError(
@@ -179,10 +175,10 @@ def _in_place(matrices: torch.Tensor, old: LieREConfig, target: RotaryEncoding) 
     return skew_entries(larger)
 
 
-def _by_head(frequencies: torch.Tensor, basis: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _join_blocks(frequencies: torch.Tensor, basis: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Planes of blocks as planes of heads: (A, layers, heads, planes), and the basis (layers, heads, D, D) whose columns
-    are the planes, two each, and then the channels that are in no plane.
+    Turn planes of blocks into planes of heads: (A, layers, heads, planes), and the basis (layers, heads, D, D), whose
+    columns are two per plane, followed by the channels outside of all planes.
     """
     blocks, size = basis.shape[2:4]
     whole = torch.eye(head_dim, dtype=basis.dtype).repeat(*basis.shape[:2], 1, 1)
@@ -195,10 +191,10 @@ def _by_head(frequencies: torch.Tensor, basis: torch.Tensor, head_dim: int) -> t
     return frequencies.flatten(3), whole[..., in_planes.tolist() + others]
 
 
-def _in_new_places(
+def _move_planes(
     frequencies: torch.Tensor, basis: torch.Tensor, target: RotaryEncoding
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Frequencies (A, layers, heads, planes) in the order of the new encoding's planes, and the basis likewise."""
+    """Frequencies (A, layers, heads, planes) and basis in the order of the new encoding's planes."""
     axes, layers, heads, _ = frequencies.shape
     size, room = target.block_size, target.num_planes // target.num_blocks
     placed = frequencies.new_zeros(axes, layers, heads, target.num_planes)
@@ -207,7 +203,7 @@ def _in_new_places(
         for head in range(heads):
             found = frequencies[:, layer, head]  # (A, planes)
             columns = [-1] * target.config.head_dim
-            for plane, place in _places(found, target).items():
+            for plane, place in _assign_planes(found, target).items():
                 first = place // room * size + place % room * 2
                 columns[first : first + 2] = [2 * plane, 2 * plane + 1]
                 placed[:, layer, head, place] = found[:, plane]
@@ -220,20 +216,20 @@ def _in_new_places(
     return placed, ordered
 
 
-def _places(frequencies: torch.Tensor, target: RotaryEncoding) -> dict[int, int]:
+def _assign_planes(frequencies: torch.Tensor, target: RotaryEncoding) -> dict[int, int]:
     """
-    For every plane of a head that is rotated, its place among the planes of the new encoding.
+    Maps every rotated plane of a head to its place among the planes of the new encoding.
 
     Args:
         frequencies: (A, planes).
 
     Raises:
-        ConversionError: if the blocks of the new encoding cannot hold the planes.
+        ConversionError: if the planes do not fit the blocks of the new encoding.
     """
     encoding, axes, blocks = target.config.position_encoding, len(frequencies), target.num_blocks
     room, free = target.num_planes // blocks, list(range(blocks))
     places = {}
-    for axis, planes in _that_share_blocks(frequencies, encoding):
+    for axis, planes in _group_planes(frequencies, encoding):
         accepting = [block for block in free if axis is None or block % axes == axis]
         needed = -(-len(planes) // room)
         if len(accepting) < needed:
@@ -242,8 +238,7 @@ def _places(frequencies: torch.Tensor, target: RotaryEncoding) -> dict[int, int]
                 shared = "one ratio of the axes"
             raise ConversionError(
                 f"No exact upgrade to {encoding} with block_size={target.block_size}: {len(planes)} planes of a head "
-                f"rotate with {shared}; of the {blocks} blocks they need {needed} for themselves, and "
-                f"{len(accepting)} are left."
+                f"rotate with {shared} and need {needed} of the {blocks} blocks alone; {len(accepting)} are left."
             )
         for index, plane in enumerate(planes):
             places[plane] = accepting[index // room] * room + index % room
@@ -251,10 +246,10 @@ def _places(frequencies: torch.Tensor, target: RotaryEncoding) -> dict[int, int]
     return places
 
 
-def _that_share_blocks(frequencies: torch.Tensor, encoding: str) -> list[tuple[int | None, list[int]]]:
+def _group_planes(frequencies: torch.Tensor, encoding: str) -> list[tuple[int | None, list[int]]]:
     """
-    Planes (A, planes) that are rotated, in groups that may share the blocks of an encoding, each with the one axis that
-    its blocks must serve, `None` for any.
+    Groups of the rotated planes (A, planes) that may share blocks of an encoding, each with the axis that its blocks
+    must serve; `None` means any.
     """
     magnitudes = frequencies.norm(dim=0)
     rotated = (magnitudes > 0).nonzero().flatten().tolist()
@@ -275,7 +270,7 @@ def _that_share_blocks(frequencies: torch.Tensor, encoding: str) -> list[tuple[i
         ]
     groups: list[list[int]] = []
     for plane in rotated:
-        # The cosine of a small angle differs from 1 by its square. A plane may also rotate the other way.
+        # The cosine of a small angle differs from 1 by about its square. A plane may also rotate the other way.
         alike = [
             group
             for group in groups
@@ -288,14 +283,14 @@ def _that_share_blocks(frequencies: torch.Tensor, encoding: str) -> list[tuple[i
     return [(None, group) for group in groups]
 
 
-def _of_planes(target: RotaryEncoding, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+def _parameters_from_planes(target: RotaryEncoding, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
     """Parameters by name, from the frequencies (A, layers, heads, planes) of an encoding's planes."""
     if traits_of(target.config).proportional:
-        return _of_entries(target.to_blocks(frequencies), target)
+        return _parameters_from_entries(target.to_blocks(frequencies), target)
     return target.parameters_for_planes(frequencies)
 
 
-def _of_entries(entries: torch.Tensor, target: RotaryEncoding) -> dict[str, torch.Tensor]:
+def _parameters_from_entries(entries: torch.Tensor, target: RotaryEncoding) -> dict[str, torch.Tensor]:
     """Parameters by name, from the entries of the generators (A, layers, heads, blocks, entries)."""
     traits = traits_of(target.config)
     if traits.serves_one_axis:
@@ -306,10 +301,10 @@ def _of_entries(entries: torch.Tensor, target: RotaryEncoding) -> dict[str, torc
                 "alone, the axes in turn."
             )
         return {"generators": (entries * serves).sum(0)}
-    return _proportional(entries) if traits.proportional else {"generators": entries}
+    return _factor_proportional(entries) if traits.proportional else {"generators": entries}
 
 
-def _proportional(entries: torch.Tensor) -> dict[str, torch.Tensor]:
+def _factor_proportional(entries: torch.Tensor) -> dict[str, torch.Tensor]:
     """P and θ with entries[a] = θ_a P, block by block (ComRoPE eq. 10); θ = 1 for a block of zeros."""
     largest = entries.norm(dim=-1).argmax(dim=0, keepdim=True)
     base = entries.gather(0, largest.unsqueeze(-1).expand(1, *entries.shape[1:]))

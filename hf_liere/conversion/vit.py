@@ -1,4 +1,4 @@
-"""ViT and DeiT of transformers, in the names of their files and of their modules."""
+"""ViT and DeiT of transformers, under the names of their files and of their modules."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ RENAMED = {
     r"(layers\.\d+)\.output\.dense\.": r"\1.mlp.fc2.",
 }
 QUERY_KEY_VALUE = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
-# `RENAMED` has given these modules our names already.
+# `RENAMED` has already given these modules our names.
 NAMES = {
     name: name
     for name in ("layernorm_before", "layernorm_after", *QUERY_KEY_VALUE, "attention.o_proj", "mlp.fc1", "mlp.fc2")
@@ -25,7 +25,7 @@ NAMES = {
 
 
 @dataclass
-class ViT(Source):
+class ViTSource(Source):
     num_attention_heads: int | None = None
     hidden_act: str = "gelu"
     layer_norm_eps: float = 1e-12
@@ -58,7 +58,7 @@ class ViT(Source):
         self.ignored += self.tensors.ignore(r"pooler\.dense\..*|embeddings\.mask_token|decoder\..*")
 
     def _join_classifiers(self) -> None:
-        """The mean of the two classifiers of DeiT is one classifier of both tokens."""
+        """Join the two classifiers of DeiT: their mean is one classifier of both tokens."""
         self.fields["pooling"] = "prefix"
         names = ("cls_classifier", "distillation_classifier")
         classes = len(self.tensors.take("cls_classifier.bias", None))

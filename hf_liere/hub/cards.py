@@ -1,8 +1,8 @@
 """
 Model cards, rendered from facts: files in model_cards/ and the records that a training script leaves.
 
-A figure stands in a card only as the result of an evaluation whose record names the weights it was made with
-(`weights_digest`), or as a figure of a paper, marked as such. What nobody measured is written as *not measured*.
+A card shows a figure only if it comes from an evaluation whose record names the evaluated weights (`weights_digest`),
+or from a paper and marked as such. Missing figures appear as *not measured*.
 """
 
 import io
@@ -20,14 +20,14 @@ from ..models.encoding.encoding_traits import ENCODING_TRAITS
 from ..storage.saved_weights import is_adapter, own_file
 from ..version import __version__
 from .checked_facts import facts_of_run
-from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, inputs_text, pair, size_text
-from .run_records import RESULTS_FILE, can_be_described
+from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, format_inputs, format_size, height_and_width
+from .run_records import RESULTS_FILE, is_describable
 
 
 CARD = "README.md"
 PICTURE = "accuracy_by_image_size.png"
 NO_LICENSE = "No licence was chosen for these weights."
-# A card lists at most this number of class names.
+# A card lists at most this many class names.
 SHOWN_CLASSES = 20
 
 
@@ -45,7 +45,7 @@ class Card:
 
     @property
     def license(self) -> str | None:
-        """The licence that the metadata name."""
+        """The licence in the metadata."""
         return ModelCard(self.text, ignore_metadata_errors=True).data.get("license")
 
     def with_license(self, license: str) -> "Card":
@@ -59,39 +59,38 @@ class Card:
     @classmethod
     def read(cls, folder: Path, weights: str | None = None) -> "Card":
         """
-        The card in a folder.
+        Read the card in a folder.
 
         Raises:
-            FactsError: if there is none, it cannot be read, or it was rendered for other weights than those with the
-                digest `weights`.
-            ValueError: if a file of it is a link out of the folder.
+            FactsError: if the card is missing, unreadable or rendered for weights with a digest other than `weights`.
+            ValueError: if one of its files is a link out of the folder.
         """
         if not (folder / CARD).is_file():
-            raise FactsError(f"{folder} holds no {CARD}; accepted: a card there, or facts to render one from (--card).")
+            raise FactsError(f"{folder} contains no {CARD}; accepted: a card there, or facts for one (--card).")
         try:
             text = own_file(folder / CARD).read_text(encoding="utf-8")
             names = re.findall(r"!\[[^\]]*\]\(([A-Za-z0-9_.-]+)\)", text)
             pictures = {name: own_file(folder / name).read_bytes() for name in names}
         except UnicodeDecodeError:
-            raise FactsError(f"{folder / CARD} is no text in UTF-8.") from None
+            raise FactsError(f"{folder / CARD} is not UTF-8 text.") from None
         except OSError as error:
             raise FactsError(f"{error.filename} of the card cannot be read: {error.strerror}.") from None
         rendered_for = re.search(r"Weights: SHA-256 `([0-9a-f]{64})`", text)
         if weights and rendered_for and rendered_for[1] != weights:
             raise FactsError(
-                f"{folder / CARD} was rendered for weights {rendered_for[1][:12]}…, those in the folder are "
-                f"{weights[:12]}…; delete or replace it."
+                f"{folder / CARD} is for weights {rendered_for[1][:12]}…, not for {weights[:12]}… beside it; delete or "
+                "replace it."
             )
         return cls(text, pictures)
 
 
-def render(facts: Facts, repo_id: str | None = None, folder: str | None = None) -> Card:
+def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = None) -> Card:
     """
-    The card of a checkpoint: metadata with a `model-index` of what was measured, text, tables and a plot.
+    Render the card of a checkpoint: metadata with a `model-index` of the measurements, text, tables and a plot.
 
     Args:
-        repo_id: Repository it will lie in.
-        folder: Where it lies instead if it is on no Hub, for the code of the card, which then needs this package.
+        repo_id: Repository for which the card is written.
+        folder: Folder of a checkpoint that is not on the Hub; the card's code then needs this package.
     """
     common = common_facts()
     encoding = common["encodings"][facts.encoding]
@@ -114,7 +113,7 @@ def render(facts: Facts, repo_id: str | None = None, folder: str | None = None) 
         eval_results=[result for one in facts.results for result in _eval_results(facts, one, task)] or None,
     )
     pictures = {}
-    if len({_height(result) for result in _of_one_size(facts)}) > 1:
+    if len({_height(result) for result in _single_size_results(facts)}) > 1:
         pictures[PICTURE] = _plot(facts)
     card = ModelCard.from_template(
         metadata,
@@ -130,10 +129,10 @@ def render(facts: Facts, repo_id: str | None = None, folder: str | None = None) 
         metrics={key: label for key, label in METRICS.items() if any(key in result for result in facts.results)},
         license=_license_sentence(facts.license),
         version=__version__,
-        as_trained=_as_trained,
+        as_trained=_is_trained_size,
         code=_code,
-        size=size_text,
-        inputs=inputs_text,
+        size=format_size,
+        inputs=format_inputs,
         percent=_percent,
         value=_value,
         shown_classes=SHOWN_CLASSES,
@@ -146,11 +145,11 @@ def render(facts: Facts, repo_id: str | None = None, folder: str | None = None) 
 
 
 def _snippet(facts: Facts, repo_id: str | None) -> dict[str, Any]:
-    """What the code of the card depends on."""
+    """Template variables of the card's code example."""
     architecture, channels = facts.architecture, facts.model.get("num_channels", 3)
     auto_class = _auto_class(architecture)
     processor = "AutoVideoProcessor" if "Video" in architecture else "AutoImageProcessor"
-    height, width = pair(facts.model.get("image_size", 224))
+    height, width = height_and_width(facts.model.get("image_size", 224))
     frames = [facts.model["num_frames"]] if "num_frames" in facts.model else []
     return {
         "repo_id": repo_id or "OWNER/NAME",
@@ -175,27 +174,26 @@ def push_card(
     license: str | None = None,
 ) -> Card:
     """
-    The card to publish a folder with: rendered from facts and records, or, without either, the one that lies there. Of
-    an adapter without one it says what the adapter does.
+    The card to publish a folder with: rendered from facts and records if there are any, else the card in the folder. An
+    adapter without a card gets one that describes it.
 
     Args:
-        license: As the Hub calls it; `None` leaves the choice to the facts, or to nobody.
+        license: The Hub's name of the licence; `None` takes that of the facts, if they name one.
 
     Raises:
-        FactsError: if the facts hold no figure measured with these weights, or contradict the checkpoint, its records
-            or `license`.
+        FactsError: if the facts contain no figure of these weights, or contradict checkpoint, records or `license`.
         ValueError: if the folder contains both a complete model and an adapter.
     """
     folder = Path(folder)
     describes_itself = is_adapter(folder) and not (folder / CARD).is_file()
-    has_records = (folder / RESULTS_FILE).is_file() and can_be_described(folder)
+    has_records = (folder / RESULTS_FILE).is_file() and is_describable(folder)
     if facts is None and not evaluations and not has_records and not describes_itself:
         card = Card.read(folder, weights)
         return card.with_license(license) if license else card
     known = facts_of_run(folder, weights, facts, evaluations, title=repo_id.rpartition("/")[2])
     if known.status in ("not trained", "not evaluated") and known.architecture != "adapter":
         raise FactsError(
-            f"{known.title} is {known.status}: there is no figure measured with these weights. Evaluate them with "
+            f"{known.title} is {known.status}: no figure was measured with these weights. Evaluate them with "
             "training/image_classification.py --do_eval and pass its output folder (--evaluation)."
         )
     if license and known.license not in (None, license):
@@ -203,7 +201,7 @@ def push_card(
             f"license is {known.license!r} in the facts and {license!r} was asked for; change one of them."
         )
     known.license = known.license or license
-    return render(known, repo_id)
+    return render_card(known, repo_id)
 
 
 def _license_sentence(license: str | None) -> str:
@@ -214,7 +212,7 @@ def _auto_class(architecture: str) -> str | None:
     if architecture == "adapter":
         return None
     for auto_class, cls in models_of(model_class(architecture).config_class).items():
-        # AutoBackbone takes configurations only.
+        # AutoBackbone accepts only configurations.
         if cls.__name__ == architecture and "Backbone" not in architecture:
             return auto_class.__name__
     return None
@@ -231,7 +229,7 @@ def _task(architecture: str) -> str | None:
 
 def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> list[EvalResult]:
     entries = []
-    data = result.get("data") or _evaluated(facts)
+    data = result.get("data") or _evaluation_data(facts)
     for metric, label in METRICS.items():
         if metric not in result:
             continue
@@ -246,7 +244,7 @@ def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> 
                 dataset_config=data.get("config"),
                 dataset_split=data.get("split"),
                 metric_type="accuracy" if metric.endswith("accuracy") else metric,
-                metric_name=f"{label} at {inputs_text(result)}",
+                metric_name=f"{label} at {format_inputs(result)}",
                 metric_value=result[metric],
                 metric_args={key: value for key, value in details.items() if value is not None},
             )
@@ -263,7 +261,7 @@ def _plot(facts: Facts) -> bytes:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.8), layout="constrained")
-    results = _of_one_size(facts)
+    results = _single_size_results(facts)
     heights = [_height(result) for result in results]
     values = [100 * result["accuracy"] for result in results]
     bounds = [
@@ -276,7 +274,7 @@ def _plot(facts: Facts) -> bytes:
         heights = [_height(one) for one in paper]
         label = f"the paper's model ({paper[0]['where']})"
         axes.plot(heights, [100 * one["accuracy"] for one in paper], "o", mfc="none", color="#777777", label=label)
-    axes.set(xlabel="image size (px)", ylabel=f"top-1 accuracy on {_evaluated(facts)['name']} (%)")
+    axes.set(xlabel="image size (px)", ylabel=f"top-1 accuracy on {_evaluation_data(facts)['name']} (%)")
     axes.legend(frameon=False)
     content = io.BytesIO()
     figure.savefig(content, dpi=150, metadata={"Software": None})
@@ -285,46 +283,46 @@ def _plot(facts: Facts) -> bytes:
 
 
 def _keeps_table(facts: Facts) -> bool:
-    """Whether positions are told by a table as well, which makes attention depend on more than the rotations."""
+    """Whether a table also encodes positions, so that attention depends on more than the rotations."""
     own = facts.encoding != "absolute" and facts.model.get("use_absolute_position_embeddings", False)
     return bool(own) or facts.model.get("keep_absolute", "drop") != "drop"
 
 
-def _evaluated(facts: Facts) -> dict[str, Any]:
+def _evaluation_data(facts: Facts) -> dict[str, Any]:
     return facts.evaluation_data or facts.dataset or {"name": "data that are not recorded"}
 
 
 def _height(figure: Mapping[str, Any]) -> int:
-    """Height of the images, also where the size starts with a number of frames."""
+    """Height of the images, also if the size starts with a number of frames."""
     return figure["image_size"][-2]
 
 
-def _of_one_size(facts: Facts) -> list[dict[str, Any]]:
-    """The results of images that were all of the same size."""
+def _single_size_results(facts: Facts) -> list[dict[str, Any]]:
+    """The evaluations whose images all had the same size."""
     return [result for result in facts.results if result.get("max_num_patches") is None]
 
 
-def _as_trained(facts: Facts, result: Mapping[str, Any]) -> bool:
+def _is_trained_size(facts: Facts, result: Mapping[str, Any]) -> bool:
     trained = facts.model.get("image_size")
     frames = facts.model.get("num_frames")
     size = result["image_size"]
     if result.get("max_num_patches") != facts.recipe.get("max_num_patches"):
         return False
-    return trained is not None and size[-2:] == pair(trained) and (len(size) == 2 or size[0] == frames)
+    return trained is not None and size[-2:] == height_and_width(trained) and (len(size) == 2 or size[0] == frames)
 
 
 def _code(text: str) -> str:
-    """A name from outside as inline code in Markdown: on one line, and without backticks that would end it."""
+    """An external name as inline code in Markdown: on one line, without backticks that would end it."""
     return f"`{' '.join(str(text).replace('`', chr(39)).split())}`"
 
 
 def _percent(result: Mapping[str, Any], metric: str) -> str:
-    """Value and interval as a table shows them; losses are no percentages."""
+    """Value and interval for a table; losses are not percentages."""
     if metric not in result:
         return "not measured"
     show = (lambda number: f"{number:.3g}") if metric == "loss" else (lambda number: f"{number:.1%}")
     low, high = (result.get(f"{metric}_{end}", result.get(end)) for end in ("low", "high"))
-    # Where every answer is right, or wrong, all resamples are alike and their interval says nothing.
+    # If all answers are right (or wrong), all resamples are equal and the interval is meaningless.
     interval = f" ({show(low)} – {show(high)})" if low is not None and high is not None and low < high else ""
     return show(result[metric]) + interval
 

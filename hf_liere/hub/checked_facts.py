@@ -1,8 +1,8 @@
 """
-Facts of a saved folder, and whether given facts agree with it.
+Facts of a saved folder, and their comparison with given facts.
 
-A card takes what the model is, its data and its figures from the checkpoint and the records beside it. Facts of a file
-may say the same, or what no record can know; facts that say something else are refused.
+A card takes the model's description, its data and its figures from the checkpoint and the records beside it. A facts
+file may repeat them or add what no record contains; contradictions are refused.
 """
 
 import copy
@@ -11,26 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from ..storage.saved_weights import saved_parameters
-from .facts import MODEL_FIELDS, Facts, FactsError, inputs_of, inputs_text
+from .facts import MODEL_FIELDS, Facts, FactsError, format_inputs, input_key
 from .run_records import (
     RESULTS_FILE,
     RUN_FILE,
     data_of_run,
     describe_checkpoint,
-    part,
+    read_record,
     recipe_of_run,
-    record,
+    record_group,
     result_of_run,
 )
 
 
-# `hf-liere convert` writes this file: it says where the weights come from, which no other record does.
+# `hf-liere convert` writes this file, the only record of where the weights come from.
 CONVERSION_FILE = "conversion.json"
 PROCESSOR_CONFIGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 COST_FIELDS = ("train_images_per_second", "train_runtime")
 # Fields that an evaluation may set without changing what the model computes.
 OF_TRAINING = ("position_perturbation", "image_size", "num_frames")
-# Beside their name, these tell whether two descriptions are of the same data.
+# Beside the name, these fields decide whether two descriptions are of the same data.
 DATA_DETAILS = ("config", "split", "files")
 
 
@@ -43,41 +43,41 @@ def facts_of_run(
     progress: dict | None = None,
 ) -> Facts:
     """
-    Facts of a finished run, or with `progress` of a running one, from its checkpoint and records.
+    Facts of a finished run (with `progress`, of a running one) from its checkpoint and records.
 
     Args:
         folder: Output folder of the training script.
-        weights: Digest of the weights that the card is for.
-        facts: What checkpoint and records do not tell.
+        weights: Digest of the weights that the card describes.
+        facts: What checkpoint and records do not contain.
         evaluations: Output folders of evaluations of the same weights, at other sizes.
-        title: Heading, where `facts` has none.
+        title: Heading, if `facts` has none.
 
     Raises:
-        FactsError: if a figure was measured with other weights, other data or another configuration, or it is unknown
-            with which, and if `facts` contradict the checkpoint or its records; the message lists each such fact.
+        FactsError: if a figure was measured with other or unknown weights, data or configuration, or if `facts`
+            contradict the checkpoint or its records; the message lists each such fact.
     """
     folder = Path(folder)
-    checkpoint, run = describe_checkpoint(folder), record(folder, RUN_FILE)
+    checkpoint, run = describe_checkpoint(folder), read_record(folder, RUN_FILE)
     known = copy.deepcopy(facts) or Facts(title=title or folder.resolve().name, encoding=checkpoint["encoding"])
     _add_conversion(known, folder, weights)
     own = result_of_run(folder, progress["metrics"] or {}) if progress else result_of_run(folder)
-    measured = _measured(folder, own, evaluations, checkpoint, weights)
+    measured = _read_evaluations(folder, own, evaluations, checkpoint, weights)
     found = checkpoint | _facts_of_records(folder, run, measured, weights)
-    if differing := contradictions(known, folder, checkpoint, found, measured):
+    if differing := find_contradictions(known, folder, checkpoint, found, measured):
         raise FactsError(
             f"The facts of {known.title!r} contradict {folder}: {'; '.join(differing)}. Correct the facts or leave "
-            "them out; accepted are facts that agree, and those of which checkpoint and records say nothing."
+            "them out; accepted are facts that agree, or that checkpoint and records do not contain."
         )
-    inputs = [inputs_of(result) for result in measured]
-    known.results = measured + [result for result in known.results if inputs_of(result) not in inputs]
+    inputs = [input_key(result) for result in measured]
+    known.results = measured + [result for result in known.results if input_key(result) not in inputs]
     for result in known.results:
         _require_weights(result, weights)
-    found["model"] = _given(found["model"], MODEL_FIELDS)
+    found["model"] = _select(found["model"], MODEL_FIELDS)
     found["cost"] = {**(found["cost"] if run else known.cost), "parameters": saved_parameters(folder)}
     for name, value in found.items():
         setattr(known, name, value)
     if run:
-        # These describe a planned recipe, not the run.
+        # These fields describe a planned recipe, not the run.
         known.recipe_source, known.dataset = None, None
     known.progress = progress
     known.has_processor = any((folder / name).is_file() for name in PROCESSOR_CONFIGS)
@@ -90,33 +90,33 @@ def facts_of_run(
 
 
 def _add_conversion(facts: Facts, folder: Path, weights: str) -> None:
-    """What the card of a converted checkpoint says, unless the facts say it."""
-    conversion = record(folder, CONVERSION_FILE)
+    """Add the facts of a conversion, unless they are given."""
+    conversion = read_record(folder, CONVERSION_FILE)
     if conversion.get("weights") == weights:
         for name in ("converted_from", "notes", "license"):
             if getattr(facts, name) is None:
                 setattr(facts, name, conversion.get(name))
 
 
-def _measured(
+def _read_evaluations(
     folder: Path, own: dict | None, evaluations: Iterable[str | Path], checkpoint: Mapping[str, Any], weights: str
 ) -> list[dict]:
-    """The evaluations of these weights, all of the same data and computed as the configuration says."""
+    """The evaluations of these weights; all must use the same data and the checkpoint's configuration."""
     results = [] if own is None else [(folder, own)]
     for place in map(Path, evaluations):
         result = result_of_run(place)
         if result is None:
-            raise FactsError(f"{place} holds no {RESULTS_FILE}: it is no output of an evaluation.")
+            raise FactsError(f"{place} contains no {RESULTS_FILE}: it is not the output of an evaluation.")
         results.append((place, result))
     for place, result in results:
         _require_weights(result, weights)
-        then = part(record(place, RUN_FILE), "model")
+        then = record_group(read_record(place, RUN_FILE), "model")
         fields = [name for name in MODEL_FIELDS if name not in OF_TRAINING]
-        if differing := _differences(_given(then, fields), checkpoint["model"], "config.json", str(place)):
+        if differing := _differences(_select(then, fields), checkpoint["model"], "config.json", str(place)):
             raise FactsError(f"{place} was measured with another configuration: {'; '.join(differing)}.")
         first, data = results[0]
         if differing := _data_differences("data", data["data"], result["data"], DATA_DETAILS, str(place), str(first)):
-            raise FactsError(f"A card holds evaluations of the same data only: {'; '.join(differing)}.")
+            raise FactsError(f"A card contains evaluations of the same data only: {'; '.join(differing)}.")
     return [result for _, result in results]
 
 
@@ -124,7 +124,7 @@ def _require_weights(result: Mapping[str, Any], weights: str) -> None:
     if result.get("weights") != weights:
         measured = f"weights {result['weights'][:12]}…" if result.get("weights") else "unknown weights"
         raise FactsError(
-            f"The accuracy at {inputs_text(result)} was measured with {measured}, the card is for "
+            f"The accuracy at {format_inputs(result)} was measured with {measured}, the card is for "
             f"{weights[:12]}…; evaluate this checkpoint, or push the one that was evaluated."
         )
 
@@ -134,28 +134,28 @@ def _facts_of_records(folder: Path, run: Mapping[str, Any], measured: list[dict]
     if measured:
         found["evaluation_data"] = measured[0]["data"]
     if run:
-        metrics, training = record(folder, "all_results.json"), part(run, "training")
+        metrics, training = read_record(folder, "all_results.json"), record_group(run, "training")
         found["recipe"] = recipe_of_run(run)
         found["training_data"] = data_of_run(run, "train")
         found["seeds"] = [training["seed"]] if "seed" in training else []
-        environment = record(folder, "environment.json")
+        environment = read_record(folder, "environment.json")
         found["environment"] = environment if isinstance(environment.get("libraries"), dict) else {}
-        found["cost"] = _given(metrics, COST_FIELDS)
+        found["cost"] = _select(metrics, COST_FIELDS)
     return found
 
 
-def contradictions(
+def find_contradictions(
     facts: Facts, folder: Path, checkpoint: Mapping[str, Any], found: Mapping[str, Any], measured: list[dict]
 ) -> list[str]:
     """
-    Every fact that says something else than a checkpoint or the records beside it, with both values.
+    Every fact that contradicts a checkpoint or the records beside it, with both values.
 
     Args:
         checkpoint: See [`run_records.describe_checkpoint`].
-        found: What the records tell.
-        measured: The evaluations that the card is to show.
+        found: Facts of the records.
+        measured: The evaluations for the card.
     """
-    model, run = checkpoint["model"], record(folder, RUN_FILE)
+    model, run = checkpoint["model"], read_record(folder, RUN_FILE)
     differing = _differences({"position_encoding": facts.encoding}, {"position_encoding": checkpoint["encoding"]})
     for name in ("architecture", "class_names"):
         if getattr(facts, name) and name in checkpoint:
@@ -165,13 +165,13 @@ def contradictions(
         if name not in model:
             differing.append(f"{name} is {value!r} in the facts, and the checkpoint has no such field")
     stated = {"parameters": facts.cost.get("parameters"), "weights": facts.weights}
-    differing += _differences(_given(stated), {"parameters": saved_parameters(folder), "weights": found["weights"]})
-    differing += _contradictions_of_run(facts, folder, run, model)
-    differing += _contradictions_of_data(facts, model, found)
+    differing += _differences(_select(stated), {"parameters": saved_parameters(folder), "weights": found["weights"]})
+    differing += _contradictions_with_run(facts, folder, run, model)
+    differing += _contradictions_with_data(facts, model, found)
     for result in facts.results:
-        at = f" at {inputs_text(result)}"
+        at = f" at {format_inputs(result)}"
         for other in measured:
-            if inputs_of(other) == inputs_of(result):
+            if input_key(other) == input_key(result):
                 figures = [
                     {name + at: value for name, value in one.items() if name != "data"} for one in (result, other)
                 ]
@@ -179,12 +179,12 @@ def contradictions(
     return list(dict.fromkeys(differing))
 
 
-def _contradictions_of_run(facts: Facts, folder: Path, run: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
+def _contradictions_with_run(facts: Facts, folder: Path, run: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
     if not run:
         return []
-    training, metrics = part(run, "training"), record(folder, "all_results.json")
-    environment = record(folder, "environment.json")
-    settings = {**model, **part(run, "data"), **part(run, "augmentation"), **training}
+    training, metrics = record_group(run, "training"), read_record(folder, "all_results.json")
+    environment = read_record(folder, "environment.json")
+    settings = {**model, **record_group(run, "data"), **record_group(run, "augmentation"), **training}
     if (training.get("max_steps") or 0) > 0 and "epoch" in metrics:
         settings["num_train_epochs"] = metrics["epoch"]
     if "per_device_train_batch_size" in training:
@@ -192,18 +192,18 @@ def _contradictions_of_run(facts: Facts, folder: Path, run: Mapping[str, Any], m
         settings["total_train_batch_size"] = batch * environment.get("world_size", 1)
     stated = {"seeds": facts.seeds or None, "environment": facts.environment, "base_model": facts.base_model}
     known = {"seeds": [training.get("seed")], "environment": environment}
-    # Folders are recorded by their last part, so that a name with a slash is one of the Hub.
+    # Records contain only the last part of folders, so a name with a slash is on the Hub.
     start = run.get("model_name_or_path")
     if start is None or "/" in start:
         known["base_model"] = start
     if training.get("do_train"):
         stated["converted_from"], known["converted_from"] = facts.converted_from, start
-    differing = _differences(_given(stated), known, "the records")
+    differing = _differences(_select(stated), known, "the records")
     differing += _differences(facts.recipe, settings, "the records")
     return differing + _differences({k: v for k, v in facts.cost.items() if k != "parameters"}, metrics, "the records")
 
 
-def _contradictions_of_data(facts: Facts, model: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def _contradictions_with_data(facts: Facts, model: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     differing = []
     unsplit = facts.dataset and {name: value for name, value in facts.dataset.items() if name != "split"}
     for name, stated in (
@@ -229,7 +229,7 @@ def _data_differences(
     there: str = "the records",
     here: str = "the facts",
 ) -> list[str]:
-    """Whether two descriptions are of the same data; what only one of them says is no difference."""
+    """Differences between two descriptions of data; a field that only one of them has does not count."""
     both = [{**data, "files": [Path(file).name for file in data.get("files", ())]} for data in (stated, known)]
     identities = [data.get("hub_id") or data.get("type") or data["name"] for data in both]
     if identities[0] != identities[1] or (identities[0] == "custom" and stated["name"] != known["name"]):
@@ -241,20 +241,20 @@ def _data_differences(
 def _differences(
     stated: Mapping[str, Any], known: Mapping[str, Any], there: str = "the checkpoint", here: str = "the facts"
 ) -> list[str]:
-    """A sentence for every name that both mappings have with other values; nested mappings are compared alike."""
+    """A sentence for every name that has different values in both mappings; nested mappings are compared too."""
     differing = []
     for name, value in stated.items():
         if name not in known:
             continue
         if isinstance(value, dict) and isinstance(known[name], dict):
             differing += _differences(value, known[name], there, here)
-        elif not _same(value, known[name]):
+        elif not _are_equal(value, known[name]):
             differing.append(f"{name} is {value!r} in {here} and {known[name]!r} in {there}")
     return differing
 
 
-def _same(first: Any, second: Any) -> bool:
-    """Whether two values are equal; 32 and [32, 32] are the same size of an image."""
+def _are_equal(first: Any, second: Any) -> bool:
+    """Whether two values are equal; 32 and [32, 32] are the same image size."""
     values = [list(value) if isinstance(value, tuple) else value for value in (first, second)]
     if isinstance(values[0], list) != isinstance(values[1], list):
         values.sort(key=lambda value: isinstance(value, list))
@@ -262,6 +262,6 @@ def _same(first: Any, second: Any) -> bool:
     return values[0] == values[1]
 
 
-def _given(values: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
-    """The values that are not `None`, either all of them or those of `names`."""
+def _select(values: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
+    """The values that are not `None`, of all names or of `names`."""
     return {name: values[name] for name in (values if names is None else names) if values.get(name) is not None}

@@ -1,16 +1,17 @@
 """
-Whether a repository contains what a push would write: code, weights, and every file that says how they are used.
+Compares a repository with what a push would write: code, weights and every file that determines their use.
 
-Nothing of a repository is executed here: its files are read, and its configuration is given to our own class.
+Nothing in a repository is executed here: its files are read, and our own class parses its configuration.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from ..models.saved_code import RELATIVE_IMPORT
 from ..storage.client import HubError
 from ..storage.saved_weights import WEIGHTS_INDEX, first_line, read_json, saved_weights_digest, weight_files
 from .staging import REPLACED
@@ -21,11 +22,11 @@ CONFIG = "config.json"
 
 def require_known_code(folder: Path, known: Sequence[Path], place: str) -> Path:
     """
-    Make sure that all code in a folder is that of one of the `known` folders, and that no file refers to code of other
-    repositories; returns the known folder that resembles it most.
+    Require that all code in a folder is also in one of the `known` folders and that no file refers to code of other
+    repositories; returns the most similar known folder.
 
     Raises:
-        HubError: which names the files of code that this folder lacks or has otherwise.
+        HubError: naming the files of code that this known folder lacks or that differ.
     """
     for path, references in _references(folder):
         if foreign := [reference for reference in references if "--" in reference]:
@@ -33,7 +34,7 @@ def require_known_code(folder: Path, known: Sequence[Path], place: str) -> Path:
                 f"{path} of {place} refers to code of another repository, {', '.join(foreign)}; accepted: code beside "
                 "it. None of it was run."
             )
-    # transformers looks for code in folders of a repository, too.
+    # transformers also looks for code in the folders of a repository.
     theirs = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
     unknown, lacking = {}, {}
     for other in known:
@@ -50,12 +51,12 @@ def require_known_code(folder: Path, known: Sequence[Path], place: str) -> Path:
 
 
 def _references(folder: Path) -> Iterator[tuple[Path, list[str]]]:
-    """The classes that the json files of a folder name for transformers to import, by file."""
+    """The classes that transformers would import, by json file of a folder."""
     for path in sorted(folder.rglob("*.json")):
         try:
             content = read_json(path)
         except ValueError:
-            # Nor can transformers read it.
+            # transformers cannot read it either.
             continue
         parts = [content.get("auto_map"), content.get("custom_pipelines")]
         yield path.relative_to(folder), [text for part in parts for text in _strings(part)]
@@ -70,25 +71,24 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def require_same_weights(ours: Path, theirs: Path, place: str) -> None:
-    """Raises [`HubError`] unless two folders contain the same tensors under the same names, in whatever files."""
+    """Raise [`HubError`] unless two folders contain the same tensors by name, however these are split into files."""
     try:
         digests = [saved_weights_digest(ours), saved_weights_digest(theirs)]
     except ValueError:
-        raise HubError(f"{place} holds no weights that can be read.") from None
+        raise HubError(f"{place} contains no readable weights.") from None
     if digests[0] != digests[1]:
-        raise HubError(f"{place} holds other weights ({digests[1][:12]}…) than the local folder ({digests[0][:12]}…).")
+        raise HubError(f"{place} has other weights ({digests[1][:12]}…) than the local folder ({digests[0][:12]}…).")
 
 
 def differences(staged: Path, coded: Path, theirs: Path, config_class: type[PreTrainedConfig] | None) -> list[str]:
     """
-    What a push would change in a folder of known code and the same weights, but for the card: a phrase for each file
-    and field.
+    What a push would change, except the card, in a folder with known code and the same weights: phrases.
 
     Args:
-        staged: What would be pushed.
-        coded: Whose code and `auto_map` count, as [`require_known_code`] found.
-        config_class: Of the model, which reads both configurations, so that what an earlier release of transformers
-            wrote otherwise is equal if it means the same; `None` for an adapter.
+        staged: The folder that would be pushed.
+        coded: The folder that [`require_known_code`] returned; its code and `auto_map` count.
+        config_class: The model's class, which parses both configurations, so that equivalent configurations of
+            different transformers releases are equal; `None` for an adapter.
     """
     found = [f"it lacks {path.name}" for path in sorted(coded.glob("*.py")) if not (theirs / path.name).is_file()]
     weights = {*(path.name for path in (*weight_files(staged), *weight_files(theirs))), WEIGHTS_INDEX}
@@ -100,37 +100,67 @@ def differences(staged: Path, coded: Path, theirs: Path, config_class: type[PreT
             found.append(f"it lacks {name}")
         elif path.suffix != ".json":
             if path.read_bytes() != (theirs / name).read_bytes():
-                found.append(f"{name} is another")
+                found.append(f"{name} differs")
         else:
             both = [_settings(place, name, config_class) for place in (staged, theirs)]
             if name == CONFIG:
                 both[0]["auto_map"] = read_json(coded / CONFIG).get("auto_map")
             found += _differing_fields(name, *both)
     names = (path.relative_to(theirs).as_posix() for path in sorted(theirs.rglob("*")) if path.is_file())
-    kept = {*weights, *(path.name for path in staged.iterdir())}
-    return found + [f"{name} would go" for name in names if name not in kept and REPLACED.search(name)]
+    kept = {*weights, *(path.name for folder in (staged, coded) for path in folder.iterdir())}
+    return found + [f"{name} would go" for name in obsolete_files(names, kept, theirs)]
+
+
+def obsolete_files(names: Iterable[str], pushed: Collection[str], folder: Path) -> list[str]:
+    """
+    The files of a repository that a push deletes: earlier weights, records and states, and the code of json files that
+    it replaces, with all that this code imports.
+
+    Args:
+        names: All files of the repository.
+        pushed: Files of the push.
+        folder: The json files and the code at the repository's root.
+    """
+    others = [name for name in names if name not in pushed]
+    replaced, used = set(), set()
+    for path, references in _references(folder):
+        if len(path.parts) == 1:
+            stays = path.name in others and not REPLACED.search(path.name)
+            (used if stays else replaced).update(_code_files(references, folder))
+    return [name for name in others if REPLACED.search(name) or name in replaced - used]
+
+
+def _code_files(references: Iterable[str], folder: Path) -> set[str]:
+    """The files with these classes, and all files that they import."""
+    wanted, found = [reference.partition(".")[0] for reference in references], set()
+    while wanted:
+        path = folder / f"{wanted.pop()}.py"
+        if path.parent == folder and path.name not in found and path.is_file():
+            found.add(path.name)
+            wanted += [module for _, module in RELATIVE_IMPORT.findall(path.read_text("utf-8", "replace"))]
+    return found
 
 
 def _settings(folder: Path, name: str, config_class: type[PreTrainedConfig] | None) -> dict[str, Any]:
     content = read_json(folder / name)
     if name == CONFIG:
         try:
-            # Fields that the class takes without keeping them stay as they are, as does the type, which it has itself.
+            # Keep the fields that the class does not write back, and the type, which the class defines.
             content |= config_class.from_dict(content).to_dict() | {"model_type": content.get("model_type")}
         except Exception as error:
-            raise HubError(f"{name} there is no {config_class.__name__}: {first_line(error)}") from None
+            raise HubError(f"{name} there is not a {config_class.__name__}: {first_line(error)}") from None
     return {field: value for field, value in content.items() if field != "transformers_version"}
 
 
 def _differing_fields(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return [
-        f"{name} has {field} {_shown(theirs, field)} for {_shown(ours, field)}"
+        f"{name} has {field} {_format_field(theirs, field)} for {_format_field(ours, field)}"
         for field in sorted(ours.keys() | theirs)
         if ours.get(field, ...) != theirs.get(field, ...)
     ]
 
 
-def _shown(content: dict[str, Any], field: str) -> str:
+def _format_field(content: dict[str, Any], field: str) -> str:
     if field not in content:
         return "nothing"
     text = json.dumps(content[field], ensure_ascii=False, default=str)

@@ -1,4 +1,4 @@
-"""Facts that model cards are rendered from: their form, and the files in model_cards/ that hold them."""
+"""The facts that model cards are rendered from: their format, and the files in model_cards/."""
 
 import math
 import types
@@ -13,7 +13,7 @@ from ..errors import InputError
 
 
 METRICS = {"accuracy": "top-1 accuracy", "top5_accuracy": "top-5 accuracy", "loss": "cross entropy"}
-# Fields of a configuration that tell the architecture, in the order in which a card lists them.
+# Configuration fields that describe the architecture, in the order of a card.
 MODEL_FIELDS = (
     "position_encoding",
     "block_size",
@@ -48,45 +48,45 @@ DATA_FIELDS = (
     "description",
     "terms",
 )
-# The folder lies beside the package in a checkout, and inside it in a wheel.
+# The folder is beside the package in a checkout, and inside it in a wheel.
 _HERE = Path(__file__).resolve().parents[1]
 FOLDER = next((path for path in (_HERE / "model_cards", _HERE.parent / "model_cards") if path.is_dir()), None)
 
 
 class FactsError(InputError):
-    """Facts that cannot become the card of this checkpoint; the message names the file and what is wrong."""
+    """Facts that cannot be used for the card of this checkpoint; the message names the file and the problem."""
 
 
 @dataclass
 class Facts:
     """
-    What a card says.
+    The content of a card.
 
     Args:
         title: Heading.
         encoding: Key of `encodings` in common.yaml: description, paper and citation.
-        dataset: Key of `datasets` in common.yaml, or a mapping of the same form: what is trained on and evaluated.
-        training_data, evaluation_data: The same for either, with `split`, `files` and `samples`, as far as they are
-            known; they take from `dataset` what they do not say.
+        dataset: Training and evaluation data: a key of `datasets` in common.yaml, or a mapping of the same form.
+        training_data, evaluation_data: The same for one of the two, with `split`, `files` and `samples` if known;
+            missing fields are those of `dataset`.
         class_names: Names of the classes, in the order of the classifier's outputs.
-        model: Fields of the configuration that tell the architecture.
-        recipe: How it is trained, by name; `recipe_source` says whose recipe that is.
+        model: Configuration fields that describe the architecture.
+        recipe: Training settings by name; `recipe_source` names their origin.
         results: Evaluations, see [`run_records.result_of_run`].
-        paper_figures: `image_size`, `accuracy` (a share of 1), optionally `low` and `high`, and `where` in which paper.
+        paper_figures: `image_size`, `accuracy` (from 0 to 1), optionally `low` and `high`, and `where` (paper, table).
         cost: Time and speed of training and the number of parameters, by name.
         environment: Versions and hardware of training.
-        architecture: Name of the model class; `None` means a classifier of images or, with `num_frames`, of videos.
+        architecture: Name of the model class; `None` means an image (with `num_frames`, a video) classifier.
         seeds: Seeds of the training runs behind the results.
         intended_use, limits, notes: Paragraphs.
-        license: The licence under the name that the Hub has for it; `None` where nobody has chosen one.
-        base_model: Repository of the model that an adapter or a fine-tuned model starts from.
-        converted_from: Where the weights come from, if they were not trained with this library.
-        progress: `step`, `max_steps` and `metrics` (of this step, or `None`) of a run that has not finished.
-        has_processor: Whether the file of a processor lies beside the weights.
+        license: The Hub's name of the licence; `None` if none was chosen.
+        base_model: Repository of the model from which an adapter or a fine-tuned model starts.
+        converted_from: Origin of weights that were not trained with this library.
+        progress: `step`, `max_steps` and `metrics` (of this step, or `None`) of an unfinished run.
+        has_processor: Whether a processor file is beside the weights.
         weights: Digest of the weights.
 
     Raises:
-        FactsError: for a value that means nothing.
+        FactsError: for an invalid value.
     """
 
     title: str
@@ -127,7 +127,7 @@ class Facts:
                 raise FactsError(f"dataset {self.dataset!r}: accepted are {', '.join(common['datasets'])}.")
             self.dataset = common["datasets"][self.dataset]
         shared = self.dataset or {}
-        # The split of a data set is the one that is evaluated.
+        # The split of a data set is the evaluated one.
         unsplit = {name: value for name, value in shared.items() if name != "split"}
         self.training_data = self.training_data and {**unsplit, **self.training_data}
         self.evaluation_data = self.evaluation_data and {**shared, **self.evaluation_data}
@@ -138,11 +138,11 @@ class Facts:
                 raise FactsError(f"data {data!r}: the name is missing.")
         for figure in (*self.results, *self.paper_figures):
             _check_figure(figure)
-        self.results.sort(key=inputs_of)
+        self.results.sort(key=input_key)
 
     @property
     def status(self) -> str:
-        """`"measured"`, `"in training"`, `"not evaluated"` (but the weights are there) or `"not trained"`."""
+        """`"measured"`, `"in training"`, `"not evaluated"` (the weights exist) or `"not trained"`."""
         if self.progress or self.results:
             return "in training" if self.progress else "measured"
         exists = self.weights and (self.converted_from or self.architecture == "adapter")
@@ -158,7 +158,7 @@ def _accepts(annotation: Any, value: Any) -> bool:
 
 
 def _check_figure(figure: dict) -> None:
-    """Sizes become lists; an accuracy is there and a share of 1, and every other figure a finite number."""
+    """Turn sizes into lists; require an accuracy from 0 to 1 and finite numbers for all other figures."""
     accuracy, size = figure.get("accuracy"), figure.get("image_size")
     if not _is_number(accuracy) or not 0 <= accuracy <= 1:
         raise FactsError(f"accuracy {accuracy!r}: accepted are shares of 1, so 69.6% is 0.696.")
@@ -179,36 +179,36 @@ def _is_number(value: Any) -> bool:
 
 
 def common_facts() -> dict[str, dict]:
-    """What the facts files share: encodings, papers and data sets."""
+    """The shared part of the facts files: encodings, papers and data sets."""
     if FOLDER is None:
-        raise FactsError(f"There is no folder model_cards in or beside {_HERE}; it belongs to the package.")
+        raise FactsError(f"No folder model_cards in or beside {_HERE}; it belongs to the package.")
     return yaml.safe_load((FOLDER / "common.yaml").read_text(encoding="utf-8"))
 
 
 def load_facts(path: str | Path) -> Facts:
     """
-    Facts of a yaml file, or of one in model_cards/ by its name alone.
+    Facts of a yaml file; a name without a path means one in model_cards/.
 
     Raises:
-        FactsError: for a file that does not exist or is no yaml, a key that means nothing and a value out of range.
+        FactsError: for a missing or unreadable file, an unknown key or a value out of range.
     """
     path = Path(path)
     if not path.is_file() and FOLDER is not None and (FOLDER / f"{path.name}.yaml").is_file():
         path = FOLDER / f"{path.name}.yaml"
     if not path.is_file():
         known = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "common") if FOLDER else []
-        raise FactsError(f"There are no facts {str(path)!r}; accepted: a yaml file or one of {', '.join(known)}.")
+        raise FactsError(f"No facts {str(path)!r}; accepted: a yaml file or one of {', '.join(known)}.")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error).splitlines()[0]
         place = f", line {mark.line + 1}" if mark else ""
-        raise FactsError(f"{path.name} is no yaml file that can be read{place}: {reason}.") from None
+        raise FactsError(f"{path.name} is not a readable yaml file{place}: {reason}.") from None
     known = {item.name: item for item in fields(Facts)}
     if not isinstance(content, dict) or set(content) - set(known):
         unknown = sorted(map(str, set(content) - set(known))) if isinstance(content, dict) else type(content).__name__
-        raise FactsError(f"{path.name}: {unknown} means nothing; accepted: {', '.join(known)}.")
+        raise FactsError(f"{path.name}: unknown key {unknown}; accepted: {', '.join(known)}.")
     required = [name for name, item in known.items() if item.default is item.default_factory is MISSING]
     if missing := [name for name in required if name not in content]:
         raise FactsError(f"{path.name}: {', '.join(missing)} missing.")
@@ -218,20 +218,20 @@ def load_facts(path: str | Path) -> Facts:
         raise FactsError(f"{path.name}: {error}") from None
 
 
-def pair(size: int | Iterable[int]) -> list[int]:
+def height_and_width(size: int | Iterable[int]) -> list[int]:
     return [size, size] if isinstance(size, int) else list(size)
 
 
-def size_text(size: int | Iterable[int]) -> str:
-    return " × ".join(map(str, pair(size)))
+def format_size(size: int | Iterable[int]) -> str:
+    return " × ".join(map(str, height_and_width(size)))
 
 
-def inputs_of(figure: Mapping[str, Any]) -> tuple[int, list[int]]:
-    """What images a figure was measured with, to be compared: `max_num_patches`, 0 for one size, and `image_size`."""
-    return figure.get("max_num_patches") or 0, pair(figure["image_size"])
+def input_key(figure: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """A sort key of the inputs of a figure: `max_num_patches` (0 for inputs of one size) and `image_size`."""
+    return figure.get("max_num_patches") or 0, height_and_width(figure["image_size"])
 
 
-def inputs_text(figure: Mapping[str, Any]) -> str:
-    """What images a figure was measured with: images of one size, or of many with their own aspect ratio."""
+def format_inputs(figure: Mapping[str, Any]) -> str:
+    """The inputs of a figure in words: images of one size, or images with their own aspect ratios."""
     patches = figure.get("max_num_patches")
-    return f"{size_text(figure['image_size'])} px" if patches is None else f"up to {patches} patches"
+    return f"{format_size(figure['image_size'])} px" if patches is None else f"up to {patches} patches"

@@ -1,24 +1,24 @@
 """
-Publishing a checkpoint on the Hub: one commit that holds exactly what a user needs, checked after it has happened.
+Publishing a checkpoint on the Hub: one commit with exactly what a user needs, checked afterwards.
 
     push("outputs/cifar10", "me/liere8-cifar10")    # or: hf-liere push outputs/cifar10 me/liere8-cifar10
 
-The checkpoint is loaded and saved anew into a folder of its own (`stage`), so the repository gets safetensors, a
-configuration whose `auto_map` is complete and the code that belongs to it, but no optimizer states or stray files. That
-folder becomes one commit on top of the commit that was seen last; a commit of someone else in between is reported
-instead of overwritten. What the Hub then lists is compared with the local hashes. The commit is downloaded; a process
-without this package, tokens and connection loads it and has to give the same outputs.
+`stage` loads the checkpoint and saves it again into a new folder: safetensors, a configuration with a complete
+`auto_map` and its code, but no optimizer states or stray files. That folder becomes one commit on top of the newest
+known commit; a commit by someone else in between is reported, not overwritten. The Hub's hashes are compared with the
+local ones. A process without this package, tokens or a connection must load the commit and give the same outputs.
 
-`verify` stages a folder, too, and compares a repository with what would be pushed, before any code of it may run.
+`verify` also stages a folder, and compares a repository with it before any code of the repository may run.
 """
 
 import hashlib
 import os
+import re
 import site
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,38 +31,38 @@ from transformers.utils import logging
 from ..storage.client import (
     HubError,
     remote_digests,
-    retrying,
-    status_of,
-    token_of,
+    retry,
+    status_code,
+    token_in_use,
     translate_hub_errors,
     wait_to_retry,
 )
 from ..storage.saved_weights import differing_files, file_digest, saved_weights_digest
 from . import reload_check
 from .cards import Card
-from .contents import differences, require_known_code, require_same_weights
+from .contents import differences, obsolete_files, require_known_code, require_same_weights
 from .pulling import pull
-from .staging import REPLACED, refuse_private, secret_scanner, stage
+from .staging import refuse_private, secret_scanner, stage
 
 
 logger = logging.get_logger(__name__)
 
-# What the process that runs the code of a commit gets of the environment, which may contain secrets under any name.
+# The environment variables that the process with the commit's code receives; any other could contain a secret.
 PASSED_VARIABLES = (
     *("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "SYSTEMROOT"),
     *("LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TEMP", "TMP", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
-# Outputs of two processes with the same weights and code: only the order of float32 sums may differ.
+# Between processes with the same weights and code, only the order of float32 sums may differ.
 SAME_OUTPUTS = {"rtol": 1e-4, "atol": 1e-5}
 
 
 @dataclass(frozen=True)
 class Published:
     """
-    A commit whose files were found on the Hub with the hashes they have here.
+    A commit whose files have the same hashes on the Hub and here.
 
-    `left` are other files of the repository; `reloaded` says whether a process without this package loaded the model
-    and got the same outputs. An adapter is never loaded: that takes its base model.
+    `left` lists the other files of the repository; `reloaded` is true if a process without this package loaded the
+    model and got the same outputs. Adapters are not loaded, because that takes their base model.
     """
 
     repo_id: str
@@ -73,13 +73,13 @@ class Published:
     reloaded: bool = False
 
     def __str__(self):
-        checks = "hashes compared, " + ("loaded in a process of its own" if self.reloaded else "not loaded")
-        left = f"; left there as they were: {', '.join(self.left)}" if self.left else ""
+        checks = "hashes compared, " + ("loaded in a separate process" if self.reloaded else "not loaded")
+        left = f"; left unchanged: {', '.join(self.left)}" if self.left else ""
         return f"{self.url}: {len(self.files)} files, {checks}{left}"
 
 
 class ConcurrentCommitError(HubError):
-    """Someone else has committed since the commit that a push was based on; nothing was written."""
+    """The branch has newer commits than the one that a push was based on; nothing was written."""
 
 
 def push(
@@ -96,29 +96,29 @@ def push(
     api: HfApi | None = None,
 ) -> Published:
     """
-    Publish a saved model or adapter as one commit, and check what the Hub then holds.
+    Publish a saved model or adapter as one commit, and check the result on the Hub.
 
     Args:
         folder: As for [`stage`]; its README.md is the card, unless `card` is given.
-        repo_id, revision: Repository and branch, made if they do not exist.
-        card: What [`cards.render`] makes of facts.
+        repo_id, revision: Repository and branch, created if missing.
+        card: Output of [`cards.render_card`].
         message: Title of the commit.
-        private: Whether a repository that is made here is private; `None` means as the account is set.
-        parent_commit: The commit this push must come directly after; `None` means the newest.
+        private: Whether a new repository is private; `None` means the account's default.
+        parent_commit: The required parent of the new commit; `None` means the newest commit.
         max_shard_size: Larger weights are split.
-        reload: Whether the commit is downloaded and a process without this package loads it.
-        api: Client with endpoint and token; `None` means those of the environment.
+        reload: Whether to download the commit and load it in a process without this package.
+        api: Client with endpoint and token; `None` means the environment's.
 
     Returns:
-        The commit; where the branch holds the same files already, the one that is there.
+        The commit; if the branch already contains the same files, its newest commit.
 
     Raises:
         ValueError: before anything is sent: no card, private data, or not a complete model.
         ConcurrentCommitError: if someone else committed meanwhile.
-        HubError: for whatever else the Hub refused, and if it does not hold or load what was sent.
+        HubError: if the Hub refuses a request, or the commit's files differ or do not load.
     """
     api, folder = api or HfApi(), Path(folder)
-    # Where it is missing, this is known before a large model is read.
+    # Fail early if the scanner is missing, before reading a large model.
     secret_scanner()
     with tempfile.TemporaryDirectory(prefix="hf_liere-") as temporary:
         staged = Path(temporary) / "checkpoint"
@@ -134,7 +134,7 @@ def push(
             published = check_reload(model, published, pulled.folder)
     if card.license is None:
         logger.warning(
-            "No licence was chosen for these weights, and the card says so; `hf-liere push --license NAME`, "
+            "No licence was chosen for these weights, as the card says; `hf-liere push --license NAME`, "
             "--hub_license in training or `license` in the facts chooses one."
         )
     return published
@@ -151,10 +151,9 @@ def publish(
     api: HfApi | None = None,
 ) -> Published:
     """
-    Make a folder, as it is, one commit, and compare what the Hub lists with it.
+    Commit a folder unchanged, and compare the Hub's list of files with it.
 
-    Weights, code, records, states and checkpoint folders in the repository that are not in the folder go with the same
-    commit; other files there stay.
+    The same commit deletes weights, code, records, states and checkpoint folders of earlier pushes.
 
     Raises:
         ConcurrentCommitError, HubError: as [`push`].
@@ -163,46 +162,50 @@ def publish(
     with translate_hub_errors(api, repo_id, revision):
         repo_id = ensure_repository(api, repo_id, private)
         if revision != "main":
-            retrying(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
-        head = retrying(lambda: api.model_info(repo_id, revision=revision)).sha
+            retry(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
+        head = retry(lambda: api.model_info(repo_id, revision=revision)).sha
         if parent_commit is not None and not head.startswith(parent_commit):
-            raise ConcurrentCommitError(_concurrent(api, repo_id, revision, parent_commit))
-        present = retrying(lambda: remote_digests(api, repo_id, head))
+            raise ConcurrentCommitError(_describe_newer_commits(api, repo_id, revision, parent_commit))
+        present = retry(lambda: remote_digests(api, repo_id, head))
         files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        others = [name for name in present if name not in files and name != ".gitattributes"]
-        obsolete = [name for name in others if REPLACED.search(name)]
+        obsolete = _obsolete_files(api, repo_id, head, present, files)
         if obsolete or differing_files(folder, files, present):
             commit = commit_once(api, repo_id, files, obsolete, message, revision, head)
         else:
-            logger.info(f"{repo_id} holds these files already, as commit {head}.")
+            logger.info(f"{repo_id} already contains these files, as commit {head}.")
             commit = head
-        left = tuple(name for name in others if name not in obsolete)
+        left = tuple(name for name in present if name not in (*files, *obsolete, ".gitattributes"))
         published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", tuple(files), left)
-        compare(folder, published, api)
+        require_published_files(folder, published, api)
     return published
+
+
+def _obsolete_files(api: HfApi, repo_id: str, commit: str, names: Iterable[str], pushed: Collection[str]) -> list[str]:
+    """[`obsolete_files`] of a commit, whose code and configurations are only downloaded if code would be left over."""
+    with tempfile.TemporaryDirectory() as folder:
+        if any(re.fullmatch(r"[^/]+\.py", name) for name in names if name not in pushed):
+            wanted = [name for name in names if re.fullmatch(r"[^/]+\.py|[^/]*config\.json", name)]
+            retry(lambda: api.snapshot_download(repo_id, revision=commit, allow_patterns=wanted, local_dir=folder))
+        return obsolete_files(names, pushed, Path(folder))
 
 
 def ensure_repository(api: HfApi, repo_id: str, private: bool | None) -> str:
     """
-    Make a repository, unless it exists; returns its name with its owner.
+    Create a repository unless it exists; returns its name with its owner.
 
     Raises:
-        HubError: without a token, with one that can only read, or if a private repository is asked for and this one
-            exists and is public.
+        HubError: without a token that may write, or if `private` is true and the repository exists and is public.
     """
-    if token_of(api) is None:
-        raise HubError(
-            f"There is no token to push to {repo_id} on {api.endpoint}: run `hf auth login`, or set HF_TOKEN."
-        )
-    account = retrying(api.whoami)
+    if token_in_use(api) is None:
+        raise HubError(f"No token to push to {repo_id} on {api.endpoint}: run `hf auth login`, or set HF_TOKEN.")
+    account = retry(api.whoami)
     role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
         raise HubError(
-            f"The token of {account['name']} on {api.endpoint} is read-only; pushing to {repo_id} takes one that may "
-            "write."
+            f"The token of {account['name']} on {api.endpoint} is read-only; pushing to {repo_id} needs write access."
         )
-    repo_id = retrying(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
-    if private and not retrying(lambda: api.model_info(repo_id)).private:
+    repo_id = retry(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
+    if private and not retry(lambda: api.model_info(repo_id)).private:
         raise HubError(
             f"{repo_id} on {api.endpoint} exists already and is public; make it private there, or push to another."
         )
@@ -219,13 +222,13 @@ def commit_once(
     parent: str,
 ) -> str:
     """
-    The hash of one commit on top of `parent`, also where an answer of the Hub gets lost.
+    Make exactly one commit on top of `parent`, even if the Hub's answer gets lost; returns its hash.
 
-    The client does not repeat commits. Before repeating one, the history since `parent` is searched for it: the
-    description holds a hash of what is committed.
+    The client does not retry commits. Before retrying, search the history since `parent` for the commit, whose
+    description contains a hash of its files.
 
     Raises:
-        ConcurrentCommitError: if the branch has moved, and not by this commit.
+        ConcurrentCommitError: if the branch has another newer commit.
     """
     contents = hashlib.sha256()
     for name, path in files.items():
@@ -246,23 +249,23 @@ def commit_once(
                 parent_commit=parent,
             ).oid
         except Exception as error:
-            if status_of(error) != 412:
+            if status_code(error) != 412:
                 wait_to_retry(error, attempt)
         landed = _commits_since(api, repo_id, revision, parent)
         for commit in landed:
             if (commit.title, commit.message) == (message, description):
                 return commit.commit_id
         if landed:
-            raise ConcurrentCommitError(_concurrent(api, repo_id, revision, parent))
+            raise ConcurrentCommitError(_describe_newer_commits(api, repo_id, revision, parent))
 
 
 def _commits_since(api: HfApi, repo_id: str, revision: str, parent: str) -> list:
-    commits = retrying(lambda: api.list_repo_commits(repo_id, revision=revision))
+    commits = retry(lambda: api.list_repo_commits(repo_id, revision=revision))
     ids = [commit.commit_id for commit in commits]
     return commits[: ids.index(parent)] if parent in ids else commits
 
 
-def _concurrent(api: HfApi, repo_id: str, revision: str, parent: str) -> str:
+def _describe_newer_commits(api: HfApi, repo_id: str, revision: str, parent: str) -> str:
     newer = _commits_since(api, repo_id, revision, parent)
     shown = ", ".join(f"{commit.commit_id[:8]} {commit.title!r} by {', '.join(commit.authors)}" for commit in newer[:3])
     return (
@@ -271,31 +274,30 @@ def _concurrent(api: HfApi, repo_id: str, revision: str, parent: str) -> str:
     )
 
 
-def compare(folder: Path, published: Published, api: HfApi) -> None:
-    """Raises [`HubError`] unless the Hub lists every file of the commit with the hash that it has in the folder."""
-    listed = retrying(lambda: remote_digests(api, published.repo_id, published.commit))
+def require_published_files(folder: Path, published: Published, api: HfApi) -> None:
+    """Raise [`HubError`] unless every file of the commit has the same hash on the Hub as in the folder."""
+    listed = retry(lambda: remote_digests(api, published.repo_id, published.commit))
     wrong = differing_files(folder, published.files, listed)
     if wrong:
         raise HubError(
-            f"{published.repo_id} at {published.commit} does not hold what was pushed: {', '.join(wrong)} missing or "
-            "different. Push again."
+            f"{published.repo_id} at {published.commit} differs from the push: {', '.join(wrong)}. Push again."
         )
 
 
 def check_reload(model: PreTrainedModel, published: Published, folder: Path) -> Published:
     """
-    Load the files of a commit in a process of its own, which runs their code and gets neither tokens nor a connection
-    to the Hub, and compare its outputs; returns the commit marked as `reloaded`.
+    Load a commit in a separate process, which runs its code without tokens or a connection to the Hub, and compare its
+    outputs; returns the commit marked as `reloaded`.
 
     Raises:
-        HubError: if it does not load, or gives other outputs than the model here.
+        HubError: if it does not load, or its outputs differ from those of the model here.
     """
     with tempfile.TemporaryDirectory(prefix="hf_liere-") as home:
         output = Path(home) / "outputs.safetensors"
         environment = {name: value for name, value in os.environ.items() if name.upper() in PASSED_VARIABLES}
-        # Libraries that a user has installed for herself lie in her home.
+        # Libraries installed for one user are in the home directory.
         environment |= {"HOME": home, "HF_HOME": home, "HF_HUB_OFFLINE": "1", "PYTHONUSERBASE": site.getuserbase()}
-        # Passed as text: run as a file, its folder would come first on the path and shadow modules of the same names.
+        # Passed as text: running the file would put its folder first on the path and shadow modules of the same names.
         source = Path(reload_check.__file__).read_text(encoding="utf-8")
         command = [sys.executable, "-c", source, str(folder.resolve()), str(output)]
         process = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)
@@ -304,13 +306,13 @@ def check_reload(model: PreTrainedModel, published: Published, folder: Path) -> 
             raise HubError(f"{published.url} does not load: {reason}")
         theirs = load_file(output)
     ours = reload_check.outputs(model)
-    different = [name for name in ours.keys() | theirs.keys() if not _close(ours.get(name), theirs.get(name))]
+    different = [name for name in ours.keys() | theirs.keys() if not _are_close(ours.get(name), theirs.get(name))]
     if different:
         raise HubError(f"{published.url} gives other outputs than the model here: {different}.")
     return replace(published, reloaded=True)
 
 
-def _close(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+def _are_close(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     if first is None or second is None or first.shape != second.shape:
         return False
     return torch.allclose(first, second, **SAME_OUTPUTS)
@@ -320,17 +322,17 @@ def verify(
     folder: str | Path, repo_id: str, *, revision: str = "main", run: bool = False, api: HfApi | None = None
 ) -> Published:
     """
-    Compare a repository with what [`push`] would make of a folder: code, tensors, configuration, processor and records.
+    Compare a repository with what [`push`] would write: code, tensors, configuration, processor and records.
 
-    Code may also be that of the folder itself, which another version of this package has saved.
+    The code may also be the folder's own, saved by another version of this package.
 
     Args:
         folder, repo_id, revision: As for [`push`].
-        run: Whether the model is loaded then, as [`check_reload`] does, with the code that was compared.
+        run: Whether to also load the model with the compared code, as [`check_reload`] does.
 
     Raises:
-        HubError: which names what differs, or if the repository does not load or gives other outputs.
-        ValueError: before anything is asked of the Hub, if the folder holds nothing that could be pushed.
+        HubError: naming the differences, or if the repository does not load or gives other outputs.
+        ValueError: before any request, if the folder contains nothing that could be pushed.
     """
     api, folder = api or HfApi(), Path(folder)
     with tempfile.TemporaryDirectory(prefix="hf_liere-") as temporary:
@@ -341,7 +343,7 @@ def verify(
         coded = require_known_code(pulled.folder, (staged, folder), place)
         require_same_weights(staged, pulled.folder, place)
         if differing := differences(staged, coded, pulled.folder, model and type(model.config)):
-            raise HubError(f"{place} is not what a push of {folder} would make of it: {'; '.join(differing)}.")
+            raise HubError(f"{place} differs from what a push of {folder} would write: {'; '.join(differing)}.")
         paths = sorted(path for path in pulled.folder.rglob("*") if path.is_file())
         files = tuple(path.relative_to(pulled.folder).as_posix() for path in paths)
         url = f"{api.endpoint}/{repo_id}/tree/{pulled.commit}"

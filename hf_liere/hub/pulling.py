@@ -1,8 +1,7 @@
 """
-Pulling a checkpoint from the Hub: the files of one commit, each compared with the hash that the Hub lists for it.
+Pulling a checkpoint from the Hub: the files of one commit, each compared with the Hub's hash.
 
-The client checks the length of a download, not its content. `pull` does; without a connection it takes what is in the
-local cache, whose file names are the hashes.
+The client checks only the length of a download. Without a connection, `pull` uses the cache, whose names are hashes.
 """
 
 import os
@@ -14,20 +13,20 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.utils import filter_repo_objects
 from transformers.utils import logging
 
-from ..storage.client import HubError, UnreachableError, remote_digests, retrying, translate_hub_errors
+from ..storage.client import HubError, UnreachableError, remote_digests, retry, translate_hub_errors
 from ..storage.saved_weights import differing_files, file_digest
 from ..storage.targets import new_directory
 
 
 logger = logging.get_logger(__name__)
 
-# States for resuming a training are not needed to load a model.
+# States for resuming training are not needed to load a model.
 IGNORED = ["last-checkpoint/*", "checkpoint-*/*", "runs/*"]
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """A folder that holds the files of one commit, their hashes compared."""
+    """A folder with the files of one commit, whose hashes were compared."""
 
     folder: Path
     commit: str
@@ -43,24 +42,24 @@ def pull(
     cache_dir: str | Path | None = None,
 ) -> Pulled:
     """
-    Download a repository, or one folder of it, and check every file. Nothing in it is executed.
+    Download a repository, or one of its folders, and check every file. Nothing in it is executed.
 
     Args:
         repo_id: Repository on the Hub.
-        folder: Where to put the files, a folder that does not exist or is empty; `None` leaves them in the cache.
+        folder: New or empty folder for the files; `None` leaves them in the cache.
         revision: Branch, tag or commit.
-        path: Folder of the repository to take alone; `None` means everything but states of training.
-        api: Client with endpoint and token; `None` means those of the environment.
+        path: The only folder of the repository to download; `None` means everything except training states.
+        api: Client with endpoint and token; `None` means the environment's.
         cache_dir: Cache of the Hub; `None` means the environment's.
 
     Returns:
-        The folder and the commit that `revision` stood for: pin it where the code of the checkpoint is to be trusted.
+        The folder and the commit of `revision`: pin this commit to trust the checkpoint's code.
 
     Raises:
-        FileExistsError: if the folder holds something.
-        InputError: if nothing can be written beside it.
-        HubError: if the Hub refuses or delivers a file twice with a wrong hash, or the folder cannot be filled.
-        UnreachableError: if it cannot be reached and the cache does not hold everything.
+        FileExistsError: if the folder is not empty.
+        InputError: if the parent of the folder is not writable.
+        HubError: if the Hub refuses or sends a file twice with a wrong hash, or the folder cannot be written.
+        UnreachableError: if the Hub cannot be reached and the cache is incomplete.
     """
     api = api or HfApi()
     if folder is None:
@@ -76,34 +75,34 @@ def pull(
 
 def _pull_to_cache(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> Pulled:
     with translate_hub_errors(api, repo_id, revision):
-        snapshot = _checked_snapshot(api, repo_id, revision, path, cache_dir)
+        snapshot = _download_snapshot(api, repo_id, revision, path, cache_dir)
     source = snapshot if path is None else snapshot / path
     if not source.is_dir():
         raise HubError(f"{repo_id} at {snapshot.name} on {api.endpoint} has no folder {path!r}.")
     return Pulled(source, commit=snapshot.name)
 
 
-def _checked_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> Path:
+def _download_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> Path:
     def download(revision: str, **options) -> Path:
         options |= {"revision": revision, "token": api.token, "endpoint": api.endpoint, "cache_dir": cache_dir}
-        return Path(retrying(lambda: snapshot_download(repo_id, **options)))
+        return Path(retry(lambda: snapshot_download(repo_id, **options)))
 
     snapshot, commit, digests = None, None, {}
     while snapshot is None or snapshot.name != commit:
         try:
-            commit, digests = _listing(api, repo_id, revision, path)
+            commit, digests = _list_files(api, repo_id, revision, path)
         except UnreachableError as unreachable:
             return _cached_snapshot(repo_id, revision, path, cache_dir, unreachable)
-        # Asked for by the name that was given, which the cache then knows offline; the branch may move in between.
+        # Download by the given name, so that the cache knows it offline; the branch may move in between.
         snapshot = download(revision, **_patterns(path))
     wrong = differing_files(snapshot, digests, digests)
     if wrong:
         logger.warning(f"{', '.join(wrong)} of {repo_id} arrived damaged or incomplete; downloading again.")
-        _forget(snapshot, wrong)
+        _delete_from_cache(snapshot, wrong)
         download(commit, allow_patterns=wrong, force_download=True)
         wrong = differing_files(snapshot, digests, digests)
     if wrong:
-        _forget(snapshot, wrong)
+        _delete_from_cache(snapshot, wrong)
         raise HubError(
             f"{', '.join(wrong)} of {repo_id} at {commit} arrived twice with another content than {api.endpoint} lists "
             "(SHA mismatch); the damaged copies were deleted from the cache."
@@ -111,11 +110,11 @@ def _checked_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None,
     return snapshot
 
 
-def _listing(api: HfApi, repo_id: str, revision: str, path: str | None) -> tuple[str, dict[str, str]]:
+def _list_files(api: HfApi, repo_id: str, revision: str, path: str | None) -> tuple[str, dict[str, str]]:
     with translate_hub_errors(api, repo_id, revision):
-        # Few attempts: where the endpoint is down, a user whose cache holds everything should not wait long.
-        commit = retrying(lambda: api.model_info(repo_id, revision=revision), attempts=2).sha
-        digests = retrying(lambda: remote_digests(api, repo_id, commit))
+        # Few attempts: if the endpoint is down, a user with a complete cache should not wait long.
+        commit = retry(lambda: api.model_info(repo_id, revision=revision), attempts=2).sha
+        digests = retry(lambda: remote_digests(api, repo_id, commit))
     return commit, {name: digests[name] for name in filter_repo_objects(digests, **_patterns(path))}
 
 
@@ -139,14 +138,14 @@ def _cached_snapshot(repo_id: str, revision: str, path: str | None, cache_dir, u
 
 
 def _is_intact(file: Path) -> bool:
-    """Whether a file in the cache has the hash that its blob is named after."""
-    # The blob may itself be a link to a store that repositories share, whose file names are not hashes.
+    """Whether a cached file has the hash in its blob's name."""
+    # The blob may itself be a link to a shared store, whose file names are not hashes.
     name = Path(os.readlink(file)).name if file.is_symlink() else ""
     kind = {64: "sha256", 40: "git"}.get(len(name))
     return kind is None or file_digest(file, kind) == f"{kind}:{name}"
 
 
-def _forget(snapshot: Path, names: list[str]) -> None:
+def _delete_from_cache(snapshot: Path, names: list[str]) -> None:
     for name in names:
         link = snapshot / name
         while link.is_symlink():

@@ -1,11 +1,10 @@
 """
-What a user gets who loads a published model without this package: run by [`publishing`] in a process of its own.
+Loads a published model as a user without this package would; [`publishing`] runs it in a separate process.
 
     python reload_check.py FOLDER OUTPUT
 
-It loads the files of a commit with the code among them, runs the model on fixed inputs and writes its outputs as
-safetensors. Because that process must not import this package, it does not use the package's loader and looks at the
-keys by itself.
+It loads a commit with the commit's own code, runs the model on fixed inputs and writes the outputs as safetensors. It
+must not import this package, so it checks the loaded keys without the package's loader.
 """
 
 import json
@@ -19,7 +18,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 
 def example_inputs(config) -> dict[str, torch.Tensor]:
-    """One input of the size that a model was trained on; for models of tokens, which have none, eight of them."""
+    """One input of the trained size; eight tokens for token models, which have no size."""
     if hasattr(config, "feature_size"):
         features, positions = (torch.linspace(-1, 1, 8 * size).sin() for size in (config.feature_size, config.num_axes))
         return {"inputs_embeds": features.view(1, 8, -1), "positions": positions.view(1, 8, -1)}
@@ -52,7 +51,7 @@ def outputs(model) -> dict[str, torch.Tensor]:
 def main(folder: str, output: str) -> None:
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     architecture, auto_map = config["architectures"][0], config["auto_map"]
-    # AutoBackbone takes configurations only.
+    # AutoBackbone accepts only configurations.
     auto_classes = [name for name, to in auto_map.items() if to.endswith(f".{architecture}") and name != "AutoBackbone"]
     if auto_classes:
         loader, options = getattr(transformers, auto_classes[0]), {"trust_remote_code": True}
@@ -62,7 +61,7 @@ def main(folder: str, output: str) -> None:
     model, info = loader.from_pretrained(folder, output_loading_info=True, **options)
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if wrong:
-        raise SystemExit(f"It does not hold exactly the model's weights: {wrong}")
+        raise SystemExit(f"It does not contain exactly the model's weights: {wrong}")
     save_file(outputs(model), output)
 
 

@@ -1,6 +1,5 @@
 """
-What a saved folder itself tells of its model: its configuration says what it is, the records of the training scripts
-how and on what it was trained, and on what it was evaluated.
+Facts in a saved folder: the model's configuration, and the training scripts' records of its training and evaluation.
 """
 
 from collections.abc import Mapping
@@ -37,13 +36,13 @@ NOT_RECORDED = "not recorded"
 FOLDERS = ("image_folder", "video_folder", "volume_file")
 
 
-def can_be_described(folder: Path) -> bool:
-    """Whether there are cards for the kind of model in a folder: for those of images and videos, unless they write."""
-    architectures = record(folder, "config.json").get("architectures") or [None]
+def is_describable(folder: Path) -> bool:
+    """Whether the model in a folder can have a card: image and video models can, unless they generate text."""
+    architectures = read_record(folder, "config.json").get("architectures") or [None]
     try:
         cls = model_class(str(architectures[0]))
     except ValueError:
-        # What is none of our models is noticed where it is described.
+        # `describe_checkpoint` reports models that are not ours.
         return True
     taken = cls.input_modalities
     taken = {taken} if isinstance(taken, str) else set(taken)
@@ -52,11 +51,10 @@ def can_be_described(folder: Path) -> bool:
 
 def describe_checkpoint(folder: Path) -> dict[str, Any]:
     """
-    Facts of a saved model or adapter by name: those of [`Facts`], with every field of the configuration as `model`.
+    Facts of a saved model or adapter, by the names of [`Facts`], with every configuration field in `model`.
 
     Raises:
-        FactsError: if its configuration cannot be read or is none of our models', or of a model of tokens, which no
-            card describes.
+        FactsError: if the configuration is unreadable, not one of ours, or that of a model without cards.
     """
     if is_adapter(folder):
         try:
@@ -66,20 +64,20 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
         shapes = {"num_hidden_layers": base["layers"], "num_attention_heads": base["heads"]}
         model = {**patch.to_dict(), **shapes, "base_model_type": base["model_type"]}
         if patch.rotary_init == "pretrained":
-            # Models that rotate by themselves have no table of positions to keep.
+            # Models with RoPE have no position table to keep.
             del model["keep_absolute"]
         return {"architecture": "adapter", "encoding": patch.position_encoding, "model": model}
-    architectures = record(folder, "config.json").get("architectures") or [None]
+    architectures = read_record(folder, "config.json").get("architectures") or [None]
     try:
         cls = model_class(architectures[0])
         config = cls.config_class.from_pretrained(folder)
     except Exception as error:
-        # The strict configuration raises errors of its own, which name the field and what it accepts.
-        raise FactsError(f"{folder / 'config.json'} is no configuration of ours: {first_line(error)}") from None
-    if not can_be_described(folder):
+        # Errors of strict configurations name the field and what it accepts.
+        raise FactsError(f"{folder / 'config.json'} is not a configuration of hf_liere: {first_line(error)}") from None
+    if not is_describable(folder):
         raise FactsError(
-            f"{folder} holds a {cls.__name__}, and cards are rendered for models of images and videos: write one as "
-            "README.md there, which is published as it is, without facts and evaluations."
+            f"{folder} contains a {cls.__name__}; cards are rendered for image and video models only. Write a "
+            "README.md there; it is published as it is, without facts and evaluations."
         )
     values = config.to_dict()
     model = {**(values.get("vision_config") or {}), **values, **(values.get("rotary_patch") or {})}
@@ -93,37 +91,36 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
 
 def result_of_run(folder: str | Path, metrics: Mapping[str, Any] | None = None) -> dict | None:
     """
-    The evaluation that a training script left in its output folder, or `metrics` of that run; `None` if there is none.
+    The evaluation in the output folder of a training script, or `metrics` of that run; `None` without one.
 
     Returns:
-        `image_size`, `samples`, `weights` (digest of the evaluated weights), `data` (what was evaluated, see
-        [`data_of_run`]), and for every metric its value and, as `<metric>_low` and `<metric>_high`, the bounds of its
-        95% interval. Also `max_num_patches` where images kept their aspect ratio and had at most so many patches; then
-        `image_size` is only the size that coordinates refer to.
+        `image_size`, `samples`, `weights` (digest of the evaluated weights), `data` (see [`data_of_run`]), and for
+        every metric its value and the bounds `<metric>_low` and `<metric>_high` of its 95% interval. Also
+        `max_num_patches` for images that kept their aspect ratio; coordinates then refer to `image_size`.
 
     Raises:
-        FactsError: if the record cannot be read, or the evaluation changed its images or positions on purpose.
+        FactsError: if the record cannot be read, or the evaluation shuffled its patches or shifted their positions.
     """
     folder = Path(folder)
-    metrics = record(folder, RESULTS_FILE) if metrics is None else metrics
+    metrics = read_record(folder, RESULTS_FILE) if metrics is None else metrics
     if not metrics:
         return None
-    run = record(folder, RUN_FILE)
-    condition = part(run, "condition")
+    run = read_record(folder, RUN_FILE)
+    condition = record_group(run, "condition")
     changed = {name: condition.get(name) for name in ("evaluation_shuffle", "evaluation_offset")}
     if any(value not in (None, "none", 0) for value in changed.values()):
         shown = ", ".join(f"{name} {value}" for name, value in changed.items() if value not in (None, "none", 0))
-        raise FactsError(f"{folder} holds an evaluation with {shown}; accepted: evaluations of unchanged images.")
+        raise FactsError(f"{folder} contains an evaluation with {shown}; accepted: evaluations of unchanged images.")
     data, samples = data_of_run(run, "evaluation"), metrics.get("eval_samples")
     samples = data.get("samples") if samples is None else samples
     result = {
         "image_size": run.get("image_size"),
-        # Examples that could not be read are counted separately and enter no metric.
+        # Unreadable examples are counted separately and do not enter any metric.
         "samples": samples and samples - metrics.get("eval_unreadable", 0),
-        "weights": record(folder, "weights.json").get("sha256"),
+        "weights": read_record(folder, "weights.json").get("sha256"),
         "data": data,
     }
-    if (patches := part(run, "data").get("max_num_patches")) is not None:
+    if (patches := record_group(run, "data").get("max_num_patches")) is not None:
         result["max_num_patches"] = patches
     for metric in METRICS:
         for name in (metric, f"{metric}_low", f"{metric}_high"):
@@ -134,22 +131,21 @@ def result_of_run(folder: str | Path, metrics: Mapping[str, Any] | None = None) 
 
 def data_of_run(run: Mapping[str, Any], side: str) -> dict[str, Any] | None:
     """
-    What a run was trained on (`side="train"`) or evaluated on (`side="evaluation"`), as its record names it.
+    The training data (`side="train"`) or evaluation data (`side="evaluation"`) in the record of a run.
 
     Returns:
-        A mapping with the names of `facts.DATA_FIELDS`; of a data set in common.yaml also what is known of it. `None`
-        if the run did not train.
+        A mapping with the names of `facts.DATA_FIELDS`, completed from common.yaml; `None` if the run did not train.
     """
-    arguments = part(run, "data")
+    arguments = record_group(run, "data")
     if "examples" in run:
-        used = part(run, "examples").get(side)
+        used = record_group(run, "examples").get(side)
     else:
-        # Records of hf_liere 0.1.0 only hold the arguments.
+        # Records of hf_liere 0.1.0 contain only the arguments.
         infix = "train" if side == "train" else "validation"
         place = next((arguments[name] for name in FOLDERS if arguments.get(name)), None)
         used = {"name": arguments.get("dataset_name"), "files": arguments.get(f"{infix}_files"), "folder": place}
         used["split"] = arguments.get("train_split" if side == "train" else "eval_split")
-        if side == "train" and not part(run, "training").get("do_train", True):
+        if side == "train" and not record_group(run, "training").get("do_train", True):
             used = None
     if used is None:
         return None if side == "train" else {"name": NOT_RECORDED, "type": "custom"}
@@ -173,13 +169,13 @@ def _known_data(name: str | None, files: list[str]) -> dict[str, Any] | None:
 
 
 def recipe_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What was set of the training and the augmentation, by the names of the flags."""
-    training, augmentation, data = part(run, "training"), part(run, "augmentation"), part(run, "data")
+    """The settings of training and augmentation in use, by flag."""
+    training, augmentation, data = (record_group(run, name) for name in ("training", "augmentation", "data"))
     chosen = {name: training[name] for name in RECIPE_FIELDS if training.get(name) not in UNUSED}
     if chosen.get("gradient_accumulation_steps") == 1:
         chosen.pop("gradient_accumulation_steps")
     if "max_steps" in chosen:
-        # Trainer stops there, whatever the number of epochs.
+        # Trainer stops at max_steps, whatever the number of epochs.
         chosen.pop("num_train_epochs", None)
     chosen |= {name: data[name] for name in ("max_num_patches", "max_train_samples") if data.get(name)}
     if data.get("train_fraction", 1) != 1:
@@ -199,8 +195,8 @@ def recipe_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     return chosen | used
 
 
-def record(folder: Path, name: str) -> dict[str, Any]:
-    """The record of that name in a folder; empty if there is none. Raises [`FactsError`] if it cannot be read."""
+def read_record(folder: Path, name: str) -> dict[str, Any]:
+    """Read a record in a folder; empty if missing. Raises [`FactsError`] if it cannot be read."""
     path = folder / name
     try:
         return read_json(path) if path.exists() else {}
@@ -208,8 +204,8 @@ def record(folder: Path, name: str) -> dict[str, Any]:
         raise FactsError(str(error)) from None
 
 
-def part(content: Mapping[str, Any], name: str, file: str = RUN_FILE) -> dict[str, Any]:
-    """A group of a record; empty if it is absent."""
+def record_group(content: Mapping[str, Any], name: str, file: str = RUN_FILE) -> dict[str, Any]:
+    """A group of a record; empty if missing."""
     value = content.get(name)
     if not isinstance(value, dict | None):
         raise FactsError(f"{name} in {file} is {value!r}; accepted: a json object.")

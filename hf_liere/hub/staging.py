@@ -1,6 +1,5 @@
 """
-What is published of a saved folder: its model loaded and saved anew, processor, records and the code that belongs to
-them, in a folder of its own, and nothing private.
+Prepares the folder to publish: the model, loaded and saved again, with processor, records and code, without secrets.
 """
 
 import json
@@ -17,7 +16,7 @@ from ..auto import load_checkpoint, model_class
 from ..errors import require_libraries
 from ..models.saved_code import write_code
 from ..patching.adapters import read_adapter
-from ..storage.client import TOKEN, token_of
+from ..storage.client import TOKEN, token_in_use
 from ..storage.loading import CheckpointError
 from ..storage.saved_weights import (
     ADAPTER_CONFIG,
@@ -27,7 +26,7 @@ from ..storage.saved_weights import (
     is_adapter,
     own_file,
     read_json,
-    require_finite,
+    require_finite_weights,
     require_folder,
     saved_weights_digest,
     weight_files,
@@ -57,41 +56,39 @@ RECORD_FILES = (
 )
 TEXTS = (".jinja", ".json", ".md", ".py", ".txt", ".yaml")
 STATES = (".bin", ".pt", ".pth")
-# What staging reads of a folder, besides its weights.
+# The files of a folder that staging reads, besides the weights.
 READ_FILES = ("config.json", "generation_config.json", WEIGHTS_INDEX, ADAPTER_CONFIG, *PROCESSOR_FILES, *RECORD_FILES)
 VIDEO_PROCESSOR = "video_processing_liere.LieREVideoProcessor"
-# Files that earlier pushes, ours or Trainer's, may have left in a repository. They are deleted with a new push, because
-# they contradict the new weights; so do records, which describe other weights.
+# Files of earlier pushes, ours or Trainer's. A new push deletes them, because they contradict the new weights.
 REPLACED = re.compile(
     r"^(last-checkpoint|checkpoint-\d+|runs)/"
     r"|^(pytorch_model|model|adapter_(model|config)|rotary)[^/]*\.(bin|safetensors|json)$"
     r"|^(training_args|optimizer|scheduler|scaler)\.(bin|pt)$|^rng_state[^/]*\.pth$|^trainer_state\.json$"
-    r"|^(modeling|configuration|video_processing)_[a-z_]+\.py$|^(video_)?preprocessor_config\.json$"
+    r"|^(video_)?preprocessor_config\.json$"
     rf"|^({'|'.join(map(re.escape, (*RECORD_FILES, PICTURE)))})$"
 )
 
 
 def stage(folder: str | Path, target: str | Path, max_shard_size: str | int = "5GB") -> PreTrainedModel | None:
     """
-    Write what is to be published of a saved model, complete or adapter alone, into another folder.
+    Write the publishable files of a saved model or adapter into another folder.
 
     Args:
         folder: Output of a training script, of `hf-liere convert`, of `save_pretrained` or of `save_rotary`.
-        target: Folder that is made, without a card.
+        target: The new folder, without a card.
         max_shard_size: Larger weights are split into several files.
 
     Returns:
-        The model as it was loaded; `None` for an adapter.
+        The loaded model; `None` for an adapter.
 
     Raises:
-        ValueError: if the folder holds none of our models or two, its weights are not exactly those of its
-            configuration, a file is a link out of the folder, or a value of the weights or a file beside them means
-            nothing.
+        ValueError: if the folder does not contain exactly one of our models, its weights do not match its
+            configuration, a file is a link out of the folder, or a weight or another file is invalid.
     """
     folder, target = Path(folder), Path(target)
     for path in (*weight_files(folder), *(folder / name for name in READ_FILES)):
         own_file(path)
-    require_finite(folder)
+    require_finite_weights(folder)
     target.mkdir(parents=True, exist_ok=True)
     if is_adapter(folder):
         model = None
@@ -102,8 +99,8 @@ def stage(folder: str | Path, target: str | Path, max_shard_size: str | int = "5
         model.save_pretrained(target, max_shard_size=max_shard_size)
         if saved_weights_digest(folder) != saved_weights_digest(target):
             raise ValueError(
-                f"Loading and saving changes the weights in {folder}, so figures measured with them would not be "
-                "those of what is published. Save the loaded model with save_pretrained and evaluate that."
+                f"Loading and saving changes the weights in {folder}, so figures measured with them would not apply to "
+                "the published ones. Save the loaded model with save_pretrained and evaluate that."
             )
     for name in (*names, *PROCESSOR_FILES, *RECORD_FILES):
         if (folder / name).exists():
@@ -119,29 +116,29 @@ def stage(folder: str | Path, target: str | Path, max_shard_size: str | int = "5
 
 def check_adapter(folder: Path) -> None:
     """
-    Make sure that an adapter holds the generators that its configuration speaks of.
+    Require that an adapter contains the generators of its configuration.
 
     Raises:
-        ValueError: if its configuration means nothing, or tensors belong to no vision tower of it.
+        ValueError: if the configuration is invalid, or its vision towers and the tensors do not match.
     """
     _, towers, tensors = read_adapter(folder)
     if {name.partition(".")[0] for name in tensors} != {str(index) for index in range(len(towers))}:
         raise ValueError(
-            f"{folder / ADAPTER_WEIGHTS} holds {', '.join(sorted(tensors)) or 'no tensors'}; {ADAPTER_CONFIG} speaks "
-            f"of {len(towers)} vision towers."
+            f"{folder / ADAPTER_WEIGHTS} contains {', '.join(sorted(tensors)) or 'no tensors'}; {ADAPTER_CONFIG} "
+            f"describes {len(towers)} vision towers."
         )
 
 
 def load_complete(folder: Path) -> PreTrainedModel:
     """
-    The model in a folder as [`auto.load_checkpoint`] reads it, if it is one of ours and its weights are safetensors.
+    Load one of our models from a folder with safetensors, as [`auto.load_checkpoint`].
 
     Raises:
-        ValueError: if it is none of ours or cannot be loaded, or tensors are missing, left over or of another shape.
+        ValueError: if it is not one of our models or cannot be loaded, or its tensors do not fit.
     """
     require_folder(folder)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds neither config.json nor {ADAPTER_CONFIG}: it is no saved model.")
+        raise ValueError(f"{folder} contains neither config.json nor {ADAPTER_CONFIG}: it is not a saved model.")
     weight_files(folder)
     architectures = read_json(folder / "config.json").get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else architectures
@@ -154,7 +151,7 @@ def load_complete(folder: Path) -> PreTrainedModel:
 
 
 def complete_video_processor(folder: Path) -> None:
-    """Put the code of the video processor beside a processor file that names it, and say so there."""
+    """Write the code of our video processor beside a processor file that names it, and refer to it there."""
     path = folder / "video_preprocessor_config.json"
     if not path.is_file():
         return
@@ -166,44 +163,44 @@ def complete_video_processor(folder: Path) -> None:
 
 def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> None:
     """
-    Make sure that no file to be published contains a token, key or password, or a folder of this machine. Of weights
-    their metadata are read, of states of training, which are tensors, nothing.
+    Require that no file to publish contains a token, key or password, or a folder of this machine. Only the metadata of
+    weights are searched, and training states not at all, because they are tensors.
 
     Raises:
-        MissingLibraryError: if the patterns of secrets are not installed.
-        ValueError: which names the file and the kind of secret, not the secret.
+        MissingLibraryError: if the library with the patterns of secrets is not installed.
+        ValueError: naming the file and the kind of secret, not the secret.
     """
     scanner = secret_scanner()
-    known = {"a token": [token for token in [token_of(api)] if token]}
+    known = {"a token": [token for token in [token_in_use(api)] if token]}
     known["a folder of this machine"] = [str(place) for place in (Path.home(), *places) if len(place.parts) > 2]
     for path in sorted(folder.rglob("*")):
         if not path.is_file() or path.suffix in STATES:
             continue
-        name, content = path.relative_to(folder), _searched(path)
+        name, content = path.relative_to(folder), _read_searchable(path)
         try:
             text = content.decode("utf-8", errors="strict" if path.suffix in TEXTS else "replace")
         except UnicodeDecodeError:
-            raise ValueError(f"{name} is no text in UTF-8, so nothing was published.") from None
+            raise ValueError(f"{name} is not UTF-8 text, so nothing was published.") from None
         found = [what for what, texts in known.items() if any(secret in text for secret in texts)]
         if TOKEN.search(text):
             found.append("a token")
-        # Some patterns only stand beside others and mean nothing alone.
+        # Invisible patterns are only meaningful beside others.
         found += [f"a secret ({one.rule_id})" for one in scanner.scan(content) if one.visible]
         if found:
-            raise ValueError(f"{name} holds {found[0]}, so nothing was published; remove it there.")
+            raise ValueError(f"{name} contains {found[0]}, so nothing was published; remove it there.")
 
 
 @lru_cache(maxsize=1)
 def secret_scanner():
-    """Kingfisher's patterns of the secrets of some hundred services, which take seconds to compile."""
+    """Kingfisher's patterns for the secrets of about a hundred services; compiling them takes seconds."""
     require_libraries("Publishing", "push", "kingfisher_sdk")
     from kingfisher_sdk import Rules, Scanner
 
-    # Without its cache, which would write to a folder of the user.
+    # Its cache would write to a folder of the user.
     return Scanner(Rules(cache=False))
 
 
-def _searched(path: Path) -> bytes:
-    """The content of a file, of tensors the header."""
+def _read_searchable(path: Path) -> bytes:
+    """The content of a file; only the header of safetensors."""
     with path.open("rb") as file:
         return file.read(int.from_bytes(file.read(8), "little")) if path.suffix == ".safetensors" else file.read()

@@ -1,6 +1,5 @@
 """
-The whole analysis of a model, without labels: its description, what its position encoding has learned, its attention,
-and its cost.
+The complete analysis of a model without labels: description, learned position encoding, attention, and cost.
 
     analysis = analyse(model, [pixel_values])
     analysis.save("outputs/analysis")          # analysis.json and analysis.npz
@@ -42,15 +41,14 @@ from .output_change import OutputChange, output_change
 @dataclass
 class InputAnalysis:
     """
-    The measurements with inputs of one size.
+    The measurements for inputs of one size.
 
     Attributes:
         size: (height, width), or (frames, height, width), in pixels.
-        cost: Of one input.
-        attention, distances: See [`attention_maps`] and [`attention_distances`]; `None` where no input was given.
-        output_change: See [`output_change`]; of the first size only; `None` where no input was given
-            or nothing rotates.
-        probabilities: See [`class_probabilities`]; `None` where no input was given or the model is no classifier.
+        cost: The cost of one input.
+        attention, distances: See [`attention_maps`] and [`attention_distances`]; `None` without inputs.
+        output_change: See [`output_change`]; only for the first size; `None` without inputs or rotations.
+        probabilities: See [`class_probabilities`]; `None` without inputs or a classifier.
     """
 
     size: tuple[int, ...]
@@ -67,10 +65,9 @@ class Analysis:
     Attributes:
         model: Description of the model, see [`describe`].
         encoding: `None` for a model without rotations.
-        attention_relativity: Of the whole model, see [`attention_relativity`]; `None` where nothing rotates or it could
-            not be measured.
+        attention_relativity: See [`attention_relativity`]; `None` without rotations, or if it could not be measured.
         inputs: One entry for each input size.
-        remarks: One sentence for each measurement that was not possible, or that needs an explanation.
+        remarks: One sentence for each measurement that was not possible or needs an explanation.
     """
 
     model: dict
@@ -84,21 +81,20 @@ class Analysis:
         Write `analysis.json` and `analysis.npz`, see [`save_measurements`].
 
         Args:
-            name: What the files are called instead.
+            name: File name without suffix.
         """
         save_measurements(self, directory, name)
 
 
 @dataclass
-class Inspected:
+class InspectedModel:
     """
-    A model as a report shows it.
+    A model with everything that a report shows.
 
     Attributes:
-        name: Of the model.
-        analysis: Its measurements.
-        shown: For each entry of `analysis.inputs`, (images, T, H, W, C) uint8 as the model saw them; empty without
-            images.
+        name: Name of the model.
+        analysis: The measurements.
+        shown: For each entry of `analysis.inputs`, its (images, T, H, W, C) uint8 inputs as the model saw them.
         sources: Names of the images.
     """
 
@@ -110,9 +106,8 @@ class Inspected:
 
 def save_measurements(measured, directory: str | Path, name: str) -> None:
     """
-    Write the dataclass `measured` as `{name}.json`, everything that is no tensor, nested, with the shape of each tensor
-    in its place, and `{name}.npz`, every tensor under the path of its attribute: `encoding.commutators.norm`,
-    `inputs.0.attention.maps`, …
+    Write the dataclass `measured` as `{name}.json`, nested and with shapes in place of tensors, and `{name}.npz`, which
+    contains every tensor under the path of its attribute: `encoding.commutators.norm`, `inputs.0.attention.maps`, …
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -133,14 +128,14 @@ def analyse(
 ) -> Analysis:
     """
     Args:
-        model: A model of this package or of transformers, folded, patched or neither; it is left as it is.
-        inputs: `pixel_values` of each size, (B, C, H, W) or (B, T, C, H, W). Without any, costs are counted on a black
-            input of the trained size, and attention is not measured.
-        batch_size: Inputs at a time.
+        model: A model of this package or of transformers, folded, patched or neither; it is not changed.
+        inputs: `pixel_values` of each size, (B, C, H, W) or (B, T, C, H, W). Without inputs, costs are counted on a
+            black input of the trained size, and attention is not measured.
+        batch_size: Number of inputs in a batch.
         progress: Whether to show progress bars.
 
     Raises:
-        ValueError: if the model has no vision tower, has weights that are not finite, or refuses an input.
+        ValueError: if the model has no vision tower, contains weights that are not finite, or refuses an input.
     """
     tower = vision_tower(model)
     _check_finite(tower.module)
@@ -153,7 +148,7 @@ def analyse(
         try:
             analysis.attention_relativity = attention_relativity(model)
         except ValueError as error:
-            analysis.remarks.append(f"Whether the model's attention is relative is not measured: {error}")
+            analysis.remarks.append(f"The relativity of the model's attention is not measured: {error}")
     with evaluation_mode(model):
         for pixel_values in inputs or [black_input(tower)]:
             device = next(tower.module.parameters()).device
@@ -175,12 +170,12 @@ def _check_finite(tower: nn.Module) -> None:
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ValueError(
-            f"{wrong[0]}{more} of {type(tower).__name__} holds NaN or infinity; needed are finite weights."
+            f"{wrong[0]}{more} of {type(tower).__name__} contains NaN or infinity; accepted are finite weights."
         )
 
 
 def describe(model: nn.Module) -> dict:
-    """Description of a model, by the names of its configuration."""
+    """A description of a model, with the names of its configuration fields."""
     tower = vision_tower(model)
     heads, head_dim = head_shape(tower.attentions[0][1])
     encoding = rotary_encoding(tower.module)
@@ -211,7 +206,7 @@ def describe(model: nn.Module) -> dict:
 
 
 def _reads_table(tower: Tower) -> bool:
-    """Whether absolute positions are added to the patches, by a table or by sinusoids."""
+    """Whether a table or sinusoids add absolute positions to the patches."""
     adapter = getattr(tower.module, "rotary_patch", None)
     if adapter is not None and (adapter.config.keep_absolute == "drop" or adapter.config.absolute_weight == 0):
         return False
@@ -221,32 +216,23 @@ def _reads_table(tower: Tower) -> bool:
 def _remarks(tower: Tower, encoding, has_inputs: bool) -> list[str]:
     remarks = []
     if encoding is None and getattr(tower.module, "rotary_patch", None) is not None:
-        remarks.append(
-            "The rotations are learned from the model's own RoPE, which is not shown here: no generators, rotations or "
-            "frequencies."
-        )
+        remarks.append("The rotations are learned from the model's own RoPE, whose generators are not shown here.")
     elif encoding is None:
         remarks.append(
-            "There are no rotations of this package in the model: no generators, rotations or frequencies to show."
+            "The model contains no rotations of this package, so there are no generators or frequencies to show."
         )
     if isinstance(encoding, FoldedPlanes):
         remarks.append(
-            "The model is folded: its eigenbasis is in the query and key weights, so that generators are shown in that "
-            "basis, where they are plane rotations. Their elements are not those of ComRoPE's Table 8."
+            "The model is folded: its query and key weights contain the eigenbasis, so generators are shown in that "
+            "basis, where they are plane rotations. Their elements are not comparable with ComRoPE's Table 8."
         )
     if isinstance(encoding, FoldedLieRE):
         grids = ", ".join("×".join(map(str, grid)) for grid in encoding.config.folded_grids) or "none"
-        remarks.append(
-            f"The model is folded: rotations are constants for the grids {grids} and count as parameters; the "
-            "generators they came from are kept."
-        )
+        remarks.append(f"The model is folded: rotations are constants for the grids {grids} and count as parameters.")
     if tower.is_flexible:
-        remarks.append(
-            "Attention and cost are not measured: every image comes with its own grid (spatial_shapes), which this "
-            "report does not read."
-        )
+        remarks.append("Attention and cost are not measured, because every image has its own grid (spatial_shapes).")
     elif not has_inputs:
-        remarks.append("Attention is not measured: no image was given.")
+        remarks.append("Attention is not measured without images.")
     return remarks
 
 
@@ -264,7 +250,7 @@ def input_size(pixel_values: torch.Tensor) -> tuple[int, ...]:
 
 
 def _nested(value):
-    """Dataclasses and named tuples as dictionaries, at any depth, with the shares of a cost."""
+    """Dataclasses and named tuples as nested dictionaries, with the shares of a cost."""
     if isinstance(value, list):
         return [_nested(entry) for entry in value]
     if dataclasses.is_dataclass(value):

@@ -23,8 +23,8 @@ class AttentionMaps(NamedTuple):
         maps: (layers, images, *grid) float32, attention of one query to every patch, mean over heads. The sum is 1
             minus the attention to class and register tokens.
         grid: Patches per axis: (rows, columns), or (frames, rows, columns) for video.
-        query: `"class token"` or `"mean of patches"`.
-        per_head: (layers, images, heads, *grid) float32, where asked for.
+        query: Whose attention it is, `"class token"` or `"mean of patches"`.
+        per_head: (layers, images, heads, *grid) float32 if requested.
     """
 
     maps: torch.Tensor
@@ -38,16 +38,16 @@ def vision_tower(model: nn.Module, target: str | None = None) -> Tower:
     The vision tower of a model, patched or not.
 
     Args:
-        target: Its dotted name, needed only where there are several.
+        target: Dotted name of the tower; required only if there are several.
 
     Raises:
-        ValueError: if there is none, or several and `target` names none of them.
+        ValueError: if the model has no vision tower, or several and `target` does not name one of them.
     """
     towers = {tower.name: tower for tower in find_towers(model)}
     if target is None and len(towers) == 1:
         return next(iter(towers.values()))
     if target not in towers:
-        raise ValueError(f"target={target!r} names no vision tower of {type(model).__name__}; accepted: {[*towers]}.")
+        raise ValueError(f"target={target!r} is not a vision tower of {type(model).__name__}; accepted: {[*towers]}.")
     return towers[target]
 
 
@@ -60,21 +60,20 @@ def attention_maps(
     progress: bool = False,
 ) -> AttentionMaps:
     """
-    Attention of one query to all patches in every layer (LieRE App. G): of the class token, or the mean over all
-    patches as queries if the model pools patches or has no class token.
+    Attention of one query to all patches in every layer (LieRE App. G). The query is the class token; if the model
+    pools patches or has no class token, it is the mean over all patches.
 
-    Only the vision tower runs, in evaluation mode and with eager attention; the modes of the model are restored. Not
-    thread-safe.
+    Only the vision tower runs, temporarily in evaluation mode and with eager attention. This is not thread-safe.
 
     Args:
         model: A model of this package or of transformers, folded, patched or neither.
-        pixel_values: (B, C, H, W) images or (B, T, C, H, W) clips, prepared as for `forward`, of any size it takes.
-        batch_size: Images at a time.
-        per_head: Whether to return the heads as well as their mean.
+        pixel_values: (B, C, H, W) images or (B, T, C, H, W) clips, as for `forward`, of any size that it accepts.
+        batch_size: Number of images in a batch.
+        per_head: Whether to also return each head.
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: if the model has no vision tower, its tokens are not a grid of patches, or it refuses the input.
+        ValueError: if the model has no vision tower, its tokens do not form a grid of patches, or it refuses the input.
     """
     tower = vision_tower(model)
     takes_mean = getattr(tower.module.config, "pooling", "cls") in ("mean", "mean_all")
@@ -95,14 +94,14 @@ def attention_distances(
     model: nn.Module, pixel_values: torch.Tensor, batch_size: int = 8, *, progress: bool = False
 ) -> torch.Tensor:
     """
-    Attention distance d = mean_q Σ_k w_qk ‖k − q‖ over patches q and k, w the attention weights among patches,
-    normalised to Σ_k w_qk = 1 (ViT, Dosovitskiy et al. 2021, Fig. 7 and Fig. 11).
+    Attention distance d = mean_q Σ_k w_qk ‖k − q‖ over patches q and k, where w are the attention weights among
+    patches, normalised to Σ_k w_qk = 1 (ViT, Dosovitskiy et al. 2021, Fig. 7 and Fig. 11).
 
     Args:
         model, pixel_values, batch_size, progress: As in [`attention_maps`].
 
     Returns:
-        (layers, images, heads) float32, in patches; on video a patch is a tubelet, on each axis.
+        (layers, images, heads) float32, in patches; for video, in tubelets along each axis.
     """
 
     def distance(weights: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
@@ -121,14 +120,13 @@ def patch_distances(grid: tuple[int, ...]) -> torch.Tensor:
 
 def attention_relativity(model: nn.Module) -> torch.Tensor:
     """
-    How far the model's attention is from a function of the differences of positions, whatever the source of positions.
-    On an input of the trained size whose patches are equal, the logits s_ij − s_ii of the first layer are equal for all
-    pairs of patches i and j with the same j − i, if attention depends on that difference only (the RoPE equation,
-    ComRoPE eq. 2).
+    How far the model's attention is from a function of position differences, whatever encodes the positions. On an
+    input of the trained size with equal patches, the first layer's logits s_ij − s_ii are equal for all patches i and j
+    with the same j − i if attention depends only on that difference (the RoPE equation, ComRoPE eq. 2).
 
     Returns:
-        (heads,) the largest spread of s_ij − s_ii over pairs with the same difference, in nats: attention weights of
-        such pairs differ by a factor of up to e to it. 0 up to rounding in float32 for relative attention.
+        (heads,) the largest spread of s_ij − s_ii over pairs with the same difference, in nats (weights of such pairs
+        differ by a factor of up to e to the spread). Relative attention gives 0, up to float32 rounding.
 
     Raises:
         ValueError: as [`attention_maps`].
@@ -146,18 +144,18 @@ def attention_relativity(model: nn.Module) -> torch.Tensor:
         differences = places - places.unsqueeze(1) + torch.tensor(grid) - 1  # (N, N, A), from 0
         index = np.ravel_multi_index(differences.flatten(0, 1).T.numpy(), extents)
         index = torch.from_numpy(index).expand_as(logits)  # (heads, N²)
-        # The logarithm of smaller weights is inaccurate.
+        # Smaller weights have inaccurate logarithms.
         seen = weights.flatten(1) > 1e-30
         ends = logits.new_full((len(logits), math.prod(extents)), -math.inf)
         highest = ends.scatter_reduce(1, index, logits.where(seen, -math.inf), "amax")
         negative = ends.scatter_reduce(1, index, (-logits).where(seen, -math.inf), "amax")
         return (highest + negative).clamp(min=0).amax(1, keepdim=True).T
 
-    return observe_attention(tower, patches_alike(tower), spread)[0][0, 0]
+    return observe_attention(tower, equal_patches(tower), spread)[0][0, 0]
 
 
-def patches_alike(tower: Tower) -> torch.Tensor:
-    """An image or clip of the trained size whose patches are all equal, from a fixed seed."""
+def equal_patches(tower: Tower) -> torch.Tensor:
+    """A random image or clip of the trained size with equal patches, from a fixed seed."""
     extent, grid = tower.patch_embedding.kernel_size, tower.train_grid
     generator = torch.Generator().manual_seed(0)
     patch = torch.randn(tower.patch_embedding.in_channels, *extent, generator=generator)
@@ -174,25 +172,24 @@ def observe_attention(
     progress: bool = False,
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """
-    The values of `reduce` for all layers, and the grid of the patches, which are the last tokens. The attention weights
-    of one layer only are in memory at a time.
+    Apply `reduce` to the attention weights of every layer, one at a time. The patches are the last tokens.
 
     Args:
-        reduce: Function of one layer's (B, H, N, N) attention weights in float32 and the grid, with (B, …) values.
+        reduce: Maps one layer's (B, H, N, N) float32 attention weights and the grid to (B, …).
 
     Returns:
-        (layers, images, …), and the grid.
+        (layers, images, …), and the grid of patches.
 
     Raises:
         ValueError: as [`attention_maps`].
     """
     if tower.is_flexible:
         raise ValueError(
-            f"{type(tower.module).__name__} takes images with a grid of their own each (spatial_shapes); attention is "
-            "looked at on one grid, which only models with a patch convolution have."
+            f"{type(tower.module).__name__} takes images with different grids; accepted are models with a patch "
+            "convolution."
         )
     if not len(pixel_values) or batch_size < 1:
-        raise ValueError(f"{len(pixel_values)} images in batches of {batch_size}: at least one of each is needed.")
+        raise ValueError(f"{len(pixel_values)} images in batches of {batch_size}: accepted are 1 or more of each.")
     parameter = next(tower.module.parameters())
     options = size_options(tower, pixel_values)
     batches = []
@@ -206,8 +203,8 @@ def observe_attention(
 
 def size_options(tower: Tower, pixel_values: torch.Tensor) -> dict[str, bool | torch.Tensor]:
     """
-    Options of the forward of a vision tower for inputs of this size; unpatched models of transformers need one. Inputs
-    of models with `physical` coordinates are looked at as if they had an extent of one unit.
+    Options that a vision tower's `forward` needs for inputs of this size, for example of unpatched transformers models.
+    Inputs of models with `physical` coordinates get an extent of one unit.
     """
     if getattr(tower.module.config, "coordinates", None) == "physical":
         sizes = pixel_values.new_tensor(tower.module.pixels(pixel_values).shape[2:])
@@ -220,7 +217,7 @@ def size_options(tower: Tower, pixel_values: torch.Tensor) -> dict[str, bool | t
 
 @contextmanager
 def _recording(tower: Tower, reduce) -> Iterator[tuple[dict[int, torch.Tensor], set[tuple[int, ...]]]]:
-    """Hooks that reduce what eager attention returns; configuration and modes are restored at the end."""
+    """Install hooks that reduce the weights of eager attention; restore configuration and modes at the end."""
     record: dict[int, torch.Tensor] = {}
     grids: set[tuple[int, ...]] = set()
 
@@ -236,7 +233,7 @@ def _recording(tower: Tower, reduce) -> Iterator[tuple[dict[int, torch.Tensor], 
                 shape = None if weights is None else tuple(weights.shape)
                 raise ValueError(
                     f"{type(module).__name__} returned attention weights of shape {shape} for {math.prod(grid)} "
-                    "patches; needed are (batch, heads, tokens, tokens) with every patch among the tokens."
+                    "patches; accepted is (batch, heads, tokens, tokens) with every patch among the tokens."
                 )
             record[layer] = reduce(weights.float(), grid).cpu()
 
@@ -253,7 +250,7 @@ def _recording(tower: Tower, reduce) -> Iterator[tuple[dict[int, torch.Tensor], 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Puts all modules into evaluation mode, and restores the mode of each at the end."""
+    """Put all modules into evaluation mode; restore the mode of each at the end."""
     was_training = [module for module in model.modules() if module.training]
     try:
         model.eval()
@@ -265,8 +262,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eager_attention(tower: Tower) -> Iterator[None]:
-    """Selects eager attention, which returns its weights, and restores the configured implementation at the end."""
-    # The configuration of a patched attention module is a view of another one.
+    """Select eager attention, which returns its weights; restore the configured implementation at the end."""
+    # A patched attention module's configuration is a view of another one.
     configs = [tower.module.config, *(getattr(a.config, "base", a.config) for _, a in tower.attentions)]
     configs = {id(config): config for config in configs}.values()
     implementations = [config._attn_implementation_internal for config in configs]
@@ -288,21 +285,21 @@ def overlay(
     limits: tuple[float, float] | None = None,
 ) -> np.ndarray:
     """
-    An attention map on top of its input: enlarged to the image, scaled to its smallest and largest value, so that grids
-    of any size can be compared (LieRE App. G), coloured and blended.
+    Blend an attention map with its input. The map is enlarged to the image, scaled to its smallest and largest value so
+    that grids of any size are comparable (LieRE App. G), and coloured.
 
     Args:
         image: A PIL image, or (H, W, 3), (H, W, 1) or (H, W) uint8.
-        attention: (rows, columns); a video's map for one frame at a time.
-        opacity: Weight of the map's colours, 0 … 1.
-        colormap: Name of a colour map of matplotlib, which is needed here.
-        limits: Values at the ends of the colour map instead, for maps that are to share one scale.
+        attention: (rows, columns); for video, the map of one frame.
+        opacity: Weight of the map's colours, from 0 to 1.
+        colormap: Name of a matplotlib colour map; this function needs matplotlib.
+        limits: Values at the ends of the colour map, for maps that share one scale; `None` means those of the map.
 
     Returns:
         (H, W, 3) uint8.
 
     Raises:
-        ValueError: if the shapes or the opacity are none of these.
+        ValueError: if a shape or the opacity is invalid.
     """
     from matplotlib import colormaps
 
@@ -311,15 +308,15 @@ def overlay(
         pixels = pixels[..., None]
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[-1] not in (1, 3):
         raise ValueError(
-            f"The image is {pixels.dtype} of shape {pixels.shape}; needed is uint8, (H, W) or (H, W, 1 or 3)."
+            f"The image is {pixels.dtype} of shape {pixels.shape}; accepted is uint8, (H, W) or (H, W, 1 or 3)."
         )
     values = torch.as_tensor(attention).detach().float().cpu()
     if values.ndim != 2:
-        raise ValueError(f"The attention map has shape {tuple(values.shape)}; needed is (rows, columns).")
+        raise ValueError(f"The attention map has shape {tuple(values.shape)}; accepted is (rows, columns).")
     if not 0 <= opacity <= 1:
-        raise ValueError(f"opacity={opacity} must lie in [0, 1].")
+        raise ValueError(f"opacity={opacity} must be in [0, 1].")
     low, high = limits or (values.min().item(), values.max().item())
-    # Nearest neighbour, because a patch is one token and has one value.
+    # Use nearest neighbour, because a patch is one token with one value.
     rows, columns = (torch.arange(n) * m // n for n, m in zip(pixels.shape[:2], values.shape))
     scaled = ((values - low) / max(high - low, torch.finfo(values.dtype).tiny)).clamp(0, 1)
     colours = colormaps[colormap](scaled[rows][:, columns].numpy())[..., :3] * 255

@@ -1,4 +1,4 @@
-"""Pictures of where a model looks."""
+"""Plots of attention maps and distances."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from .analysis import InputAnalysis
 from .attention import overlay, patch_distances
-from .plots import COLOURS, THEMES, chosen, draw, size_name, style
+from .plots import COLOURS, THEMES, draw, size_name, spaced_indices, style
 
 
 FRAMES_SHOWN = 4
@@ -21,11 +21,11 @@ LAYERS_ACROSS = 6
 
 def plot_attention(entries: Sequence[InputAnalysis], shown: Sequence[np.ndarray], image: int) -> dict[str, str]:
     """
-    A row for each size (or for each frame of a clip), with the input and the attention map of each layer.
+    Plot a row for each size (or for each frame of a clip) with the input and the attention map of each layer.
 
     Args:
         entries: One for each size.
-        shown: For each size the (images, T, H, W, C) uint8 inputs of the model.
+        shown: For each size, the (images, T, H, W, C) uint8 inputs of the model.
         image: Index of the image.
     """
     rows = [
@@ -37,7 +37,7 @@ def plot_attention(entries: Sequence[InputAnalysis], shown: Sequence[np.ndarray]
 
 
 class AttentionRow(NamedTuple):
-    """A row of pictures: an (H, W, C) uint8 input and the map of each layer over it, with the ends of their colours."""
+    """A row of pictures: an (H, W, C) uint8 input, the map of each layer over it, and the limits of its colours."""
 
     title: str
     picture: np.ndarray
@@ -47,7 +47,7 @@ class AttentionRow(NamedTuple):
 
 def attention_rows(title: str, maps: torch.Tensor, frames: np.ndarray) -> list[AttentionRow]:
     """
-    One row for an image; one for each of some frames of a clip, whose maps share their colours within a layer.
+    One row for an image, or rows for some frames of a clip; the frames share a colour scale per layer.
 
     Args:
         maps: (layers, *grid), see [`AttentionMaps`].
@@ -57,14 +57,14 @@ def attention_rows(title: str, maps: torch.Tensor, frames: np.ndarray) -> list[A
         return [AttentionRow(title, frames[0], list(maps), [None] * len(maps))]
     limits = [(layer.min().item(), layer.max().item()) for layer in maps]
     per_tubelet, rows = len(frames) // maps.shape[1], []
-    for tubelet in chosen(maps.shape[1], FRAMES_SHOWN):
+    for tubelet in spaced_indices(maps.shape[1], FRAMES_SHOWN):
         first = tubelet * per_tubelet
         rows.append(AttentionRow(f"frame {first + 1}", frames[first], list(maps[:, tubelet]), limits))
     return rows
 
 
 def save_attention(rows: Sequence[AttentionRow], path: Path) -> None:
-    """Writes a picture of the rows, on a white page, of the type that the suffix names."""
+    """Write a picture of the rows on a white page, in the format of the suffix."""
     paint, width, height = attention_figure(rows)
     with rc_context(style(THEMES["light"]) | {"savefig.facecolor": "white"}):
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -102,7 +102,7 @@ def attention_figure(rows: Sequence[AttentionRow]) -> tuple[Callable[[Figure, di
 
 
 def plot_distances(entries: Sequence[InputAnalysis]) -> dict[str, str]:
-    # If every patch attends to all patches equally.
+    # The distance if every patch attends to all patches equally.
     uniform = [patch_distances(entry.attention.grid).mean().item() for entry in entries]
     highest = max(*uniform, *(entry.distances.mean(1).max().item() for entry in entries))
 

@@ -1,4 +1,4 @@
-"""Probabilities of the classes of a classifier."""
+"""Classes of a classifier and their probabilities."""
 
 import torch
 from torch import nn
@@ -8,18 +8,18 @@ from .attention import size_options, vision_tower
 
 
 def is_classifier(model: nn.Module) -> bool:
-    """Whether a model gives images or videos one score for each of its classes."""
+    """Whether a model gives an image or video one score per class."""
     return type(model).__name__.endswith(("ForImageClassification", "ForVideoClassification"))
 
 
 def class_names(model: nn.Module) -> list[str]:
-    """Names of the classes in the order of the outputs; empty for models without any."""
+    """Names of the classes in the order of the outputs; empty without classes."""
     labels = getattr(getattr(model, "config", None), "id2label", None) or {}
     return [str(labels[index]) for index in sorted(labels)]
 
 
 def probabilities(model: nn.Module, logits: torch.Tensor) -> torch.Tensor:
-    """(images, labels) of logits of the same shape: independent ones for multi-label classifiers, else a softmax."""
+    """(images, labels) from logits of the same shape: sigmoids for multi-label classifiers, else a softmax."""
     logits = logits.float().cpu()
     if getattr(model.config, "problem_type", None) == "multi_label_classification":
         return logits.sigmoid()

@@ -1,4 +1,4 @@
-"""The command `hf-liere inspect`: the analysis of a checkpoint as json, arrays and one HTML page."""
+"""The command `hf-liere inspect`: the analysis of a checkpoint as json, arrays and an HTML page."""
 
 import os
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from ..auto import load_checkpoint
 from ..errors import require_libraries
 from ..models.patched.vision_towers import Tower
 from ..storage.targets import new_directory
-from .analysis import Inspected, analyse, black_input, vision_tower
+from .analysis import InspectedModel, analyse, black_input, vision_tower
 from .attention import size_options
 from .comparison import compare
 from .inputs import InspectionError, Preparation, Sample, read_samples
 
 
 REPORT_NAME = "report.html"
-# Multiples of the trained height and width: encodings differ most with more patches than in training.
+# Multiples of the trained height and width; encodings differ most with more patches than in training.
 DEFAULT_SCALES = (1.0, 1.5, 2.0)
 
 
@@ -41,52 +41,49 @@ def inspect_checkpoint(
 ) -> Path:
     """
     Write `report.html`, `analysis.json` and `analysis.npz` to a directory, which appears only when it is complete. With
-    another checkpoint to compare with, the page shows both side by side, and `compared.json`, `compared.npz`,
-    `comparison.json` and `comparison.npz` are written as well.
+    a second checkpoint, the page shows both side by side, and the directory also contains `compared.json`,
+    `compared.npz`, `comparison.json` and `comparison.npz`.
 
     Args:
         checkpoint: Directory or repository on the Hub, of any vision transformer that `from_pretrained` reads.
-        output: Directory, which must not exist or be empty.
+        output: New or empty directory.
         images: Images, videos or `.npy` clips.
         dataset, split, max_samples: Further inputs, see [`read_samples`].
-        image_sizes: Heights and widths of square inputs; `None` means the trained size, and 1.5 and 2 times that size
-            if the model accepts it.
+        image_sizes: Sizes of square inputs; `None` means the trained size, and if accepted, 1.5 and 2 times that size.
         batch_size: Number of inputs in a batch.
         revision, trust_remote_code: See [`load_checkpoint`].
-        compare_with, compare_revision: A second checkpoint, which sees the same images.
+        compare_with, compare_revision: A second checkpoint, analysed on the same images.
         progress: Whether to show progress bars.
 
     Returns:
         The path of the report.
 
     Raises:
-        InspectionError: if the checkpoint is none of these, images cannot be read, the model refuses a size, or one
-            model takes images and the other videos.
-        InputError: if nothing can be written beside `output`.
+        InspectionError: if the checkpoint has no vision transformer, images cannot be read, the model refuses a size,
+            or one model takes images and the other videos.
+        InputError: if the folder of `output` is not writable.
         FileExistsError: if `output` is not empty.
     """
     require_libraries("A report", "inspect", "matplotlib", "PIL")
-    from .report import render
+    from .report import render_report
 
     with new_directory(output) as partial:
         wanted = [(checkpoint, revision)]
         if compare_with is not None:
             wanted.append((compare_with, compare_revision))
         elif compare_revision is not None:
-            raise InspectionError(f"--compare_revision {compare_revision} is one of --compare, which was not given.")
+            raise InspectionError(f"--compare_revision {compare_revision} needs --compare.")
         loaded = [load_checkpoint(*place, trust_remote_code) for place in wanted]
         samples = read_samples(images, dataset, split, max_samples, _take_videos([model for model, _ in loaded]))
         if not samples and image_sizes is not None:
-            raise InspectionError(
-                f"--image_sizes {image_sizes} are sizes of images; give some with --image or --dataset."
-            )
+            raise InspectionError(f"--image_sizes {image_sizes} needs images; give some with --image or --dataset.")
         names = _names(wanted)
         inspected = [
             _inspect(name, *found, samples, image_sizes, batch_size, progress) for name, found in zip(names, loaded)
         ]
         first, *others = inspected
         comparison = compare(first.analysis, others[0].analysis, names) if others else None
-        page = render(inspected, comparison)
+        page = render_report(inspected, comparison)
         try:
             first.analysis.save(partial)
             if comparison is not None:
@@ -116,24 +113,24 @@ def _inspect(
     image_sizes: Sequence[int] | None,
     batch_size: int,
     progress: bool,
-) -> Inspected:
+) -> InspectedModel:
     tower = vision_tower(model)
     if tower.is_flexible:
         samples = []
     shown, inputs, remarks = _prepare(tower, processor, samples, image_sizes)
     analysis = analyse(model, inputs, batch_size, progress)
     analysis.remarks += remarks
-    return Inspected(name, analysis, [np.stack(clips) for clips in shown], [sample.name for sample in samples])
+    return InspectedModel(name, analysis, [np.stack(clips) for clips in shown], [sample.name for sample in samples])
 
 
 def _prepare(tower: Tower, processor, samples: Sequence[Sample], image_sizes: Sequence[int] | None):
-    """For each size the samples as they are shown and as `pixel_values`, and remarks on what is left out."""
+    """For each size, the samples as pictures and as `pixel_values`, and remarks on what was left out."""
     if not samples:
         return [], [], []
     blank, remarks, shown = black_input(tower), [], []
-    preparation = Preparation.of(processor, blank.shape[-3], blank.shape[1] if blank.ndim == 5 else None)
+    preparation = Preparation.from_processor(processor, blank.shape[-3], blank.shape[1] if blank.ndim == 5 else None)
     if processor is None:
-        remarks.append("The checkpoint has no processor that can be read: pixels are scaled to −1 … 1, as for ViT.")
+        remarks.append("The checkpoint has no readable processor: pixels are scaled to −1 … 1, as for ViT.")
     sizes, refused = _sizes(tower, blank, image_sizes)
     for size in sizes:
         shown.append([preparation.resize(sample, size) for sample in samples])
@@ -144,10 +141,10 @@ def _sizes(
     tower: Tower, blank: torch.Tensor, image_sizes: Sequence[int] | None
 ) -> tuple[list[tuple[int, int]], list[str]]:
     """
-    (height, width) of inputs that the model accepts, and remarks on default sizes that it refuses.
+    The (height, width) of inputs, and remarks on default sizes that the model refuses.
 
     Raises:
-        InspectionError: if it refuses one of `image_sizes`.
+        InspectionError: if the model refuses one of `image_sizes`.
     """
     patch, trained = tower.patch_embedding.kernel_size[-2:], tuple(blank.shape[-2:])
     if image_sizes is not None:
@@ -170,12 +167,12 @@ def _sizes(
             reason = str(error).splitlines()[0]
             if image_sizes is not None:
                 raise InspectionError(f"--image_sizes {size[0]}: {reason}") from error
-            remarks.append(f"Inputs of {size[0]} × {size[1]} px are not looked at: the model refuses them ({reason})")
+            remarks.append(f"Inputs of {size[0]} × {size[1]} px are left out: the model refuses them ({reason})")
     return accepted, remarks
 
 
 def _names(wanted: Sequence[tuple[str | os.PathLike, str | None]]) -> list[str]:
-    """The name of a repository, or the last part of a directory's path; more of both where these are the same."""
+    """The name of a repository, or the last part of a directory's path; longer names if these are the same."""
     names = [Path(place).resolve().name if Path(place).is_dir() else str(place) for place, _ in wanted]
     if len(set(names)) < len(names):
         names = [f"{place} at {revision}" if revision else str(place) for place, revision in wanted]

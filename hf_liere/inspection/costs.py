@@ -1,4 +1,4 @@
-"""Parameters and multiply-accumulates of a model, and the share of its position encoding in both."""
+"""Parameters and multiply-accumulates of a model, and the share of the position encoding in both."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ from ..patching.apply import is_patched, unpatch
 from .attention import eager_attention
 
 
-# Operations of a layer norm per element, as in LieRE's Table 8.
+# Operations per element of a layer norm, as in LieRE's Table 8.
 NORM_OPERATIONS = 5
 
 
@@ -29,12 +29,12 @@ class Cost:
     The cost of one model. Operations are multiply-accumulates, with 5 per element of a layer norm (LieRE Table 8).
 
     Attributes:
-        parameters: Of the model.
-        encoding_parameters: Of its rotations: generators, multipliers, or the constants of a folded model.
-        table_parameters: Of its learned table of absolute positions.
-        operations: Of a forward pass, rotations included.
-        rotation_operations: For computing the rotations of all layers, independent of the batch size.
-        rotating_operations: For applying them to queries and keys.
+        parameters: Parameters of the model.
+        encoding_parameters: Those of its rotations: generators, multipliers, or the constants of a folded model.
+        table_parameters: Those of its learned table of absolute positions.
+        operations: Operations of a forward pass, including rotations.
+        rotation_operations: Those for computing the rotations of all layers, independent of the batch size.
+        rotating_operations: Those for applying them to queries and keys.
     """
 
     parameters: int
@@ -46,7 +46,7 @@ class Cost:
 
     @property
     def parameter_share(self) -> float:
-        """Share of the position encoding, table and rotations, in all parameters."""
+        """Share of the position encoding (table and rotations) in all parameters."""
         return (self.encoding_parameters + self.table_parameters) / self.parameters
 
     @property
@@ -58,15 +58,15 @@ class Cost:
 def count_products(run: Callable[[], object]) -> int:
     """
     Multiply-accumulates of the matrix products, convolutions and attentions that `run()` executes. Operators of this
-    package count as the plain operations that compute the same.
+    package count as the equivalent plain operations.
     """
     for operator, function in plain_functions.items():
         if operator not in flop_registry:
             register_flop_formula(operator, get_raw=True)(functools.partial(_plain_flops, function))
-    # Which fused kernels are counted depends on the release of torch; all releases count matrix products.
+    # The counted fused kernels depend on the torch release; all releases count matrix products.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        # The counter's hooks, which attribute products to modules, are removed: LieREAttention changes the basis of
-        # weights only in modules without hooks, and they fail for views of parameters that were made without gradients.
+        # Remove the counter's hooks, which attribute products to modules: LieREAttention changes the basis of weights
+        # only in modules without hooks, and the hooks fail for views of parameters created without gradients.
         counter.mod_tracker.__exit__()
         run()
     return counter.get_total_flops() // 2
@@ -81,8 +81,8 @@ def _plain_flops(function: Callable, *arguments, out_val=None) -> int:
 
 def count_forward(model: nn.Module, pixels: torch.Tensor, **options) -> tuple[int, int]:
     """
-    Multiply-accumulates of the forward pass on `pixels`, for any attention implementation, and the number of elements
-    that layer norms process; `options` are further arguments of the model.
+    Multiply-accumulates of a forward pass on `pixels` with any attention implementation, and the number of elements
+    that layer norms process. `options` are further arguments of the model.
     """
     elements = []
     with ExitStack() as stack:
@@ -99,22 +99,22 @@ def count_forward(model: nn.Module, pixels: torch.Tensor, **options) -> tuple[in
 def count_cost(model: nn.Module, pixels: torch.Tensor, **options) -> Cost:
     """
     Args:
-        model: A vision transformer that is called with pixels, patched or not; it is not changed.
+        model: A vision transformer that takes pixels, patched or not; it is not changed.
         pixels: A batch of inputs.
         options: Further arguments of the model.
     """
     tower = find_towers(model)[0]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     table = position_table(tower.embeddings)
-    # A table may be a view of a parameter, or sinusoids that are not parameters.
+    # A table may be a view of a parameter, or sinusoids, which are not parameters.
     stored = {parameter.data_ptr() for parameter in tower.embeddings.parameters()}
     table_parameters = table.numel() if table is not None and table.data_ptr() in stored else 0
     encoding = getattr(tower.module, "rotary_encoding", None)
     plain, calls = model, []
     if isinstance(encoding, RotaryEncoding):
-        plain = _without_rotations(model)
+        plain = _remove_rotations(model)
         hook = encoding.register_forward_pre_hook(lambda _, positions: calls.append(positions))
-        # Rotations that are kept from an earlier pass would not be counted.
+        # Rotations cached by an earlier pass would not be counted.
         encoding.cache.clear()
     products, elements = count_forward(model, pixels, **options)
     plain_products = products
@@ -123,7 +123,7 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options) -> Cost:
         hook.remove()
         encoding.cache.clear()
         making = count_products(lambda: rotations.extend(encoding(*calls[0])))
-        # Rotations of planes are no matrix products: 2 multiply-accumulates per channel of query and key.
+        # Rotating planes does not use matrix products: count 2 multiply-accumulates per channel of query and key.
         planes = sum(rotation.num_tokens() * rotation.num_planes() for rotation in rotations)
         rotating = planes * encoding.config.num_attention_heads * 2 * 2 * 2
         plain_products, _ = count_forward(plain, pixels, **options)
@@ -137,7 +137,7 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options) -> Cost:
     )
 
 
-def _without_rotations(model: nn.Module) -> nn.Module:
+def _remove_rotations(model: nn.Module) -> nn.Module:
     plain = copy.deepcopy(model)
     if is_patched(plain):
         return unpatch(plain)

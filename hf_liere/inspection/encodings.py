@@ -1,7 +1,7 @@
 """
-What a rotary encoding has learned, from its generators in float64, without running the model.
+Measurements of a rotary encoding from its generators in float64, without running the model.
 
-Where layers or heads share generators, "layers" or "heads" is 1 in the shapes below.
+If layers or heads share generators, "layers" or "heads" is 1 in the shapes below.
 """
 
 import copy
@@ -25,25 +25,25 @@ from ..models.rotation.lie_algebra import common_planes, plane_rotations, skew
 from ..models.rotation.rotation import PlaneRotation
 
 
-# Number of pairs of patches; each needs an eigenvalue decomposition per block.
+# Number of sampled pairs of patches; each needs an eigenvalue decomposition per block.
 PAIRS = 24
 OFFSETS = 12
 HISTOGRAM_BINS = 61
-# Number of draws of untrained generators, and of the elements that are compared with learned ones.
+# Number of draws of untrained generators, and of elements compared with learned ones.
 DRAWS = 10
 ELEMENTS_COMPARED = 20_000
-# Relative difference from commuting generators that rounding of their entries to float32 may cause.
+# Relative deviation from commuting generators that rounding their entries to float32 may cause.
 COMMUTING = 1e-6
 
 
 class Commutators(NamedTuple):
     """
-    ‖A_a A_b − A_b A_a‖_F in the Frobenius norm, for every pair of axes a < b.
+    The Frobenius norms ‖A_a A_b − A_b A_a‖_F for every pair of axes a < b.
 
     Attributes:
         axes: The pairs of axes.
         norm: (pairs, layers, heads).
-        relative: The same divided by ‖A_a‖_F ‖A_b‖_F, 0 where a generator is zero; at most √2 (Böttcher and Wenzel).
+        relative: The same divided by ‖A_a‖_F ‖A_b‖_F, or 0 if a generator is zero; at most √2 (Böttcher and Wenzel).
     """
 
     axes: tuple[tuple[int, int], ...]
@@ -53,12 +53,11 @@ class Commutators(NamedTuple):
 
 class RelativityError(NamedTuple):
     """
-    How far R(p)ᵀR(q) is from a function of q − p: e(c) = ‖R(p + c)ᵀR(q + c) − R(p)ᵀR(q)‖ in the spectral norm, 0 for
-    a relative encoding (the RoPE equation, ComRoPE eq. 2) and at most 2. It bounds the change of the product of a query
-    and a key of length 1.
+    How far R(p)ᵀR(q) is from a function of q − p: the spectral norm e(c) = ‖R(p + c)ᵀR(q + c) − R(p)ᵀR(q)‖, which is 0
+    for a relative encoding (the RoPE equation, ComRoPE eq. 2) and at most 2. It bounds the change of a unit q · k.
 
     Attributes:
-        offsets: (offsets,), the common displacement c of both tokens on every axis, in patches.
+        offsets: (offsets,), the common displacement c of both tokens along every axis, in patches.
         largest, mean: (offsets, layers, heads), over the pairs of patches and over blocks.
     """
 
@@ -69,14 +68,14 @@ class RelativityError(NamedTuple):
 
 class AngleStatistics(NamedTuple):
     """
-    Elements of the upper triangles of the angle matrices A_a (ComRoPE App. F, Table 8, Fig. 8), without the blocks that
-    encodings like `comrope_ap` and `axial_rope` leave zero for the axes they do not serve.
+    Statistics of the elements in the upper triangles of the angle matrices A_a (ComRoPE App. F, Table 8, Fig. 8),
+    without the blocks that are zero by construction, as in `comrope_ap` and `axial_rope`.
 
     Attributes:
         std: Standard deviation over everything.
         layer_std: (layers,).
         edges: (bins + 1,), symmetric around zero.
-        density: (bins,), the share of the elements per unit of their value.
+        density: (bins,), the share of elements per unit of their value.
     """
 
     std: float
@@ -87,17 +86,17 @@ class AngleStatistics(NamedTuple):
 
 class Initialization(NamedTuple):
     """
-    Elements of generators as `rotary_init` and `rotary_init_scale` draw them, compared with those of
-    [`AngleStatistics`]. Only distributions can be compared, since a checkpoint does not hold the initial generators.
+    Elements of generators drawn with `rotary_init` and `rotary_init_scale`, compared with those of [`AngleStatistics`].
+    Only distributions are comparable, because checkpoints do not contain the initial generators.
 
     Attributes:
         name, scale: `rotary_init` and `rotary_init_scale`.
         std: Standard deviation over everything.
-        edges, density: As in [`AngleStatistics`], over the range of both.
-        learned_density: Of the learned elements, over the same edges.
-        distance: Largest difference between the cumulative distributions of learned and untrained elements
-            (the Kolmogorov–Smirnov statistic), from 0 to 1; for at most `ELEMENTS_COMPARED` elements.
-        chance: The largest distance between one of `DRAWS` draws of untrained generators and all others.
+        edges, density: As in [`AngleStatistics`], over the range of both sets of elements.
+        learned_density: Density of the learned elements over the same edges.
+        distance: Largest difference between the cumulative distributions of learned and untrained elements (the
+            Kolmogorov–Smirnov statistic, from 0 to 1), over at most `ELEMENTS_COMPARED` elements.
+        chance: Largest distance between one of `DRAWS` draws of untrained generators and all others.
     """
 
     name: str
@@ -112,17 +111,16 @@ class Initialization(NamedTuple):
 
 class Frequencies(NamedTuple):
     """
-    The canonical form of rotations whose generators commute: the frequencies of the planes that they share. In the
-    basis of these planes they are RoPE-Mixed, and query and key weights can take up the basis, so that models with the
-    same frequencies can compute the same, whatever their encoding is called.
+    The canonical form of rotations with commuting generators: the frequencies of their common planes. In the basis of
+    these planes they are RoPE-Mixed, and query and key weights can absorb the basis. So models with the same
+    frequencies can compute the same function, whatever their encodings are called.
 
-    The planes of a head are in the order of their magnitudes, the largest first, and then of their first frequencies.
-    The first frequency of a plane that is not 0 is positive: its sign depends on the order of the plane's two channels.
+    The planes of a head are sorted by decreasing magnitude, then by their first frequency. The first nonzero frequency
+    of a plane is positive; its sign would depend on the order of the plane's two channels.
 
     Attributes:
-        per_coordinate: (A, layers, heads, planes) angular frequencies in radians per unit of a coordinate; 0 for
-            channels that are not rotated.
-        per_patch: The same in radians per patch of the trained grid; f · (q − p) is the angle between two patches.
+        per_coordinate: (A, layers, heads, planes) in radians per unit of a coordinate; 0 for unrotated channels.
+        per_patch: The same in radians per patch of the trained grid; the angle between patches p and q is f · (q − p).
     """
 
     per_coordinate: torch.Tensor
@@ -132,15 +130,15 @@ class Frequencies(NamedTuple):
 @dataclass
 class EncodingAnalysis:
     """
-    What a rotary encoding has learned.
+    The measurements of a rotary encoding.
 
     Attributes:
         generators: (A, layers, heads, blocks, b, b).
-        positions: (P, A) coordinates of `rotations`: one patch from the origin along each axis, then along all of them.
+        positions: (P, A) coordinates of `rotations`: one patch from the origin along each axis, then along all axes.
         rotations: (layers, heads, blocks, P, b, b).
-        commutators, relativity, angles: See their classes.
+        commutators, relativity, angles: See [`Commutators`], [`RelativityError`] and [`AngleStatistics`].
         frequencies: See [`learned_frequencies`].
-        initialization: Elements of untrained generators; `None` for those that are never trained.
+        initialization: Elements of untrained generators; `None` for fixed encodings.
     """
 
     generators: torch.Tensor
@@ -154,39 +152,39 @@ class EncodingAnalysis:
 
 
 def rotary_encoding(tower: nn.Module) -> RotaryEncoding | None:
-    """The encoding of a vision tower, ours or patched; `None` if it has no rotations."""
+    """The encoding of a vision tower, ours or patched; `None` without rotations."""
     encoding = getattr(tower, "rotary_encoding", None)
     return encoding if isinstance(encoding, RotaryEncoding) else None
 
 
-def generators(encoding: RotaryEncoding) -> torch.Tensor:
+def generator_matrices(encoding: RotaryEncoding) -> torch.Tensor:
     """
     The skew-symmetric A_a, (A, layers, heads, blocks, b, b) in float64.
 
-    Those of folded ComRoPE and STRING are in the eigenbasis that its weights contain: plane rotations, b = 2.
+    For folded ComRoPE and STRING, they are in the eigenbasis that the weights contain: plane rotations, b = 2.
     """
     device = next((parameter.device for parameter in encoding.parameters()), torch.device("cpu"))
     return skew(encoding.entries(device).detach().to("cpu", torch.float64), encoding.block_size)
 
 
 def patch_positions(encoding: RotaryEncoding, grid: tuple[int, ...] | None = None) -> torch.Tensor:
-    """(N, A) coordinates of the patches of a grid, by default the trained one, without prefix tokens."""
+    """(N, A) coordinates of the patches of a grid (default: the trained one), without prefix tokens."""
     config = encoding.config
-    # An input with an extent of one physical unit has `unit` coordinates.
+    # For an input with an extent of one physical unit, these are the `unit` coordinates.
     coordinates = "unit" if config.coordinates == "physical" else config.coordinates
     return TokenPositions.from_grid(grid or config.train_grid, config.train_grid, coordinates).coordinates
 
 
 def patch_steps(encoding: RotaryEncoding) -> torch.Tensor:
-    """(A,) distance of neighbouring patches of the trained grid in coordinates; 0 on an axis of one patch."""
+    """(A,) distances of neighbouring patches of the trained grid in coordinates; 0 along an axis of one patch."""
     positions = patch_positions(encoding)
     intervals = positions.new_tensor(encoding.config.train_grid).sub(1).clamp(min=1)
     return (positions.amax(0) - positions.amin(0)) / intervals
 
 
-def rotations(matrices: torch.Tensor, positions: torch.Tensor, product: bool = False) -> torch.Tensor:
+def rotation_matrices(matrices: torch.Tensor, positions: torch.Tensor, product: bool = False) -> torch.Tensor:
     """
-    R(p) = exp(Σ_a p_a A_a) (LieRE eq. 4, ComRoPE eq. 3), or Π_a exp(p_a A_a) where `product` says so.
+    R(p) = exp(Σ_a p_a A_a) (LieRE eq. 4, ComRoPE eq. 3), or Π_a exp(p_a A_a) if `product`.
 
     Args:
         matrices: (A, …, blocks, b, b) generators in float64.
@@ -197,7 +195,7 @@ def rotations(matrices: torch.Tensor, positions: torch.Tensor, product: bool = F
     """
     if product:
         axes = zip(matrices.split(1), positions.split(1, dim=-1))
-        return functools.reduce(torch.matmul, (rotations(*axis) for axis in axes))
+        return functools.reduce(torch.matmul, (rotation_matrices(*axis) for axis in axes))
     if matrices.shape[-1] > 2:
         return block_rotations(positions, matrices, torch.float64)
     cos_sin = plane_rotations(positions, matrices[..., 1, 0].flatten(1), torch.float64)  # (planes, P, 2)
@@ -212,7 +210,7 @@ def commutators(matrices: torch.Tensor) -> Commutators:
     relative = absolute.clone()
     for pair, (first, second) in enumerate(axes):
         product = matrices[first] @ matrices[second]
-        # B A = (A B)ᵀ for skew-symmetric matrices.
+        # For skew-symmetric matrices, B A = (A B)ᵀ.
         absolute[pair] = (product - product.transpose(-1, -2)).flatten(-3).norm(dim=-1)
         scale = norms[first] * norms[second]
         relative[pair] = torch.where(scale > 0, absolute[pair] / scale.where(scale > 0, 1), 0)
@@ -224,7 +222,7 @@ def relativity_error(
 ) -> RelativityError:
     """
     Args:
-        offsets: In patches; `None` means from 0 to the length of the longest axis of the trained grid.
+        offsets: Offsets in patches; `None` means from 0 to the longest axis of the trained grid.
         pairs: Number of pairs of patches of the trained grid: two opposite corners, and others from a fixed seed.
         progress: Whether to show a progress bar.
     """
@@ -237,16 +235,20 @@ def relativity_error(
     chosen = torch.randint(len(patches), (2, pairs), generator=torch.Generator().manual_seed(0))
     chosen[:, 0] = torch.tensor([0, len(patches) - 1])
     first, second = patches[chosen]  # (pairs, A) each
-    matrices, product = generators(encoding), traits_of(encoding.config).product
+    matrices, product = generator_matrices(encoding), traits_of(encoding.config).product
     largest = matrices.new_zeros(len(offsets), *matrices.shape[1:3])
     mean = largest.clone()
     with tqdm(total=largest[..., 0].numel(), desc="relativity", disable=not progress) as bar:
         for layer, layer_matrices in enumerate(matrices.unbind(1)):
-            unmoved = rotations(layer_matrices, first, product).mT @ rotations(layer_matrices, second, product)
+            unmoved = rotation_matrices(layer_matrices, first, product).mT @ rotation_matrices(
+                layer_matrices, second, product
+            )
             for index, offset in enumerate(offsets):
-                shifted = [rotations(layer_matrices, points + offset * steps, product) for points in (first, second)]
+                shifted = [
+                    rotation_matrices(layer_matrices, points + offset * steps, product) for points in (first, second)
+                ]
                 difference = shifted[0].transpose(-1, -2) @ shifted[1] - unmoved
-                # The Gram matrix gives the largest singular value faster than an SVD, with enough accuracy.
+                # The Gram matrix gives the largest singular value faster than an SVD and with sufficient accuracy.
                 squares = torch.linalg.eigvalsh(difference.transpose(-1, -2) @ difference)[..., -1]
                 errors = squares.clamp(min=0).sqrt().flatten(1)
                 largest[index, layer], mean[index, layer] = errors.amax(1), errors.mean(1)
@@ -256,7 +258,7 @@ def relativity_error(
 
 def angle_statistics(encoding: RotaryEncoding) -> AngleStatistics:
     """Statistics of the generators' elements, see [`AngleStatistics`]."""
-    elements = _elements(generators(encoding), traits_of(encoding.config))
+    elements = _elements(generator_matrices(encoding), traits_of(encoding.config))
     layer_std = elements.flatten(1).std(dim=1, correction=0)
     return AngleStatistics(elements.std(correction=0).item(), layer_std, *_densities(elements))
 
@@ -279,13 +281,13 @@ def _densities(*samples: torch.Tensor) -> list[torch.Tensor]:
 
 
 def initialization(encoding: RotaryEncoding) -> Initialization | None:
-    """Comparison with untrained generators, see [`Initialization`]; `None` for fixed ones."""
+    """Compare with untrained generators, see [`Initialization`]; `None` for fixed ones."""
     config, traits = copy.deepcopy(encoding.config), traits_of(encoding.config)
     if not traits.learned:
         return None
     config.folded_grids = None
     draws = []
-    learned = _elements(generators(encoding), traits).flatten()
+    learned = _elements(generator_matrices(encoding), traits).flatten()
     with torch.random.fork_rng(devices=[]):
         untrained = build_rotary_encoding(config, encoding.num_axes)
         torch.manual_seed(0)
@@ -294,9 +296,9 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
             if isinstance(encoding, FoldedPlanes):
                 matrices = skew(untrained.folded_frequencies().detach().double().unsqueeze(-1), 2)
             else:
-                matrices = generators(untrained)
-            draws.append(_some(_elements(matrices, traits).flatten()))
-        compared = _some(learned)
+                matrices = generator_matrices(untrained)
+            draws.append(_sample(_elements(matrices, traits).flatten()))
+        compared = _sample(learned)
     drawn = torch.cat(draws)
     edges, density, learned_density = _densities(drawn, learned)
     return Initialization(
@@ -311,7 +313,7 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
     )
 
 
-def _some(elements: torch.Tensor) -> torch.Tensor:
+def _sample(elements: torch.Tensor) -> torch.Tensor:
     """A random choice of at most `ELEMENTS_COMPARED` elements."""
     return elements[torch.randperm(len(elements))[:ELEMENTS_COMPARED]]
 
@@ -324,8 +326,8 @@ def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def learned_frequencies(encoding: RotaryEncoding) -> Frequencies | None:
-    """Frequencies of the planes that the generators share, see [`Frequencies`]; `None` if they do not commute."""
-    planes = common_planes(generators(encoding))
+    """Frequencies of the common planes, see [`Frequencies`]; `None` if the generators do not commute."""
+    planes = common_planes(generator_matrices(encoding))
     if planes.error.max() > COMMUTING:
         return None
     frequencies = planes.frequencies.flatten(3)  # (A, layers, heads, planes)
@@ -333,23 +335,23 @@ def learned_frequencies(encoding: RotaryEncoding) -> Frequencies | None:
     frequencies = torch.nn.functional.pad(frequencies, (0, missing))
     first = (frequencies.abs() > COMMUTING * frequencies.norm(dim=0)).int().argmax(dim=0, keepdim=True)
     frequencies = frequencies * frequencies.gather(0, first).sign()
-    frequencies = _in_order_of(frequencies[0], frequencies)
-    # Rounding must not decide the order of planes of one magnitude, which axial encodings have.
+    frequencies = _sort_planes(frequencies[0], frequencies)
+    # Axial encodings have planes of equal magnitude, whose order must not depend on rounding.
     magnitudes = frequencies.norm(dim=0)
     rounding = 10 * COMMUTING * magnitudes.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    frequencies = _in_order_of((magnitudes / rounding).round(), frequencies)
+    frequencies = _sort_planes((magnitudes / rounding).round(), frequencies)
     return Frequencies(frequencies, frequencies * patch_steps(encoding).view(-1, 1, 1, 1))
 
 
-def _in_order_of(keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """Planes of frequencies (A, layers, heads, planes) by their keys (layers, heads, planes), the largest first."""
+def _sort_planes(keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Sort the planes of frequencies (A, layers, heads, planes) by keys (layers, heads, planes), the largest first."""
     order = keys.argsort(dim=-1, descending=True, stable=True)
     return frequencies.gather(-1, order.expand_as(frequencies))
 
 
 def analyse_encoding(encoding: RotaryEncoding, progress: bool = False) -> EncodingAnalysis:
     """All measurements of this file."""
-    matrices = generators(encoding)
+    matrices = generator_matrices(encoding)
     steps = torch.diag(patch_steps(encoding))
     positions = torch.cat([steps, steps.sum(0, keepdim=True)])
     return EncodingAnalysis(

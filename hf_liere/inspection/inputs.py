@@ -1,4 +1,4 @@
-"""Images and clips for `hf-liere inspect`: reading them from files or data sets, and preparing them for a model."""
+"""Images and clips for `hf-liere inspect`: read from files or data sets, and prepared for a model."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ TABLE_SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".ar
 
 
 class InspectionError(InputError):
-    """An inspection that is not possible; the message says what is."""
+    """The inspection is not possible; the message says what is accepted."""
 
 
 @dataclass
 class Sample:
     """
     Attributes:
-        name: File name, or place in a data set.
+        name: File name, or row of a data set.
         frames: (T, H, W, C) uint8, C = 3 or 1; an image is one frame.
     """
 
@@ -37,13 +37,13 @@ class Sample:
 @dataclass
 class Preparation:
     """
-    From frames to `pixel_values`, with the constants of a checkpoint's processor. Frames are resized to the requested
-    size and not cropped, so that attention maps fit the frames that are shown.
+    Turns frames into `pixel_values` with the constants of a checkpoint's processor. Frames are resized to the requested
+    size and not cropped, so that attention maps fit the displayed frames.
 
     Attributes:
         num_channels: 1 or 3.
         num_frames: Frames of a clip; `None` for images.
-        rescale_factor, mean, std: pixels · rescale_factor, less mean, divided by std.
+        rescale_factor, mean, std: (pixels · rescale_factor − mean) / std.
         resample: PIL's filter.
     """
 
@@ -52,12 +52,12 @@ class Preparation:
     rescale_factor: float = 1 / 255
     mean: Sequence[float] = (0.5,)
     std: Sequence[float] = (0.5,)
-    # PIL.Image.Resampling.BILINEAR, without importing what only `inspect` needs.
+    # PIL.Image.Resampling.BILINEAR, without importing PIL.
     resample: int = 2
 
     @classmethod
-    def of(cls, processor, num_channels: int, num_frames: int | None) -> "Preparation":
-        """Without a processor: pixels from −1 to 1, as for ViT."""
+    def from_processor(cls, processor, num_channels: int, num_frames: int | None) -> "Preparation":
+        """The constants of a processor; without one, pixels from −1 to 1, as for ViT."""
         if processor is None:
             return cls(num_channels, num_frames)
         normalizes = processor.do_normalize and processor.image_mean is not None
@@ -71,7 +71,7 @@ class Preparation:
         )
 
     def pictures(self, sample: Sample) -> list:
-        """PIL images of the model's number of frames and channels, of the size of the sample."""
+        """PIL images with the model's number of frames and channels and the sample's size."""
         from PIL import Image
 
         frames = sample.frames
@@ -81,19 +81,19 @@ class Preparation:
         return [Image.fromarray(frame.squeeze(-1) if frame.shape[-1] == 1 else frame).convert(mode) for frame in frames]
 
     def resize(self, sample: Sample, size: tuple[int, int]) -> np.ndarray:
-        """(T, H, W, C) uint8 of the model's size, number of frames and channels."""
+        """(T, H, W, C) uint8 with the given size and the model's number of frames and channels."""
         resized = [picture.resize(size[::-1], self.resample) for picture in self.pictures(sample)]
         return np.stack(resized).reshape(len(resized), *size, self.num_channels)
 
     def pixel_values(self, clips: Sequence[np.ndarray]) -> torch.Tensor:
-        """(B, C, H, W) of images, (B, T, C, H, W) of clips, from what [`resize`] returns."""
+        """(B, C, H, W) images or (B, T, C, H, W) clips, from the output of [`resize`]."""
         pixels = torch.from_numpy(np.stack(clips)).permute(0, 1, 4, 2, 3).float() * self.rescale_factor
         mean, std = self._constants()
         pixels = (pixels - mean) / std
         return pixels[:, 0] if self.num_frames is None else pixels
 
     def frames(self, pixel_values: torch.Tensor) -> np.ndarray:
-        """(B, T, H, W, C) uint8 that [`pixel_values`] are made of; an image is one frame."""
+        """(B, T, H, W, C) uint8, the inverse of [`pixel_values`]; an image is one frame."""
         pixels = pixel_values.unsqueeze(1) if self.num_frames is None else pixel_values
         mean, std = self._constants()
         pixels = ((pixels * std + mean) / self.rescale_factor).round().clamp(0, 255)
@@ -108,34 +108,34 @@ def read_samples(
 ) -> list[Sample]:
     """
     Args:
-        files: Images, videos or arrays.
+        files: Image, video or array files.
         dataset: A folder of such files, a table with an image or video column, or the name of a data set on the Hub.
-        split: Split of the data set; `None` means its test or validation split, or its first.
+        split: Split of the data set; `None` means its test, validation or first split.
         max_samples: Number of samples from the data set.
-        is_video: Whether clips are wanted.
+        is_video: Whether to read clips.
 
     Raises:
-        InspectionError: if something cannot be read; the message names it.
+        InspectionError: naming the file or row that cannot be read.
     """
     samples = [read_file(Path(name), is_video) for name in files]
     if dataset is None:
         return samples
     if max_samples < 1:
-        raise InspectionError(f"--max_samples {max_samples}: accepted are 1 and more.")
+        raise InspectionError(f"--max_samples {max_samples}: accepted are numbers from 1.")
     if Path(dataset).is_dir():
         paths = sorted(path for path in Path(dataset).rglob("*") if path.suffix.lower() in SUFFIXES)
         if not paths:
-            raise InspectionError(f"{dataset} holds no images or videos; accepted are files in {', '.join(SUFFIXES)}.")
-        # From the whole folder, since data sets often store each class together.
+            raise InspectionError(f"{dataset} has no images or videos; accepted are files in {', '.join(SUFFIXES)}.")
+        # Sample the whole folder, because data sets often store each class together.
         places = np.linspace(0, len(paths) - 1, min(max_samples, len(paths))).round().astype(int)
         return samples + [read_file(paths[place], is_video) for place in places]
     return samples + list(islice(_read_dataset(dataset, split, is_video), max_samples))
 
 
 def require_readable(path: Path) -> None:
-    """Raises [`InspectionError`] if there is no such file, or its suffix is of no image, video or array."""
+    """Raise [`InspectionError`] if a file does not exist, or its suffix is not that of an image, video or array."""
     if not path.is_file():
-        raise InspectionError(f"{path} is no file.")
+        raise InspectionError(f"{path} is not a file.")
     if path.suffix.lower() not in SUFFIXES:
         raise InspectionError(f"{path.name}: accepted are files in {', '.join(SUFFIXES)}.")
 
@@ -143,7 +143,7 @@ def require_readable(path: Path) -> None:
 def read_file(path: Path, is_video: bool) -> Sample:
     """
     Raises:
-        InspectionError: if this is no image, video or array of frames, or does not fit the model.
+        InspectionError: if the file is not an image, video or array of frames, or does not fit the model.
     """
     require_readable(path)
     suffix = path.suffix.lower()
@@ -162,10 +162,10 @@ def read_file(path: Path, is_video: bool) -> Sample:
     except Exception as error:
         # Decoders raise errors of many types for broken files.
         raise InspectionError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error
-    return _checked(Sample(path.name, frames), is_video)
+    return _check(Sample(path.name, frames), is_video)
 
 
-def _checked(sample: Sample, is_video: bool) -> Sample:
+def _check(sample: Sample, is_video: bool) -> Sample:
     frames = sample.frames
     if frames.ndim != 4 or frames.dtype != np.uint8 or frames.shape[-1] not in (1, 3) or not frames.size:
         raise InspectionError(
@@ -181,11 +181,11 @@ def images_of_patches(
     patches: torch.Tensor, spatial_shapes: torch.Tensor, patch_shape: tuple[int, int]
 ) -> torch.Tensor:
     """
-    The image of which [`batch_of_patches`] or a SigLIP 2 processor made patches, (1, C, H, W).
+    The (1, C, H, W) image from which [`batch_of_patches`] or a SigLIP 2 processor made patches.
 
     Args:
-        patches: (1, N, patch pixels), each patch with its channels last; further ones are padding.
-        spatial_shapes: (1, 2) rows and columns of patches.
+        patches: (1, N, patch pixels), with channels last in each patch; patches beyond `spatial_shapes` are padding.
+        spatial_shapes: (1, 2) numbers of rows and columns.
         patch_shape: Height and width of a patch.
     """
     rows, columns = spatial_shapes[0].tolist()
@@ -197,7 +197,7 @@ def _image(source) -> np.ndarray:
     from PIL import Image, ImageOps
 
     with Image.open(source) as image:
-        # Cameras say in the metadata which side is up.
+        # Cameras store the orientation in the metadata.
         return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
 
 
@@ -222,7 +222,7 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
         raise InspectionError(
             f"{name} has no column of {'images or videos' if is_video else 'images'}: {dict(features) or 'unknown'}."
         )
-    # The split of a single file is always called "train", so samples are named after the file.
+    # The split of a single file is always "train", so name samples after the file.
     origin = Path(name).name if suffix in TABLE_SUFFIXES else chosen
     rows = iter(rows)
     for index in count():
@@ -232,9 +232,9 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
         except StopIteration:
             return
         except Exception as error:
-            # A row can contain a broken file.
+            # A row may contain a broken file.
             raise InspectionError(f"{place} of {name} cannot be read: {type(error).__name__}: {error}") from error
-        yield _checked(Sample(place, frames), is_video)
+        yield _check(Sample(place, frames), is_video)
 
 
 def _frames(value) -> np.ndarray:

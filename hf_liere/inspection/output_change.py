@@ -1,4 +1,4 @@
-"""How much the output of a vision transformer changes when the coordinates of all patches move together."""
+"""The change of a vision transformer's output when all patch coordinates move by a common offset."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from .attention import size_options, vision_tower
 from .encodings import patch_steps, rotary_encoding
 
 
-# Displacements of all patches at which outputs are compared, in patches.
+# Common offsets at which outputs are compared, in patches.
 OUTPUT_OFFSETS = (0.0, 0.5, 1.0, 2.0, 4.0)
 
 
@@ -37,24 +37,23 @@ def output_change(
     progress: bool = False,
 ) -> OutputChange:
     """
-    How much the output changes if the coordinates of all patches move together (ComRoPE §4.3.1, Fig. 5):
-    ‖f(x; p + c) − f(x; p)‖ / ‖f(x; p)‖, f the pooled output of the vision tower.
+    The change of the output if all patch coordinates move by a common offset (ComRoPE §4.3.1, Fig. 5): ‖f(x; p + c) −
+    f(x; p)‖ / ‖f(x; p)‖, where f is the pooled output of the vision tower.
 
-    With a relative encoding, attention between patches does not change. The output does not change either if class and
-    register tokens move too (`rotate_prefix`) or if there are none. A table of absolute positions, or any other source
-    of positions, does not move, so that a change of 0 is a statement about the rotations only; see
-    [`attention_relativity`] for the whole model.
+    With a relative encoding, attention between patches does not change. Nor does the output, if class and register
+    tokens move too (`rotate_prefix`) or if there are none. Other sources of positions, such as a table, do not move, so
+    a change of 0 is a statement only about the rotations; see [`attention_relativity`] for the whole model.
 
     Args:
-        offsets: The c on every axis, in patches of the trained grid.
+        offsets: The offsets c along every axis, in patches of the trained grid.
 
     Raises:
-        ValueError: if nothing in the model rotates.
+        ValueError: if the model has no rotations.
     """
     tower = vision_tower(model)
     encoding = rotary_encoding(tower.module)
     if encoding is None:
-        raise ValueError(f"{type(model).__name__} has no rotations whose positions could be moved.")
+        raise ValueError(f"{type(model).__name__} has no rotations; accepted are models with rotations of hf_liere.")
     steps, offset = patch_steps(encoding), 0.0
 
     def move(module, inputs, options):

@@ -1,4 +1,4 @@
-"""The plots of an inspection report, each drawn for a light and for a dark page, as SVG."""
+"""The plots of an inspection report as SVG, each drawn for a light and for a dark page."""
 
 import io
 import math
@@ -17,7 +17,7 @@ from .encodings import EncodingAnalysis
 from .output_change import OutputChange
 
 
-# For any colour vision: cividis for magnitudes, and for signed values maps with the colour of the page at 0.
+# For any colour vision: cividis for magnitudes, and maps with the page's colour at 0 for signed values.
 SEQUENTIAL = "cividis"
 THEMES = {
     "light": {"text": "#1f2328", "line": "#8c959f", "signs": "PuOr", "layers": (0.0, 0.75)},
@@ -25,7 +25,7 @@ THEMES = {
 }
 # The colours of Okabe and Ito that contrast with white and with black.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-# Width in elements of the widest mosaic that shares a row with others.
+# Width, in elements, of the widest mosaic that shares a row with others.
 MOSAIC_WIDTH = 150
 
 
@@ -33,7 +33,7 @@ MOSAIC_WIDTH = 150
 class Plot:
     """
     Attributes:
-        title, caption, alt: Texts of the picture; `alt` replaces it where it cannot be seen.
+        title, caption, alt: Texts of the picture; `alt` describes it to readers who cannot see it.
         svg: The picture for each theme.
     """
 
@@ -44,7 +44,7 @@ class Plot:
 
 
 def draw(paint: Callable[[Figure, dict], None], width: float, height: float) -> dict[str, str]:
-    """SVG for each theme of what `paint(figure, theme)` draws, on a transparent page; sizes in inches."""
+    """Draw `paint(figure, theme)` as SVG for each theme, on a transparent page; sizes are in inches."""
     pictures = {}
     for name, theme in THEMES.items():
         with rc_context(style(theme)):
@@ -70,15 +70,15 @@ def style(theme: dict) -> dict:
         "grid.color": theme["line"],
         "legend.frameon": False,
         "savefig.facecolor": "none",
-        # Equal pictures give equal files.
+        # Make equal pictures give equal files.
         "svg.hashsalt": "hf_liere",
     }
 
 
 def mosaic(matrices: torch.Tensor) -> tuple[np.ndarray, tuple[int, int]]:
     """
-    (layers, heads, blocks, b, b) → one picture with a tile per layer (down) and head (across), in which the blocks of
-    the head's block-diagonal matrix stand side by side, NaN between them; and the (height, width) of a tile.
+    Arrange (layers, heads, blocks, b, b) as a picture with a tile per layer (down) and head (across); a tile contains
+    the head's blocks side by side, separated by NaN. Also returns the (height, width) of a tile.
     """
     layers, heads, blocks, size, _ = matrices.shape
     columns = math.ceil(math.sqrt(blocks))
@@ -92,21 +92,21 @@ def mosaic(matrices: torch.Tensor) -> tuple[np.ndarray, tuple[int, int]]:
     return picture, tile
 
 
-def chosen(count: int, most: int) -> list[int]:
-    """At most `most` evenly spaced indices below `count`, with the first and the last."""
+def spaced_indices(count: int, most: int) -> list[int]:
+    """At most `most` evenly spaced indices below `count`, including the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
 def plot_mosaics(panels: Sequence[tuple[str, torch.Tensor]], label: str, limit: float | None = None) -> dict[str, str]:
-    """Mosaics with one colour scale that is symmetric around zero, in a column if they are too wide for a row."""
+    """Plot mosaics with a common colour scale symmetric around zero, in a column if they are too wide for a row."""
     layers, heads = panels[0][1].shape[:2]
     mosaics = [mosaic(matrices) for _, matrices in panels]
     height, width = mosaics[0][0].shape
     extend = "neither"
     if limit is None:
-        # The limit is a quantile, because a few large elements would hide the differences of all others.
+        # Use a quantile as the limit, because a few large elements would hide the differences of all others.
         sizes = np.abs(np.concatenate([matrices.numpy().ravel() for _, matrices in panels]))
-        # The quantile may be zero; if all elements are, any limit serves.
+        # The quantile may be zero; if all elements are, any limit works.
         limit, extend = float(np.quantile(sizes, 0.995)) or float(sizes.max()) or 1.0, "both"
     stacked = width > MOSAIC_WIDTH
     rows, columns = (len(panels), 1) if stacked else (1, len(panels))
@@ -130,7 +130,7 @@ def plot_mosaics(panels: Sequence[tuple[str, torch.Tensor]], label: str, limit: 
 
 
 def label_layers_and_heads(axis, layers: int, heads: int, tile: tuple[int, int] = (1, 1)) -> None:
-    """Ticks at the centres of tiles, whose extent is `tile`, numbered from 1."""
+    """Number the tiles of extent `tile` from 1, with ticks at their centres."""
     ticks = [[place * extent + (extent - 1) / 2 for place in range(n)] for n, extent in zip((layers, heads), tile)]
     axis.set_yticks(ticks[0], [str(layer + 1) for layer in range(layers)])
     axis.set_xticks(ticks[1], [str(head + 1) for head in range(heads)])
@@ -146,7 +146,7 @@ def plot_generators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str
 
 def plot_rotations(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:
     first, *_, last = encoding.rotations.unbind(3)
-    panels = [(f"one patch further on the {axes[0]} axis", first), ("one patch further on every axis", last)]
+    panels = [(f"one patch along the {axes[0]} axis", first), ("one patch along every axis", last)]
     return plot_mosaics(panels, "element of R, no unit", limit=1.0)
 
 
@@ -172,7 +172,7 @@ def plot_commutators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[st
 
 
 def layer_styles(count: int, theme: dict) -> list[dict]:
-    """A colour for each layer, from dark to light, of those that are visible on the page; labels for a few layers."""
+    """A visible colour for each layer, from dark to light; labels for a few layers."""
     shades = colormaps["viridis"](np.linspace(*theme["layers"], count))
     labelled = range(count) if count <= 6 else (0, count - 1)
     labels = [f"layer {layer + 1}" if layer in labelled else None for layer in range(count)]
@@ -210,7 +210,7 @@ def plot_output_change(found: OutputChange) -> dict[str, str]:
         axis.plot(offsets, change.mean(1), "o-", color=COLOURS[0])
         axis.fill_between(offsets, *np.quantile(change, (0.25, 0.75), axis=1), color=COLOURS[0], alpha=0.2, linewidth=0)
         axis.set(xlabel="common offset of all patches (patches)", ylabel="‖change‖ / ‖output‖, no unit")
-        # Rounding errors should not fill the plot.
+        # Do not let rounding errors fill the plot.
         axis.set_ylim(0, max(1.1 * change.max(), 1e-2))
         axis.grid(alpha=0.4)
 
@@ -256,7 +256,7 @@ def plot_angles(encoding: EncodingAnalysis) -> dict[str, str]:
 
 
 def few_ticks(*axes) -> None:
-    """So few labels that they do not overlap, whatever the size of the values."""
+    """Limit the labels so that they do not overlap, whatever the size of the values."""
     for axis in axes:
         axis.set_major_locator(ticker.MaxNLocator(4))
         axis.set_major_formatter(ticker.StrMethodFormatter("{x:.4g}"))
@@ -264,11 +264,11 @@ def few_ticks(*axes) -> None:
 
 def plot_frequencies(analysis: Analysis, models: Sequence[torch.Tensor]) -> dict[str, str]:
     """
-    A point for every plane, and with two models a line to it from its frequency in the first of them.
+    Plot a point for every plane; with two models, also a line to it from its frequency in the first model.
 
     Args:
-        analysis: Of either model, for its axes.
-        models: (A, layers, heads, planes) of one model or two, in radians per patch.
+        analysis: Analysis of either model, for the names of the axes.
+        models: (A, layers, heads, planes) frequencies of one or two models, in radians per patch.
     """
     axes, pairs = axis_names(analysis), analysis.encoding.commutators.axes
     bound = max(frequencies.abs().max().item() for frequencies in models) * 1.08 or 0.1
@@ -290,7 +290,7 @@ def plot_frequencies(analysis: Analysis, models: Sequence[torch.Tensor]) -> dict
 
 
 def _frequency_plane(axis, theme: dict, bound: float, across: str, down: str) -> None:
-    """Axes through 0 and, where frequencies go beyond it, the square outside of which rotations alias."""
+    """Draw axes through 0 and, if frequencies exceed it, the square outside of which rotations alias."""
     if bound > math.pi:
         style = {"fill": False, "linestyle": "--", "linewidth": 0.8, "edgecolor": theme["line"]}
         axis.add_patch(Rectangle((-math.pi, -math.pi), 2 * math.pi, 2 * math.pi, **style))

@@ -1,4 +1,4 @@
-"""The command `hf-liere predict`: what a classifier says about images, how sure it is, and where it looks."""
+"""The command `hf-liere predict`: a classifier's predictions for images, their probabilities, and its attention."""
 
 import json
 import os
@@ -21,15 +21,15 @@ from .classes import class_names, class_probabilities, is_classifier, probabilit
 from .inputs import InspectionError, Preparation, Sample, images_of_patches, read_file, require_readable
 
 
-# Suffixes of the files that attention is drawn into.
+# Accepted suffixes of attention pictures.
 PICTURES = (".png", ".svg", ".pdf")
-# A picture of more rows is too tall to be drawn or looked at.
+# Pictures with more rows are too tall.
 MOST_DRAWN = 32
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A class by its name and number, and its probability."""
+    """A class (name and number) and its probability."""
 
     label: str
     index: int
@@ -40,8 +40,8 @@ class Answer:
 class Prediction:
     """
     Attributes:
-        file: As it was given.
-        answers: The most probable classes, the most probable first.
+        file: The given name.
+        answers: The most probable classes, by decreasing probability.
     """
 
     file: str
@@ -55,8 +55,8 @@ class Prediction:
 class Predictions:
     """
     Attributes:
-        files: One entry for each file, in the order in which they were given.
-        remarks: One sentence for each assumption that the checkpoint made necessary.
+        files: One entry per file, in the given order.
+        remarks: One sentence for each assumption that was necessary.
     """
 
     files: list[Prediction]
@@ -76,26 +76,25 @@ def predict(
     trust_remote_code: bool = False,
 ) -> Predictions:
     """
-    Classify images or videos. They are prepared by the checkpoint's processor.
+    Classify images or videos, prepared by the checkpoint's processor.
 
     Args:
         checkpoint: Directory or repository on the Hub, of any vision transformer with a classifier that
             `from_pretrained` reads: ours, patched or neither.
         files: Images, videos or `.npy` clips.
-        top_k: Number of classes for each file; all if there are fewer.
-        attention: Picture to write, in which the attention of every layer lies over what the model saw of each file,
-            see [`attention_maps`].
+        top_k: Number of classes for each file, or all if there are fewer.
+        attention: Picture to write, with the attention of every layer over the model's view of each file, see
+            [`attention_maps`].
         revision, trust_remote_code: See [`load_checkpoint`].
 
     Raises:
-        InspectionError: if the checkpoint holds no classifier, a file cannot be read, `top_k` is less than 1, or
-            attention cannot be drawn.
+        InspectionError: if the checkpoint contains no classifier, a file is unreadable, or an option is invalid.
         CheckpointError, HubError: as [`load_checkpoint`].
         FileExistsError: if `attention` exists.
     """
     require_libraries("Reading images", "inspect", "PIL", *([] if attention is None else ["matplotlib"]))
     if top_k < 1:
-        raise InspectionError(f"--top_k {top_k}: accepted are 1 and more.")
+        raise InspectionError(f"--top_k {top_k}: accepted are numbers from 1.")
     for name in files:
         require_readable(Path(name))
     _check_picture(attention, files)
@@ -105,12 +104,12 @@ def predict(
         tower = vision_tower(model)
         if attention is not None and tower.is_flexible:
             raise InspectionError(
-                f"--attention: {type(model).__name__} takes images with a grid of their own each (spatial_shapes), on "
-                "which attention is not looked at; leave it out."
+                f"--attention: {type(model).__name__} takes images that each have their own grid (spatial_shapes), "
+                "which this option does not support; leave it out."
             )
         predicted, rows = [], []
         for file in files:
-            inputs = Inputs.of(read_file(Path(file), len(tower.train_grid) == 3), tower, processor)
+            inputs = Inputs.prepare(read_file(Path(file), len(tower.train_grid) == 3), tower, processor)
             found = inputs.probabilities(model).topk(min(top_k, len(names)))
             answers = [Answer(names[index], index, score) for score, index in zip(*(part.tolist() for part in found))]
             predicted.append(Prediction(str(file), answers))
@@ -135,13 +134,13 @@ def _check_picture(attention: str | os.PathLike | None, files: Sequence[str]) ->
 def _classes(model: nn.Module, checkpoint: str | os.PathLike) -> list[str]:
     if not is_classifier(model):
         raise InspectionError(
-            f"{checkpoint} holds {type(model).__name__}, which has no classifier; accepted are models for image or "
+            f"{checkpoint} contains {type(model).__name__}, which has no classifier; accepted are models for image or "
             "video classification, such as LieREViTForImageClassification and ViTForImageClassification."
         )
     names = class_names(model)
     if not names:
         raise InspectionError(
-            f"{checkpoint} has a classifier without classes (num_labels=0); accepted are 1 class and more."
+            f"{checkpoint} has a classifier without classes (num_labels=0); accepted is at least one class."
         )
     return names
 
@@ -152,7 +151,7 @@ def _remarks(names: list[str], processor) -> list[str]:
         remarks.append("The checkpoint does not name its classes (id2label): labels are numbers.")
     if processor is None:
         remarks.append(
-            "The checkpoint has no processor that can be read: inputs are resized to the trained size and pixels "
+            "The checkpoint has no readable processor: inputs are resized to the trained size and pixels "
             "scaled to −1 … 1, as for ViT."
         )
     return remarks
@@ -161,21 +160,21 @@ def _remarks(names: list[str], processor) -> list[str]:
 @dataclass
 class Inputs:
     """
-    One image or clip as the model takes it.
+    One image or clip, prepared for the model.
 
     Attributes:
-        tensors: What the processor returns, a batch of one.
-        preparation: The constants with which `pixel_values` become visible again.
+        tensors: Output of the processor, a batch of one.
+        preparation: The constants that turn `pixel_values` back into pictures.
     """
 
     tensors: dict[str, torch.Tensor]
     preparation: Preparation
 
     @classmethod
-    def of(cls, sample: Sample, tower: Tower, processor) -> "Inputs":
+    def prepare(cls, sample: Sample, tower: Tower, processor) -> "Inputs":
         config = tower.module.config
         num_frames = config.num_frames if len(tower.train_grid) == 3 else None
-        preparation = Preparation.of(processor, getattr(config, "num_channels", 3), num_frames)
+        preparation = Preparation.from_processor(processor, getattr(config, "num_channels", 3), num_frames)
         if processor is None:
             size = tuple(black_input(tower).shape[-2:])
             return cls({"pixel_values": preparation.pixel_values([preparation.resize(sample, size)])}, preparation)
@@ -183,7 +182,7 @@ class Inputs:
         try:
             tensors = dict(processor(pictures, return_tensors="pt"))
         except Exception as error:
-            # Processors raise errors of many types for pictures that they do not take.
+            # Processors raise errors of many types for pictures that they do not accept.
             raise InspectionError(f"{sample.name} cannot be prepared by {type(processor).__name__}: {error}") from error
         if "spatial_shapes" in tensors and not tower.is_flexible:
             extent = tower.patch_embedding.kernel_size
@@ -202,8 +201,8 @@ class Inputs:
         from .attention_plots import attention_rows
 
         pixels = self.tensors["pixel_values"]
-        return attention_rows(title, attention_maps(model, pixels).maps[:, 0], self.seen())
+        return attention_rows(title, attention_maps(model, pixels).maps[:, 0], self.visible_frames())
 
-    def seen(self) -> np.ndarray:
-        """(T, H, W, C) uint8, what the model saw: after resizing and cropping, before normalisation."""
+    def visible_frames(self) -> np.ndarray:
+        """(T, H, W, C) uint8 as the model saw it: after resizing and cropping, before normalisation."""
         return self.preparation.frames(self.tensors["pixel_values"])[0]

@@ -1,4 +1,4 @@
-"""The inspection report: one HTML page about a model, what its position encoding has learned, and its cost."""
+"""The inspection report: an HTML page about a model, its learned position encoding, its attention and its cost."""
 
 import base64
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 
 from ..models.encoding.encoding_traits import ENCODING_TRAITS
 from ..version import __version__
-from .analysis import Analysis, Inspected
+from .analysis import Analysis, InspectedModel
 from .attention_plots import plot_attention, plot_distances
 from .comparison import Comparison
 from .encodings import EncodingAnalysis
@@ -30,14 +30,14 @@ from .plots import (
 TEMPLATE = "report.html.jinja"
 IMAGES_SHOWN = 3
 CLASSES_SHOWN = 3
-# Accepted deviation of relative attention logits in nats: a thousand times their rounding errors.
+# Accepted deviation of relative attention logits in nats: a thousand times their rounding error.
 RELATIVE_UP_TO = 1e-3
 ENCODINGS = {
     "none": "no positions at all",
     "absolute": "a learned table of absolute positions",
     **{name: traits.description for name, traits in ENCODING_TRAITS.items()},
 }
-# Names in configurations of what the description of a model holds.
+# Configuration fields of the entries of a model's description.
 SHAPE = {
     "num_hidden_layers": "layers",
     "num_attention_heads": "heads",
@@ -47,7 +47,7 @@ SHAPE = {
 COORDINATES = {
     "index": "patch indices 0, 1, 2, …",
     "train_grid": "0 … 1 over the trained grid",
-    "fixed_grid": "0 … 1 over any grid, from its first to its last patch",
+    "fixed_grid": "0 … 1 from the first to the last patch of any grid",
     "train_index": "indices scaled to the trained grid",
     "unit": "0 … 1 over any grid",
     "unit_width": "0 … 1 over the width of any grid",
@@ -55,8 +55,8 @@ COORDINATES = {
 }
 
 
-def render(models: Sequence[Inspected], comparison: Comparison | None = None) -> str:
-    """The page of one model, or of two side by side with their comparison."""
+def render_report(models: Sequence[InspectedModel], comparison: Comparison | None = None) -> str:
+    """Render the page of one model, or of two side by side with their comparison."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).resolve().parent),
         autoescape=True,
@@ -68,13 +68,13 @@ def render(models: Sequence[Inspected], comparison: Comparison | None = None) ->
     return environment.get_template(TEMPLATE).render(
         name=" and ".join(model.name for model in models),
         version=__version__,
-        models=[_shown(model) for model in models],
-        comparison=comparison and compared(models, comparison),
+        models=[_model_context(model) for model in models],
+        comparison=comparison and _comparison_context(models, comparison),
     )
 
 
-def _shown(model: Inspected) -> dict:
-    """What the template shows of one model."""
+def _model_context(model: InspectedModel) -> dict:
+    """The template's variables for one model."""
     analysis = model.analysis
     return {
         "name": model.name,
@@ -90,8 +90,8 @@ def _shown(model: Inspected) -> dict:
     }
 
 
-def compared(models: Sequence[Inspected], comparison: Comparison) -> dict:
-    """What the template shows of the comparison of two models."""
+def _comparison_context(models: Sequence[InspectedModel], comparison: Comparison) -> dict:
+    """The template's variables for the comparison of two models."""
     described = [dict(facts(model.analysis)) for model in models]
     names = list(dict.fromkeys(name for rows in described for name in rows))
     differing = [
@@ -105,9 +105,9 @@ def compared(models: Sequence[Inspected], comparison: Comparison) -> dict:
         shown["plots"] = [
             Plot(
                 "Frequencies plane by plane",
-                f"A line for every plane, from its frequency in {first} to that of the plane of the same rank in "
-                f"{second} (a point), in the order of their magnitudes. Planes without a line have not changed. Models "
-                "with the same frequencies can compute the same, whatever their encodings are called.",
+                f"A line for every plane, from its frequency in {first} to that of the plane with the same rank of "
+                f"magnitude in {second} (a point). Planes without a line have not changed. Models with the same "
+                "frequencies can compute the same function, whatever their encodings are called.",
                 "Lines between the learned angular frequencies of two models, by layer.",
                 plot_frequencies(models[0].analysis, comparison.frequencies),
             )
@@ -142,20 +142,20 @@ def summary(analysis: Analysis) -> str:
     )
     encoding = model["position_encoding"]
     if encoding is None:
-        return text + "Its positions are those of its family."
+        return text + "Its positions are encoded as in its family."
     kind = ENCODINGS[encoding]
     if encoding in ENCODING_TRAITS and not ENCODING_TRAITS[encoding].planar:
         kind += f", in blocks of {model['block_size']} channels"
     text += f"Its position encoding is {encoding} — {kind}"
     if model["patched"]:
-        text += ", put into a pretrained model"
+        text += ", patched into a pretrained model"
     if model["absolute_table"] and encoding != "absolute":
-        text += ", beside absolute positions that the model adds to its patches"
+        text += ", in addition to absolute positions that the model adds to its patches"
     return text + "."
 
 
 def facts(analysis: Analysis) -> list[tuple[str, str]]:
-    """Rows of the table of the configuration, named as in the configuration."""
+    """Rows of the configuration table, named as in the configuration."""
     model = analysis.model
     rows = [("model_type", model["model_type"]), ("position_encoding", model["position_encoding"])]
     if analysis.encoding is not None:
@@ -181,19 +181,18 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
         return []
     product = ENCODING_TRAITS[analysis.model["position_encoding"]].product
     form = "Π exp(pₐ Aₐ)" if product else "exp(Σ pₐ Aₐ)"
-    blocks = "for every layer and head the blocks of its block-diagonal matrix side by side"
+    blocks = "with the blocks of each layer's and head's block-diagonal matrix side by side"
     plots = [
         Plot(
             "Generators",
-            f"The skew-symmetric Aₐ of every axis, {blocks}. Colours share one scale, whose ends "
-            "leave out half a percent of the elements.",
+            f"The skew-symmetric Aₐ of every axis, {blocks}. The common colour scale excludes half a percent of them.",
             "Heat maps of the generators of every axis by layer and head.",
             plot_generators(encoding, axes),
         ),
         Plot(
             "Rotations",
-            f"R(p) = {form} for a displacement of one patch, {blocks}. Close to the identity means that "
-            "neighbouring patches are hardly told apart; far from it, that the encoding resolves single patches.",
+            f"R(p) = {form} for a displacement of one patch, {blocks}. Matrices close to the identity hardly "
+            "distinguish neighbouring patches; matrices far from it resolve single patches.",
             "Heat maps of rotation matrices by layer and head.",
             plot_rotations(encoding, axes),
         ),
@@ -201,14 +200,14 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
     plots += _commutation_plots(analysis, axes)
     paper = ""
     if encoding.generators.shape[-1] == 8:
-        paper = " (ComRoPE's Table 8 reports, of its own models with b = 8: LieRE 0.195, AP 0.171, LD 0.238)"
+        paper = " (ComRoPE's Table 8, for models with b = 8: LieRE 0.195, AP 0.171, LD 0.238)"
     plots.append(
         Plot(
             "Elements of the angle matrices",
             "Distribution of the upper triangles of the generators (ComRoPE App. F, Fig. 8). Their standard deviation "
-            f"is {encoding.angles.std:.3g} radians per unit of the coordinate{paper}. {start_of(encoding)}",
+            f"is {encoding.angles.std:.3g} radians per unit of the coordinate{paper}. {describe_start(encoding)}",
             "Density of the generators' elements on a linear and on a logarithmic scale, and their standard deviation "
-            "by layer, beside those of untrained generators.",
+            "by layer, compared with untrained ones.",
             plot_angles(encoding),
         )
     )
@@ -216,14 +215,14 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
         largest = encoding.frequencies.per_patch.abs().max().item()
         beyond = ""
         if largest > np.pi:
-            beyond = " Outside of the dashed square, a plane rotates by more than π from patch to patch: it aliases."
+            beyond = " Outside the dashed square, a plane rotates by more than π from patch to patch: it aliases."
         plots.append(
             Plot(
                 "Frequencies in the plane",
-                "Each point is a plane that the generators share, which rotates by f · (q − p) between patches p and "
-                "q. These frequencies are the canonical form of the encoding: it is RoPE-Mixed in the basis of the "
-                "planes, which the query and key weights can take up, so that encodings whose generators commute can "
-                f"be compared by them. The largest component is {largest:.3g} radians per patch.{beyond}",
+                "Each point is a common plane of the generators, which rotates by f · (q − p) between patches p and "
+                "q. These frequencies are the canonical form of the encoding: in the basis of the planes, which the "
+                "query and key weights can absorb, it is RoPE-Mixed. So they allow comparing all encodings whose "
+                f"generators commute. The largest component is {largest:.3g} radians per patch.{beyond}",
                 "Scatter plot of the learned angular frequencies, by layer.",
                 plot_frequencies(analysis, [encoding.frequencies.per_patch]),
             )
@@ -231,26 +230,26 @@ def learned_plots(analysis: Analysis) -> list[Plot]:
     return plots
 
 
-def start_of(encoding: EncodingAnalysis) -> str:
-    """A comparison of the generators with untrained ones of the same configuration."""
+def describe_start(encoding: EncodingAnalysis) -> str:
+    """Compare the generators with untrained ones of the same configuration."""
     start = encoding.initialization
     if start is None:
         return "They are fixed, not learned."
     if not start.std:
         if not encoding.angles.std:
-            return "They are all zero, as rotary_init='zeros' made them: nothing has been learned."
-        return "They were all zero at the start (rotary_init='zeros'): all that is here was learned."
+            return "They are all zero, as initialised by rotary_init='zeros': nothing has been learned."
+        return "They were initialised to zero (rotary_init='zeros'): all of this was learned."
     drawn = (
-        f"Untrained ones, as rotary_init={start.name!r} with rotary_init_scale={start.scale:.4g} draws them, have "
-        f"{start.std:.3g}. The cumulative distributions of both differ by at most {start.distance:.2g} (Kolmogorov and "
-        f"Smirnov); untrained ones differ from each other by up to {start.chance:.2g}"
+        f"Untrained ones, drawn with rotary_init={start.name!r} and rotary_init_scale={start.scale:.4g}, have "
+        f"{start.std:.3g}. The cumulative distributions of both differ by at most {start.distance:.2g} "
+        f"(Kolmogorov–Smirnov); untrained ones differ from each other by up to {start.chance:.2g}"
     )
     if start.distance <= start.chance:
         return (
-            f"{drawn}, so that their distribution does not show that anything was learned. Single elements may have "
-            "moved all the same: the ones that training started from are not in a checkpoint."
+            f"{drawn}, so their distribution does not show that anything was learned. Single elements may have changed "
+            "nevertheless: checkpoints do not contain the initial ones."
         )
-    return f"{drawn}: this is not the distribution of untrained ones."
+    return f"{drawn}: the distribution has changed in training."
 
 
 def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
@@ -258,11 +257,11 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
     if encoding.commutators.axes:
         largest = encoding.commutators.relative.max().item()
         verdict = (
-            f"The generators commute: these rotations compare patches by the difference of their positions alone. "
-            f"{relativity_of_model(analysis)}"
+            f"The generators commute: these rotations depend only on the difference of two patches' positions. "
+            f"{describe_relativity(analysis)}"
             if largest < 1e-9
-            else "The generators do not commute: attention between patches depends on where both are, and no change of "
-            "basis makes these rotations RoPE-Mixed."
+            else "The generators do not commute: attention between two patches depends on both positions, and no basis "
+            "turns these rotations into RoPE-Mixed."
         )
         plots.append(
             Plot(
@@ -277,24 +276,25 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
     price = (
         "Zero up to rounding in float64: these rotations are exactly relative."
         if largest < 1e-5
-        else "This is the price of generators that do not commute; 2 is the most there can be."
+        else "Generators that do not commute cause this error; the maximum is 2."
     )
     plots.append(
         Plot(
             "Deviation from relativity",
             "e(c) = ‖R(p + c)ᵀR(q + c) − R(p)ᵀR(q)‖, the spectral norm, over pairs of patches (the RoPE equation, "
-            f"ComRoPE eq. 2, asks for 0): lines are means over heads, blocks and pairs. At most {largest:.2g}. {price}",
+            f"ComRoPE eq. 2, requires 0). Lines are means over heads, blocks and pairs; the maximum is {largest:.2g}. "
+            f"{price}",
             "Curves of the relativity error over the offset, by layer.",
             plot_relativity(encoding),
         )
     )
     return plots + [
         Plot(
-            "What a common offset does to the output",
+            "Effect of a common offset on the output",
             "Change of the pooled output if the coordinates of all patches move by the same offset (ComRoPE "
-            f"Fig. 5) at {size_name(entry.size)}, mean and quartiles over images. Class and register tokens that "
-            "are not rotated stay where they are, so that what they see of the patches changes for every encoding. "
-            "All else that tells positions, such as a table, stays too: 0 speaks of these rotations alone.",
+            f"Fig. 5) at {size_name(entry.size)}, mean and quartiles over images. Class and register tokens without "
+            "rotations do not move, so their attention to patches changes with every encoding. Other sources of "
+            "positions, such as a table, do not move either: 0 is a statement only about these rotations.",
             "Curve of the relative change of the output over the offset.",
             plot_output_change(entry.output_change),
         )
@@ -303,19 +303,16 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
     ]
 
 
-def relativity_of_model(analysis: Analysis) -> str:
-    """Whether the model's attention depends on differences of positions only, with the measured figure."""
+def describe_relativity(analysis: Analysis) -> str:
+    """Describe whether the model's attention depends only on position differences, with the measured figure."""
     found = analysis.attention_relativity
     reason = "absolute positions are added to its patches" if analysis.model["absolute_table"] else None
     if found is None:
         return f"The model's attention does not: {reason}." if reason else "The model's attention was not measured."
     largest = found.max().item()
-    measured = (
-        "On an input whose patches are all alike, logits of the first layer for pairs of patches with the same "
-        f"difference of positions vary by up to {largest:.2g}"
-    )
+    measured = f"On equal patches, the first layer's logits at equal position differences vary by up to {largest:.2g}"
     if reason is None and largest > RELATIVE_UP_TO:
-        reason = "something else in it tells where a patch is"
+        reason = "something else in the model encodes positions"
     if reason is not None:
         return f"The model's attention does not: {reason}. {measured}."
     return f"So does the model's attention. {measured}, which is rounding."
@@ -358,7 +355,7 @@ def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Se
 
 
 def prediction_rows(analysis: Analysis, sources: Sequence[str]) -> list[list[str]]:
-    """For each image its name and the most probable classes at each size; no rows for models without classes."""
+    """For each image, its name and the most probable classes at each size; empty for models without classes."""
     entries = [entry for entry in analysis.inputs if entry.probabilities is not None]
     if not entries:
         return []
@@ -374,7 +371,7 @@ def prediction_rows(analysis: Analysis, sources: Sequence[str]) -> list[list[str
 
 
 def cost_rows(analysis: Analysis) -> list[list[str]]:
-    """Size, million operations, those for computing and for applying rotations, and the share of both."""
+    """Rows of size, million operations, those for computing and for applying rotations, and the share of both."""
     return [
         [
             size_name(entry.size),
@@ -392,6 +389,6 @@ def cost_summary(analysis: Analysis) -> str:
         return ""
     cost = analysis.inputs[0].cost
     return (
-        f"Of the vision tower's {cost.parameters:,} parameters, {cost.encoding_parameters:,} belong to rotations and "
-        f"{cost.table_parameters:,} to a table of absolute positions: {cost.parameter_share:.2%} together."
+        f"The vision tower has {cost.parameters:,} parameters: {cost.encoding_parameters:,} for rotations and "
+        f"{cost.table_parameters:,} for a table of absolute positions, together {cost.parameter_share:.2%}."
     )

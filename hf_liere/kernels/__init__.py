@@ -1,4 +1,9 @@
-"""Compiled implementations of what `models` computes with plain operations; importing this package registers them."""
+"""
+Compiled implementations of functions of `models`, which computes the same with plain operations.
+
+It imports only `models.rotation`; importing this package registers the kernels there. Start with `cuda.py` or `cpu.py`,
+which both implement the functions of `models/rotation/backends.py`; `self_check.py` compares kernels before their use.
+"""
 
 from ..models.rotation.backends import register_backend
 from . import cpu, cuda

@@ -1,5 +1,5 @@
-// The kernels of cpu.py. pyproject.toml names the libraries that are built from them, for several kinds of CPU; the
-// headers hold a part each.
+// The kernels of cpu.py. pyproject.toml declares the libraries that are built from them for several kinds of CPU. The
+// headers:
 //
 //   matrix.h       vectors, b × b matrices and their products in registers, threads
 //   exponential.h  rotations from generators, and the gradients of generators
@@ -17,9 +17,9 @@
 //   states         (batch, heads, tokens, head_dim) float32 or bfloat16, query or key, strided but for their channels
 //   rotation       (1 or batch, 1 or heads, tokens, blocks, b, b) or (…, planes, 2), strided over the first three
 //
-// Inside, a block is padded with zeros to one of the sizes that code is compiled for: as rotations of [[A, 0], [0, 0]]
-// are [[exp A, 0], [0, 1]], padding changes no result. Results do not depend on the number of threads: each is written
-// by one iteration, which adds in a fixed order.
+// Blocks are padded with zeros to one of the compiled sizes: the rotation of [[A, 0], [0, 0]] is [[exp A, 0], [0, 1]],
+// so padding does not change any result. Results do not depend on the number of threads: a single iteration writes each
+// one and adds in a fixed order.
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -31,13 +31,13 @@
 
 namespace {
 
-// Calls body(state) with any value of the type of the states.
+// Calls body(state) with a value of the states' type.
 template <typename Body>
 bool with_state_type(const Shape& shape, Body body) {
     return shape.is_bfloat16 ? body(BFloat16{}) : body(float{});
 }
 
-// Calls body(rows) with rows of the kind that the states need.
+// Calls body(rows) with the kind of rows that the states need.
 template <typename Body>
 bool with_rows(const Shape& shape, Body body) {
     return with_compiled_size(shape.size, [&](auto size) {
@@ -51,7 +51,7 @@ bool with_rows(const Shape& shape, Body body) {
 
 extern "C" {
 
-// To be raised, here and in cpu_interface.py, whenever arguments or the sizes of blocks change.
+// Increase this, here and in cpu_interface.py, whenever arguments or block sizes change.
 int hf_liere_interface() { return 3; }
 
 // Page faults cost more than the writes to fresh memory.

@@ -1,11 +1,9 @@
 """
-Rotations, their gradients and their application on CPUs, compiled from cpu.cpp when the package is installed, see
-`cpu_library`. Optional: where no compiler built them, for larger blocks and for types other than float32 and bfloat16,
-plain operations compute the same, several times slower for small blocks. HF_LIERE_CPU_KERNELS=0 in the environment
-disables the kernels.
+Rotations, their gradients and their application on CPUs, compiled from cpu.cpp when the package is installed (see
+`cpu_library`). They are optional: without a compiler, for larger blocks and for dtypes other than float32 and bfloat16,
+plain operations compute the same, several times slower for small blocks. HF_LIERE_CPU_KERNELS=0 disables the kernels.
 
-Queries, keys and their gradients are float32 or bfloat16, rotations and their gradients are float32, and so is the
-arithmetic between them.
+Queries, keys and their gradients are float32 or bfloat16; rotations, their gradients and all arithmetic are float32.
 """
 
 import os
@@ -20,20 +18,18 @@ from .layout import contiguous_channels, empty_like, is_planes, shared_strides
 
 
 NAME = "CPU kernels"
-# Of queries and keys.
+# Accepted dtypes of queries and keys.
 TYPES = (torch.float32, torch.bfloat16)
-# Two huge pages of the usual 2 MiB, of which at least one is whole.
+# Twice the usual huge page of 2 MiB, so that at least one whole page fits.
 HUGE_BYTES = 1 << 22
 
 
 def refusal(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | None:
-    """
-    Why the kernels do not take tensors like this one for results in `dtype`, or `None` if they do.
-    """
+    """Why the kernels do not accept tensors like this one for results in `dtype`; `None` if they do."""
     if tensor.device.type != "cpu":
-        return "they run on the CPU only"
+        return "they run only on the CPU"
     if dtype not in TYPES:
-        return "they compute float32 and bfloat16 only"
+        return "they compute only float32 and bfloat16"
     if os.environ.get("HF_LIERE_CPU_KERNELS", "1") == "0":
         return "HF_LIERE_CPU_KERNELS=0 turns them off"
     return failure(block_size)
@@ -58,10 +54,10 @@ def angle_gradients(gradients, rotated, shape: torch.Size) -> torch.Tensor:
 
 def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
-    [`apply_rotation`] of the gradients by the inverse, and [`angle_gradients`], in one pass: 3/4 of the bytes of two.
+    [`apply_rotation`] of the gradients by the inverse and [`angle_gradients`], in one pass with 3/4 of the bytes.
 
     Args:
-        gradients: Of the rotated query and key, (B, H, N, D) each, or of one of them.
+        gradients: Gradients of the rotated query and key, (B, H, N, D) each, or of one of them.
         rotated: Query and key, likewise.
         cos_sin: (1 or B, 1 or H, N, planes, 2).
     """
@@ -88,12 +84,12 @@ def block_rotations(
     squares: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
-    """As [`squaring.ray_rotations`], in float32 from products in the type of the positions, float64 or float32."""
+    """As [`squaring.ray_rotations`]; float32 results from products in the positions' dtype, float64 or float32."""
     if positions.dtype not in (torch.float64, torch.float32):
-        raise ValueError(f"Positions must be in torch.float64 or torch.float32; they are in {positions.dtype}.")
+        raise ValueError(f"Positions in {positions.dtype}; accepted are torch.float64 and torch.float32.")
     axes, groups, blocks, size, _ = generators.shape
     positions, generators = positions.contiguous(), generators.to(positions.dtype).contiguous()
-    tokens, squarings = _checked_rays(tokens, squarings, squares, len(positions))
+    tokens, squarings = _check_rays(tokens, squarings, squares, len(positions))
     in_no_ray = torch.ones(len(positions), dtype=torch.bool, device="cpu").index_fill_(0, tokens[tokens >= 0], False)
     rotations = tuple(_empty(len(positions), blocks, size, size) for _ in range(groups))
     others = in_no_ray.nonzero().flatten()
@@ -125,7 +121,7 @@ def block_tangents(
     """As [`squaring.ray_tangents`]."""
     _, blocks, size, _ = rotations[0].shape
     rotations, gradients = (tuple(x.to(torch.float32).contiguous() for x in pair) for pair in (rotations, gradients))
-    tokens, squarings = _checked_rays(tokens, squarings, squares, len(rotations[0]))
+    tokens, squarings = _check_rays(tokens, squarings, squares, len(rotations[0]))
     tangents = _empty(len(rotations), len(tokens), blocks * (size * (size - 1) // 2))
     sizes, offsets = Sizes(groups=len(rotations), blocks=blocks, size=size), first_square(squarings)
     _call(size, "block_tangents", sizes, _rays(tokens, squarings, offsets, squares), rotations, gradients, tangents)
@@ -141,11 +137,11 @@ def moments_gradient(
     Args:
         generators: (A, G, K, b, b).
         moments: (G, monomials, K·b(b−1)/2).
-        coefficients: One for each degree of the monomials, from 1 on.
-        raised: For each degree but the last and each axis, the indices of the monomials that are x_a times as high.
+        coefficients: One for each degree of the monomials, starting with degree 1.
+        raised: For each degree except the last and each axis a, the index of x_a times each monomial.
 
     Returns:
-        (A, G, K, b, b) in the type of the generators, from products in float32.
+        (A, G, K, b, b) in the dtype of the generators, from products in float32.
     """
     axes, groups, blocks, size, _ = generators.shape
     dtype, out = generators.dtype, _empty(*generators.shape)
@@ -153,7 +149,7 @@ def moments_gradient(
     counts = [len(level[0]) for level in raised]
     counts.append(moments.shape[1] - sum(counts))
     indices = [index for level in raised for axis in level for index in axis]
-    # The structure holds addresses: these tensors must live until the call returns.
+    # The structure contains addresses: these tensors must live until the call returns.
     tables = [torch.tensor(coefficients, dtype=torch.float64, device="cpu")]
     tables += [torch.tensor(values, dtype=torch.int64, device="cpu") for values in (counts, indices)]
     monomials = Monomials(*(table.data_ptr() for table in tables), len(counts), moments.shape[1])
@@ -164,32 +160,29 @@ def moments_gradient(
 def _call(block_size: int, name: str, *arguments) -> None:
     """
     Raises:
-        RuntimeError: if there are no kernels for blocks of this size.
-        MemoryError: if the kernel found too little memory for its scratch.
+        RuntimeError: if the kernels do not support this block size.
+        MemoryError: if there is too little memory for the kernel's scratch space.
     """
     if reason := failure(block_size):
-        raise RuntimeError(f"There are no CPU kernels for blocks of {block_size}: {reason}.")
+        raise RuntimeError(f"No CPU kernels for blocks of {block_size}: {reason}.")
     name, threads = f"hf_liere_{name}", torch.get_num_threads()
     if not getattr(library(), name)(*arguments, threads):
-        raise MemoryError(f"There is too little memory for {name} with {threads} threads.")
+        raise MemoryError(f"Too little memory for {name} with {threads} threads.")
 
 
 def _sums(block_size: int, name: str, gradients, rotated, shape: tuple[int, ...], *factor) -> torch.Tensor:
-    """The kernels add over the samples that share a rotation, and heads that do are added here."""
+    """Sums over samples and heads that share a rotation: the kernels add samples, this function adds heads."""
     gradients, rotated = (tuple(map(contiguous_channels, pair)) for pair in (gradients, rotated))
     out = _empty(shape[0], shape[2], rotated[0].shape[1], *shape[3:]).transpose(1, 2)
     if gradients[0].dtype != rotated[0].dtype:
-        raise ValueError(
-            f"Gradients must be in the type of queries and keys; they are in {gradients[0].dtype} and "
-            f"{rotated[0].dtype}."
-        )
+        raise ValueError(f"Gradients in {gradients[0].dtype} do not match queries and keys in {rotated[0].dtype}.")
     kind = _shape(rotated, shape, block_size)
     _call(block_size, name, kind, _pair(gradients), _pair(rotated), _shared(out), *factor)
     return out.sum_to_size(shape)
 
 
 def _empty(*shape: int) -> torch.Tensor:
-    """float32 on the CPU, whatever the process has as its default type and device."""
+    """An uninitialised float32 tensor on the CPU, whatever the default dtype and device."""
     return _prefer_huge_pages(torch.empty(shape, dtype=torch.float32, device="cpu"))
 
 
@@ -199,10 +192,10 @@ def _prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _checked_rays(
+def _check_rays(
     tokens: torch.Tensor, squarings: torch.Tensor, squares: torch.Tensor | None, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous and int64. The kernels would write to tokens and squares beyond the last one."""
+    """Validated, contiguous int64 rays: the kernels do not check bounds when they write to tokens and squares."""
     if tokens.ndim != 2 or squarings.shape != tokens.shape[:1]:
         raise ValueError(
             f"Rays must be (rays, longest ray) and squarings (rays,); they are {tuple(tokens.shape)} and "
@@ -213,8 +206,8 @@ def _checked_rays(
         tokens.shape[1] == 0 or tokens[:, 0].min() < 0 or tokens.min() < -1 or tokens.max() >= num_tokens
     ):
         raise ValueError(
-            f"Rays must hold tokens from 0 to {num_tokens - 1}, one at least, and -1 beyond the end of a ray; in a "
-            f"tensor of shape {tuple(tokens.shape)} they hold {tokens.unique().tolist()}."
+            f"Rays must contain tokens from 0 to {num_tokens - 1}, at least one, and -1 beyond the end of a ray; in a "
+            f"tensor of shape {tuple(tokens.shape)} they contain {tokens.unique().tolist()}."
         )
     if len(squarings) and squarings.min() < 0:
         raise ValueError(f"Squarings must not be negative; they are {squarings.tolist()}.")
@@ -233,7 +226,7 @@ def _rays(tokens, squarings, offsets, squares) -> Rays:
 
 
 def _contiguous_blocks(rotation: torch.Tensor) -> torch.Tensor:
-    """float32, with the blocks or planes of a token and head one after the other in memory."""
+    """In float32, with the blocks or planes of a token and head contiguous in memory."""
     rotation = rotation.to("cpu", torch.float32)
     return rotation if rotation[0, 0, 0].is_contiguous() else rotation.contiguous()
 
@@ -262,7 +255,7 @@ def _pair(tensors: Sequence[torch.Tensor]) -> Pair:
             f"Query and key must be alike; they are {tuple(first.shape)} in {first.dtype} and {tuple(last.shape)} in "
             f"{last.dtype}."
         )
-    # Where there is one state, the second is not read.
+    # The kernels do not read the second of a single state.
     pair = first, last
     strides = tuple(Strides(*tensor.stride()[:3]) for tensor in pair)
     return Pair(tuple(tensor.data_ptr() for tensor in pair), strides)

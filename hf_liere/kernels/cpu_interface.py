@@ -5,10 +5,10 @@ import ctypes
 import torch
 
 
-# As in cpu.cpp.
+# Must equal the version in cpu.cpp.
 INTERFACE = 3
-# Blocks up to the first size are padded, if need be. Those between the two are left out: padded to the second, they
-# take longer than plain operations do.
+# Blocks up to the first size are padded if necessary. Sizes between the two are not supported: padded to the second,
+# they are slower than plain operations.
 LARGEST_PADDED_SIZE, LARGEST_SIZE = 64, 128
 
 
@@ -17,19 +17,19 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
 
 
 class Strides(ctypes.Structure):
-    """Over samples, heads and tokens."""
+    """Strides over samples, heads and tokens."""
 
     _fields_ = _fields(ctypes.c_int64, "sample head token")
 
 
 class Pair(ctypes.Structure):
-    """Query and key, or their gradients; or one of them, by itself."""
+    """Query and key, or their gradients; or only one of them."""
 
     _fields_ = [("states", ctypes.c_void_p * 2), ("strides", Strides * 2)]
 
 
 class Shared(ctypes.Structure):
-    """Rotations or their gradients, with strides of zero over what samples or heads share."""
+    """Rotations or their gradients, with zero strides over samples or heads that share them."""
 
     _fields_ = [("values", ctypes.c_void_p), ("strides", Strides)]
 
@@ -52,7 +52,7 @@ class Monomials(ctypes.Structure):
 
 
 class Values:
-    """A contiguous tensor, passed by its address, or a sequence of them, by the addresses of each."""
+    """A contiguous tensor, passed as its address, or a sequence of such tensors, passed as an array of addresses."""
 
     @staticmethod
     def from_param(values):
@@ -65,7 +65,7 @@ _POWERS, _RAYS, _STATES = (
     [ctypes.POINTER(structure) for structure in structures]
     for structures in ((Sizes, Monomials), (Sizes, Rays), (Shape, Pair, Pair, Shared))
 )
-# Those of a kernel end with a number of threads; it returns whether there was enough memory for its scratch.
+# Arguments of each function. Kernels take the number of threads last and return whether memory sufficed.
 ARGUMENTS = {
     "hf_liere_prefer_huge_pages": [Values, ctypes.c_int64],
     "hf_liere_block_rotations": [*_RAYS, ctypes.c_int, Values, Values, Values, Values, ctypes.c_int],

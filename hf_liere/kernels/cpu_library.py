@@ -1,6 +1,6 @@
 """
-Loads the kernels of cpu.cpp, which are built when the package is installed: pyproject.toml names a library for each
-kind of CPU, and those that the machine's compiler cannot build are left out.
+Loads the kernels of cpu.cpp, which are built when the package is installed: pyproject.toml declares a library for each
+kind of CPU, and the installation skips those that the compiler cannot build.
 """
 
 import ctypes
@@ -16,23 +16,23 @@ from .cpu_interface import ARGUMENTS, INTERFACE, LARGEST_PADDED_SIZE, LARGEST_SI
 logger = logging.get_logger(__name__)
 
 FOLDER = Path(__file__).parent
-# For what `torch.backends.cpu.get_cpu_capability` says of this CPU, the libraries that it runs, the fastest first.
+# For each value of `torch.backends.cpu.get_cpu_capability`, the libraries that run there, the fastest first.
 NAMES = {"AVX512": ("_cpu_avx512", "_cpu_avx2", "_cpu_openmp", "_cpu_portable")}
 NAMES["AVX2"] = NAMES["AVX512"][1:]
 ON_ANY_CPU = NAMES["AVX512"][2:]
 REMEDY = (
-    "an installation of the package builds them where it finds a C++ compiler, GCC or clang (pip install "
+    "installing the package builds them if it finds a C++ compiler, GCC or clang (pip install "
     "--force-reinstall --no-deps --no-cache-dir, or pip install -e . in a checkout)"
 )
 
 
 def library() -> ctypes.CDLL | None:
-    """The fastest kernels that were built for this CPU, or `None` where plain operations must do."""
+    """The fastest usable library of kernels for this CPU; `None` if there is none."""
     return _find()[0]
 
 
 def failure(block_size: int) -> str | None:
-    """Why [`library`] has no kernels for blocks of this size, or `None` if it has."""
+    """Why [`library`] has no kernels for blocks of this size; `None` if it has."""
     reason = _find()[1]
     if reason is None and block_size > LARGEST_PADDED_SIZE and block_size != LARGEST_SIZE:
         return f"they take blocks of at most {LARGEST_PADDED_SIZE} channels and of {LARGEST_SIZE}, not of {block_size}"
@@ -41,7 +41,7 @@ def failure(block_size: int) -> str | None:
 
 @functools.cache
 def _find() -> tuple[ctypes.CDLL | None, str | None]:
-    """The library, or why there is none; libraries that were built and cannot be used are warned of."""
+    """Load the fastest usable library, or return why there is none. Warns about libraries that do not load."""
     names = NAMES.get(torch.backends.cpu.get_cpu_capability(), ON_ANY_CPU)
     failures = []
     for path in (path for name in names for path in sorted(FOLDER.glob(f"{name}.*"))):
@@ -58,17 +58,17 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
     if not failures:
         return None, f"they were not built: {FOLDER} has none for this CPU ({', '.join(names)}); {REMEDY}"
     reason = f"{'; '.join(failures)}; {REMEDY}"
-    logger.warning_once(f"Rotations on the CPU are computed by plain operations, which are slower: {reason}.")
+    logger.warning_once(f"Plain operations, which are slower, compute rotations on the CPU: {reason}.")
     return None, reason
 
 
 def _load(path: Path) -> ctypes.CDLL:
     """
     Raises:
-        OSError: if the library does not load, was built from other sources, or would end the process.
+        OSError: if the library does not load, was built from other sources, or would abort the process.
     """
     if b"__kmpc_fork_call" in path.read_bytes() and hasattr(ctypes.CDLL(None), "__kmpc_fork_call"):
-        raise OSError("it is linked to LLVM's OpenMP, of which a second copy would end this process")
+        raise OSError("it is linked to LLVM's OpenMP, and a second copy of it would abort this process")
     found = ctypes.CDLL(str(path))
     built = found.hf_liere_interface() if hasattr(found, "hf_liere_interface") else "none"
     if built != INTERFACE:

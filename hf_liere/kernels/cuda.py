@@ -1,22 +1,21 @@
 """
-Query and key rotated in one pass over memory, forward and backward, on CUDA (Triton). Optional: without Triton or a
-GPU, for types other than float32, bfloat16 and float16, and where `self_check` finds a difference, plain operations
-compute the same. HF_LIERE_CUDA_KERNELS=0 in the environment disables the kernels.
+Rotates query and key in one pass over memory, forward and backward, on CUDA (Triton). The kernels are optional: without
+Triton or a GPU, for dtypes other than float32, bfloat16 and float16, and if `self_check` finds a difference, plain
+operations compute the same. HF_LIERE_CUDA_KERNELS=0 in the environment disables the kernels.
 
-The batch shares a rotation, so a program loads that of its tokens once and applies it to several samples. Planes (cos
-and sin) are rotated elementwise. Blocks of any size b form one block-diagonal matrix per token and head, by which the
-tensor cores multiply.
+The batch shares a rotation, so a program loads the rotation of its tokens once and applies it to several samples.
+Planes (cos and sin) are rotated elementwise; blocks of any size b by tensor cores, as a block-diagonal matrix per head.
 
-Bytes moved, for queries and keys of S bytes together and rotations of R bytes (8 per token, head and plane, or 4·b² per
-block), where a batch is divided among P programs (`PROGRAMS`), each of which loads or adds the rotations once:
+Bytes moved, with queries and keys of S bytes together and rotations of R bytes (8 per token, head and plane, or 4·b²
+per block), and a batch divided among P programs (`PROGRAMS`) that each load or add the rotations once:
 
-- [`apply_rotation`] reads S + P·R and writes S. Cos and sin exist once for both channels of a plane. Heads that share
-  a rotation read the same bytes, from the cache.
-- [`angle_gradients`] reads 2·S and writes P·R/2 for all heads, which are read again if there is anything to add.
+- [`apply_rotation`] reads S + P·R and writes S. Cos and sin are stored once for both channels of a plane. Heads that
+  share a rotation read the same bytes from the cache.
+- [`angle_gradients`] reads 2·S and writes P·R/2 for all heads; these are read again if there is anything to add.
 - [`outer_products`] reads 2·S and writes P·R likewise; the product with the rotation reads 2·R and writes R.
 
-That is 2·S for inference and 6·S for a training step, beside the rotations. Results that overwrite the outputs of the
-projections would move as many bytes.
+That is 2·S for inference and 6·S for a training step, in addition to the rotations. Overwriting the outputs of the
+projections would move the same number of bytes.
 """
 
 import os
@@ -25,38 +24,38 @@ from collections.abc import Sequence
 import torch
 
 from .layout import contiguous_channels, empty_like, is_planes, shared_strides
-from .self_check import SelfCheck, padded
+from .self_check import SelfCheck, padded_width
 
 
 try:
     import triton
     import triton.language as tl
 except Exception as error:
-    # Whatever an installation that is damaged raises: nothing but these kernels needs it.
+    # A damaged installation may raise anything; only these kernels need Triton.
     triton, _import_error = None, f"Triton cannot be imported ({type(error).__name__}: {error})"
 
 NAME = "Triton kernels"
-# The batch is divided among several programs where tokens and heads make fewer programs than this.
+# The batch is divided among several programs if tokens and heads give fewer programs than this.
 PROGRAMS = 1024
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The products of wider heads need more shared memory than an H100 has.
+# Products of wider heads need more shared memory than an H100 has.
 MAX_HEAD_DIM = 128
 
 
 def refusal(states: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | None:
     """
-    Why the kernels do not take these queries or keys for results in `dtype`, or `None` if they do: with blocks of any
-    size, on CUDA, or on CPUs too under Triton's interpreter. The first call for a device, type, block size and width of
-    a head compares them with plain operations, see `self_check`.
+    Why the kernels do not accept these queries or keys for results in `dtype`; `None` if they do. They support blocks
+    of any size on CUDA, and on CPUs under Triton's interpreter. The first call for a device, dtype, block size and head
+    width compares them with plain operations, see `self_check`.
     """
     if triton is None:
         return _import_error
     if not states.is_cuda and (not states.is_cpu or isinstance(_rotate_planes_kernel, triton.JITFunction)):
-        return "they run on CUDA only"
+        return "they run only on CUDA"
     if os.environ.get("HF_LIERE_CUDA_KERNELS", "1") == "0":
         return "HF_LIERE_CUDA_KERNELS=0 turns them off"
     if dtype not in TYPES:
-        return "they compute float32, bfloat16 and float16 only"
+        return "they compute only float32, bfloat16 and float16"
     if states.shape[-1] > MAX_HEAD_DIM:
         return f"a head has more than {MAX_HEAD_DIM} channels"
     return self_check.failure(states.device, dtype, block_size, states.shape[-1])
@@ -69,17 +68,17 @@ def apply_rotation(
     samples: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """
-    R(p), or Rᵀ(p), applied to blocks of channels of query and key (LieRE §4: q′ = R(p) q, k′ = R(p) k).
+    Apply R(p), or Rᵀ(p), to blocks of channels of query and key (LieRE §4: q′ = R(p) q, k′ = R(p) k).
 
     Args:
         states: Query and key, (B, H, N, D) each, or one of them.
         rotation: (1 or B, 1 or H, N, planes, 2) cos and sin, or (1 or B, 1 or H, N, blocks, b, b); channels beyond the
-            last plane or block are passed through.
-        inverse: Whether Rᵀ(p) is applied.
-        samples: How many of them a program goes through; with `None` so many that about `PROGRAMS` programs run.
+            last plane or block do not change.
+        inverse: Whether to apply Rᵀ(p).
+        samples: Number of samples per program; `None` chooses it so that about `PROGRAMS` programs run.
 
     Returns:
-        (B, H, N, D) each, in their type and their layout in memory, or contiguous where theirs overlaps.
+        (B, H, N, D) each, in the dtype and memory layout of the states, but contiguous if that layout overlaps.
     """
     states = tuple(map(contiguous_channels, states))
     out = tuple(map(empty_like, states))
@@ -90,16 +89,16 @@ def apply_rotation(
         kernel, block_size = _rotate_blocks_kernel, rotation.shape[-1]
     grid, sizes, constants = _launch(states, rotation.shape, block_size, samples)
     rotation = rotation, *shared_strides(rotation)
-    # Triton launches on the current device, which need not be that of the tensors.
+    # Triton launches on the current device, which may differ from that of the tensors.
     with torch.cuda.device_of(states[0]):
-        kernel[grid](_described(states), _described(out), rotation, sizes, INVERSE=inverse, **constants)
+        kernel[grid](_add_strides(states), _add_strides(out), rotation, sizes, INVERSE=inverse, **constants)
     return out
 
 
 def angle_gradients(gradients, rotated, shape: torch.Size, samples: int | None = None) -> torch.Tensor:
     """
-    Derivative of the loss along the angles of planes, from gradients (g₁, g₂) and rotated states (r₁, r₂) of query and
-    key: Σ g₂ r₁ − g₁ r₂ over both, and over the samples and heads that share an angle.
+    Derivative of the loss with respect to the angles of planes, from gradients (g₁, g₂) and rotated states (r₁, r₂) of
+    query and key: Σ g₂ r₁ − g₁ r₂ over both, and over the samples and heads that share an angle.
 
     Args:
         gradients: Of the rotated query and key, (B, H, N, D) each, or of one of them.
@@ -122,8 +121,7 @@ def outer_products(
     samples: int | None = None,
 ) -> torch.Tensor:
     """
-    Σ g rᵀ of every block over query and key, and over the samples and heads that share a rotation, times that rotation
-    if given.
+    Σ g rᵀ of every block over query, key, and samples and heads that share a rotation, times that rotation if given.
 
     Args:
         gradients: Of the rotated query and key, (B, H, N, D) each, or of one of them.
@@ -140,13 +138,13 @@ def outer_products(
     outer = _sums(_outer_products_kernel, gradients, rotated, shape, launch)
     if rotation is None:
         return outer
-    # A backward pass inside of autocast would multiply in its type.
+    # A backward pass inside autocast would otherwise multiply in its dtype.
     with torch.autocast(outer.device.type, enabled=False):
         return outer @ rotation.to(outer.dtype)
 
 
-def _described(pair: Sequence[torch.Tensor]) -> tuple[tuple, ...]:
-    """Query and key, or one of them, as the kernels take them, each with its strides over samples, heads and tokens."""
+def _add_strides(pair: Sequence[torch.Tensor]) -> tuple[tuple, ...]:
+    """Query and key, or one of them, each with its strides over samples, heads and tokens, as the kernels expect."""
     return tuple((states, *states.stride()[:3]) for states in pair)
 
 
@@ -155,17 +153,17 @@ def _launch(
 ) -> tuple[tuple, tuple, dict]:
     """
     Args:
-        states: One or two, (B, H, N, D) each.
+        states: One or two tensors, (B, H, N, D) each.
         shape: (1 or B, 1 or H, N, planes or blocks, …) of the rotations.
         block_size: b, or `None` for planes.
         samples: As in [`apply_rotation`].
 
     Returns:
-        The grid, over tokens, heads and samples, and the arguments of a kernel that are sizes or constants.
+        The grid over tokens, heads and samples, and a kernel's sizes and constants.
     """
     count, states = len(states), states[0]
     batch, heads, tokens, head_dim = states.shape
-    block_dim = padded(head_dim)
+    block_dim = padded_width(head_dim)
     block_tokens = max(1, 1024 // block_dim) if block_size is None else 1
     programs = triton.cdiv(tokens, block_tokens) * heads
     if shape[0] > 1:
@@ -182,37 +180,37 @@ def _launch(
         "BLOCK_BATCH": _block_batch(samples, states.dtype),
         "BLOCK_DIM": block_dim,
     }
-    # With three stages, heads of 128 channels in float32 exceed the 99 KiB of shared memory of compute capability 8.6.
+    # With three stages, float32 heads of 128 channels exceed the 99 KiB of shared memory of compute capability 8.6.
     return grid, sizes, {**tiles, **({"num_warps": 4} if block_dim <= 64 else {"num_warps": 8, "num_stages": 2})}
 
 
 def _block_batch(samples: int, dtype: torch.dtype) -> int:
-    # A product on the tensor cores has at least 16 rows; larger tiles of float32 exceed the shared memory of some GPUs.
+    # Tensor-core products have at least 16 rows; larger float32 tiles exceed the shared memory of some GPUs.
     return 16 if dtype == torch.float32 else min(64, max(16, triton.next_power_of_2(samples)))
 
 
 def _sums(kernel, gradients, rotated, shape: tuple[int, ...], launch: tuple[tuple, tuple, dict]) -> torch.Tensor:
-    """Programs write the sums over their samples; those that share a rotation are added here."""
+    """Run a kernel whose programs each sum over their samples, and add the sums that share a rotation."""
     grid, sizes, constants = launch
     gradients, rotated = (tuple(map(contiguous_channels, pair)) for pair in (gradients, rotated))
     sums = torch.empty(grid[2], grid[1], *shape[2:], dtype=torch.float32, device=rotated[0].device)
     out = sums, *shared_strides(sums)
     with torch.cuda.device_of(sums):
-        kernel[grid](_described(gradients), _described(rotated), out, sizes, **constants)
+        kernel[grid](_add_strides(gradients), _add_strides(rotated), out, sizes, **constants)
     return sums.sum_to_size(shape)
 
 
 self_check = SelfCheck(NAME, apply_rotation, angle_gradients, outer_products)
 
 
-# `states`, `gradients` and `out` are query and key, or one of them, STATES tensors of (B, H, N, D); `rotation` and
-# `sums` are planes or blocks, (samples, heads, N, …). Each tensor is a tuple with its strides over samples, heads and
-# tokens. `width` of `head_dim` channels are rotated, and a program goes through `samples` of `batch` samples.
+# `states`, `gradients` and `out` are query and key, or one of them: STATES tensors of (B, H, N, D). `rotation` and
+# `sums` are planes or blocks, (samples, heads, N, …). Each tensor comes in a tuple with its strides over samples, heads
+# and tokens. `width` of `head_dim` channels are rotated, and a program processes `samples` of `batch` samples.
 if triton is not None:
 
     @triton.jit
     def _pointer(tensor, sample, head, token):
-        # 64 bits for the largest offset: a batch may hold more than 2³¹ values.
+        # 64 bits for the largest offset: a batch may contain more than 2³¹ values.
         return tensor[0] + (tl.cast(sample, tl.int64) * tensor[1] + head * tensor[2] + token * tensor[3])
 
     @triton.jit
@@ -239,7 +237,7 @@ if triton is not None:
         planes = _pointer(rotation, first, head, token) + channel
         cos_sin = tl.load(planes, mask=(token < tokens) & (channel < width), other=0.0)  # (BLOCK_TOKENS, BLOCK_DIM)
         cos, sin = _channel_pairs(cos_sin, BLOCK_TOKENS, BLOCK_DIM)
-        # Channels beyond the last plane are passed through.
+        # Channels beyond the last plane do not change.
         cos = tl.where(tl.arange(0, BLOCK_DIM // 2)[None, :] * 2 < width, cos, 1.0)
         if INVERSE:
             sin = -sin
@@ -272,7 +270,7 @@ if triton is not None:
 
     @triton.jit
     def _block_diagonal(row, column, width, BLOCK_SIZE: tl.constexpr):
-        """Which entries of a block-diagonal matrix are in a block, and where they are in memory, block by block."""
+        """Which entries of a block-diagonal matrix are in a block, and their offsets in memory, block by block."""
         inside = (row // BLOCK_SIZE == column // BLOCK_SIZE) & (row < width) & (column < width)
         block = (row // BLOCK_SIZE) * BLOCK_SIZE * BLOCK_SIZE
         return inside, block + (row % BLOCK_SIZE) * BLOCK_SIZE + column % BLOCK_SIZE
@@ -292,11 +290,11 @@ if triton is not None:
         batch, _, head_dim, width, samples = sizes
         token, head, first = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * samples
         source, target = tl.arange(0, BLOCK_DIM)[:, None], tl.arange(0, BLOCK_DIM)[None, :]
-        # States are rows: they are multiplied by Rᵀ, and by R for the inverse.
+        # States are rows: multiply them by Rᵀ, or by R for the inverse.
         row, column = (source, target) if INVERSE else (target, source)
         inside, entry = _block_diagonal(row, column, width, BLOCK_SIZE)
         matrix = tl.load(_pointer(rotation, first, head, token) + entry, mask=inside, other=0.0)
-        # Channels beyond the last block are passed through.
+        # Channels beyond the last block do not change.
         matrix = tl.where((source == target) & (source >= width), 1.0, matrix)  # (BLOCK_DIM, BLOCK_DIM)
         matrix = matrix.to(states[0][0].dtype.element_ty)
         for start in range(0, samples, BLOCK_BATCH):

@@ -1,5 +1,5 @@
-// Rotations of blocks by scaling and squaring, and the gradients of their generators: models/rotation/exponential.py and
-// models/rotation/exponential_gradient.py, a block of a ray after the other.
+// Rotations of blocks by scaling and squaring, and the gradients of their generators, as in models/rotation:
+// exponential.py and exponential_gradient.py, but one block of a ray at a time.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 
 #include "matrix.h"
 
-// As in cpu_interface.py.
+// The same structures as in cpu_interface.py.
 struct Sizes {
     // Of generators; a block is `size` × `size`.
     int64_t axes, groups, blocks, size;
@@ -18,11 +18,11 @@ struct Sizes {
     int64_t entries() const { return size * (size - 1) / 2; }
 };
 
-// Tokens whose positions are multiples of the first one's, and the squares that led to its rotation.
+// Tokens whose positions are multiples of the first token's, and the squares that lead to its rotation.
 struct Rays {
     const int64_t* tokens;     // (count, longest), −1 beyond the end of a ray
     const int64_t* squarings;  // (count,)
-    const int64_t* offsets;    // (count,) of the first square of a ray among those saved
+    const int64_t* offsets;    // (count,) index of a ray's first saved square
     float* saved_squares;      // (groups, saved, blocks, b, b), or null
     int64_t count, longest, saved, interval;
 
@@ -42,7 +42,7 @@ struct Rays {
 struct Monomials {
     const double* coefficients;  // (degrees,)
     const int64_t* counts;       // (degrees,) of monomials
-    const int64_t* raised;       // for each degree but the last (axes, count): which of the next is x_a times as high
+    const int64_t* raised;       // for each degree except the last (axes, count): the index of x_a times each monomial
     int64_t degrees, total;
 };
 
@@ -86,7 +86,7 @@ struct MomentsScratch {
     MomentsScratch(int64_t axes, int64_t widest) : generators(axes), level(widest), higher(widest) {}
 };
 
-// sum += R · tangent · Rᵀ for a skew-symmetric tangent, given Rᵀ.
+// sum += R · tangent · Rᵀ of a skew-symmetric tangent, given Rᵀ.
 template <int SIZE>
 INLINE void add_conjugated(Matrix<SIZE, float>& sum, const Matrix<SIZE, float>& tangent,
                            const Matrix<SIZE, float>& transposed, Matrix<SIZE, float>& spare) {
@@ -94,7 +94,7 @@ INLINE void add_conjugated(Matrix<SIZE, float>& sum, const Matrix<SIZE, float>& 
     multiply_half<-1, true>(sum, spare, transposed);
 }
 
-// cpu.block_rotations, but for tokens in no ray.
+// cpu.block_rotations, except for tokens outside all rays.
 template <int SIZE, typename T>
 bool block_rotations(const Sizes& sizes, const Rays& rays, const T* positions, const T* generators,
                      const double* polynomial, float* const* rotations, int threads) {
@@ -147,7 +147,7 @@ bool block_tangents(const Sizes& sizes, const Rays& rays, const float* const* ro
         const int64_t group = work / rays.count, ray = work % rays.count, squarings = rays.squarings[ray];
         const int64_t *tokens = rays.tokens + ray * rays.longest, length = rays.length(ray);
         for (int64_t block = 0; block < blocks; ++block) {
-            // exponential._tangent_of_first, for one ray.
+            // As exponential._tangent_of_first, for one ray.
             first.read_transposed(rotations[group] + (tokens[0] * blocks + block) * sizes.numel(), size);
             for (int64_t k = length - 1; k >= 0; --k) {
                 const int64_t offset = (tokens[k] * blocks + block) * sizes.numel();
@@ -164,7 +164,7 @@ bool block_tangents(const Sizes& sizes, const Rays& rays, const float* const* ro
                 add_conjugated(tangent, total, first, spare);
                 total = tangent;
             }
-            // exponential._conjugated, for one ray.
+            // As exponential._conjugated, for one ray.
             Matrix<SIZE, float>*square = &squares[0], *next = &squares[1];
             for (int64_t s = 0; s < squarings; ++s) {
                 if (s % rays.interval == 0)
@@ -185,7 +185,7 @@ bool block_tangents(const Sizes& sizes, const Rays& rays, const float* const* ro
     return parallel_for<TangentScratch<SIZE>>(sizes.groups * rays.count, 1, threads, compute);
 }
 
-// cpu.moments_gradient, as exponential_gradient.GradientMoments._gradient: a block of a group at a time.
+// cpu.moments_gradient, as exponential_gradient.GradientMoments._gradient, one block of a group at a time.
 template <int SIZE>
 bool moments_gradient(const Sizes& sizes, const Monomials& monomials, const float* generators, const float* moments,
                       float* out, int threads) {

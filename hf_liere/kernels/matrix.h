@@ -1,4 +1,4 @@
-// Vectors, b × b matrices that are multiplied in tiles of registers, and loops over threads.
+// Vectors, b × b matrices multiplied in register tiles, and loops over threads.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ constexpr int VECTOR_BYTES = 32;
 constexpr int VECTOR_BYTES = 16;
 #endif
 
-// How many vectors of sums leave registers for their factors.
+// Number of vectors of sums that leaves enough registers for their factors.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int MOST_SUMS = 16;
 #else
@@ -30,10 +30,10 @@ constexpr int MOST_SUMS = 8;
 
 namespace {
 
-// Code is compiled for blocks of 4, 8, … numbers a side; a block of another size is computed as the next larger one.
+// Code is compiled for block sizes 4, 8, …; blocks of other sizes use the next larger one.
 constexpr int SMALLEST_SIZE = 4, LARGEST_SIZE = 128;
 
-// Returns body(SIZE) for the smallest compiled size that is large enough, as a constant; false if none is.
+// Returns body(SIZE) with the smallest sufficient compiled size as a constant; false if there is none.
 template <int SIZE = SMALLEST_SIZE, typename Body>
 bool with_compiled_size(int64_t size, Body body) {
     if (size <= SIZE) return body(std::integral_constant<int, SIZE>{});
@@ -41,7 +41,7 @@ bool with_compiled_size(int64_t size, Body body) {
     return false;
 }
 
-// Calls body(size), with a constant for blocks that need no padding.
+// Calls body(size), with a constant size for blocks without padding.
 template <int SIZE, typename Body>
 INLINE void with_exact_size(int64_t size, Body body) {
     if (size == SIZE)
@@ -68,7 +68,7 @@ INLINE Vector load(const T* source) {
     return vector;
 }
 
-// With zeros behind the first `bytes`.
+// Loads `bytes` and fills the rest with zeros.
 template <typename Vector, typename T>
 INLINE Vector load_part(const T* source, size_t bytes) {
     Vector vector = {};
@@ -81,8 +81,8 @@ INLINE void store(T* target, Vector vector) {
     std::memcpy(target, &vector, sizeof(Vector));
 }
 
-// The elements of two vectors, one after the other, at these indices. GCC has __builtin_shufflevector since version 12
-// only, and clang has no __builtin_shuffle.
+// Elements of two concatenated vectors at these indices. GCC has __builtin_shufflevector only since version 12, and
+// clang lacks __builtin_shuffle.
 template <int... INDICES, typename Vector>
 INLINE Vector shuffle(Vector first, Vector second) {
 #ifdef __clang__
@@ -94,7 +94,7 @@ INLINE Vector shuffle(Vector first, Vector second) {
 #endif
 }
 
-// 8 × 8, in registers, by swapping halves, quarters and pairs; times `sign`.
+// Transposes 8 × 8 in registers by swapping halves, quarters and pairs, and multiplies by `sign`.
 template <typename T>
 INLINE void transpose_square(T* target, int target_stride, const T* source, int stride, T sign = 1) {
     typedef T Eight __attribute__((vector_size(8 * sizeof(T))));
@@ -115,7 +115,7 @@ INLINE void transpose_square(T* target, int target_stride, const T* source, int 
     for (int k = 0; k < 8; ++k) store(target + k * target_stride, sign * b[k]);
 }
 
-// Whole vectors; compilers call functions for loops that may overlap.
+// Copies whole vectors; for loops that may overlap, compilers call functions instead.
 template <int SIZE, typename Target, typename Source>
 INLINE void copy_vectors(Target* target, const Source* source, int count) {
     constexpr int LANES = Layout<SIZE, Source>::LANES;
@@ -142,7 +142,7 @@ struct alignas(VECTOR_BYTES) Matrix {
         if (size < SIZE) std::fill_n(values, NUMEL, T(0));
     }
 
-    // From a block of `size` rows in memory.
+    // Loads a block of `size` rows from memory.
     INLINE void read(const T* source, int64_t size) {
         if (size == SIZE) {
             copy_vectors<SIZE>(values, source, NUMEL);
@@ -176,8 +176,8 @@ struct alignas(VECTOR_BYTES) Matrix {
     }
 };
 
-// Calls body(columns, column) for the tiles beside one another that cover a row: their width in vectors, which the
-// compiler knows, and their first column.
+// Calls body(columns, column) for the adjacent tiles that cover a row, with their compile-time width in vectors and
+// first column.
 template <int SIZE, typename T, typename Body>
 INLINE void for_columns(Body body) {
     using L = Layout<SIZE, T>;
@@ -206,7 +206,7 @@ INLINE void add_products(Vector (&sums)[ROWS][COLUMNS], Count terms, Left left, 
     }
 }
 
-// A tile of left · right or of leftᵀ · right, or of what is there plus that.
+// Sets a tile to left · right or leftᵀ · right, or adds that to it.
 template <int SIZE, bool TRANSPOSED, bool ADD, int ROWS, int COLUMNS, typename T>
 INLINE void multiply_tile(T* out, const T* left, const T* right) {
     using L = Layout<SIZE, T>;
@@ -223,7 +223,7 @@ INLINE void multiply_tile(T* out, const T* left, const T* right) {
         for (int c = 0; c < COLUMNS; ++c) store(out + r * SIZE + c * L::LANES, sums[r][c]);
 }
 
-// out = left · right, or leftᵀ · right, or is added to.
+// out = left · right or leftᵀ · right, or out += the same.
 template <bool TRANSPOSED = false, bool ADD = false, int SIZE, typename T>
 void multiply(Matrix<SIZE, T>& out, const Matrix<SIZE, T>& left, const Matrix<SIZE, T>& right) {
     for_tiles<SIZE, T>([&](auto rows, auto columns, int row, int column) INLINED {
@@ -232,8 +232,8 @@ void multiply(Matrix<SIZE, T>& out, const Matrix<SIZE, T>& left, const Matrix<SI
     });
 }
 
-// left · right, or what is there plus that, where the result is symmetric (SIGN 1) or skew-symmetric (SIGN −1): the
-// tiles that touch the lower triangle, and their mirror images.
+// out = left · right, or out += the same, for a symmetric (SIGN 1) or skew-symmetric (SIGN −1) result: computes the
+// tiles that touch the lower triangle, and mirrors them.
 template <int SIGN, bool ADD = false, int SIZE, typename T>
 void multiply_half(Matrix<SIZE, T>& out, const Matrix<SIZE, T>& left, const Matrix<SIZE, T>& right) {
     using L = Layout<SIZE, T>;
@@ -253,16 +253,16 @@ void multiply_half(Matrix<SIZE, T>& out, const Matrix<SIZE, T>& left, const Matr
     }
 }
 
-// M − Mᵀ in place of M.
+// Replaces M by M − Mᵀ.
 template <int SIZE>
 INLINE void subtract_transpose(Matrix<SIZE, float>& matrix, Matrix<SIZE, float>& spare) {
     spare.read_transposed(matrix.values, SIZE);
     for (int i = 0; i < spare.NUMEL; ++i) matrix.values[i] -= spare.values[i];
 }
 
-// Calls body(index, scratch) for every index below `count`; a thread takes `chunk` of them at once and has a Scratch of
-// its own, made from the arguments. Returns whether there was memory for them: an exception that leaves a parallel
-// region would end the process.
+// Calls body(index, scratch) for every index below `count`; a thread takes `chunk` indices at a time and has its own
+// Scratch, constructed from the arguments. Returns false if memory ran out, because an exception that leaves a parallel
+// region would abort the process.
 template <typename Scratch, typename Body, typename... Arguments>
 bool parallel_for(int64_t count, int64_t chunk, int threads, Body body, Arguments... arguments) {
     std::atomic<bool> enough_memory{true};

@@ -10,7 +10,7 @@ typedef float Channels __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t WideBits __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t NarrowBits __attribute__((vector_size(VECTOR_BYTES / 2)));
 
-// With zeros behind the first `count`.
+// Loads `count` values and fills the rest with zeros.
 INLINE Channels load_channels(const float* source, int count) {
     return load_part<Channels>(source, count * sizeof(float));
 }
@@ -41,7 +41,7 @@ INLINE void for_channels(int64_t width, Body body) {
     if (channel < width) body(channel, static_cast<int>(width - channel));
 }
 
-// Each pair (x₀, x₁) replaced by (x_EVEN, x_ODD).
+// Replaces each pair (x₀, x₁) by (x_EVEN, x_ODD).
 template <int EVEN, int ODD, int... INDICES>
 INLINE Channels pairwise(Channels vector, std::integer_sequence<int, INDICES...>) {
     return shuffle<(INDICES % 2 ? INDICES - 1 + ODD : INDICES + EVEN)...>(vector, vector);
@@ -52,7 +52,7 @@ INLINE Channels pairwise(Channels vector) {
     return pairwise<EVEN, ODD>(vector, std::make_integer_sequence<int, CHANNELS>{});
 }
 
-// cpu.apply_rotation for planes: a token of a sample at a time.
+// cpu.apply_rotation for planes, one token of a sample at a time.
 template <typename State>
 void rotate_planes(const Shape& shape, const Pair& states, const Pair& out, const Shared& cos_sin, bool inverse,
                    int threads) {
@@ -77,8 +77,8 @@ void rotate_planes(const Shape& shape, const Pair& states, const Pair& out, cons
     }
 }
 
-// cpu.angle_gradients: a token and head at a time. With ROTATE the gradients, which are in registers then, are also
-// rotated back to `back`, as rotate_planes does with the inverse.
+// cpu.angle_gradients, one token and head at a time. ROTATE also rotates the gradients back into `back` while they are
+// in registers, as rotate_planes with the inverse.
 template <bool ROTATE, typename State>
 void angle_gradients(const Shape& shape, const Pair& gradients, const Pair& states, const Shared& out,
                      const Pair* back, const Shared* cos_sin, int threads) {

@@ -1,5 +1,5 @@
 // Query and key rotated by blocks or planes, and the gradients of rotations, each in one pass over memory. States are
-// float32 or bfloat16, all else is float32.
+// float32 or bfloat16; everything else is float32.
 #pragma once
 
 #include <utility>
@@ -7,13 +7,13 @@
 
 #include "matrix.h"
 
-// As in cpu_interface.py. Strides over samples, heads and tokens.
+// The same structures as in cpu_interface.py. Strides over samples, heads and tokens.
 struct Strides {
     int64_t sample, head, token;
     int64_t offset(int64_t b, int64_t h, int64_t n) const { return b * sample + h * head + n * token; }
 };
 
-// Query and key, or their gradients; or one of them, by itself.
+// Query and key, or their gradients; or only one of them.
 struct Pair {
     void* states[2];
     Strides strides[2];
@@ -24,7 +24,7 @@ struct Pair {
     }
 };
 
-// Rotations, or their gradients, with strides of zero over what samples or heads share.
+// Rotations, or their gradients, with zero strides over samples or heads that share them.
 struct Shared {
     float* values;
     Strides strides;
@@ -33,18 +33,18 @@ struct Shared {
 
 struct Shape {
     int64_t batch, heads, tokens, head_dim;
-    // Blocks or planes; 1 where all samples share a rotation; and of a block, 2 for planes.
+    // Number of blocks or planes; 1 if all samples share a rotation; size of a block, 2 for planes.
     int64_t blocks, rotation_batch, size;
-    // Else states are float32.
+    // Otherwise states are float32.
     int64_t is_bfloat16;
-    // 2, or 1 for one of query and key.
+    // 2 for query and key, 1 for one of them.
     int64_t states;
 
-    // Of the states that are rotated.
+    // Rotated channels of the states.
     int64_t width() const { return blocks * size; }
-    // Samples that share a rotation, and how many rotations there are.
+    // Number of samples that share a rotation, and number of rotations.
     int64_t samples() const { return rotation_batch > 1 ? 1 : batch; }
-    // Rows that a rotation is for.
+    // Rows that share a rotation.
     int64_t rows() const { return states * samples(); }
     int64_t rotations() const { return rotation_batch * tokens * heads; }
     // An equal part for each thread.
@@ -59,7 +59,7 @@ struct BFloat16 {
 
     BFloat16() = default;
 
-    // Rounds to the nearest, ties to even; what is not a number stays so.
+    // Rounds to the nearest, ties to even; NaN stays NaN.
     BFloat16(float value) {
         uint32_t wide;
         std::memcpy(&wide, &value, sizeof(wide));
@@ -75,7 +75,7 @@ struct BFloat16 {
     }
 };
 
-// The token and head of one of the shape's rotations, and the first sample it is for.
+// The token and head of one of the shape's rotations, and its first sample.
 struct Place {
     int64_t first, head, token;
     Place(int64_t rotation, const Shape& shape)
@@ -84,7 +84,7 @@ struct Place {
           token(rotation / shape.heads % shape.tokens) {}
 };
 
-// Query and key, in turn, of the samples that share a rotation, a block after the other, in memory.
+// The rows of query and key, in memory, of the samples that share a rotation, block by block.
 template <int SIZE_>
 struct Rows {
     static constexpr int SIZE = SIZE_;
@@ -110,7 +110,7 @@ struct Rows {
     }
 };
 
-// The same as copies in float32, padded with zeros.
+// The same rows as float32 copies, padded with zeros.
 template <int SIZE_, typename State_>
 struct CopiedRows {
     static constexpr int SIZE = SIZE_;
@@ -155,7 +155,7 @@ struct CopiedRows {
     }
 };
 
-// The next matrix, if it is too large for the hardware to foresee.
+// Prefetches the next matrix if it is too large for the hardware prefetcher.
 template <int SIZE>
 INLINE void prefetch(const float* matrix, int64_t numel) {
     constexpr int LINE = 64 / sizeof(float);
@@ -225,7 +225,7 @@ struct OuterScratch {
     }
 };
 
-// cpu.apply_rotation for blocks: those of a token and head at a time, for all samples that share them.
+// cpu.apply_rotation for blocks: the blocks of one token and head at a time, for all samples that share them.
 template <typename Rows>
 bool rotate_blocks(const Shape& shape, const Pair& states, const Pair& out, const Shared& rotation, bool inverse,
                    int threads) {
@@ -244,7 +244,7 @@ bool rotate_blocks(const Shape& shape, const Pair& states, const Pair& out, cons
         scratch.out.start(out, place);
         const float* source = rotation.at(place.first, place.head, place.token);
         for (int64_t block = 0; block < shape.blocks; ++block, source += numel) {
-            // States are rows: they are multiplied by Rᵀ, and by R for the inverse.
+            // States are rows: multiply them by Rᵀ, or by R for the inverse.
             if (inverse)
                 scratch.right.read(source, shape.size);
             else
@@ -265,7 +265,7 @@ template <typename Rows>
 bool outer_products(const Shape& shape, const Pair& gradients, const Pair& states, const Shared& out,
                     const Shared* rotation, int threads) {
     const int64_t numel = shape.size * shape.size;
-    // For few states it is cheaper to rotate each of them back: (Σ g rᵀ) R = Σ g (Rᵀ r)ᵀ.
+    // For few states it is cheaper to rotate each one back: (Σ g rᵀ) R = Σ g (Rᵀ r)ᵀ.
     const bool by_states = rotation && shape.rows() < Rows::SIZE;
     const auto compute = [&](int64_t work, OuterScratch<Rows>& scratch) {
         const Place place(work, shape);

@@ -1,7 +1,7 @@
 """
-Kernels compared with a plain computation in float64 before their first use: once per process for every device, type,
-block size and width of a head, since each of these has machine code of its own. Kernels that differ, or raise, are not
-used in this process. An access to memory that is not theirs cannot be caught: no other work on that GPU succeeds then.
+Compares kernels with a plain float64 computation before their first use: once per process for every device, dtype,
+block size and head width, because each has separate machine code. Kernels that differ or raise are not used in this
+process. Out-of-bounds accesses cannot be caught; they leave the CUDA context unusable.
 """
 
 import threading
@@ -17,7 +17,7 @@ from .layout import is_planes
 
 logger = logging.get_logger(__name__)
 
-CAPTURING = "they are first compared with plain operations, which needs a pass before a CUDA graph is captured"
+CAPTURING = "they must first be compared with plain operations, which needs a pass before a CUDA graph is captured"
 WARNING = """\
 {} are not used: {}. Plain operations compute the same, more slowly, and training goes on. Please report this with \
 what `hf-liere env` prints."""
@@ -25,7 +25,7 @@ EPS = torch.finfo(torch.float32).eps
 
 
 class Case(NamedTuple):
-    """What kernels are compiled for; `block_dim` is the width of a head as they pad it."""
+    """The parameters that kernels are compiled for; `block_dim` is the padded width of a head."""
 
     device: torch.device
     dtype: torch.dtype
@@ -40,9 +40,9 @@ class Case(NamedTuple):
 class Outcome(NamedTuple):
     """
     Attributes:
-        failure: Why the kernels are not used, or `None`.
-        error: Where the kernels are used, the largest of all errors, as a fraction of what rounding can explain.
-        seconds: What the comparison took, mostly the compilation of the kernels.
+        failure: Why the kernels are not used; `None` if they are.
+        error: The largest error of kernels that are used, as a fraction of its rounding bound.
+        seconds: Duration of the comparison, mostly the compilation of the kernels.
     """
 
     failure: str | None
@@ -53,13 +53,13 @@ class Outcome(NamedTuple):
 class SelfCheck:
     """
     Args:
-        name: What messages call the kernels.
+        name: Name of the kernels in messages.
         apply_rotation: As [`cuda.apply_rotation`].
         angle_gradients: As [`cuda.angle_gradients`].
         outer_products: As [`cuda.outer_products`].
 
     Attributes:
-        outcomes: Of the comparisons that were made, by [`Case`].
+        outcomes: Results of the comparisons so far, by [`Case`].
     """
 
     def __init__(self, name: str, apply_rotation: Callable, angle_gradients: Callable, outer_products: Callable):
@@ -68,10 +68,10 @@ class SelfCheck:
         self._outer_products = outer_products
 
     def failure(self, device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int) -> str | None:
-        """Why the kernels are not to be used, or `None`; the first call for a [`Case`] compares them, and may warn."""
-        case = Case(device, dtype, block_size, padded(head_dim))
+        """Why not to use the kernels, or `None`; the first call for a [`Case`] compares them, and may warn."""
+        case = Case(device, dtype, block_size, padded_width(head_dim))
         if case not in self.outcomes:
-            # Results are read on the CPU, which would end the capture.
+            # The comparison reads results on the CPU, which would abort the capture.
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return CAPTURING
             with self._lock:
@@ -84,43 +84,43 @@ class SelfCheck:
         try:
             with torch.no_grad(), torch.autocast(case.device.type, enabled=False):
                 for function, found, expected, bound in self._comparisons(case):
-                    # NaN is no number that rounding explains.
+                    # Count NaN as an infinite error.
                     difference = (found - expected).abs().nan_to_num(torch.inf, torch.inf)
                     worst = (difference / bound).argmax()
                     differs, explained = (tensor.flatten()[worst].item() for tensor in (difference, bound))
                     error = max(error, differs / explained)
                     if failure is None and differs > explained:
-                        failure = f"{function} differs by {differs:.2g} where rounding explains {explained:.2g}"
+                        failure = f"{function} differs by {differs:.2g}, more than the rounding bound {explained:.2g}"
         except Exception as raised:
-            failure = _said(raised)
+            failure = _describe_error(raised)
         if failure is not None:
             failure, error = f"{failure} ({case})", None
             logger.warning(WARNING.format(self.name, failure))
         return Outcome(failure, error, time.monotonic() - start)
 
     def _comparisons(self, case: Case) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """A function's name, what it found, what float64 finds, and the error that rounding explains."""
+        """Yields a function's name, its result, the float64 result, and a bound of the rounding error."""
         if case.block_size == 2:
-            # Programs take 1024 channels of several tokens: here one has them all, and the last one three tokens.
+            # A program processes 1024 channels of several tokens: here one is full, and the last one has three tokens.
             planes = Example(case, batch=5, tokens=1024 // case.block_dim + 3)
             cos_sin = planes.rotation[..., 0].contiguous().to(case.device)
-            yield from planes.applied(self._apply_rotation, cos_sin, samples=2)
-            (found,) = _results(self._angle_gradients, *planes.on_device(), cos_sin.shape[:4], samples=2)
+            yield from planes.compare_rotations(self._apply_rotation, cos_sin, samples=2)
+            (found,) = _results(self._angle_gradients, *planes.to_device(), cos_sin.shape[:4], samples=2)
             yield "angle_gradients", found[0], *planes.angle_gradients()
-        # One program goes through its samples in several products, the other has fewer.
+        # One program needs several products for its samples; the other has fewer samples.
         blocks = Example(case, batch=70, tokens=3)
         rotation = blocks.rotation.to(case.device)
-        yield from blocks.applied(self._apply_rotation, rotation, samples=66)
-        arguments = *blocks.on_device(), rotation.shape[:4], case.block_size
+        yield from blocks.compare_rotations(self._apply_rotation, rotation, samples=66)
+        arguments = *blocks.to_device(), rotation.shape[:4], case.block_size
         (found,) = _results(self._outer_products, *arguments, samples=66)
         yield "outer_products", found[0], *blocks.outer_products()
 
 
 class Example:
     """
-    Queries, keys and gradients of two heads whose width is no power of two, with channels that are not rotated where
-    the blocks leave any; as attention has them, tokens before heads in memory. No state of the process is touched: not
-    its random numbers, nor its default type or device.
+    Queries, keys and gradients of two heads whose width is not a power of two, with unrotated channels if the blocks
+    leave any. As in attention, tokens come before heads in memory. Random state, default dtype and device do not
+    change.
     """
 
     def __init__(self, case: Case, batch: int, tokens: int):
@@ -133,13 +133,13 @@ class Example:
         def normal(*shape):
             return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
-        # Both sides of the comparison start from numbers as the kernels get them.
+        # Both sides of the comparison start from the rounded inputs of the kernels.
         self.query, self.key, *self.gradients = (
             normal(batch, tokens, heads, head_dim).transpose(1, 2).to(case.dtype) for _ in range(4)
         )
         rotation = torch.linalg.qr(normal(1, heads, tokens, blocks, size, size)).Q
         if size == 2:
-            # An orthogonal matrix may be a reflection; its first column is the cos and sin of a rotation.
+            # An orthogonal matrix may be a reflection; its first column still is the cos and sin of a rotation.
             cos, sin = rotation[..., 0].unbind(-1)
             rotation = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
         self.rotation = rotation.to(torch.float32)
@@ -151,35 +151,35 @@ class Example:
         size = self.case.block_size
         return [slice(start, start + size) for start in range(0, self.width, size)]
 
-    def on_device(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Gradients and states, each of query and key."""
+    def to_device(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Gradients and states of query and key, on the device of the case."""
         pairs = self.gradients, (self.query, self.key)
         return tuple([part.to(self.case.device) for part in pair] for pair in pairs)
 
-    def applied(self, apply_rotation: Callable, rotation: torch.Tensor, samples: int) -> Iterator[tuple]:
-        """Comparisons of both rotated states, in both directions."""
-        _, (query, key) = self.on_device()
+    def compare_rotations(self, apply_rotation: Callable, rotation: torch.Tensor, samples: int) -> Iterator[tuple]:
+        """Compare both rotated states, in both directions."""
+        _, (query, key) = self.to_device()
         kind = "planes" if is_planes(rotation) else "blocks"
         rounding, tiny = torch.finfo(self.case.dtype).eps, torch.finfo(self.case.dtype).tiny
         for inverse in (False, True):
             matrices = self.matrices.transpose(-1, -2) if inverse else self.matrices
             found = _results(apply_rotation, (query, key), rotation, inverse, samples=samples)
             for rotated, states in zip(found, (self.query, self.key)):
-                # A sum of n products in float32 errs by at most n·ε of the sum of their absolute values. The result is
-                # rounded to the type, by ε/2, and so is a matrix; what is below the smallest normal number errs more.
-                bound = (self.case.block_size * EPS + rounding) * _rotated(matrices.abs(), states.abs()) + tiny
+                # A float32 sum of n products has an error of at most n·ε times the sum of their absolute values. The
+                # result and a matrix are each rounded to the dtype, by ε/2; subnormal numbers have larger errors.
+                bound = (self.case.block_size * EPS + rounding) * _rotate(matrices.abs(), states.abs()) + tiny
                 name = f"apply_rotation of {kind}" + ", inverse," * inverse
-                yield name, rotated, _rotated(matrices, states), bound
+                yield name, rotated, _rotate(matrices, states), bound
 
     def angle_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(H, N, planes), and the errors that rounding explains."""
+        """(H, N, planes), and bounds of their rounding errors."""
         outer, absolute = self._outer_products()
         first = torch.arange(0, self.width, 2, device="cpu")
         expected = outer[..., first + 1, first] - outer[..., first, first + 1]
         return expected, 4 * self.batch * EPS * (absolute[..., first + 1, first] + absolute[..., first, first + 1])
 
     def outer_products(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(H, N, blocks, b, b), and the errors that rounding explains."""
+        """(H, N, blocks, b, b), and bounds of their rounding errors."""
         expected, absolute = (
             torch.stack([outer[..., block, block] for block in self._blocks()], dim=2)
             for outer in self._outer_products()
@@ -187,35 +187,35 @@ class Example:
         return expected, 2 * self.batch * EPS * absolute
 
     def _outer_products(self) -> Iterator[torch.Tensor]:
-        """Σ g rᵀ over samples, query and key, (H, N, D, D), and the same sum of absolute values."""
+        """Yields Σ g rᵀ over samples, query and key, (H, N, D, D), and the same sum of absolute values."""
         gradients, states = torch.cat(self.gradients).double(), torch.cat([self.query, self.key]).double()
         for factors in ((gradients, states), (gradients.abs(), states.abs())):
             yield torch.einsum("bhni,bhnj->hnij", *factors)
 
 
-def padded(head_dim: int) -> int:
-    """The width of a head in the kernels: a power of two, of at least the 16 channels that tensor cores take."""
+def padded_width(head_dim: int) -> int:
+    """The width of a head in the kernels: a power of two, and at least the 16 channels of tensor cores."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _rotated(matrices: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+def _rotate(matrices: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     return torch.einsum("hnij,bhnj->bhni", matrices, states.double())
 
 
 def _results(function: Callable, *arguments, **options) -> list[torch.Tensor]:
     """
-    What a kernel returns, on the CPU in float64: a GPU reports errors no later than its results are read.
+    The results of a kernel on the CPU in float64; reading them also raises any error of the GPU.
 
     Raises:
-        RuntimeError: if the kernel raised anything; the message names it.
+        RuntimeError: if the kernel raised anything, with its text.
     """
     try:
         results = function(*arguments, **options)
         results = results if isinstance(results, tuple) else (results,)
         return [result.to("cpu", torch.float64) for result in results]
     except Exception as error:
-        raise RuntimeError(f"{function.__name__} raised {_said(error)}") from error
+        raise RuntimeError(f"{function.__name__} raised {_describe_error(error)}") from error
 
 
-def _said(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

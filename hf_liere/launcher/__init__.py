@@ -1,9 +1,9 @@
 """
-The console script `hf-liere`, installed as a package of its own beside `hf_liere`.
+The console script `hf-liere`, installed as a separate package beside `hf_liere`; it imports only the standard library.
 
-`import hf_liere` registers models with the Auto classes, for which torch and transformers are imported: seconds that
-`--help`, `--version` and mistyped commands need not wait for. Importing `hf_liere.cli` imports `hf_liere` first, so
-this module runs the file by itself; what a command needs is imported when the command runs.
+`import hf_liere` imports torch and transformers to register models with the Auto classes. `--help`, `--version` and
+mistyped commands should not wait for that, but importing `hf_liere.cli` would import `hf_liere` first. So this module
+runs `cli.py` as a file; each command imports what it needs when it runs. Start reading there.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Adapters: the rotations of a patched model in small files, with a fingerprint of the model that they belong to."""
+"""Adapters: the rotations of a patched model in small files, with a fingerprint of their base model."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from .apply import attach_plans, require_patched
 
 
 SKETCH_SIZE = 32
-# Twice the error of rounding to bfloat16, and less than training usually changes weights.
+# Twice the error of rounding to bfloat16, and less than the usual effect of training.
 WEIGHTS_TOLERANCE = 0.005
 # Twice the error of rounding to bfloat16.
 FREQUENCY_TOLERANCE = 0.008
@@ -30,7 +30,7 @@ FINGERPRINT = ("model_type", "layers", "heads", "head_dim", "train_grid", "weigh
 
 def save_rotary(model: nn.Module, directory: str | Path) -> None:
     """
-    Write only the rotations: `rotary_config.json` and `rotary.safetensors`, kilobytes, for [`load_rotary`].
+    Write only the rotations, a few kilobytes for [`load_rotary`]: `rotary_config.json` and `rotary.safetensors`.
 
     Raises:
         ValueError: if the model is not patched, or its towers are patched differently.
@@ -46,25 +46,25 @@ def write_rotations(
     adapter: str | None = None,
 ) -> None:
     """
-    [`save_rotary`] while a whole model or its adapters are saved.
+    [`save_rotary`] as part of saving a whole model or its adapters.
 
     Args:
-        state_dict: Values of all parameters where processes have parts of them, gathered by who saves the model.
+        state_dict: The gathered values of all parameters if processes have parts of them.
         is_main_process: Whether this process writes.
         adapter: As in [`stored_parameters`].
     """
     towers = [tower for _, tower in require_patched(model)]
     configs = [tower.rotary_patch.config.to_dict() for tower in towers]
     if any(config != configs[0] for config in configs):
-        raise ValueError(f"The vision towers are patched differently, one adapter cannot contain both: {configs}.")
+        raise ValueError(f"The vision towers are patched differently, which one adapter cannot store: {configs}.")
     names = {id(parameter): name.replace("_fsdp_wrapped_module.", "") for name, parameter in model.named_parameters()}
     tensors = {}
     for stored_name, parameter in stored_parameters(model, adapter).items():
         value = (state_dict or {}).get(names[id(parameter)], parameter).detach()
-        # Of a part that FSDP2 left to this process, the whole.
+        # Gather parameters that FSDP2 has sharded.
         value = value.full_tensor() if isinstance(value, DTensor) else value
         tensors[stored_name] = value.cpu().contiguous()
-    bases = [_fingerprint_of_patched(tower) for tower in towers]
+    bases = [_fingerprint_patched(tower) for tower in towers]
     if is_main_process:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -75,8 +75,8 @@ def write_rotations(
 
 def stored_parameters(model: nn.Module, adapter: str | None = None) -> dict[str, nn.Parameter]:
     """
-    The parameters of all towers by their names in `rotary.safetensors`. Where every adapter of peft has a copy of its
-    own (`modules_to_save`), those of `adapter`, or of the active one.
+    The parameters of all towers by their names in `rotary.safetensors`. If each peft adapter has its own copy
+    (`modules_to_save`), those of `adapter`, or of the active one.
     """
     found = {}
     for index, (_, tower) in enumerate(require_patched(model)):
@@ -90,7 +90,7 @@ def stored_parameters(model: nn.Module, adapter: str | None = None) -> dict[str,
     return found
 
 
-# The code that travels with checkpoints does not contain the writer.
+# The copy of the code in checkpoints does not contain the writer.
 RotaryModelMixin.write_rotations = staticmethod(write_rotations)
 
 
@@ -98,27 +98,26 @@ def load_rotary(
     model: nn.Module, source: str | Path, revision: str | None = None, check_weights: bool = True
 ) -> nn.Module:
     """
-    Patch a model with rotations that [`save_rotary`] wrote, in place; a model that is patched so already gets their
-    values.
+    Patch a model in place with rotations that [`save_rotary`] wrote; a model with the same patch gets their values.
 
     Args:
         source: Directory, or repository on the Hub.
         revision: Branch, tag or commit of the repository.
         check_weights: Whether to check that the rotations were trained with the model's query and key weights; pass
-            `False` for a base that was itself trained further.
+            `False` for a base that was trained further.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: before anything is changed, if the files cannot be read, the rotations do not fit the model, which
-            may be patched in another way, tensors are missing, left over or not finite, or the weights are others.
+        ValueError: before anything is changed, if the files cannot be read, the rotations do not fit the model or its
+            patch, tensors are missing, left over or not finite, or the weights differ.
     """
     config, bases, tensors = read_adapter(source, revision)
     require_same_patch(model, config, source)
     towers = [tower for _, tower in patched_towers(model)]
     if towers:
-        _check_bases(bases, [_fingerprint_of_patched(tower) for tower in towers], source, check_weights)
+        _check_bases(bases, [_fingerprint_patched(tower) for tower in towers], source, check_weights)
         current = stored_parameters(model)
         names = sorted(current.keys() | tensors.keys())
         if unlike := [name for name in names if not _fits(current.get(name), tensors.get(name))]:
@@ -140,23 +139,20 @@ def load_rotary(
 
 
 def require_same_patch(model: nn.Module, config: RotaryPatchConfig, source: str | Path) -> None:
-    """Raises `ValueError` if a model is patched, and not as `config` says."""
+    """Raise `ValueError` if a model is patched with another configuration than `config`."""
     for _, tower in patched_towers(model):
-        # The weight of a table that fades changes during training.
+        # The weight of a fading table changes during training.
         patch, saved = ({**each.to_dict(), "absolute_weight": None} for each in (tower.rotary_patch.config, config))
         if differing := {name: (patch[name], saved[name]) for name in patch if patch[name] != saved[name]}:
             shown = ", ".join(f"{name}={here!r} here, {there!r} there" for name, (here, there) in differing.items())
-            raise ValueError(
-                f"{model._get_name()} is patched in another way than the rotations of {source} ({shown}); unpatch it "
-                "first."
-            )
+            raise ValueError(f"{model._get_name()} is patched differently from {source} ({shown}); unpatch it first.")
 
 
 def _fits(parameter: torch.Tensor | None, value: torch.Tensor | None) -> bool:
     return None not in (parameter, value) and parameter.shape == value.shape and bool(value.isfinite().all())
 
 
-def _file(source: str | Path, name: str, revision: str | None) -> Path:
+def _find_file(source: str | Path, name: str, revision: str | None) -> Path:
     folder = local_path(source)
     if folder is None:
         return Path(hf_hub_download(str(source), name, revision=revision))
@@ -169,32 +165,32 @@ def read_adapter(
     source: str | Path, revision: str | None = None
 ) -> tuple[RotaryPatchConfig, list[dict], dict[str, torch.Tensor]]:
     """
-    The configuration, the fingerprint of each vision tower, and the tensors that [`save_rotary`] wrote.
+    Read an adapter of [`save_rotary`]: the configuration, the fingerprint of each vision tower, and the tensors.
 
     Raises:
         ValueError: if a file is missing, cannot be read, or was not written by [`save_rotary`].
     """
-    path = _file(source, ADAPTER_CONFIG, revision)
+    path = _find_file(source, ADAPTER_CONFIG, revision)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no json ({error}); save_rotary writes it.") from error
+        raise ValueError(f"{path} is not json ({error}); save_rotary writes it.") from error
     for name, kind in (("rotary_patch", dict), ("base", list)):
         if not isinstance(content, dict) or not isinstance(content.get(name), kind):
             raise ValueError(f"{path} has no {kind.__name__} {name!r}: it was not written by save_rotary.")
     for saved in content["base"]:
         missing = [name for name in FINGERPRINT if not isinstance(saved, dict) or name not in saved]
         if missing:
-            raise ValueError(f"{path} does not say which model it belongs to: base has no {', '.join(missing)}.")
+            raise ValueError(f"{path} does not identify its base model: base has no {', '.join(missing)}.")
     try:
         config = RotaryPatchConfig.from_dict(content["rotary_patch"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
-    path = _file(source, ADAPTER_WEIGHTS, revision)
+    path = _find_file(source, ADAPTER_WEIGHTS, revision)
     try:
         return config, content["base"], load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read ({error}): it is damaged or was not copied to its end.") from error
+        raise ValueError(f"{path} cannot be read ({error}): it is damaged or truncated.") from error
 
 
 def _fingerprint(tower: nn.Module, attentions: list[nn.Module], base: dict) -> dict:
@@ -203,31 +199,31 @@ def _fingerprint(tower: nn.Module, attentions: list[nn.Module], base: dict) -> d
     return {"model_type": model_type, "layers": len(attentions), **base, "weights": _sketch(attentions)}
 
 
-def _fingerprint_of_patched(tower: nn.Module) -> dict:
+def _fingerprint_patched(tower: nn.Module) -> dict:
     attentions = [tower.get_submodule(name) for name in tower.rotary_patch.attention_names]
     return _fingerprint(tower, attentions, tower.rotary_patch.base(tower))
 
 
 def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
     """
-    Count sketch of each query and key projection: signed sums of its weights over `SKETCH_SIZE` classes of indices, or
-    `None` if a weight is quantized, sharded or on the meta device.
+    Count sketch of each query and key projection: signed sums of its weights over `SKETCH_SIZE` index classes; `None`
+    if a weight is quantized, sharded or on the meta device.
 
-    The relative distance of two sketches estimates that of the weights, whatever their type: the distance of weights to
-    the same ones rounded to bfloat16 is 0.2%, where hashes would only differ.
+    The relative distance of two sketches estimates that of the weights, whatever their dtype: rounding weights to
+    bfloat16 gives 0.2%, where hashes would simply differ.
     """
     sketches = []
     for attention in attentions:
-        # Models with RoPE are patched whatever they call their projections.
+        # Models with RoPE may use any names for their projections.
         found = projections(attention) or [module for module in attention.modules() if hasattr(module, "out_features")]
         for projection in found:
             weight = linear_layer(projection).weight
-            # Also where another process has the values.
+            # Also covers values that are on another process.
             is_here = isinstance(weight, torch.Tensor) and not isinstance(weight, DTensor) and weight.numel()
             if not is_here or not weight.is_floating_point() or weight.is_meta:
                 return None
             values = weight.detach().to("cpu", torch.float64).flatten()
-            # A multiplicative hash (Knuth, vol. 3, §6.4) of the index gives the sign and the class.
+            # A multiplicative hash (Knuth, vol. 3, §6.4) of the index determines the sign and the class.
             mixed = torch.arange(len(values)) * 2654435761 % 2**32
             signed = values * (1 - 2 * (mixed >> 31))
             sums = values.new_zeros(SKETCH_SIZE).index_add(0, (mixed >> 8) % SKETCH_SIZE, signed)
@@ -236,7 +232,7 @@ def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
 
 
 def _distance(found: list[list[float]], saved: list[list[float]]) -> float:
-    """Largest relative distance of two sketches of a projection, infinite if their shapes differ."""
+    """Largest relative distance of two sketches of a projection; infinite if their shapes differ."""
     found = torch.tensor(found)
     try:
         saved = torch.tensor(saved)
@@ -249,7 +245,7 @@ def _distance(found: list[list[float]], saved: list[list[float]]) -> float:
 
 def _check_bases(saved: list[dict], found: list[dict], source: str | Path, check_weights: bool) -> None:
     if len(found) != len(saved):
-        raise ValueError(f"{source} contains rotations for {len(saved)} vision towers; there are {len(found)}.")
+        raise ValueError(f"{source} contains rotations for {len(saved)} vision towers; this model has {len(found)}.")
     for base, fingerprint in zip(saved, found):
         _check_base(base, fingerprint, source, check_weights)
 
@@ -266,18 +262,17 @@ def _check_base(saved: dict, found: dict, source: str | Path, check_weights: boo
         return
     if found["weights"] is None or saved["weights"] is None:
         warnings.warn(
-            f"Whether {source} belongs to this model was not checked: its weights are quantized.", stacklevel=3
+            f"Could not check whether {source} belongs to this model: its weights are quantized.", stacklevel=3
         )
     elif (distance := _distance(found["weights"], saved["weights"])) > WEIGHTS_TOLERANCE:
         raise ValueError(
             f"{source} was trained on other weights: the query and key projections of this model differ by about "
-            f"{distance:.1%}. Load the base it belongs to, or pass check_weights=False for one that was trained "
-            "further."
+            f"{distance:.1%}. Load its base, or pass check_weights=False for one that was trained further."
         )
 
 
 def _agree(found, saved) -> bool:
-    """Whether two facts are the same, but for what rounding to half types does to the frequencies of a model."""
+    """Whether two facts agree, up to the rounding of a model's frequencies to half types."""
     if isinstance(found, list) and isinstance(saved, list):
         return len(found) == len(saved) and all(map(_agree, found, saved))
     if isinstance(found, float) and isinstance(saved, (int, float)):
@@ -291,7 +286,7 @@ def _load_encoding(index: int, planned: Plan, tensors: dict, source: str | Path)
         name = full_name.rpartition(".")[2]
         saved = tensors.pop(f"{index}.{name}", None)
         if saved is not None and not (saved.is_floating_point() and saved.isfinite().all()):
-            raise ValueError(f"{source} contains {name} with values that are not finite numbers: nothing was loaded.")
+            raise ValueError(f"{source} contains values of {name} that are not finite: nothing was loaded.")
         if saved is None or saved.shape != parameter.shape:
             raise ValueError(
                 f"{source} contains {name} of shape {None if saved is None else tuple(saved.shape)}; this model needs "

@@ -1,4 +1,4 @@
-"""Learned rotations inside pretrained models: patch, unpatch, and what is asked of a patched model."""
+"""Learned rotations in pretrained models: patch, unpatch, and functions of a patched model."""
 
 import warnings
 from collections.abc import Iterator
@@ -21,18 +21,18 @@ from ..models.patched.rotary_patch import RotaryPatchConfig, patched_towers, pla
 def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
     """
     Rotate query and key in the vision towers of a pretrained model (ComRoPE §4.4), in place; or, with
-    `rotary_init="pretrained"`, learn the rotations of a model that rotates by itself (RoPE), of language or images.
+    `rotary_init="pretrained"`, learn the rotations of a language or vision model with RoPE.
 
-    With `rotary_init="zeros"` the model computes the same bits as before in float32, and gradients reach the
-    generators; so does one with RoPE and `position_encoding="rope_mixed", rotary_init="pretrained"`. Its weights are
-    not changed, moved or renamed; the generators are a new module `rotary_encoding` of each vision tower, or of each
-    module around one that computes RoPE. Nothing is frozen: `rotary_parameters` lists the new parameters.
+    With `rotary_init="zeros"`, the model computes the same bits as before in float32, and gradients reach the
+    generators; so does a model with RoPE and `position_encoding="rope_mixed", rotary_init="pretrained"`. Existing
+    weights are not changed, moved or renamed. The generators are a new module `rotary_encoding` of each vision tower,
+    or of each module around one that computes RoPE. Nothing is frozen: `rotary_parameters` lists the new parameters.
 
     A `LlamaForCausalLM` becomes a `RotaryLlamaForCausalLM`, a subclass, and its configuration a copy with
     `rotary_patch`. So `save_pretrained`, `push_to_hub` and the checkpoints of `Trainer` contain the rotations, and the
     Auto classes restore them. Use `save_rotary` to save the rotations alone.
 
-    With peft, generators are trained and saved beside its adapters as `modules_to_save`:
+    With peft, train and save generators beside its adapters as `modules_to_save`:
 
     ```python
     import torch
@@ -60,10 +60,9 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: before anything is changed, if the model is patched already, has no vision tower whose attention
-            goes through transformers' attention interface, rotates queries and keys by itself while `rotary_init` is
-            not `"pretrained"` or the reverse, has tokens that cannot be assigned to patches, or does not fit the
-            configuration.
+        ValueError: before anything is changed, if the model is already patched, has no vision tower whose attention
+            uses transformers' attention interface, has RoPE while `rotary_init` is not `"pretrained"` or the reverse,
+            has tokens that cannot be assigned to patches, or does not fit the configuration.
 
     Warns:
         UserWarning: if transformers does not export the class of the model, so that no Auto class restores it.
@@ -76,7 +75,7 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
 
 
 def attach_plans(model: nn.Module, plans: list, encodings: list[nn.Module] | None = None) -> nn.Module:
-    """The second half of [`patch`], with new rotations or those of an adapter."""
+    """The second half of [`patch`]: attach new rotations or those of an adapter."""
     patch_in_place(model, plans, encodings)
     _warn_of_unknown_classes(model)
     return model
@@ -84,7 +83,7 @@ def attach_plans(model: nn.Module, plans: list, encodings: list[nn.Module] | Non
 
 def unpatch(model: nn.Module) -> nn.Module:
     """
-    Remove the rotations, in place: the model that `patch` was given, of its class, with its current weights.
+    Remove the rotations in place; this restores the class of the original model and keeps the current weights.
 
     Returns:
         The same model.
@@ -106,8 +105,8 @@ def rotary_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """
     (name, parameter) of generators and multipliers: train them without weight decay.
 
-    peft freezes them, except with `LoraConfig(…, modules_to_save=["rotary_encoding"])`: then these are its trainable
-    copies, and its `save_pretrained` writes them, see the example of [`patch`].
+    peft freezes them, except with `LoraConfig(…, modules_to_save=["rotary_encoding"])`: then these are peft's trainable
+    copies, which its `save_pretrained` writes; see the example of [`patch`].
     """
     for tower_name, tower in patched_towers(model):
         for name, parameter in tower.rotary_encoding.named_parameters():
@@ -117,10 +116,10 @@ def rotary_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def set_absolute_weight(model: nn.Module, weight: float) -> None:
     """
-    Weight of the position table in a model patched with `keep_absolute="fade"`: 1 as pretrained, 0 without it.
+    Set the weight of the position table in a model patched with `keep_absolute="fade"`: 1 as pretrained, 0 without it.
 
     Raises:
-        ValueError: if the model is not patched so, or the weight is not in [0, 1].
+        ValueError: if the model is not patched with that option, or the weight is not in [0, 1].
     """
     towers = [tower for _, tower in require_patched(model)]
     for tower in towers:
@@ -138,8 +137,7 @@ def set_absolute_weight(model: nn.Module, weight: float) -> None:
 
 def complete_model(model: PreTrainedModel) -> PreTrainedModel:
     """
-    A patched model whose `save_pretrained` writes what the Auto classes restore with its rotations, or an error: the
-    model itself, which [`patch`] gave such a class.
+    Require that the Auto classes can restore a saved model with its rotations; returns the model.
 
     Raises:
         ValueError: if the model is not patched, transformers does not export its class, or it contains adapters.
@@ -147,7 +145,7 @@ def complete_model(model: PreTrainedModel) -> PreTrainedModel:
     require_patched(model)
     if not isinstance(model, RotaryModelMixin) or not is_restorable(model.plain_class):
         raise ValueError(
-            f"{model._get_name()} is not a class that transformers exports with a model_type of its own, so no Auto "
+            f"{model._get_name()} is not a class that transformers exports with its own model_type, so no Auto "
             "class restores it. save_rotary works for every model."
         )
     adapted = [name for name, _ in model.named_modules() if name.endswith("base_layer")]
@@ -168,7 +166,7 @@ def require_patched(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _warn_of_unknown_classes(model: nn.Module) -> None:
-    """Say of which models a checkpoint is restored only by their own class, before they are trained."""
+    """Warn before training if only the model's own class can restore its checkpoints."""
     for module in model.modules():
         if isinstance(module, RotaryModelMixin):
             if not is_restorable(module.plain_class):
@@ -183,7 +181,7 @@ def _warn_of_unknown_classes(model: nn.Module) -> None:
 
 
 def _save_whole(wrapped, model: PreTrainedModel, args, kwargs):
-    """Around `save_pretrained` of transformers: a model of which a part was patched is saved as a patched one."""
+    """Wraps `save_pretrained` of transformers: a model with a patched part is saved as a patched model."""
     if isinstance(model, RotaryModelMixin) or not is_patched(model):
         return wrapped(*args, **kwargs)
     patch_around(model)

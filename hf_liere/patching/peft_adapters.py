@@ -1,7 +1,7 @@
 """
-Adapters of peft that were trained on a model with learned rotations. By itself, peft saves them without the patch, and
-drops rotations that a base lacks when it loads them. With this package imported, every save of an adapter also writes
-the files of `save_rotary`, and every load puts these rotations into the base first.
+peft adapters that were trained on a model with learned rotations. peft alone saves them without the patch, and when
+loading, drops rotations that the base lacks. With this package imported, saving an adapter also writes the files of
+`save_rotary`, and loading one first puts these rotations into the base.
 """
 
 from functools import partial
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
-# Post-import hooks (PEP 369), because importing peft takes seconds, and wrappers that keep signatures.
+# Post-import hooks (PEP 369), because importing peft takes seconds, and signature-preserving wrappers.
 import wrapt
 from safetensors import safe_open
 from torch import nn
@@ -23,30 +23,30 @@ from .apply import is_patched
 
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# Of the arguments of peft and transformers, those that say where files are.
+# The arguments of peft and transformers that locate files.
 PLACE = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
 
 
 def restore_rotations(model: nn.Module, source: str | Path, is_loaded: bool = False, **place) -> None:
     """
-    Give a base the rotations that an adapter of peft was saved with, in place, before the adapter itself is loaded.
+    Give a base the rotations that a peft adapter was saved with, in place, before loading the adapter.
 
     Args:
         model: The base, or peft's model around it.
         source: Folder or repository of the adapter.
-        is_loaded: Whether the model has an adapter of that name, whose values are to be replaced.
-        place: `revision`, `subfolder` and other arguments that find files on the Hub.
+        is_loaded: Whether the model already has an adapter of that name, whose values will be replaced.
+        place: `revision`, `subfolder` and other arguments that locate files on the Hub.
 
     Raises:
-        ValueError: if the rotations do not fit the base, which may have others, or the adapter contains rotations that
-            were saved without their patch and the base has none.
+        ValueError: if the rotations do not fit the base, or the adapter has rotations without a patch and the base
+            none.
     """
     path = _find(source, ADAPTER_CONFIG, place)
     if path is None:
         if not is_patched(model) and (names := _rotations_in_weights(source, place)):
             raise ValueError(
                 f"The adapter {source} contains rotations, {', '.join(names)}, which {model._get_name()} would drop: "
-                "patch it before, with the RotaryPatchConfig that they were trained with."
+                "patch it first with the RotaryPatchConfig of their training."
             )
         return
     _find(source, ADAPTER_WEIGHTS, place)
@@ -54,14 +54,14 @@ def restore_rotations(model: nn.Module, source: str | Path, is_loaded: bool = Fa
     require_same_patch(model, config, source)
     if is_patched(model):
         if _rotations_in_weights(source, place):
-            # Trained copies (`modules_to_save`) are loaded by peft.
+            # peft loads trained copies (`modules_to_save`).
             return
         current = stored_parameters(model)
         if all(torch.equal(value, current[name].detach().cpu()) for name, value in tensors.items()):
             return
     if not is_loaded and _has_adapters(model):
         raise ValueError(
-            f"The adapter {source} has other rotations than the adapters of this model, which share theirs. Patch the "
+            f"The rotations of the adapter {source} differ from those that this model's adapters share. Patch the "
             'base before any adapter, and train with LoraConfig(…, modules_to_save=["rotary_encoding"]), so that every '
             "adapter has its own."
         )
@@ -79,7 +79,7 @@ def _find(source: str | Path, name: str, place: dict) -> Path | None:
 
 
 def _rotations_in_weights(source: str | Path, place: dict) -> list[str]:
-    """Names of the rotations among the weights of an adapter."""
+    """Names of rotation parameters among the weights of an adapter."""
     for file_name in WEIGHTS:
         path = _find(source, file_name, place)
         if path is None:
@@ -94,7 +94,7 @@ def _rotations_in_weights(source: str | Path, place: dict) -> list[str]:
 
 
 def _save(wrapped, model, args, kwargs):
-    """Around `PeftModel.save_pretrained`."""
+    """Wraps `PeftModel.save_pretrained`."""
     result = wrapped(*args, **kwargs)
     if is_patched(model):
         directory = Path(args[0] if args else kwargs["save_directory"])
@@ -105,16 +105,16 @@ def _save(wrapped, model, args, kwargs):
 
 
 def _from_pretrained(wrapped, _, args, kwargs):
-    """Around `PeftModel.from_pretrained(model, model_id, …)`."""
+    """Wraps `PeftModel.from_pretrained(model, model_id, …)`."""
     given = dict(zip(("model", "model_id"), args)) | kwargs
     restore_rotations(given["model"], given["model_id"], **_place(kwargs))
     return wrapped(*args, **kwargs)
 
 
 def _load_adapter(wrapped, model, args, kwargs):
-    """Around `PeftModel.load_adapter(model_id, adapter_name, …)`."""
+    """Wraps `PeftModel.load_adapter(model_id, adapter_name, …)`."""
     if model is None:
-        # `PeftMixedModel` is another class, and calls the function with itself.
+        # `PeftMixedModel`, another class, passes itself as an argument.
         model, *args = args
         wrapped = partial(wrapped, model)
     given = dict(zip(("model_id", "adapter_name"), args)) | kwargs
@@ -124,7 +124,7 @@ def _load_adapter(wrapped, model, args, kwargs):
 
 
 def _load_into_transformers(wrapped, model, args, kwargs):
-    """Around `load_adapter(peft_model_id, …)` of models of transformers, which `from_pretrained` calls too."""
+    """Wraps `load_adapter(peft_model_id, …)` of transformers models, which `from_pretrained` also calls."""
     options = kwargs.get("load_config")
     source = args[0] if args else kwargs.get("peft_model_id") or getattr(options, "pretrained_model_name_or_path", None)
     if source is not None:
@@ -133,14 +133,14 @@ def _load_into_transformers(wrapped, model, args, kwargs):
 
 
 def _swap(wrapped, _, args, kwargs):
-    """Around `hotswap_adapter(model, model_name_or_path, …)`, which replaces the weights of an adapter."""
+    """Wraps `hotswap_adapter(model, model_name_or_path, …)`, which replaces the weights of an adapter."""
     given = dict(zip(("model", "model_name_or_path"), args)) | kwargs
     restore_rotations(given["model"], given["model_name_or_path"], is_loaded=True, **_place(kwargs))
     return wrapped(*args, **kwargs)
 
 
 def _base_model_class(wrapped, _, args, kwargs):
-    """Around what an adapter without a task names for `AutoPeftModel`: an Auto class reads a base of both kinds."""
+    """Wraps the lookup of a task-less adapter's base class for `AutoPeftModel`; Auto classes read both kinds."""
     found = wrapped(*args, **kwargs)
     plain = getattr(found, "plain_class", found)
     autos = auto_classes(plain.config_class) if plain is not found else {}
@@ -152,7 +152,7 @@ def _place(arguments: dict) -> dict:
 
 
 def _guard(peft) -> None:
-    """What happens once peft is imported."""
+    """Install the wrappers once peft is imported."""
     for name, wrapper in {
         "save_pretrained": _save,
         "from_pretrained": _from_pretrained,
@@ -160,7 +160,7 @@ def _guard(peft) -> None:
         "_get_base_model_class": _base_model_class,
     }.items():
         wrapt.wrap_function_wrapper(peft.PeftModel, name, wrapper)
-    # By these tables, peft finds what to adapt in a model of a type.
+    # In these tables, peft looks up what to adapt by model type.
     for table in vars(peft.utils.constants).values():
         if isinstance(table, dict):
             table |= {f"{TYPE_PREFIX}{name}": value for name, value in table.items() if isinstance(name, str)}

@@ -1,4 +1,4 @@
-"""What publishing and pulling share: the hashes that the Hub lists, retries, and errors in one sentence."""
+"""Shared by publishing and pulling: the Hub's hashes, retries, and one-sentence errors."""
 
 import re
 import time
@@ -25,25 +25,25 @@ logger = logging.get_logger(__name__)
 
 Result = TypeVar("Result")
 
-# Timeouts, refused and broken connections: a class of httpx in huggingface_hub 1, and of httpx2 in huggingface_hub 2.
+# Timeouts, refused and broken connections, whose class is httpx's in huggingface_hub 1 and httpx2's in version 2.
 TransportError = HfHubHTTPError.__bases__[0]
 TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
 ATTEMPTS = 5
 LONGEST_WAIT = 600
-# Of users and of organisations.
+# Tokens of users and of organisations.
 TOKEN = re.compile(r"(hf|api_org)_[A-Za-z0-9]{20,}")
 
 
 class HubError(RuntimeError):
-    """The Hub refused a request or did not deliver; the message says what to do and holds no token."""
+    """The Hub refused a request or failed to answer it; the message says what to do and contains no token."""
 
 
 class UnreachableError(HubError):
-    """The Hub did not answer, or may not be asked."""
+    """The Hub did not answer, or offline mode is set."""
 
 
 def remote_digests(api: HfApi, repo_id: str, revision: str) -> dict[str, str]:
-    """Hashes of all files of a revision, by path, in the form of `saved_weights.file_digest`."""
+    """Hashes of all files of a revision by path, in the format of `saved_weights.file_digest`."""
     digests = {}
     for entry in api.list_repo_tree(repo_id, revision=revision, recursive=True):
         lfs = getattr(entry, "lfs", None)
@@ -54,22 +54,22 @@ def remote_digests(api: HfApi, repo_id: str, revision: str) -> dict[str, str]:
     return digests
 
 
-def status_of(error: BaseException) -> int | None:
+def status_code(error: BaseException) -> int | None:
     return error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else None
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether trying again may help: overload, server errors, broken connections."""
-    status = status_of(error)
+    """Whether a retry may help: overload, server errors, broken connections."""
+    status = status_code(error)
     if status is not None:
         return status in TRANSIENT_STATUS
-    # The client's check of the length of a download raises a plain OSError, so its message is looked at.
+    # The client's length check of downloads raises a plain OSError, known only by its message.
     return isinstance(error, TransportError) or "Consistency check failed" in str(error)
 
 
 def seconds_to_wait(error: BaseException, attempt: int) -> float:
-    """What the answer asks for (`Retry-After`, or the Hub's `RateLimit`), else 1, 2, 4, … seconds."""
-    headers = error.response.headers if status_of(error) is not None else {}
+    """The delay that the response asks for (`Retry-After`, or the Hub's `RateLimit`), else 1, 2, 4, … seconds."""
+    headers = error.response.headers if status_code(error) is not None else {}
     after = headers.get("retry-after", "")
     if after.isdigit():
         return float(after)
@@ -80,19 +80,19 @@ def seconds_to_wait(error: BaseException, attempt: int) -> float:
 
 
 def wait_to_retry(error: BaseException, attempt: int, attempts: int = ATTEMPTS) -> None:
-    """Sleeps before the next attempt; raises the error if it is not transient, the last or asks for too long."""
+    """Sleep before the next attempt; raise an error that is permanent, the last, or asks for too long a wait."""
     if not is_transient(error) or attempt >= attempts:
         raise error
     seconds = seconds_to_wait(error, attempt)
     if seconds > LONGEST_WAIT:
         raise error
-    reason = f"status {status_of(error)}" if status_of(error) else type(error).__name__
+    reason = f"status {status_code(error)}" if status_code(error) else type(error).__name__
     logger.warning(f"The Hub answered with {reason}; attempt {attempt + 1} of {attempts} in {seconds:g} s.")
     time.sleep(seconds)
 
 
-def retrying(request: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
-    """The result of a request that may be repeated without harm."""
+def retry(request: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
+    """Make a request that is safe to repeat, with retries; returns its result."""
     attempt = 0
     while True:
         attempt += 1
@@ -104,7 +104,7 @@ def retrying(request: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
 
 @contextmanager
 def translate_hub_errors(api: HfApi, repo_id: str, revision: str | None = None) -> Iterator[None]:
-    """Turns errors of the client into [`HubError`], without their chain: a traceback must not show requests."""
+    """Turn errors of the client into [`HubError`], unchained because a traceback must not show requests."""
     try:
         yield
     except HubError:
@@ -119,11 +119,11 @@ def translate_hub_errors(api: HfApi, repo_id: str, revision: str | None = None) 
 
 
 def _explanation(api: HfApi, repo_id: str, revision: str | None, error: Exception) -> HubError:
-    status, place = status_of(error), f"{repo_id} on {api.endpoint}"
+    status, place = status_code(error), f"{repo_id} on {api.endpoint}"
     sign_in = "run `hf auth login`, or set HF_TOKEN"
-    has_token = token_of(api) is not None
+    has_token = token_in_use(api) is not None
     if isinstance(error, LocalTokenNotFoundError):
-        return HubError(f"There is no token for {place}: {sign_in}.")
+        return HubError(f"No token for {place}: {sign_in}.")
     if isinstance(error, RevisionNotFoundError):
         return HubError(f"{place} has no revision {revision!r}; {_known_revisions(api, repo_id)}.")
     if isinstance(error, GatedRepoError):
@@ -136,10 +136,7 @@ def _explanation(api: HfApi, repo_id: str, revision: str | None, error: Exceptio
             return HubError(f"There is no {place}, or it is private and the token in use may not see it.")
         return HubError(f"There is no {place}, or it is private and no token is given: {sign_in}.")
     if status == 403:
-        return HubError(
-            f"The token in use may not write to {place}: it is read-only or belongs to another account; accepted is a "
-            "token with the right to write there."
-        )
+        return HubError(f"The token in use may not write to {place}: it is read-only or belongs to another account.")
     if isinstance(error, OfflineModeIsEnabled):
         return UnreachableError(f"HF_HUB_OFFLINE is set, and {repo_id} is not (or not completely) in the local cache.")
     if status is not None:
@@ -154,15 +151,15 @@ def _explanation(api: HfApi, repo_id: str, revision: str | None, error: Exceptio
     return HubError(f"{place}: {type(error).__name__}: {error}")
 
 
-def token_of(api: HfApi) -> str | None:
-    """The token that the client sends: its own, else that of the environment or of `hf auth login`."""
+def token_in_use(api: HfApi) -> str | None:
+    """The token that the client sends: its own, else that of the environment or `hf auth login`."""
     if api.token is False:
         return None
     return api.token if isinstance(api.token, str) else get_token()
 
 
 def without_tokens(api: HfApi, text: str) -> str:
-    token = token_of(api)
+    token = token_in_use(api)
     return TOKEN.sub("hf_…", text.replace(token, "hf_…") if token else text)
 
 

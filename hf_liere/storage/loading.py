@@ -1,4 +1,4 @@
-"""From the name of a checkpoint to weights that are whole: what is checked before a model is used."""
+"""Locating checkpoints, and the checks of a loaded model before it is used."""
 
 import json
 import os
@@ -15,20 +15,20 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
 
-from ..errors import InputError, quiet
-from .client import HubError, UnreachableError, retrying, translate_hub_errors
+from ..errors import InputError, silence
+from .client import HubError, UnreachableError, retry, translate_hub_errors
 
 
 class CheckpointError(InputError):
-    """A checkpoint that is not there, cannot be read or does not hold what its model needs."""
+    """A checkpoint that is missing, unreadable or incomplete."""
 
 
 def local_path(checkpoint: str | os.PathLike) -> Path | None:
     """
-    The file or folder that a name stands for; `None` if it is the name of a repository on the Hub, `owner/name`.
+    The file or folder of a given name; `None` for the name of a repository on the Hub, `owner/name`.
 
     Raises:
-        CheckpointError: if it is neither, or its first part is a folder that does not have the second.
+        CheckpointError: if it is neither, or if its first part is a folder without the second.
     """
     path = Path(checkpoint)
     if path.exists():
@@ -46,18 +46,18 @@ def local_path(checkpoint: str | os.PathLike) -> Path | None:
 
 def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) -> dict:
     """
-    Arguments of `from_pretrained` that find a checkpoint, without long attempts to reach a Hub that does not answer.
+    Arguments of `from_pretrained` that locate a checkpoint without long attempts to reach an unreachable Hub.
 
     Raises:
-        CheckpointError: if there is no such directory.
-        HubError: if the Hub has no such repository or refuses, or neither it nor the cache can be asked.
+        CheckpointError: if the directory does not exist.
+        HubError: if the Hub has no such repository or refuses, or neither the Hub nor the cache is available.
     """
     if local_path(checkpoint) is not None:
         return {"revision": revision}
     repo_id, api = str(checkpoint), HfApi()
     try:
         with translate_hub_errors(api, repo_id, revision):
-            retrying(lambda: api.model_info(repo_id, revision=revision), attempts=2)
+            retry(lambda: api.model_info(repo_id, revision=revision), attempts=2)
     except UnreachableError:
         if not isinstance(try_to_load_from_cache(repo_id, "config.json", revision=revision), str):
             raise
@@ -67,32 +67,32 @@ def loading_options(checkpoint: str | os.PathLike, revision: str | None = None) 
 
 @contextmanager
 def translate_loading_errors(checkpoint: str | os.PathLike) -> Iterator[None]:
-    """Turns whatever readers and models make of a damaged or foreign checkpoint into [`CheckpointError`]."""
+    """Turn any error that a damaged or foreign checkpoint causes into [`CheckpointError`]."""
     try:
-        # transformers would also log the keys as a table of many lines and, where warnings are off, those that its plan
-        # for several devices leaves out, in a module that has moved between its versions.
+        # transformers would also log a table of keys, and those that its tensor-parallel plan (a moving module) leaves
+        # out.
         plans = [f"transformers.{package}.tensor_parallel" for package in ("distributed", "integrations")]
-        with quiet("transformers.modeling_utils", *plans):
+        with silence("transformers.modeling_utils", *plans):
             yield
     except (InputError, HubError):
         raise
     except Exception as error:
-        raise CheckpointError(f"{checkpoint} cannot be loaded: {reason(error)}") from error
+        raise CheckpointError(f"{checkpoint} cannot be loaded: {explain(error)}") from error
 
 
-def reason(error: Exception) -> str:
-    """One sentence about why something cannot be read."""
+def explain(error: Exception) -> str:
+    """One sentence on why a file cannot be read."""
     text = " ".join(str(error).split())
     if isinstance(error, pickle.UnpicklingError):
-        # torch's own message recommends weights_only=False, which would execute the code.
+        # torch's message recommends weights_only=False, which would execute the code.
         needed = re.search(r"GLOBAL (\S+)", text)
         if needed:
             return (
                 f"it is a pickle that needs more than tensors ({needed[1]}), and code in a checkpoint is never "
-                "executed here; load it where you trust it and save its state_dict alone."
+                "executed here; if you trust it, load it elsewhere and save only its state_dict."
             )
         return "it is truncated or no checkpoint at all."
-    # torch's reader of archives has no error class of its own.
+    # torch's archive reader raises a plain RuntimeError.
     if isinstance(error, (SafetensorError, EOFError)) or "PytorchStreamReader" in text:
         return f"it is truncated or no checkpoint at all ({type(error).__name__})."
     return text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__}: {text}"
@@ -100,10 +100,10 @@ def reason(error: Exception) -> str:
 
 def shards(index: Path) -> list[Path]:
     """
-    Files that the index of a sharded checkpoint names.
+    The files that the index of a sharded checkpoint names.
 
     Raises:
-        CheckpointError: if it is no index, or a file is missing or lies outside of the folder.
+        CheckpointError: if the file is not an index, or a shard is missing or outside of the folder.
     """
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
@@ -117,16 +117,16 @@ def shards(index: Path) -> list[Path]:
         if Path(name).name != name:
             raise CheckpointError(f"{index} names no files of its folder but {name!r}; accepted are files beside it.")
         if not (index.parent / name).is_file():
-            raise CheckpointError(f"{index.parent} holds no {name}: {index} names {name!r}, which is not beside it.")
+            raise CheckpointError(f"{index.parent} contains no {name}: {index} names {name!r}, which is not beside it.")
     return [index.parent / name for name in files]
 
 
 def require_loaded_keys(loading: Mapping, checkpoint: str | os.PathLike, besides: tuple[str, ...] = ()) -> None:
     """
     Args:
-        loading: what `from_pretrained` says about its keys with `output_loading_info=True`.
-        checkpoint: where they come from, for the message.
-        besides: prefixes of keys that may be missing or left over.
+        loading: The key report of `from_pretrained` with `output_loading_info=True`.
+        checkpoint: Origin of the keys, for the message.
+        besides: Prefixes of keys that may be missing or left over.
 
     Raises:
         CheckpointError: naming the keys that are missing, of another shape or left over.
@@ -138,22 +138,22 @@ def require_loaded_keys(loading: Mapping, checkpoint: str | os.PathLike, besides
 
 
 def require_all_keys(missing: Collection[str], unexpected: Collection[str], checkpoint: str | os.PathLike) -> None:
-    """Raises [`CheckpointError`] naming the keys, if there are any."""
+    """Raise [`CheckpointError`] naming the keys, if there are any."""
     if missing or unexpected:
         raise CheckpointError(
-            f"The checkpoint {checkpoint} does not fit the model. Missing: {_listed(missing)}. "
-            f"Unexpected: {_listed(unexpected)}."
+            f"The checkpoint {checkpoint} does not fit the model. Missing: {_join_names(missing)}. "
+            f"Unexpected: {_join_names(unexpected)}."
         )
 
 
-def require_finite(model: nn.Module, checkpoint: str | os.PathLike) -> None:
-    """Raises [`CheckpointError`] naming the parameters that hold NaN or infinity, if there are any."""
+def require_finite_parameters(model: nn.Module, checkpoint: str | os.PathLike) -> None:
+    """Raise [`CheckpointError`] naming the parameters that contain NaN or infinity, if any do."""
     broken = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
     if broken:
-        raise CheckpointError(f"The checkpoint {checkpoint} holds NaN or infinity in {_listed(broken)}.")
+        raise CheckpointError(f"The checkpoint {checkpoint} contains NaN or infinity in {_join_names(broken)}.")
 
 
-def _listed(keys: Iterable[str], most: int = 10) -> str:
+def _join_names(keys: Iterable[str], most: int = 10) -> str:
     keys = sorted(keys)
     more = f" and {len(keys) - most} more" if len(keys) > most else ""
     return f"{', '.join(keys[:most])}{more}" if keys else "none"

@@ -1,4 +1,4 @@
-"""The files of a saved folder: which hold the weights, their hashes, their number, and whether they are whole."""
+"""The files of a saved folder: which ones contain the weights, their hashes, and checks that they are intact."""
 
 import hashlib
 import json
@@ -13,38 +13,38 @@ from safetensors import SafetensorError, safe_open
 from .loading import shards
 
 
-# Files of an adapter: rotations that were saved without their model.
+# Files of an adapter: rotations saved without their model.
 ADAPTER_CONFIG = "rotary_config.json"
 ADAPTER_WEIGHTS = "rotary.safetensors"
-# Which file contains which tensor, where the weights are split.
+# Maps tensors to files if the weights are split.
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """
-    The object in a json file.
+    Read a json file that contains an object.
 
     Raises:
-        ValueError: which names the file, if it cannot be read or holds anything else.
+        ValueError: naming the file, if it cannot be read or contains anything else.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no json file: {error}.") from None
+        raise ValueError(f"{path} is not a json file: {error}.") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}; accepted: a json object.")
+        raise ValueError(f"{path} contains a {type(content).__name__}; accepted: a json object.")
     return content
 
 
 def first_line(error: Exception) -> str:
-    """What an error of another library says, as part of a sentence."""
+    """The first line of another library's error, as part of a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def require_folder(folder: Path) -> None:
-    """Raises `ValueError` for what does not exist or is a file."""
+    """Raise `ValueError` unless a folder exists."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ValueError(f"{folder} {what}; accepted: the folder of a saved model.")
@@ -52,10 +52,10 @@ def require_folder(folder: Path) -> None:
 
 def is_adapter(folder: Path) -> bool:
     """
-    Whether a folder contains rotations alone, as `save_rotary` writes them.
+    Whether a folder contains only rotations, as `save_rotary` writes them.
 
     Raises:
-        ValueError: if it contains a complete model or an adapter of peft as well.
+        ValueError: if it also contains a complete model or a peft adapter.
     """
     adapter, complete, of_peft = (
         [name for name in names if (folder / name).is_file()]
@@ -68,7 +68,7 @@ def is_adapter(folder: Path) -> bool:
     if adapter and complete:
         raise ValueError(
             f"{folder} contains a complete model ({', '.join(complete)}) and an adapter ({', '.join(adapter)}): move "
-            "the files of the adapter into another folder, and name the folder of the one that is meant."
+            "the adapter's files into another folder, and name the folder that you mean."
         )
     if adapter and of_peft:
         raise ValueError(
@@ -80,40 +80,40 @@ def is_adapter(folder: Path) -> bool:
 
 def own_file(path: Path) -> Path:
     """
-    A file of a saved folder, made sure to be its own: links may lead out of the folder to anything of this machine.
+    Require that a file of a saved folder is not a link to another place on this machine; returns the file.
 
     Raises:
-        ValueError: if it is a link that leads elsewhere. The snapshots of the Hub's cache are links into its blobs.
+        ValueError: if it is a link out of the folder. Snapshots in the Hub's cache may link to its blobs.
     """
     folder, target = path.parent.resolve(), path.resolve()
     accepted = [folder]
     if snapshots := next((parent for parent in folder.parents if parent.name == "snapshots"), None):
-        # Blobs of the repository may be links to those that repositories share.
+        # A repository's blobs may be links to shared blobs.
         accepted += [snapshots.parent / "blobs", snapshots.parents[1] / "blobs"]
     if not any(target.is_relative_to(place) for place in accepted):
         raise ValueError(
-            f"{path} is a link out of its folder, to {target}, and such links are not followed: put the file itself "
-            "there, or remove the link."
+            f"{path} is a link out of its folder, to {target}, which is not followed: replace it by the file, or "
+            "remove it."
         )
     return path
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a saved model or adapter, without those of another model beside it."""
+    """The safetensors files of a saved model or adapter, without those of another model beside it."""
     require_folder(folder)
     index = folder / WEIGHTS_INDEX
-    # transformers looks for the single file first, too.
+    # transformers also looks for the single file first.
     if index.is_file() and not (folder / "model.safetensors").is_file():
         return shards(index)
     files = [folder / name for name in ("model.safetensors", ADAPTER_WEIGHTS) if (folder / name).is_file()]
     if not files:
-        raise ValueError(f"{folder} holds no model.safetensors: it is no saved model.")
+        raise ValueError(f"{folder} contains no model.safetensors: it is not a saved model.")
     return files
 
 
 def file_digest(path: Path, kind: str) -> str:
     """
-    Hash of a file as the Hub lists it.
+    Hash of a file in the Hub's format.
 
     Args:
         kind: `"sha256"` (LFS and Xet) or `"git"` (SHA-1 of a git blob, for the other files).
@@ -129,7 +129,7 @@ def file_digest(path: Path, kind: str) -> str:
 
 
 def differing_files(folder: Path, names: Iterable[str], digests: Mapping[str, str]) -> list[str]:
-    """Those of `names` that a folder or a listing of hashes lacks, or that have another hash in the folder."""
+    """The files of `names` that are missing from a folder or from `digests`, or whose hash differs."""
     return [
         name
         for name in names
@@ -140,29 +140,31 @@ def differing_files(folder: Path, names: Iterable[str], digests: Mapping[str, st
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, "pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
-        raise ValueError(f"{path} is no readable safetensors file ({reason}); it may be damaged or cut off.") from None
+        raise ValueError(
+            f"{path} is not a readable safetensors file ({reason}); it may be damaged or cut off."
+        ) from None
 
 
 def _saved_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a folder in order of name, one in memory at a time."""
+    """Every tensor in a folder, ordered by name, with one in memory at a time."""
     files = {}
     for path in weight_files(folder):
-        with _opened(path) as file:
+        with _open(path) as file:
             files |= dict.fromkeys(file.keys(), path)
     for name in sorted(files):
-        with _opened(files[name]) as file:
+        with _open(files[name]) as file:
             tensor = file.get_tensor(name)
         yield name, tensor
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over name, dtype, shape and bytes of every tensor in order of name: independent of shards and files."""
+    """SHA-256 over name, dtype, shape and bytes of all tensors ordered by name, independent of shards and files."""
     return _digest((name, tensors[name]) for name in sorted(tensors))
 
 
@@ -171,7 +173,7 @@ def saved_weights_digest(folder: str | Path) -> str:
     [`weights_digest`] of the weights in a folder, one tensor in memory at a time.
 
     Raises:
-        ValueError: if the folder holds no safetensors, or one that cannot be read.
+        ValueError: if the folder contains no safetensors files, or an unreadable one.
     """
     return _digest(_saved_tensors(Path(folder)))
 
@@ -188,7 +190,7 @@ def saved_shapes(folder: Path) -> dict[str, torch.Size]:
     """Shapes of the tensors in a folder, by name."""
     shapes = {}
     for path in weight_files(folder):
-        with _opened(path) as file:
+        with _open(path) as file:
             shapes |= {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}
     return shapes
 
@@ -198,12 +200,12 @@ def saved_parameters(folder: Path) -> int:
     return sum(shape.numel() for shape in saved_shapes(folder).values())
 
 
-def require_finite(folder: Path) -> None:
-    """Raises `ValueError` for weights that are infinite or no number."""
+def require_finite_weights(folder: Path) -> None:
+    """Raise `ValueError` for infinite or NaN weights."""
     wrong = [name for name, tensor in _saved_tensors(folder) if not _is_finite(tensor)]
     if wrong:
         shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-        raise ValueError(f"The weights in {folder} hold values that are infinite or no number (NaN): {shown}.")
+        raise ValueError(f"The weights in {folder} contain values that are infinite or NaN: {shown}.")
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

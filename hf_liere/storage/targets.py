@@ -1,4 +1,4 @@
-"""Files and folders that appear under their name when they are complete, or not at all."""
+"""Output files and folders that appear under their name only when they are complete."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from ..errors import InputError
 
 
 def require_new_directory(output: str | os.PathLike) -> None:
-    """Raises `FileExistsError` if `output` is there and not an empty directory."""
+    """Raise `FileExistsError` if `output` exists and is not an empty directory."""
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"{output} exists already and is not an empty directory.")
@@ -20,15 +20,15 @@ def require_new_directory(output: str | os.PathLike) -> None:
 @contextmanager
 def new_directory(output: str | os.PathLike) -> Iterator[Path]:
     """
-    A folder to fill, which becomes `output` unless an error leaves the block.
+    A folder to fill; it becomes `output` when the block ends without an error.
 
     Raises:
-        FileExistsError: if `output` is there and not an empty directory.
+        FileExistsError: if `output` exists and is not an empty directory.
         InputError: if nothing can be written beside it.
     """
     output = Path(output)
     require_new_directory(output)
-    with _beside(output) as partial:
+    with _temporary_folder(output) as partial:
         yield partial
         # mkdtemp makes folders that only their owner can read.
         partial.chmod(0o755)
@@ -38,8 +38,7 @@ def new_directory(output: str | os.PathLike) -> Iterator[Path]:
 @contextmanager
 def new_file(output: str | os.PathLike) -> Iterator[Path]:
     """
-    A path of the same name to write to, which becomes `output`, with what lies beside it, unless an error leaves the
-    block.
+    A path to write to; the file, with others beside it, becomes `output` when the block ends without an error.
 
     Raises:
         FileExistsError: if `output` exists.
@@ -48,16 +47,16 @@ def new_file(output: str | os.PathLike) -> Iterator[Path]:
     output = Path(output)
     if output.exists():
         raise FileExistsError(f"{output} exists.")
-    with _beside(output) as partial:
+    with _temporary_folder(output) as partial:
         yield partial / output.name
-        # The file itself is moved last: where it exists, everything is complete.
+        # Move the file itself last: once it exists, everything is complete.
         for path in sorted(partial.iterdir(), key=lambda path: path.name == output.name):
             os.replace(path, output.parent / path.name)
 
 
 @contextmanager
-def _beside(output: Path) -> Iterator[Path]:
-    """A temporary folder on the file system of `output`; parents made for it are removed again if they stay empty."""
+def _temporary_folder(output: Path) -> Iterator[Path]:
+    """A temporary folder on the file system of `output`; new parents that stay empty are removed again."""
     parents = [parent for parent in output.parents if not parent.exists()]
     partial = None
     try:

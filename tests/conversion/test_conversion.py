@@ -350,8 +350,8 @@ MALFORMED = [
     (comrope_weights, {"num_axes": 3}, "num_axes=3 contradicts"),
     (comrope_weights, {"num_attention_heads": 4}, "num_attention_heads=4 contradicts the checkpoint's 2"),
     (lambda: comrope_weights() | {FREQS: torch.ones(2, 1, 8, 4, 4)}, {}, r"layers\.1\.self_attn\.freqs"),
-    (lambda: {"weight": torch.ones(2)}, {}, "of no known model; known are liere"),
-    (lambda: {}, {}, "holds nothing"),
+    (lambda: {"weight": torch.ones(2)}, {}, "match none of liere"),
+    (lambda: {}, {}, "contains nothing"),
     (lambda: {"state": 3}, {}, r"\{'state': 'int'\}"),
 ]
 
@@ -418,7 +418,7 @@ def test_damaged_and_dangerous_files_leave_nothing_behind(tmp_path, monkeypatch)
             for suffix in ("safetensors", "pt")
         },
         "code.ckpt": "never executed",
-        "list.pt": "holds a list",
+        "list.pt": "contains a list",
         "two": "'a.pt', 'b.pt'.*name one",
         "absent.pt": "no such file or directory",
         "some/repository": "HF_HUB_OFFLINE is set, and some/repository is not",
@@ -453,8 +453,8 @@ def test_a_failure_while_writing_leaves_nothing_behind(tmp_path, monkeypatch):
         ({"image_size": "16"}, "image_size='16': accepted is a whole number or a list"),
         ({"hidden_act": "evil"}, "hidden_act='evil' must be one of .*'gelu'"),
         ({"id2label": ["a", "b", "c"]}, "id2label=.*accepted are names by their numbers"),
-        ({"vision_config": "none"}, "config.json beside the checkpoint is not understood"),
-        ([1], "config.json beside the checkpoint holds a list"),
+        ({"vision_config": "none"}, "config.json beside the checkpoint cannot be interpreted"),
+        ([1], "config.json beside the checkpoint is a list"),
     ],
 )
 def test_configurations_beside_a_checkpoint_that_mean_nothing(tmp_path, config, message):
@@ -485,7 +485,7 @@ def test_an_index_names_files_beside_it(tmp_path, index, message):
 
 def test_a_model_of_ours_needs_no_conversion(tiny, tmp_path):
     hf_liere.LieREViTForImageClassification(tiny()).save_pretrained(tmp_path / "ours")
-    with pytest.raises(ConversionError, match="is a model of hf_liere already"):
+    with pytest.raises(ConversionError, match="is already a model of hf_liere"):
         convert_checkpoint(tmp_path / "ours", tmp_path / "out")
 
 
@@ -555,6 +555,6 @@ def test_the_list_names_repositories_with_options_that_are_taken(capsys):
         assert known.options.get("source", known.source) == known.source
         require_options(known.source, options)
         assert known.source != "timm" or known.repo_id in published
-    assert "SophieOstmeier/liere-checkpoints" in printed and "Nothing of this was downloaded here" in printed
+    assert "SophieOstmeier/liere-checkpoints" in printed and "none of these files was downloaded" in printed
     assert main(["convert", "owner/name"]) == 1
     assert "a checkpoint and the directory to write, or --list" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from hf_liere import upgrade_encoding
 from hf_liere.cli import main
 from hf_liere.conversion.base import ConversionError
 from hf_liere.conversion.resizing import resize_input
-from hf_liere.inspection.encodings import generators
+from hf_liere.inspection.encodings import generator_matrices
 
 
 # The same function in another order of float32 operations.
@@ -171,7 +171,7 @@ def test_shared_generators_can_be_separated_and_joined_until_they_differ(tiny):
     assert joined.liere.rotary_encoding.generators.shape == (2, 1, 1, 3, 28)
     torch.testing.assert_close(joined(pixels).logits, model(pixels).logits, **EXACT)
     upgraded.liere.rotary_encoding.generators[:, 1] *= 1.01
-    with pytest.raises(ConversionError, match="share_layers=True: generators that differ"):
+    with pytest.raises(ConversionError, match="share_layers=True: different generators"):
         upgrade_encoding(upgraded, position_encoding="liere", block_size=8, share_layers=True)
 
 
@@ -182,7 +182,7 @@ def test_equal_generators_can_be_joined(tiny):
     upgraded = upgrade_encoding(model, position_encoding="rope_mixed", share_layers=True)
     pixels = images(2, 3, 16, 16)
     torch.testing.assert_close(upgraded(pixels).logits, model(pixels).logits, **EXACT)
-    with pytest.raises(ConversionError, match="share_heads=True: generators that differ"):
+    with pytest.raises(ConversionError, match="share_heads=True: different generators"):
         upgrade_encoding(model, position_encoding="rope_mixed", share_heads=True)
 
 
@@ -192,15 +192,15 @@ def test_the_command_refuses_models_of_tokens(tmp_path, capsys):
     hf_liere.LieRETokensForSequenceClassification(config).save_pretrained(tmp_path / "tokens")
     command = ["upgrade", str(tmp_path / "tokens"), str(tmp_path / "out"), "--position_encoding", "liere"]
     assert main(command) == 1
-    assert "is a model of tokens, which has neither images nor a card" in capsys.readouterr().err
+    assert "is a token model, which has neither images nor a card" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
 
 
 def test_folded_models_stay_as_they_are(tiny):
     folded = classifier(tiny(position_encoding="comrope_ld", block_size=8)).fold_rotations()
-    with pytest.raises(ConversionError, match="folded for inference cannot be changed"):
+    with pytest.raises(ConversionError, match="a folded model cannot be changed"):
         upgrade_encoding(folded, position_encoding="liere", block_size=8)
-    with pytest.raises(ConversionError, match="folded for inference cannot be changed"):
+    with pytest.raises(ConversionError, match="a folded model cannot be changed"):
         resize_input(folded, 32)
 
 
@@ -231,31 +231,31 @@ def test_generators_that_happen_to_commute_become_planes_and_blocks_again(tiny):
 
 def canonical(encoding):
     """Magnitudes of the planes of every head, in order: eigenvalues of the generator of a random position."""
-    matrices = torch.einsum("a,alhbij->lhbij", torch.tensor([0.3, 0.7]).double(), generators(encoding))
+    matrices = torch.einsum("a,alhbij->lhbij", torch.tensor([0.3, 0.7]).double(), generator_matrices(encoding))
     return torch.linalg.eigvalsh(1j * matrices).flatten(-2).sort().values
 
 
 REFUSED = [
     ("rope_mixed", {}, "comrope_ap", 2, "rotates with one axis alone, and 12 planes of a head rotate with several"),
-    ("liere", {"block_size": 4}, "comrope_ap", 4, "rotates with one axis alone.*Nor do the generators.*commute"),
+    ("liere", {"block_size": 4}, "comrope_ap", 4, "rotates with one axis alone.*do not commute"),
     ("comrope_ld", {"block_size": 4}, "comrope_ap", 4, "rotates with one axis alone, and 12 planes"),
-    ("rope_mixed", {}, "comrope_ld", 8, "6 planes.*one ratio of the axes; of the 3 blocks they need 2.*1 are left"),
-    ("liere", {"block_size": 4}, "comrope_ld", 4, "multiples of one matrix.*Nor do the generators.*commute"),
+    ("rope_mixed", {}, "comrope_ld", 8, "6 planes.*one ratio of the axes and need 2 of the 3 blocks.*1 are left"),
+    ("liere", {"block_size": 4}, "comrope_ld", 4, "multiples of one matrix.*generators of this model do not commute"),
     ("comrope_ld", {"block_size": 4}, "comrope_ld", 8, "2 planes of a head rotate with one ratio.*0 are left"),
     ("axial_rope", {}, "comrope_ld", 24, "6 planes of a head rotate with one ratio of the axes"),
-    ("liere", {"block_size": 8}, "liere", 4, "8 does not divide 4.*Nor do the generators of this model commute"),
+    ("liere", {"block_size": 8}, "liere", 4, "8 does not divide 4.*The generators of this model do not commute"),
     ("liere", {"block_size": 4}, "liere", 6, "4 does not divide 6"),
     (
         "liere",
         {"block_size": 8},
         "rope_mixed",
         None,
-        "8 does not divide 2.*Nor do the generators of this model commute",
+        "8 does not divide 2.*The generators of this model do not commute",
     ),
     ("liere", {"block_size": 3}, "liere", 9, "last 6 of 24 channels unrotated, blocks of 3 only 0"),
     ("comrope_ld", {"block_size": 4}, "liere", 5, "12 planes of a head.*need 6.*4 are left"),
-    ("rope_mixed", {}, "axial_rope", None, "nothing to learn.*rope_mixed, liere, comrope_ap, comrope_ld"),
-    ("rope_mixed", {}, "none", None, "nothing to learn"),
+    ("rope_mixed", {}, "axial_rope", None, "learns no rotations.*rope_mixed, liere, comrope_ap, comrope_ld"),
+    ("rope_mixed", {}, "none", None, "learns no rotations"),
     ("rope_mixed", {}, "liere", 25, "block_size=25"),
     ("absolute", {}, "comrope_ap", 8, "block_size=8 times 2 axes"),
 ]
@@ -303,7 +303,7 @@ def test_a_resized_model_computes_the_same_of_images_of_its_size(tiny, encoding,
     "fields, size, reason",
     [
         ({"position_encoding": "axial_rope", "coordinates": "train_grid"}, 32, "only the generators of rope_mixed"),
-        ({"position_encoding": "liere", "rotate_prefix": True}, 32, "its class token has a place among them"),
+        ({"position_encoding": "liere", "rotate_prefix": True}, 32, "its class token has coordinates too"),
         ({"position_encoding": "liere"}, 30, "not divisible into patches"),
         ({"position_encoding": "absolute", "position_table_resize": "truncate"}, 32, "cannot enlarge it"),
     ],

@@ -17,11 +17,11 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 
 import hf_liere
 from hf_liere.cli import main
-from hf_liere.hub.cards import NO_LICENSE, PICTURE, Card, push_card, render
+from hf_liere.hub.cards import NO_LICENSE, PICTURE, Card, push_card, render_card
 from hf_liere.hub.checked_facts import facts_of_run
 from hf_liere.hub.facts import FOLDER, Facts, FactsError, common_facts, load_facts
 from hf_liere.hub.publishing import publish, push
-from hf_liere.hub.run_records import can_be_described
+from hf_liere.hub.run_records import is_describable
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_weights import saved_weights_digest
 
@@ -45,7 +45,7 @@ def test_facts_render_and_the_hub_accepts_them(name):
     facts = load_facts(name)
     config_class = hf_liere.LieREVideoConfig if "num_frames" in facts.model else hf_liere.LieREViTConfig
     config_class(**facts.model)
-    text = render(facts, f"me/{name}").text
+    text = render_card(facts, f"me/{name}").text
     assert validate_card(text, "model") == ([], [])
     assert "None" not in text and "{%" not in text and "Undefined" not in text
     paper = common_facts()["papers"][common_facts()["encodings"][facts.encoding]["paper"]]
@@ -87,7 +87,7 @@ def test_facts_of_a_paper_are_its_recipe(name):
 def test_the_hub_validates_a_card_before_anything_is_written(hub, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
-    card = render(load_facts("arrows_liere8"))
+    card = render_card(load_facts("arrows_liere8"))
     card.with_license("mine").write(folder)
     with pytest.raises(HubError, match='"license" must be one of'):
         publish(folder, "tester/model", message="Never", api=client(hub))
@@ -199,7 +199,7 @@ def test_figures_of_other_weights_are_refused(run, tmp_path):
     (folder / "weights.json").unlink()
     with pytest.raises(FactsError, match="was measured with unknown weights"):
         push_card(folder, digest, "me/x")
-    with pytest.raises(FactsError, match="is no output of an evaluation"):
+    with pytest.raises(FactsError, match="is not the output of an evaluation"):
         push_card(folder, digest, "me/x", evaluations=[tmp_path])
 
 
@@ -210,7 +210,7 @@ def test_facts_without_figures_cannot_be_pushed(run, tmp_path, capsys):
     (tmp_path / "planned.yaml").write_text("title: A plan\nencoding: liere\ndataset: cifar10\n")
     with pytest.raises(FactsError, match="A plan is not trained"):
         push_card(folder, digest, "me/x", load_facts(tmp_path / "planned.yaml"))
-    with pytest.raises(FactsError, match="holds no README.md"):
+    with pytest.raises(FactsError, match="contains no README.md"):
         push_card(folder, digest, "me/x")
     assert main(["push", str(folder), "me/x", "--card", str(tmp_path / "planned.yaml")]) == 1
     error = capsys.readouterr().err
@@ -357,7 +357,7 @@ def test_a_table_beside_the_rotations_is_told(tiny, tmp_path):
         config = tiny(position_encoding="rope_mixed", use_absolute_position_embeddings=table)
         hf_liere.LieREViTForImageClassification(config).save_pretrained(tmp_path / str(table))
         facts = facts_of_run(tmp_path / str(table), saved_weights_digest(tmp_path / str(table)))
-        assert ("adds a table of absolute positions" in render(facts).text) == table
+        assert ("adds a table of absolute positions" in render_card(facts).text) == table
 
 
 def test_a_card_of_other_weights_is_not_pushed_with_these(run):
@@ -365,7 +365,7 @@ def test_a_card_of_other_weights_is_not_pushed_with_these(run):
     push_card(folder, digest, "me/x").write(folder)
     (folder / "eval_results.json").unlink()
     assert push_card(folder, digest, "me/x").text
-    with pytest.raises(FactsError, match="was rendered for weights .* those in the folder are 0000"):
+    with pytest.raises(FactsError, match="is for weights .*, not for 0000"):
         push_card(folder, "0" * 64, "me/x")
 
 
@@ -385,16 +385,16 @@ def test_a_video_is_measured_at_its_height(tiny_video, tmp_path):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("eval_results.json", "{", "eval_results.json is no json file"),
-        ("eval_results.json", "[1]", "eval_results.json holds a list; accepted: a json object"),
+        ("eval_results.json", "{", "eval_results.json is not a json file"),
+        ("eval_results.json", "[1]", "eval_results.json contains a list; accepted: a json object"),
         ("eval_results.json", '{"eval_accuracy": NaN}', "accuracy nan: accepted are shares of 1"),
         ("eval_results.json", '{"eval_accuracy": "high"}', "accuracy 'high': accepted are shares of 1"),
         ("eval_results.json", '{"eval_map": 0.5}', "accuracy None: accepted are shares of 1"),
         ("eval_results.json", '{"eval_accuracy": 0.5, "eval_loss": Infinity}', "loss inf: accepted are finite"),
         ("run_config.json", '{"training": 3}', "training in run_config.json is 3; accepted: a json object"),
-        ("config.json", "{}", "config.json is no configuration of ours: None is none of our models"),
-        ("config.json", '{"architectures": ["LieREViTModel"], "hidden_size": "wide"}', "no configuration of ours"),
-        ("weights.json", "not json", "weights.json is no json file"),
+        ("config.json", "{}", "config.json is not a configuration of hf_liere: None is none of our models"),
+        ("config.json", '{"architectures": ["LieREViTModel"], "hidden_size": "wide"}', "is not a configuration"),
+        ("weights.json", "not json", "weights.json is not a json file"),
     ],
 )
 def test_records_that_cannot_be_read(run, name, content, message):
@@ -407,7 +407,7 @@ def test_records_that_cannot_be_read(run, name, content, message):
 def test_a_card_of_a_run_that_goes_on(run):
     folder, digest = run
     progress = {"step": 8, "max_steps": 100, "metrics": None}
-    text = render(facts_of_run(folder, digest, progress=progress), "me/x").text
+    text = render_card(facts_of_run(folder, digest, progress=progress), "me/x").text
     assert "**In training**, step 8 of 100. These weights have not been evaluated." in text
     assert "62.5%" not in text and ModelCard(text).data.eval_results is None
 
@@ -458,7 +458,7 @@ def test_a_card_of_an_adapter_says_what_its_files_say(tmp_path):
 )
 def test_models_of_images_and_videos_have_cards(tmp_path, architecture, described):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    assert can_be_described(tmp_path) == described
+    assert is_describable(tmp_path) == described
 
 
 def test_a_card_of_a_model_that_no_auto_class_loads(run):
@@ -484,7 +484,7 @@ def test_the_card_that_was_rendered_is_the_card_on_the_hub(run, hub, tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"accuraccy": 1}, r"facts.yaml: \['accuraccy'\] means nothing; accepted: title, encoding"),
+        ({"accuraccy": 1}, r"facts.yaml: unknown key \['accuraccy'\]; accepted: title, encoding"),
         ({"encoding": "sine"}, "encoding 'sine': accepted are liere, rope_mixed"),
         ({"dataset": "mnist"}, "dataset 'mnist': accepted are imagenet"),
         ({"paper_figures": [{"image_size": 224, "accuracy": 69.6, "where": "Table 2"}]}, "69.6% is 0.696"),
@@ -505,16 +505,14 @@ def test_facts_that_are_no_yaml(tmp_path, capsys):
     (tmp_path / "facts.yaml").write_text("title: [\nencoding: liere\n")
     assert main(["card", str(tmp_path / "facts.yaml")]) == 1
     error = capsys.readouterr().err
-    assert "facts.yaml is no yaml file that can be read, line " in error and error.count("\n") == 1
+    assert "facts.yaml is not a readable yaml file, line " in error and error.count("\n") == 1
 
 
 def test_facts_that_do_not_exist():
-    with pytest.raises(
-        FactsError, match="There are no facts 'liere9'; accepted: a yaml file or one of arrows_absolute"
-    ):
+    with pytest.raises(FactsError, match="No facts 'liere9'; accepted: a yaml file or one of arrows_absolute"):
         load_facts("liere9")
 
 
 def test_the_command_prints_a_card(capsys):
     assert main(["card", "liere64_cifar100"]) == 0
-    assert capsys.readouterr().out.strip() == render(load_facts("liere64_cifar100")).text.strip()
+    assert capsys.readouterr().out.strip() == render_card(load_facts("liere64_cifar100")).text.strip()

@@ -24,7 +24,7 @@ from transformers import (
 import hf_liere
 from hf_liere.cli import main
 from hf_liere.convert import convert_checkpoint
-from hf_liere.hub.cards import push_card, render
+from hf_liere.hub.cards import push_card, render_card
 from hf_liere.hub.checked_facts import facts_of_run
 from hf_liere.hub.publishing import check_reload, publish, push
 from hf_liere.hub.pulling import pull
@@ -82,7 +82,7 @@ def test_the_command_pushes_reloads_verifies_and_pulls(saved, hub, tmp_path, cap
     """As a user: the reload happens in a third process, without this package."""
     assert main(["push", str(saved["clip"]), "tester/model", "--private", "--message", "First"]) == 0
     output = capsys.readouterr().out
-    assert "hashes compared, loaded in a process of its own" in output and history(hub) == ["First"]
+    assert "hashes compared, loaded in a separate process" in output and history(hub) == ["First"]
     commit = hub.repo("tester/model").resolve("main")
     assert commit in output and hub.repo("tester/model").meta["private"]
     assert main(["pull", "tester/model", str(tmp_path / "pulled"), "--revision", commit[:10]]) == 0
@@ -94,7 +94,7 @@ def test_the_command_pushes_reloads_verifies_and_pulls(saved, hub, tmp_path, cap
     tensors["logit_scale"] += 1
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     assert main(["verify", str(other), "tester/model"]) == 1
-    assert "holds other weights" in capsys.readouterr().err
+    assert "has other weights" in capsys.readouterr().err
 
 
 def test_a_model_of_tokens_is_published_with_the_card_that_its_owner_writes(saved, hub, tmp_path, capsys):
@@ -102,9 +102,9 @@ def test_a_model_of_tokens_is_published_with_the_card_that_its_owner_writes(save
     shutil.copytree(saved["tokens"], folder)
     (folder / "eval_results.json").write_text('{"eval_accuracy": 0.5}')
     assert main(["push", str(folder), "tester/model", "--evaluation", str(folder)]) == 1
-    assert "cards are rendered for models of images and videos: write one as README.md" in capsys.readouterr().err
+    assert "cards are rendered for image and video models only. Write a README.md" in capsys.readouterr().err
     assert main(["push", str(folder), "tester/model"]) == 0
-    assert "loaded in a process of its own" in capsys.readouterr().out
+    assert "loaded in a separate process" in capsys.readouterr().out
 
 
 def test_an_adapter_without_a_card_gets_one(saved, hub, tmp_path, capsys):
@@ -154,14 +154,20 @@ def test_only_what_belongs_to_the_model_is_published(saved, hub, tmp_path):
 def test_a_push_replaces_earlier_weights_and_leaves_other_files(saved, ready, hub, tmp_path):
     (ready / "LICENSE").write_text("terms")
     (ready / "last-checkpoint").mkdir()
-    old = ("pytorch_model.bin", "training_args.bin", "last-checkpoint/optimizer.pt", "modeling_old.py")
+    old = ("pytorch_model.bin", "training_args.bin", "last-checkpoint/optimizer.pt", "old_helper.py")
     # Figures of other weights.
-    for name in (*old, "eval_results.json", "accuracy_by_image_size.png"):
+    for name in (*old, "eval_results.json", "accuracy_by_image_size.png", "own_script.py"):
         (ready / name).write_bytes(b"old")
+    (ready / "modeling_liere.py").write_text("from .old_rotation import R\n")
+    (ready / "old_rotation.py").write_text("def r():\n    from .old_helper import H\n    from .words import W\n")
+    (ready / "words.py").write_text("W = 1")
+    # The tokenizer and its code stay.
+    (ready / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["words.Words", None]}}))
+    left = ("LICENSE", "own_script.py", "tokenizer_config.json", "words.py")
     publish(ready, "tester/model", message="Old", api=client(hub))
     published = push(saved["image"], "tester/model", api=client(hub), reload=False, max_shard_size="60KB")
-    assert set(hub.files("tester/model")) == {*published.files, ".gitattributes", "LICENSE"}
-    assert published.left == ("LICENSE",) and not published.reloaded
+    assert set(hub.files("tester/model")) == {*published.files, ".gitattributes", *left}
+    assert published.left == left and not published.reloaded
     assert "model.safetensors" not in published.files and len(history(hub)) == 2
 
 
@@ -217,7 +223,7 @@ def test_the_code_of_every_card_runs(saved, hub, tmp_path):
     for name in ("picture", *(f"frame{number}" for number in range(4))):
         Image.new("RGB", (20, 20)).save(home / f"{name}.png")
     for kind in ("image", "video", "backbone", "clip"):
-        card = render(facts_of_run(saved[kind], saved_weights_digest(saved[kind])), f"tester/{kind}")
+        card = render_card(facts_of_run(saved[kind], saved_weights_digest(saved[kind])), f"tester/{kind}")
         push(saved[kind], f"tester/{kind}", card=card, api=client(hub), reload=False)
         blocks.append(re.search(r"```python\n(.*?)```", card.text, re.S)[1])
     code = "\n".join([*blocks, "import sys", "assert 'hf_liere' not in sys.modules"])

@@ -18,7 +18,7 @@ from hf_liere.storage.client import HubError
 @pytest.mark.parametrize(
     "token, repo_id, message",
     [
-        (False, "tester/model", "There is no token"),
+        (False, "tester/model", "No token"),
         ("hf_nobodys", "tester/model", "does not accept the token"),
         (READ, "tester/model", "is read-only"),
         (OTHER, "tester/model", "may not write"),
@@ -44,14 +44,14 @@ def test_a_folder_without_a_whole_model_is_refused_before_anything_is_sent(saved
     with pytest.raises(ValueError, match="extra"):
         push(folder, "tester/model", api=client(hub))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="holds no model.safetensors"):
+    with pytest.raises(ValueError, match="contains no model.safetensors"):
         push(folder, "tester/model", api=client(hub))
-    with pytest.raises(ValueError, match="no saved model"):
+    with pytest.raises(ValueError, match="not a saved model"):
         push(saved["base"].parent, "tester/model", api=client(hub))
     with pytest.raises(ValueError, match="'CLIPModel' is none of our models"):
         push(saved["base"], "tester/model", api=client(hub))
     (saved["image"] / "README.md").rename(tmp_path / "card")
-    with pytest.raises(ValueError, match="holds no README.md"):
+    with pytest.raises(ValueError, match="contains no README.md"):
         push(saved["image"], "tester/model", api=client(hub))
     (tmp_path / "card").rename(saved["image"] / "README.md")
     assert not hub.requests
@@ -68,22 +68,22 @@ def poison(path):
 
 
 BROKEN = {
-    "cut off": ("image", "model.safetensors", cut, "is no readable safetensors file"),
-    "empty": ("image", "model.safetensors", lambda path: path.write_bytes(b""), "is no readable safetensors file"),
-    "no number": ("image", "model.safetensors", poison, "hold values that are infinite or no number (NaN): "),
+    "cut off": ("image", "model.safetensors", cut, "is not a readable safetensors file"),
+    "empty": ("image", "model.safetensors", lambda path: path.write_bytes(b""), "is not a readable safetensors file"),
+    "no number": ("image", "model.safetensors", poison, "contain values that are infinite or NaN: "),
     "a folder": (
         "image",
         "model.safetensors",
         lambda path: (path.unlink(), path.mkdir()),
-        "holds no model.safetensors",
+        "contains no model.safetensors",
     ),
-    "no configuration": ("image", "config.json", lambda path: path.unlink(), "holds neither config.json nor"),
-    "half a configuration": ("image", "config.json", cut, "config.json is no json file"),
-    "a list": ("image", "config.json", lambda path: path.write_text("[]"), "config.json holds a list"),
+    "no configuration": ("image", "config.json", lambda path: path.unlink(), "contains neither config.json nor"),
+    "half a configuration": ("image", "config.json", cut, "config.json is not a json file"),
+    "a list": ("image", "config.json", lambda path: path.write_text("[]"), "config.json contains a list"),
     "of nothing": ("image", "config.json", lambda path: path.write_text("{}"), "none of our models"),
     "other shapes": ("image", "config.json", lambda path: widen(path), "does not load as LieREViTForImageCl"),
-    "no processor": ("image", "preprocessor_config.json", lambda path: path.write_text("?"), "is no json file"),
-    "no text": ("image", "README.md", lambda path: path.write_bytes(b"\xff\xfe\x00"), "README.md is no text in UTF-8"),
+    "no processor": ("image", "preprocessor_config.json", lambda path: path.write_text("?"), "is not a json file"),
+    "no text": ("image", "README.md", lambda path: path.write_bytes(b"\xff\xfe\x00"), "README.md is not UTF-8 text"),
     "no picture": (
         "image",
         "README.md",
@@ -92,7 +92,7 @@ BROKEN = {
     ),
     "index": ("shards", "model.safetensors.index.json", lambda path: path.write_text("{}"), "names no files of"),
     "outside": ("shards", "model.safetensors.index.json", lambda path: escape(path), "names no files of"),
-    "a shard less": ("shards", "model-00001-of-00002.safetensors", lambda path: path.unlink(), "holds no model-00001"),
+    "a shard less": ("shards", "model-00001-of-00002.safetensors", lambda path: path.unlink(), "no model-00001"),
     "a link": ("image", "merges.txt", lambda path: leak(path), "merges.txt is a link out of its folder, to "),
     "weights of others": (
         "image",
@@ -108,8 +108,8 @@ BROKEN = {
         lambda path: path.write_text("{}"),
         "(adapter_config.json), whi",
     ),
-    "adapter cut off": ("adapter", "rotary.safetensors", cut, "is no readable safetensors file"),
-    "adapter, no number": ("adapter", "rotary.safetensors", poison, "infinite or no number (NaN): 0.generators"),
+    "adapter cut off": ("adapter", "rotary.safetensors", cut, "is not a readable safetensors file"),
+    "adapter, no number": ("adapter", "rotary.safetensors", poison, "infinite or NaN: 0.generators"),
     "adapter of nothing": (
         "adapter",
         "rotary_config.json",
@@ -199,7 +199,7 @@ def test_secrets_and_folders_are_not_published(saved, hub, tmp_path, kind, name,
     shutil.copytree(saved[kind], folder)
     text = str(folder) if text == "its own folder" else text
     put_text(folder, name, text)
-    with pytest.raises(ValueError, match=f"{name} holds {what}") as caught:
+    with pytest.raises(ValueError, match=f"{name} contains {what}") as caught:
         push(folder, "tester/model", api=client(hub))
     assert text not in str(caught.value) and not hub.requests
 

@@ -31,7 +31,7 @@ def test_the_digest_of_weights_does_not_depend_on_files(saved, tmp_path):
 def test_verify_finds_a_repository_with_other_files(saved, hub):
     push(saved["image"], "tester/model", api=client(hub), reload=False)
     push(saved["backbone"], "tester/model", api=client(hub), reload=False)
-    with pytest.raises(HubError, match="holds other weights"):
+    with pytest.raises(HubError, match="has other weights"):
         verify(saved["image"], "tester/model", api=client(hub))
 
 
@@ -92,7 +92,7 @@ CHANGED = {
     "configuration of nothing": (
         "image",
         edited("config.json", hidden_size="?"),
-        "config.json there is no LieRE",
+        "config.json there is not a LieRE",
     ),
     "processor": (
         "image",

@@ -23,17 +23,17 @@ from hf_liere.inspection.analysis import (
     overlay,
     vision_tower,
 )
-from hf_liere.inspection.attention import patches_alike
+from hf_liere.inspection.attention import equal_patches
 from hf_liere.inspection.costs import count_cost
 from hf_liere.inspection.encodings import (
     angle_statistics,
     commutators,
-    generators,
+    generator_matrices,
     initialization,
     learned_frequencies,
     relativity_error,
     rotary_encoding,
-    rotations,
+    rotation_matrices,
 )
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.positions import TokenPositions
@@ -89,7 +89,7 @@ def test_relativity_error_of_liere_by_hand(classifier):
     ly = torch.tensor([[0, 0, 1], [0, 0, 0], [-1, 0, 0]], dtype=torch.float64)
     # Parameters are float32.
     first, second = entries[0, 0, 0, 0, 2].item() * lx, -entries[1, 0, 0, 0, 1].item() * ly
-    assert torch.equal(generators(encoding_of(model))[:, 0, 0, 0], torch.stack([first, second]))
+    assert torch.equal(generator_matrices(encoding_of(model))[:, 0, 0, 0], torch.stack([first, second]))
 
     def rotation(row, column):
         return reference.exponential(row * first + column * second)
@@ -108,7 +108,7 @@ def test_relativity_error_of_liere_off_the_diagonal(classifier):
     found = relativity_error(encoding, offsets=[1.5], pairs=6)
     drawn = torch.randint(9, (2, 6), generator=torch.Generator().manual_seed(0))
     drawn[:, 0] = torch.tensor([0, 8])
-    matrices = generators(encoding)[:, 0]
+    matrices = generator_matrices(encoding)[:, 0]
     for head in range(2):
         errors = []
         for p, q in drawn.T.tolist():
@@ -134,7 +134,7 @@ def test_commuting_encodings_are_relative(classifier, position_encoding, fold):
     model = moved(classifier(**encoding_fields(position_encoding)))
     encoding = encoding_of(model.fold_rotations() if fold else model)
     assert relativity_error(encoding).largest.max() < 1e-10
-    assert commutators(generators(encoding)).norm.max() < 1e-10
+    assert commutators(generator_matrices(encoding)).norm.max() < 1e-10
 
 
 def test_rotations_are_those_of_attention(classifier):
@@ -143,7 +143,7 @@ def test_rotations_are_those_of_attention(classifier):
         model = classifier(**fields).liere
         positions = model.grid_positions((4, 4), torch.device("cpu")).coordinates[1:]
         product = ENCODING_TRAITS[model.config.position_encoding].product
-        ours = rotations(generators(model.rotary_encoding), positions, product)
+        ours = rotation_matrices(generator_matrices(model.rotary_encoding), positions, product)
         for layer, rotation in enumerate(model.rotary_encoding(TokenPositions.from_coordinates(positions))):
             rotation = rotation.matrices()[0].transpose(1, 2).double()
             # The model rounds to float32.
@@ -315,7 +315,7 @@ def test_rotations_of_the_model_itself_are_noticed():
 def test_relativity_of_attention_by_hand(classifier):
     """LieRE, whose generators do not commute: every pair of pairs with the same difference, in float64."""
     model = classifier(num_hidden_layers=1, image_size=12)
-    pixels = patches_alike(vision_tower(model))
+    pixels = equal_patches(vision_tower(model))
     assert torch.equal(pixels[..., :4, :4], pixels[..., 8:, 4:8])
     model.set_attn_implementation("eager")
     weights = model(pixels, output_attentions=True).attentions[0][0, :, 1:, 1:].detach().double()
@@ -390,7 +390,7 @@ def test_weights_that_are_not_finite_are_named(classifier):
     model = classifier()
     with torch.no_grad():
         model.liere.rotary_encoding.generators[0, 0, 0, 0, 0] = math.nan
-    with pytest.raises(ValueError, match="rotary_encoding.generators of LieREViTModel holds NaN"):
+    with pytest.raises(ValueError, match="rotary_encoding.generators of LieREViTModel contains NaN"):
         analyse(model)
 
 
@@ -520,7 +520,7 @@ def test_video_and_what_is_saved(tiny_video, tmp_path):
         assert np.array_equal(arrays["inputs.1.attention.maps"], analysis.inputs[1].attention.maps.numpy())
         assert arrays["encoding.relativity.largest"].shape == tuple(facts["encoding"]["relativity"]["largest"]["shape"])
     alone = analyse(model)
-    assert "no image was given" in alone.remarks[0] and alone.inputs[0].attention is None
+    assert "without images" in alone.remarks[0] and alone.inputs[0].attention is None
     assert alone.inputs[0].cost == analysis.inputs[0].cost
 
 

@@ -75,7 +75,7 @@ def test_what_cannot_be_compared_is_said(tiny):
     mixed, free = classifier(tiny, position_encoding="rope_mixed"), classifier(tiny, position_encoding="liere")
     found = compared(mixed, free)
     assert found.frequencies is None and found.generators is None
-    assert found.remarks[0].startswith("No frequencies are compared: the generators of other do not commute, so that ")
+    assert found.remarks[0].startswith("Frequencies are not compared: the generators of other do not commute, so ")
     assert compared(free, free).generators.max() == 0
     narrow = classifier(tiny, position_encoding="rope_mixed", num_attention_heads=4)
     (remark,) = compared(mixed, narrow).remarks
@@ -83,13 +83,13 @@ def test_what_cannot_be_compared_is_said(tiny):
     shared = classifier(tiny, position_encoding="rope_mixed", share_layers=True)
     assert compared(mixed, shared).change.shape == (2, 2, 12)
     (remark,) = compared(mixed, classifier(tiny, position_encoding="absolute")).remarks
-    assert remark == "No generators are compared: there are none of this package in other."
+    assert remark == "Generators are not compared: there are none of this package in other."
     elsewhere = classifier(tiny, position_encoding="rope_mixed", coordinates="unit")
     found = compared(mixed, elsewhere)
     assert found.generators is None and found.frequencies is not None
-    assert found.remarks == ["Generators are not compared: a patch is another distance in the coordinates of each."]
+    assert found.remarks == ["Generators are not compared: the size of a patch in coordinates differs."]
     (remark,) = compared(classifier(tiny, position_encoding="rope_mixed", rotary_init="zeros"), mixed).remarks
-    assert remark == "Generators of one are zero, so that there is no relative change of them."
+    assert remark == "The generators of one are zero, so their relative change is undefined."
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_what_is_refused(tiny, tiny_video, tmp_path, capsys):
             "LieREViTForImageClassification takes images and LieREVideoForVideoClassification takes",
         ),
         (["--compare", tmp_path / "typo"], "typo: no such file or directory"),
-        (["--compare_revision", "main"], "--compare_revision main is one of --compare, which was not given"),
+        (["--compare_revision", "main"], "--compare_revision main needs --compare"),
     ):
         assert main(["inspect", *map(str, [image, *arguments]), "--output", str(tmp_path / "page")]) == 1
         assert message in capsys.readouterr().err

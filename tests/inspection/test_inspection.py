@@ -81,7 +81,7 @@ def test_numbers_are_those_of_the_analysis(inspected):
     assert f"{model.config.id2label[int(logits.argmax())]} {probabilities.max():.1%}, " in text
     cost = analyse(model).inputs[0].cost
     assert f"At most {largest:.2g}." in text and f"{cost.operations / 1e6:,.2f}" in text
-    assert f"{cost.encoding_parameters:,} belong to rotations" in text
+    assert f"{cost.encoding_parameters:,} for rotations" in text
 
 
 def test_report_in_a_browser(inspected, browser):
@@ -133,8 +133,8 @@ def test_without_images(tiny, tmp_path):
     model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="comrope_ld")).eval().fold_rotations()
     assert inspect(save(model, tmp_path / "model"), "--output", tmp_path / "r") == 0
     page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
-    assert "Not measured." in page.text and "no image was given" in page.text and "eigenbasis" in page.text
-    assert "So does the model's attention." in page.text and "Untrained ones, as rotary_init='normal'" in page.text
+    assert "Not measured." in page.text and "without images" in page.text and "eigenbasis" in page.text
+    assert "So does the model's attention." in page.text and "drawn with rotary_init='normal'" in page.text
     assert "exactly relative" in page.text and any("frequencies" in image["alt"] for image in page.images)
 
 
@@ -147,7 +147,7 @@ def test_a_patched_model(tmp_path):
     arguments = ("--image", picture(tmp_path / "a.png"), "--image_sizes", 24, "--output", tmp_path / "r")
     assert inspect(tmp_path / "model", *arguments) == 0
     page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
-    assert "put into a pretrained model" in page.text and "24 × 24 px" in page.text
+    assert "patched into a pretrained model" in page.text and "24 × 24 px" in page.text
 
 
 def test_claims_about_a_patched_model_with_its_table(tmp_path):
@@ -160,10 +160,10 @@ def test_claims_about_a_patched_model_with_its_table(tmp_path):
     hf_liere.complete_model(model).save_pretrained(tmp_path / "model")
     assert inspect(tmp_path / "model", "--output", tmp_path / "r") == 0
     text = " ".join(Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8")).text.split())
-    assert "The generators commute: these rotations compare patches" in text
+    assert "The generators commute: these rotations depend only" in text
     assert "attention does not: absolute positions are added to its patches" in text
-    assert re.search(r"standard deviation is \d.*?e-05 radians", text) and "all zero at the start" in text
-    assert "difference of their positions alone: attention" not in text and "What it predicts" not in text
+    assert re.search(r"standard deviation is \d.*?e-05 radians", text) and "initialised to zero" in text
+    assert "two patches' positions: attention" not in text and "What it predicts" not in text
 
 
 def test_a_video_model(tiny_video, tmp_path):
@@ -194,11 +194,11 @@ def test_what_is_refused(tiny, tmp_path, capsys):
         ([tmp_path / "empty"], "empty cannot be loaded"),
         ([tmp_path / "adapter"], "load_rotary"),
         ([folder, "--image", tmp_path / "text.png"], "text.png cannot be read"),
-        ([folder, "--image", tmp_path / "absent.png"], "absent.png is no file"),
+        ([folder, "--image", tmp_path / "absent.png"], "absent.png is not a file"),
         ([folder, "--image", tmp_path / "clip.npy"], "clip.npy has 6 frames"),
         ([folder, "--image", image, "--image_sizes", 18], "--image_sizes 18: it is not divisible"),
         ([folder, "--image_sizes", 16], "--image_sizes [16]"),
-        ([folder, "--dataset", tmp_path / "empty"], "holds no images"),
+        ([folder, "--dataset", tmp_path / "empty"], "has no images"),
         ([folder, "--dataset", tmp_path / "table.json"], "no column of images"),
         ([folder, "--dataset", tmp_path, "--max_samples", 0], "--max_samples 0"),
         ([folder, "--image", image, "--batch_size", 0], "batches of 0"),

@@ -147,7 +147,7 @@ def test_attention_lies_over_what_the_model_saw(name, pictures, tmp_path):
     """After resizing and cropping, which is what the processor makes without its normalisation."""
     model, processor = CASES[name]
     model, processor = widened(model()).eval(), processor()
-    inputs = Inputs.of(read_file(pictures[0], False), vision_tower(model), processor)
+    inputs = Inputs.prepare(read_file(pictures[0], False), vision_tower(model), processor)
     (row,) = inputs.attention_rows(model, "title")
     plain = type(processor).from_dict(processor.to_dict() | {"do_normalize": False, "do_rescale": False})
     seen = plain(Image.open(pictures[0]), return_tensors="pt")
@@ -211,7 +211,7 @@ def test_what_is_assumed_is_said(pictures, tmp_path, capsys):
     folder = save(model, None, tmp_path / "model")
     assert main(["predict", str(folder), str(pictures[0]), "--json"]) == 0
     captured = capsys.readouterr()
-    assert "does not name its classes" in captured.err and "has no processor that can be read" in captured.err
+    assert "does not name its classes" in captured.err and "has no readable processor" in captured.err
     pixels = Image.open(pictures[0]).resize((16, 16), Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(np.asarray(pixels).copy()).permute(2, 0, 1)[None] / 127.5 - 1
     probabilities = model(pixels).logits[0].softmax(0)
@@ -239,18 +239,18 @@ def test_what_is_refused(pictures, tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("no image")
     (tmp_path / "there.png").write_bytes(b"mine")
     for arguments, message in (
-        ([folder, good, tmp_path / "absent.png"], "absent.png is no file"),
+        ([folder, good, tmp_path / "absent.png"], "absent.png is not a file"),
         ([folder, good, tmp_path / "text.png"], "text.png cannot be read: UnidentifiedImageError"),
         ([folder, tmp_path / "notes.txt"], "notes.txt: accepted are files in .bmp"),
-        ([folder, good, "--top_k", 0], "--top_k 0: accepted are 1 and more"),
+        ([folder, good, "--top_k", 0], "--top_k 0: accepted are numbers from 1"),
         ([folder, good, "--attention", tmp_path / "looks.txt"], "accepted are files in .png, .svg, .pdf"),
         ([folder, good, "--attention", tmp_path / "there.png"], "there.png exists"),
         ([folder, *[good] * 33, "--attention", looks], "draws at most 32 files; 33 were given"),
-        ([features, good], "features holds LieREViTModel, which has no classifier; accepted are"),
+        ([features, good], "features contains LieREViTModel, which has no classifier; accepted are"),
         ([unlabelled, good], "has a classifier without classes (num_labels=0)"),
-        ([flexible, good, "--attention", looks], "Siglip2ForImageClassification takes images with a grid of their own"),
+        ([flexible, good, "--attention", looks], "Siglip2ForImageClassification takes images that each have"),
         ([resnet, good], "ResNetForImageClassification"),
-        ([adapter, good], "holds rotations without a model (save_rotary)"),
+        ([adapter, good], "contains rotations without a model (save_rotary)"),
         ([tmp_path / "typo", good], "typo: no such file or directory"),
     ):
         assert main(["predict", *map(str, arguments)]) == 1, arguments

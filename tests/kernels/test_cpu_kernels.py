@@ -170,9 +170,9 @@ def test_types_that_would_be_misread_are_refused():
     for dtype in (torch.float16, torch.float64):
         with pytest.raises(ValueError, match=f"float32 or torch.bfloat16; they are in {dtype}"):
             cpu_kernels.apply_rotation((states.to(dtype), states.to(dtype)), cos_sin)
-    with pytest.raises(ValueError, match="Gradients must be .* torch.bfloat16 and torch.float32"):
+    with pytest.raises(ValueError, match="Gradients in torch.bfloat16 do not match .* torch.float32"):
         cpu_kernels.angle_gradients((states.bfloat16(),) * 2, (states, states), cos_sin.shape[:4])
-    with pytest.raises(ValueError, match="Positions must be .* torch.float16"):
+    with pytest.raises(ValueError, match="Positions in torch.float16"):
         generators = skew(torch.randn(2, 1, 3, 28), 8)
         cpu_kernels.block_rotations(
             torch.rand(4, 2).half(), generators, torch.zeros(1, 1).long(), torch.ones(1).long(), None, torch.float32
@@ -245,9 +245,9 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize(
     "rays, squarings, message",
     [
-        ([[0, 4]], [6], r"from 0 to 3, .* they hold \[0, 4\]"),
-        ([[0, -2]], [6], r"they hold \[-2, 0\]"),
-        ([[-1, 1]], [6], r"they hold \[-1, 1\]"),
+        ([[0, 4]], [6], r"from 0 to 3, .* they contain \[0, 4\]"),
+        ([[0, -2]], [6], r"they contain \[-2, 0\]"),
+        ([[-1, 1]], [6], r"they contain \[-1, 1\]"),
         ([[]], [6], r"shape \(1, 0\)"),
         ([0, 1], [6, 6], r"they are \(2,\) and \(2,\)"),
         ([[0], [1]], [6], r"they are \(2, 1\) and \(1,\)"),
@@ -289,4 +289,4 @@ def test_too_little_memory_does_not_end_the_process():
     process = subprocess.run([sys.executable, "-c", TOO_LITTLE_MEMORY], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     lines = process.stdout.splitlines()
-    assert len(lines) == 2 and all("too little memory for hf_liere_outer_products" in line for line in lines)
+    assert len(lines) == 2 and all("Too little memory for hf_liere_outer_products" in line for line in lines)

@@ -143,5 +143,5 @@ def test_blocks_of_other_sizes_are_left_to_plain_operations():
         found = cpu_kernels.refusal(torch.zeros(1), torch.float32, size)
         assert (found is None) == has_kernels and (has_kernels or f"not of {size}" in found)
     states = torch.zeros(1, 1, 1, 65)
-    with pytest.raises(RuntimeError, match="no CPU kernels for blocks of 65: they take blocks of at most 64"):
+    with pytest.raises(RuntimeError, match="No CPU kernels for blocks of 65: they take blocks of at most 64"):
         cpu_kernels.apply_rotation((states, states), torch.eye(65).expand(1, 1, 1, 1, 65, 65))

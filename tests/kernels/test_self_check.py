@@ -50,7 +50,7 @@ def ask(module, block_size, head_dim=16, dtype=torch.float32):
 def test_kernels_agree(kernels, dtype, block_size, head_dim):
     assert ask(kernels, block_size, head_dim, dtype) is None
     case, outcome = list(kernels.self_check.outcomes.items())[-1]
-    assert case[1:] == (dtype, block_size, self_check.padded(head_dim)) and case.device.type == DEVICE
+    assert case[1:] == (dtype, block_size, self_check.padded_width(head_dim)) and case.device.type == DEVICE
     # Not even the errors of float32 are exactly zero, and bounds that are met by far would find little.
     assert 1e-3 < outcome.error < 1
 

@@ -143,13 +143,13 @@ class TestRefusals:
                 lambda path: edit(path, lambda content: content["rotary_patch"].update(layers="01")),
                 "layers='01' must be",
             ),
-            (lambda path: (path / "rotary_config.json").write_text("{"), "rotary_config.json is no json"),
+            (lambda path: (path / "rotary_config.json").write_text("{"), "rotary_config.json is not json"),
             (lambda path: (path / "rotary_config.json").write_text("[]"), "has no dict 'rotary_patch'"),
-            (lambda path: (path / "rotary_config.json").write_bytes(b"\xff\xfe{"), "rotary_config.json is no json"),
+            (lambda path: (path / "rotary_config.json").write_bytes(b"\xff\xfe{"), "rotary_config.json is not json"),
             (lambda path: os.truncate(path / "rotary.safetensors", 500), "rotary.safetensors cannot be read"),
             (lambda path: os.truncate(path / "rotary.safetensors", 0), "rotary.safetensors cannot be read"),
-            (lambda path: edit_weights(path, float("nan")), "generators with values that are not finite"),
-            (lambda path: edit_weights(path, float("inf")), "generators with values that are not finite"),
+            (lambda path: edit_weights(path, float("nan")), "values of 0.generators that are not finite"),
+            (lambda path: edit_weights(path, float("inf")), "values of 0.generators that are not finite"),
         ],
     )
     def test_damaged_adapter(self, damage, message, tmp_path):

@@ -121,7 +121,7 @@ def test_a_base_with_other_rotations_is_refused(base, tmp_path):
     adapted(base).save_pretrained(tmp_path / "adapter")
     other = RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained")
     with pytest.raises(
-        ValueError, match="patched in another way .*position_encoding='liere' here, 'rope_mixed' there.*unpatch it"
+        ValueError, match="patched differently .*position_encoding='liere' here, 'rope_mixed' there.*unpatch it"
     ):
         peft.PeftModel.from_pretrained(patch(plain(tmp_path), other), tmp_path / "adapter")
 
@@ -129,7 +129,7 @@ def test_a_base_with_other_rotations_is_refused(base, tmp_path):
 def test_an_adapter_that_was_trained_without_rotations_keeps_its_base(base, tmp_path):
     model = peft.get_peft_model(plain(tmp_path), lora()).eval()
     adapted(base, modules_to_save=COPIES).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="has other rotations than the adapters of this model.*Patch the base before"):
+    with pytest.raises(ValueError, match="differ from those that this model's adapters share.*Patch the base before"):
         model.load_adapter(tmp_path / "adapter", "other")
     assert not is_patched(model)
 
@@ -184,7 +184,7 @@ def test_two_adapters_have_rotations_of_their_own_only_as_copies(base, tmp_path)
         for _, value in rotary_parameters(shared):
             value.add_(0.1)
     shared.save_pretrained(tmp_path / "fourth")
-    with pytest.raises(ValueError, match="has other rotations than the adapters of this model.*modules_to_save"):
+    with pytest.raises(ValueError, match="differ from those that this model's adapters share.*modules_to_save"):
         peft.PeftModel.from_pretrained(plain(tmp_path), tmp_path / "third").load_adapter(tmp_path / "fourth", "other")
 
 

@@ -55,7 +55,7 @@ def test_a_checkpoint_goes_on_with_an_upgraded_encoding(trained, parquet, tmp_pa
     [
         (("--position_encoding", "liere", "--block_size", 3), "No exact upgrade to liere with block_size=3"),
         (("--position_encoding", "comrope_ap", "--block_size", 3), r"block_size=3 times 2 axes must divide head_dim=8"),
-        (("--position_encoding", "absolute"), "has nothing to learn rotations with"),
+        (("--position_encoding", "absolute"), "learns no rotations"),
         (("--position_encoding", "liere", "--hidden_size", 32), "--hidden_size 32 contradicts the checkpoint's 16"),
     ],
 )

@@ -23,7 +23,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
 from hf_liere.errors import InputError
-from hf_liere.hub.cards import push_card, render
+from hf_liere.hub.cards import push_card, render_card
 from hf_liere.hub.checked_facts import facts_of_run
 from hf_liere.hub.publishing import Published, ensure_repository, publish, push
 from hf_liere.hub.pulling import pull
@@ -98,7 +98,7 @@ class HubPushes:
         progress = {"step": step, "max_steps": self.state.max_steps, "metrics": logged[-1] if logged else None}
         facts = facts_of_run(snapshot, digest, title=self.hub_model_id.rpartition("/")[2], progress=progress)
         facts.license = self.args.hub_license
-        render(facts, self.hub_model_id).write(snapshot)
+        render_card(facts, self.hub_model_id).write(snapshot)
         if self.args.hub_strategy == HubStrategy.CHECKPOINT:
             states = snapshot / LAST_CHECKPOINT
             states.mkdir()
