@@ -333,7 +333,7 @@ def test_processor_keeps_the_statistics_of_the_source(tmp_path):
 QKV = "transformer.layers.1.0.fn.to_qkv.weight"
 FREQS = "vision_model.encoder.layers.1.self_attn.freqs"
 MALFORMED = [
-    (lambda: liere_weights() | {"head.extra": torch.ones(2)}, {}, r"1 tensors that this kind.*head\.extra"),
+    (lambda: liere_weights() | {"head.extra": torch.ones(2)}, {}, r"1 tensors unknown to this kind.*head\.extra"),
     (lambda: without(liere_weights(), QKV), {}, rf"no tensor '{QKV}'"),
     (lambda: without(liere_weights(), "mlp_head.1.bias") | {"mlp_head.1.weight": torch.ones(3, 7)}, {}, "any', 128"),
     (lambda: liere_weights() | {QKV: torch.ones(384, 64)}, {}, r"\(384, 64\).*contradicts.*\(384, 128\)"),

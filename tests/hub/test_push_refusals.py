@@ -116,7 +116,7 @@ BROKEN = {
         lambda path: path.write_text("{}"),
         "written by save_rotary",
     ),
-    "adapter of two": ("adapter", "rotary_config.json", lambda path: double(path), "speaks of 2 vision towers"),
+    "adapter of two": ("adapter", "rotary_config.json", lambda path: double(path), "describes 2 vision towers"),
 }
 
 
