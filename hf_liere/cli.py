@@ -301,10 +301,21 @@ def run_export(checkpoint: str, output: str, image_size: list[int] | None, dynam
     return export_checkpoint(checkpoint, output, image_size=image_size, dynamic_size=dynamic_size, **options)
 
 
-def run_inspect(checkpoint: str, output: str, image: list[str], image_sizes: list[int] | None, **options) -> str:
-    from .inspection.command import inspect_checkpoint
+def run_inspect(
+    checkpoint: str,
+    output: str,
+    image: list[str],
+    revision: str | None,
+    compare_with: str | None,
+    compare_revision: str | None,
+    **options,
+) -> str:
+    from .inspection.command import inspect_checkpoints
 
-    report = inspect_checkpoint(checkpoint, output, image, image_sizes=image_sizes, progress=True, **options)
+    if compare_with is None and compare_revision is not None:
+        raise ValueError(f"--compare_revision {compare_revision} needs --compare.")
+    checkpoints = [(checkpoint, revision), (compare_with, compare_revision)][: 1 if compare_with is None else 2]
+    report = inspect_checkpoints(checkpoints, output, image, progress=True, **options)
     return f"{report}: open it in a browser"
 
 

@@ -23,8 +23,8 @@ REPORT_NAME = "report.html"
 DEFAULT_SCALES = (1.0, 1.5, 2.0)
 
 
-def inspect_checkpoint(
-    checkpoint: str | os.PathLike,
+def inspect_checkpoints(
+    checkpoints: Sequence[tuple[str | os.PathLike, str | None]],
     output: str | os.PathLike,
     images: Sequence[str] = (),
     dataset: str | None = None,
@@ -33,9 +33,6 @@ def inspect_checkpoint(
     max_samples: int = 16,
     image_sizes: Sequence[int] | None = None,
     batch_size: int = 8,
-    revision: str | None = None,
-    compare_with: str | os.PathLike | None = None,
-    compare_revision: str | None = None,
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> Path:
@@ -45,14 +42,14 @@ def inspect_checkpoint(
     `compared.npz`, `comparison.json` and `comparison.npz`.
 
     Args:
-        checkpoint: Directory or repository on the Hub, of any vision transformer that `from_pretrained` reads.
+        checkpoints: (directory or repository on the Hub, revision) of one vision transformer that `from_pretrained`
+            reads, or of two, which are analysed on the same images.
         output: New or empty directory.
         images: Images, videos or `.npy` clips.
         dataset, split, max_samples: Further inputs, see [`read_samples`].
         image_sizes: Sizes of square inputs; `None` means the trained size, and if accepted, 1.5 and 2 times that size.
         batch_size: Number of inputs in a batch.
-        revision, trust_remote_code: See [`load_checkpoint`].
-        compare_with, compare_revision: A second checkpoint, analysed on the same images.
+        trust_remote_code: See [`load_checkpoint`].
         progress: Whether to show progress bars.
 
     Returns:
@@ -68,16 +65,11 @@ def inspect_checkpoint(
     from .report import render_report
 
     with new_directory(output) as partial:
-        wanted = [(checkpoint, revision)]
-        if compare_with is not None:
-            wanted.append((compare_with, compare_revision))
-        elif compare_revision is not None:
-            raise InspectionError(f"--compare_revision {compare_revision} needs --compare.")
-        loaded = [load_checkpoint(*place, trust_remote_code) for place in wanted]
+        loaded = [load_checkpoint(*place, trust_remote_code) for place in checkpoints]
         samples = read_samples(images, dataset, split, max_samples, _take_videos([model for model, _ in loaded]))
         if not samples and image_sizes is not None:
             raise InspectionError(f"--image_sizes {image_sizes} needs images; give some with --image or --dataset.")
-        names = _names(wanted)
+        names = _names(checkpoints)
         inspected = [
             _inspect(name, *found, samples, image_sizes, batch_size, progress) for name, found in zip(names, loaded)
         ]

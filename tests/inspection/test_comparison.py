@@ -75,7 +75,7 @@ def test_what_cannot_be_compared_is_said(tiny):
     mixed, free = classifier(tiny, position_encoding="rope_mixed"), classifier(tiny, position_encoding="liere")
     found = compared(mixed, free)
     assert found.frequencies is None and found.generators is None
-    assert found.remarks[0].startswith("Frequencies are not compared: the generators of other do not commute, so ")
+    assert found.remarks[0].startswith("Frequencies are not compared: the generators of other do not commute.")
     assert compared(free, free).generators.max() == 0
     narrow = classifier(tiny, position_encoding="rope_mixed", num_attention_heads=4)
     (remark,) = compared(mixed, narrow).remarks
