@@ -1,7 +1,8 @@
 """
 The facts of a machine for a bug report: versions, hardware, environment variables, and what computes the functions that
-`models.backends` may dispatch to kernels. The report must work where a library or this package cannot be imported: so
-this file imports only the standard library at the top, the rest where it can report failures; `cli` runs it as a file.
+`models.rotation.dispatch` may give to kernels. The report must work where a library or this package cannot be imported:
+so this file imports only the standard library at the top, the rest where it can report failures; `cli` runs it as a
+file.
 """
 
 import contextlib
@@ -120,13 +121,13 @@ def _functions() -> Iterator[dict]:
 
     # After a failed import of a package, Python keeps its imported submodules; only importing the package fails again.
     from . import kernels  # noqa: F401 (registers itself)
-    from .models.rotation.backends import refusals
+    from .models.rotation.dispatch import ask_backend
 
     def ask(row):
         tensor = torch.zeros(1, 1, 1, HEAD_DIM, dtype=getattr(torch, row["dtype"]), device=row["device"])
-        answers = {backend.NAME: refusal for backend, refusal in refusals(row["function"], tensor, row["block_size"])}
-        row["refusals"] = {name: refusal for name, refusal in answers.items() if refusal}
-        return next((name for name, refusal in answers.items() if refusal is None), PLAIN)
+        backend, refusal = ask_backend(row["function"], tensor, row["block_size"])
+        row["refusals"] = {backend.NAME: refusal} if refusal else {}
+        return PLAIN if refusal or backend is None else backend.NAME
 
     for device, dtype, (function, size) in itertools.product(("cpu", *_gpus()), TYPES, FUNCTIONS):
         row = {"function": function, "block_size": size, "device": device, "dtype": dtype, "refusals": {}}

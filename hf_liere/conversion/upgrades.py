@@ -7,8 +7,8 @@ ways; the first possible one is used:
 *In place*, query and key do not change: blocks of b channels are embedded into blocks of b′, where b divides b′ and the
 channels that b leaves unrotated stay unrotated.
 
-*In another basis*, for commuting generators: they share planes (see [`lie_algebra.CommonPlanes`]), and in the basis of
-these planes they are RoPE-Mixed. The basis is multiplied into the query and key weights, which does not change
+*In another basis*, for commuting generators: they share planes (see [`CommonPlanes`]), and in the basis of these
+planes they are RoPE-Mixed. The basis is multiplied into the query and key weights, which does not change
 attention logits because queries and keys are not normalised. The planes move to where the new encoding can rotate them
 as the old one does:
 
@@ -29,11 +29,12 @@ without learned rotations. Spherical RoPE is a product of rotations, unlike any 
 
 import torch
 
+from ..inspection.common_planes import find_common_planes
 from ..models.encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, traits_of
 from ..models.encoding.encodings import ENCODING_CLASSES
 from ..models.encoding.encodings_in_basis import EncodingInBasis
 from ..models.encoding.rotary_encoding import RotaryEncoding
-from ..models.rotation.lie_algebra import common_planes, skew, skew_entries
+from ..models.rotation.exponential import skew, skew_entries
 from ..models.transformer.configuration_liere import LieREConfig
 from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError
@@ -127,7 +128,7 @@ def _upgrade_parameters(
         entries = _embed_blocks(matrices, old, target)
         return _parameters_from_entries(entries.expand(-1, target.layers, target.heads, -1, -1), target), None
     except ConversionError as reason:
-        planes = common_planes(matrices)
+        planes = find_common_planes(matrices)
         if planes.error.max() > ROUNDING:
             raise ConversionError(
                 f"{reason} The generators of this model do not commute either, so no basis turns them into rotations "

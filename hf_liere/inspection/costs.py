@@ -13,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 
 from ..models.encoding.encodings import RotaryEncoding
 from ..models.patched.vision_towers import find_towers, position_table
-from ..models.rotation.backends import plain_operations
-from ..models.rotation.tracing import plain_functions
+from ..models.rotation.dispatch import plain_functions, plain_operations
 from ..patching.apply import is_patched, unpatch
 from .attention import eager_attention
 

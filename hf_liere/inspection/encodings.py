@@ -20,9 +20,9 @@ from ..models.encoding.encoding_traits import EncodingTraits, traits_of
 from ..models.encoding.folding import FoldedPlanes, build_rotary_encoding
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_encoding import RotaryEncoding
-from ..models.rotation.exponential import block_rotations
-from ..models.rotation.lie_algebra import common_planes, plane_rotations, skew
+from ..models.rotation.exponential import block_rotations, plane_rotations, skew
 from ..models.rotation.rotation import PlaneRotation
+from .common_planes import find_common_planes
 
 
 # Number of sampled pairs of patches; each needs an eigenvalue decomposition per block.
@@ -327,7 +327,7 @@ def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 def learned_frequencies(encoding: RotaryEncoding) -> Frequencies | None:
     """Frequencies of the common planes, see [`Frequencies`]; `None` if the generators do not commute."""
-    planes = common_planes(generator_matrices(encoding))
+    planes = find_common_planes(generator_matrices(encoding))
     if planes.error.max() > COMMUTING:
         return None
     frequencies = planes.frequencies.flatten(3)  # (A, layers, heads, planes)

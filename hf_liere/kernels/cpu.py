@@ -6,18 +6,18 @@ plain operations compute the same, several times slower for small blocks. HF_LIE
 Queries, keys and their gradients are float32 or bfloat16; rotations, their gradients and all arithmetic are float32.
 """
 
-import os
 from collections.abc import Sequence
 
 import torch
 
-from ..models.rotation.squaring import POLYNOMIAL, SAVE_INTERVAL, first_square, num_saved
+from ..models.rotation.scaling_and_squaring import POLYNOMIAL, SAVE_INTERVAL, first_square, num_saved
 from .cpu_interface import Monomials, Pair, Rays, Shape, Shared, Sizes, Strides
 from .cpu_library import failure, library
 from .layout import contiguous_channels, empty_like, is_planes, shared_strides
 
 
 NAME = "CPU kernels"
+SWITCH = "HF_LIERE_CPU_KERNELS"
 # Accepted dtypes of queries and keys.
 TYPES = (torch.float32, torch.bfloat16)
 # Twice the usual huge page of 2 MiB, so that at least one whole page fits.
@@ -30,8 +30,6 @@ def refusal(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | 
         return "they run only on the CPU"
     if dtype not in TYPES:
         return "they compute only float32 and bfloat16"
-    if os.environ.get("HF_LIERE_CPU_KERNELS", "1") == "0":
-        return "HF_LIERE_CPU_KERNELS=0 turns them off"
     return failure(block_size)
 
 
@@ -84,7 +82,7 @@ def block_rotations(
     squares: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
-    """As [`squaring.ray_rotations`]; float32 results from products in the positions' dtype, float64 or float32."""
+    """As [`scaling_and_squaring.ray_rotations`]; float32 results from float64 or float32 products, as the positions."""
     if positions.dtype not in (torch.float64, torch.float32):
         raise ValueError(f"Positions in {positions.dtype}; accepted are torch.float64 and torch.float32.")
     axes, groups, blocks, size, _ = generators.shape
@@ -118,7 +116,7 @@ def block_tangents(
     squarings: torch.Tensor,
     squares: torch.Tensor,
 ) -> torch.Tensor:
-    """As [`squaring.ray_tangents`]."""
+    """As [`exponential_gradient.ray_tangents`]."""
     _, blocks, size, _ = rotations[0].shape
     rotations, gradients = (tuple(x.to(torch.float32).contiguous() for x in pair) for pair in (rotations, gradients))
     tokens, squarings = _check_rays(tokens, squarings, squares, len(rotations[0]))
@@ -129,7 +127,10 @@ def block_tangents(
 
 
 def moments_gradient(
-    generators: torch.Tensor, moments: torch.Tensor, coefficients: tuple[float, ...], raised: list[list[list[int]]]
+    generators: torch.Tensor,
+    moments: torch.Tensor,
+    coefficients: tuple[float, ...],
+    product_indices: list[list[list[int]]],
 ) -> torch.Tensor:
     """
     [`exponential_gradient.GradientMoments.generators_gradient`].
@@ -138,7 +139,7 @@ def moments_gradient(
         generators: (A, G, K, b, b).
         moments: (G, monomials, K·b(b−1)/2).
         coefficients: One for each degree of the monomials, starting with degree 1.
-        raised: For each degree except the last and each axis a, the index of x_a times each monomial.
+        product_indices: For each degree except the last and each axis a, the index of x_a times each monomial.
 
     Returns:
         (A, G, K, b, b) in the dtype of the generators, from products in float32.
@@ -146,9 +147,9 @@ def moments_gradient(
     axes, groups, blocks, size, _ = generators.shape
     dtype, out = generators.dtype, _empty(*generators.shape)
     generators, moments = (tensor.to(torch.float32).contiguous() for tensor in (generators, moments))
-    counts = [len(level[0]) for level in raised]
+    counts = [len(level[0]) for level in product_indices]
     counts.append(moments.shape[1] - sum(counts))
-    indices = [index for level in raised for axis in level for index in axis]
+    indices = [index for level in product_indices for axis in level for index in axis]
     # The structure contains addresses: these tensors must live until the call returns.
     tables = [torch.tensor(coefficients, dtype=torch.float64, device="cpu")]
     tables += [torch.tensor(values, dtype=torch.int64, device="cpu") for values in (counts, indices)]

@@ -18,7 +18,6 @@ That is 2·S for inference and 6·S for a training step, in addition to the rota
 projections would move the same number of bytes.
 """
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -35,11 +34,17 @@ except Exception as error:
     triton, _import_error = None, f"Triton cannot be imported ({type(error).__name__}: {error})"
 
 NAME = "Triton kernels"
+SWITCH = "HF_LIERE_CUDA_KERNELS"
 # The batch is divided among several programs if tokens and heads give fewer programs than this.
 PROGRAMS = 1024
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Products of wider heads need more shared memory than an H100 has.
 MAX_HEAD_DIM = 128
+
+
+def is_interpreted() -> bool:
+    """Whether Triton interprets the kernels, on CPUs too, instead of compiling them for CUDA."""
+    return triton is not None and not isinstance(_rotate_planes_kernel, triton.JITFunction)
 
 
 def refusal(states: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | None:
@@ -50,10 +55,8 @@ def refusal(states: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | 
     """
     if triton is None:
         return _import_error
-    if not states.is_cuda and (not states.is_cpu or isinstance(_rotate_planes_kernel, triton.JITFunction)):
+    if not states.is_cuda and not (states.is_cpu and is_interpreted()):
         return "they run only on CUDA"
-    if os.environ.get("HF_LIERE_CUDA_KERNELS", "1") == "0":
-        return "HF_LIERE_CUDA_KERNELS=0 turns them off"
     if dtype not in TYPES:
         return "they compute only float32, bfloat16 and float16"
     if states.shape[-1] > MAX_HEAD_DIM:

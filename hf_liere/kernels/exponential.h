@@ -1,5 +1,5 @@
 // Rotations of blocks by scaling and squaring, and the gradients of their generators, as in models/rotation:
-// exponential.py and exponential_gradient.py, but one block of a ray at a time.
+// scaling_and_squaring.py and exponential_gradient.py, but one block of a ray at a time.
 #pragma once
 
 #include <cmath>
@@ -52,7 +52,7 @@ template <int SIZE, typename T>
 struct Exponential {
     Matrix<SIZE, T> exponent, second, third, sixth, combinations[5];
 
-    // exp(exponent) by the polynomial of models/rotation/exponential.py, in combinations[1].
+    // exp(exponent) by the polynomial of models/rotation/scaling_and_squaring.py, in combinations[1].
     void compute(const double* polynomial) {
         multiply_half<1>(second, exponent, exponent);
         multiply_half<-1>(third, second, exponent);
@@ -147,7 +147,7 @@ bool block_tangents(const Sizes& sizes, const Rays& rays, const float* const* ro
         const int64_t group = work / rays.count, ray = work % rays.count, squarings = rays.squarings[ray];
         const int64_t *tokens = rays.tokens + ray * rays.longest, length = rays.length(ray);
         for (int64_t block = 0; block < blocks; ++block) {
-            // As exponential._tangent_of_first, for one ray.
+            // As exponential_gradient._tangent_of_first, for one ray.
             first.read_transposed(rotations[group] + (tokens[0] * blocks + block) * sizes.numel(), size);
             for (int64_t k = length - 1; k >= 0; --k) {
                 const int64_t offset = (tokens[k] * blocks + block) * sizes.numel();
@@ -164,7 +164,7 @@ bool block_tangents(const Sizes& sizes, const Rays& rays, const float* const* ro
                 add_conjugated(tangent, total, first, spare);
                 total = tangent;
             }
-            // As exponential._conjugated, for one ray.
+            // As exponential_gradient._conjugate, for one ray.
             Matrix<SIZE, float>*square = &squares[0], *next = &squares[1];
             for (int64_t s = 0; s < squarings; ++s) {
                 if (s % rays.interval == 0)

@@ -10,10 +10,10 @@ from encoding_cases import moved
 import hf_liere
 from hf_liere import upgrade_encoding
 from hf_liere.conversion.base import ConversionError
+from hf_liere.inspection.common_planes import find_common_planes
 from hf_liere.inspection.encodings import generator_matrices, learned_frequencies, relativity_error
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.folding import build_rotary_encoding
-from hf_liere.models.rotation.lie_algebra import common_planes
 
 
 PAGE = ROOT / "docs" / "rotary_family.md"
@@ -49,7 +49,7 @@ def test_which_generators_commute_and_are_relative(tiny, encoding):
     rotary = classifier(tiny, encoding).liere.rotary_encoding
     commutes = ROWS[encoding][2] == "yes"
     # Far above and far below rounding in float64.
-    assert (common_planes(generator_matrices(rotary)).error.max() < 1e-9) == commutes
+    assert (find_common_planes(generator_matrices(rotary)).error.max() < 1e-9) == commutes
     assert (relativity_error(rotary).largest.max() < 1e-9) == commutes
     assert (learned_frequencies(rotary) is not None) == commutes
 

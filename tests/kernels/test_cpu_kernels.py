@@ -11,10 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
-from hf_liere.models.rotation.exponential import block_rotations
+from hf_liere.models.rotation.exponential import block_rotations, skew
 from hf_liere.models.rotation.exponential_gradient import GradientMoments
-from hf_liere.models.rotation.lie_algebra import skew
-from hf_liere.models.rotation.squaring import num_saved
+from hf_liere.models.rotation.scaling_and_squaring import num_saved
 
 
 needs_kernels = pytest.mark.usefixtures("compiled_kernels")
@@ -160,7 +159,7 @@ def test_generators_of_lower_precision():
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         tensors = generators.to(torch.bfloat16).to(dtype), moments.moments.to(torch.bfloat16).to(dtype)
-        found[dtype] = cpu_kernels.moments_gradient(*tensors, moments.coefficients, moments.raised)
+        found[dtype] = cpu_kernels.moments_gradient(*tensors, moments.coefficients, moments.product_indices)
     assert torch.equal(found[torch.bfloat16], found[torch.float32].to(torch.bfloat16))
 
 

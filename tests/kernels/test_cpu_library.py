@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
+from hf_liere.models.rotation import dispatch
 
 
 # What each capability of a CPU includes.
@@ -23,6 +24,7 @@ CAPABILITIES = {"AVX512": ("avx512", "avx2", "default"), "AVX2": ("avx2", "defau
 def folder(tmp_path, monkeypatch):
     """The folder of libraries, empty, in a process that has looked for none yet."""
     monkeypatch.setattr(cpu_library, "FOLDER", tmp_path)
+    monkeypatch.setattr(dispatch, "_accepted", set())
     cpu_library._find.cache_clear()
     logging.warning_once.cache_clear()
     yield tmp_path

@@ -18,9 +18,9 @@ from rotating import rotate, rotate_query_key
 import hf_liere
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cuda as triton_kernels
-from hf_liere.models.rotation import operators
-from hf_liere.models.rotation.backends import find_backend
-from hf_liere.models.rotation.rotation import EigenRotation
+from hf_liere.models.rotation import dispatch
+from hf_liere.models.rotation.dispatch import find_backend
+from hf_liere.models.rotation.rotation import PlaneRotation, _rotate_blocks, _rotate_planes
 
 
 PLANES = [(1, 2, 6, 12, 2), (1, 1, 6, 12, 2), (5, 2, 6, 10, 2)]
@@ -45,7 +45,7 @@ def kernels(request):
         # Triton decides between compiling and interpreting a kernel when it sees its source.
         patch.setenv("TRITON_INTERPRET", str(int(DEVICE == "cpu")))
         specification.loader.exec_module(module)
-        patch.setattr("hf_liere.models.rotation.backends._BACKENDS", [module])
+        patch.setitem(dispatch._BACKENDS, DEVICE, module)
         yield SimpleNamespace(device=DEVICE, types=module.TYPES, module=module, **functions(module))
 
 
@@ -72,9 +72,9 @@ def inputs(kernels, shape, dtype):
 @pytest.mark.parametrize("shape", [PLANES[0], BLOCKS[0]])
 def test_opcheck(kernels, shape):
     """What PyTorch asks of an operator."""
-    operator, others = operators._rotate_blocks, ()
+    operator, others = _rotate_blocks, ()
     if len(shape) == 5:
-        operator, others = operators._rotate_planes, (None, None)
+        operator, others = _rotate_planes, (None, None)
     arguments = inputs(kernels, shape, torch.float32)
     torch.library.opcheck(operator.operator, (*arguments, *others, False))
 
@@ -101,6 +101,7 @@ def test_kernels_are_the_plain_rotation(kernels, monkeypatch, shape, dtype):
             pytest.skip("Triton's interpreter multiplies the bit patterns of bfloat16 matrices; needs a GPU")
         # It computes planes well, which are refused together with blocks of 2.
         monkeypatch.setattr(kernels.module.self_check, "failure", lambda *case: None)
+        monkeypatch.setattr(dispatch, "_accepted", set())
     query, key, rotation = inputs(kernels, shape, dtype)
     used = find_backend("apply_rotation", query, shape[-1])
     assert used is None if dtype not in kernels.types else used.apply_rotation is kernels.apply_rotation
@@ -134,10 +135,10 @@ def test_gradients_of_commuting_generators(kernels, monkeypatch):
     matrices = torch.randn(2, 3, 8, 8, device=kernels.device)
     generators = (matrices - matrices.mT).requires_grad_()
     phases = torch.rand(1, 2, 6, 3, device=kernels.device)
-    rotation = EigenRotation(cos_sin, None, generators, phases)
+    rotation = PlaneRotation(cos_sin, None, generators, phases)
     weights = [torch.randn(5, 2, 6, 24, device=kernels.device) for _ in "qk"]
     found = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, cos_sin])
-    monkeypatch.setattr("hf_liere.models.rotation.backends._BACKENDS", [])
+    monkeypatch.setattr(dispatch, "_BACKENDS", {})
     expected = gradients(rotate_query_key(query, key, rotation), weights, [generators, query, key, cos_sin])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
@@ -275,8 +276,6 @@ def test_kernels_compile_for_cuda(capability, pointer, head_dim, count):
 
 STEP = """
 import sys, torch, hf_liere
-from hf_liere.models.rotation import operators
-from hf_liere.models.rotation.backends import find_backend
 torch.manual_seed(0)
 results = []
 for encoding, size in (("rope_mixed", 2), ("comrope_ld", 4), ("liere", 8), ("liere", 5)):

@@ -13,7 +13,8 @@ import torch
 
 import hf_liere
 from hf_liere.kernels import self_check
-from hf_liere.models.rotation.backends import find_backend
+from hf_liere.models.rotation import dispatch
+from hf_liere.models.rotation.dispatch import find_backend
 
 
 pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
@@ -76,7 +77,7 @@ WRONG = [
 @pytest.mark.parametrize("right, wrong, block_size, failure", WRONG)
 def test_wrong_kernels_are_found(tmp_path, monkeypatch, caplog, right, wrong, block_size, failure):
     module = load(tmp_path, right, wrong)
-    monkeypatch.setattr("hf_liere.models.rotation.backends._BACKENDS", [module])
+    monkeypatch.setitem(dispatch._BACKENDS, DEVICE, module)
     with caplog.at_level(logging.WARNING):
         assert find_backend("apply_rotation", torch.zeros(1, 1, 1, 16, device=DEVICE), block_size) is None
         assert failure in ask(module, block_size)
@@ -133,7 +134,9 @@ def test_sums_are_multiplied_in_their_own_type_under_autocast(kernels):
 
 def test_kernels_can_be_turned_off(kernels, monkeypatch):
     monkeypatch.setenv("HF_LIERE_CUDA_KERNELS", "0")
-    assert ask(kernels, 2) == "HF_LIERE_CUDA_KERNELS=0 turns them off"
+    monkeypatch.setitem(dispatch._BACKENDS, DEVICE, kernels)
+    states = torch.zeros(1, 1, 1, 16, device=DEVICE)
+    assert dispatch.ask_backend("apply_rotation", states, 2)[1] == "HF_LIERE_CUDA_KERNELS=0 turns them off"
 
 
 def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch):
@@ -150,7 +153,7 @@ def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_graphs_are_captured_after_a_pass(kernels, monkeypatch):
-    monkeypatch.setattr("hf_liere.models.rotation.backends._BACKENDS", [kernels])
+    monkeypatch.setitem(dispatch._BACKENDS, DEVICE, kernels)
     query, key = torch.randn(2, 3, 2, 6, 48, device=DEVICE).unbind()
     rotation = hf_liere.models.rotation.rotation.PlaneRotation(torch.randn(1, 2, 6, 24, 2, device=DEVICE))
     graph = torch.cuda.CUDAGraph()
@@ -170,11 +173,11 @@ def test_graphs_are_captured_after_a_pass(kernels, monkeypatch):
 
 TRAINING = """
 import sys, threading, importlib.util, torch, hf_liere
-from hf_liere.models.rotation import backends
+from hf_liere.models.rotation import dispatch
 specification = importlib.util.spec_from_file_location("hf_liere.kernels.cuda_edited", sys.argv[1])
 kernels = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(kernels)
-backends._BACKENDS[:] = [kernels]
+dispatch._BACKENDS[sys.argv[3]] = kernels
 compare, times = kernels.self_check._compare, []
 kernels.self_check._compare = lambda case: (times.append(case), compare(case))[1]
 config = hf_liere.LieREViTConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,

@@ -3,10 +3,9 @@
 import reference
 import torch
 
-from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
-from hf_liere.models.rotation.exponential import block_rotations
-from hf_liere.models.rotation.lie_algebra import skew
+from hf_liere.models.rotation import dispatch
+from hf_liere.models.rotation.exponential import block_rotations, skew
 
 
 BUILT = cpu_library.FOLDER
@@ -16,7 +15,7 @@ CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 
 def refusal():
-    return cpu_kernels.refusal(torch.zeros(1), torch.float32, 8)
+    return dispatch.ask_backend("block_rotations", torch.zeros(1), 8)[1]
 
 
 def assert_rotations_are_right():

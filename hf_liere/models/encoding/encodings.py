@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import torch
 from transformers import initialization as init
 
-from ..rotation.exponential import Rays
-from ..rotation.lie_algebra import working_dtype
+from ..rotation.dispatch import working_dtype
 from ..rotation.rotation import BlockRotation, Rotation
+from ..rotation.scaling_and_squaring import Rays
 from .encodings_in_basis import CayleyString, CirculantString, ComRoPEAxialPartition, ComRoPELinearlyDependent
 from .positions import GridPositions, TokenPositions
 from .rotary_encoding import ALL_LAYERS, RotaryEncoding, golden_gate_frequencies

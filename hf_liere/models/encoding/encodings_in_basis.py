@@ -6,17 +6,10 @@ import torch
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from ..rotation.lie_algebra import (
-    cayley_map,
-    cos_sin,
-    eigenbasis,
-    fourier_basis,
-    in_basis,
-    skew,
-    skew_entries,
-    working_dtype,
-)
-from ..rotation.rotation import EigenRotation, Rotation
+from ..rotation.bases import cayley_map, eigenbasis, fourier_basis, skew_from_planes
+from ..rotation.dispatch import working_dtype
+from ..rotation.exponential import cos_sin, skew, skew_entries
+from ..rotation.rotation import PlaneRotation, Rotation
 from .positions import TokenPositions
 from .rotary_encoding import ALL_LAYERS, RotaryEncoding
 
@@ -24,7 +17,7 @@ from .rotary_encoding import ALL_LAYERS, RotaryEncoding
 class EncodingInBasis(RotaryEncoding):
     """
     R(p) = U rot(Σ_a p_a f_a) Uᵀ in every block, with an orthogonal U and frequencies f_a of its planes, which are
-    pairs of neighbouring columns of U. Attention changes queries and keys to the basis once, see [`EigenRotation`].
+    pairs of neighbouring columns of U. Attention changes queries and keys to the basis once, see [`PlaneRotation`].
     """
 
     def spectrum_of(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +30,7 @@ class EncodingInBasis(RotaryEncoding):
     def entries(self, device: torch.device) -> torch.Tensor:
         with maybe_autocast(device.type, enabled=False):
             basis, frequencies = self.spectrum_of(device)
-            return skew_entries(in_basis(frequencies, basis))
+            return skew_entries(skew_from_planes(frequencies, basis))
 
     def layer_rotations(
         self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
@@ -46,7 +39,7 @@ class EncodingInBasis(RotaryEncoding):
         Without a matrix exponential.
 
         Returns:
-            One [`rotation.EigenRotation`] per layer, or [`rotation.BlockRotation`] for blocks of odd size, which have
+            One [`rotation.PlaneRotation`] per layer, or [`rotation.BlockRotation`] for blocks of odd size, which have
             one direction outside of every plane.
         """
         if self.block_size % 2:
@@ -56,7 +49,7 @@ class EncodingInBasis(RotaryEncoding):
         with maybe_autocast(device.type, enabled=False):
             basis, frequencies = self.spectrum_of(device, layers)
             planes = self.planes(placed, frequencies.flatten(3))
-            rotations = [EigenRotation(*layer) for layer in zip(planes, basis.to(self.rotation_dtype))]
+            rotations = [PlaneRotation(*layer) for layer in zip(planes, basis.to(self.rotation_dtype))]
         return self.repeat_for_layers(rotations)
 
     def bases(self) -> list[torch.Tensor]:
@@ -118,7 +111,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
                 cos_sins.append(cos_sin(angles, self.rotation_dtype).transpose(1, 2))
                 phases.append(phase.detach().transpose(1, 2).to(self.rotation_dtype))
         basis, generators = basis.to(self.rotation_dtype), generators.to(self.rotation_dtype)
-        rotations = [EigenRotation(*layer) for layer in zip(cos_sins, basis, generators, phases)]
+        rotations = [PlaneRotation(*layer) for layer in zip(cos_sins, basis, generators, phases)]
         return self.repeat_for_layers(rotations)
 
     def spectrum_of(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,7 +136,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Eigenbasis U, UᵀSU and frequencies μ of the one matrix S of every block, in `dtype`, see
-        [`lie_algebra.eigenbasis`]: (layers or 1, heads or 1, blocks, b, b) twice and (layers or 1, heads or 1, blocks,
+        [`bases.eigenbasis`]: (layers or 1, heads or 1, blocks, b, b) twice and (layers or 1, heads or 1, blocks,
         ⌊b/2⌋).
         """
         generators = skew(self.generators[layers].to(dtype), self.block_size)

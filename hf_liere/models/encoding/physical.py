@@ -2,7 +2,7 @@
 
 import torch
 
-from ..rotation.tracing import values_are_unknown
+from ..rotation.dispatch import values_are_unknown
 from .positions import patch_indices
 
 

@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..rotation.lie_algebra import working_dtype
-from ..rotation.tracing import values_are_unknown
+from ..rotation.dispatch import values_are_unknown, working_dtype
 from .displacements import draw_displacements
 from .encoding_traits import DISPLACEMENTS
 from .physical import physical_extents

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..rotation.lie_algebra import working_dtype
-from ..rotation.tracing import values_are_unknown
+from ..rotation.dispatch import values_are_unknown, working_dtype
 
 
 def _at_least_one(size: int | torch.Tensor) -> int | torch.Tensor:

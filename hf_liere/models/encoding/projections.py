@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from ..rotation.rotation import Rotation, basis_gradients, to_basis
+from ..rotation.bases import basis_gradients, to_basis
+from ..rotation.rotation import Rotation
 
 
 # torch has no public name for hooks of all modules; a release without this private one is taken to have none.

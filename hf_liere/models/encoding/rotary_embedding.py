@@ -7,7 +7,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from ..rotation.rotation import Rotation, rotate_one, rotate_pair
+from ..rotation.model_basis import rotate_one, rotate_pair
+from ..rotation.rotation import Rotation
 from .encoding_traits import ENCODING_TRAITS, generators_commute
 from .encodings_in_basis import EncodingInBasis
 from .folding import build_rotary_encoding

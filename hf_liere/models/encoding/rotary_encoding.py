@@ -8,9 +8,10 @@ from torch import nn
 from transformers import initialization as init
 from transformers.utils import logging
 
-from ..rotation.exponential import Rays, layer_block_rotations
-from ..rotation.lie_algebra import plane_rotations, skew, working_dtype
+from ..rotation.dispatch import working_dtype
+from ..rotation.exponential import layer_block_rotations, plane_rotations, skew
 from ..rotation.rotation import BlockRotation, GroupedRotation, PlaneRotation, Rotation
+from ..rotation.scaling_and_squaring import Rays
 from .positions import GroupedPositions, TokenPositions
 from .rotation_cache import RotationCache
 
@@ -73,7 +74,7 @@ class RotaryEncoding(LearnedRotations):
 
     def entries(self, device: torch.device) -> torch.Tensor:
         """
-        Free entries of the generators, see [`lie_algebra.skew`]: (A, layers or 1, heads or 1, blocks, b(b−1)/2), on
+        Free entries of the generators, see [`exponential.skew`]: (A, layers or 1, heads or 1, blocks, b(b−1)/2), on
         `device` where they are not parameters.
         """
         raise NotImplementedError

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..rotation.dispatch import values_are_unknown
 from ..rotation.rotation import Rotation
-from ..rotation.tracing import values_are_unknown
 from .positions import GridPositions, TokenPositions
 
 

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ..encoding.displacements import draw_displacements
 from ..encoding.positions import TokenPositions
-from ..rotation.lie_algebra import product_dtype, working_dtype
+from ..rotation.dispatch import product_dtype, working_dtype
 from ..rotation.rotation import Rotation
 from ..transformer.configuration_liere import pair
 from .vision_towers import position_table, takes

@@ -10,8 +10,9 @@ from transformers import initialization as init
 from ..encoding.encoding_traits import ENCODING_TRAITS
 from ..encoding.positions import TokenPositions
 from ..encoding.rotary_embedding import LieRotaryEmbedding
-from ..rotation.lie_algebra import product_dtype
-from ..rotation.rotation import Rotation, rotate_one, rotate_pair
+from ..rotation.dispatch import product_dtype
+from ..rotation.model_basis import rotate_one, rotate_pair
+from ..rotation.rotation import Rotation
 from .pretrained_rope import PretrainedRope
 from .rope_layout import RopeLayout, RopeTower, frequency_buffers
 from .rope_pairs import HeadPlanes

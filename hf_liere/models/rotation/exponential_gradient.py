@@ -1,6 +1,10 @@
 """
-The last factor of the gradient of exp(Σ_a x_a A_a), which [`exponential.block_rotations`] applies: φ(−ad Y), with
-φ(−z) = (eᶻ − 1)/z and ad Y: W ↦ YW − WY (Hall 2015, theorem 5.4).
+The gradient of the rotations of dense blocks.
+
+A change of X = Σ_a p_a A_a has the tangent R⁻¹ dR = φ(ad X) dX with φ(z) = (1 − e⁻ᶻ)/z and ad X: W ↦ XW − WX (Hall
+2015, theorem 5.4), exact at zero and at repeated eigenvalues. The backward pass applies the adjoint to W, the skew part
+of Rᵀ dL/dR: with X = 2ˢY it is φ(−ad Y) Π_{j<s} ½(1 + e^(2ʲ ad Y)). The exponentials conjugate W with the squares that
+led to R, of which every `SAVE_INTERVAL`-th is saved. A polynomial computes φ(−z) = (eᶻ − 1)/z.
 """
 
 import functools
@@ -9,32 +13,134 @@ import math
 
 import torch
 
-from .backends import find_backend
+from .dispatch import find_backend, operator
+from .scaling_and_squaring import (
+    SAVE_INTERVAL,
+    find_exponential_backend,
+    first_square,
+    largest_norm,
+    num_saved,
+    ray_rotations,
+    ray_squarings,
+    ray_tokens,
+    split_rays,
+)
 
 
-# Largest spectral norm for which squaring.POLYNOMIAL is the exponential.
-POLYNOMIAL_NORM = 3.2
-# As polynomials of the generators, gradients take so many monomials from four axes on that each token has its own.
+# From four axes on there are too many monomials: compute the gradient token by token.
 MOST_MOMENT_AXES = 3
 # Elements that are processed at a time, to limit memory.
 SLICE_ELEMENTS = 1 << 22
+# Of the operators of the rotations and of their gradients.
+ARGUMENTS = "Tensor positions, Tensor generators, Tensor squarings, SymInt[]? grid, SymInt num_prefix_tokens"
 
 
-def largest_norm(axes: int) -> float:
+@operator(
+    f"({ARGUMENTS}, Tensor[] results, Tensor[] gradients, bool needs_positions) -> (Tensor, Tensor)",
+    fake=lambda positions, generators, *_: tuple(torch.empty_like(x).contiguous() for x in (positions, generators)),
+    reads_values=True,
+)
+def block_rotations_backward(
+    positions, generators, squarings, grid, num_prefix_tokens, results, gradients, needs_positions
+):
+    """Gradients of positions, zeros unless they are needed, and of generators."""
+    *rotations, squares = results
+    tokens = ray_tokens(grid, num_prefix_tokens, len(positions))
+    squarings = ray_squarings(tokens, squarings)
+    offsets = num_saved(squarings).cumsum(0)
+    if len(squarings) and int(offsets[-1]) > squares.shape[1]:
+        # In a graph there was not enough room.
+        squares = squares.new_empty(squares.shape[0], int(offsets[-1]), *squares.shape[2:])
+        ray_rotations(positions, generators, tokens, squarings, squares, squares.dtype, (positions.dtype,) * 2)
+    first = tokens[:, 0].to(positions.device)
+    scales = torch.ldexp(torch.ones_like(squarings, dtype=positions.dtype), -squarings).to(positions.device)
+    coordinates = positions[first] * scales.unsqueeze(-1)  # (rays, A)
+    backend = find_exponential_backend(positions, generators, squares.dtype)
+    find_tangents = backend.block_tangents if backend else ray_tangents
+    entries = find_tangents(rotations, gradients, tokens, squarings, squares)  # (G, rays, K·b(b−1)/2)
+    positions_gradient = torch.zeros_like(positions).contiguous()
+    if needs_positions or positions.shape[1] > MOST_MOMENT_AXES:
+        coordinates_gradient, generators_gradient = gradients_by_token(coordinates, generators, entries)
+        # The other positions are multiples on a grid, which need no gradient.
+        positions_gradient.index_copy_(0, first, coordinates_gradient * scales.unsqueeze(-1))
+    else:
+        generators_gradient = GradientMoments(coordinates, generators, entries).generators_gradient()
+    return positions_gradient, generators_gradient.to(generators.dtype).contiguous()
+
+
+def ray_tangents(
+    rotations: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    tokens: torch.Tensor,
+    squarings: torch.Tensor,
+    squares: torch.Tensor,
+) -> torch.Tensor:
     """
-    Largest spectral norm of Y = Σ_a y_a A_a over `axes` axes: for three and more, one more squaring costs less than the
-    gradient's polynomials of a higher degree.
+    Gradients of the tangents of the scaled exponents, from the results and gradients of [`ray_rotations`].
+
+    Returns:
+        (G, rays, K·b(b−1)/2) [`upper_entries`] of M, whose skew part is the gradient.
     """
-    return POLYNOMIAL_NORM if axes < 3 else POLYNOMIAL_NORM / 2
+    blocks, size = rotations[0].shape[1], rotations[0].shape[-1]
+    entries = squares.new_empty(len(rotations), len(tokens), blocks * (size * (size - 1) // 2))
+    places = first_square(squarings).to(squares.device)
+    chunks = split_rays(tokens, squarings, blocks * size**2, squares.device)
+    for group, chunk in itertools.product(range(len(rotations)), chunks):
+        chosen = [rotations[group].index_select(0, multiple) for multiple in chunk.multiples]
+        tangents = [
+            rotation.transpose(-1, -2) @ gradients[group].index_select(0, multiple)
+            for rotation, multiple in zip(chosen, chunk.multiples)
+        ]
+        tangents = _tangent_of_first(chosen[0], tangents).flatten(0, 1)
+        for squaring in range(0, chunk.squarings, SAVE_INTERVAL):
+            square = squares[group].index_select(0, places[chunk.rays] + squaring // SAVE_INTERVAL).flatten(0, 1)
+            tangents = _conjugate(tangents, square, min(SAVE_INTERVAL, chunk.squarings - squaring))
+        # The scaled exponents contain the factors ½ of the squarings.
+        entries[group].index_copy_(0, chunk.rays, upper_entries(tangents.view(chosen[0].shape)).flatten(1))
+    return entries
+
+
+def _tangent_of_first(first: torch.Tensor, tangents: list[torch.Tensor]) -> torch.Tensor:
+    """
+    The gradient of a tangent Ω of R, R → R(1 + Ω), from the gradients Wₖ = (Rᵏ)ᵀ dL/d(Rᵏ) of tangents of R, R², …:
+    Σₖ Σ_{j<k} Rʲ Wₖ R⁻ʲ, by Horner's rule.
+
+    Args:
+        first: (rays, K, b, b), R.
+        tangents: (rays, K, b, b) for each multiple, of the rays that are long enough; overwritten.
+    """
+    tail, *shorter = reversed(tangents)
+    total = tail
+    for tangent in shorter:
+        longer = first[: len(tail)]
+        tangent[: len(tail)] += tail
+        conjugated = longer @ total @ longer.transpose(-1, -2)
+        tail, total = tangent, tangent.clone()
+        total[: len(longer)] += conjugated
+    return total
+
+
+def _conjugate(tangents: torch.Tensor, square: torch.Tensor, squarings: int) -> torch.Tensor:
+    """Π_{j<s} (1 + e^(2ʲ ad Z)) W for the square e^Z; (n, b, b)."""
+    size = tangents.shape[-1]
+    # The next square and the first half of the conjugation are one product, as wide products are more efficient.
+    both = torch.cat([square, tangents], dim=-1)  # (n, b, 2b)
+    for _ in range(squarings):
+        square, tangents = both.split(size, dim=-1)
+        both = torch.bmm(square, both)
+        half = both[..., size:]
+        half.copy_(torch.baddbmm(tangents, half, square.transpose(-1, -2)))
+    return both[..., size:]
 
 
 @functools.cache
 def derivative_coefficients(norm: float, dtype: torch.dtype) -> tuple[float, ...]:
     """
-    Coefficients, from the constant on, of the polynomial of the lowest degree that is near φ(−z) = Σ zⁿ/(n+1)! for
-    imaginary z of at most twice `norm`, as frequencies of ad Y are differences of those of Y: a longer Taylor
-    polynomial, economized by subtracting multiples of the Chebyshev polynomials iⁿTₙ(z / (2i norm)) that cancel its
-    highest powers, as long as all that is subtracted is below 1e-7 or 1e-13 (Lanczos 1938).
+    Coefficients, constant first, of a polynomial of low degree near φ(−z) = Σ zⁿ/(n+1)!, for imaginary z of at most
+    twice `norm`: frequencies of ad Y are differences of those of Y.
+
+    A longer Taylor polynomial is economized (Lanczos 1938): multiples of the Chebyshev polynomials iⁿTₙ(z / (2i norm))
+    cancel its highest powers while their sum stays below 1e-7 (float32) or 1e-13 (float64).
     """
     error, terms, bound = {torch.float32: 1e-7, torch.float64: 1e-13}[dtype], 64, 2 * norm
     chebyshev = [[1.0], [0.0, 1 / bound]]
@@ -65,7 +171,7 @@ def derivative(exponents: torch.Tensor, tangents: torch.Tensor, norm: float) -> 
 
 
 def _monomials(axes: int, degree: int) -> list[tuple[int, ...]]:
-    """All monomials of a degree as tuples of axes, like (0, 0, 1) for x₀²x₁; those of degree 1 in the order of axes."""
+    """All monomials of a degree as tuples of axes, like (0, 0, 1) for x₀²x₁, in lexicographic order."""
     return list(itertools.combinations_with_replacement(range(axes), degree))
 
 
@@ -76,14 +182,14 @@ def _powers(axes: int, degree: int) -> list[tuple[int, ...]]:
 
 
 @functools.cache
-def _raised(axes: int, degree: int) -> list[list[int]]:
-    """For each axis a and each monomial of `degree`, the index of its product with x_a among those of `degree` + 1."""
+def _product_indices(axes: int, degree: int) -> list[list[int]]:
+    """Index of x_a · m among the monomials of `degree` + 1, for each axis a and each monomial m of `degree`."""
     places = {monomial: place for place, monomial in enumerate(_monomials(axes, degree + 1))}
     return [[places[tuple(sorted((*factors, axis)))] for factors in _monomials(axes, degree)] for axis in range(axes)]
 
 
 def upper_entries(matrices: torch.Tensor) -> torch.Tensor:
-    """Of (…, b, b) matrices M the upper triangles of M − Mᵀ, row by row, (…, b(b−1)/2)."""
+    """(…, b(b−1)/2) upper triangles of M − Mᵀ, row by row, for (…, b, b) matrices M."""
     size = matrices.shape[-1]
     row, column = torch.triu_indices(size, size, offset=1, device=matrices.device)
     flat = matrices.flatten(-2)
@@ -108,8 +214,8 @@ def gradients_by_token(
     axes, groups, blocks, size, _ = generators.shape
     flat = generators.to(coordinates.dtype).flatten(2)
     row, column = torch.triu_indices(size, size, offset=1, device=generators.device)
-    of_coordinates = torch.zeros_like(coordinates)
-    of_generators = tangents.new_zeros(axes, groups, blocks * size**2)
+    coordinates_gradient = torch.zeros_like(coordinates)
+    generators_gradient = tangents.new_zeros(axes, groups, blocks * size**2)
     step = max(1, SLICE_ELEMENTS // (blocks * size**2))
     for group, start in itertools.product(range(groups), range(0, len(coordinates), step)):
         tokens = slice(start, start + step)
@@ -118,15 +224,15 @@ def gradients_by_token(
         exponents = (coordinates[tokens] @ flat[:, group]).view(-1, size, size)
         change = derivative(exponents.to(tangents.dtype), matrices.flatten(0, 1), largest_norm(axes))
         change = change.view(-1, blocks * size**2)
-        of_coordinates[tokens] += change.to(coordinates.dtype) @ flat[:, group].T
-        of_generators[:, group] += coordinates[tokens].T.to(change.dtype) @ change
-    return of_coordinates, of_generators.view(generators.shape)
+        coordinates_gradient[tokens] += change.to(coordinates.dtype) @ flat[:, group].T
+        generators_gradient[:, group] += coordinates[tokens].T.to(change.dtype) @ change
+    return coordinates_gradient, generators_gradient.view(generators.shape)
 
 
 class GradientMoments:
     """
-    Σ_p x_a φ(−ad Σ_a x_a A_a) W_p for all tokens p, as polynomials of the generators that act on the moments
-    Σ_p x₁ⁱ x₂ʲ … W_p: one large product over the tokens, then commutators whose number does not depend on the tokens.
+    Σ_p x_a φ(−ad Σ_a x_a A_a) W_p over tokens p, as polynomials of the generators that act on the moments
+    Σ_p x₁ⁱ x₂ʲ … W_p: one large product over the tokens, then a number of commutators that does not depend on them.
 
     Args:
         coordinates: (tokens, A), A ≤ `MOST_MOMENT_AXES`.
@@ -139,7 +245,7 @@ class GradientMoments:
         axes, _, _, size, _ = generators.shape
         self.coefficients = derivative_coefficients(largest_norm(axes), self.dtype)
         self.levels = [_powers(axes, degree + 1) for degree in range(len(self.coefficients))]
-        self.raised = [_raised(axes, degree) for degree in range(1, len(self.levels))]
+        self.product_indices = [_product_indices(axes, degree) for degree in range(1, len(self.levels))]
         powers = torch.tensor([powers for level in self.levels for powers in level], device=generators.device)
         # Powers of coordinates of at most 1 do not overflow.
         largest = torch.cat([coordinates.new_zeros(1, axes), coordinates]).abs().amax(0)
@@ -155,7 +261,7 @@ class GradientMoments:
         generators = (self.generators * scales).to(self.dtype)
         scales = scales.to(self.dtype)
         if backend := find_backend("moments_gradient", generators, size):
-            return backend.moments_gradient(generators, self.moments, self.coefficients, self.raised) * scales
+            return backend.moments_gradient(generators, self.moments, self.coefficients, self.product_indices) * scales
         generators = generators.flatten(1, 2)
         moments = self.moments.unflatten(2, (blocks, -1)).transpose(1, 2).flatten(0, 1)
         step = max(1, SLICE_ELEMENTS // (moments.shape[1] * size**2))
@@ -183,10 +289,10 @@ class GradientMoments:
         levels = upper.split([len(level) for level in self.levels], dim=2)
         total = None
         for degree in range(len(levels), 0, -1):
-            # The part above the diagonal; its negative transpose is added below.
+            # Half of a skew-symmetric matrix; its negative transpose is added below.
             half = (levels[degree - 1] * self.coefficients[degree - 1]).flatten(2)
             if total is not None:
-                for generator, places in zip(generators, self.raised[degree - 1]):
+                for generator, places in zip(generators, self.product_indices[degree - 1]):
                     # One product for all monomials, whose matrices are side by side.
                     half.baddbmm_(generator, _take(total, places).flatten(2))
             half = half.view(blocks, size, -1, size)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..encoding.positions import GroupedPositions, TokenPositions, patch_indices
-from ..rotation.tracing import in_portable_graph
+from ..rotation.dispatch import in_portable_graph
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieRETokensConfig
 from .patch_batches import cut
 

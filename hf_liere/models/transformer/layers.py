@@ -1,8 +1,9 @@
 """The transformer block around attention, and the classifier."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -76,14 +77,14 @@ class LieRELayer(GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *rotation: torch.Tensor | None,
-        structure: TreeSpec | None = None,
+        make_rotation: Callable | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """
-        (B, N, hidden_size) states → the same shape. The tensors of this layer's rotation, of the given structure, are
-        separate arguments, because reentrant checkpointing differentiates with respect to tensors only.
+        (B, N, hidden_size) states → the same shape. `make_rotation` takes the tensors of this layer's rotation. They
+        are separate arguments because reentrant checkpointing differentiates with respect to tensors only.
         """
-        rotation = None if structure is None else tree_unflatten(rotation, structure)
+        rotation = None if make_rotation is None else make_rotation(*rotation)
         attended, _ = self.attention(self.layernorm_before(hidden_states), rotation, attention_mask, **kwargs)
         hidden_states = hidden_states + self.drop_path(self.layer_scale1(self.dropout(attended)))
         transformed = self.mlp(self.layernorm_after(hidden_states))

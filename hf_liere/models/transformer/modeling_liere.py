@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import (
@@ -32,8 +31,8 @@ from ..encoding.folding import build_rotary_encoding
 from ..encoding.physical import refuse_spacing
 from ..encoding.placement import place_batch, place_given, place_grid, place_input, rotated_positions
 from ..encoding.positions import GroupedPositions, TokenPositions, pad_rows, zero_hidden
-from ..rotation.lie_algebra import product_dtype
-from ..rotation.rotation import Rotation, gather_tokens
+from ..rotation.dispatch import product_dtype
+from ..rotation.rotation import Rotation, flatten, gather_tokens
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieREViTConfig
 from .embeddings import LieREEmbeddings, LieRETokenEmbeddings
 from .layers import LieRELayer, build_classifier
@@ -105,8 +104,8 @@ class LieREEncoderModel(LieREPreTrainedModel):
             attention_mask = None
         for layer, rotation in zip(self.layers, self.rotations(positions, product_dtype(hidden_states))):
             rotation = rotation if rotation is None or kept is None else rotation.select(kept)
-            tensors, structure = ((), None) if rotation is None else tree_flatten(rotation)
-            hidden_states = layer(hidden_states, attention_mask, *tensors, structure=structure, **kwargs)
+            tensors, make_rotation = ((), None) if rotation is None else flatten(rotation)
+            hidden_states = layer(hidden_states, attention_mask, *tensors, make_rotation=make_rotation, **kwargs)
         if self.config.final_norm == "pooled":
             pooled = self.layernorm(pool(self.config, hidden_states, visible))
         else:

@@ -9,7 +9,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..encoding.placement import place_given
 from ..encoding.positions import TokenPositions, check_coordinates, check_shape, zero_hidden
-from ..rotation.tracing import values_are_unknown
+from ..rotation.dispatch import values_are_unknown
 from .configuration_liere import LieRETokensConfig
 from .embeddings import LieREFeatureEmbeddings
 from .layers import build_classifier

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..rotation.tracing import values_are_unknown
+from ..rotation.dispatch import values_are_unknown
 
 
 def pool(config, hidden_states: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.rotation.backends import plain_operations
-from hf_liere.models.rotation.exponential import block_rotations
-from hf_liere.models.rotation.lie_algebra import skew
-from hf_liere.models.rotation.squaring import Rays, product_types
+from hf_liere.models.rotation.dispatch import plain_operations
+from hf_liere.models.rotation.exponential import block_rotations, skew
+from hf_liere.models.rotation.scaling_and_squaring import Rays, product_dtypes
 
 
 @pytest.mark.parametrize("states", [torch.bfloat16, torch.float16])
@@ -31,8 +30,8 @@ def test_half_types_get_rotations_that_are_exact_for_them(states, block_size, ti
 def test_products_for_half_types_are_float32():
     squarings = torch.tensor([0, 5, 3])
     positions = torch.zeros(3, 2, dtype=torch.float64)
-    assert product_types(positions, squarings, torch.bfloat16) == (torch.float32, torch.float32)
-    assert product_types(positions, squarings + 1, torch.bfloat16) == (torch.float64, torch.float32)
-    assert product_types(positions, squarings, torch.float16) == (torch.float64, torch.float32)
-    assert product_types(positions, squarings + 7, torch.bfloat16) == (torch.float64, torch.float64)
-    assert product_types(positions, squarings, torch.float32) == (torch.float64, torch.float64)
+    assert product_dtypes(positions, squarings, torch.bfloat16) == (torch.float32, torch.float32)
+    assert product_dtypes(positions, squarings + 1, torch.bfloat16) == (torch.float64, torch.float32)
+    assert product_dtypes(positions, squarings, torch.float16) == (torch.float64, torch.float32)
+    assert product_dtypes(positions, squarings + 7, torch.bfloat16) == (torch.float64, torch.float64)
+    assert product_dtypes(positions, squarings, torch.float32) == (torch.float64, torch.float64)

@@ -4,8 +4,8 @@ import pytest
 import reference
 import torch
 
-from hf_liere.models.rotation.exponential import block_rotations
-from hf_liere.models.rotation.lie_algebra import plane_rotations, skew, working_dtype
+from hf_liere.models.rotation.dispatch import working_dtype
+from hf_liere.models.rotation.exponential import block_rotations, plane_rotations, skew
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")
@@ -99,7 +99,7 @@ def test_pieces_do_not_change_the_result(monkeypatch):
     whole = block_rotations(positions, generators)
     (gradient,) = torch.autograd.grad(whole.square().sum() + whole.sum(), generators)
     for elements in (16, 64, 200, 16 * 9 * 2):
-        monkeypatch.setattr("hf_liere.models.rotation.squaring.CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("hf_liere.models.rotation.scaling_and_squaring.CHUNK_ELEMENTS", elements)
         pieces = block_rotations(positions, generators)
         assert torch.equal(pieces, whole)
         (piecewise,) = torch.autograd.grad(pieces.square().sum() + pieces.sum(), generators)

@@ -5,16 +5,19 @@ import copy
 import pytest
 import torch
 from encoding_cases import IMAGE_CASES
+from rotating import rotate_query_key
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 import hf_liere
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.rotation import exponential, operators
-from hf_liere.models.rotation.backends import plain_operations
-from hf_liere.models.rotation.exponential import layer_block_rotations
-from hf_liere.models.rotation.lie_algebra import skew
-from hf_liere.models.rotation.squaring import Rays, num_saved
+from hf_liere.models.rotation import exponential
+from hf_liere.models.rotation.dispatch import plain_operations
+from hf_liere.models.rotation.exponential import layer_block_rotations, skew
+from hf_liere.models.rotation.exponential_gradient import block_rotations_backward
+from hf_liere.models.rotation.rotation import BlockRotation, PlaneRotation, _rotate_blocks, _rotate_planes
+from hf_liere.models.rotation.rotation_gradients import rotate_blocks_backward, rotate_planes_backward
+from hf_liere.models.rotation.scaling_and_squaring import Rays, num_saved
 
 
 @pytest.fixture(params=["kernels", "plain"])
@@ -53,9 +56,9 @@ def test_opcheck_of_applied_blocks(implementation, size, batch, transposed):
     query, key = (states(2, 3, 5, 2 * size + 1, transposed=transposed).requires_grad_() for _ in range(2))
     blocks = rotations_of((batch, 3, 5, 2, size, size), "blocks")
     for constant in (blocks, blocks.clone().requires_grad_()):
-        torch.library.opcheck(operators._rotate_blocks.operator, (query, key, constant, False))
+        torch.library.opcheck(_rotate_blocks.operator, (query, key, constant, False))
     gradients = [states(2, 3, 5, 2 * size + 1) for _ in range(2)]
-    torch.library.opcheck(operators._rotate_blocks_backward, (*gradients, query.detach(), key.detach(), blocks))
+    torch.library.opcheck(rotate_blocks_backward, (*gradients, query.detach(), key.detach(), blocks))
 
 
 @pytest.mark.parametrize("dtype, size", [(torch.float32, None), (torch.bfloat16, 4), (torch.float64, 8)])
@@ -66,10 +69,10 @@ def test_opcheck_of_applied_planes(implementation, dtype, size):
     if size is not None:
         generators = skew(torch.randn(3, 16 // size, size * (size - 1) // 2), size)
         others = generators.requires_grad_(), torch.randn(1, 3, 5, 16 // size)
-    torch.library.opcheck(operators._rotate_planes.operator, (query, key, cos_sin.requires_grad_(), *others, False))
+    torch.library.opcheck(_rotate_planes.operator, (query, key, cos_sin.requires_grad_(), *others, False))
     gradients = [states(2, 3, 5, 16).to(dtype) for _ in range(2)]
     arguments = (*gradients, query.detach(), key.detach(), cos_sin.detach(), *others)
-    torch.library.opcheck(operators._rotate_planes_backward, [x if x is None else x.detach() for x in arguments])
+    torch.library.opcheck(rotate_planes_backward, [x if x is None else x.detach() for x in arguments])
 
 
 @pytest.mark.parametrize("size", [None, 3, 8])
@@ -80,24 +83,21 @@ def test_a_query_by_itself(implementation, size, eigen, batch):
     if eigen and size != 8:
         pytest.skip("commuting generators of one block size")
     if eigen or size is None:
-        rotation, apply = (rotations_of((batch, 3, 5, 8, 2), "planes").requires_grad_(),), operators.rotate_planes
+        rotation, operator = PlaneRotation(rotations_of((batch, 3, 5, 8, 2), "planes").requires_grad_()), _rotate_planes
         if eigen:
             generators = skew(torch.randn(3, 2, 28), 8).requires_grad_()
-            rotation = *rotation, generators, torch.randn(batch, 3, 5, 2)
+            rotation = rotation._replace(generators=generators, phases=torch.randn(batch, 3, 5, 2))
     else:
-        rotation = (rotations_of((batch, 3, 5, 17 // size, size, size), "blocks").requires_grad_(),)
-        apply = operators.rotate_blocks
+        rotation = BlockRotation(rotations_of((batch, 3, 5, 17 // size, size, size), "blocks").requires_grad_())
+        operator = _rotate_blocks
     query = states(2, 3, 5, 17, transposed=True).requires_grad_()
-    learned = [x for x in (query, *rotation) if x.requires_grad]
-    for arguments in (
-        (query, query[:0], *rotation),
-        (query.detach(), query[:0].detach(), *map(torch.detach, rotation)),
-    ):
-        operator = operators._rotate_blocks if apply is operators.rotate_blocks else operators._rotate_planes
-        others = () if operator is operators._rotate_blocks else (None,) * (5 - len(arguments))
-        torch.library.opcheck(operator.operator, (*arguments, *others, False))
-    alone, none = apply(query, query[:0], *rotation)
-    both, _ = apply(query, torch.zeros_like(query), *rotation)
+    tensors = rotation[:1] + rotation[2:]  # the operator takes no basis
+    learned = [x for x in (query, *tensors) if x is not None and x.requires_grad]
+    constant = [x if x is None else x.detach() for x in (query, query[:0], *tensors)]
+    for arguments in ((query, query[:0], *tensors), constant):
+        torch.library.opcheck(operator.operator, (*arguments, False))
+    alone, none = rotation.rotate(query, query[:0])
+    both, _ = rotation.rotate(query, torch.zeros_like(query))
     weights = torch.randn_like(alone)
     assert none.shape == (0, 3, 5, 17)
     torch.testing.assert_close(alone, both)
@@ -121,7 +121,7 @@ def test_opcheck_of_exponentials(implementation, size, dtype, is_trained):
     results = [result.detach() for result in exponential._block_rotations(*arguments)]
     gradients = [torch.randn(13, 2, size, size, dtype=dtype) for _ in range(3)]
     arguments = positions, generators.detach(), squarings, *place, results, gradients, False
-    torch.library.opcheck(exponential._block_rotations_backward, arguments)
+    torch.library.opcheck(block_rotations_backward, arguments)
 
 
 @pytest.mark.parametrize("rays", [None, Rays((3, 4), 1)])
@@ -149,13 +149,13 @@ def test_blocks_in_a_graph_are_those_outside(implementation, fresh_compiler, hea
     query, key = (states(2, 3, 5, head_dim).requires_grad_() for _ in range(2))
     blocks = torch.linalg.qr(torch.randn(1, 3, 5, head_dim // size, size, size))[0].contiguous()
     leaves = [query, key, *([blocks.requires_grad_()] if is_trained else [])]
-    compiled = torch.compile(operators.rotate_blocks, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(rotate_query_key, backend="aot_eager", fullgraph=True)
 
     def gradients(function):
         rotated = function(query, key, blocks)
         return (*rotated, *torch.autograd.grad(sum(part.sin().sum() for part in rotated), leaves))
 
-    for ours, expected in zip(gradients(compiled), gradients(operators.rotate_blocks), strict=True):
+    for ours, expected in zip(gradients(compiled), gradients(rotate_query_key), strict=True):
         assert torch.equal(ours, expected)
 
 
@@ -253,7 +253,7 @@ def test_autocast_changes_no_operator(implementation, inputs):
     positions, generators, *_ = exponential_arguments(8, torch.float32)
 
     def results():
-        rotated = [*operators.rotate_planes(query, key, cos_sin), *operators.rotate_blocks(query, key, blocks)]
+        rotated = [*rotate_query_key(query, key, cos_sin), *rotate_query_key(query, key, blocks)]
         return *rotated, *layer_block_rotations(positions, generators)
 
     expected = results()

@@ -12,12 +12,12 @@ from rotating import rotate, rotate_query_key
 import hf_liere
 import hf_liere.models.encoding.encodings_in_basis
 import hf_liere.models.encoding.rotary_encoding
+from hf_liere.inspection.common_planes import find_common_planes
 from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.rotation.exponential import block_rotations
-from hf_liere.models.rotation.exponential_gradient import POLYNOMIAL_NORM
-from hf_liere.models.rotation.lie_algebra import common_planes, eigenbasis, skew
-from hf_liere.models.rotation.rotation import EigenRotation, to_basis
-from hf_liere.models.rotation.squaring import POLYNOMIAL, Rays
+from hf_liere.models.rotation.bases import eigenbasis, to_basis
+from hf_liere.models.rotation.exponential import block_rotations, skew
+from hf_liere.models.rotation.rotation import PlaneRotation
+from hf_liere.models.rotation.scaling_and_squaring import POLYNOMIAL, POLYNOMIAL_NORM, Rays
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")
@@ -74,7 +74,7 @@ def test_generators_share_planes_if_and_only_if_they_commute(seed, size, axes, k
     even = torch.arange(0, size - 1, 2)
     planes[..., even + 1, even], planes[..., even, even + 1] = frequencies, -frequencies
     matrices = frame @ planes @ frame.transpose(-1, -2)
-    found = common_planes(matrices)
+    found = find_common_planes(matrices)
     assert found.error.max() < 1e-9
     # Sums over the axes of p_a f_a, the angles of a rotation, do not depend on the basis.
     position = torch.randn(axes, generator=generator, dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_generators_share_planes_if_and_only_if_they_commute(seed, size, axes, k
     torch.testing.assert_close(angles, expected, rtol=0, atol=1e-9)
     if axes > 1 and size > 2:
         noise = skew(torch.randn(axes, 3, size * (size - 1) // 2, generator=generator, dtype=torch.float64), size)
-        assert common_planes(noise).error.min() > 1e-3
+        assert find_common_planes(noise).error.min() > 1e-3
 
 
 @settings(max_examples=40, deadline=None)
@@ -104,7 +104,7 @@ def test_eigen_rotations_have_the_products_and_gradients_of_matrices(seed, size,
         inside = basis.transpose(-1, -2) @ matrices @ basis
         frequencies = torch.stack([inside[..., i + 1, i] for i in range(0, size, 2)], -1)
         angles = (phases.unsqueeze(-1) * frequencies.unsqueeze(-3)).flatten(-2)
-        rotation = EigenRotation(torch.stack([angles.cos(), angles.sin()], -1), basis, inside, phases)
+        rotation = PlaneRotation(torch.stack([angles.cos(), angles.sin()], -1), basis, inside, phases)
         folded = (
             torch.stack(
                 [to_basis(state.permute(0, 2, 1).flatten(0, 1), basis).unflatten(0, (heads, -1)) for state in part]

@@ -1,19 +1,22 @@
 """
-Scaling and squaring by matrix products: rotations of rays of tokens, and the tangents of their exponents; what
-[`exponential`] does without a compiled implementation.
+Matrix exponentials by scaling and squaring, with matrix products alone: exp(X) = exp(2⁻ˢX)^(2ˢ), by a polynomial of the
+scaled exponent and s squarings.
 """
 
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from transformers.utils.generic import maybe_autocast
 
-from .exponential_gradient import POLYNOMIAL_NORM, upper_entries
+from .dispatch import find_backend
 
 
+# Largest spectral norm for which POLYNOMIAL is the exponential.
+POLYNOMIAL_NORM = 3.2
 # P(x) of degree 18 in five products (scheme of Bader, Blanes and Casas 2019, eq. 23): with the combinations B₁ … B₅ of
 # 1, x, x², x³, x⁶ in the rows below, Q = B₁B₅ + B₄ and P = B₂ + (B₃ + Q) Q. P is the polynomial with P(0) = 1 that
 # interpolates e^(iφ) in the Chebyshev points of |φ| ≤ POLYNOMIAL_NORM, with an error of 2e-13: the spectrum of a
@@ -25,14 +28,14 @@ POLYNOMIAL = (
     (1.9489950753324255, -0.6227656338610917167, 0.06987186799980863, 0.026504164510235873, -0.000012858941845688914),
     (0.10615836313296318, 0.3127635065704058389, -0.09672525453016817, -0.014771321279952634, -0.000012114218070775968),
 )
-# Used where values are unknown, as in a compiled graph: enough for norms up to 209,715 in float64. Every squaring
-# doubles the rounding error, so that float32 has fewer, for norms up to 3,276. For larger norms the result is NaN.
+# Used where values are unknown, as in an exported graph: enough for norms up to 209,715 in float64. Every squaring
+# doubles the rounding error, so float32 gets fewer, for norms up to 3,276. For larger norms the result is NaN.
 PORTABLE_SQUARINGS = {torch.float64: 16, torch.float32: 10}
 # The backward pass squares in float32, where each squaring doubles the error: it starts again from every fourth square.
 SAVE_INTERVAL = 4
-# For queries and keys of half types: the numbers of squarings of the token with the largest norm up to which the
-# polynomial, and the products after it, are computed in float32. The polynomial adds errors of up to 2e-6 times the
-# norm, the products of 2e-8 times the norm: less than a tenth of what rounding to the type adds.
+# For queries and keys of half types: the largest numbers of squarings of any token with which the polynomial, and the
+# products after it, are computed in float32. The polynomial adds errors of up to 2e-6 times the norm, the products of
+# 2e-8 times the norm: less than a tenth of what rounding to the type adds.
 FLOAT32_SQUARINGS = {torch.bfloat16: (5, 11), torch.float16: (-1, 9)}
 # On CPUs a chunk fits into the cache of a core, 512 KiB of float64; on other devices chunks only limit the memory.
 CHUNK_ELEMENTS = 1 << 16
@@ -41,8 +44,8 @@ DEVICE_CHUNK_ELEMENTS = 1 << 22
 
 class Rays(NamedTuple):
     """
-    Tokens whose positions are the multiples 1, 2, … of a first one: R(kp) = R(p)ᵏ, one product instead of an
-    exponential. On a grid that starts at zero these are all tokens but those with coprime indices.
+    Tokens at the multiples 1, 2, … of a position: R(kp) = R(p)ᵏ, one product instead of an exponential. On a grid that
+    starts at zero these are all tokens but those with coprime indices.
 
     Attributes:
         grid: Patches per axis, whose positions are proportional to their indices.
@@ -54,14 +57,14 @@ class Rays(NamedTuple):
 
     def tokens(self) -> torch.Tensor:
         """
-        (rays, longest ray) index of the token at each multiple, −1 beyond the end of a ray; tokens that are in no ray
-        are at position zero.
+        (rays, longest ray) index of the token at each multiple, −1 beyond the end of a ray. Tokens at position zero are
+        in no ray.
         """
-        return _tokens_of(*self)
+        return _grid_rays(*self)
 
 
 @functools.lru_cache(maxsize=64)
-def _tokens_of(grid: tuple[int, ...], num_prefix_tokens: int) -> torch.Tensor:
+def _grid_rays(grid: tuple[int, ...], num_prefix_tokens: int) -> torch.Tensor:
     rays = {}
     for token, index in enumerate(itertools.product(*map(range, grid)), start=num_prefix_tokens):
         multiple = math.gcd(*index)
@@ -70,9 +73,30 @@ def _tokens_of(grid: tuple[int, ...], num_prefix_tokens: int) -> torch.Tensor:
             rays.setdefault(tuple(i // multiple for i in index), []).append(token)
     longest = max(map(len, rays.values()), default=1)
     rows = [ray + [-1] * (longest - len(ray)) for ray in rays.values()]
-    # Inference mode would make a tensor that training cannot use later.
+    # Training cannot use tensors that inference mode made.
     with torch.inference_mode(False):
         return torch.tensor(rows, dtype=torch.long, device="cpu").view(len(rows), longest)
+
+
+def ray_tokens(grid: Sequence[int] | None, num_prefix_tokens: int, num_tokens: int) -> torch.Tensor:
+    """The tokens of [`Rays`], or every token as a separate ray without a grid."""
+    if grid is None:
+        return torch.arange(num_tokens, device="cpu").unsqueeze(-1)
+    return Rays(tuple(grid), num_prefix_tokens).tokens()
+
+
+def ray_squarings(tokens: torch.Tensor, squarings: torch.Tensor) -> torch.Tensor:
+    """
+    (rays,) how often the first rotation of each ray is squared, from the (P,) squarings of the tokens. Small groups
+    join the next number: one more squaring costs less than a separate group.
+    """
+    squarings = squarings[tokens[:, 0]]  # (rays,)
+    counts, done = squarings.unique(), -1
+    for count in counts.tolist():
+        joining = (squarings > done) & (squarings <= count)
+        if count == counts[-1] or int(joining.sum()) * 8 >= len(squarings):
+            squarings, done = squarings.masked_fill(joining, count), count
+    return squarings
 
 
 def num_saved(squarings: torch.Tensor) -> torch.Tensor:
@@ -86,13 +110,13 @@ def first_square(squarings: torch.Tensor) -> torch.Tensor:
     return counts.cumsum(0) - counts
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     """
     Rays whose first rotations are squared equally often, longest ray first.
 
     Attributes:
         rays: (rays,) their indices.
-        multiples: At k − 1 the k-th tokens of all rays that have so many.
+        multiples: At k − 1 the k-th tokens of all rays with k tokens or more.
     """
 
     squarings: int
@@ -100,16 +124,9 @@ class _Chunk(NamedTuple):
     multiples: tuple[torch.Tensor, ...]
 
 
-def norm_bounds(positions: torch.Tensor, generators: torch.Tensor) -> torch.Tensor:
-    """(A,) tight upper bounds of the spectral norms of each axis' generators, in the type of `positions`."""
-    # The spectral norm of a skew-symmetric A is at most (‖A⁴‖ / √2)^¼, in the Frobenius norm.
-    squares = generators.to(positions.dtype).flatten(1, -3) @ generators.to(positions.dtype).flatten(1, -3)
-    return ((squares @ squares).flatten(2).norm(dim=-1).amax(1) / math.sqrt(2)) ** 0.25
-
-
-def _chunks(tokens: torch.Tensor, squarings: torch.Tensor, elements: int, device: torch.device) -> list[_Chunk]:
-    """Chunks of rays, for rotations of so many elements each."""
-    lengths = (tokens >= 0).sum(1)
+def split_rays(tokens: torch.Tensor, squarings: torch.Tensor, elements: int, device: torch.device) -> list[Chunk]:
+    """Chunks of rays, for rotations of `elements` numbers each."""
+    lengths = (tokens >= 0).sum(1)  # (rays,)
     most = max(1, (CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS) // elements)
     chunks = []
     for count in squarings.unique().tolist():
@@ -119,15 +136,37 @@ def _chunks(tokens: torch.Tensor, squarings: torch.Tensor, elements: int, device
             multiples = tuple(
                 tokens[part[: int((lengths[part] > k).sum())], k].to(device) for k in range(int(lengths[part].max()))
             )
-            chunks.append(_Chunk(count, part.to(device), multiples))
+            chunks.append(Chunk(count, part.to(device), multiples))
     return chunks
 
 
-def product_types(positions: torch.Tensor, squarings: torch.Tensor, states: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Types of the polynomial and of the products after it, for (P,) squarings and queries of type `states`."""
+def largest_norm(axes: int) -> float:
+    """
+    Largest spectral norm of Y = Σ_a y_a A_a over `axes` axes: for three and more, one more squaring costs less than the
+    gradient's polynomials of a higher degree.
+    """
+    return POLYNOMIAL_NORM if axes < 3 else POLYNOMIAL_NORM / 2
+
+
+def norm_bounds(positions: torch.Tensor, generators: torch.Tensor) -> torch.Tensor:
+    """(A,) tight upper bounds of the spectral norms of each axis' generators, in the type of `positions`."""
+    # The spectral norm of a skew-symmetric A is at most (‖A⁴‖ / √2)^¼, in the Frobenius norm.
+    squares = generators.to(positions.dtype).flatten(1, -3) @ generators.to(positions.dtype).flatten(1, -3)
+    return ((squares @ squares).flatten(2).norm(dim=-1).amax(1) / math.sqrt(2)) ** 0.25
+
+
+def product_dtypes(positions: torch.Tensor, squarings: torch.Tensor, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Types of the polynomial and of the products after it, for (P,) squarings and queries in `dtype`."""
     most = int(squarings.max()) if len(squarings) else 0
-    limits = FLOAT32_SQUARINGS.get(states, (-1, -1))
+    limits = FLOAT32_SQUARINGS.get(dtype, (-1, -1))
     return tuple(torch.float32 if most <= limit else positions.dtype for limit in limits)
+
+
+def find_exponential_backend(positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype):
+    """The backend for float32 results from positions in float64, if any."""
+    if positions.dtype != torch.float64 or dtype != torch.float32:
+        return None
+    return find_backend("block_rotations", generators, generators.shape[-1], torch.float32)
 
 
 def ray_rotations(
@@ -137,7 +176,7 @@ def ray_rotations(
     squarings: torch.Tensor,
     squares: torch.Tensor | None,
     dtype: torch.dtype,
-    types: tuple[torch.dtype, torch.dtype],
+    dtypes: tuple[torch.dtype, torch.dtype],
 ) -> tuple[torch.Tensor, ...]:
     """
     exp(Σ_a p_a A_a) of every token.
@@ -147,23 +186,24 @@ def ray_rotations(
         generators: (A, G, K, b, b).
         tokens: (rays, longest ray), see [`Rays`].
         squarings: (rays,), how often each ray's first rotation is squared.
-        squares: (G, saved, K, b, b), into which every `SAVE_INTERVAL`-th square is written, those of a ray from
-            `first_square` on; or `None`.
+        squares: (G, saved, K, b, b) for every `SAVE_INTERVAL`-th square, those of a ray from `first_square` on; it is
+            overwritten. `None` saves nothing.
         dtype: Type of the result.
-        types: As [`product_types`] has them.
+        dtypes: See [`product_dtypes`].
 
     Returns:
         For each of the G groups (P, K, b, b).
     """
+    if backend := find_exponential_backend(positions, generators, dtype):
+        return backend.block_rotations(positions.to(dtypes[0]), generators, tokens, squarings, squares, dtype)
     _, groups, blocks, size, _ = generators.shape
     # Tokens at the origin belong to no ray: their rotation stays the identity.
-    identity = torch.eye(size, dtype=dtype, device=positions.device)
-    # Copies, also where nothing is repeated.
-    every = identity.expand(len(positions), blocks, size, size)
-    rotations = tuple(every.clone(memory_format=torch.contiguous_format) for _ in range(groups))
-    memory, spare = (torch.empty(0, dtype=dtype, device=positions.device) for dtype in types)
-    places = first_square(squarings).to(positions.device)
-    chunks = _chunks(tokens, squarings, generators[0, 0].numel(), positions.device)
+    identity = torch.eye(size, dtype=dtype, device=positions.device).expand(len(positions), blocks, size, size)
+    # `clone` copies even where nothing is repeated.
+    rotations = tuple(identity.clone(memory_format=torch.contiguous_format) for _ in range(groups))
+    memory, spare = (torch.empty(0, dtype=dtype, device=positions.device) for dtype in dtypes)
+    places = first_square(squarings).to(positions.device)  # (rays,)
+    chunks = split_rays(tokens, squarings, generators[0, 0].numel(), positions.device)
     for group, chunk in itertools.product(range(groups), chunks):
         exponents = _exponents(positions[chunk.multiples[0]], generators[:, group], chunk.squarings)  # (rays · K, b, b)
         # Buffers are reused: small products spend most of their time on allocations.
@@ -175,112 +215,45 @@ def ray_rotations(
                 saved = square.view(-1, blocks, size, size).to(squares.dtype)
                 squares[group].index_copy_(0, places[chunk.rays] + squaring // SAVE_INTERVAL, saved)
             square, other = torch.bmm(square, square, out=other), square
-        first = square.view(-1, blocks, size, size)  # (rays, K, b, b)
+        first = rotation = square.view(-1, blocks, size, size)  # (rays, K, b, b)
         rotations[group].index_copy_(0, chunk.multiples[0], first.to(dtype))
-        rotation = first
         for multiple in chunk.multiples[1:]:
             rotation = rotation[: len(multiple)] @ first[: len(multiple)]
             rotations[group].index_copy_(0, multiple, rotation.to(dtype))
     return rotations
 
 
-def ray_tangents(
-    rotations: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    tokens: torch.Tensor,
-    squarings: torch.Tensor,
-    squares: torch.Tensor,
-) -> torch.Tensor:
-    """
-    Gradients of the tangents of the scaled exponents, from the rotations of [`ray_rotations`] and their gradients: what
-    [`exponential_gradient.GradientMoments`] takes.
-
-    Returns:
-        (G, rays, K·b(b−1)/2) upper triangles of M − Mᵀ, row by row, with twice the skew part of each in M − Mᵀ.
-    """
-    blocks, size = rotations[0].shape[1], rotations[0].shape[-1]
-    entries = squares.new_empty(len(rotations), len(tokens), blocks * (size * (size - 1) // 2))
-    places = first_square(squarings).to(squares.device)
-    chunks = _chunks(tokens, squarings, blocks * size**2, squares.device)
-    for group, chunk in itertools.product(range(len(rotations)), chunks):
-        chosen = [rotations[group].index_select(0, multiple) for multiple in chunk.multiples]
-        tangents = [
-            rotation.transpose(-1, -2) @ gradients[group].index_select(0, multiple)
-            for rotation, multiple in zip(chosen, chunk.multiples)
-        ]
-        tangents = _tangent_of_first(chosen[0], tangents).flatten(0, 1)
-        for squaring in range(0, chunk.squarings, SAVE_INTERVAL):
-            square = squares[group].index_select(0, places[chunk.rays] + squaring // SAVE_INTERVAL).flatten(0, 1)
-            tangents = _conjugated(tangents, square, min(SAVE_INTERVAL, chunk.squarings - squaring))
-        # The factors ½ of the squarings are those of the scaled exponents, so that they are not applied here.
-        entries[group].index_copy_(0, chunk.rays, upper_entries(tangents.view(chosen[0].shape)).flatten(1))
-    return entries
-
-
 def portable_rotations(positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
     """[`ray_rotations`] for a graph: one number of squarings for all tokens, NaN where it is not enough."""
     squarings = PORTABLE_SQUARINGS[positions.dtype]
-    bounds = positions.detach().abs() @ norm_bounds(positions, generators.detach())
+    bounds = positions.detach().abs() @ norm_bounds(positions, generators.detach())  # (P,)
     fitting = torch.where(bounds <= POLYNOMIAL_NORM * 2.0**squarings, 1.0, torch.nan).to(positions.dtype)
     rotations = []
     with maybe_autocast(positions.device.type, enabled=False):
         for group in range(generators.shape[1]):
             exponents = _exponents(positions * fitting.unsqueeze(-1), generators[:, group], squarings)
-            rotation = _exponential(exponents)
+            rotation = _exponential(exponents)  # (P · K, b, b)
             for _ in range(squarings):
                 rotation = torch.bmm(rotation, rotation)
-            rotations.append(rotation.view(-1, *generators.shape[2:]).to(dtype))
+            rotations.append(rotation.view(-1, *generators.shape[2:]).to(dtype))  # (P, K, b, b)
     return rotations
-
-
-def _tangent_of_first(first: torch.Tensor, tangents: list[torch.Tensor]) -> torch.Tensor:
-    """
-    The gradient of a tangent Ω of R, R → R(1 + Ω), from the gradients Wₖ = (Rᵏ)ᵀ dL/d(Rᵏ) of tangents of R, R², …:
-    Σₖ Σ_{j<k} Rʲ Wₖ R⁻ʲ, by Horner's rule.
-
-    Args:
-        first: (rays, K, b, b), R.
-        tangents: (rays with so many tokens, K, b, b) for each multiple; overwritten.
-    """
-    tail, *shorter = reversed(tangents)
-    total = tail
-    for tangent in shorter:
-        longer = first[: len(tail)]
-        tangent[: len(tail)] += tail
-        conjugated = longer @ total @ longer.transpose(-1, -2)
-        tail, total = tangent, tangent.clone()
-        total[: len(longer)] += conjugated
-    return total
-
-
-def _conjugated(tangents: torch.Tensor, square: torch.Tensor, squarings: int) -> torch.Tensor:
-    """Π_{j<s} (1 + e^(2ʲ ad Z)) W for the square e^Z; (n, b, b)."""
-    size = tangents.shape[-1]
-    # The next square and the first half of the conjugation are one product, as wide products are more efficient.
-    both = torch.cat([square, tangents], dim=-1)  # (n, b, 2b)
-    for _ in range(squarings):
-        square, tangents = both.split(size, dim=-1)
-        both = torch.bmm(square, both)
-        half = both[..., size:]
-        half.copy_(torch.baddbmm(tangents, half, square.transpose(-1, -2)))
-    return both[..., size:]
 
 
 def _exponents(positions: torch.Tensor, generators: torch.Tensor, squarings: int) -> torch.Tensor:
     """(P · K, b, b) scaled exponents 2^−s Σ_a p_a A_a."""
-    flat = generators.to(positions.dtype).flatten(1)
+    flat = generators.to(positions.dtype).flatten(1)  # (A, K · b²)
     return ((positions * 2.0**-squarings) @ flat).view(-1, *generators.shape[-2:])
 
 
 def _exponential(exponents: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
     """
-    (n, b, b) values of [`POLYNOMIAL`], without squarings. They are a part of `memory`, (9, n, b, b), if it is given,
-    which is overwritten.
+    [`POLYNOMIAL`] of (n, b, b) exponents, without squarings. `memory`, (9, n, b, b), is overwritten if given, and the
+    result is a part of it.
     """
     if memory is None:
         second = torch.bmm(exponents, exponents)
         third = torch.bmm(second, exponents)
-        powers = torch.stack([exponents, second, third, torch.bmm(third, third)])
+        powers = torch.stack([exponents, second, third, torch.bmm(third, third)])  # (4, n, b, b)
         coefficients = powers.new_tensor(POLYNOMIAL)
         identity = torch.eye(exponents.shape[-1], dtype=exponents.dtype, device=exponents.device)
         combinations = (coefficients[:, 1:] @ powers.flatten(1)).view(5, *exponents.shape)

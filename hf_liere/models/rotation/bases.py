@@ -1,0 +1,124 @@
+"""Orthogonal bases in which commuting generators rotate planes, and states and weights in such a basis."""
+
+import math
+
+import torch
+from transformers.utils.generic import maybe_autocast
+
+from .dispatch import working_dtype
+from .exponential import skew
+
+
+def skew_from_planes(frequencies: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """
+    U blockdiag(f₁J, f₂J, …) Uᵀ with J = [[0, −1], [1, 0]] for (…, ⌊b/2⌋) frequencies and (…, b, b) bases: (…, b, b).
+    """
+    planes = 2 * frequencies.shape[-1]
+    first, second = basis[..., 0:planes:2], basis[..., 1:planes:2]
+    product = (second * frequencies.unsqueeze(-2)) @ first.transpose(-1, -2)
+    return product - product.transpose(-1, -2)
+
+
+def cayley_map(matrices: torch.Tensor) -> torch.Tensor:
+    """(I − S)(I + S)⁻¹ of skew-symmetric (…, b, b) S: orthogonal, without the eigenvalue −1; exactly I for zeros."""
+    identity = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+    # Both factors commute.
+    return torch.linalg.solve(identity + matrices, identity - matrices)
+
+
+def fourier_basis(size: int, device: torch.device) -> torch.Tensor:
+    """
+    (b, b) real orthogonal basis, in the working type, in which circulant skew-symmetric matrices rotate planes:
+    columns sin and cos of 2πmi/b for m = 1 … ⌊(b−1)/2⌋, then for even b the alternating, and last the constant vector.
+    """
+    dtype = working_dtype(device)
+    place, wave = torch.arange(size, device=device), torch.arange(1, (size + 1) // 2, device=device)
+    # Whole revolutions are taken out of exact integers.
+    angles = 2 * math.pi / size * (torch.outer(place, wave) % size).to(dtype)
+    columns = [math.sqrt(2) * torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)]
+    if size % 2 == 0:
+        columns.append((1 - 2 * (place % 2)).to(dtype).unsqueeze(-1))
+    return torch.cat([*columns, torch.ones(size, 1, dtype=dtype, device=device)], dim=1) / math.sqrt(size)
+
+
+@torch.no_grad()
+def eigenbasis(generators: torch.Tensor) -> torch.Tensor:
+    """
+    Orthogonal U with UᵀSU = blockdiag(μ₁J, μ₂J, …), J = [[0, −1], [1, 0]], and a last 0 if b is odd, for
+    skew-symmetric S.
+
+    S may have repeated frequencies and a kernel. Where S is zero, U is exactly the identity, so that a model with zero
+    generators computes the same bits as one without rotations.
+
+    Args:
+        generators: (…, b, b) in the working type.
+
+    Returns:
+        (…, b, b), detached.
+    """
+    size, device = generators.shape[-1], generators.device
+    # MPS has neither float64 nor complex eigenvectors; the matrices are few.
+    matrices = generators.to("cpu", torch.float64) if device.type == "mps" else generators
+    # In a kernel of two or more dimensions the eigenvectors of iS are not pairs of conjugates; a perturbation (2e-12
+    # for float64) splits it.
+    row, column = torch.triu_indices(size, size, offset=1)
+    splitting = skew(torch.cos(torch.arange(1, len(row) + 1, device=matrices.device, dtype=matrices.dtype)), size)
+    # eigh refuses values that are not finite; they still propagate to the loss through S.
+    matrices = matrices.nan_to_num(0.0, 0.0, 0.0)
+    norms = matrices.flatten(-2).norm(dim=-1)[..., None, None]
+    strength = torch.finfo(matrices.dtype).eps ** 0.75
+    _, vectors = torch.linalg.eigh(1j * (matrices + strength * norms * splitting))
+    # S x = μ y and S y = −μ x for an eigenvector (x + iy)/√2 of a frequency μ ≥ 0, which are the upper half.
+    planes = vectors[..., (size + 1) // 2 :] * math.sqrt(2)
+    basis = torch.stack([planes.real, planes.imag], dim=-1).flatten(-2)
+    if size % 2:
+        kernel = vectors[..., size // 2]
+        phase = kernel.gather(-1, kernel.abs().argmax(-1, keepdim=True)).conj()
+        kernel = torch.nn.functional.normalize((kernel * phase).real, dim=-1)
+        basis = torch.cat([basis, kernel.unsqueeze(-1)], dim=-1)
+    # Rounding mixes the vectors of nearly opposite frequencies; Newton's iteration makes them orthonormal again.
+    for _ in range(4):
+        gram = basis.transpose(-1, -2) @ basis
+        basis = 1.5 * basis - 0.5 * (basis @ gram)
+    identity = torch.eye(size, dtype=basis.dtype, device=basis.device)
+    return torch.where(norms > 0, basis, identity).to(generators)
+
+
+def change_basis(states: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """Uᵀ applied to (B, H, N, D) states, U of shape (1 or H, blocks, b, b)."""
+    batch, heads, tokens, width = states.shape
+    _, blocks, size, _ = basis.shape
+    with maybe_autocast(states.device.type, enabled=False):
+        # One product per head and block, with all tokens of all samples as rows.
+        rows = states.unflatten(-1, (blocks, size)).permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
+        basis = basis.to(states.dtype).expand(heads, blocks, size, size).flatten(0, 1)  # (H·blocks, b, b)
+        changed = torch.bmm(rows, basis).view(heads, blocks, batch, tokens, size).permute(2, 3, 0, 1, 4)
+    return changed.reshape(batch, tokens, heads, width).transpose(1, 2)
+
+
+def to_basis(projected: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """
+    Uᵀ applied to what a query or key projection puts out, or to its weight or bias.
+
+    Args:
+        projected: (H · D, …), output channels first.
+        basis: (1 or H, blocks, b, b).
+
+    Returns:
+        The same shape and type.
+    """
+    _, blocks, size, _ = basis.shape
+    with maybe_autocast(projected.device.type, enabled=False):
+        dtype = torch.promote_types(projected.dtype, torch.float32)
+        rows = projected.to(dtype).reshape(-1, blocks, size, projected[0].numel())  # (H, blocks, b, …)
+        changed = torch.matmul(basis.to(dtype).transpose(-1, -2), rows)
+    return changed.view(projected.shape).to(projected.dtype)
+
+
+def basis_gradients(projected: torch.Tensor, gradients: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """Gradient of the basis from that of [`to_basis`]`(projected, basis)`, in the shape and type of the basis."""
+    heads, blocks, size, _ = basis.shape
+    with maybe_autocast(projected.device.type, enabled=False):
+        before, after = (x.to(basis.dtype).reshape(-1, blocks, size, x[0].numel()) for x in (projected, gradients))
+        gradient = torch.matmul(before, after.transpose(-1, -2))  # (H, blocks, b, b)
+    return gradient if heads > 1 else gradient.sum(0, keepdim=True)

@@ -1,0 +1,188 @@
+"""
+Chooses the code that computes a rotation, and the types it computes in: operations of PyTorch alone in exported graphs,
+an operator elsewhere, inside the operator a backend registered for the device, and plain operations without one.
+"""
+
+import contextlib
+import contextvars
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import torch
+from transformers.utils.generic import maybe_autocast
+
+from .differentiation import differentiable_function
+
+
+PACKAGE = __name__.rpartition(".")[0]
+# Copies of this file beside checkpoints register the same operators under other names.
+NAMESPACE = "hf_liere" if PACKAGE == "hf_liere.models.rotation" else re.sub(r"\W", "_", PACKAGE)
+# In torch 2.9 `is_exporting()` is also true under torch.compile.
+KNOWS_EXPORT = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) > (2, 9)
+# Operator → the function that computes it.
+plain_functions: dict[Callable, Callable] = {}
+# Device type → its backend, see `register_backend`.
+_BACKENDS: dict[str, ModuleType] = {}
+# Cases that a backend takes. Refusals are not kept: one that is due to a CUDA graph capture ends with the capture.
+_accepted: set[tuple] = set()
+_backends_are_off = contextvars.ContextVar("_backends_are_off", default=False)
+
+
+def working_dtype(device: torch.device) -> torch.dtype:
+    """
+    The type in which rotations are computed: float64, because rounding the exponent to float32 causes an error of 3e-5
+    at LieRE64's initial norm, and float32 on MPS, which has no float64.
+    """
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def product_dtype(states: torch.Tensor) -> torch.dtype:
+    """The type of what linear layers return for these states: that of autocast where it is on."""
+    device = states.device.type
+    # The meta device has no autocast.
+    has_autocast = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if has_autocast else states.dtype
+
+
+def values_are_unknown(*tensors: torch.Tensor) -> bool:
+    """Whether only shapes are known: in a graph, in functions that `torch.func` transforms, on `meta`."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    return any(tensor.is_meta or not _has_memory(tensor) for tensor in tensors)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """False for fake tensors, those inside `torch.func` transforms, and other stand-ins for a tensor."""
+    try:
+        return tensor.untyped_storage().device == tensor.device
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def in_portable_graph() -> bool:
+    """Whether a graph is exported or traced: it runs without this package, on operators of PyTorch alone."""
+    if torch.jit.is_tracing():
+        return True
+    return torch.compiler.is_exporting() and (KNOWS_EXPORT or not torch.compiler.is_dynamo_compiling())
+
+
+def register_backend(device_type: str, backend: ModuleType) -> None:
+    """
+    Use a backend for all tensors on this type of device.
+
+    Args:
+        backend: Has `NAME`, for reports; `SWITCH`, an environment variable that turns it off with 0;
+            `refusal(tensor, dtype, block_size)`, the reason why it does not take such tensors, or `None`; and some of
+            the functions `apply_rotation`, `angle_gradients`, `planes_backward` (both in one pass), `outer_products`,
+            `block_rotations`, `block_tangents` and `moments_gradient`.
+    """
+    _BACKENDS[device_type] = backend
+
+
+@contextlib.contextmanager
+def plain_operations() -> Iterator[None]:
+    """Run plain operations inside this context, in this thread."""
+    token = _backends_are_off.set(True)
+    try:
+        yield
+    finally:
+        _backends_are_off.reset(token)
+
+
+def find_backend(
+    function: str, tensor: torch.Tensor, block_size: int, dtype: torch.dtype | None = None
+) -> ModuleType | None:
+    """
+    The backend that computes a function of such tensors and blocks of this size, with results in `dtype` (by default
+    that of the tensor); `None` for plain operations, which also take tensors without elements.
+    """
+    if _backends_are_off.get() or not tensor.numel():
+        return None
+    backend, refusal = ask_backend(function, tensor, block_size, dtype)
+    return backend if refusal is None else None
+
+
+def ask_backend(
+    function: str, tensor: torch.Tensor, block_size: int, dtype: torch.dtype | None = None
+) -> tuple[ModuleType | None, str | None]:
+    """The backend of the tensor's device, if any, and its reason to refuse what [`find_backend`] is asked for."""
+    backend, dtype = _BACKENDS.get(tensor.device.type), dtype or tensor.dtype
+    if backend is None:
+        return None, None
+    if not hasattr(backend, function):
+        return backend, "they lack this function"
+    if os.environ.get(backend.SWITCH, "1") == "0":
+        return backend, f"{backend.SWITCH}=0 turns them off"
+    case = backend, function, tensor.device, dtype, block_size, tensor.shape[-1]
+    if case not in _accepted:
+        if refusal := backend.refusal(tensor, dtype, block_size):
+            return backend, refusal
+        _accepted.add(case)
+    return backend, None
+
+
+def operator(
+    schema: str,
+    fake: Callable,
+    gradients: Callable | None = None,
+    save: Callable | None = None,
+    reads_values: bool = False,
+) -> Callable:
+    """
+    Decorator that makes a function the operator `hf_liere::name` of torch. It takes positional arguments, computes in
+    their types with or without autocast, and is called for one element after the other by `torch.func.vmap`.
+
+    Args:
+        schema: Arguments and results, as `torch.library.custom_op` takes them.
+        fake: Returns empty results with the right shapes, types and layouts.
+        gradients: `gradients(ctx, *result_gradients)`, the gradients of the arguments or `None` for each. They have no
+            derivative.
+        save: `save(ctx, inputs, output)` saves in the context what `gradients` needs.
+        reads_values: Whether the computation depends on values, so that CUDA graphs cannot record it.
+    """
+
+    def register(function: Callable):
+        def compute(*arguments):
+            device = next(argument for argument in arguments if isinstance(argument, torch.Tensor)).device
+            with maybe_autocast(device.type, enabled=False):
+                return function(*arguments)
+
+        def map_elements(info, dims, *arguments):
+            elements = ([_select(x, dim, index) for x, dim in zip(arguments, dims)] for index in range(info.batch_size))
+            results = [custom(*element) for element in elements]
+            if isinstance(results[0], torch.Tensor):
+                return torch.stack(results), 0
+            stacked = [torch.stack(parts) for parts in zip(*results)]
+            return type(results[0])(stacked), type(results[0])(0 for _ in stacked)
+
+        name = function.__name__.strip("_")
+        tags = (torch.Tag.cudagraph_unsafe,) if reads_values else ()
+        custom = torch.library.custom_op(f"{NAMESPACE}::{name}", compute, mutates_args=(), schema=schema, tags=tags)
+        custom.register_fake(fake)
+        custom.register_vmap(map_elements)
+        # Profilers see all calls through `torch.ops`.
+        direct = getattr(getattr(torch.ops, NAMESPACE), name)
+        plain_functions[direct] = function
+        if gradients is None:
+            return direct
+        function_class = differentiable_function(custom, direct, schema, gradients, save)
+
+        @functools.wraps(function)
+        def differentiable(*arguments):
+            needs_gradient = any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
+            return (function_class.apply if needs_gradient and torch.is_grad_enabled() else direct)(*arguments)
+
+        differentiable.operator = direct
+        return differentiable
+
+    return register
+
+
+def _select(argument, dim, index: int):
+    """One element of an argument that `vmap` maps over `dim`."""
+    if isinstance(argument, (list, tuple)):
+        return argument if dim is None else [_select(x, d, index) for x, d in zip(argument, dim)]
+    return argument if dim is None else argument.select(dim, index)

@@ -1,0 +1,37 @@
+"""Queries and keys rotated in the basis of the model, for attention whose projections are not ours."""
+
+import torch
+
+from .bases import change_basis
+from .rotation import Rotation
+
+
+def rotate_pair(rotation: Rotation, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """R(p) q and R(p) k as [`PlaneRotation.rotate`], of queries and keys in the basis of the model."""
+    if rotation.basis is None:
+        return rotation.rotate(query, key)
+    # In half types the two changes of basis would round the states twice more.
+    wide = torch.promote_types(query.dtype, torch.float32)
+    rotated = rotation.rotate(*(change_basis(states.to(wide), rotation.basis) for states in (query, key)))
+    back = rotation.basis.transpose(-1, -2)
+    return tuple(change_basis(states, back).to(query.dtype) for states in rotated)
+
+
+def rotate_one(rotation: Rotation, states: torch.Tensor, heads: int) -> torch.Tensor:
+    """
+    R(p) x of queries or keys alone, in the basis of the model.
+
+    Args:
+        states: (B, G · heads, N, D); G neighbouring heads share a rotation.
+        heads: Number of heads with separate rotations.
+
+    Returns:
+        The same shape and type.
+    """
+    batch, groups = states.shape[0], states.shape[1] // heads
+    if groups > 1:
+        # Heads that share a rotation become samples that share it.
+        states = states.unflatten(1, (heads, groups)).transpose(1, 2).flatten(0, 1)  # (B · G, heads, N, D)
+        rotation = rotation if rotation.num_samples() == 1 else rotation.repeat_samples(groups)
+    rotated, _ = rotate_pair(rotation, states, states[:0])  # an empty key
+    return rotated if groups == 1 else rotated.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
