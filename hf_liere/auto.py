@@ -20,7 +20,8 @@ from transformers import (
 from transformers.utils import is_torchvision_available, is_vision_available
 
 from .models.patched import modeling_patched
-from .models.patched.modeling_patched import PREFIX, TYPE_PREFIX, auto_classes, rotary_class, rotary_config
+from .models.patched.modeling_patched import PREFIX, auto_classes, rotary_class, rotary_config
+from .models.patched.patched_configuration import TYPE_PREFIX
 from .models.transformer.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from .models.transformer.modeling_liere import (
     LieREViTBackbone,

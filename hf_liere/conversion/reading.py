@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..auto import MODELS
-from ..models.patched.modeling_patched import TYPE_PREFIX
+from ..models.patched.patched_configuration import TYPE_PREFIX
 from ..storage.client import translate_hub_errors
 from ..storage.loading import explain, loading_options, local_path, shards
 from .base import ConversionError

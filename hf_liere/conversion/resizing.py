@@ -5,7 +5,7 @@ import os
 import torch
 
 from ..auto import load_checkpoint
-from ..models.patched.modeling_patched import TYPE_PREFIX
+from ..models.patched.patched_configuration import TYPE_PREFIX
 from ..models.transformer.configuration_liere import LieREConfig, LieREViTConfig
 from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError, sizes

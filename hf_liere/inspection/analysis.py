@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_map_only
 
 from ..models.encoding.folding import FoldedLieRE, FoldedPlanes
-from ..models.patched.vision_towers import Tower, head_shape, position_table
+from ..models.patched.module_inspection import head_shape
+from ..models.patched.vision_towers import Tower, position_table
 from ..patching.apply import is_patched
 from .attention import (
     AttentionMaps,

@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..models.patched.modeling_patched import RotaryModelMixin
-from ..models.patched.rotary_patch import Plan, RotaryPatchConfig, patched_towers, plan
-from ..models.patched.vision_towers import linear_layer, projections
+from ..models.patched.module_inspection import linear_layer, projections
+from ..models.patched.rotary_patch import RotaryPatchConfig, plan
+from ..models.patched.tower_patch import TowerPatch, TowerPlan, patched_towers
 from ..storage.loading import local_path
 from ..storage.saved_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .apply import attach_plans, require_patched
@@ -64,7 +65,7 @@ def write_rotations(
         # Gather parameters that FSDP2 has sharded.
         value = value.full_tensor() if isinstance(value, DTensor) else value
         tensors[stored_name] = value.cpu().contiguous()
-    bases = [_fingerprint_patched(tower) for tower in towers]
+    bases = [_fingerprint(tower, tower.rotary_patch) for tower in towers]
     if is_main_process:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,7 @@ def load_rotary(
     require_same_patch(model, config, source)
     towers = [tower for _, tower in patched_towers(model)]
     if towers:
-        _check_bases(bases, [_fingerprint_patched(tower) for tower in towers], source, check_weights)
+        _check_bases(bases, [_fingerprint(tower, tower.rotary_patch) for tower in towers], source, check_weights)
         current = stored_parameters(model)
         names = sorted(current.keys() | tensors.keys())
         if unlike := [name for name in names if not _fits(current.get(name), tensors.get(name))]:
@@ -127,10 +128,7 @@ def load_rotary(
                 current[name].copy_(value)
         return model
     plans = plan(model, config)
-    found = [
-        _fingerprint(planned.tower.module, [attention for _, attention in planned.attentions], planned.base())
-        for planned in plans
-    ]
+    found = [_fingerprint(planned.tower.module, planned.patch) for planned in plans]
     _check_bases(bases, found, source, check_weights)
     encodings = [_load_encoding(index, planned, tensors, source) for index, planned in enumerate(plans)]
     if tensors:
@@ -193,15 +191,11 @@ def read_adapter(
         raise ValueError(f"{path} cannot be read ({error}): it is damaged or truncated.") from error
 
 
-def _fingerprint(tower: nn.Module, attentions: list[nn.Module], base: dict) -> dict:
+def _fingerprint(tower: nn.Module, patch: TowerPatch) -> dict:
+    attentions, base = patch.attentions(tower), patch.describe_base(tower)
     config = getattr(attentions[0], "config", None) or tower.config
     model_type = config.model_type.removeprefix("rotary_")
     return {"model_type": model_type, "layers": len(attentions), **base, "weights": _sketch(attentions)}
-
-
-def _fingerprint_patched(tower: nn.Module) -> dict:
-    attentions = [tower.get_submodule(name) for name in tower.rotary_patch.attention_names]
-    return _fingerprint(tower, attentions, tower.rotary_patch.base(tower))
 
 
 def _sketch(attentions: list[nn.Module]) -> list[list[float]] | None:
@@ -280,7 +274,7 @@ def _agree(found, saved) -> bool:
     return found == saved
 
 
-def _load_encoding(index: int, planned: Plan, tensors: dict, source: str | Path) -> nn.Module:
+def _load_encoding(index: int, planned: TowerPlan, tensors: dict, source: str | Path) -> nn.Module:
     encoding = planned.build_encoding()
     for full_name, parameter in encoding.named_parameters():
         name = full_name.rpartition(".")[2]

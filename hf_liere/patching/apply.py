@@ -15,7 +15,8 @@ from ..models.patched.modeling_patched import (
     patch_in_place,
     unpatch_in_place,
 )
-from ..models.patched.rotary_patch import RotaryPatchConfig, patched_towers, plan
+from ..models.patched.rotary_patch import RotaryPatchConfig, plan
+from ..models.patched.tower_patch import patched_towers
 
 
 def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:

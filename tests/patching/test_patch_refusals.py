@@ -81,7 +81,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("name", ROTATING)
     def test_models_that_rotate_already(self, name):
-        self.refuse(ROTATING[name](), "rotates query and key by itself .*Accepted: models", patch, SHARED_CONFIG)
+        self.refuse(ROTATING[name](), "already rotates query and key .*Accepted: models", patch, SHARED_CONFIG)
 
     @pytest.mark.parametrize(
         "name, message",

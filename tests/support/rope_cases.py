@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_liere import patch
-from hf_liere.models.patched.rotary_patch import patched_towers
+from hf_liere.models.patched.tower_patch import patched_towers
 
 
 TEXT = {

@@ -97,7 +97,7 @@ def test_adapters_load_again_and_runs_resume(kind, dual_encoder, data, tmp_path)
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--rotary_init", "zeros"], "rotates query and key by itself .*rotary_init='pretrained'"),
+        (["--rotary_init", "zeros"], "already rotates query and key .*rotary_init='pretrained'"),
         (["--target", "text_model"], "target='text_model' computes no rotations; modules that do: .'vision_model'"),
         (["--position_encoding", "comrope_ld", "--block_size", 16], "rotates .4, 4. planes by its axes"),
         (["--head", "classifier"], "Unrecognized configuration class"),

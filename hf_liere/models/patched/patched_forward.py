@@ -1,21 +1,19 @@
 """
-The forward pass of a patched vision tower. Unusual in this file:
+The forward pass of a patched vision tower.
 
-- Attention modules keep their class and weights. A registered attention function rotates query and key and then calls
-  the implementation that the model was configured with. It is selected by a view of the configuration that only the
-  attention modules see, so masks, `set_attn_implementation` and `output_attentions` of the model work as before.
+- Attention modules keep their class and weights. A registered attention function rotates query and key, then calls the
+  implementation that the model was configured with. A view of the configuration, which only the attention modules
+  see, selects it, so masks, `set_attn_implementation` and `output_attentions` work as before.
 - The rotations of a forward pass are stored on a stack that belongs to the thread, never on a module.
 """
 
 import inspect
 import math
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..encoding.displacements import draw_displacements
@@ -23,25 +21,13 @@ from ..encoding.positions import TokenPositions
 from ..rotation.dispatch import product_dtype, working_dtype
 from ..rotation.rotation import Rotation
 from ..transformer.configuration_liere import pair
-from .vision_towers import position_table, takes
+from .module_inspection import View, takes
+from .tower_patch import thread
+from .vision_towers import position_table
 
 
 # The package and a copy of this file that came with a checkpoint can be imported together; each has its own stack.
 ROTARY_ATTENTION = f"rotary:{__name__}"
-
-
-class View:
-    """The object `base` with some of its attributes replaced, or with further ones."""
-
-    def __init__(self, base, **replaced):
-        self.base = base
-        vars(self).update(replaced)
-
-    def __getattr__(self, name: str):
-        # copy and pickle read attributes before `base` is set.
-        if name == "base" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.base, name)
 
 
 def rotary_attention_config(config, layer: int, eager: Callable) -> View:
@@ -66,11 +52,9 @@ class ForwardPass:
         self.rotated: list[int] = []
 
 
-_thread = threading.local()
-
-
-def _passes() -> tuple[ForwardPass, ...]:
-    return getattr(_thread, "passes", ())
+def _get_passes() -> tuple[ForwardPass, ...]:
+    """The passes that run in this thread, the innermost last."""
+    return getattr(thread, "passes", ())
 
 
 def rotary_attention_forward(
@@ -90,7 +74,7 @@ def rotary_attention_forward(
     Raises:
         RuntimeError: if the patched model is not being run, or its tokens are not those that were embedded.
     """
-    config, passes = module.config, _passes()
+    config, passes = module.config, _get_passes()
     if not passes or passes[-1].rotations is None:
         raise RuntimeError(
             "A rotated attention module ran outside the forward pass of its vision tower, so the positions of its "
@@ -104,48 +88,49 @@ def rotary_attention_forward(
         )
     passes[-1].rotated.append(config.layer)
     # The projections are not in the eigenbasis, because the weights of the model are never changed.
-    rotated = rotation.rotate(rotation.change_basis(query), rotation.change_basis(key))
-    query, key = _as_laid_out(rotated[0], query), _as_laid_out(rotated[1], key)
+    rotated = rotation.rotate(rotation.change_basis(query), rotation.change_basis(key))  # 2 × (B, H, N, D)
+    query, key = _match_strides(rotated[0], query), _match_strides(rotated[1], key)
     implementation = config.base._attn_implementation
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, config.eager)
     if implementation not in ("eager", "sdpa", "flex_attention"):
         # These implementations read their name from the configuration of the module.
         module = View(module, config=config.base)
-    return function(module, query, key, value, attention_mask, **kwargs)
+    return function(module, query, key, value, attention_mask, **kwargs)  # (B, N, H, D), weights or None
 
 
-def _as_laid_out(states: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """The same values with the strides of `original`: the rounding of matrix products depends on the memory layout."""
+def _match_strides(states: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """(B, H, N, D) with the strides of `original`: the rounding of matrix products depends on the memory layout."""
     if states.stride() == original.stride():
         return states
-    return states.transpose(1, 2).contiguous().transpose(1, 2)
+    return states.transpose(1, 2).contiguous().transpose(1, 2)  # (B, H, N, D), tokens before heads in memory
 
 
 AttentionInterface.register(ROTARY_ATTENTION, rotary_attention_forward)
 
 
 class CheckpointingInPass:
-    """Recomputes a checkpointed layer with the rotations of its forward pass, in whichever thread backward runs."""
+    """Recomputes a checkpointed layer with the rotations of its forward pass, in the thread that runs backward."""
 
     def __init__(self, function):
         self.function = function
 
     def __call__(self, layer, *args, **kwargs):
-        forward_pass = _passes()[-1]
-        rotations, structure = tree_flatten(forward_pass.rotations)
+        forward_pass = _get_passes()[-1]
 
         def layer_in_pass(*inputs, **named_inputs):
-            outer = _passes()
+            outer, tensors = _get_passes(), iter(inputs[len(args) :])
             again = ForwardPass(forward_pass.tower)
-            again.rotations, again.rotated = tree_unflatten(inputs[len(args) :], structure), forward_pass.rotated
-            _thread.passes = (*outer, again)
+            again.rotations = [type(each)(*(next(tensors) for _ in each)) for each in forward_pass.rotations]
+            again.rotated = forward_pass.rotated
+            thread.passes = (*outer, again)
             try:
                 return layer(*inputs[: len(args)], **named_inputs)
             finally:
-                _thread.passes = outer
+                thread.passes = outer
 
-        # Rotations are passed as inputs because reentrant checkpointing differentiates with respect to inputs only.
-        return self.function(layer_in_pass, *args, *rotations, **kwargs)
+        # Reentrant checkpointing differentiates with respect to inputs only, so tensors of rotations are inputs.
+        tensors = (tensor for rotation in forward_pass.rotations for tensor in rotation)
+        return self.function(layer_in_pass, *args, *tensors, **kwargs)
 
 
 def begin_pass(tower: nn.Module, args) -> None:
@@ -154,14 +139,14 @@ def begin_pass(tower: nn.Module, args) -> None:
             checkpointing = getattr(module, "_gradient_checkpointing_func", None)
             if checkpointing is not None and not isinstance(checkpointing, CheckpointingInPass):
                 module._gradient_checkpointing_func = CheckpointingInPass(checkpointing)
-    _thread.passes = (*_passes(), ForwardPass(tower))
+    thread.passes = (*_get_passes(), ForwardPass(tower))
 
 
 def end_pass(tower: nn.Module, args, output) -> None:
-    passes = _passes()
+    passes = _get_passes()
     if not passes or passes[-1].tower is not tower:
         return
-    _thread.passes = passes[:-1]
+    thread.passes = passes[:-1]
     if output is None:
         return
     missing = set(range(len(tower.rotary_patch.attention_names))) - set(passes[-1].rotated)
@@ -178,10 +163,10 @@ def accept_any_size(embeddings: nn.Module, args, kwargs):
     Make the embeddings interpolate their position table, unless the input has the trained size and the configuration
     keeps the table as it is.
     """
-    passes = _passes()
+    passes = _get_passes()
     if not passes or not takes(embeddings, "interpolate_pos_encoding"):
         return None
-    pixels = args[0] if args else kwargs["pixel_values"]
+    pixels = args[0] if args else kwargs["pixel_values"]  # (B, C, height, width) or (B, T, C, height, width)
     config = passes[-1].tower.config
     trained = pair("image_size", config.image_size)
     is_trained_size = tuple(pixels.shape[-2:]) == trained and (pixels.ndim < 5 or pixels.shape[1] == config.num_frames)
@@ -190,146 +175,151 @@ def accept_any_size(embeddings: nn.Module, args, kwargs):
     return args, {**kwargs, "interpolate_pos_encoding": True}
 
 
-def see_grid(patch_embedding: nn.Module, args, output: torch.Tensor) -> torch.Tensor | None:
+def record_grid(patch_embedding: nn.Module, args, output: torch.Tensor) -> torch.Tensor | None:
     """
     Record the grid of the embedded patches, (B, hidden_size, *grid), and add the entries of a fixed table, which the
     model cannot resize itself.
     """
-    passes = _passes()
+    passes = _get_passes()
     if not passes:
         return None
     passes[-1].grid = grid = tuple(output.shape[2:])
-    adapter = passes[-1].tower.rotary_patch
-    if adapter.fixed_table is None:
+    rotary_patch = passes[-1].tower.rotary_patch
+    if rotary_patch.fixed_table is None:
         return None
-    table = _patch_table(adapter, adapter.fixed_table.squeeze(0).to(output), grid, None)  # (N, hidden_size)
-    return output + table.T.unflatten(-1, grid).unsqueeze(0)
+    table = _read_entries(rotary_patch, rotary_patch.fixed_table.squeeze(0).to(output), grid, None)  # (N, hidden_size)
+    return output + table.T.unflatten(-1, grid).unsqueeze(0)  # (B, hidden_size, *grid)
 
 
-def interpolated_table(embeddings: nn.Module, tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def interpolate_table(embeddings: nn.Module, tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """(1, prefix + N, hidden_size) table for the current grid; replaces `interpolate_pos_encoding` of a module."""
-    own = partial(type(embeddings).interpolate_pos_encoding, embeddings, tokens, height, width)
-    passes = _passes()
+    interpolate = partial(type(embeddings).interpolate_pos_encoding, embeddings, tokens, height, width)
+    passes = _get_passes()
     if not passes:
-        return own()
-    adapter, grid = passes[-1].tower.rotary_patch, passes[-1].grid
-    table, num_trained = _called_table(embeddings, tokens.device), math.prod(adapter.train_grid)
-    prefix, trained = table.split([len(table) - num_trained, num_trained])
-    patches = _patch_table(adapter, trained, grid, lambda: own()[0, -math.prod(grid) :])
+        return interpolate()
+    rotary_patch, grid = passes[-1].tower.rotary_patch, passes[-1].grid
+    table, num_trained = _load_table(embeddings, tokens.device), math.prod(rotary_patch.train_grid)
+    prefix, trained = table.split([len(table) - num_trained, num_trained])  # 2 × (entries, hidden_size)
+    patches = _read_entries(
+        rotary_patch, trained, grid, lambda: interpolate()[0, -math.prod(grid) :]
+    )  # (N, hidden_size)
     return torch.cat([prefix, patches]).unsqueeze(0)
 
 
-def _called_table(embeddings: nn.Module, device: torch.device) -> torch.Tensor:
+def _load_table(embeddings: nn.Module, device: torch.device) -> torch.Tensor:
     """[`position_table`], by calling the embedding module if there is one, because its hooks load offloaded weights."""
     table = position_table(embeddings)
     for module in embeddings.children():
         if isinstance(module, nn.Embedding) and module.weight is table:
-            return module(torch.arange(module.num_embeddings, device=device))
+            return module(torch.arange(module.num_embeddings, device=device))  # (entries, hidden_size)
     return table
 
 
-def resized_tables(
+def resize_tables(
     embeddings: nn.Module, table: torch.Tensor, spatial_shapes: torch.Tensor, max_length: int
 ) -> torch.Tensor:
     """(B, max_length, hidden_size) tables, one grid per sample; replaces `resize_positional_embeddings` of a module."""
-    own = type(embeddings).resize_positional_embeddings(table, spatial_shapes, max_length)
-    passes = _passes()
+    tables = type(embeddings).resize_positional_embeddings(table, spatial_shapes, max_length)
+    passes = _get_passes()
     if not passes:
-        return own
-    adapter, trained = passes[-1].tower.rotary_patch, table.flatten(0, 1)
+        return tables
+    rotary_patch, trained = passes[-1].tower.rotary_patch, table.flatten(0, 1)  # (entries, hidden_size)
     samples = []
-    for sample, grid in zip(own, map(tuple, spatial_shapes.tolist())):
+    for sample, grid in zip(tables, map(tuple, spatial_shapes.tolist())):
         length = math.prod(grid)
-        patches = _patch_table(adapter, trained, grid, lambda sample=sample, length=length: sample[:length])
-        # transformers also repeats the first patch as padding.
+        patches = _read_entries(rotary_patch, trained, grid, lambda sample=sample, length=length: sample[:length])
+        # As transformers does, repeat the first patch as padding: (max_length, hidden_size).
         samples.append(torch.cat([patches, patches[:1].expand(max_length - length, -1)]))
     return torch.stack(samples)
 
 
-def _patch_table(
-    adapter, trained: torch.Tensor, grid: tuple[int, ...], interpolate: Callable[[], torch.Tensor] | None
+def _read_entries(
+    rotary_patch, trained: torch.Tensor, grid: tuple[int, ...], interpolate: Callable[[], torch.Tensor] | None
 ) -> torch.Tensor:
     """
-    (N, hidden_size) entries for the patches of a grid, from the trained table, as `keep_absolute` says.
+    (N, hidden_size) entries for the patches of a grid, from the trained table, as `keep_absolute` defines them.
 
     Args:
-        interpolate: The interpolation of the model itself. It is not used on three axes, where that of transformers
-            takes square frames only.
+        interpolate: The model's own interpolation. It is not used on three axes, where that of transformers takes
+            square frames only.
     """
-    keep = adapter.config.keep_absolute
+    keep = rotary_patch.config.keep_absolute
     if keep == "drop":
         return trained.new_zeros(math.prod(grid), trained.shape[-1])
-    # Models with one grid per sample interpolate to the trained grid, too.
-    if grid == adapter.train_grid and not adapter.is_flexible:
+    # Models with one grid per sample also interpolate to the trained grid.
+    if grid == rotary_patch.train_grid and not rotary_patch.is_flexible:
         patches = trained
     elif keep == "train_size":
-        patches = trained.unflatten(0, adapter.train_grid)
-        for axis, (size, limit) in enumerate(zip(grid, adapter.train_grid)):
-            nearest = torch.arange(size, device=trained.device).clamp(max=limit - 1)
+        patches = trained.unflatten(0, rotary_patch.train_grid)  # (*train_grid, hidden_size)
+        for axis, (size, limit) in enumerate(zip(grid, rotary_patch.train_grid)):
+            nearest = torch.arange(size, device=trained.device).clamp(max=limit - 1)  # (size,)
             patches = patches.index_select(axis, nearest)
         patches = patches.flatten(0, -2)
     elif len(grid) == 3:
-        volume = trained.T.unflatten(-1, adapter.train_grid).unsqueeze(0).float()  # (1, hidden_size, *train_grid)
+        volume = trained.T.unflatten(-1, rotary_patch.train_grid).unsqueeze(0).float()  # (1, hidden_size, *train_grid)
         resized = nn.functional.interpolate(volume, size=grid, mode="trilinear", align_corners=False)
-        patches = resized[0].flatten(1).T.to(trained)
+        patches = resized[0].flatten(1).T.to(trained)  # (N, hidden_size)
     else:
         patches = interpolate()
-    return patches * adapter.config.absolute_weight if keep == "fade" else patches
+    return patches * rotary_patch.config.absolute_weight if keep == "fade" else patches
 
 
-def rotations_of_tokens(embeddings: nn.Module, args, kwargs, output) -> None:
+def compute_rotations(embeddings: nn.Module, args, kwargs, output) -> None:
     """Compute the rotations of all layers once per forward pass, outside of checkpointed layers."""
-    passes = _passes()
+    passes = _get_passes()
     if not passes:
         return
     tower = passes[-1].tower
-    tokens = output[0] if isinstance(output, tuple) else output
+    tokens = output[0] if isinstance(output, tuple) else output  # (B, prefix + patches, hidden_size)
     device = [*tower.rotary_encoding.parameters(), tokens][0].device
     # Offloaded generators are moved to the device of the tokens.
     device = tokens.device if device.type == "meta" else device
-    adapter, grid, patches = tower.rotary_patch, passes[-1].grid, None
-    if adapter.is_flexible:
+    rotary_patch, grid, patches = tower.rotary_patch, passes[-1].grid, None
+    if rotary_patch.is_flexible:
         shapes = kwargs["spatial_shapes"] if "spatial_shapes" in kwargs else args[1]
-        patches = _flexible_positions(tower, shapes, tokens.shape[1], device)
+        patches = _place_samples(tower, shapes, tokens.shape[1], device)  # (B, length, 2)
     else:
-        visible = _visible_patches(math.prod(grid), embeddings, args, kwargs, output)
+        visible = _find_visible(math.prod(grid), embeddings, args, kwargs, output)
         if visible is not None:
-            patches = _positions(tower, grid, device).coordinates[visible.to(device)]  # (B, visible, A)
+            patches = _place_grid(tower, grid, device).coordinates[visible.to(device)]  # (B, visible, A)
     num_patches = math.prod(grid) if patches is None else patches.shape[-2]
     prefix_length = tokens.shape[1] - num_patches
     if prefix_length < 0:
-        raise RuntimeError(f"{tokens.shape[1]} tokens were made of {num_patches} patches: which is unknown.")
-    centre = 0.5 if adapter.config.rotate_prefix else 0.0
+        raise RuntimeError(
+            f"Got {tokens.shape[1]} tokens from {num_patches} patches and cannot tell which patches were kept."
+        )
+    centre = 0.5 if rotary_patch.config.rotate_prefix else 0.0
     if patches is None:
-        positions = _positions(tower, grid, device, prefix_length, centre)
+        positions = _place_grid(tower, grid, device, prefix_length, centre)
     else:
         positions = TokenPositions.from_coordinates(patches, prefix_length, centre)
+    # One rotation per layer, with matrices for (1 or B, 1 or H, prefix + patches).
     passes[-1].rotations = list(tower.rotary_encoding(positions, product_dtype(tokens)))
 
 
-def _visible_patches(num_patches: int, embeddings, args, kwargs, output) -> torch.Tensor | None:
+def _find_visible(num_patches: int, embeddings, args, kwargs, output) -> torch.Tensor | None:
     """(B, visible) indices of the patches that the embeddings do not drop, or `None` if they drop none."""
     if isinstance(output, tuple) and hasattr(embeddings, "random_masking"):
         num_visible = int(num_patches * (1 - embeddings.config.mask_ratio))
         return output[2].argsort(dim=1)[:, :num_visible]
-    tokens = output[0] if isinstance(output, tuple) else output
+    tokens = output[0] if isinstance(output, tuple) else output  # (B, prefix + visible, hidden_size)
     arguments = inspect.signature(type(embeddings).forward).bind(embeddings, *args, **kwargs).arguments
-    masked = arguments.get("bool_masked_pos")
+    masked = arguments.get("bool_masked_pos")  # (B, N)
     if masked is None or tokens.shape[1] >= num_patches:
         return None
-    return (~masked).nonzero()[:, 1].unflatten(0, (len(masked), -1))
+    return (~masked).nonzero()[:, 1].unflatten(0, (len(masked), -1))  # (B, visible)
 
 
-def _flexible_positions(tower: nn.Module, shapes: torch.Tensor, length: int, device) -> torch.Tensor:
+def _place_samples(tower: nn.Module, shapes: torch.Tensor, length: int, device) -> torch.Tensor:
     """(B, length, 2) coordinates for one grid (height, width) per sample; padding tokens are at coordinate 0."""
     samples = []
     for grid in map(tuple, shapes.tolist()):
-        positions = _positions(tower, grid, device).coordinates
+        positions = _place_grid(tower, grid, device).coordinates  # (rows · columns, 2)
         samples.append(nn.functional.pad(positions, (0, 0, 0, length - len(positions))))
     return torch.stack(samples)
 
 
-def _positions(
+def _place_grid(
     tower: nn.Module,
     grid: tuple[int, ...],
     device: torch.device,
@@ -337,8 +327,8 @@ def _positions(
     prefix_coordinate: float = 0.0,
 ) -> TokenPositions:
     """Positions of prefix tokens and of all patches of a grid, augmented during training if so configured."""
-    adapter, offsets, dtype = tower.rotary_patch, None, working_dtype(device)
+    rotary_patch, offsets, dtype = tower.rotary_patch, None, working_dtype(device)
     if tower.training:
-        _, offsets = draw_displacements(adapter.config, grid, None, device, dtype)
-    prefix = (num_prefix_tokens, prefix_coordinate)
-    return TokenPositions.from_grid(grid, adapter.train_grid, adapter.coordinates, *prefix, offsets, device, dtype)
+        _, offsets = draw_displacements(rotary_patch.config, grid, None, device, dtype)  # (N, A) or None
+    prefix, trained = (num_prefix_tokens, prefix_coordinate), rotary_patch.train_grid
+    return TokenPositions.from_grid(grid, trained, rotary_patch.coordinates, *prefix, offsets, device, dtype)

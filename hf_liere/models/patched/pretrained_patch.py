@@ -1,15 +1,12 @@
 """
-Rotary patches of models that rotate queries and keys by themselves: the plan, which is checked before anything is
-changed, and the hooks.
+Rotary patches of models with RoPE: the plan, which is checked before the model is changed, and the hooks.
 
-A forward pass: a hook on the rotary module hands on the coordinates of the tokens in the place of cos and sin, so that
-whatever the model does with these (windows, slices of tokens) is done with the coordinates. A hook on every attention
-module makes cos and sin of them with the frequencies of its layer. Blocks that are no planes rotate queries and keys
-where they are made, before the model's own rotation, which then gets cos = 1 and sin = 0; keys are cached rotated.
+In a forward pass, a hook on the rotary module replaces its cos and sin by the coordinates of the tokens, so whatever
+the model does with these (windows, slices of tokens) is done with the coordinates. A hook on every attention module
+computes cos and sin from them, with the frequencies of its layer. Blocks of more than one plane rotate queries and keys
+where they are made, before the model's own rotation, which then gets cos = 1 and sin = 0; cached keys are rotated.
 """
 
-import inspect
-import threading
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,113 +15,76 @@ import torch
 from torch import nn
 
 from ..encoding.encoding_traits import traits_of
-from .pretrained_blocks import PretrainedBlocks, projected_states
-from .pretrained_rope import PretrainedPlanes, PretrainedRope
+from .module_inspection import forward_arguments, projected_widths
+from .pretrained_blocks import PretrainedBlocks, find_state_modules
+from .pretrained_rope import PretrainedPlanes
 from .rope_layout import RopeLayout, RopeTower, find_rope_towers
-from .rope_pairs import HeadPlanes, Probe, key_sources, rotated_planes, rotating_layers
-from .vision_towers import choose_layers, device_of, projected_widths
-
-
-# The rotation of the attention module that is running; it belongs to the thread, never to a module.
-_thread = threading.local()
+from .rope_pairs import Probe, choose_rotating_layers, find_common_planes, find_key_sources
+from .tower_patch import TowerPatch, TowerPlan, detach, thread
 
 
 @dataclass
-class RopePatch:
+class RopePatch(TowerPatch):
     """
-    The state of a patched [`RopeTower`], stored on it as `rotary_patch`.
+    The patch of a [`RopeTower`].
 
     Attributes:
+        rope_name: Name of the rotary module inside the tower.
+        layouts: The distinct layouts of its attention modules.
         rotating: By layer and part, the module whose output [`rotate_states`] rotates, and the handle of that hook.
     """
 
-    config: object
-    attention_names: list[str]
     rope_name: str
-    handles: list = field(default_factory=list)
+    layouts: list[RopeLayout]
     rotating: dict[tuple[int, str], tuple[nn.Module, Any]] = field(default_factory=dict)
 
-    def rotate_states_of(self, tower: nn.Module, layer: int, attention: nn.Module) -> None:
-        """Rotate what the attention module projects now: adapters such as LoRA put other modules around projections."""
-        for part, module in projected_states(attention, layer in tower.rotary_encoding.sources).items():
+    def describe_base(self, module: nn.Module) -> dict:
+        """With the frequencies that the rotations start from."""
+        attention, rope = self.attentions(module)[0], module.get_submodule(self.rope_name)
+        head_dim = getattr(attention, "head_dim", len(self.layouts[0].planes))
+        _, widths = projected_widths(attention, head_dim)
+        heads = [(width or 0) // head_dim or None for width in widths or [None]]
+        frequencies = [rope._buffers[layout.buffer].flatten().tolist() for layout in self.layouts]
+        return {
+            "heads": heads[0],
+            "key_heads": heads[-1],
+            "head_dim": head_dim,
+            "train_grid": [],
+            "frequencies": [[float(f"{value:.5g}") for value in values] for values in frequencies],
+        }
+
+    def reset_parameters(self, module: nn.Module) -> None:
+        module.rotary_encoding.reset_parameters(module.get_submodule(self.rope_name))
+
+    def add_hooks(self, tower: RopeTower) -> None:
+        module, encoding = tower.module, tower.module.rotary_encoding
+        self.handles.append(tower.rope.register_forward_hook(partial(replace_cos_sin, module), with_kwargs=True))
+        for layer, (_, attention) in enumerate(tower.attentions):
+            hook = partial(prepare_layer, module, layer, tuple(forward_arguments(attention)))
+            self.handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
+            if layer in encoding.place and isinstance(encoding, PretrainedBlocks):
+                self.hook_projections(module, layer, attention)
+                self.handles.append(attention.register_forward_hook(clear_rotation))
+
+    def hook_projections(self, module: nn.Module, layer: int, attention: nn.Module) -> None:
+        """Rotate the outputs of the current projections: adapters such as LoRA put other modules around them."""
+        for part, projection in find_state_modules(attention, layer in module.rotary_encoding.sources).items():
             known, handle = self.rotating.get((layer, part), (None, None))
-            if known is module:
+            if known is projection:
                 continue
             if handle is not None:
                 handle.remove()
-            handle = module.register_forward_hook(partial(rotate_states, tower, layer, part))
-            self.rotating[layer, part] = (module, handle)
+            handle = projection.register_forward_hook(partial(rotate_states, module, layer, part))
+            self.rotating[layer, part] = (projection, handle)
 
-    def base(self, tower: nn.Module) -> dict:
-        """As [`RopePlan.base`]."""
-        attention, layouts = tower.get_submodule(self.attention_names[0]), tower.rotary_encoding.layouts
-        return describe_base(tower.get_submodule(self.rope_name), attention, [planes.layout for planes in layouts])
-
-    def reset_parameters(self, tower: nn.Module) -> None:
-        """Values of the start for parameters that no checkpoint had."""
-        tower.rotary_encoding.reset_parameters(tower.get_submodule(self.rope_name))
-
-    def detach(self, tower: nn.Module) -> None:
-        """Undo [`RopePlan.attach`]."""
-        for handle in (*self.handles, *(handle for _, handle in self.rotating.values())):
+    def remove_hooks(self, module: nn.Module) -> None:
+        super().remove_hooks(module)
+        while self.rotating:
+            _, (_, handle) = self.rotating.popitem()
             handle.remove()
 
 
-def describe_base(rope: nn.Module, attention: nn.Module, layouts: list[RopeLayout]) -> dict:
-    """What adapters say of the model that they belong to: its heads, and the frequencies that it starts from."""
-    head_dim = getattr(attention, "head_dim", len(layouts[0].planes))
-    _, widths = projected_widths(attention, head_dim)
-    heads = [(width or 0) // head_dim or None for width in widths or [None]]
-    frequencies = [rope._buffers[layout.buffer].flatten().tolist() for layout in layouts]
-    return {
-        "heads": heads[0],
-        "key_heads": heads[-1],
-        "head_dim": head_dim,
-        "train_grid": [],
-        "frequencies": [[float(f"{value:.5g}") for value in values] for values in frequencies],
-    }
-
-
-@dataclass
-class RopePlan:
-    """A rotary patch of a model that rotates by itself, checked before anything is changed."""
-
-    tower: RopeTower
-    layers: list[int]
-    config: object
-    head_planes: HeadPlanes | None = None
-
-    @property
-    def attentions(self) -> list[tuple[str, nn.Module]]:
-        return [self.tower.attentions[layer] for layer in self.layers]
-
-    def build_encoding(self) -> PretrainedRope:
-        if self.head_planes is None:
-            return PretrainedPlanes(self.tower, self.layers, self.config)
-        return PretrainedBlocks(self.tower, self.layers, self.config, self.head_planes)
-
-    def base(self) -> dict:
-        """See [`describe_base`]."""
-        return describe_base(self.tower.rope, self.attentions[0][1], list(dict.fromkeys(self.tower.layouts)))
-
-    def attach(self, encoding: PretrainedRope) -> None:
-        tower, module = self.tower, self.tower.module
-        prefix = len(tower.name) + 1 if tower.name else 0
-        patch = RopePatch(self.config, [name[prefix:] for name, _ in self.attentions], tower.rope_name)
-        module.rotary_encoding = encoding.to(device_of(self.attentions[0][1], module)).train(module.training)
-        handles = [tower.rope.register_forward_hook(partial(hand_on_coordinates, module), with_kwargs=True)]
-        for layer, (_, attention) in enumerate(tower.attentions):
-            names = tuple(name for name in inspect.signature(type(attention).forward).parameters if name != "self")
-            hook = partial(rotate_as_layer, module, layer, names)
-            handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
-            if layer in encoding.place and isinstance(encoding, PretrainedBlocks):
-                patch.rotate_states_of(module, layer, attention)
-                handles.append(attention.register_forward_hook(forget_rotation))
-        patch.handles = handles
-        module.rotary_patch = patch
-
-
-def plan_rope(model: nn.Module, config) -> list[RopePlan]:
+def plan_rope(model: nn.Module, config) -> list[TowerPlan]:
     """
     Args:
         config: A `RotaryPatchConfig` with `rotary_init="pretrained"`.
@@ -132,14 +92,8 @@ def plan_rope(model: nn.Module, config) -> list[RopePlan]:
     Raises:
         ValueError: if no module computes rotations that can be learned, or the configuration does not fit.
     """
-    plans = []
-    for tower in find_rope_towers(model, config.target):
-        layers = choose_layers(tower.shown, tower.module, tower.attentions, config.layers)
-        tower.sources = key_sources(tower)
-        layers = rotating_layers(tower, layers, config.layers is not None)
-        planes = None if traits_of(config).pretrained == "planes" else rotated_planes(tower, layers)
-        plans.append(RopePlan(tower, layers, config, planes))
-    # What does not fit is noticed before a model is changed.
+    plans = [_plan_tower(tower, config) for tower in find_rope_towers(model, config.target)]
+    # Report what does not fit before the model is changed.
     for planned in plans:
         encoding = planned.build_encoding()
         if isinstance(encoding, PretrainedBlocks):
@@ -147,84 +101,89 @@ def plan_rope(model: nn.Module, config) -> list[RopePlan]:
     return plans
 
 
-def check_start(planned: RopePlan, encoding: PretrainedBlocks) -> None:
+def _plan_tower(tower: RopeTower, config) -> TowerPlan:
+    layers = tower.choose_layers(config.layers)
+    tower.sources = find_key_sources(tower)
+    layers = choose_rotating_layers(tower, layers, config.layers is not None)
+    if traits_of(config).pretrained == "planes":
+        build = partial(PretrainedPlanes, tower, layers, config)
+    else:
+        build = partial(PretrainedBlocks, tower, layers, config, find_common_planes(tower, layers))
+    layouts = list(dict.fromkeys(tower.layouts))
+    return TowerPlan(tower, RopePatch(config, tower.attention_names(layers), tower.rope_name, layouts), build)
+
+
+def check_start(planned: TowerPlan, encoding: PretrainedBlocks) -> None:
     """
-    Compare the queries and keys that attention sees, with the rotation of the model and with the one that starts from
-    it, in one attention module.
+    Compare the queries and keys of one attention module under the model's rotation and under the one that starts there.
 
     Raises:
-        ValueError: if they differ, or the attention module cannot be called by itself.
+        ValueError: if they differ, or the attention module cannot be called alone.
     """
-    tower, layer = planned.tower, planned.layers[0]
+    tower, layer = planned.tower, encoding.layers[0]
     probe = Probe(tower, layer)
     if probe.is_meta:
         # A model that is constructed before its weights are loaded was checked when it was patched.
         return
     with torch.no_grad():
         coordinates = encoding.coordinates(probe.layout.layer_type, *probe.arguments, **probe.options)
-        cos, sin, _ = encoding.unchanged(layer, coordinates[:0], coordinates, tower.rope)
-        before = probe.see(cos, sin)
+        cos, sin, _ = encoding.compute_pretrained(layer, coordinates[:0], coordinates, tower.rope)
+        before = probe.capture(cos, sin)
         planned.attach(encoding)
         try:
-            after = probe.see(cos[..., :1], coordinates)
+            after = probe.capture(cos[..., :1], coordinates)
         finally:
-            detach_rope(tower.module)
-            _thread.rotation = None
-    # Less than the angle of any wrong pair, and more than half types round.
+            detach(tower.module)
+            thread.rotation = None
+    # Less than the angle of any wrong pair, and more than the rounding of half types.
     if any((x - y).abs().max() > 0.05 * x.abs().max() for x, y in zip(before, after)):
-        raise probe.refusal("pairs channels in another way")
+        raise probe.make_error("pairs channels in another way")
 
 
-def detach_rope(tower: nn.Module) -> None:
-    """Undo [`RopePlan.attach`]."""
-    tower.rotary_patch.detach(tower)
-    del tower.rotary_encoding, tower.rotary_patch
-
-
-def hand_on_coordinates(tower: nn.Module, rope: nn.Module, args, kwargs, output):
-    """Forward hook of a rotary module: (…, N, A) channels of cos, for their type, and coordinates instead of sin."""
+def replace_cos_sin(tower: nn.Module, rope: nn.Module, args, kwargs, output):
+    """Forward hook of a rotary module: returns A channels of cos, for its dtype, and (…, N, A) coordinates for sin."""
     layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
     coordinates = tower.rotary_encoding.coordinates(layer_type, *args, **kwargs)
     return output[0][..., : coordinates.shape[-1]], coordinates
 
 
-def rotate_as_layer(tower: nn.Module, layer: int, names: tuple[str, ...], attention: nn.Module, args, kwargs):
-    """Forward pre-hook of an attention module with arguments of these names: cos and sin of its layer."""
-    given = {**dict(zip(names, args)), **kwargs}
-    if given.get("position_embeddings") is None:
-        # Some models leave layers without a rotation.
+def prepare_layer(tower: nn.Module, layer: int, names: tuple[str, ...], attention: nn.Module, args, kwargs):
+    """Forward pre-hook of an attention module whose arguments have these names: passes cos and sin of its layer."""
+    options = {**dict(zip(names, args)), **kwargs}
+    if options.get("position_embeddings") is None:
+        # Some models do not rotate in every layer.
         return None
-    cos, coordinates = given["position_embeddings"]
+    cos, coordinates = options["position_embeddings"]
     encoding, rope = tower.rotary_encoding, tower.get_submodule(tower.rotary_patch.rope_name)
     num_axes = encoding.layouts[encoding.layout_of_layer[layer]].layout.num_axes
     if coordinates.shape[-1] != num_axes or coordinates.dtype != torch.float32:
         raise RuntimeError(
-            f"{tower.rotary_patch.rope_name} handed on float32 coordinates of {num_axes} axes, but attention layer "
+            f"{tower.rotary_patch.rope_name} returned float32 coordinates of {num_axes} axes, but attention layer "
             f"{layer} got {coordinates.dtype} of shape {tuple(coordinates.shape)}: the model computes with cos and sin "
             "before attention, or they do not come from it; unpatch the model."
         )
-    states = given[names[0]]
+    states = options[names[0]]  # (…, prefix + N, hidden_size)
     *replaced, rotation = encoding(layer, cos, coordinates, rope, states)
-    _thread.rotation = None
+    thread.rotation = None
     if rotation is not None:
-        tower.rotary_patch.rotate_states_of(tower, layer, attention)
-        _thread.rotation = (layer, rotation, states.ndim)
-    given["position_embeddings"] = tuple(replaced)
+        tower.rotary_patch.hook_projections(tower, layer, attention)
+        thread.rotation = (layer, rotation, states.ndim)
+    options["position_embeddings"] = tuple(replaced)
     positional = names[: len(args)]
-    return tuple(given.pop(name) for name in positional), given
+    return tuple(options.pop(name) for name in positional), options
 
 
 def rotate_states(tower: nn.Module, layer: int, part: str, module: nn.Module, args, output: torch.Tensor):
     """Forward hook of the module that makes the queries or keys of an attention module, or both."""
-    current = getattr(_thread, "rotation", None)
+    current = getattr(thread, "rotation", None)
     if current is None or current[0] != layer:
         raise RuntimeError(
-            f"{type(module).__name__} of attention layer {layer} ran outside of its attention module, so the positions "
+            f"{type(module).__name__} of attention layer {layer} ran outside its attention module, so the positions "
             "of its tokens are unknown. Call the model around it, or unpatch the model."
         )
     _, rotation, state_dims = current
-    return tower.rotary_encoding.rotated(rotation, part, args[0], output, state_dims)
+    return tower.rotary_encoding.rotate(rotation, part, args[0], output, state_dims)
 
 
-def forget_rotation(attention: nn.Module, args, output) -> None:
-    _thread.rotation = None
+def clear_rotation(attention: nn.Module, args, output) -> None:
+    thread.rotation = None

@@ -1,7 +1,6 @@
 """
-Learned rotations inside models that rotate queries and keys by themselves (RoPE), starting at their pretrained
-rotation. RoPE is exp(Σ_a p_a A_a) with A_a of planes that rotate with the pretrained frequencies ω. `pretrained_patch`
-attaches them.
+Learned rotations inside models with RoPE, starting at the pretrained rotation exp(Σ_a p_a A_a), whose A_a consist of
+planes that rotate with the pretrained frequencies ω. `pretrained_patch` attaches them.
 """
 
 import torch
@@ -27,16 +26,16 @@ class RopePlanes(nn.Module):
         """Fill the buffers again, after a construction without values."""
         layout, first = self.layout, [channels[0] for channels in self.layout.channels_of_planes()]
         device = "cpu" if self.channels.is_meta else self.channels.device
-        self.frequencies = torch.tensor([layout.frequencies[channel] for channel in first], device=device)
-        self.axes = torch.tensor([layout.axes[channel] for channel in first], device=device)
-        self.channels = torch.tensor(layout.planes, device=device)
-        self.axis_channels = torch.tensor([layout.axes.index(a) for a in range(layout.num_axes)], device=device)
+        self.frequencies = torch.tensor([layout.frequencies[channel] for channel in first], device=device)  # (planes,)
+        self.axes = torch.tensor([layout.axes[channel] for channel in first], device=device)  # (planes,)
+        self.channels = torch.tensor(layout.planes, device=device)  # (D,)
+        self.axis_channels = torch.tensor([layout.axes.index(a) for a in range(layout.num_axes)], device=device)  # (A,)
 
-    def of_rope(self, rope: nn.Module) -> torch.Tensor:
+    def read_frequencies(self, rope: nn.Module) -> torch.Tensor:
         """(planes,) pretrained frequencies, in float32 as rotary modules read them, or float64."""
         values = rope._buffers[self.layout.buffer]
         values = values.to(self.frequencies.device, torch.promote_types(values.dtype, torch.float32))
-        return values.flatten().index_select(0, self.frequencies)
+        return values.flatten().index_select(0, self.frequencies)  # (planes,)
 
     def forward(
         self, coordinates: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
@@ -45,12 +44,14 @@ class RopePlanes(nn.Module):
         axes, channels = self.axes.to(coordinates.device), self.channels.to(coordinates.device)
         angles = coordinates.index_select(-1, axes) * frequencies  # (…, N, planes)
         factor = self.layout.factor
+        # 2 × (…, N, D)
         return tuple((x * factor).to(dtype).index_select(-1, channels) for x in (angles.cos(), angles.sin()))
 
 
 class PretrainedRope(LearnedRotations):
     """
-    What all rotations of a [`RopeTower`] need: its coordinates, and its own cos and sin for layers that learn nothing.
+    What all rotations of a [`RopeTower`] need: its coordinates, and the pretrained cos and sin for layers that learn
+    nothing.
 
     Args:
         tower: The rotary module and its attention modules.
@@ -58,7 +59,7 @@ class PretrainedRope(LearnedRotations):
         config: A `RotaryPatchConfig`.
 
     Attributes:
-        place: By attention module that learns, its place in `layers`; one that reads the keys of another has its place.
+        place: The place in `layers` of every attention module that learns, and of those that read its keys.
     """
 
     def __init__(self, tower: RopeTower, layers: list[int], config):
@@ -74,16 +75,17 @@ class PretrainedRope(LearnedRotations):
 
     def coordinates(self, layer_type: str | None, /, *arguments, **options) -> torch.Tensor:
         """The arguments of the rotary module → (…, N, A) coordinates of tokens, float32."""
-        of_channels = self.probe(*arguments, **options)
-        axis_channels = self.layouts[self.layout_of_type[layer_type]].axis_channels
-        return of_channels.index_select(-1, axis_channels.to(of_channels.device))
+        coordinates = self.probe(*arguments, **options)  # (…, N, D)
+        axis_channels = self.layouts[self.layout_of_type[layer_type]].axis_channels  # (A,)
+        return coordinates.index_select(-1, axis_channels.to(coordinates.device))
 
-    def unchanged(
+    def compute_pretrained(
         self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         """What `forward` returns for layers that learn nothing: the model's own cos and sin."""
         planes = self.layouts[self.layout_of_layer[layer]]
-        return *planes(coordinates, planes.of_rope(rope).to(coordinates.device), cos.dtype), None
+        # 2 × (…, N, D)
+        return *planes(coordinates, planes.read_frequencies(rope).to(coordinates.device), cos.dtype), None
 
     def forward(
         self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module, states: torch.Tensor
@@ -104,14 +106,14 @@ class PretrainedRope(LearnedRotations):
         raise NotImplementedError
 
     def reset_parameters(self, rope: nn.Module) -> None:
-        """Fill everything again as at the start, after a construction without values; loaded parameters stay."""
+        """Restore the initial values after a construction without values; loaded parameters stay."""
         for module in (self.probe, *self.layouts):
             module.reset_parameters()
 
 
 class PretrainedPlanes(PretrainedRope):
     """
-    RoPE whose frequencies are learned in every layer: plane i rotates with ω_i exp(δ_i), δ = 0 at the start.
+    RoPE with learned frequencies in every layer: plane i rotates with ω_i exp(δ_i), δ = 0 at the start.
 
     Attributes:
         log_factors: (layers or 1, planes), the δ.
@@ -124,7 +126,7 @@ class PretrainedPlanes(PretrainedRope):
         counts = {tower.layouts[layer].num_planes for layer in self.place}
         if len(counts) > 1:
             raise ValueError(
-                f"The attention layers of {tower.shown} have different numbers of planes, {sorted(counts)}; name "
+                f"The attention layers of {tower.label} have different numbers of planes, {sorted(counts)}; name "
                 f"equal ones in layers: {[layout.num_planes for layout in tower.layouts]}."
             )
         self.log_factors = self.new_parameter(1 if config.share_layers else len(layers), counts.pop())
@@ -140,9 +142,9 @@ class PretrainedPlanes(PretrainedRope):
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         """As [`PretrainedRope.forward`]."""
         if layer not in self.place:
-            return self.unchanged(layer, cos, coordinates, rope)
+            return self.compute_pretrained(layer, cos, coordinates, rope)
         planes = self.layouts[self.layout_of_layer[layer]]
-        frequencies = planes.of_rope(rope)
+        frequencies = planes.read_frequencies(rope)  # (planes,)
         rank = 0 if self.config.share_layers else self.place[layer]
         frequencies = frequencies * self.log_factors[rank].to(frequencies.device).exp()
         return *planes(coordinates, frequencies.to(coordinates.device), cos.dtype), None

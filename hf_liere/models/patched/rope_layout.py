@@ -1,11 +1,11 @@
 """
-Models that rotate queries and keys by themselves (RoPE): the modules that compute cos and sin, the attention modules
-that these are handed to as `position_embeddings`, and which channel rotates with which frequency of which coordinate.
-All of it is found by calling the modules with known positions and frequencies, never by the name of a class.
+Models with RoPE: the modules that compute cos and sin, the attention modules that receive these as
+`position_embeddings`, and which channel rotates with which frequency of which coordinate. All of it is found by calling
+the modules with known positions and frequencies, never by the name of a class.
 """
 
 import copy
-import inspect
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .vision_towers import names_in_forward, takes
+from .module_inspection import forward_arguments, forward_code, names_in_forward, takes
+from .tower_patch import AttentionTower
 
 
 # sin(x) is x in every floating point type for angles this small: with this frequency, sin is the coordinate itself.
@@ -59,45 +60,35 @@ class RopeLayout:
 
 
 @dataclass
-class RopeTower:
+class RopeTower(AttentionTower):
     """
-    A rotary module with the module around it and the attention modules that it serves.
+    The module around a rotary module, with the attention modules that it serves.
 
     Attributes:
-        sources: By index of an attention module that makes no keys of its own, the index of the one whose keys it
-            reads.
+        rope_name: Name of the rotary module inside.
+        layouts: The layout of every attention module.
+        sources: By index of an attention module that reads the keys of another one, the index of that one.
     """
 
-    name: str
-    module: nn.Module
     rope_name: str
-    attentions: list[tuple[str, nn.Module]]
     layouts: list[RopeLayout]
     sources: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def shown(self) -> str:
-        return _shown(self.name, self.module)
 
     @property
     def rope(self) -> nn.Module:
         return self.module.get_submodule(self.rope_name)
 
 
-def _shown(name: str, module: nn.Module) -> str:
-    return f"{name} ({type(module).__name__})" if name else type(module).__name__
-
-
 class CoordinateProbe(nn.Module):
     """
-    A copy of a rotary module whose frequencies are [`UNIT`], so that it returns the coordinates of tokens, for every
-    channel that of its axis, exactly as the rotary module multiplies them with frequencies.
+    A copy of a rotary module whose frequencies are [`UNIT`]: for every channel it returns the coordinate of its axis,
+    exactly as the rotary module multiplies it with frequencies.
     """
 
     def __init__(self, rope: nn.Module):
         super().__init__()
-        self.module = _with_frequencies(rope, lambda name, values: torch.full_like(values, UNIT), neutral_factor=True)
-        self.states_name = next(name for name in inspect.signature(type(rope).forward).parameters if name != "self")
+        self.module = _replace_frequencies(rope, lambda values: torch.full_like(values, UNIT), neutral_factor=True)
+        self.states_name = next(iter(forward_arguments(rope)))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "CoordinateProbe":
         result = super()._apply(fn, recurse)
@@ -117,23 +108,23 @@ class CoordinateProbe(nn.Module):
             options = dict(options)
             arguments = (options.pop(self.states_name), *arguments)
         states, *arguments = arguments
-        # Rotary modules return the type of their first argument, of which they read nothing else but shape and device.
+        # Of their first argument, rotary modules read only type, shape and device, and return its type.
         if states.dtype != torch.float32:
             states = torch.empty((), dtype=torch.float32, device=states.device).expand(states.shape)
         for name, buffer in self.module._buffers.items():
             if buffer.device != states.device:
                 self.module._buffers[name] = buffer.to(states.device)
-        # Not by calling the module: frameworks may have put a forward of their own on the instance that was copied.
-        _, sin = type(self.module).forward(self.module, states, *arguments, **options)
+        # Frameworks may have replaced `forward` on the instance that was copied.
+        _, sin = type(self.module).forward(self.module, states, *arguments, **options)  # (…, N, D)
         return sin.float() * (1 / UNIT)
 
 
-def _with_frequencies(
-    rope: nn.Module, value: Callable[[str, torch.Tensor], torch.Tensor], neutral_factor: bool = False
+def _replace_frequencies(
+    rope: nn.Module, value: Callable[[torch.Tensor], torch.Tensor], neutral_factor: bool = False
 ) -> nn.Module:
     """A copy of a rotary module with other frequencies, in float32 on the CPU, and without hooks."""
-    made = copy.copy(rope)
-    state = vars(made)
+    copied = copy.copy(rope)
+    state = vars(copied)
     for name in list(state):
         if name.endswith("_hooks") or "_hooks_" in name:
             state[name] = OrderedDict()
@@ -143,20 +134,20 @@ def _with_frequencies(
         state.pop(name, None)
     state["_parameters"], state["_modules"] = {}, {}
     names = [name for name, buffer in rope._buffers.items() if buffer is not None and name.endswith("inv_freq")]
-    blank = {name: torch.zeros(rope._buffers[name].shape, dtype=torch.float32, device="cpu") for name in names}
-    state["_buffers"] = {name: value(name, blank[name]) for name in names}
+    blank = (torch.zeros(rope._buffers[name].shape, dtype=torch.float32, device="cpu") for name in names)
+    state["_buffers"] = {name: value(values) for name, values in zip(names, blank)}
     state["_non_persistent_buffers_set"] = set(names)
-    return made.eval()
+    return copied.eval()
 
 
 def frequency_buffers(module: nn.Module) -> list[str]:
-    """Names of the frequencies that a module multiplies positions with; copies that it keeps aside are left out."""
+    """Names of the frequencies that a module multiplies positions with, without its copies of the original ones."""
     return [name for name in module._buffers if name.endswith("inv_freq") and "original" not in name]
 
 
 def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTower]:
     """
-    All modules of a model that compute rotations and hand them to attention, with the attention modules.
+    All modules of a model that compute rotations and pass them to attention, with the attention modules.
 
     Args:
         target: Name of the one module around a rotary module to look at; `None` for all.
@@ -171,39 +162,38 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
         owners.setdefault(name.rpartition(".")[0], []).append(name)
     if not owners:
         raise ValueError(
-            f"{type(model).__name__} has no module with frequencies (inv_freq) from which it computes rotations of its "
-            "own, so there is nothing that rotary_init='pretrained' could start from; pass rotary_init='zeros' for "
-            "models of images that do not rotate."
+            f"{type(model).__name__} has no module with frequencies (inv_freq) to compute rotations from, so "
+            "rotary_init='pretrained' has nothing to start from; pass rotary_init='zeros' for models of images that do "
+            "not rotate."
         )
     if target is not None and target not in owners:
         raise ValueError(f"target={target!r} computes no rotations; modules that do: {sorted(owners)}.")
-    attentions = dict(_attentions(modules))
-    of_owner = {owner: [] for owner in owners}
-    for name, attention in attentions.items():
+    served = {owner: [] for owner in owners}
+    for name, attention in _find_attentions(modules):
         inside = [owner for owner in owners if not owner or name.startswith(f"{owner}.")]
         if inside:
-            of_owner[max(inside, key=len)].append((name, attention))
+            served[max(inside, key=len)].append((name, attention))
     chosen = owners if target is None else [target]
-    _refuse_common_weights(of_owner, chosen)
-    return [_tower(modules, owner, owners[owner], of_owner[owner]) for owner in chosen]
+    _refuse_common_weights(served, chosen)
+    return [_make_tower(modules, owner, owners[owner], served[owner]) for owner in chosen]
 
 
-def _refuse_common_weights(of_owner: dict[str, list[tuple[str, nn.Module]]], chosen: Collection[str]) -> None:
-    """Towers that are one network used twice read each other's keys, as decoders do that attend to cached inputs."""
+def _refuse_common_weights(served: dict[str, list[tuple[str, nn.Module]]], chosen: Collection[str]) -> None:
+    """Towers that share weights read each other's keys, as decoders do that attend to cached inputs."""
     first_with = {}
-    for owner, attentions in of_owner.items():
+    for owner, attentions in served.items():
         for name, attention in attentions:
             for parameter in attention.parameters():
                 other_owner, other = first_with.setdefault(parameter, (owner, name))
                 if other_owner != owner and (other_owner in chosen or owner in chosen):
                     raise ValueError(
                         f"{other} and {name} have weights in common, but {other_owner!r} and {owner!r} compute "
-                        "rotations of their own: what one learns would not rotate the keys that the other reads. "
-                        "Accepted: attention modules that are served by one rotary module."
+                        "separate rotations: what one learns would not rotate the keys that the other reads. Accepted: "
+                        "attention modules that share one rotary module."
                     )
 
 
-def _attentions(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _find_attentions(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """The innermost modules that take cos and sin."""
     taking = {name: module for name, module in modules.items() if takes(module, "position_embeddings")}
     for name, module in taking.items():
@@ -212,43 +202,42 @@ def _attentions(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]
             yield name, module
 
 
-def _tower(
+def _make_tower(
     modules: dict[str, nn.Module], owner: str, ropes: list[str], attentions: list[tuple[str, nn.Module]]
 ) -> RopeTower:
     module = modules[owner]
-    shown = _shown(owner, module)
+    tower = RopeTower(owner, module, attentions, ropes[0][len(owner) + 1 :] if owner else ropes[0], [])
     if not attentions:
         raise ValueError(
-            f"{ropes[0]} ({type(modules[ropes[0]]).__name__}) computes rotations, but no module in {shown} takes them "
-            "as position_embeddings: how they are applied is unknown."
+            f"{ropes[0]} ({type(modules[ropes[0]]).__name__}) computes rotations, but no module in {tower.label} takes "
+            "them as position_embeddings: how they are applied is unknown."
         )
     if {"cos", "sin"} <= set(names_in_forward(module)):
         raise ValueError(
-            f"{shown} computes cos and sin in its forward pass, beside those of {ropes[0]}: its rotations are not "
-            "those of coordinates and frequencies alone."
+            f"{tower.label} computes cos and sin in its forward pass, beside those of {ropes[0]}: its rotations do not "
+            "follow from coordinates and frequencies alone."
         )
     if len(ropes) > 1:
         raise ValueError(
-            f"{shown} has several modules that compute rotations, {', '.join(ropes)}: which attention module uses "
-            "which is unknown; accepted: one, for which a type of layers may be an argument."
+            f"{tower.label} has several modules that compute rotations, {', '.join(ropes)}: which attention module "
+            "uses which is unknown; accepted: one, which may take the type of a layer as an argument."
         )
     rope, name = modules[ropes[0]], ropes[0]
     _refuse_changing_frequencies(rope, name)
     _refuse_rotating_around(modules, owner, attentions)
     _refuse_unknown_axes(rope, name, attentions[0][1])
     if not takes(rope, "layer_type"):
-        layouts = [examine(rope, name, frequency_buffers(rope)[0], None)] * len(attentions)
+        tower.layouts = [examine(rope, name, frequency_buffers(rope)[0], None)] * len(attentions)
     else:
         types = getattr(getattr(module, "config", None), "layer_types", None) or []
         if len(types) != len(attentions):
             raise ValueError(
-                f"{name} rotates types of layers differently, but the configuration of {shown} names {len(types)} "
+                f"{name} rotates types of layers differently, but the configuration of {tower.label} has {len(types)} "
                 f"layer_types for {len(attentions)} attention modules."
             )
         found = {kind: examine(rope, name, f"{kind}_inv_freq", kind) for kind in dict.fromkeys(types)}
-        layouts = [found[kind] for kind in types]
-    inner_name = name[len(owner) + 1 :] if owner else name
-    return RopeTower(owner, module, inner_name, attentions, layouts)
+        tower.layouts = [found[kind] for kind in types]
+    return tower
 
 
 def _refuse_changing_frequencies(rope: nn.Module, name: str) -> None:
@@ -257,33 +246,33 @@ def _refuse_changing_frequencies(rope: nn.Module, name: str) -> None:
         if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
             raise ValueError(
                 f"{name} ({type(rope).__name__}) has rope_type={kind!r}, which computes other frequencies for longer "
-                "inputs in every forward pass: learned ones would be overwritten. Accepted: types with fixed "
-                "frequencies, such as default, linear, llama3, yarn and axial."
+                "inputs and would overwrite learned ones. Accepted: types with fixed frequencies, such as default, "
+                "linear, llama3, yarn and axial."
             )
 
 
 def _refuse_rotating_around(modules: dict[str, nn.Module], owner: str, attentions: list[tuple[str, nn.Module]]) -> None:
-    """A module that uses cos and sin itself and hands them on would get coordinates, which it takes for them."""
+    """Refuse modules that use cos and sin and pass them on: they would mistake the coordinates for cos and sin."""
     for name, module in modules.items():
         is_around = any(inner.startswith(f"{name}.") for inner, _ in attentions) and name.startswith(owner)
         if is_around and takes(module, "position_embeddings"):
-            code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+            code = forward_code(module)
             if code is not None and {"cos", "sin"} <= set(code.co_varnames):
                 raise ValueError(
                     f"{name} ({type(module).__name__}) rotates with cos and sin and hands them to a module inside that "
-                    "takes them as well; accepted: models in which one of the two does."
+                    "also takes them; accepted: models in which only one of the two does."
                 )
 
 
 def _refuse_unknown_axes(rope: nn.Module, name: str, attention: nn.Module) -> None:
-    """Modules that take positions on two axes may be for three, where these would have channels too."""
+    """Modules that take positions on two axes may be meant for three, if heads have channels for these."""
     refusal = ValueError("")
     head_dim = getattr(attention, "head_dim", None)
     if head_dim is None or not takes(rope, "position_ids") or takes(rope, "layer_type"):
         return
     with torch.device("cpu"), torch.no_grad():
         try:
-            arguments, coordinates = accepted_positions(rope, {}, refusal)
+            arguments, coordinates = find_positions(rope, {}, refusal)
             if arguments[-1].shape[-1] != 2 or arguments[-1].ndim != 2:
                 return
             three = CoordinateProbe(rope)(arguments[0], torch.arange(3 * TOKENS).view(TOKENS, 3))
@@ -311,47 +300,47 @@ def examine(rope: nn.Module, name: str, buffer: str, layer_type: str | None) -> 
     )
     options = {} if layer_type is None else {"layer_type": layer_type}
     with torch.device("cpu"), torch.no_grad():
-        arguments, found = accepted_positions(rope, options, refusal)
-        coordinates = found.flatten(0, -2)
+        arguments, found = find_positions(rope, options, refusal)
+        coordinates = found.flatten(0, -2)  # (N, D)
 
-        def channels(value, neutral_factor=False):
-            changed = _with_frequencies(rope, value, neutral_factor)
+        def rotate_channels(value, neutral_factor=False):
+            changed = _replace_frequencies(rope, value, neutral_factor)
             cos, sin = type(changed).forward(changed, *arguments, **options)
             return cos.flatten(0, -2), sin.flatten(0, -2)  # (N, D)
 
-        _, sin = channels(lambda _, values: _numbered(values, 1).mul(UNIT), neutral_factor=True)
+        _, sin = rotate_channels(lambda values: _count_from(1, values.shape).mul(UNIT), neutral_factor=True)
         token = coordinates.abs().argmax(0, keepdim=True)  # (1, D)
         numbers = (sin / UNIT).gather(0, token) / coordinates.gather(0, token)
-        numbers = numbers.round().long().squeeze(0) - 1
+        numbers = numbers.round().long().squeeze(0) - 1  # (D,)
         count = rope._buffers[buffer].numel()
         if (numbers < 0).any() or (numbers >= count).any():
             raise refusal
-        factor, _ = channels(lambda _, values: values)
-        found_cos, found_sin = channels(lambda _, values: _numbered(values, 2).rsqrt())
-        angles = coordinates * _numbered(torch.empty(count), 2).rsqrt()[numbers]
+        factor, _ = rotate_channels(lambda values: values)
+        found_cos, found_sin = rotate_channels(lambda values: _count_from(2, values.shape).rsqrt())
+        angles = coordinates * _count_from(2, (count,)).rsqrt()[numbers]  # (N, D)
         expected = (angles.cos() * factor[0, 0], angles.sin() * factor[0, 0])
         # The same operations; a processor may still round differently at the end of a row.
         if any((x - y).abs().max() > 1e-6 for x, y in zip((found_cos, found_sin), expected)):
             raise refusal
-    axes = _numbered_groups([tuple(column) for column in coordinates.T.tolist()])
-    planes = _numbered_groups(list(zip(axes, numbers.tolist())))
+    axes = _number_groups([tuple(column) for column in coordinates.T.tolist()])
+    planes = _number_groups(list(zip(axes, numbers.tolist())))
     return RopeLayout(buffer, layer_type, tuple(numbers.tolist()), axes, planes, float(factor[0, 0]))
 
 
-def _numbered(values: torch.Tensor, start: int) -> torch.Tensor:
-    return torch.arange(start, start + values.numel(), dtype=torch.float32).view(values.shape)
+def _count_from(start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(start, start + math.prod(shape), dtype=torch.float32).view(shape)
 
 
-def _numbered_groups(values: list) -> tuple[int, ...]:
+def _number_groups(values: list) -> tuple[int, ...]:
     """Equal values get the same number, in the order in which they appear."""
     numbers = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
 
-def accepted_positions(rope: nn.Module, options: dict, refusal: ValueError) -> tuple[tuple, torch.Tensor]:
-    """Arguments with positions in a form that a rotary module takes, and the (…, N, D) coordinates it makes of them."""
+def find_positions(rope: nn.Module, options: dict, refusal: ValueError) -> tuple[tuple, torch.Tensor]:
+    """Arguments with positions in a form that a rotary module takes, and its (…, N, D) coordinates for them."""
     probe = CoordinateProbe(rope)
-    for arguments, shape in _candidates(rope):
+    for arguments, shape in _propose_arguments(rope):
         try:
             coordinates = probe(*arguments, **options)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
@@ -361,16 +350,16 @@ def accepted_positions(rope: nn.Module, options: dict, refusal: ValueError) -> t
     raise refusal
 
 
-def _candidates(rope: nn.Module) -> Iterator[tuple[tuple, tuple[int, ...]]]:
-    """Arguments in the forms that models pass positions in, and the shape of tokens that they must lead to."""
+def _propose_arguments(rope: nn.Module) -> Iterator[tuple[tuple, tuple[int, ...]]]:
+    """Arguments in the forms in which models pass positions, and the shape of tokens that must result."""
     if not takes(rope, "position_ids"):
         patch = getattr(getattr(rope, "config", None), "patch_size", None)
-        if patch is not None and len(inspect.signature(type(rope).forward).parameters) == 2:
+        if patch is not None and len(forward_arguments(rope)) == 1:
             rows, columns = patch if isinstance(patch, (list, tuple)) else (patch, patch)
             yield (torch.zeros(1, 3, 2 * rows, 3 * columns, dtype=torch.float32),), (6,)
         return
     states = torch.zeros(1, 1, dtype=torch.float32)
-    # Distinct for all tokens and axes.
+    # Distinct for all tokens and axes: (3, N).
     positions = torch.arange(1, 3 * TOKENS + 1).view(3, TOKENS) * 5 % 23
     yield (states, positions.unsqueeze(1)), (1, TOKENS)
     # Modules of two axes would also take three.

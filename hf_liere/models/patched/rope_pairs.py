@@ -1,11 +1,10 @@
 """
 Which channels of a head an attention module rotates together, by which angle and in which direction: found by calling
-it with known cos and sin. What rotary modules return does not tell it, because attention modules make pairs of
-channels each in their own way, leave some channels as they are, or rotate nothing in some layers.
+it with known cos and sin. The output of rotary modules does not show this, because attention modules differ in how they
+pair channels, leave some channels as they are, or rotate nothing in some layers.
 """
 
 import copy
-import inspect
 import itertools
 from collections import UserDict
 from dataclasses import dataclass
@@ -14,25 +13,24 @@ import torch
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
-from .patched_forward import View
-from .rope_layout import RopeTower, accepted_positions
-from .vision_towers import device_of, projections, takes
+from .module_inspection import View, device_of, forward_arguments, projections, takes
+from .rope_layout import RopeTower, find_positions
 
 
-# Planes are told apart by two numbers from 1 to 16, which half types hold exactly.
+# Two numbers from 1 to 16 identify a plane; half types represent these exactly.
 DIGIT = 16
 
 
-class Seen(Exception):
+class CapturedStates(Exception):
     """Ends a call of an attention module, with its query and key."""
 
 
-def see_states(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs):
-    raise Seen(query.float().cpu(), key.float().cpu())
+def capture_states(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs):
+    raise CapturedStates(query.float().cpu(), key.float().cpu())  # 2 × (B, H, N, head_dim)
 
 
-SEEING = f"seen:{__name__}"
-AttentionInterface.register(SEEING, see_states)
+CAPTURE_ATTENTION = f"capture:{__name__}"
+AttentionInterface.register(CAPTURE_ATTENTION, capture_states)
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,8 @@ class HeadPlanes:
     pairs: tuple[tuple[int, int], ...]
 
     @property
-    def still(self) -> tuple[int, ...]:
-        """The channels that nothing rotates."""
+    def unrotated(self) -> tuple[int, ...]:
+        """The channels that are not rotated."""
         rotated = {channel for pair in self.pairs for channel in pair}
         return tuple(channel for channel in range(self.head_dim) if channel not in rotated)
 
@@ -65,86 +63,86 @@ class Probe:
         self.name, self.attention = tower.attentions[layer]
         self.layout = tower.layouts[layer]
         self.options = {} if self.layout.layer_type is None else {"layer_type": self.layout.layer_type}
-        positions = self.refusal("has unknown positions")
+        refusal = self.make_error("has unknown positions")
         with torch.device("cpu"):
-            self.arguments, self.coordinates = accepted_positions(tower.rope, self.options, positions)
+            self.arguments, self.coordinates = find_positions(tower.rope, self.options, refusal)
 
-    def refusal(self, reason: str) -> ValueError:
+    def make_error(self, reason: str) -> ValueError:
         return ValueError(
-            f"{self.name} ({type(self.attention).__name__}) {reason}: blocks start where queries and keys are rotated "
-            f"as {self.tower.rope_name} says; accepted: position_encoding='rope_mixed'."
+            f"{self.name} ({type(self.attention).__name__}) {reason}: blocks start from queries and keys that are "
+            f"rotated by the cos and sin of {self.tower.rope_name}; accepted: position_encoding='rope_mixed'."
         )
 
     @property
     def is_meta(self) -> bool:
         return any(tensor.is_meta for tensor in (*self.attention.parameters(), *self.attention.buffers()))
 
-    def see(
+    def capture(
         self, cos: torch.Tensor, sin: torch.Tensor, shared: "SharedStates | None" = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Query and key, (B, H, N, head_dim) in float32 on the CPU, that attention hands to transformers' attention
+        Query and key, (B, H, N, head_dim) in float32 on the CPU, that attention passes to transformers' attention
         interface.
 
         Args:
-            shared: Keys of other attention modules; `None` for those of the one that this one reads.
+            shared: Keys of other attention modules; `None` computes those that this one reads.
 
         Raises:
-            ValueError: if the attention module cannot be called by itself.
+            ValueError: if the attention module cannot be called alone.
         """
-        attention = _with_values(self.attention) if self.is_meta else self.attention
+        attention = _fill_values(self.attention) if self.is_meta else self.attention
         if shared is None:
             shared = SharedStates()
             if self.layer in self.tower.sources:
-                Probe(self.tower, self.tower.sources[self.layer]).see(cos, sin, shared)
-        seen = _seen_by_attention(attention, (cos, sin), self.arguments, shared)
-        if seen is None:
-            raise self.refusal("could not be called with a few tokens to see what it rotates")
-        return seen
+                Probe(self.tower, self.tower.sources[self.layer]).capture(cos, sin, shared)
+        captured = _call_attention(attention, (cos, sin), self.arguments, shared)
+        if captured is None:
+            raise self.make_error("could not be called with a few tokens to see what it rotates")
+        return captured
 
     @torch.no_grad()
-    def quarter_rotation(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    def rotate_quarter(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         """Queries and keys, (B · H · N, head_dim) each, by an angle of zero and by one of π/2."""
         ones, zeros = (torch.full(self.coordinates.shape, value, device="cpu") for value in (1.0, 0.0))
         angles = ((ones, zeros), (zeros, ones))
-        return tuple(tuple(states.flatten(0, -2) for states in self.see(*given)) for given in angles)
+        return tuple(tuple(states.flatten(0, -2) for states in self.capture(*angle)) for angle in angles)
 
-    def head_planes(self) -> HeadPlanes:
+    def find_planes(self) -> HeadPlanes:
         """
-        What the attention module rotates.
+        The channels that the attention module rotates.
 
         Raises:
-            ValueError: if it cannot be called, or does not rotate each plane in two channels of its own.
+            ValueError: if it cannot be called, or does not rotate every plane in exactly two channels.
         """
         if not projections(self.attention, self.layer in self.tower.sources):
             raise ValueError(
                 f"{self.name} ({type(self.attention).__name__}) has no q_proj and k_proj, query and key, or one "
-                "projection for queries, keys and values after each other: where its queries and keys can be rotated "
-                "is unknown; accepted: position_encoding='rope_mixed'."
+                "projection for queries, then keys, then values: where its queries and keys can be rotated is unknown; "
+                "accepted: position_encoding='rope_mixed'."
             )
-        (still, _), (rotated, _) = self.quarter_rotation()
+        (plain, _), (rotated, _) = self.rotate_quarter()  # 2 × (B · H · N, head_dim)
         with torch.device("cpu"), torch.no_grad():
-            zeros, planes = torch.zeros(self.coordinates.shape), torch.tensor(self.layout.planes)
-            digits = [self.see(zeros, zeros + part + 1)[0] for part in (planes % DIGIT, planes // DIGIT)]
-            scale = rotated.square().sum(0).clamp_min(1e-30)
+            zeros, planes = torch.zeros(self.coordinates.shape), torch.tensor(self.layout.planes)  # (N, D), (D,)
+            digits = [self.capture(zeros, zeros + part + 1)[0] for part in (planes % DIGIT, planes // DIGIT)]
+            scale = rotated.square().sum(0).clamp_min(1e-30)  # (head_dim,)
             low, high = (((x.flatten(0, -2) * rotated).sum(0) / scale).round().long() - 1 for x in digits)
         pairs = [[] for _ in range(self.layout.num_planes)]
-        for channel in (~(still == rotated).all(0)).nonzero().flatten().tolist():
-            opposite = (rotated[:, channel, None] + still).abs().amax(0)
-            if opposite.min() <= 1e-6 * still.abs().max():
+        for channel in (~(plain == rotated).all(0)).nonzero().flatten().tolist():
+            opposite = (rotated[:, channel, None] + plain).abs().amax(0)  # (head_dim,)
+            if opposite.min() <= 1e-6 * plain.abs().max():
                 plane = int(low[channel] + DIGIT * high[channel])
                 other = int(opposite.argmin())
-                if 0 <= plane < len(pairs) and torch.equal(rotated[:, other], still[:, channel]):
+                if 0 <= plane < len(pairs) and torch.equal(rotated[:, other], plain[:, channel]):
                     pairs[plane].append((channel, other))
         used = [channel for found in pairs for pair in found for channel in pair]
         if any(len(found) != 1 for found in pairs) or len(set(used)) != len(used):
-            raise self.refusal("does not rotate every plane in two channels of each head")
-        return HeadPlanes(still.shape[-1], tuple(pair for found in pairs for pair in found))
+            raise self.make_error("does not rotate every plane in two channels of each head")
+        return HeadPlanes(plain.shape[-1], tuple(pair for found in pairs for pair in found))
 
 
 class SharedStates(UserDict):
     """
-    What attention modules share with later ones (`shared_kv_states`), which a pass over them fills.
+    Keys and values that attention modules share with later ones (`shared_kv_states`), and who made and read them.
 
     Attributes:
         layer: Index of the attention module that is called.
@@ -165,40 +163,40 @@ class SharedStates(UserDict):
         return super().__getitem__(name)
 
     def to(self, device: torch.device, **options) -> "SharedStates":
-        """In place, as transformers' own: hooks of accelerate move arguments, and would make a dictionary of others."""
+        """In place, as the class of transformers: hooks of accelerate turn other mappings into a dictionary."""
         self.data = {name: tuple(x.to(device, **options) for x in states) for name, states in self.data.items()}
         return self
 
 
 @torch.no_grad()
-def key_sources(tower: RopeTower) -> dict[int, int]:
+def find_key_sources(tower: RopeTower) -> dict[int, int]:
     """
     By index of an attention module of a tower that reads the keys of an earlier one, the index of that one.
 
     Raises:
-        ValueError: if one that may do so cannot be called to see it, or reads keys that none of them makes.
+        ValueError: if one that may do so cannot be called, or reads keys that none of them makes.
     """
     shared = SharedStates()
     for layer, (name, attention) in enumerate(tower.attentions):
         if takes(attention, "shared_kv_states"):
             shared.layer, probe = layer, Probe(tower, layer)
             try:
-                probe.see(torch.ones_like(probe.coordinates), torch.zeros_like(probe.coordinates), shared)
+                probe.capture(torch.ones_like(probe.coordinates), torch.zeros_like(probe.coordinates), shared)
             except ValueError as error:
                 known = layer in shared.sources
                 raise ValueError(
                     f"{name} ({type(attention).__name__}) "
                     + ("reads keys that no layer before it makes" if known else "may read the keys of another layer")
                     + ": with which frequencies these are rotated is unknown. Accepted: layers that make keys, or read "
-                    f"those of an earlier layer of {tower.shown}."
+                    f"those of an earlier layer of {tower.label}."
                 ) from error
     return shared.sources
 
 
-def _with_values(attention: nn.Module) -> nn.Module:
-    """A copy of a module without values, with distinct ones in every row of a weight, which take no memory."""
-    made = copy.deepcopy(attention)
-    for module in made.modules():
+def _fill_values(attention: nn.Module) -> nn.Module:
+    """A copy of a module on the meta device with values, distinct in every row of a weight, that take little memory."""
+    copied = copy.deepcopy(attention)
+    for module in copied.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
@@ -206,16 +204,16 @@ def _with_values(attention: nn.Module) -> nn.Module:
                     values = (torch.arange(rows, device="cpu", dtype=torch.float32) * 0.7).sin() + 2
                     values = values.to(tensor.dtype).view(-1, *[1] * (tensor.ndim - 1)).expand(tensor.shape)
                     tensors[name] = nn.Parameter(values, False) if tensors is module._parameters else values
-    return made
+    return copied
 
 
-def _seen_by_attention(
+def _call_attention(
     attention: nn.Module,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     arguments: tuple,
     shared: SharedStates,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Query and key that an attention module hands to transformers' attention interface, for a few tokens."""
+    """Query and key that an attention module passes to transformers' attention interface, for a few tokens."""
     config = getattr(attention, "config", None)
     if config is None:
         return None
@@ -223,30 +221,30 @@ def _seen_by_attention(
     device, dtype = device_of(attention), weight.dtype if weight.is_floating_point() else torch.float32
     cos, coordinates = position_embeddings
     tokens = coordinates.shape[-2]
-    given = {
+    known = {
         "position_embeddings": (cos.to(device, dtype), coordinates.to(device)),
         "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32, device=device),
         "position_ids": arguments[-1].to(device),
         "shared_kv_states": shared,
     }
-    parameters = inspect.signature(type(attention).forward).parameters
-    given = {name: value for name, value in given.items() if name in parameters}
-    needed = (name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty)
-    named = {name: None for name in needed if parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    for name in ("self", "hidden_states"):
-        named.pop(name, None)
-    # One of these is that of the hidden states.
+    parameters = forward_arguments(attention)
+    parameters.pop("hidden_states", None)
+    options = {name: value for name, value in known.items() if name in parameters}
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            options.setdefault(name, None)
+    # The width of the hidden states is one of these.
     widths = dict.fromkeys(module.in_features for module in attention.modules() if hasattr(module, "in_features"))
-    attention.config = View(config, _attn_implementation=SEEING)
+    attention.config = View(config, _attn_implementation=CAPTURE_ATTENTION)
     try:
         for width, batch in itertools.product(widths, ((), (1,)) if coordinates.ndim == 2 else ((1,),)):
             try:
-                # Attention modules may make tensors of their own, and the default device is meta during construction.
+                # Attention modules may make tensors, and the default device is meta during construction.
                 with device:
                     states = (torch.arange(tokens * width).float() * 0.7).sin().to(dtype)
-                    attention(states.view(*batch, tokens, width), **{**named, **given})
-            except Seen as seen:
-                return seen.args
+                    attention(states.view(*batch, tokens, width), **options)  # (1, N, width) or (N, width)
+            except CapturedStates as captured:
+                return captured.args
             except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
                 continue
     finally:
@@ -254,15 +252,15 @@ def _seen_by_attention(
     return None
 
 
-def rotating_layers(tower: RopeTower, layers: list[int], are_named: bool) -> list[int]:
+def choose_rotating_layers(tower: RopeTower, layers: list[int], are_named: bool) -> list[int]:
     """
-    Those of `layers` that rotate keys of their own; what cannot be called to see it counts as rotating.
+    Those of `layers` that make keys and rotate them; a layer that cannot be called counts as rotating.
 
     Args:
         are_named: Whether all of `layers` have to rotate.
 
     Raises:
-        ValueError: if one of them does not, or none does, or one rotates its queries and not its keys.
+        ValueError: if one of the named ones does not, or none does, or one rotates its queries and not its keys.
     """
     reading = [layer for layer in layers if layer in tower.sources]
     if reading and are_named:
@@ -273,19 +271,19 @@ def rotating_layers(tower: RopeTower, layers: list[int], are_named: bool) -> lis
             f"layer does; name layer {source}, and leave out {reading}."
         )
     layers = [layer for layer in layers if layer not in reading]
-    still = [layer for layer in layers if not _rotates(tower, layer)]
-    if still and (are_named or len(still) == len(layers)):
-        names = ", ".join(tower.attentions[layer][0] for layer in still)
-        raise ValueError(f"layers={still}: the model does not rotate in {names}; accepted: layers that it rotates in.")
-    return [layer for layer in layers if layer not in still]
+    unrotated = [layer for layer in layers if not _rotates(tower, layer)]
+    if unrotated and (are_named or len(unrotated) == len(layers)):
+        names = ", ".join(tower.attentions[layer][0] for layer in unrotated)
+        raise ValueError(f"layers={unrotated}: the model does not rotate in {names}; accepted: layers that it rotates.")
+    return [layer for layer in layers if layer not in unrotated]
 
 
 def _rotates(tower: RopeTower, layer: int) -> bool:
     try:
-        (query, key), (rotated_query, rotated_key) = Probe(tower, layer).quarter_rotation()
+        (query, key), (rotated_query, rotated_key) = Probe(tower, layer).rotate_quarter()
     except ValueError:
         return True
-    # Keys of new models may all be zero.
+    # All keys of a new model may be zero.
     if key.any() and torch.equal(key, rotated_key) and not torch.equal(query, rotated_query):
         name, attention = tower.attentions[layer]
         raise ValueError(
@@ -295,18 +293,18 @@ def _rotates(tower: RopeTower, layer: int) -> bool:
     return not torch.equal(query, rotated_query)
 
 
-def rotated_planes(tower: RopeTower, layers: list[int]) -> HeadPlanes:
+def find_common_planes(tower: RopeTower, layers: list[int]) -> HeadPlanes:
     """
-    What the attention modules of these layers rotate, and those that read their keys.
+    The channels that these attention modules, and those that read their keys, rotate.
 
     Raises:
         ValueError: if they cannot be called, or do not rotate the same channels.
     """
     rotating = [layer for layer in range(len(tower.attentions)) if tower.sources.get(layer, layer) in layers]
-    found = {Probe(tower, layer).head_planes() for layer in rotating}
+    found = {(Probe(tower, n).find_planes(), tower.layouts[n].planes, tower.layouts[n].axes) for n in rotating}
     if len(found) > 1:
         raise ValueError(
-            f"The attention layers of {tower.shown} pair channels differently, and blocks of all are of the same "
-            "channels; name equal ones in layers."
+            f"The attention layers of {tower.label} pair channels differently, but blocks need the same channels in "
+            "all layers; name equal ones in layers."
         )
-    return found.pop()
+    return found.pop()[0]

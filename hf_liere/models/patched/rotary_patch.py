@@ -1,10 +1,9 @@
 """
-Rotary patches: learned rotations that are attached to the vision towers of pretrained models, and detached again
-(ComRoPE §4.4). The configuration, the plan that checks it against a model before anything is changed, and both steps.
+Learned rotations in the vision towers of pretrained models (ComRoPE §4.4): the configuration of a patch, its check
+against a model, and the hooks that a tower gets.
 """
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import get_args, get_type_hints
@@ -16,50 +15,33 @@ from torch import nn
 
 from ..encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, default_rotate_prefix
 from ..encoding.folding import build_rotary_encoding
-from ..encoding.rotary_encoding import RotaryEncoding
 from ..encoding.rotary_fields import EncodingConfig, GridFields, RotaryFields, check_format_version
 from ..transformer.attention import eager_attention_forward
+from .module_inspection import head_shape
 from .patched_forward import (
     CheckpointingInPass,
     accept_any_size,
     begin_pass,
+    compute_rotations,
     end_pass,
-    interpolated_table,
-    resized_tables,
+    interpolate_table,
+    record_grid,
+    resize_tables,
     rotary_attention_config,
-    rotations_of_tokens,
-    see_grid,
 )
-from .pretrained_patch import RopePatch, RopePlan, plan_rope
+from .pretrained_patch import plan_rope
 from .rope_layout import frequency_buffers
-from .vision_towers import (
-    Tower,
-    choose_layers,
-    device_of,
-    find_towers,
-    head_shape,
-    position_table,
-    refuse_other_tokens,
-    refuse_rotating,
-    table_method,
-)
+from .tower_patch import TowerPatch, TowerPlan, patched_towers
+from .vision_towers import Tower, find_towers, position_table, refuse_other_tokens, refuse_rotating, table_method
 
 
 FORMAT_VERSION = 1
 KEEP_ABSOLUTE = ("interpolate", "train_size", "fade", "drop")
-# Fields of positions and starting values that a model which rotates already has itself.
-OF_NEW_POSITIONS = (
-    "rotary_init_scale",
-    "rope_theta",
-    *OWN_FIELDS,
-    "coordinates",
-    "position_perturbation",
-    "position_shift",
-    "position_jitter",
-    "position_rescale",
-    "rotate_prefix",
-    "keep_absolute",
-    "absolute_weight",
+# Fields of positions and initial values that a model with RoPE defines itself.
+PLACEMENT_FIELDS = (
+    *("rotary_init_scale", "rope_theta", *OWN_FIELDS),
+    *(field.name for field in fields(GridFields)),
+    *("rotate_prefix", "keep_absolute", "absolute_weight"),
 )
 
 
@@ -76,7 +58,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
             `model.named_modules()`; `None` means all.
         rotary_init: `"zeros"` leaves a model without rotations exactly as it is: zero generators, exp(0) = I (ComRoPE
             §4.4); `circulant_string`, whose basis is never the identity, within rounding. `"pretrained"` is for models
-            that rotate by themselves (RoPE) and starts at their rotations: `rope_mixed` learns the frequencies of every
+            that already rotate (RoPE) and starts at their rotations: `rope_mixed` learns the frequencies of every
             layer and computes the same bits at the start, `liere`, `comrope_ld`, `comrope_ap` and `cayley_string` learn
             blocks of each key head and start within rounding. Any other (`"frequencies"`, `"normal"`, …, `None` for the
             encoding's own, see `LieREConfig`) is **not neutral**: it changes what the pretrained model computes.
@@ -141,7 +123,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
                 f"{', '.join(starting)}."
             )
         defaults = {field.name: field.default for field in fields(self)} | {"rotate_prefix": False}
-        given = [name for name in OF_NEW_POSITIONS if getattr(self, name) != defaults[name]]
+        given = [name for name in PLACEMENT_FIELDS if getattr(self, name) != defaults[name]]
         if given:
             raise ValueError(
                 f"{', '.join(f'{name}={getattr(self, name)!r}' for name in given)}: with rotary_init='pretrained' the "
@@ -155,7 +137,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
             raise ValueError(f"layers={self.layers!r} must be a list of indices from 0, or None.")
         for name, hint in get_type_hints(type(self)).items():
             value, kinds = getattr(self, name), get_args(hint) or (hint,)
-            # Of a Literal its values.
+            # A Literal accepts its values.
             kinds = [kind for part in kinds for kind in (get_args(part) or (part,))]
             # An int is accepted as a float, a bool is not accepted as a number.
             kind = float if type(value) is int and float in kinds else type(value)
@@ -173,7 +155,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
             raise ValueError(f"rotary_patch={values!r} must be a dictionary of fields of RotaryPatchConfig.")
         known = {field.name for field in fields(cls)}
         if unknown := set(values) - known:
-            raise ValueError(f"{sorted(unknown)} are no fields of RotaryPatchConfig; accepted: {sorted(known)}.")
+            raise ValueError(f"{sorted(unknown)} are not fields of RotaryPatchConfig; accepted: {sorted(known)}.")
         return cls(**values)
 
 
@@ -191,100 +173,68 @@ class TowerConfig(GridFields, EncodingConfig):
 
 
 @dataclass
-class RotaryPatch:
+class RotaryPatch(TowerPatch):
     """
-    The state of a patched tower, stored on it as `rotary_patch`; the forward pass and `detach` read it.
+    The patch of a vision tower.
 
     Attributes:
+        train_grid, is_flexible: As in [`Tower`].
         fixed_table: (1, N, hidden_size) position table that is not a parameter and that the model cannot resize;
             the patch embedding adds its entries. `None` for other models.
     """
 
-    config: RotaryPatchConfig
-    attention_names: list[str]
     embeddings_name: str
     train_grid: tuple[int, ...]
     coordinates: str
     is_flexible: bool
-    handles: list
     fixed_table: torch.Tensor | None = None
 
-    def base(self, tower: nn.Module) -> dict:
-        """As [`Plan.base`]."""
-        return describe_base(tower.get_submodule(self.attention_names[0]), self.train_grid)
+    def describe_base(self, module: nn.Module) -> dict:
+        heads, head_dim = head_shape(self.attentions(module)[0])
+        return {"heads": heads, "head_dim": head_dim, "train_grid": list(self.train_grid)}
 
-    def reset_parameters(self, tower: nn.Module) -> None:
-        """Values of the start for parameters that no checkpoint had."""
-        tower.rotary_encoding.reset_parameters()
-
-    def detach(self, tower: nn.Module) -> None:
-        """Undo [`Plan.attach`]."""
-        for handle in self.handles:
-            handle.remove()
-        embeddings = tower.get_submodule(self.embeddings_name)
-        vars(embeddings).pop(table_method(embeddings), None)
-        if self.fixed_table is not None:
-            embeddings.position_embeddings = self.fixed_table
-        for name in self.attention_names:
-            attention = tower.get_submodule(name)
-            attention.config = attention.config.base
-        for module in tower.modules():
-            checkpointing = getattr(module, "_gradient_checkpointing_func", None)
-            if isinstance(checkpointing, CheckpointingInPass):
-                module._gradient_checkpointing_func = checkpointing.function
-
-
-def describe_base(attention: nn.Module, train_grid: tuple[int, ...]) -> dict:
-    """What adapters say of the model that they belong to."""
-    heads, head_dim = head_shape(attention)
-    return {"heads": heads, "head_dim": head_dim, "train_grid": list(train_grid)}
-
-
-@dataclass
-class Plan:
-    """A rotary patch of one tower whose configuration has been checked, made before the model is modified."""
-
-    tower: Tower
-    attentions: list[tuple[str, nn.Module]]
-    config: RotaryPatchConfig
-    rotary_config: "TowerConfig"
-
-    def build_encoding(self) -> RotaryEncoding:
-        return build_rotary_encoding(self.rotary_config, len(self.tower.train_grid))
-
-    def base(self) -> dict:
-        """See [`describe_base`]."""
-        return describe_base(self.attentions[0][1], self.tower.train_grid)
-
-    def attach(self, encoding: RotaryEncoding) -> None:
-        tower = self.tower
-        prefix = len(tower.name) + 1 if tower.name else 0
-        device = device_of(self.attentions[0][1], tower.module)
-        tower.module.rotary_encoding = encoding.to(device).train(tower.module.training)
-        tower.module.rotary_patch = RotaryPatch(
-            config=self.config,
-            attention_names=[name[prefix:] for name, _ in self.attentions],
-            embeddings_name=next(n for n, m in tower.module.named_modules() if m is tower.embeddings),
-            train_grid=tower.train_grid,
-            coordinates=self.rotary_config.coordinates,
-            is_flexible=tower.is_flexible,
-            handles=[
-                tower.module.register_forward_pre_hook(begin_pass, prepend=True),
-                tower.module.register_forward_hook(end_pass, always_call=True),
-                tower.embeddings.register_forward_pre_hook(accept_any_size, with_kwargs=True),
-                tower.embeddings.register_forward_hook(rotations_of_tokens, with_kwargs=True),
-            ],
-        )
-        _replace_table(tower)
-        if not tower.is_flexible:
-            tower.module.rotary_patch.handles.append(tower.patch_embedding.register_forward_hook(see_grid))
-        for layer, (_, attention) in enumerate(self.attentions):
+    def add_hooks(self, tower: Tower) -> None:
+        self.handles += [
+            tower.module.register_forward_pre_hook(begin_pass, prepend=True),
+            tower.module.register_forward_hook(end_pass, always_call=True),
+            tower.embeddings.register_forward_pre_hook(accept_any_size, with_kwargs=True),
+            tower.embeddings.register_forward_hook(compute_rotations, with_kwargs=True),
+        ]
+        self._replace_table(tower.embeddings)
+        if not self.is_flexible:
+            self.handles.append(tower.patch_embedding.register_forward_hook(record_grid))
+        for layer, attention in enumerate(self.attentions(tower.module)):
             eager = inspect.unwrap(type(attention).forward).__globals__.get("eager_attention_forward")
             attention.config = rotary_attention_config(attention.config, layer, eager or eager_attention_forward)
 
+    def _replace_table(self, embeddings: nn.Module) -> None:
+        """Make the embeddings read their table as `keep_absolute` defines it, without changing a parameter."""
+        method = table_method(embeddings)
+        if _has_fixed_table(embeddings):
+            self.fixed_table = embeddings.position_embeddings
+            # record_grid has already added the entries to the patches.
+            embeddings.position_embeddings = self.fixed_table.new_zeros(1, 1, self.fixed_table.shape[-1])
+        elif method is not None and (self.config.keep_absolute != "interpolate" or len(self.train_grid) == 3):
+            setattr(embeddings, method, partial(resize_tables if self.is_flexible else interpolate_table, embeddings))
 
-def plan(model: nn.Module, config: RotaryPatchConfig) -> list[Plan] | list[RopePlan]:
+    def remove_hooks(self, module: nn.Module) -> None:
+        super().remove_hooks(module)
+        embeddings = module.get_submodule(self.embeddings_name)
+        vars(embeddings).pop(table_method(embeddings), None)
+        if self.fixed_table is not None:
+            embeddings.position_embeddings = self.fixed_table
+        for attention in self.attentions(module):
+            attention.config = attention.config.base
+        for inner in module.modules():
+            checkpointing = getattr(inner, "_gradient_checkpointing_func", None)
+            if isinstance(checkpointing, CheckpointingInPass):
+                inner._gradient_checkpointing_func = checkpointing.function
+
+
+def plan(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan]:
     """
+    Check a configuration against a model, before the model is changed.
+
     Raises:
         ValueError: if the model is patched already, has nothing to patch, or the configuration does not fit it.
     """
@@ -300,8 +250,8 @@ def plan(model: nn.Module, config: RotaryPatchConfig) -> list[Plan] | list[RopeP
         if not rotating:
             raise
         raise ValueError(
-            f"{type(model).__name__} rotates query and key by itself ({rotating[0]}), and rotary_init="
-            f"{config.rotary_init!r} is for models that do not: pass rotary_init='pretrained' to start at its own "
+            f"{type(model).__name__} already rotates query and key ({rotating[0]}), and rotary_init="
+            f"{config.rotary_init!r} is for models that do not: pass rotary_init='pretrained' to start at its "
             f"rotations. {error}"
         ) from error
     names = [tower.name for tower in towers]
@@ -312,9 +262,9 @@ def plan(model: nn.Module, config: RotaryPatchConfig) -> list[Plan] | list[RopeP
     return [_plan_tower(tower, config) for tower in towers]
 
 
-def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> Plan:
+def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> TowerPlan:
     refuse_rotating(tower.module, tower.attentions)
-    layers = choose_layers(tower.name or type(tower.module).__name__, tower.module, tower.attentions, config.layers)
+    layers = tower.choose_layers(config.layers)
     attentions = [tower.attentions[layer] for layer in layers]
     refuse_other_tokens(tower, attentions)
     shapes = {head_shape(attention) for _, attention in attentions}
@@ -337,52 +287,28 @@ def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> Plan:
         )
     except StrictDataclassError as error:
         raise ValueError(str(error.__cause__ or error)) from error
-    return Plan(tower, attentions, config, rotary_config)
+    patch = RotaryPatch(
+        config,
+        tower.attention_names(layers),
+        embeddings_name=next(name for name, module in tower.module.named_modules() if module is tower.embeddings),
+        train_grid=grid,
+        coordinates=rotary_config.coordinates,
+        is_flexible=tower.is_flexible,
+    )
+    return TowerPlan(tower, patch, partial(build_rotary_encoding, rotary_config, len(grid)))
 
 
 def _check_table(tower: Tower, config: RotaryPatchConfig) -> None:
     name = type(tower.module).__name__
     if position_table(tower.embeddings) is None:
         raise ValueError(f"keep_absolute={config.keep_absolute!r}: {name} has no absolute position table.")
-    if table_method(tower.embeddings) is None and not _has_fixed_table(tower):
+    if table_method(tower.embeddings) is None and not _has_fixed_table(tower.embeddings):
         raise ValueError(
             f"keep_absolute={config.keep_absolute!r} is not available for {name}, which has no method to read its "
             "position table for another size; accepted: interpolate."
         )
 
 
-def _has_fixed_table(tower: Tower) -> bool:
+def _has_fixed_table(embeddings: nn.Module) -> bool:
     """Whether the table is neither parameter nor buffer and cannot be read for another grid (VideoMAE's sinusoids)."""
-    return table_method(tower.embeddings) is None and "position_embeddings" in vars(tower.embeddings)
-
-
-def attach(plans: list[Plan] | list[RopePlan], encodings: list[nn.Module] | None = None) -> None:
-    """Attach rotations to the towers of `plans`: new encodings, or those of a loaded adapter."""
-    # All are built first: one that cannot be must not leave the others attached.
-    for planned, encoding in zip(plans, encodings or [planned.build_encoding() for planned in plans]):
-        planned.attach(encoding)
-
-
-def _replace_table(tower: Tower) -> None:
-    """Make the embeddings read their table as `keep_absolute` says, without changing a parameter."""
-    adapter, embeddings, method = tower.module.rotary_patch, tower.embeddings, table_method(tower.embeddings)
-    if _has_fixed_table(tower):
-        adapter.fixed_table = embeddings.position_embeddings
-        # see_grid has already added the entries to the patches.
-        embeddings.position_embeddings = adapter.fixed_table.new_zeros(1, 1, adapter.fixed_table.shape[-1])
-    elif method is not None and (adapter.config.keep_absolute != "interpolate" or len(adapter.train_grid) == 3):
-        replacement = resized_tables if tower.is_flexible else interpolated_table
-        setattr(embeddings, method, partial(replacement, embeddings))
-
-
-def detach(tower: nn.Module) -> None:
-    """Undo [`attach`]."""
-    tower.rotary_patch.detach(tower)
-    del tower.rotary_encoding, tower.rotary_patch
-
-
-def patched_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of the towers that are patched."""
-    for name, module in model.named_modules():
-        if isinstance(vars(module).get("rotary_patch"), (RotaryPatch, RopePatch)):
-            yield name, module
+    return table_method(embeddings) is None and "position_embeddings" in vars(embeddings)

@@ -135,7 +135,7 @@ class TestRefusals:
     def test_other_starts_of_models_that_rotate(self, name):
         if name not in CASES:
             pytest.skip(f"transformers {transformers.__version__} has no {name}")
-        self.refuse(build(name)[0], "by itself .*rotary_init='pretrained'", patch, RotaryPatchConfig())
+        self.refuse(build(name)[0], "already rotates .*rotary_init='pretrained'", patch, RotaryPatchConfig())
 
     @pytest.mark.parametrize(
         "fields, message",
@@ -183,6 +183,6 @@ class TestRefusals:
         patch(model, PLANES)
         layer = model.model.layers[0].self_attn
         with pytest.raises(
-            RuntimeError, match="rotary_emb handed on float32 coordinates of 1 axes, but attention layer 0"
+            RuntimeError, match="rotary_emb returned float32 coordinates of 1 axes, but attention layer 0"
         ):
             layer(torch.zeros(1, 3, 48), position_embeddings=(torch.ones(1, 3, 16), torch.zeros(1, 3, 16)))

@@ -409,7 +409,7 @@ def test_commands_for_images_say_so(tmp_path, capsys):
     build(HEADS[0]).save_pretrained(tmp_path / "saved")
     for command, flags, message in (
         ("export", [], "LieRETokensForSequenceClassification: accepted are the image and video models"),
-        ("inspect", ["--output"], "no patch embedding .* so it is no vision transformer"),
+        ("inspect", ["--output"], "no patch embedding .* so it is not a vision transformer"),
     ):
         written = tmp_path / "written.pt2"
         assert main([command, str(tmp_path / "saved"), *flags, str(written)]) == 1

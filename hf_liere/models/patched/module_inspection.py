@@ -1,0 +1,113 @@
+"""Facts about attention modules of any model: their arguments, projections, heads and devices."""
+
+import inspect
+from types import CodeType
+
+import torch
+from torch import nn
+
+
+class View:
+    """The object `base` with some attributes replaced or added."""
+
+    def __init__(self, base, **replaced):
+        self.base = base
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str):
+        # copy and pickle read attributes before `base` is set.
+        if name == "base" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+
+def forward_arguments(module: nn.Module) -> dict[str, inspect.Parameter]:
+    """The arguments of the forward of a module's class, without `self`."""
+    parameters = dict(inspect.signature(type(module).forward).parameters)
+    parameters.pop("self", None)
+    return parameters
+
+
+def takes(module: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(type(module).forward).parameters
+
+
+def forward_code(module: nn.Module) -> CodeType | None:
+    return getattr(inspect.unwrap(type(module).forward), "__code__", None)
+
+
+def names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """Names of globals and attributes that the forward of a module's class reads."""
+    code = forward_code(module)
+    return () if code is None else code.co_names
+
+
+def projections(attention: nn.Module, reads_keys: bool = False) -> list[nn.Module]:
+    """
+    The query and key projections of an attention module, or its one projection for queries, keys and values.
+
+    Args:
+        reads_keys: Whether another module makes the keys; then only the query projection is returned.
+    """
+    for names in (("q_proj", "k_proj"), ("query", "key"), ("qkv",), ("Wqkv",), ("qkv_proj",)):
+        found = [getattr(attention, name, None) for name in (names[:1] if reads_keys else names)]
+        if all(isinstance(module, nn.Module) for module in found):
+            return found
+    return []
+
+
+def linear_layer(projection: nn.Module) -> nn.Module:
+    """The module with the weight of a projection, inside the wrappers of peft or of the model."""
+    if hasattr(projection, "base_layer"):
+        return projection.base_layer
+    inner = (module for module in projection.modules() if hasattr(module, "out_features"))
+    return projection if hasattr(projection, "weight") else next(inner, projection)
+
+
+def head_shape(attention: nn.Module) -> tuple[int, int]:
+    """
+    (heads, head_dim) of an attention module.
+
+    Raises:
+        ValueError: if they are unknown, or if keys and queries have different numbers of heads.
+    """
+    heads = _stated_heads(attention)
+    widths = {getattr(projection, "out_features", None) for projection in projections(attention)}
+    if heads is None or len(widths) != 1 or None in widths:
+        raise ValueError(
+            f"The heads of {type(attention).__name__} cannot be rotated: {heads} heads, query and key projections of "
+            f"widths {sorted(map(str, widths)) or 'unknown'}; one number of heads and equal widths are needed."
+        )
+    head_dim = next((getattr(attention, n) for n in ("head_dim", "attention_head_size") if hasattr(attention, n)), None)
+    # One projection makes queries, keys and values.
+    width = widths.pop() // (3 if len(projections(attention)) == 1 else 1)
+    return heads, head_dim or width // heads
+
+
+def projected_widths(attention: nn.Module, head_dim: int) -> tuple[int | None, list[int | None]]:
+    """
+    The number of query heads that an attention module states, and the widths of its projections to queries, to keys and
+    so on; `None` where they are unknown. A common projection is split, with equal widths for keys and values.
+    """
+    widths = [getattr(linear_layer(part), "out_features", None) for part in projections(attention)]
+    heads = _stated_heads(attention)
+    if len(widths) == 1 and widths[0]:
+        query_width = heads * head_dim if heads else widths[0] // 3
+        rest = widths[0] - query_width
+        widths = [query_width, rest // 2 if rest % 2 == 0 else None]
+    return heads, widths
+
+
+def _stated_heads(attention: nn.Module) -> int | None:
+    heads = next((getattr(attention, n) for n in ("num_heads", "num_attention_heads") if hasattr(attention, n)), None)
+    return heads or getattr(getattr(attention, "config", None), "num_attention_heads", None)
+
+
+def device_of(*modules: nn.Module) -> torch.device:
+    """
+    The device of the first parameter found, in the order of the modules: quantized modules may have none. Matrices come
+    before vectors, which some models make on the CPU whatever the default device is. The CPU without parameters.
+    """
+    found = [parameter for module in modules for parameter in module.parameters()]
+    devices = [*(parameter.device for parameter in found if parameter.ndim > 1), *(value.device for value in found)]
+    return devices[0] if devices else torch.device("cpu")

@@ -1,0 +1,132 @@
+"""
+The patch of one tower, of either kind: the plan that is checked before the model is modified, and the state that the
+forward pass reads. `rotary_patch` makes those of vision towers, `pretrained_patch` those of models with RoPE.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .module_inspection import device_of
+
+
+# What a running forward pass knows belongs to its thread, never to a module.
+thread = threading.local()
+
+
+@dataclass
+class AttentionTower:
+    """
+    A module whose attention can be patched.
+
+    Attributes:
+        name: Its name in the model, empty for the model itself.
+        attentions: (name in the model, module) of every attention layer.
+    """
+
+    name: str
+    module: nn.Module
+    attentions: list[tuple[str, nn.Module]]
+
+    @property
+    def label(self) -> str:
+        kind = type(self.module).__name__
+        return f"{self.name} ({kind})" if self.name else kind
+
+    def choose_layers(self, layers: list[int] | None) -> list[int]:
+        """
+        The indices of the attention layers to patch; `None` means all.
+
+        Raises:
+            ValueError: if there are no such layers, or the tower has a `rotary_encoding` already.
+        """
+        available = list(range(len(self.attentions)))
+        chosen = available if layers is None else layers
+        if not chosen or set(chosen) - set(available):
+            raise ValueError(
+                f"layers={chosen} do not match: {self.label} has attention layers "
+                f"{[f'{index}: {name}' for index, (name, _) in enumerate(self.attentions)]}."
+            )
+        if hasattr(self.module, "rotary_encoding"):
+            raise ValueError(f"{self.label} already has a rotary_encoding; a patch would overwrite it.")
+        return chosen
+
+    def attention_names(self, layers: list[int]) -> list[str]:
+        """Names of attention layers inside the tower."""
+        start = len(self.name) + 1 if self.name else 0
+        return [self.attentions[layer][0][start:] for layer in layers]
+
+
+@dataclass
+class TowerPatch:
+    """
+    The state of a patched tower, stored on it as `rotary_patch`.
+
+    Attributes:
+        config: A `RotaryPatchConfig`.
+        attention_names: Names of the rotated attention modules inside the tower.
+        handles: Those of the hooks, while the patch is attached.
+    """
+
+    config: object
+    attention_names: list[str]
+    handles: list = field(default_factory=list, kw_only=True)
+
+    def attentions(self, module: nn.Module) -> list[nn.Module]:
+        """The rotated attention modules of the tower."""
+        return [module.get_submodule(name) for name in self.attention_names]
+
+    def describe_base(self, module: nn.Module) -> dict:
+        """What adapters record about the tower that they belong to, patched or not."""
+        raise NotImplementedError
+
+    def reset_parameters(self, module: nn.Module) -> None:
+        """Give parameters that no checkpoint contains their initial values."""
+        module.rotary_encoding.reset_parameters()
+
+    def add_hooks(self, tower: AttentionTower) -> None:
+        """Make the tower rotate by `rotary_encoding`."""
+        raise NotImplementedError
+
+    def remove_hooks(self, module: nn.Module) -> None:
+        """Undo `add_hooks`."""
+        while self.handles:
+            self.handles.pop().remove()
+
+
+@dataclass
+class TowerPlan:
+    """A patch of one tower whose configuration has been checked, made before the model is modified."""
+
+    tower: AttentionTower
+    patch: TowerPatch
+    build_encoding: Callable[[], nn.Module]
+
+    def attach(self, encoding: nn.Module) -> None:
+        module = self.tower.module
+        device = device_of(self.patch.attentions(module)[0], module)
+        module.rotary_encoding = encoding.to(device).train(module.training)
+        module.rotary_patch = self.patch
+        self.patch.add_hooks(self.tower)
+
+
+def attach(plans: list[TowerPlan], encodings: list[nn.Module] | None = None) -> None:
+    """Attach rotations to the towers of `plans`: new encodings, or those of a loaded adapter."""
+    # All are built first: one that cannot be must not leave the others attached.
+    for planned, encoding in zip(plans, encodings or [planned.build_encoding() for planned in plans]):
+        planned.attach(encoding)
+
+
+def detach(module: nn.Module) -> None:
+    """Undo [`attach`] for one tower."""
+    module.rotary_patch.remove_hooks(module)
+    del module.rotary_encoding, module.rotary_patch
+
+
+def patched_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of the towers that are patched."""
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("rotary_patch"), TowerPatch):
+            yield name, module
