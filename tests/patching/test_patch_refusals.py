@@ -88,7 +88,7 @@ class TestRefusals:
         [
             ("eomt", "EomtForUniversalSegmentation learns query .5 vectors. outside the embeddings"),
             ("yolos", "YolosModel learn detection_tokens .3 vectors., which may come after the patches"),
-            ("x_clip", r"several stacks, encoder.layers.\*.message_attn, encoder.layers.\*.self_attn"),
+            ("x_clip", r"several stacks of attention, encoder.layers.\*.message_attn, encoder.layers.\*.self_attn"),
             ("segformer", "SegformerLayer has no image_size"),
             ("hunyuan", "HunYuanVLVisionTransformer has no image_size"),
         ],

@@ -209,7 +209,7 @@ def order_planes(layout: RopeLayout, position_encoding: str, block_size: int, la
     Raises:
         ValueError: if there is no such order.
     """
-    axis_of_plane = [layout.axes[channels[0]] for channels in layout.channels_of_planes()]
+    axis_of_plane = [layout.axes[channel] for channel in layout.first_channels()]
     planes_of_axis = [[p for p, axis in enumerate(axis_of_plane) if axis == a] for a in range(layout.num_axes)]
     counts, size = [len(planes) for planes in planes_of_axis], block_size // 2
     if block_size % 2:
@@ -227,12 +227,12 @@ def order_planes(layout: RopeLayout, position_encoding: str, block_size: int, la
             f"block_size={block_size}: {label} rotates {counts} planes by its axes, and a block of {position_encoding} "
             f"has {size} of one axis; accepted: sizes that divide twice these numbers, and liere for any axes."
         )
-    if traits.serves_one_axis and len(set(counts)) > 1:
-        raise ValueError(
-            f"{label} rotates {counts} planes by its axes, but {position_encoding} needs equally many for each; "
-            "accepted: comrope_ld, liere and cayley_string."
-        )
     if traits.serves_one_axis:
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"{label} rotates {counts} planes by its axes, but {position_encoding} needs equally many for each; "
+                "accepted: comrope_ld, liere and cayley_string."
+            )
         # The axes take turns.
         blocks = [[block] for turn in zip(*blocks) for block in turn]
     return tuple(plane for blocks_of_axis in blocks for block in blocks_of_axis for plane in block)

@@ -24,7 +24,7 @@ class RopePlanes(nn.Module):
 
     def reset_parameters(self) -> None:
         """Fill the buffers again, after a construction without values."""
-        layout, first = self.layout, [channels[0] for channels in self.layout.channels_of_planes()]
+        layout, first = self.layout, self.layout.first_channels()
         device = "cpu" if self.channels.is_meta else self.channels.device
         self.frequencies = torch.tensor([layout.frequencies[channel] for channel in first], device=device)  # (planes,)
         self.axes = torch.tensor([layout.axes[channel] for channel in first], device=device)  # (planes,)
@@ -50,8 +50,7 @@ class RopePlanes(nn.Module):
 
 class PretrainedRope(LearnedRotations):
     """
-    What all rotations of a [`RopeTower`] need: its coordinates, and the pretrained cos and sin for layers that learn
-    nothing.
+    The common base of rotations of a [`RopeTower`]: its coordinates, and pretrained cos and sin for fixed layers.
 
     Args:
         tower: The rotary module and its attention modules.
@@ -82,7 +81,7 @@ class PretrainedRope(LearnedRotations):
     def compute_pretrained(
         self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """What `forward` returns for layers that learn nothing: the model's own cos and sin."""
+        """As `forward`, for layers that learn nothing: the model's own cos and sin."""
         planes = self.layouts[self.layout_of_layer[layer]]
         # 2 × (…, N, D)
         return *planes(coordinates, planes.read_frequencies(rope).to(coordinates.device), cos.dtype), None
@@ -95,13 +94,13 @@ class PretrainedRope(LearnedRotations):
 
         Args:
             layer: Its index.
-            cos: A tensor in the type of the model's own cos and sin.
+            cos: A tensor with the dtype of the model's own cos and sin.
             coordinates: (…, N, A), float32.
             rope: The rotary module.
-            states: (…, prefix + N, hidden_size), what attention sees.
+            states: (…, prefix + N, hidden_size), the input of attention.
 
         Returns:
-            (…, N, D) cos and sin, and a rotation for the queries and keys before them, if there is one.
+            (…, N, D) cos and sin, and a rotation to apply to queries and keys before these, or `None`.
         """
         raise NotImplementedError
 

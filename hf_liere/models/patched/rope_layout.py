@@ -25,7 +25,7 @@ TOKENS = 7
 @dataclass(frozen=True)
 class RopeLayout:
     """
-    What a rotary module computes for one type of layers: cos and sin of p_a ω_f for each of D channels, times a factor.
+    How a rotary module computes cos and sin for one type of layers: of p_a ω_f for each of D channels, times a factor.
 
     Attributes:
         buffer: Name of the buffer with the frequencies.
@@ -51,12 +51,9 @@ class RopeLayout:
     def num_planes(self) -> int:
         return max(self.planes) + 1
 
-    def channels_of_planes(self) -> list[tuple[int, ...]]:
-        """The channels of every plane, in ascending order."""
-        found = [[] for _ in range(self.num_planes)]
-        for channel, plane in enumerate(self.planes):
-            found[plane].append(channel)
-        return [tuple(channels) for channels in found]
+    def first_channels(self) -> list[int]:
+        """The first channel of every plane."""
+        return [self.planes.index(plane) for plane in range(self.num_planes)]
 
 
 @dataclass
@@ -108,7 +105,7 @@ class CoordinateProbe(nn.Module):
             options = dict(options)
             arguments = (options.pop(self.states_name), *arguments)
         states, *arguments = arguments
-        # Of their first argument, rotary modules read only type, shape and device, and return its type.
+        # Rotary modules read only the dtype, shape and device of their first argument, and return its dtype.
         if states.dtype != torch.float32:
             states = torch.empty((), dtype=torch.float32, device=states.device).expand(states.shape)
         for name, buffer in self.module._buffers.items():
@@ -147,10 +144,10 @@ def frequency_buffers(module: nn.Module) -> list[str]:
 
 def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTower]:
     """
-    All modules of a model that compute rotations and pass them to attention, with the attention modules.
+    All modules of a model that contain a rotary module, with the attention modules that it serves.
 
     Args:
-        target: Name of the one module around a rotary module to look at; `None` for all.
+        target: Name of the one such module to return; `None` means all.
 
     Raises:
         ValueError: if there is none, or its frequencies cannot be learned; the message names the module.
@@ -259,7 +256,7 @@ def _refuse_rotating_around(modules: dict[str, nn.Module], owner: str, attention
             code = forward_code(module)
             if code is not None and {"cos", "sin"} <= set(code.co_varnames):
                 raise ValueError(
-                    f"{name} ({type(module).__name__}) rotates with cos and sin and hands them to a module inside that "
+                    f"{name} ({type(module).__name__}) rotates with cos and sin and passes them to a module inside that "
                     "also takes them; accepted: models in which only one of the two does."
                 )
 
@@ -290,7 +287,7 @@ def examine(rope: nn.Module, name: str, buffer: str, layer_type: str | None) -> 
     The layout of a rotary module, from what it returns for known positions and frequencies.
 
     Raises:
-        ValueError: if cos and sin are not those of one coordinate times one frequency in every channel.
+        ValueError: if some channel is not the cos and sin of one coordinate times one frequency.
     """
     if buffer not in rope._buffers:
         raise ValueError(f"{name} ({type(rope).__name__}) has no {buffer}; its buffers: {sorted(rope._buffers)}.")
@@ -303,23 +300,23 @@ def examine(rope: nn.Module, name: str, buffer: str, layer_type: str | None) -> 
         arguments, found = find_positions(rope, options, refusal)
         coordinates = found.flatten(0, -2)  # (N, D)
 
-        def rotate_channels(value, neutral_factor=False):
+        def compute_cos_sin(value, neutral_factor=False):
             changed = _replace_frequencies(rope, value, neutral_factor)
             cos, sin = type(changed).forward(changed, *arguments, **options)
             return cos.flatten(0, -2), sin.flatten(0, -2)  # (N, D)
 
-        _, sin = rotate_channels(lambda values: _count_from(1, values.shape).mul(UNIT), neutral_factor=True)
+        _, sin = compute_cos_sin(lambda values: _count_from(1, values.shape).mul(UNIT), neutral_factor=True)
         token = coordinates.abs().argmax(0, keepdim=True)  # (1, D)
         numbers = (sin / UNIT).gather(0, token) / coordinates.gather(0, token)
         numbers = numbers.round().long().squeeze(0) - 1  # (D,)
         count = rope._buffers[buffer].numel()
         if (numbers < 0).any() or (numbers >= count).any():
             raise refusal
-        factor, _ = rotate_channels(lambda values: values)
-        found_cos, found_sin = rotate_channels(lambda values: _count_from(2, values.shape).rsqrt())
+        factor, _ = compute_cos_sin(lambda values: values)
+        found_cos, found_sin = compute_cos_sin(lambda values: _count_from(2, values.shape).rsqrt())
         angles = coordinates * _count_from(2, (count,)).rsqrt()[numbers]  # (N, D)
         expected = (angles.cos() * factor[0, 0], angles.sin() * factor[0, 0])
-        # The same operations; a processor may still round differently at the end of a row.
+        # The operations are the same, but a processor may round differently at the end of a row.
         if any((x - y).abs().max() > 1e-6 for x, y in zip((found_cos, found_sin), expected)):
             raise refusal
     axes = _number_groups([tuple(column) for column in coordinates.T.tolist()])

@@ -90,12 +90,12 @@ class Probe:
         Raises:
             ValueError: if the attention module cannot be called alone.
         """
-        attention = _fill_values(self.attention) if self.is_meta else self.attention
         if shared is None:
             shared = SharedStates()
             if self.layer in self.tower.sources:
                 Probe(self.tower, self.tower.sources[self.layer]).capture(cos, sin, shared)
-        captured = _call_attention(attention, (cos, sin), self.arguments, shared)
+        attention = _fill_values(self.attention) if self.is_meta else self.attention
+        captured = _call_attention(attention, cos, sin, self.arguments, shared)
         if captured is None:
             raise self.make_error("could not be called with a few tokens to see what it rotates")
         return captured
@@ -208,18 +208,14 @@ def _fill_values(attention: nn.Module) -> nn.Module:
 
 
 def _call_attention(
-    attention: nn.Module,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    arguments: tuple,
-    shared: SharedStates,
+    attention: nn.Module, cos: torch.Tensor, coordinates: torch.Tensor, arguments: tuple, shared: SharedStates
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Query and key that an attention module passes to transformers' attention interface, for a few tokens."""
+    """Query and key that attention passes to transformers' interface for a few tokens; `None` if it fails."""
     config = getattr(attention, "config", None)
     if config is None:
         return None
     weight = next(attention.parameters(), torch.empty(0))
     device, dtype = device_of(attention), weight.dtype if weight.is_floating_point() else torch.float32
-    cos, coordinates = position_embeddings
     tokens = coordinates.shape[-2]
     known = {
         "position_embeddings": (cos.to(device, dtype), coordinates.to(device)),

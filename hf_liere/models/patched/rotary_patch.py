@@ -162,7 +162,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
 @strict
 @dataclass
 class TowerConfig(GridFields, EncodingConfig):
-    """What the rotations of one tower are built from, of `layers` alone; `train_grid` are its patches per axis."""
+    """The configuration of one tower's rotations, for the patched layers only; `train_grid`: its patches per axis."""
 
     train_grid: tuple[int, ...] = ()
     rotate_prefix: bool = False

@@ -12,7 +12,7 @@ from torch import nn
 from .module_inspection import device_of
 
 
-# What a running forward pass knows belongs to its thread, never to a module.
+# The state of a running forward pass belongs to its thread, never to a module.
 thread = threading.local()
 
 
@@ -79,7 +79,7 @@ class TowerPatch:
         return [module.get_submodule(name) for name in self.attention_names]
 
     def describe_base(self, module: nn.Module) -> dict:
-        """What adapters record about the tower that they belong to, patched or not."""
+        """The facts by which adapters recognise their tower, patched or not."""
         raise NotImplementedError
 
     def reset_parameters(self, module: nn.Module) -> None:

@@ -83,7 +83,9 @@ class TestRefusals:
 
         model, _ = build("llama")
         model.model.layers[0].self_attn.indexer = Indexer()
-        self.refuse(model, "layers.0.self_attn .LlamaAttention. rotates with cos and sin and hands them", patch, PLANES)
+        self.refuse(
+            model, "layers.0.self_attn .LlamaAttention. rotates with cos and sin and passes them", patch, PLANES
+        )
 
     @pytest.mark.parametrize("layers", [[2], [0, 2]])
     def test_layers_that_read_the_keys_of_another(self, layers):
