@@ -256,8 +256,8 @@ def _refuse_rotating_around(modules: dict[str, nn.Module], owner: str, attention
             code = forward_code(module)
             if code is not None and {"cos", "sin"} <= set(code.co_varnames):
                 raise ValueError(
-                    f"{name} ({type(module).__name__}) rotates with cos and sin and passes them to a module inside that "
-                    "also takes them; accepted: models in which only one of the two does."
+                    f"{name} ({type(module).__name__}) rotates with cos and sin and passes them to a module inside "
+                    "that also takes them; accepted: models in which only one of the two does."
                 )
 
 

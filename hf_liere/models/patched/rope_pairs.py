@@ -65,7 +65,7 @@ class Probe:
         self.options = {} if self.layout.layer_type is None else {"layer_type": self.layout.layer_type}
         refusal = self.make_error("has unknown positions")
         with torch.device("cpu"):
-            self.arguments, self.coordinates = find_positions(tower.rope, self.options, refusal)
+            self.arguments, self.coordinates = find_positions(tower.rope, self.options, refusal)  # …, (…, N, D)
 
     def make_error(self, reason: str) -> ValueError:
         return ValueError(
@@ -104,6 +104,7 @@ class Probe:
     def rotate_quarter(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         """Queries and keys, (B · H · N, head_dim) each, by an angle of zero and by one of π/2."""
         ones, zeros = (torch.full(self.coordinates.shape, value, device="cpu") for value in (1.0, 0.0))
+        # cos and sin of 0, then of π/2
         angles = ((ones, zeros), (zeros, ones))
         return tuple(tuple(states.flatten(0, -2) for states in self.capture(*angle)) for angle in angles)
 
@@ -123,8 +124,10 @@ class Probe:
         (plain, _), (rotated, _) = self.rotate_quarter()  # 2 × (B · H · N, head_dim)
         with torch.device("cpu"), torch.no_grad():
             zeros, planes = torch.zeros(self.coordinates.shape), torch.tensor(self.layout.planes)  # (N, D), (D,)
+            # sin = 1 + digit: 2 × (B, H, N, head_dim), each channel multiplied by the digit of its plane
             digits = [self.capture(zeros, zeros + part + 1)[0] for part in (planes % DIGIT, planes // DIGIT)]
             scale = rotated.square().sum(0).clamp_min(1e-30)  # (head_dim,)
+            # (head_dim,) each
             low, high = (((x.flatten(0, -2) * rotated).sum(0) / scale).round().long() - 1 for x in digits)
         pairs = [[] for _ in range(self.layout.num_planes)]
         for channel in (~(plain == rotated).all(0)).nonzero().flatten().tolist():
@@ -201,7 +204,7 @@ def _fill_values(attention: nn.Module) -> nn.Module:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     rows = tensor.shape[0] if tensor.ndim else 1
-                    values = (torch.arange(rows, device="cpu", dtype=torch.float32) * 0.7).sin() + 2
+                    values = (torch.arange(rows, device="cpu", dtype=torch.float32) * 0.7).sin() + 2  # (rows,)
                     values = values.to(tensor.dtype).view(-1, *[1] * (tensor.ndim - 1)).expand(tensor.shape)
                     tensors[name] = nn.Parameter(values, False) if tensors is module._parameters else values
     return copied
@@ -218,9 +221,9 @@ def _call_attention(
     device, dtype = device_of(attention), weight.dtype if weight.is_floating_point() else torch.float32
     tokens = coordinates.shape[-2]
     known = {
-        "position_embeddings": (cos.to(device, dtype), coordinates.to(device)),
-        "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32, device=device),
-        "position_ids": arguments[-1].to(device),
+        "position_embeddings": (cos.to(device, dtype), coordinates.to(device)),  # 2 × (…, N, D)
+        "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32, device=device),  # (2,)
+        "position_ids": arguments[-1].to(device),  # (…, N) or (…, N, A)
         "shared_kv_states": shared,
     }
     parameters = forward_arguments(attention)
@@ -237,7 +240,7 @@ def _call_attention(
             try:
                 # Attention modules may make tensors, and the default device is meta during construction.
                 with device:
-                    states = (torch.arange(tokens * width).float() * 0.7).sin().to(dtype)
+                    states = (torch.arange(tokens * width).float() * 0.7).sin().to(dtype)  # (N · width,)
                     attention(states.view(*batch, tokens, width), **options)  # (1, N, width) or (N, width)
             except CapturedStates as captured:
                 return captured.args
@@ -276,6 +279,7 @@ def choose_rotating_layers(tower: RopeTower, layers: list[int], are_named: bool)
 
 def _rotates(tower: RopeTower, layer: int) -> bool:
     try:
+        # (B · H · N, head_dim) each
         (query, key), (rotated_query, rotated_key) = Probe(tower, layer).rotate_quarter()
     except ValueError:
         return True
