@@ -31,7 +31,6 @@ from .tower_patch import TowerPlan, attach, detach, patched_towers
 
 # Names of classes begin with it.
 PREFIX = "Rotary"
-PRETRAINED_PLANES = {"position_encoding": "rope_mixed", "rotary_init": "pretrained"}
 # The configuration of the model under construction. `LlamaForSequenceClassification` and others make their base by an
 # Auto class, of the same configuration: it is patched as a part of them.
 _under_construction = ContextVar("_under_construction", default=None)
@@ -317,7 +316,7 @@ def _make_config(plain: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
     parts = [plain, *(kind for kind in plain.sub_configs.values() if kind is not None)]
     if any("rope" in name for part in parts for name in getattr(part, "__dataclass_fields__", ())):
-        Made._default_patch = PRETRAINED_PLANES
+        Made._default_patch = {"position_encoding": "rope_mixed", "rotary_init": "pretrained"}
     return strict(_name_class(Made, plain, f"[`{plain.__name__}`] with `rotary_patch`: [`RotaryPatchConfig`]."))
 
 

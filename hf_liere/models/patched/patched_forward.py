@@ -30,11 +30,6 @@ from .vision_towers import position_table
 ROTARY_ATTENTION = f"rotary:{__name__}"
 
 
-def rotary_attention_config(config, layer: int, eager: Callable) -> View:
-    """The configuration that a rotated attention module sees; only the attention implementation differs."""
-    return View(config, _attn_implementation=ROTARY_ATTENTION, layer=layer, eager=eager)
-
-
 class ForwardPass:
     """
     One forward pass of one tower.

@@ -166,9 +166,11 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
     if target is not None and target not in owners:
         raise ValueError(f"target={target!r} computes no rotations; modules that do: {sorted(owners)}.")
     served = {owner: [] for owner in owners}
-    for name, attention in _find_attentions(modules):
+    users = {module: name for name, module in modules.items() if takes(module, "position_embeddings")}
+    for attention, name in users.items():
         inside = [owner for owner in owners if not owner or name.startswith(f"{owner}.")]
-        if inside:
+        # Modules around attention may take cos and sin only to pass them on.
+        if inside and not any(inner in users for inner in attention.modules() if inner is not attention):
             served[max(inside, key=len)].append((name, attention))
     chosen = owners if target is None else [target]
     _refuse_common_weights(served, chosen)
@@ -188,15 +190,6 @@ def _refuse_common_weights(served: dict[str, list[tuple[str, nn.Module]]], chose
                         "separate rotations: what one learns would not rotate the keys that the other reads. Accepted: "
                         "attention modules that share one rotary module."
                     )
-
-
-def _find_attentions(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The innermost modules that take cos and sin."""
-    taking = {name: module for name, module in modules.items() if takes(module, "position_embeddings")}
-    for name, module in taking.items():
-        inner = any(other is not module and takes(other, "position_embeddings") for other in module.modules())
-        if not inner:
-            yield name, module
 
 
 def _make_tower(
@@ -263,13 +256,12 @@ def _refuse_rotating_around(modules: dict[str, nn.Module], owner: str, attention
 
 def _refuse_unknown_axes(rope: nn.Module, name: str, attention: nn.Module) -> None:
     """Modules that take positions on two axes may be meant for three, if heads have channels for these."""
-    refusal = ValueError("")
     head_dim = getattr(attention, "head_dim", None)
     if head_dim is None or not takes(rope, "position_ids") or takes(rope, "layer_type"):
         return
     with torch.device("cpu"), torch.no_grad():
         try:
-            arguments, coordinates = find_positions(rope, {}, refusal)
+            arguments, coordinates = find_positions(rope, {}, ValueError(name))
             if arguments[-1].shape[-1] != 2 or arguments[-1].ndim != 2:
                 return
             three = CoordinateProbe(rope)(arguments[0], torch.arange(3 * TOKENS).view(TOKENS, 3))

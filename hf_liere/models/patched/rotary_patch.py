@@ -17,8 +17,9 @@ from ..encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, default_rota
 from ..encoding.folding import build_rotary_encoding
 from ..encoding.rotary_fields import EncodingConfig, GridFields, RotaryFields, check_format_version
 from ..transformer.attention import eager_attention_forward
-from .module_inspection import head_shape
+from .module_inspection import View, head_shape
 from .patched_forward import (
+    ROTARY_ATTENTION,
     CheckpointingInPass,
     accept_any_size,
     begin_pass,
@@ -27,7 +28,6 @@ from .patched_forward import (
     interpolate_table,
     record_grid,
     resize_tables,
-    rotary_attention_config,
 )
 from .pretrained_patch import plan_rope
 from .rope_layout import frequency_buffers
@@ -204,8 +204,9 @@ class RotaryPatch(TowerPatch):
         if not self.is_flexible:
             self.handles.append(tower.patch_embedding.register_forward_hook(record_grid))
         for layer, attention in enumerate(self.attentions(tower.module)):
-            eager = inspect.unwrap(type(attention).forward).__globals__.get("eager_attention_forward")
-            attention.config = rotary_attention_config(attention.config, layer, eager or eager_attention_forward)
+            names = inspect.unwrap(type(attention).forward).__globals__
+            eager = names.get("eager_attention_forward") or eager_attention_forward
+            attention.config = View(attention.config, _attn_implementation=ROTARY_ATTENTION, layer=layer, eager=eager)
 
     def _replace_table(self, embeddings: nn.Module) -> None:
         """Make the embeddings read their table as `keep_absolute` defines it, without changing a parameter."""

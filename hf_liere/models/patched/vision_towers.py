@@ -89,8 +89,7 @@ def find_towers(model: nn.Module) -> list[Tower]:
             f"{kind} has no patch embedding (a convolution whose kernel is its stride, or a module that takes "
             f"spatial_shapes), so it is not a vision transformer; its modules are {_children(model)}."
         )
-    kinds = {type(module).__name__ for module in modules.values()}
-    candidates = sorted(name for name in kinds if "attention" in name.lower())
+    candidates = sorted(name for name in {type(m).__name__ for m in modules.values()} if "attention" in name.lower())
     raise ValueError(
         f"The attention of {kind} is not routed through transformers' attention interface (ALL_ATTENTION_FUNCTIONS), "
         f"where query and key can be rotated; attention modules found: {candidates or 'none'}, modules: "
