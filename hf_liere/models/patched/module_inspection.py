@@ -71,7 +71,7 @@ def head_shape(attention: nn.Module) -> tuple[int, int]:
     Raises:
         ValueError: if they are unknown, or if keys and queries have different numbers of heads.
     """
-    heads = _stated_heads(attention)
+    heads = _count_heads(attention)
     widths = {getattr(projection, "out_features", None) for projection in projections(attention)}
     if heads is None or len(widths) != 1 or None in widths:
         raise ValueError(
@@ -84,13 +84,13 @@ def head_shape(attention: nn.Module) -> tuple[int, int]:
     return heads, head_dim or width // heads
 
 
-def projected_widths(attention: nn.Module, head_dim: int) -> tuple[int | None, list[int | None]]:
+def projection_widths(attention: nn.Module, head_dim: int) -> tuple[int | None, list[int | None]]:
     """
     The number of query heads that an attention module states, and the widths of its projections to queries, to keys and
     so on; `None` where they are unknown. A common projection is split, with equal widths for keys and values.
     """
     widths = [getattr(linear_layer(part), "out_features", None) for part in projections(attention)]
-    heads = _stated_heads(attention)
+    heads = _count_heads(attention)
     if len(widths) == 1 and widths[0]:
         query_width = heads * head_dim if heads else widths[0] // 3
         rest = widths[0] - query_width
@@ -98,7 +98,7 @@ def projected_widths(attention: nn.Module, head_dim: int) -> tuple[int | None, l
     return heads, widths
 
 
-def _stated_heads(attention: nn.Module) -> int | None:
+def _count_heads(attention: nn.Module) -> int | None:
     heads = next((getattr(attention, n) for n in ("num_heads", "num_attention_heads") if hasattr(attention, n)), None)
     return heads or getattr(getattr(attention, "config", None), "num_attention_heads", None)
 

@@ -13,7 +13,7 @@ from ..encoding.rotary_embedding import LieRotaryEmbedding
 from ..rotation.dispatch import product_dtype
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import Rotation
-from .module_inspection import projected_widths, projections
+from .module_inspection import projection_widths, projections
 from .pretrained_rope import PretrainedRope
 from .rope_layout import RopeLayout, RopeTower, frequency_buffers
 from .rope_pairs import HeadPlanes
@@ -187,7 +187,7 @@ def _require_common_heads(tower: RopeTower, layers: list[int], head_dim: int) ->
     found = set()
     for layer in layers:
         name, attention = tower.attentions[layer]
-        heads, widths = projected_widths(attention, head_dim)
+        heads, widths = projection_widths(attention, head_dim)
         if widths[0] != (heads or 0) * head_dim or not widths[-1] or widths[-1] % head_dim:
             raise ValueError(
                 f"{name} ({type(attention).__name__}) has {heads} heads of {head_dim} channels, and projects to widths "

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..encoding.encoding_traits import traits_of
-from .module_inspection import forward_arguments, projected_widths
+from .module_inspection import forward_arguments, projection_widths
 from .pretrained_blocks import PretrainedBlocks, find_state_modules
 from .pretrained_rope import PretrainedPlanes
 from .rope_layout import RopeLayout, RopeTower, find_rope_towers
@@ -42,7 +42,7 @@ class RopePatch(TowerPatch):
         """With the frequencies that the rotations start from."""
         attention, rope = self.attentions(module)[0], module.get_submodule(self.rope_name)
         head_dim = getattr(attention, "head_dim", len(self.layouts[0].planes))
-        _, widths = projected_widths(attention, head_dim)
+        _, widths = projection_widths(attention, head_dim)
         heads = [(width or 0) // head_dim or None for width in widths or [None]]
         frequencies = [rope._buffers[layout.buffer].flatten().tolist() for layout in self.layouts]
         return {
