@@ -1,1 +1,6 @@
-"""Room."""
+"""
+Transformers of images, video and tokens, with their configurations.
+
+Files here import each other, `rotation`, `encoding` and `saved_code`. Start with `modeling_liere.py`: its `forward`
+leads to `embeddings.py`, `layers.py` and `attention.py`. `configuration_liere.py` documents the fields.
+"""

@@ -21,24 +21,23 @@ def eager_attention_forward(
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention that also returns its (B, H, N, N) weights."""
-    weights = torch.matmul(query, key.transpose(-1, -2)) * scaling
+    weights = torch.matmul(query, key.transpose(-1, -2)) * scaling  # (B, H, N, N)
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         weights = weights.masked_fill(~attention_mask, torch.finfo(weights.dtype).min)
     elif attention_mask is not None:
         weights = weights + attention_mask
     weights = nn.functional.softmax(weights, dim=-1, dtype=torch.promote_types(query.dtype, torch.float32))
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights  # (B, N, H, D), (B, H, N, N)
 
 
 class LieREAttention(nn.Module):
     """
     Multi-head self-attention that rotates query and key before the attention function of the configuration.
 
-    Commuting rotations are applied in the eigenbasis of their generators. The basis is multiplied into the weights of
-    `q_proj` and `k_proj` where these are plain linear layers; with hooks, adapters, parametrizations, or weights that
-    are quantized, offloaded or sharded, the modules are called as they are and their outputs are changed to the
-    eigenbasis, which gives the same numbers up to rounding.
+    Commuting rotations act in the eigenbasis of their generators. Where `q_proj` and `k_proj` are plain linear layers,
+    their weights are multiplied by this basis. Modules with hooks, adapters, parametrizations, or quantized, offloaded
+    or sharded weights are called unchanged and their outputs multiplied: the same numbers up to rounding.
 
     Args:
         config: A [`LieREConfig`].
@@ -64,15 +63,15 @@ class LieREAttention(nn.Module):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, N, hidden_size) states and this layer's rotation → states and attention weights."""
-        input_shape = hidden_states.shape[:-1]
+        input_shape = hidden_states.shape[:-1]  # (B, N)
         hidden_shape = (*input_shape, self.config.num_attention_heads, self.head_dim)
         query = project(self.q_proj, hidden_states, rotation).view(hidden_shape).transpose(1, 2)  # (B, H, N, D)
-        key = project(self.k_proj, hidden_states, rotation).view(hidden_shape).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        key = project(self.k_proj, hidden_states, rotation).view(hidden_shape).transpose(1, 2)  # (B, H, N, D)
+        value = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)  # (B, H, N, D)
         if rotation is not None:
             query, key = rotation.rotate(query, key)
 
-        # Those of transformers do not take a batch without samples.
+        # The implementations of transformers refuse empty batches.
         implementation = self.config._attn_implementation if input_shape[0] else "eager"
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         attended, weights = attention_interface(
@@ -85,8 +84,8 @@ class LieREAttention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
-        return self.o_proj(attended.flatten(2)), weights
+        return self.o_proj(attended.flatten(2)), weights  # (B, N, hidden_size), (B, H, N, N) or None
 
     def fold(self, basis: torch.Tensor) -> None:
-        """[`fold_into`] the query and key projections."""
+        """Multiply the basis into the query and key projections, see [`fold_into`]."""
         fold_into((self.q_proj, self.k_proj), basis)

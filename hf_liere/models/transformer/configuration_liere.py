@@ -26,23 +26,23 @@ logger = logging.get_logger(__name__)
 @strict
 class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
     r"""
-    Fields of all configurations: the transformer and its position encoding, see [`RotaryFields`]. A subclass also has
+    Fields of all configurations: the transformer and its position encoding, see [`RotaryFields`]. Subclasses add
     `num_axes`, the number of axes of a position.
 
     Args:
         use_absolute_position_embeddings (`bool`, *optional*):
-            Whether a learned table is added to the embeddings. `None` means yes for `absolute` only; `True`
-            puts the table beside a rotary encoding.
+            Whether a learned table is added to the embeddings. `None` means only for `absolute`; `True` adds it to
+            a rotary encoding.
         position_table_size (`list[int]`, *optional*):
             `None`: the table has one entry for each patch of a training input and one for the class token. Otherwise
-            the numbers of entries on each axis: every token reads a table of this size at its coordinate, with linear
-            interpolation, 0 at the first and 1 at the last entry of an axis, and the border outside (ComRoPE's code).
+            the number of entries per axis: every token reads the table at its coordinate by linear interpolation, with
+            0 at the first and 1 at the last entry of an axis, and the border outside (ComRoPE's code).
         rotate_prefix (`bool`, *optional*):
-            Whether class and register tokens are rotated as tokens at `prefix_coordinate` of every axis instead of not
-            being rotated. `None` means yes for such tokens of `comrope_ap` and `comrope_ld` on images and videos with
-            the `coordinates` `unit` (their own), `unit_width`, `fixed_grid` or `physical`, as in ComRoPE's code, so
-            that what they attend to depends on differences of coordinates too, and no otherwise (LieRE, RoPE-Mixed;
-            models of tokens, whose positions have no common centre).
+            Whether class and register tokens are rotated, at `prefix_coordinate` of every axis. `None` means yes for
+            `comrope_ap` and `comrope_ld` on images and videos with the `coordinates` `unit` (their default),
+            `unit_width`, `fixed_grid` or `physical`, as in ComRoPE's code: the attention of these tokens then depends
+            on differences of coordinates too. Otherwise it means no (LieRE, RoPE-Mixed; models of tokens, whose
+            positions have no common centre).
         prefix_coordinate (`float`, defaults to 0.5):
             Coordinate of class and register tokens on every axis, for `rotate_prefix` and `position_table_size`.
         use_class_token (`bool`, defaults to `True`): Whether a class token precedes the patches.
@@ -55,26 +55,26 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
             (`"pooled"`, as in LieRE and CLIP; `last_hidden_state` is then not normalised) or not at all (`"none"`).
         use_pre_layernorm (`bool`, defaults to `False`): Layer norm of the embeddings before the first layer (CLIP).
         head_dim (`int`, *optional*):
-            Width of an attention head; `None` means `hidden_size / num_attention_heads`. LieRE's code fixes it to 64.
+            Width of an attention head; `None` means `hidden_size / num_attention_heads`. It is 64 in LieRE's code.
         use_gated_mlp (`bool`, defaults to `False`):
             Whether the MLP is fc2(act(gate(x)) · fc1(x)) instead of fc2(act(fc1(x))): with `hidden_act="silu"` SwiGLU
             (Shazeer 2020, eq. 6), as in DINOv3.
         classifier_hidden_size (`int`, *optional*):
             Width of a hidden ReLU layer in the classifier (ComRoPE); `None` means a linear classifier.
         mlp_dropout_prob (`float`, defaults to 0.0):
-            Dropout of the activations inside the MLP, as in LieRE's code; `hidden_dropout_prob` is that of the
-            embeddings and of what attention and MLP add to the hidden states.
-        layerscale_value (`float`, *optional*): Initial value of layer scale; `None` builds no layer scale.
+            Dropout of the activations inside the MLP, as in LieRE's code; `hidden_dropout_prob` applies to the
+            embeddings and to the outputs of attention and MLP.
+        layerscale_value (`float`, *optional*): Initial value of layer scale; `None` means no layer scale.
         drop_path_rate (`float`, defaults to 0.0): Stochastic depth rate of the last layer, linear from 0 at the first.
         folded_grids (`list`, *optional*):
-            The patch grids whose rotations are constants of a model for inference that `fold_rotations` returned; an
-            empty list for encodings whose rotations are in the query and key weights, `None` for all other models.
+            Patch grids with constant rotations in a model from `fold_rotations`; an empty list for encodings whose
+            rotations are in the query and key weights, `None` for models that are not folded.
         format_version (`int`): Version of the configuration format; versions newer than this release are refused.
 
     The remaining arguments have the same meaning as in `ViTConfig`.
 
     Raises:
-        `huggingface_hub.errors.StrictDataclassError`: if a field has the wrong type or the fields do not fit together.
+        `huggingface_hub.errors.StrictDataclassError`: if a field has the wrong type or fields contradict each other.
     """
 
     hidden_size: int = 768
@@ -109,7 +109,7 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
     _auto_map = {}
 
     def __post_init__(self, **kwargs):
-        # As in transformers, unknown names are stored; but a misspelled field must not go unnoticed.
+        # As in transformers, unknown names are stored; warn of likely misspellings.
         fields = [field.name for field in dataclasses.fields(self)]
         for name in kwargs:
             if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.85):
@@ -117,7 +117,7 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
                     f"{type(self).__name__} has no field {name!r} and ignores it; the closest is {close[0]!r}."
                 )
         encoding = self.position_encoding
-        # If the division leaves a remainder, validation refuses the configuration.
+        # Validation refuses a division with a remainder.
         if self.head_dim is None and 0 < self.num_attention_heads <= self.hidden_size:
             if self.hidden_size % self.num_attention_heads == 0:
                 self.head_dim = self.hidden_size // self.num_attention_heads
@@ -126,18 +126,18 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
         if self.rotate_prefix is None:
             self.rotate_prefix = False
         self.fill_in_rotations()
-        # Every Auto class loads any checkpoint.
+        # A checkpoint loads with every Auto class of its family.
         kwargs["auto_map"] = {**self._auto_map, **(kwargs.get("auto_map") or {})}
         super().__post_init__(**kwargs)
 
     @property
     def train_grid(self) -> tuple[int, ...] | None:
-        """Number of patches per axis of a training input; `None` where tokens form no grid."""
+        """Number of patches per axis of a training input; `None` for models of tokens."""
         return None
 
     @property
     def uses_positions(self) -> bool:
-        """Whether anything in the model depends on the coordinates of tokens."""
+        """Whether the model depends on the coordinates of tokens."""
         return self.position_encoding in ENCODING_TRAITS or self.position_table_size is not None
 
     @property
@@ -150,14 +150,14 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
         return self.hidden_size * (self.num_prefix_tokens if self.pooling == "prefix" else 1)
 
     def validate_architecture(self):
-        """Raises `ValueError` where fields that are each well-formed do not fit together."""
+        """Raise `ValueError` if fields that are valid alone contradict each other."""
         check_architecture(self)
 
 
 @strict
 class LieREPixelConfig(GridFields, LieREConfig):
     r"""
-    Fields of both the image and the video configuration: patches of pixels on a grid. See [`GridFields`] for their
+    Fields shared by the image and video configurations: patches of pixels on a grid. See [`GridFields`] for their
     coordinates and [`LieREConfig`] for the rest.
 
     Args:
@@ -169,14 +169,14 @@ class LieREPixelConfig(GridFields, LieREConfig):
             video), `"antialias"` (bicubic with antialiasing, as in timm; images only) or `"truncate"` (its first
             entries in raster order, as in LieRE's code for VisionLLaMA; larger grids are refused).
         physical_unit (`float` or `list[float]`, *optional*):
-            The length, in mm, s or whatever `spacing` is given in, that counts as 1 in `coordinates="physical"`, for
-            all axes or one per axis (rows, columns; frames or slices, rows, columns); needed there and nowhere else. A
+            The length, in the unit of `spacing` such as mm or s, that counts as 1 in `coordinates="physical"` (required
+            there, refused elsewhere), for all axes or one per axis (rows, columns; frames or slices, rows, columns). A
             good choice is the extent of a training input, such as 192 for 128 voxels of 1.5 mm.
         patch_dropout_prob (`float`, defaults to 0.0):
-            Share of the patches, rounded down, that take no part in a forward pass in training (FLIP, timm's
-            `PatchDropout`): each sample keeps the same number of patches, drawn at random, which keep their positions,
-            and all class and register tokens. `last_hidden_state` then has the kept tokens only. Not for masked image
-            modeling and backbones, whose results are of all patches.
+            Share of the patches, rounded down, that a forward pass in training leaves out (FLIP, timm's
+            `PatchDropout`). Each sample keeps all class and register tokens and the same number of random patches, at
+            their positions; `last_hidden_state` contains only these. Not for masked image modeling and backbones, which
+            return all patches.
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`].
@@ -192,7 +192,7 @@ class LieREPixelConfig(GridFields, LieREConfig):
     def __post_init__(self, **kwargs):
         self.fill_in_coordinates()
         if self.coordinates is None and self.position_table_size is not None:
-            # A table that is read at coordinates is that of ComRoPE.
+            # ComRoPE's convention: its table is the one that is read at coordinates.
             self.coordinates = "unit"
         if self.rotate_prefix is None:
             self.rotate_prefix = self.num_prefix_tokens > 0 and default_rotate_prefix(self)
@@ -200,7 +200,7 @@ class LieREPixelConfig(GridFields, LieREConfig):
 
     @property
     def patch_shape(self) -> tuple[int, ...]:
-        """Extent of one patch in pixels (and frames), in the order of the input's axes."""
+        """Extent of a patch in pixels (and frames), in the order of the input's axes."""
         return pair("patch_size", self.patch_size)
 
     @property
@@ -226,7 +226,7 @@ class LieREPixelConfig(GridFields, LieREConfig):
 @strict
 class LieREViTConfig(BackboneConfigMixin, LieREPixelConfig):
     r"""
-    Configuration of the image models. See [`LieREPixelConfig`] for the fields it shares with the video models.
+    Configuration of the image models. See [`LieREPixelConfig`] for the fields shared with video models.
 
     Args:
         apply_layernorm (`bool`, defaults to `True`): Whether the backbone normalises its feature maps.
@@ -263,8 +263,7 @@ class LieREViTConfig(BackboneConfigMixin, LieREPixelConfig):
 @strict
 class LieREVideoConfig(LieREPixelConfig):
     r"""
-    Configuration of the video and volume models. See [`LieREPixelConfig`] for the fields it shares with the image
-    models.
+    Configuration of the video and volume models. See [`LieREPixelConfig`] for the fields shared with image models.
 
     Args:
         num_frames (`int`, defaults to 8): Frames (or slices) of a training clip.
@@ -297,8 +296,8 @@ class LieREVideoConfig(LieREPixelConfig):
 @strict
 class LieRETokensConfig(LieREConfig):
     r"""
-    Configuration of the models of tokens that have positions: points, steps of a series, detections, patches of any
-    origin. See [`LieREConfig`] for the transformer and its position encoding.
+    Configuration of the models of tokens with positions: points, steps of a series, detections, patches of any origin.
+    See [`LieREConfig`] for the transformer and its position encoding.
 
     `position_encoding="absolute"` is a table that is read at coordinates and needs `position_table_size`. For the
     indices 0 … n − 1 of a series, `position_table_size=[n]` with `position_scale=1 / (n - 1)` has one entry per index.
@@ -308,9 +307,9 @@ class LieRETokensConfig(LieREConfig):
         num_axes (`int`, defaults to 1): Number of axes of a position, 1 … 6.
         position_origin (`float` or `list[float]`, defaults to 0.0): See `position_scale`.
         position_scale (`float` or `list[float]`, defaults to 1.0):
-            The coordinates of the encoding are (positions − origin) · scale, with one number for all axes or one for
-            each. The generators of LieRE and ComRoPE start from rotations that suit coordinates from 0 to 1, those of
-            RoPE and STRING from ones that suit coordinates that count tokens; a table is read from 0 to 1.
+            The encoding's coordinates are (positions − origin) · scale, with one number for all axes or one per axis.
+            The initial generators of LieRE and ComRoPE suit coordinates from 0 to 1, those of RoPE and STRING
+            coordinates that count tokens; a table is read from 0 to 1.
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: as [`LieREConfig`], and for fields of images and videos.
@@ -341,15 +340,15 @@ class LieRETokensConfig(LieREConfig):
         check_tokens(self)
         others = {field.name for field in dataclasses.fields(LieREVideoConfig)}
         others -= {field.name for field in dataclasses.fields(self)}
-        if given := sorted(name for name in others if hasattr(self, name)):
+        if refused := sorted(name for name in others if hasattr(self, name)):
             raise ValueError(
-                f"{', '.join(given)}: fields of images and videos have no meaning for tokens, which have "
+                f"{', '.join(refused)}: fields of images and videos have no meaning for tokens, which have "
                 "feature_size, num_axes, position_origin and position_scale."
             )
 
 
 def pair(name: str, value: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
-    """(height, width) of the field `name`, from one integer or two. Raises `ValueError` for anything else."""
+    """(height, width) of the field `name`, from one or two integers. Raises `ValueError` for other values."""
     sides = (value, value) if isinstance(value, int) else tuple(value)
     if len(sides) != 2:
         raise ValueError(f"{name}={value!r} must be one integer or (height, width).")

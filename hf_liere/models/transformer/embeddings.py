@@ -9,7 +9,7 @@ from torch import nn
 from ..encoding.positions import GroupedPositions, TokenPositions, patch_indices
 from ..rotation.dispatch import in_portable_graph
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieRETokensConfig
-from .patch_batches import cut
+from .patch_batches import cut_patches
 
 
 class LieREPatchEmbeddings(nn.Module):
@@ -29,12 +29,12 @@ class LieREPatchEmbeddings(nn.Module):
         Patches per axis of (B, C, *sizes) pixels.
 
         Raises:
-            ValueError: if the number of axes or channels is wrong or a size is not divisible by its patch extent.
+            ValueError: if the number of axes or channels is wrong or a size is not divisible by the patch.
         """
         if pixels.ndim != 2 + len(self.patch_shape):
             raise ValueError(
-                f"pixel_values have {pixels.ndim} dimensions, shape {tuple(pixels.shape)}; {2 + len(self.patch_shape)} "
-                "are needed (batch and channels among them)."
+                f"pixel_values of shape {tuple(pixels.shape)} have {pixels.ndim} dimensions; accepted: "
+                f"{2 + len(self.patch_shape)}, batch and channels included."
             )
         channels, sizes = pixels.shape[1], pixels.shape[2:]
         if channels != self.num_channels:
@@ -46,26 +46,26 @@ class LieREPatchEmbeddings(nn.Module):
         return tuple(size // patch for size, patch in zip(sizes, self.patch_shape))
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Also of (B, N, *patch_shape · C) patches, channels last, which are (B, N, patch pixels) in memory."""
+        """(B, C, *sizes) pixels or (B, N, *patch_shape · C) patches, channels last → (B, N, hidden_size)."""
         projection = self.projection
         pixels = pixels.to(projection.weight.dtype)
         if pixels.ndim > 3 and in_portable_graph():
-            # What `grid` checks is not a part of the graph, and a convolution would drop what is left of a size.
-            pixels = cut(pixels, self.patch_shape)
+            # The graph lacks the checks of `grid`, and a convolution would drop the remainder of a size.
+            pixels = cut_patches(pixels, self.patch_shape)  # (B, N, patch pixels)
         if pixels.ndim == 3:
             return nn.functional.linear(pixels, projection.weight.movedim(1, -1).flatten(1), projection.bias)
-        return projection(pixels).flatten(2).transpose(1, 2)
+        return projection(pixels).flatten(2).transpose(1, 2)  # (B, N, hidden_size)
 
 
 class LieRETokenEmbeddings(nn.Module):
     """
-    What is added to the embeddings of an input: class and register tokens, mask token and learned table. Register
-    tokens come after the class token.
+    The learned parts beside an input: class, register and mask tokens and the position table. Register tokens come
+    after the class token.
 
-    A table with a size of its own is read at the coordinates of every token; another one belongs to a subclass.
+    A table with `position_table_size` is read at the coordinates of every token; any other belongs to a subclass.
 
     Args:
-        table_length: Entries of the learned table, where there is one.
+        table_length: Entries of the learned table, if the configuration has one.
     """
 
     def __init__(self, config: LieREConfig, table_length: int, use_mask_token: bool = False):
@@ -82,24 +82,24 @@ class LieRETokenEmbeddings(nn.Module):
             self.position_embeddings = nn.Parameter(torch.empty(1, table_length, width))
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def coordinate_table(self, positions: torch.Tensor) -> torch.Tensor:
-        """(1 or B, N, hidden_size) values, at positions (N, A) or (B, N, A), of a table with `position_table_size`."""
+    def read_table(self, positions: torch.Tensor) -> torch.Tensor:
+        """(N, A) or (B, N, A) positions → (1 or B, N, hidden_size), from the table of `position_table_size`."""
         table = self.position_embeddings[0].float()  # (entries, hidden_size), last axis fastest
-        last = positions.new_tensor(self.table_size) - 1
-        places = (positions * last).clamp(min=torch.zeros_like(last), max=last)
-        first = places.floor().clamp(max=(last - 1).clamp(min=0))
-        shares = places - first  # (…, N, A), of the entry after `first`
+        last = positions.new_tensor(self.table_size) - 1  # (A,)
+        places = (positions * last).clamp(min=torch.zeros_like(last), max=last)  # (…, N, A)
+        first = places.floor().clamp(max=(last - 1).clamp(min=0))  # (…, N, A)
+        shares = places - first  # (…, N, A), weight of the entry after `first`
         strides = [math.prod(self.table_size[axis + 1 :]) for axis in range(len(self.table_size))]
         values = 0.0
-        # Multilinear: the corners of the cell that a position lies in.
+        # Multilinear interpolation between the corners of a position's cell.
         for corner in itertools.product((0, 1), repeat=len(self.table_size)):
             weights, index = 1.0, 0
             for axis, step in enumerate(corner):
-                share, size = shares[..., axis], self.table_size[axis]
+                share, size = shares[..., axis], self.table_size[axis]  # (…, N)
                 weights = weights * (share if step else 1 - share)
-                index = index + (first[..., axis].long() + min(step, size - 1)) * strides[axis]
+                index = index + (first[..., axis].long() + min(step, size - 1)) * strides[axis]  # (…, N)
             values = values + nn.functional.embedding(index, table) * weights.unsqueeze(-1).to(table.dtype)
-        values = values if values.ndim == 3 else values.unsqueeze(0)
+        values = values if values.ndim == 3 else values.unsqueeze(0)  # (1 or B, N, hidden_size)
         return values.to(self.position_embeddings.dtype)
 
     def assemble(
@@ -111,16 +111,16 @@ class LieRETokenEmbeddings(nn.Module):
         cls_entry: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
-        Embeddings of an input, (B, N, hidden_size) → of all tokens, (B, prefix + N, hidden_size).
+        (B, N, hidden_size) embeddings of an input → (B, prefix + N, hidden_size) of all tokens.
 
         Args:
-            positions: Of all tokens.
+            positions: Positions of all tokens.
             bool_masked_pos: (B, N), true where the mask token replaces an embedding.
-            table: (1 or B, N, hidden_size), what a subclass adds to these embeddings.
-            cls_entry: (1, 1, hidden_size), what it adds to the class token.
+            table: (1 or B, N, hidden_size), added to the embeddings of the input.
+            cls_entry: (1, 1, hidden_size), added to the class token.
 
         Raises:
-            ValueError: if embeddings are to be masked without a mask token or by a mask of another shape.
+            ValueError: if `bool_masked_pos` has another shape or the model no mask token.
         """
         batch_size, num_tokens = embeddings.shape[:2]
         if bool_masked_pos is not None and self.mask_token is None:
@@ -131,25 +131,25 @@ class LieRETokenEmbeddings(nn.Module):
                 f"{(batch_size, num_tokens)}."
             )
         if bool_masked_pos is not None:
-            mask = bool_masked_pos.unsqueeze(-1).to(embeddings.dtype)
-            embeddings = embeddings * (1 - mask) + self.mask_token * mask
+            mask = bool_masked_pos.unsqueeze(-1).to(embeddings.dtype)  # (B, N, 1)
+            embeddings = embeddings * (1 - mask) + self.mask_token * mask  # (B, N, hidden_size)
         if table is not None:
             embeddings = embeddings + table
         cls_token = self.cls_token
         if cls_entry is not None and cls_token is not None:
-            cls_token = cls_token + cls_entry
+            cls_token = cls_token + cls_entry  # (1, 1, hidden_size)
         prefix = [token.expand(batch_size, -1, -1) for token in (cls_token, self.register_tokens) if token is not None]
-        embeddings = torch.cat([*prefix, embeddings], dim=1)
+        embeddings = torch.cat([*prefix, embeddings], dim=1)  # (B, prefix + N, hidden_size)
         if self.table_size is not None:
             grouped = isinstance(positions, GroupedPositions)
             coordinates = positions.padded(embeddings.shape[1]) if grouped else positions.locate().coordinates
-            embeddings = embeddings + self.coordinate_table(coordinates)
+            embeddings = embeddings + self.read_table(coordinates)
         return self.dropout(embeddings)
 
 
 class LieREEmbeddings(LieRETokenEmbeddings):
     """
-    Patch embeddings with, where configured, mask token, learned table, class token and register tokens.
+    Patch embeddings with mask token, learned table, class token and register tokens as configured.
 
     Register tokens have no entry in the table of training patches (DINOv2's convention).
     """
@@ -165,12 +165,11 @@ class LieREEmbeddings(LieRETokenEmbeddings):
 
     def patch_table(self, grid: tuple[int, ...], offsets: torch.Tensor | None) -> torch.Tensor | None:
         """
-        (1, patches, hidden_size) learned table for a grid, `None` where there is none: resized where the grid is not
-        the trained one, as `position_table_resize` says, and read between its entries where patches are displaced by
-        `offsets`.
+        (1, patches, hidden_size) learned table for a grid, `None` without a table. `position_table_resize` determines
+        how it is resized from the trained grid; patches displaced by `offsets` read between its entries.
 
         Raises:
-            ValueError: if a table that can only be truncated has fewer entries than the grid.
+            ValueError: if `position_table_resize="truncate"` and the grid has more patches than the table entries.
         """
         if not self.has_table:
             return None
@@ -192,18 +191,18 @@ class LieREEmbeddings(LieRETokenEmbeddings):
             resized = nn.functional.interpolate(
                 table.float(), size=grid, mode=mode, align_corners=False, antialias=antialias
             )
-            table = resized.to(table.dtype)
+            table = resized.to(table.dtype)  # (1, hidden_size, *grid)
         if offsets is not None:
             sizes = offsets.new_tensor(grid)
-            indices = patch_indices(grid, offsets, offsets.device, offsets.dtype)
+            indices = patch_indices(grid, offsets, offsets.device, offsets.dtype)  # (N, A)
             # grid_sample takes the last axis first; −1 and 1 are the outer borders of the first and last entry.
             points = ((2 * indices + 1) / sizes - 1).flip(-1).view(1, *grid, len(grid)).to(table.dtype)
             table = nn.functional.grid_sample(table, points, padding_mode="border", align_corners=False)
-        return table.flatten(2).transpose(1, 2)
+        return table.flatten(2).transpose(1, 2)  # (1, N, hidden_size)
 
     @property
     def has_table(self) -> bool:
-        """Whether there is a learned table of the training patches."""
+        """Whether the training patches have a learned table."""
         return self.position_embeddings is not None and self.table_size is None
 
     def forward(
@@ -214,14 +213,15 @@ class LieREEmbeddings(LieRETokenEmbeddings):
         positions: TokenPositions | GroupedPositions | None = None,
     ) -> torch.Tensor:
         """
-        (B, C, *sizes) pixels, or (B, N, patch pixels) → (B, prefix + patches, hidden_size); `positions` are those of
-        all tokens, `table` what [`patch_table`] returned for the patches.
+        (B, C, *sizes) pixels or (B, N, patch pixels) patches → (B, prefix + N, hidden_size), with the `positions` of
+        all tokens and the `table` from [`patch_table`].
 
         Raises:
-            ValueError: if patches are to be masked without a mask token or by a mask of another shape.
+            ValueError: as [`assemble`].
         """
         cls_entry = self.position_embeddings[:, :1] if self.has_table else None
-        return self.assemble(self.patch_embeddings(pixels), positions, bool_masked_pos, table, cls_entry)
+        embeddings = self.patch_embeddings(pixels)  # (B, N, hidden_size)
+        return self.assemble(embeddings, positions, bool_masked_pos, table, cls_entry)
 
 
 class LieREFeatureEmbeddings(LieRETokenEmbeddings):
@@ -237,7 +237,7 @@ class LieREFeatureEmbeddings(LieRETokenEmbeddings):
         Batch size B and number of tokens N of (B, N, feature_size) features.
 
         Raises:
-            ValueError: if they are of another shape or not floating point.
+            ValueError: if they have another shape or are not floating point.
         """
         if features.ndim != 3 or features.shape[1] == 0 or features.shape[2] != self.feature_size:
             raise ValueError(
@@ -249,5 +249,6 @@ class LieREFeatureEmbeddings(LieRETokenEmbeddings):
         return features.shape[0], features.shape[1]
 
     def forward(self, features: torch.Tensor, positions: TokenPositions | None = None) -> torch.Tensor:
-        """(B, N, feature_size) features → (B, prefix + N, hidden_size); `positions` are those of all tokens."""
-        return self.assemble(self.feature_embeddings(features.to(self.feature_embeddings.weight.dtype)), positions)
+        """(B, N, feature_size) features → (B, prefix + N, hidden_size), with the `positions` of all tokens."""
+        features = features.to(self.feature_embeddings.weight.dtype)
+        return self.assemble(self.feature_embeddings(features), positions)  # (B, prefix + N, hidden_size)

@@ -23,9 +23,9 @@ class LieREMLP(nn.Module):
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        inner = self.fc1(hidden_states)
+        inner = self.fc1(hidden_states)  # (B, N, intermediate_size)
         gated = self.activation(inner) if self.gate is None else self.activation(self.gate(hidden_states)) * inner
-        return self.fc2(self.dropout(gated))
+        return self.fc2(self.dropout(gated))  # (B, N, hidden_size)
 
 
 class LieRELayerScale(nn.Module):
@@ -37,11 +37,11 @@ class LieRELayerScale(nn.Module):
         self.scale = nn.Parameter(torch.empty(config.hidden_size))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states * self.scale
+        return hidden_states * self.scale  # (B, N, hidden_size)
 
 
 class LieREDropPath(nn.Module):
-    """Stochastic depth: drops the residual branch of whole samples while training (Huang et al. 2016)."""
+    """Stochastic depth: drops the residual branch of random samples in training (Huang et al. 2016)."""
 
     def __init__(self, rate: float):
         super().__init__()
@@ -50,8 +50,8 @@ class LieREDropPath(nn.Module):
     def forward(self, branch: torch.Tensor) -> torch.Tensor:
         if not self.training or self.rate == 0:
             return branch
-        survives = torch.rand(branch.shape[0], *[1] * (branch.ndim - 1), device=branch.device) >= self.rate
-        return branch * survives.to(branch.dtype) / (1 - self.rate)
+        survives = torch.rand(branch.shape[0], *[1] * (branch.ndim - 1), device=branch.device) >= self.rate  # (B, 1, 1)
+        return branch * survives.to(branch.dtype) / (1 - self.rate)  # (B, N, hidden_size)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate}"
@@ -87,12 +87,12 @@ class LieRELayer(GradientCheckpointingLayer):
         rotation = None if make_rotation is None else make_rotation(*rotation)
         attended, _ = self.attention(self.layernorm_before(hidden_states), rotation, attention_mask, **kwargs)
         hidden_states = hidden_states + self.drop_path(self.layer_scale1(self.dropout(attended)))
-        transformed = self.mlp(self.layernorm_after(hidden_states))
-        return hidden_states + self.drop_path(self.layer_scale2(self.dropout(transformed)))
+        transformed = self.mlp(self.layernorm_after(hidden_states))  # (B, N, hidden_size)
+        return hidden_states + self.drop_path(self.layer_scale2(self.dropout(transformed)))  # (B, N, hidden_size)
 
 
 def build_classifier(config: LieREConfig, width: int) -> nn.Module:
-    """(…, width) → (…, num_labels): linear, with one hidden layer, or nothing where there are no labels."""
+    """(…, width) → (…, num_labels): linear or with one hidden layer; the identity without labels."""
     if config.num_labels == 0:
         return nn.Identity()
     if config.classifier_hidden_size is None:

@@ -2,8 +2,8 @@
 Transformers with learned rotary position encodings.
 
 - The rotations of all layers are computed once per forward pass and passed to the layers as arguments.
-- The encoder is written for any number of input axes: images here, video and volumes in modeling_liere_video, tokens
-  of any kind in modeling_liere_tokens.
+- The encoder works for any number of input axes: images here, video and volumes in modeling_liere_video, tokens in
+  modeling_liere_tokens.
 - Inputs may have any size that is divisible by the patch.
 """
 
@@ -44,7 +44,7 @@ from .pretrained import LieREPreTrainedModel
 
 @dataclass
 class LieREModelOutput(BaseModelOutputWithPooling):
-    """What [`LieREEncoderModel`] returns; `kept_patches` (B, kept) are `None` unless patches were dropped."""
+    """Output of [`LieREEncoderModel`]; `kept_patches` (B, kept) are `None` unless patches were dropped."""
 
     kept_patches: torch.LongTensor | None = None
 
@@ -54,7 +54,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
     The transformer without a head, for any number of axes.
 
     Attributes:
-        embeddings_class: Embeds the input; built from the configuration and the arguments that follow it.
+        embeddings_class: Embeds the input; built with the arguments of the model.
     """
 
     embeddings_class: type[LieRETokenEmbeddings]
@@ -70,12 +70,12 @@ class LieREEncoderModel(LieREPreTrainedModel):
         self.post_init()
 
     def rotations(
-        self, positions: TokenPositions | GroupedPositions | None, states: torch.dtype | None = None
+        self, positions: TokenPositions | GroupedPositions | None, dtype: torch.dtype | None = None
     ) -> Iterable[Rotation | None]:
-        """One rotation per layer for tokens at these positions and queries of type `states`, or `None` for each."""
+        """One rotation per layer, for queries of this dtype; `None` for each layer without a rotary encoding."""
         if self.rotary_encoding is None:
             return [None] * len(self.layers)
-        return self.rotary_encoding(rotated_positions(self.config, positions), states)
+        return self.rotary_encoding(rotated_positions(self.config, positions), dtype)
 
     def transform(
         self,
@@ -86,16 +86,15 @@ class LieREEncoderModel(LieREPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> LieREModelOutput:
         """
-        All layers, from the embeddings (B, prefix + N, hidden_size) of all tokens, of which a share is dropped; see
-        `forward`.
+        Drop a share of the patches, then apply all layers to the embeddings (B, prefix + N, hidden_size) of all tokens.
         """
         prefix, kept = self.config.num_prefix_tokens, None
-        visible = visible_tokens(self.config, attention_mask, *embeddings.shape[:2])
+        visible = visible_tokens(self.config, attention_mask, *embeddings.shape[:2])  # (1 or B, prefix + N)
         if patch_dropout_prob:
-            kept = draw_kept_tokens(embeddings, prefix, patch_dropout_prob, visible)
+            kept = draw_kept_tokens(embeddings, prefix, patch_dropout_prob, visible)  # (B, tokens)
             embeddings, visible = gather_tokens(embeddings, kept), gather_tokens(visible, kept)
             attention_mask = gather_mask(attention_mask, kept)
-        hidden_states = self.pre_layernorm(embeddings)
+        hidden_states = self.pre_layernorm(embeddings)  # (B, tokens, hidden_size)
         if hidden_states.shape[0]:
             attention_mask = create_bidirectional_mask(
                 config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
@@ -109,10 +108,10 @@ class LieREEncoderModel(LieREPreTrainedModel):
         if self.config.final_norm == "pooled":
             pooled = self.layernorm(pool(self.config, hidden_states, visible))
         else:
-            hidden_states = self.layernorm(hidden_states)
-            pooled = pool(self.config, hidden_states, visible)
-        patches = None if kept is None else kept[:, prefix:] - prefix
-        # A single pooled token, or class and register tokens side by side.
+            hidden_states = self.layernorm(hidden_states)  # (B, tokens, hidden_size)
+            pooled = pool(self.config, hidden_states, visible)  # (B, hidden_size) or (B, prefix, hidden_size)
+        patches = None if kept is None else kept[:, prefix:] - prefix  # (B, kept)
+        # `pooling="prefix"` concatenates class and register tokens.
         return LieREModelOutput(hidden_states, pooled.flatten(1), kept_patches=patches)
 
 
@@ -132,7 +131,7 @@ class LieREPixelModel(LieREEncoderModel):
         super().__init__(config, use_mask_token)
 
     def pixels(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """(B, C, *sizes) view of what the user passes."""
+        """`pixel_values` as (B, C, *sizes)."""
         return pixel_values
 
     def grid_positions(self, grid: tuple[int, ...], device: torch.device) -> TokenPositions | None:
@@ -154,43 +153,41 @@ class LieREPixelModel(LieREEncoderModel):
     ) -> LieREModelOutput:
         """
         Args:
-            pixel_values: (B, C, H, W) images or (B, T, C, H, W) clips, of any size divisible by the patch; or, beside
-                `spatial_shapes`, (B, N, patch pixels) patches of inputs of different sizes, padded, as from
+            pixel_values: (B, C, H, W) images or (B, T, C, H, W) clips, of any size divisible by the patch. With
+                `spatial_shapes`, (B, N, patch pixels) padded patches of inputs of different sizes, as from
                 transformers' `Siglip2ImageProcessor` or [`batch_of_patches`].
-            positions: (N, A) or (B, N, A) coordinates of the patch tokens that replace the grid's; used as given,
-                neither rescaled nor perturbed nor augmented (a learned table is still read on the grid). Where class
-                and register tokens have coordinates (`rotate_prefix`, `position_table_size`), theirs may come first:
-                (prefix + N, A) or (B, prefix + N, A).
+            positions: (N, A) or (B, N, A) coordinates that replace the grid's. The model neither rescales, perturbs nor
+                augments them, and reads a learned table on the grid. Where class and register tokens have coordinates
+                (`rotate_prefix`, `position_table_size`), theirs may come first: (prefix + N, A) or (B, prefix + N, A).
             bool_masked_pos: (B, N), true where the mask token replaces a patch; needs `use_mask_token`.
-            attention_mask: (B, prefix + N), true for tokens that are attended to, which alone are averaged; or one for
-                every pair of tokens, (1 or B, 1 or H, 1 or prefix + N, prefix + N), Boolean or added to attention
-                scores, where tokens that no query attends to are not averaged; or what the attention implementation
-                takes instead, such as a `BlockMask` (not with `pooling="mean"` and `"mean_all"`).
-            spacing: (A,) or (B, A), for `coordinates="physical"` alone: the extent of a pixel on every axis (rows,
-                columns; frames or slices, rows, columns), in what `config.physical_unit` is given in, such as mm.
-            frame_times: (T,) or (B, T), for clips at irregular times: the time of every frame, or the place of every
-                slice, that must not decrease. A tubelet sits at the mean of its frames, relative to the middle between
-                first and last; `spacing` is then (2,) or (B, 2), of rows and columns.
-            pixel_attention_mask: (B, N), 1 for patches and 0 for padding, which follows from `spatial_shapes`. Padding
-                is not attended to and not averaged, and whatever it contains, such as NaN, is not looked at;
-                `last_hidden_state` is meaningless there.
+            attention_mask: (B, prefix + N), true for tokens to attend to and average. Or a mask of pairs of tokens,
+                (1 or B, 1 or H, 1 or prefix + N, prefix + N), Boolean or added to attention scores; tokens that no
+                query attends to are not averaged. Or another mask that the attention implementation takes, such as a
+                `BlockMask` (not with `pooling="mean"` and `"mean_all"`).
+            spacing: (A,) or (B, A), only for `coordinates="physical"`: the extent of a pixel on every axis (rows,
+                columns; frames or slices, rows, columns), in the unit of `config.physical_unit`, such as mm.
+            frame_times: (T,) or (B, T), for clips at irregular times: the time of every frame or the place of every
+                slice, not decreasing. The coordinate of a tubelet is the mean of its frames, relative to the middle
+                between first and last; `spacing` is then (2,) or (B, 2), of rows and columns.
+            pixel_attention_mask: (B, N), 1 for patches and 0 for padding, as `spatial_shapes` implies. The content of
+                padding is ignored, even NaN; `last_hidden_state` is meaningless there.
             spatial_shapes: (B, A) patches per axis of every sample. Rotations are computed once for each distinct grid,
                 in compiled graphs for each sample.
 
         Returns:
             `last_hidden_state` (B, prefix + N, hidden_size), normalised if `config.final_norm` is `"tokens"`, and
-            `pooler_output` (B, pooled_size), its token, tokens or mean according to `config.pooling`, normalised
-            unless `config.final_norm` is `"none"`. In training with `config.patch_dropout_prob` tokens are the kept
-            ones, and `kept_patches` (B, kept) are the indices of the patches among them, ascending.
+            `pooler_output` (B, pooled_size), the token, tokens or mean selected by `config.pooling`, normalised unless
+            `config.final_norm` is `"none"`. Training with `config.patch_dropout_prob` returns the kept tokens, and in
+            `kept_patches` (B, kept) the ascending indices of their patches.
 
         Raises:
-            ValueError: if the input does not fit the configuration, positions, spacing or times are of the wrong shape
-                or not finite, missing or of no use, or a mask is of the wrong shape, hides every token of a sample, or
+            ValueError: if the input does not fit the configuration; if positions, spacing or times have the wrong shape
+                or are not finite, missing or unused; if a mask has the wrong shape, or hides every token of a sample or
                 all that are averaged.
         """
         refuse_spacing(self.config, spacing, frame_times, positions)
         config, embeddings, present = self.config, self.embeddings, None
-        # Positions that are given replace those of the grid.
+        # `positions` replace those of the grid.
         options = {"spacing": spacing, "training": self.training, "needs_positions": positions is None}
         if spatial_shapes is None and pixel_attention_mask is None:
             pixels = self.pixels(pixel_values)  # (B, C, *sizes)
@@ -212,8 +209,8 @@ class LieREPixelModel(LieREEncoderModel):
             table = None
             if embeddings.has_table:
                 tables = [embeddings.patch_table(place.grid, place.offsets)[0] for place in places]
-                table = pad_rows(tables, samples, num_patches)
-            prefix = present.new_ones(present.shape[0], config.num_prefix_tokens)
+                table = pad_rows(tables, samples, num_patches)  # (B, N, hidden_size)
+            prefix = present.new_ones(present.shape[0], config.num_prefix_tokens)  # (B, prefix)
             attention_mask = torch.cat([prefix, present], dim=1)  # (B, prefix + N)
         if positions is not None:
             placed = place_given(config, positions, pixels.shape[0], num_patches, present)
@@ -257,13 +254,13 @@ class LieREForClassification(LieREPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutput:
         """
-        As [`LieREPixelModel.forward`], with (B,) `labels` in [0, num_labels) for a cross-entropy loss, or
-        (B, num_labels) floating point ones for independent binary losses; returns `logits` (B, num_labels).
+        As [`LieREPixelModel.forward`], with (B,) `labels` in [0, num_labels) for a cross-entropy loss, or floating
+        point (B, num_labels) `labels` for independent binary losses; returns `logits` (B, num_labels).
         """
         outputs = self.liere(
             pixel_values, positions, pixel_attention_mask=pixel_attention_mask, spatial_shapes=spatial_shapes, **kwargs
         )
-        logits = self.classifier(outputs.pooler_output)
+        logits = self.classifier(outputs.pooler_output)  # (B, num_labels)
         loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
         return ImageClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
@@ -276,7 +273,7 @@ class LieREViTForImageClassification(LieREForClassification):
 
 
 class LieREViTForMaskedImageModeling(LieREPreTrainedModel):
-    """[`LieREViTModel`] that predicts the pixels of masked patches through one linear map (SimMIM, Xie et al. 2022)."""
+    """[`LieREViTModel`] that predicts the pixels of masked patches with one linear map (SimMIM, Xie et al. 2022)."""
 
     config: LieREViTConfig
 
@@ -305,14 +302,14 @@ class LieREViTForMaskedImageModeling(LieREPreTrainedModel):
         batch_size, channels, height, width = pixel_values.shape
         patch_height, patch_width = self.config.patch_shape
         grid = height // patch_height, width // patch_width
-        patches = self.decoder(outputs.last_hidden_state[:, self.config.num_prefix_tokens :])
+        patches = self.decoder(outputs.last_hidden_state[:, self.config.num_prefix_tokens :])  # (B, N, patch pixels)
         patches = patches.view(batch_size, *grid, channels, patch_height, patch_width)
-        reconstruction = patches.permute(0, 3, 1, 4, 2, 5).reshape(pixel_values.shape)
+        reconstruction = patches.permute(0, 3, 1, 4, 2, 5).reshape(pixel_values.shape)  # (B, C, H, W)
 
         loss = None
         if bool_masked_pos is not None:
             mask = bool_masked_pos.view(batch_size, 1, *grid).bool()
-            mask = mask.repeat_interleave(patch_height, 2).repeat_interleave(patch_width, 3)
+            mask = mask.repeat_interleave(patch_height, 2).repeat_interleave(patch_width, 3)  # (B, 1, H, W)
             error = nn.functional.l1_loss(pixel_values.to(reconstruction.dtype), reconstruction, reduction="none")
             loss = (error * mask).sum() / (mask.sum() + 1e-5) / channels
         return MaskedImageModelingOutput(loss, reconstruction, outputs.hidden_states, outputs.attentions)
@@ -322,7 +319,7 @@ class LieREViTBackbone(BackboneMixin, LieREViTModel):
     """[`LieREViTModel`] as the backbone of detection and segmentation models."""
 
     def __init__(self, config: LieREViTConfig):
-        refuse_patch_dropout(config, "feature maps hold all patches")
+        refuse_patch_dropout(config, "feature maps contain all patches")
         super().__init__(config)
         self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
 
@@ -339,7 +336,7 @@ class LieREViTBackbone(BackboneMixin, LieREViTModel):
         `config.out_features`, or (B, prefix + N, hidden_size) token sequences if `reshape_hidden_states` is false.
         """
         refuse_patches("A backbone", kwargs)
-        # BackboneMixin has a forward of its own, which comes first.
+        # super() would find the forward of BackboneMixin.
         outputs = LieREViTModel.forward(self, pixel_values, positions=positions, **kwargs)
         grid = self.embeddings.patch_embeddings.grid(pixel_values)
         feature_maps = ()
@@ -347,10 +344,10 @@ class LieREViTBackbone(BackboneMixin, LieREViTModel):
             if stage not in self.out_features:
                 continue
             if self.config.apply_layernorm:
-                hidden_states = self.layernorm(hidden_states)
+                hidden_states = self.layernorm(hidden_states)  # (B, prefix + N, hidden_size)
             if self.config.reshape_hidden_states:
-                patches = hidden_states[:, self.config.num_prefix_tokens :]
-                hidden_states = patches.transpose(1, 2).unflatten(-1, grid).contiguous()
+                patches = hidden_states[:, self.config.num_prefix_tokens :]  # (B, N, hidden_size)
+                hidden_states = patches.transpose(1, 2).unflatten(-1, grid).contiguous()  # (B, hidden_size, *grid)
             feature_maps += (hidden_states,)
         return BackboneOutput(
             feature_maps=feature_maps, hidden_states=outputs.hidden_states, attentions=outputs.attentions

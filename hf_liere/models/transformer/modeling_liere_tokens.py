@@ -1,4 +1,4 @@
-"""Transformers of tokens that have features and positions: points, steps of a series, anything with coordinates."""
+"""Transformers of tokens with features and positions: points, steps of a series, anything with coordinates."""
 
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput, TokenClassifierOutput
@@ -25,7 +25,7 @@ class LieRETokensPreTrainedModel(LieREPreTrainedModel):
 
     config: LieRETokensConfig
     main_input_name = "inputs_embeds"
-    # As transformers has it for models of series; it knows no modality for other positions.
+    # The modality of series models: transformers has none for tokens with positions.
     input_modalities = ("time",)
     _no_split_modules = ["LieREFeatureEmbeddings", "LieRELayer"]
     _input_embed_layer = "feature_embeddings"
@@ -35,9 +35,9 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
     """
     Transformer of tokens with positions on one to six axes, without a head.
 
-    Permuting tokens together with their positions permutes the outputs. Without class and register tokens, outputs do
-    not change when all positions are moved by the same vector, for every rotary encoding whose generators commute:
-    all but LieRE with `block_size` above 2 on more than one axis.
+    Permuting tokens together with their positions permutes the outputs. Without class and register tokens, moving all
+    positions by the same vector does not change the outputs of encodings whose generators commute: all but LieRE with
+    `block_size` above 2 on more than one axis.
 
     Args:
         config: A [`LieRETokensConfig`].
@@ -45,7 +45,7 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
 
     embeddings_class = LieREFeatureEmbeddings
 
-    def given_positions(
+    def place_tokens(
         self,
         positions: torch.Tensor | None,
         batch_size: int,
@@ -53,10 +53,10 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
         visible: torch.Tensor | None = None,
     ) -> TokenPositions | None:
         """
-        Positions of all tokens, as `forward` takes them; `None` where nothing in the model uses them.
+        Positions of all tokens, from those that `forward` takes; `None` if nothing in the model uses them.
 
         Raises:
-            ValueError: as [`check_shape`] and [`check_coordinates`], or if positions are needed and not given.
+            ValueError: as [`check_shape`] and [`check_coordinates`], or if positions are missing.
         """
         config = self.config
         if config.uses_positions and positions is not None:
@@ -71,14 +71,14 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
             check_coordinates(zero_hidden(positions, visible))
         return None
 
-    def token_mask(
+    def extend_mask(
         self, attention_mask: torch.Tensor | object | None, batch_size: int, num_tokens: int
     ) -> torch.Tensor | object | None:
         """
-        A (B, N) mask of tokens with class and register tokens before them, (B, prefix + N); other masks as they are.
+        Extend a (B, N) mask of tokens to class and register tokens, (B, prefix + N); other masks stay unchanged.
 
         Raises:
-            ValueError: if a mask of tokens is of the wrong shape or leaves a sample without tokens.
+            ValueError: if a mask of tokens has the wrong shape or hides every token of a sample.
         """
         if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 4:
             return attention_mask
@@ -88,12 +88,12 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
                 "tokens), without class and register tokens."
             )
         if not values_are_unknown(attention_mask):
-            present = attention_mask.bool().any(dim=1)
+            present = attention_mask.bool().any(dim=1)  # (B,)
             if not present.all():
                 samples = (~present).nonzero().flatten().tolist()
                 raise ValueError(f"attention_mask hides all {num_tokens} tokens of samples {samples}.")
-        prefix = attention_mask.new_ones(batch_size, self.config.num_prefix_tokens)
-        return torch.cat([prefix, attention_mask], dim=1)
+        prefix = attention_mask.new_ones(batch_size, self.config.num_prefix_tokens)  # (B, prefix)
+        return torch.cat([prefix, attention_mask], dim=1)  # (B, prefix + N)
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
@@ -109,22 +109,23 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
             positions: (N, A) or (B, N, A), floating point, see `position_scale`. Where class and register
                 tokens have coordinates (`rotate_prefix`, `position_table_size`), theirs may come first: (prefix + N, A)
                 or (B, prefix + N, A). Encodings without positions only check them.
-            attention_mask: (B, N), true or 1 for tokens that are attended to, false or 0 for padding, whose features
-                and positions, even NaN, are not looked at. Also what [`LieREPixelModel.forward`] takes for pairs of all
-                tokens, those of class and register tokens included; it hides no features.
+            attention_mask: (B, N), true or 1 for tokens to attend to, false or 0 for padding, whose features and
+                positions are ignored, even NaN. Or a mask of pairs of tokens, class and register tokens included, as in
+                [`LieREPixelModel.forward`], which leaves features as they are.
 
         Returns:
             As [`LieREPixelModel.forward`].
 
         Raises:
-            ValueError: if features, positions or a mask do not fit the configuration or each other, positions of tokens
-                that are not hidden are missing or not finite, or a mask hides every token of a sample.
+            ValueError: if features, positions or a mask do not fit the configuration or each other, positions of
+                visible tokens are missing or not finite, or a mask hides every token of a sample.
         """
-        shape = self.embeddings.shape(inputs_embeds)
-        visible = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
-        attention_mask = self.token_mask(attention_mask, *shape)
-        placed = self.given_positions(positions, *shape, visible)
-        embeddings = self.embeddings(zero_hidden(inputs_embeds, visible), placed)
+        shape = self.embeddings.shape(inputs_embeds)  # B, N
+        is_token_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
+        visible = attention_mask if is_token_mask else None  # (B, N)
+        attention_mask = self.extend_mask(attention_mask, *shape)  # (B, prefix + N) or pairs
+        placed = self.place_tokens(positions, *shape, visible)  # (…, prefix + N, A)
+        embeddings = self.embeddings(zero_hidden(inputs_embeds, visible), placed)  # (B, prefix + N, hidden_size)
         return self.transform(embeddings, placed, attention_mask, **kwargs)
 
 
@@ -148,11 +149,11 @@ class LieRETokensForSequenceClassification(LieRETokensPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         """
-        As [`LieRETokensModel.forward`], with (B,) `labels` in [0, num_labels) for a cross-entropy loss, or
-        (B, num_labels) floating point ones for independent binary losses; returns `logits` (B, num_labels).
+        As [`LieRETokensModel.forward`], with (B,) `labels` in [0, num_labels) for a cross-entropy loss, or floating
+        point (B, num_labels) `labels` for independent binary losses; returns `logits` (B, num_labels).
         """
         outputs = self.liere(inputs_embeds, positions, attention_mask, **kwargs)
-        logits = self.classifier(outputs.pooler_output)
+        logits = self.classifier(outputs.pooler_output)  # (B, num_labels)
         loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
         return SequenceClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
@@ -162,7 +163,7 @@ class LieRETokensForTokenClassification(LieRETokensPreTrainedModel):
     [`LieRETokensModel`] with a classifier on every token: linear, or with one hidden layer.
 
     Raises:
-        ValueError: with `final_norm="pooled"`, which leaves tokens without a layer norm.
+        ValueError: with `final_norm="pooled"`, which does not normalise tokens.
     """
 
     def __init__(self, config: LieRETokensConfig):
@@ -187,14 +188,15 @@ class LieRETokensForTokenClassification(LieRETokensPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
         """
-        As [`LieRETokensModel.forward`], with (B, N) `labels` in [0, num_labels), or −100 for tokens that are left out
-        of the cross-entropy loss, as those that `attention_mask` hides are; returns `logits` (B, N, num_labels).
+        As [`LieRETokensModel.forward`], with (B, N) `labels` in [0, num_labels); the cross-entropy loss ignores tokens
+        labelled −100 and those that `attention_mask` hides. Returns `logits` (B, N, num_labels).
 
         Raises:
-            ValueError: also if the labels are of another shape.
+            ValueError: also if the labels have another shape.
         """
         outputs = self.liere(inputs_embeds, positions, attention_mask, **kwargs)
-        logits = self.classifier(outputs.last_hidden_state[:, self.config.num_prefix_tokens :])
+        tokens = outputs.last_hidden_state[:, self.config.num_prefix_tokens :]  # (B, N, hidden_size)
+        logits = self.classifier(tokens)  # (B, N, num_labels)
         loss = None
         if labels is not None:
             if labels.shape != logits.shape[:2]:
@@ -202,6 +204,6 @@ class LieRETokensForTokenClassification(LieRETokensPreTrainedModel):
                     f"labels of shape {tuple(labels.shape)} must be {tuple(logits.shape[:2])} (batch, tokens)."
                 )
             if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-                labels = labels.masked_fill(~attention_mask.bool().to(labels.device), IGNORED_LABEL)
-            loss = self.loss_function(logits, labels, self.config, **kwargs)
+                labels = labels.masked_fill(~attention_mask.bool().to(labels.device), IGNORED_LABEL)  # (B, N)
+            loss = self.loss_function(logits, labels, self.config, **kwargs)  # scalar
         return TokenClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)

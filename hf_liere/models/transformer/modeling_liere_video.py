@@ -1,4 +1,4 @@
-"""Video and volume transformers: the image transformer on three axes, frames (or slices) first."""
+"""Video and volume transformers: the image transformer on three axes, frames or slices first."""
 
 import torch
 
@@ -10,27 +10,27 @@ class LieREVideoModel(LieREPixelModel):
     """
     Video or volume transformer without a head, on tubelets (tubelet_size × patch_size × patch_size).
 
-    `forward` takes pixel_values (B, T, C, H, W), as VideoMAE does, with any number of channels; positions have three
-    axes: frames, rows, columns.
+    `forward` takes pixel_values (B, T, C, H, W) with any number of channels, as in VideoMAE; positions have three axes:
+    frames, rows, columns.
 
     Args:
         config: A [`LieREVideoConfig`].
-        use_mask_token: Whether to hold a mask token.
+        use_mask_token: Whether to create the mask token of masked modeling.
     """
 
     config: LieREVideoConfig
-    input_modalities = ("video",)
+    input_modalities = ("video",)  # volumes too: transformers has no modality for them
 
     def pixels(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        if pixel_values.ndim != 5:
+        if pixel_values.ndim != 5:  # (B, T, C, H, W)
             raise ValueError(
                 f"pixel_values of shape {tuple(pixel_values.shape)} must be (batch, frames, channels, height, width)."
             )
-        return pixel_values.transpose(1, 2)
+        return pixel_values.transpose(1, 2)  # (B, C, T, H, W)
 
 
 class LieREVideoForVideoClassification(LieREForClassification):
-    """[`LieREVideoModel`] with a linear classifier on the pooled token."""
+    """[`LieREVideoModel`] with a classifier on its pooled output, see [`LieREForClassification`]."""
 
     config: LieREVideoConfig
     input_modalities = ("video",)

@@ -1,4 +1,4 @@
-"""Patch dropout: random patches take no part in a forward pass in training (FLIP, Li et al. 2023, §3)."""
+"""Patch dropout: a forward pass in training leaves out random patches (FLIP, Li et al. 2023, §3)."""
 
 import torch
 
@@ -7,8 +7,8 @@ from ..rotation.rotation import gather_tokens
 
 def draw_kept_tokens(embeddings: torch.Tensor, prefix: int, prob: float, visible: torch.Tensor | None) -> torch.Tensor:
     """
-    Tokens that every sample keeps: class and register tokens, and n − ⌊prob · n⌋ of n patches, at least one, drawn
-    without replacement. Patches that a mask hides are kept only where there are not enough others.
+    Draw the tokens that every sample keeps: class and register tokens, and n − ⌊prob · n⌋ of n patches, at least one,
+    without replacement. Patches that a mask hides are kept only if too few others exist.
 
     Args:
         embeddings: (B, prefix + n, hidden_size).
@@ -20,16 +20,16 @@ def draw_kept_tokens(embeddings: torch.Tensor, prefix: int, prob: float, visible
     """
     batch_size, num_patches, device = embeddings.shape[0], embeddings.shape[1] - prefix, embeddings.device
     num_kept = max(1, num_patches - int(num_patches * prob))
-    noise = torch.rand(batch_size, num_patches, device=device)
+    noise = torch.rand(batch_size, num_patches, device=device)  # (B, n)
     if visible is not None:
-        noise = noise + (~visible[:, prefix:]).to(noise)
-    patches = noise.argsort(dim=1)[:, :num_kept].sort(dim=1).values
+        noise = noise + (~visible[:, prefix:]).to(noise)  # hidden patches come last
+    patches = noise.argsort(dim=1)[:, :num_kept].sort(dim=1).values  # (B, num_kept)
     return torch.cat([torch.arange(prefix, device=device).expand(batch_size, -1), patches + prefix], dim=1)
 
 
 def gather_mask(mask: torch.Tensor | object | None, kept: torch.Tensor) -> torch.Tensor | None:
     """
-    The attention mask (B, N) or (1 or B, 1 or H, 1 or N, N) among the tokens (B, kept) of every sample.
+    Select the tokens (B, kept) of every sample in an attention mask (B, N) or (1 or B, 1 or H, 1 or N, N).
 
     Raises:
         ValueError: if the mask is not a tensor.
@@ -38,17 +38,17 @@ def gather_mask(mask: torch.Tensor | object | None, kept: torch.Tensor) -> torch
         return None
     if not isinstance(mask, torch.Tensor):
         raise ValueError(
-            f"patch_dropout_prob cannot select tokens of a {type(mask).__name__}; pass an attention_mask that is a "
-            "tensor, or train with patch_dropout_prob=0."
+            f"patch_dropout_prob cannot select tokens of a {type(mask).__name__}; pass attention_mask as a tensor, or "
+            "train with patch_dropout_prob=0."
         )
     if mask.ndim == 2:
         return gather_tokens(mask, kept)
     kept = kept.to(mask.device)
-    of_keys = mask.take_along_dim(kept[:, None, None, :], dim=3)
-    return of_keys if mask.shape[2] == 1 else of_keys.take_along_dim(kept[:, None, :, None], dim=2)
+    columns = mask.take_along_dim(kept[:, None, None, :], dim=3)  # (B, 1 or H, 1 or N, kept)
+    return columns if mask.shape[2] == 1 else columns.take_along_dim(kept[:, None, :, None], dim=2)
 
 
 def refuse_patch_dropout(config, reason: str) -> None:
     """Raises `ValueError` for a configuration that drops patches."""
     if config.patch_dropout_prob:
-        raise ValueError(f"patch_dropout_prob={config.patch_dropout_prob} is not available here, where {reason}: 0 is.")
+        raise ValueError(f"patch_dropout_prob={config.patch_dropout_prob} is not available where {reason}; use 0.")

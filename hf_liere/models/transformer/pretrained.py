@@ -1,4 +1,4 @@
-"""What all of our models share beside their forward pass: loading, saving, initialisation and folding."""
+"""The base class of our models: loading, saving, initialisation and folding."""
 
 from collections.abc import Iterable, Iterator
 
@@ -31,7 +31,7 @@ class LieREPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": LieRELayer, "attentions": LieREAttention}
     _input_embed_layer = "patch_embeddings"
-    # A generator rounded to bfloat16 rotates distant patches by several degrees too much.
+    # A generator rounded to bfloat16 rotates distant patches by several degrees too far.
     _keep_in_fp32_modules_strict = ["rotary_encoding"]
 
     @torch.no_grad()
@@ -50,7 +50,7 @@ class LieREPreTrainedModel(PreTrainedModel):
 
     def post_init(self) -> None:
         super().post_init()
-        # Not every encoding has parameters.
+        # Some encodings have no parameters.
         if next(self.rotary_parameters(), None) is None:
             self._keep_in_fp32_modules_strict -= {"rotary_encoding"}
         if self.config.folded_grids is not None:
@@ -61,35 +61,35 @@ class LieREPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: if the model is folded, see `fold_rotations`.
         """
-        # transformers sets a mode before there is a configuration.
+        # transformers sets a mode before it sets the configuration.
         if mode and getattr(self, "config", None) is not None and self.config.folded_grids is not None:
             raise ValueError(
                 "The rotations of this model are folded (folded_grids="
-                f"{self.config.folded_grids}), which is for inference: train the model it was made from."
+                f"{self.config.folded_grids}), which is for inference: train the original model."
             )
         return super().train(mode)
 
     def fold_rotations(self, grids: Iterable[tuple[int, ...]] | None = None) -> "LieREPreTrainedModel":
         """
-        A copy of the model for inference: commuting rotations cost as much as RoPE, dense ones are constants.
+        Copy the model for inference: commuting rotations cost as much as RoPE, dense rotations are constants.
 
         Commuting encodings become RoPE: exp(s S) = U rot(s μ) Uᵀ, with Uᵀ in the query and key weights. Dense rotations
-        of LieRE become constants for the grids that are asked for; on others they are computed as before. The copy is
-        saved and loaded like any model, and `config.folded_grids` says what it is.
+        of LieRE become constants for the requested grids; others are computed as before. The copy is saved and loaded
+        like any model, and `config.folded_grids` marks it.
 
         Args:
-            grids: Patches per axis, for example `[(14, 14)]`; `None` means the grid of the training input. Needed by
-                LieRE with a block size above 2 only.
+            grids: Patches per axis, for example `[(14, 14)]`; `None` means the grid of the training input. Only LieRE
+                with a block size above 2 uses them.
 
         Raises:
-            ValueError: if the model is folded already or has no rotations, its weights are offloaded or computed by
-                hooks (pruning), or adapters or quantized layers stand where weights would have to be changed.
+            ValueError: if the model is already folded or has no rotations, its weights are offloaded or computed by
+                hooks (pruning), or adapters or quantized layers replace weights that folding would change.
             `huggingface_hub.errors.StrictDataclassError`: if a grid does not fit the configuration.
         """
         return fold_rotations(self, grids)
 
     def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of generators and multipliers: train them without weight decay."""
+        """Names and parameters of the rotary encoding: train them without weight decay."""
         for name, parameter in self.named_parameters():
             if "rotary_encoding." in name:
                 yield name, parameter

@@ -1,4 +1,4 @@
-"""Which configurations describe a model: every rule raises a `ValueError` that names the field and what it accepts."""
+"""Rules for configurations; each raises a `ValueError` that names the field and the values it accepts."""
 
 from transformers.activations import ACT2FN
 
@@ -23,7 +23,7 @@ DROPPED = (
     *("drop_path_rate", "patch_dropout_prob"),
 )
 SIZES = ("hidden_size", "intermediate_size", "num_channels", "feature_size", "classifier_hidden_size")
-# As [`rotary_fields.RANGES`].
+# Fields, predicate and wording of the error, as in [`rotary_fields.RANGES`].
 RANGES = (
     (SIZES, *AT_LEAST_ONE),
     (("num_register_tokens",), lambda value: value >= 0, "be at least 0"),
@@ -40,7 +40,7 @@ def check_architecture(config) -> None:
         config: A [`LieREConfig`] whose fields have the right types, with defaults filled in.
 
     Raises:
-        ValueError: if a value is out of range, or fields do not fit together.
+        ValueError: if a value is out of range or fields contradict each other.
     """
     check_format_version(config.format_version, FORMAT_VERSION)
     check_ranges(config, RANGES)
@@ -59,7 +59,7 @@ def check_pixels(config) -> None:
         config: A [`LieREPixelConfig`] that [`check_architecture`] accepts.
 
     Raises:
-        ValueError: if the fields of patches and their grid do not fit together.
+        ValueError: if the fields of patches and their grid contradict each other.
     """
     if any(patch < 1 for patch in config.patch_shape):
         raise ValueError(f"The patch extents {config.patch_shape} must all be at least 1.")
@@ -98,10 +98,10 @@ def _check_augmentation(config) -> None:
             f"position_perturbation={config.position_perturbation} has nothing to perturb with "
             "position_encoding='none'."
         )
-    given = {name: getattr(config, name) for name in ("position_shift", *FACTORS) if getattr(config, name)}
-    if given and config.coordinates is None and encoding not in ENCODING_TRAITS:
+    augmented = {name: getattr(config, name) for name in ("position_shift", *FACTORS) if getattr(config, name)}
+    if augmented and config.coordinates is None and encoding not in ENCODING_TRAITS:
         raise ValueError(
-            f"{given} would do nothing with position_encoding={encoding!r}, where nothing has coordinates: accepted "
+            f"{augmented} would do nothing with position_encoding={encoding!r}, which has no coordinates: accepted "
             f"with {', '.join(ENCODING_TRAITS)} and with position_table_size."
         )
 
@@ -129,7 +129,7 @@ def check_tokens(config) -> None:
         config: A [`LieRETokensConfig`] that [`check_architecture`] accepts.
 
     Raises:
-        ValueError: if the fields of positions do not fit the encoding or each other.
+        ValueError: if the fields of positions contradict the encoding or each other.
     """
     for name, lowest, accepted in (("position_origin", -FLOAT32_MAX, ""), ("position_scale", 0, " above 0")):
         values = config.by_axis(name)
@@ -152,7 +152,7 @@ def check_tokens(config) -> None:
     if config.folded_grids is not None and needs_exponential(config):
         raise ValueError(
             f"folded_grids={config.folded_grids}: {config.position_encoding} with block_size="
-            f"{config.block_size} has rotations to keep for grids only, and tokens have none; accepted: None."
+            f"{config.block_size} has constant rotations for grids only, and tokens have no grid; accepted: None."
         )
 
 
@@ -192,7 +192,7 @@ def _refuse_rotary_fields(config) -> None:
     names = ("block_size", "coordinates", "rotary_init", "rope_theta", "folded_grids")
     refused = {name: value for name in names if (value := getattr(config, name, None)) is not None}
     if config.position_table_size is not None:
-        # A table with a size of its own is read at coordinates.
+        # A table with `position_table_size` is read at coordinates.
         refused.pop("coordinates", None)
     refused |= {name: True for name in ("share_heads", "share_layers", "rotate_prefix") if getattr(config, name)}
     if refused:

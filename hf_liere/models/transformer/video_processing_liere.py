@@ -11,15 +11,15 @@ VIDEO_PROCESSOR = "video_processing_liere.LieREVideoProcessor"
 
 class LieREVideoProcessor(SavesItsCode, VideoMAEVideoProcessor):
     """
-    VideoMAE's processor, frames → (B, T, C, H, W), but with PyAV as the decoder of files: it contains ffmpeg, while the
-    default of transformers needs torchcodec and the ffmpeg of the system.
+    VideoMAE's processor, frames → (B, T, C, H, W), which decodes files with PyAV: it contains ffmpeg, while the default
+    decoder of transformers needs torchcodec and the system's ffmpeg.
     """
 
     def __init__(self, **kwargs):
         super().__init__(**{"auto_map": {"AutoVideoProcessor": VIDEO_PROCESSOR}, **kwargs})
 
     def fetch_videos(self, video_url_or_urls, sample_indices_fn=None):
-        """Decoded frames and metadata of a file or address, or of a list of them."""
+        """Decode a file or address, or a list of them, into frames and metadata."""
         if isinstance(video_url_or_urls, list):
             return list(zip(*[self.fetch_videos(video, sample_indices_fn) for video in video_url_or_urls]))
         return load_video(video_url_or_urls, backend="pyav", sample_indices_fn=sample_indices_fn)

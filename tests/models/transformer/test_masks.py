@@ -60,7 +60,7 @@ def test_samples_hide_tokens_of_their_own(tiny):
         (torch.ones(17), r"\(17,\) in torch.float32 must be \(2, 17\)"),
         (torch.ones(2, 1, 4, 4), r"\(2, 1, 4, 4\)"),
         (torch.ones(2, 1, 17, 17, dtype=torch.long), "torch.int64 must be .* Boolean or floating point"),
-        (torch.zeros(2, 17).masked_fill(~VISIBLE, -torch.inf), "holds -inf: a mask of tokens is true or 1"),
+        (torch.zeros(2, 17).masked_fill(~VISIBLE, -torch.inf), "contains -inf: a mask of tokens is 1 or true"),
         (torch.tensor([[True] * 17, [True] + [False] * 16]), r"hides all 16 tokens to be pooled of samples \[1\]"),
         (object(), "cannot tell which tokens a object hides"),
     ],

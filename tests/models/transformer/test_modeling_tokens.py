@@ -152,7 +152,7 @@ def test_rotations_are_those_of_the_reference_at_scaled_positions(encoding, num_
     scale = [0.5 + axis for axis in range(num_axes)]
     model = moved(build(hf_liere.LieRETokensModel, encoding, num_axes, position_scale=scale, position_origin=-0.5))
     positions = torch.rand(4, num_axes)
-    placed = model.given_positions(positions, 2, 4)
+    placed = model.place_tokens(positions, 2, 4)
     parameters = dict(model.rotary_encoding.named_parameters())
     for layer, rotation in enumerate(model.rotations(placed)):
         matrices = rotation.matrices().detach().double()[0]  # (heads, tokens, blocks, b, b)
@@ -170,7 +170,7 @@ def test_a_table_of_indices_has_one_entry_per_index():
     model = build(hf_liere.LieRETokensModel, "absolute", 1, **options)
     positions = torch.arange(6.0).unsqueeze(1)
     features = torch.randn(1, 6, 5)
-    embedded = model.embeddings(features, model.given_positions(positions, 1, 6))
+    embedded = model.embeddings(features, model.place_tokens(positions, 1, 6))
     expected = model.embeddings.feature_embeddings(features) + model.embeddings.position_embeddings
     torch.testing.assert_close(embedded, expected, rtol=0, atol=1e-6)
 
@@ -180,7 +180,7 @@ def test_tables_are_read_as_grid_sample_reads_them(size):
     axes = len(size)
     model = build(hf_liere.LieRETokensModel, "absolute", axes, position_table_size=list(size))
     positions = torch.rand(2, 50, axes) * 1.4 - 0.2
-    values = model.embeddings.coordinate_table(positions)
+    values = model.embeddings.read_table(positions)
     table = model.embeddings.position_embeddings.transpose(1, 2).unflatten(-1, size).expand(2, -1, *size)
     points = (2 * positions - 1).flip(-1).view(2, *[1] * (axes - 1), 50, axes)
     expected = torch.nn.functional.grid_sample(table, points, padding_mode="border", align_corners=True)
@@ -200,7 +200,7 @@ def test_a_table_of_a_multilinear_function_is_that_function():
     with torch.no_grad():
         model.embeddings.position_embeddings[0] = function(corners).unsqueeze(1)
     positions = torch.rand(50, 5)
-    values = model.embeddings.coordinate_table(positions)[0, :, 0]
+    values = model.embeddings.read_table(positions)[0, :, 0]
     torch.testing.assert_close(values, function(positions), rtol=0, atol=1e-5)
 
 
@@ -219,7 +219,7 @@ def test_dense_rotations_do_not_fold():
     for grids in (None, [(3, 3)]):
         with pytest.raises(ValueError, match="block_size=8 folds into .* a grid, and this model takes positions"):
             model.fold_rotations(grids)
-    with pytest.raises(StrictDataclassError, match="liere with block_size=8 has rotations to keep for grids only"):
+    with pytest.raises(StrictDataclassError, match="liere with block_size=8 has constant rotations for grids only"):
         build(HEADS[0], folded_grids=[])
 
 

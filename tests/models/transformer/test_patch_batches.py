@@ -246,8 +246,8 @@ def test_augmentation_of_coordinates(augmentation):
         ({"spatial_shapes": None}, "pixel_attention_mask was given without spatial_shapes"),
         ({"spatial_shapes": torch.full((4, 3), 2)}, r"spatial_shapes of shape \(4, 3\)"),
         ({"spatial_shapes": torch.full((4, 2), 2.0)}, "torch.float32 must be"),
-        ({"spatial_shapes": torch.full((4, 2), 5)}, r"spatial_shapes hold \[\[5, 5\]"),
-        ({"spatial_shapes": torch.tensor([[0, 4], [2, 6], [5, 3], [4, 4]])}, r"spatial_shapes hold \[\[0, 4\]\]"),
+        ({"spatial_shapes": torch.full((4, 2), 5)}, r"spatial_shapes contain \[\[5, 5\]"),
+        ({"spatial_shapes": torch.tensor([[0, 4], [2, 6], [5, 3], [4, 4]])}, r"spatial_shapes contain \[\[0, 4\]\]"),
         ({"pixel_attention_mask": torch.ones(4, 16)}, r"pixel_attention_mask of samples \[1, 2\]"),
         ({"pixel_attention_mask": torch.ones(4, 15)}, r"pixel_attention_mask of shape \(4, 15\) must be \(4, 16\)"),
         ({"attention_mask": torch.ones(4, 18)}, "take pixel_attention_mask"),
@@ -261,7 +261,7 @@ def test_batches_that_do_not_fit(change, message):
 
 def test_inputs_that_do_not_divide():
     config = build("liere").config
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="at least one input"):
         batch_of_patches([], config)
     with pytest.raises(ValueError, match=r"Input 1 with 3 channels and of size \(9, 8\)"):
         batch_of_patches([torch.zeros(3, 8, 8), torch.zeros(3, 9, 8)], config)
