@@ -120,7 +120,7 @@ class LieRETokenEmbeddings(nn.Module):
             cls_entry: (1, 1, hidden_size), added to the class token.
 
         Raises:
-            ValueError: if `bool_masked_pos` has another shape or the model no mask token.
+            ValueError: if `bool_masked_pos` has another shape or the model has no mask token.
         """
         batch_size, num_tokens = embeddings.shape[:2]
         if bool_masked_pos is not None and self.mask_token is None:
@@ -169,7 +169,7 @@ class LieREEmbeddings(LieRETokenEmbeddings):
         how it is resized from the trained grid; patches displaced by `offsets` read between its entries.
 
         Raises:
-            ValueError: if `position_table_resize="truncate"` and the grid has more patches than the table entries.
+            ValueError: if `position_table_resize="truncate"` and the grid has more patches than the table has entries.
         """
         if not self.has_table:
             return None

@@ -169,8 +169,8 @@ class LieREPixelModel(LieREEncoderModel):
             frame_times: (T,) or (B, T), for clips at irregular times: the time of every frame or the place of every
                 slice, not decreasing. The coordinate of a tubelet is the mean of its frames, relative to the middle
                 between first and last; `spacing` is then (2,) or (B, 2), of rows and columns.
-            pixel_attention_mask: (B, N), 1 for patches and 0 for padding, as `spatial_shapes` implies. The content of
-                padding is ignored, even NaN; `last_hidden_state` is meaningless there.
+            pixel_attention_mask: (B, N), 1 for patches and 0 for padding, as `spatial_shapes` implies. Padding is
+                neither attended to nor averaged, even if it is NaN; `last_hidden_state` is meaningless there.
             spatial_shapes: (B, A) patches per axis of every sample. Rotations are computed once for each distinct grid,
                 in compiled graphs for each sample.
 

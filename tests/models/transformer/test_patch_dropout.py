@@ -241,7 +241,7 @@ def test_what_cannot_be_dropped_is_refused(tiny):
         (hf_liere.LieREViTForMaskedImageModeling, "pixels of all patches"),
         (hf_liere.LieREViTBackbone, "feature maps contain all patches"),
     ):
-        with pytest.raises(ValueError, match=f"patch_dropout_prob=0.5 is not available where {reason}"):
+        with pytest.raises(ValueError, match=f"patch_dropout_prob=0.5 is not available where .*{reason}"):
             cls(dropping)
     with pytest.raises(ValueError, match="cannot select tokens of a object"):
         classifier(dropping).train()(torch.randn(1, 3, 16, 16), attention_mask=object())
