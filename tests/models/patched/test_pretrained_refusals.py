@@ -83,9 +83,7 @@ class TestRefusals:
 
         model, _ = build("llama")
         model.model.layers[0].self_attn.indexer = Indexer()
-        self.refuse(
-            model, "layers.0.self_attn .LlamaAttention. rotates with cos and sin and passes them", patch, PLANES
-        )
+        self.refuse(model, "self_attn .LlamaAttention. rotates with cos and sin and passes them", patch, PLANES)
 
     @pytest.mark.parametrize("layers", [[2], [0, 2]])
     def test_layers_that_read_the_keys_of_another(self, layers):
@@ -184,7 +182,5 @@ class TestRefusals:
         model, _ = build("llama")
         patch(model, PLANES)
         layer = model.model.layers[0].self_attn
-        with pytest.raises(
-            RuntimeError, match="rotary_emb returned float32 coordinates of 1 axes, but attention layer 0"
-        ):
+        with pytest.raises(RuntimeError, match="rotary_emb returned float32 coordinates of 1 axes, but attention"):
             layer(torch.zeros(1, 3, 48), position_embeddings=(torch.ones(1, 3, 16), torch.zeros(1, 3, 16)))
