@@ -292,7 +292,7 @@ BAD_INPUT = [
     ({"attention_mask": torch.ones(2, 10)}, r"\(2, 10\) must be \(2, 9\) \(batch, tokens\), without class"),
     ({"attention_mask": torch.ones(9)}, r"\(9,\) must be \(2, 9\)"),
     ({"attention_mask": torch.tensor([[1] * 9, [0] * 9])}, r"hides all 9 tokens of samples \[1\]"),
-    ({"attention_mask": torch.full((2, 9), -1.0)}, "holds -1.0"),
+    ({"attention_mask": torch.full((2, 9), -1.0)}, "contains -1.0"),
 ]
 
 
