@@ -31,7 +31,7 @@ gpu: $(READY)
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --durations 25 --durations-min 2
 
 test-all: $(READY)
 	$(BIN)/pip install --quiet --editable ".[test,deepspeed,quantization]"

@@ -372,7 +372,14 @@ def test_gradients(encoding):
     assert torch.autograd.gradcheck(scores, (query, key, *values), fast_mode=True, atol=1e-6)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+# Compiling takes seconds: planes, dense blocks and a product of rotations stand for the others.
+COMPILED_FAST = ("rope_mixed", "liere", "spherical_rope")
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [name if name in COMPILED_FAST else pytest.param(name, marks=pytest.mark.slow) for name in ENCODINGS],
+)
 def test_one_graph(encoding, fresh_compiler):
     rotary = build(encoding)
     positions = torch.randn(2, 5, 2)
