@@ -1,15 +1,13 @@
 """Conversion against the live models of timm and transformers, across processes, and of malformed files."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import timm
 import torch
 import transformers
 from conversion_cases import Code, converts, images, liere_weights, randomised, without
+from fresh_process import run
 from hub_client import client
 from safetensors.torch import save_file
 
@@ -228,16 +226,6 @@ for name in {names}:
     with torch.no_grad():
         torch.save(model(torch.load(name + ".pixels.pt")).logits, name + ".logits.pt")
 """
-WITHOUT_PACKAGE = """
-import sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "hf_liere":
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Absent())
-"""
 
 
 @pytest.fixture(scope="module")
@@ -268,17 +256,9 @@ def converted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("package", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_logits_survive_a_fresh_process(converted, tmp_path, package):
+def test_logits_survive_a_fresh_process(converted, package):
     directory, names = converted
-    remote = {} if package else {"trust_remote_code": True}
-    code = LOAD.format(names=names, remote=remote)
-    source = ("import hf_liere\n" if package else WITHOUT_PACKAGE) + code
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(hf_liere.__file__)) if package else ""
-    process = subprocess.run(
-        [sys.executable, "-c", source], cwd=directory, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == 0, process.stderr
+    run(LOAD.format(names=names, remote={} if package else {"trust_remote_code": True}), directory, package)
     # Code that comes with a checkpoint has no kernels for CPUs: float32 sums in another order.
     tolerance = 0 if package else 1e-5
     for name in names:
