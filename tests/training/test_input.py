@@ -14,13 +14,7 @@ from PIL import Image
 from training_helpers import TINY_MODEL, TINY_RUN, main, pictures, write_images_folder, write_parquet
 
 from hf_liere.storage.client import HubError
-from training.common.arguments import (
-    AugmentationArguments,
-    DataArguments,
-    InputError,
-    ModelArguments,
-    RunArguments,
-)
+from training.common.arguments import AugmentationArguments, DataArguments, InputError, ModelArguments, RunArguments
 from training.common.command_line import parse_arguments
 from training.data.images import load_images
 from training.data.sources import PARTS, DataRequest

@@ -21,14 +21,7 @@ from training_helpers import run_process
 from hf_liere import is_patched, load_rotary, rotary_parameters, unpatch
 from training import evaluate_sweep, report
 from training.data.augmentation import IGNORED_LABEL, PADDING
-from training.data.texts import (
-    TextDataArguments,
-    TokenBlocks,
-    TokenStream,
-    byte_tokenizer,
-    collate_blocks,
-    load_texts,
-)
+from training.data.texts import TextDataArguments, TokenBlocks, TokenStream, byte_tokenizer, collate_blocks, load_texts
 from training.language_modeling import main
 from training.reporting import result_lines
 
