@@ -30,9 +30,9 @@ without learned rotations. Spherical RoPE is a product of rotations, unlike any 
 import torch
 
 from ..inspection.common_planes import find_common_planes
+from ..models.encoding.commuting_encodings import EncodingInBasis
 from ..models.encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, traits_of
 from ..models.encoding.encodings import ENCODING_CLASSES
-from ..models.encoding.encodings_in_basis import EncodingInBasis
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.rotation.exponential import skew, skew_entries
 from ..models.transformer.configuration_liere import LieREConfig

@@ -8,7 +8,7 @@ from transformers import initialization as init
 from ..rotation.dispatch import working_dtype
 from ..rotation.rotation import BlockRotation, Rotation
 from ..rotation.scaling_and_squaring import Rays
-from .encodings_in_basis import CayleyString, CirculantString, ComRoPEAxialPartition, ComRoPELinearlyDependent
+from .commuting_encodings import CayleyString, CirculantString, ComRoPEAxialPartition, ComRoPELinearlyDependent
 from .positions import GridPositions, TokenPositions
 from .rotary_encoding import ALL_LAYERS, RotaryEncoding, golden_gate_frequencies
 

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import initialization as init
 
 from ..rotation.rotation import BlockRotation, Rotation
+from .commuting_encodings import EncodingInBasis
 from .encoding_traits import TRAINING_ONLY, needs_exponential, traits_of
 from .encodings import ENCODING_CLASSES, LieRE
-from .encodings_in_basis import EncodingInBasis
 from .positions import GridPositions, GroupedPositions, TokenPositions
 from .rotary_encoding import RotaryEncoding
 

@@ -7,7 +7,7 @@ import torch
 from ..rotation.dispatch import values_are_unknown, working_dtype
 from .displacements import draw_displacements
 from .encoding_traits import DISPLACEMENTS
-from .physical import physical_extents
+from .physical_spacing import physical_extents
 from .positions import (
     COORDINATES,
     GroupedPositions,

@@ -9,8 +9,8 @@ from torch import nn
 
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import Rotation
+from .commuting_encodings import EncodingInBasis
 from .encoding_traits import ENCODING_TRAITS, generators_commute
-from .encodings_in_basis import EncodingInBasis
 from .folding import build_rotary_encoding
 from .positions import GridPositions, TokenPositions, check_coordinates
 from .projections import check_foldable, fold_into

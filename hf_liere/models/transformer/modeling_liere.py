@@ -28,7 +28,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from ..encoding.folding import build_rotary_encoding
-from ..encoding.physical import refuse_spacing
+from ..encoding.physical_spacing import refuse_spacing
 from ..encoding.placement import place_batch, place_given, place_grid, place_input, rotated_positions
 from ..encoding.positions import GroupedPositions, TokenPositions, pad_rows, zero_hidden
 from ..rotation.dispatch import product_dtype

@@ -86,7 +86,7 @@ def test_commuting_encodings_fold_into_cosines_alone(tiny, monkeypatch, encoding
     assert folded.config.folded_grids == []
     monkeypatch.setattr("hf_liere.models.encoding.rotary_encoding.layer_block_rotations", None)
     for name in ("eigenbasis", "cayley_map", "fourier_basis"):
-        monkeypatch.setattr(f"hf_liere.models.encoding.encodings_in_basis.{name}", None)
+        monkeypatch.setattr(f"hf_liere.models.encoding.commuting_encodings.{name}", None)
     assert torch.isfinite(folded(torch.randn(1, 3, 8, 24)).logits).all()
 
 

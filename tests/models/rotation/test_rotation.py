@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rotating import rotate, rotate_query_key
 
 import hf_liere
-import hf_liere.models.encoding.encodings_in_basis
+import hf_liere.models.encoding.commuting_encodings
 import hf_liere.models.encoding.rotary_encoding
 from hf_liere.inspection.common_planes import find_common_planes
 from hf_liere.models.encoding.positions import TokenPositions
@@ -223,8 +223,8 @@ def test_states_of_any_layout_and_type(encoding_size, dtype, contiguous):
     "encoding, module, computes",
     [
         ("liere", hf_liere.models.encoding.rotary_encoding, "layer_block_rotations"),
-        ("comrope_ld", hf_liere.models.encoding.encodings_in_basis, "eigenbasis"),
-        ("cayley_string", hf_liere.models.encoding.encodings_in_basis, "cayley_map"),
+        ("comrope_ld", hf_liere.models.encoding.commuting_encodings, "eigenbasis"),
+        ("cayley_string", hf_liere.models.encoding.commuting_encodings, "cayley_map"),
     ],
 )
 def test_gradient_checkpointing_recomputes_no_rotation(tiny, encoding, module, computes, monkeypatch):

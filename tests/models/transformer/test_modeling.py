@@ -352,7 +352,7 @@ def test_devices_without_float64(tiny, encoding, monkeypatch):
     model = classifier(tiny(position_perturbation=0.0 if encoding == "none" else 0.5, **fields_of(encoding)))
     pixel_values = images(2, 3, 8, 12)
     expected = model(pixel_values).logits
-    encodings = "encoding.encodings", "encoding.encodings_in_basis", "encoding.rotary_encoding"
+    encodings = "encoding.encodings", "encoding.commuting_encodings", "encoding.rotary_encoding"
     for module in (*encodings, "rotation.bases", "transformer.modeling_liere"):
         monkeypatch.setattr(f"hf_liere.models.{module}.working_dtype", lambda device: torch.float32)
     with WithoutFloat64():
