@@ -33,7 +33,7 @@ class EncodingInBasis(RotaryEncoding):
             return skew_entries(skew_from_planes(frequencies, basis))
 
     def layer_rotations(
-        self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
+        self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> list[Rotation]:
         """
         Without a matrix exponential.
@@ -43,7 +43,7 @@ class EncodingInBasis(RotaryEncoding):
             one direction outside of every plane.
         """
         if self.block_size % 2:
-            return super().layer_rotations(positions, states, layers)
+            return super().layer_rotations(positions, dtype, layers)
         placed = positions.locate()
         device = placed.coordinates.device
         with maybe_autocast(device.type, enabled=False):
@@ -91,11 +91,11 @@ class ComRoPEAxialPartition(EncodingInBasis):
         return self.axis_multipliers(device).to(dtype).unsqueeze(-1) * self.generators.to(dtype)
 
     def layer_rotations(
-        self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
+        self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> list[Rotation]:
         """As [`EncodingInBasis.layer_rotations`]; each block is diagonalised once for all tokens."""
         if self.block_size % 2:
-            return super().layer_rotations(positions, states, layers)
+            return super().layer_rotations(positions, dtype, layers)
         coordinates = positions.locate().coordinates
         dtype, device = working_dtype(coordinates.device), coordinates.device
         batch, tokens = coordinates.shape[:-2] or (1,), coordinates.shape[-2]

@@ -88,14 +88,12 @@ class LieRE(RotaryEncoding):
     def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"generators": self.to_blocks(frequencies)}
 
-    def _rotate_groups(
-        self, groups: tuple[TokenPositions, ...], states: torch.dtype | None
-    ) -> list[Iterable[Rotation]]:
+    def _rotate_groups(self, groups: tuple[TokenPositions, ...], dtype: torch.dtype | None) -> list[Iterable[Rotation]]:
         # A grid by itself has multiples, and may be in the cache.
-        return [self.forward(group, states) for group in groups]
+        return [self.forward(group, dtype) for group in groups]
 
     def layer_rotations(
-        self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
+        self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> Iterable[Rotation]:
         """
         On a grid that starts at zero, the rotations at multiples of a position are powers, see [`exponential.Rays`].
@@ -109,10 +107,10 @@ class LieRE(RotaryEncoding):
         num_layers = entries.shape[1]
         elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()
         if num_layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
-            return self.rotations_from(placed, entries, states, rays)
+            return self.rotations_from(placed, entries, dtype, rays)
         # Copies, because frameworks that shard parameters take them away when this module returns.
         parts = [part.clone() for part in entries.split(1, dim=1)]
-        return (self.rotations_from(placed, part, states, rays)[0] for part in parts)
+        return (self.rotations_from(placed, part, dtype, rays)[0] for part in parts)
 
 
 class SphericalRoPE(RotaryEncoding):
@@ -141,7 +139,7 @@ class SphericalRoPE(RotaryEncoding):
         return torch.stack([torch.stack([first, zero, zero], -1), torch.stack([zero, zero, second], -1)])
 
     def layer_rotations(
-        self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
+        self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> list[Rotation]:
         """The product of both rotations in closed form."""
         frequencies, rotations = self.generators[:, layers], []

@@ -36,11 +36,11 @@ class FoldedLieRE(LieRE):
     def forward(
         self,
         positions: TokenPositions | GroupedPositions,
-        states: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
         layer: int | None = None,
     ) -> Iterable[Rotation]:
         if layer is not None or not self._is_folded(positions):
-            return super().forward(positions, states, layer)
+            return super().forward(positions, dtype, layer)
         # from_pretrained makes every parameter trainable; constants must not be.
         layers = self.grids[grid_name(positions.grid)].detach()  # (layers, N, heads or 1, blocks, b, b)
         rotations = [BlockRotation(layer.transpose(0, 1).unsqueeze(0)) for layer in layers]

@@ -86,45 +86,43 @@ class RotaryEncoding(LearnedRotations):
     def forward(
         self,
         positions: TokenPositions | GroupedPositions,
-        states: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
         layer: int | None = None,
     ) -> Iterable[Rotation]:
         """
         One rotation per layer for all tokens; inference keeps those of the last grids, see [`RotationCache`].
 
         Args:
-            states: Type of the queries and keys that will be rotated, float32 if `None`: half types need no better
+            dtype: Type of the queries and keys that will be rotated, float32 if `None`: half types need no better
                 rotations than they can hold, see [`exponential.block_rotations`].
             layer: Compute only the rotation of this layer.
         """
         if isinstance(positions, GroupedPositions):
-            groups = zip(*self._rotate_groups(positions.groups, states))
+            groups = zip(*self._rotate_groups(positions.groups, dtype))
             return [GroupedRotation(rotations, positions.samples) for rotations in groups]
         if layer is None:
-            return self.cache.rotations(self, positions.settle(), states)
-        return [next(iter(self.cache.rotations(self, positions.settle(), states, self._select_layer(layer))))]
+            return self.cache.rotations(self, positions.settle(), dtype)
+        return [next(iter(self.cache.rotations(self, positions.settle(), dtype, self._select_layer(layer))))]
 
-    def _rotate_groups(
-        self, groups: tuple[TokenPositions, ...], states: torch.dtype | None
-    ) -> list[Iterable[Rotation]]:
+    def _rotate_groups(self, groups: tuple[TokenPositions, ...], dtype: torch.dtype | None) -> list[Iterable[Rotation]]:
         """For every group of tokens the rotation of every layer, all computed together."""
         coordinates = [group.locate().coordinates for group in groups]
         lengths, together = [len(group) for group in coordinates], TokenPositions(torch.cat(coordinates))
-        return list(zip(*(rotation.split(lengths) for rotation in self.forward(together, states))))
+        return list(zip(*(rotation.split(lengths) for rotation in self.forward(together, dtype))))
 
     def _select_layer(self, layer: int) -> slice:
         """The generators of a layer among those of all."""
         return slice(layer, layer + 1) if self.layers > 1 else ALL_LAYERS
 
     def layer_rotations(
-        self, positions: TokenPositions, states: torch.dtype | None = None, layers: slice = ALL_LAYERS
+        self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> Iterable[Rotation]:
         """The rotations that `forward` returns, for some or all layers, in the form that attention applies fastest."""
         placed = positions.locate()
-        return self.rotations_from(placed, self.entries(placed.coordinates.device)[:, layers], states)
+        return self.rotations_from(placed, self.entries(placed.coordinates.device)[:, layers], dtype)
 
     def rotations_from(
-        self, positions: TokenPositions, entries: torch.Tensor, states: torch.dtype | None, rays: Rays | None = None
+        self, positions: TokenPositions, entries: torch.Tensor, dtype: torch.dtype | None, rays: Rays | None = None
     ) -> list[Rotation]:
         """Planes or blocks in the basis of the model, for the layers whose `entries` are given."""
         coordinates = self.working_coordinates(positions)
@@ -133,7 +131,7 @@ class RotaryEncoding(LearnedRotations):
             planes = self.planes(positions, entries.squeeze(-1))
             return self.repeat_for_layers([PlaneRotation(layer) for layer in planes])
         generators = skew(entries.flatten(2, 3), self.block_size)  # (A, layers, H · blocks, b, b)
-        rotations = layer_block_rotations(coordinates, generators, self.rotation_dtype, rays, states)
+        rotations = layer_block_rotations(coordinates, generators, self.rotation_dtype, rays, dtype)
         return self.repeat_for_layers([BlockRotation(self.to_tokens(layer, positions, heads)) for layer in rotations])
 
     def planes(self, positions: TokenPositions, frequencies: torch.Tensor) -> list[torch.Tensor]:

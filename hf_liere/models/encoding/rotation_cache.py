@@ -60,28 +60,28 @@ class RotationCache:
         self,
         encoding: nn.Module,
         positions: TokenPositions,
-        states: torch.dtype | None,
+        dtype: torch.dtype | None,
         layers: slice = slice(None),
     ) -> Iterable[Rotation]:
         """
-        What `encoding.layer_rotations(positions, states, layers)` returns, or returned before for the same facts of a
+        What `encoding.layer_rotations(positions, dtype, layers)` returns, or returned before for the same facts of a
         grid, sources and type. Nothing is stored in training mode.
 
         Args:
             positions: That are settled; only those of a grid are kept.
         """
         if encoding.training or torch.is_grad_enabled() or not isinstance(positions, GridPositions):
-            return encoding.layer_rotations(positions, states, layers)
+            return encoding.layer_rotations(positions, dtype, layers)
         sources = encoding.sources(positions.facts.device, layers)
         if values_are_unknown(*sources):
-            return encoding.layer_rotations(positions, states, layers)
+            return encoding.layer_rotations(positions, dtype, layers)
         types = ((x.dtype, x.device) for x in sources)
-        name = (positions.facts, layers.start, states or encoding.rotation_dtype, encoding.rotation_dtype, *types)
+        name = (positions.facts, layers.start, dtype or encoding.rotation_dtype, encoding.rotation_dtype, *types)
         with self.lock:
             entry = self.entries.get(name)
         if entry is not None and entry.fits(sources):
             return entry.rotations
-        rotations = encoding.layer_rotations(positions, states, layers)
+        rotations = encoding.layer_rotations(positions, dtype, layers)
         # Above a bound the layers are computed one by one, when they are asked for.
         if isinstance(rotations, list):
             self._store(name, _Entry(tuple(source.clone() for source in sources), rotations))
