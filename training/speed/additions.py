@@ -101,8 +101,10 @@ class Addition:
         """Query and key of no tokens in the basis of the rotation; empty for rotations without a basis."""
         if not self.changes_basis:
             return []
-        attention = layer.attention
-        return [project(projection, self.no_tokens, rotation) for projection in (attention.q_proj, attention.k_proj)]
+        projections = layer.attention.q_proj, layer.attention.k_proj
+        if rotation is None:
+            return [projection(self.no_tokens) for projection in projections]
+        return [project(projection, self.no_tokens, rotation) for projection in projections]
 
     def incoming_gradients(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """A gradient for each of the outputs."""

@@ -14,10 +14,8 @@ _has_global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: F
 HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
-def project(projection: nn.Module, hidden_states: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """Query or key projection, in the basis in which they are rotated."""
-    if rotation is None or rotation.basis is None:
-        return projection(hidden_states)
+def project(projection: nn.Module, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Query or key projection, in the basis of a rotation."""
     if _obstacle(projection) is None and not _has_global_hooks():
         weight = projection.weight
         if weight.device == hidden_states.device:

@@ -16,7 +16,7 @@ from torch import nn
 from ..encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, default_rotate_prefix
 from ..encoding.folding import build_rotary_encoding
 from ..encoding.rotary_fields import EncodingConfig, GridFields, RotaryFields, check_format_version
-from ..transformer.attention import eager_attention_forward
+from ..transformer.layers import eager_attention_forward
 from .module_inspection import View, head_shape
 from .patched_forward import (
     ROTARY_ATTENTION,

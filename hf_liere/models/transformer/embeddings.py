@@ -8,7 +8,7 @@ from torch import nn
 
 from ..encoding.positions import GroupedPositions, TokenPositions, patch_indices
 from ..rotation.dispatch import in_portable_graph
-from .configuration_liere import LieREConfig, LieREPixelConfig, LieRETokensConfig
+from .configuration_liere import LieREConfig, LieREPixelConfig
 from .patch_batches import cut_patches
 
 
@@ -222,33 +222,3 @@ class LieREEmbeddings(LieRETokenEmbeddings):
         cls_entry = self.position_embeddings[:, :1] if self.has_table else None
         embeddings = self.patch_embeddings(pixels)  # (B, N, hidden_size)
         return self.assemble(embeddings, positions, bool_masked_pos, table, cls_entry)
-
-
-class LieREFeatureEmbeddings(LieRETokenEmbeddings):
-    """Linear embedding of the features of every token, with table, class token and register tokens as configured."""
-
-    def __init__(self, config: LieRETokensConfig):
-        super().__init__(config, math.prod(config.position_table_size or ()))
-        self.feature_size = config.feature_size
-        self.feature_embeddings = nn.Linear(config.feature_size, config.hidden_size)
-
-    def shape(self, features: torch.Tensor) -> tuple[int, int]:
-        """
-        Batch size B and number of tokens N of (B, N, feature_size) features.
-
-        Raises:
-            ValueError: if they have another shape or are not floating point.
-        """
-        if features.ndim != 3 or features.shape[1] == 0 or features.shape[2] != self.feature_size:
-            raise ValueError(
-                f"inputs_embeds of shape {tuple(features.shape)} must be (batch, tokens, feature_size), with at least "
-                f"one token and feature_size={self.feature_size}."
-            )
-        if not features.is_floating_point():
-            raise ValueError(f"inputs_embeds are {features.dtype}; a floating point type is needed.")
-        return features.shape[0], features.shape[1]
-
-    def forward(self, features: torch.Tensor, positions: TokenPositions | None = None) -> torch.Tensor:
-        """(B, N, feature_size) features → (B, prefix + N, hidden_size), with the `positions` of all tokens."""
-        features = features.to(self.feature_embeddings.weight.dtype)
-        return self.assemble(self.feature_embeddings(features), positions)  # (B, prefix + N, hidden_size)

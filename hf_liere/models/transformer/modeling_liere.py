@@ -88,8 +88,9 @@ class LieREEncoderModel(LieREPreTrainedModel):
         """
         Drop a share of the patches, then apply all layers to the embeddings (B, prefix + N, hidden_size) of all tokens.
         """
-        prefix, kept = self.config.num_prefix_tokens, None
-        visible = visible_tokens(self.config, attention_mask, *embeddings.shape[:2])  # (1 or B, prefix + N)
+        prefix, kept, visible = self.config.num_prefix_tokens, None, None
+        if attention_mask is not None:
+            visible = visible_tokens(self.config, attention_mask, *embeddings.shape[:2])  # (1 or B, prefix + N)
         if patch_dropout_prob:
             kept = draw_kept_tokens(embeddings, prefix, patch_dropout_prob, visible)  # (B, tokens)
             embeddings, visible = gather_tokens(embeddings, kept), gather_tokens(visible, kept)
@@ -185,7 +186,8 @@ class LieREPixelModel(LieREEncoderModel):
                 or are not finite, missing or unused; if a mask has the wrong shape, or hides every token of a sample or
                 all that are averaged.
         """
-        refuse_spacing(self.config, spacing, frame_times, positions)
+        if spacing is not None or frame_times is not None:
+            refuse_spacing(self.config, spacing, frame_times, positions)
         config, embeddings, present = self.config, self.embeddings, None
         # `positions` replace those of the grid.
         options = {"spacing": spacing, "training": self.training, "needs_positions": positions is None}

@@ -27,16 +27,14 @@ def pool(config, hidden_states: torch.Tensor, visible: torch.Tensor | None) -> t
     return hidden_states[:, first:].masked_fill(~visible, 0.0).sum(dim=1) / visible.sum(dim=1)
 
 
-def visible_tokens(config, mask: torch.Tensor | object | None, batch_size: int, num_tokens: int) -> torch.Tensor | None:
+def visible_tokens(config, mask: torch.Tensor | object, batch_size: int, num_tokens: int) -> torch.Tensor | None:
     """
-    (1 or B, tokens), true for tokens that a query attends to; `None` for all tokens, or if the mask is not a tensor.
+    (1 or B, tokens), true for tokens that a query attends to; `None` if the mask is not a tensor.
 
     Raises:
         ValueError: if a mask has the wrong shape, or hides every token of a sample or all that are averaged.
     """
     averaged = config.pooling in ("mean", "mean_all")
-    if mask is None:
-        return None
     if not isinstance(mask, torch.Tensor):
         if averaged:
             raise ValueError(

@@ -9,10 +9,9 @@ from transformers import initialization as init
 
 from ..encoding.folding import fold_rotations
 from ..encoding.rotary_encoding import RotaryEncoding
-from .attention import LieREAttention
 from .configuration_liere import LieREConfig
 from .embeddings import LieRETokenEmbeddings
-from .layers import LieRELayer, LieRELayerScale
+from .layers import LieREAttention, LieRELayer, LieRELayerScale
 
 
 class LieREPreTrainedModel(PreTrainedModel):

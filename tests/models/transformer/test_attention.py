@@ -6,7 +6,7 @@ from rotating import rotate
 
 from hf_liere.models.encoding.folding import build_rotary_encoding
 from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.transformer.attention import LieREAttention
+from hf_liere.models.transformer.layers import LieREAttention
 
 
 def layer_inputs(tiny, encoding, batch=None, **overrides):
