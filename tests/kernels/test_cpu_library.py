@@ -86,7 +86,7 @@ def test_a_broken_library_is_warned_of_once(folder, caplog):
         assert_rotations_are_right()
     assert f"{folder / '_cpu_portable.so'} cannot be used" in refusal() and "pip install --force-reinstall" in refusal()
     (record,) = caplog.records
-    assert "plain operations" in record.message and refusal() in record.message
+    assert "Plain operations" in record.message and refusal() in record.message
 
 
 @pytest.mark.usefixtures("compiled_kernels")
