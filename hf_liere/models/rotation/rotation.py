@@ -207,7 +207,8 @@ Rotation = PlaneRotation | BlockRotation | GroupedRotation
 def flatten(rotation: Rotation) -> tuple[Iterable[torch.Tensor | None], Callable[..., Rotation]]:
     """The tensors of a rotation, and a function that makes the rotation from them."""
     if not isinstance(rotation, GroupedRotation):
-        return rotation, type(rotation)
+        # Hooks of accelerate move whatever has a method `to`, as these classes have.
+        return rotation, functools.partial(type(rotation))
     make = functools.partial(_group, type(rotation.rotations[0]), len(rotation.samples))
     return itertools.chain(rotation.samples, *rotation.rotations), make
 
