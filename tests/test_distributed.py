@@ -2,11 +2,10 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
-from checkout import PYTHONPATH, SUPPORT
+from checkout import PYTHONPATH, SUPPORT, TWO_PROCESSES
 
 import hf_liere
 
@@ -41,16 +40,7 @@ def test_two_processes_take_the_step_of_one(tiny, tmp_path, kind, encoding):
     outputs.loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        str(SUPPORT / "distributed_worker.py"),
-        kind,
-    ]
+    command = [*TWO_PROCESSES, str(SUPPORT / "distributed_worker.py"), kind]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     arguments = [str(tmp_path), str(tmp_path / "batch.pt"), str(tmp_path / "weights.pt")]
     process = subprocess.run(command + arguments, env=environment, capture_output=True, text=True, timeout=300)

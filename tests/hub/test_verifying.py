@@ -57,8 +57,6 @@ def elsewhere(content):
 
 
 LABELS = {"0": "LABEL_2", "1": "LABEL_1", "2": "LABEL_0"}
-
-
 # With which weights, and mostly outputs, are the same: what somebody changes of a copy, and what `verify` says.
 CHANGED = {
     "code": ("image", written("modeling_liere.py", "raise SystemExit"), "neither this .* has: modeling_liere.py. None"),

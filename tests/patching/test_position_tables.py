@@ -52,8 +52,6 @@ def test_clips_of_other_sizes_and_lengths_read_the_table_in_between():
 
 
 NATIVE = {"interpolate_pos_encoding": True}
-
-
 WITH_TABLE = [name for name in CASES if name != "beit_relative"]
 
 

@@ -9,8 +9,6 @@ from hf_liere.models.rotation.exponential import block_rotations, skew
 
 
 BUILT = cpu_library.FOLDER
-
-
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 

@@ -10,8 +10,6 @@ LEARNED = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.learn
 COMMUTING = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.commutes)
 # Encodings that can start without any rotation.
 NEUTRAL = tuple(name for name, traits in ENCODING_TRAITS.items() if "zeros" in traits.rotary_inits)
-
-
 # Their basis is never the identity, so that even without any rotation queries and keys are rounded in it.
 ROUNDED = ("circulant_string",)
 

@@ -23,8 +23,6 @@ from training.data.arrows import LABELS
 
 
 WIDTHS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-
-
 TEXT = {**WIDTHS, "num_key_value_heads": 2, "vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 

@@ -6,12 +6,11 @@ import importlib
 import inspect
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 
 import torch
 import transformers
-from checkout import PYTHONPATH, SUPPORT
+from checkout import PYTHONPATH, SUPPORT, TWO_PROCESSES
 from torch import nn
 
 import hf_liere
@@ -303,8 +302,7 @@ def check_step_of_two_processes(built, batch, folder, least, kind="ddp"):
     before = {name: value.detach().clone() for name, value in rotary_parameters(built)}
     built.train()(**batch).loss.backward()
     torch.optim.SGD(built.parameters(), lr=0.1).step()
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run_process([sys.executable, *launch, str(SUPPORT / "patching_worker.py"), kind, str(folder)])
+    run_process([*TWO_PROCESSES, str(SUPPORT / "patching_worker.py"), kind, str(folder)])
     stepped = torch.load(folder / "stepped.pt")
     for name, value in built.named_parameters():
         # Means of two halves in float32 instead of one mean.

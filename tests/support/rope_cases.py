@@ -233,6 +233,13 @@ def build(name, implementation="sdpa"):
     return built, CASES[name].inputs()
 
 
+def build_patched(name, config, std=0.3):
+    """The same with rotations away from their start."""
+    built, inputs = build(name)
+    randomize(patch(built, config), std)
+    return built, inputs
+
+
 def outputs(built, inputs, **options):
     """All tensors of the output that are not a cache."""
     if built.can_generate():

@@ -7,18 +7,14 @@ import pytest
 import torch
 import transformers
 from patching_cases import randomize, run_process, same_bits
-from rope_cases import build, outputs
+from rope_cases import build, build_patched, outputs
 
 from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters, save_rotary, unpatch
 
 
 PLANES = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained")
-
-
 # transformers 5.17 loses shared keys under the hooks of accelerate.
 SHARES_KEYS = pytest.mark.skipif(not hasattr(transformers.cache_utils, "KVSharingDict"), reason="of newer releases")
-
-
 DISPATCHED = ["llama", "gemma3", pytest.param("gemma3n", marks=SHARES_KEYS), "qwen2_5_vl"]
 
 
@@ -52,9 +48,7 @@ def check_cached_steps(model, inputs, cache=None):
 
 
 def check_static_cache(name, config):
-    model, inputs = build(name)
-    patch(model, config)
-    randomize(model, std=0.1)
+    model, inputs = build_patched(name, config, std=0.1)
     check_cached_steps(model, inputs, "static")
     mask = torch.ones_like(inputs["input_ids"])
     mask[0, :4] = 0
@@ -79,9 +73,7 @@ for name in sys.argv[2:]:
 
 def check_fresh_process(folder, names, config):
     for name in names:
-        model, inputs = build(name)
-        patch(model, config)
-        randomize(model)
+        model, inputs = build_patched(name, config)
         save_rotary(model, folder / name)
         assert sum(path.stat().st_size for path in (folder / name).iterdir()) < 60_000
         with torch.no_grad():
@@ -109,9 +101,7 @@ def check_checkpointing(name, reentrant, config):
 
 
 def check_compiled(name, config):
-    model, inputs = build(name)
-    patch(model, config)
-    randomize(model, std=0.1)
+    model, inputs = build_patched(name, config, std=0.1)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     gradients = []
@@ -126,9 +116,7 @@ def check_compiled(name, config):
 
 
 def check_flex_attention(name, config):
-    model, inputs = build(name)
-    patch(model, config)
-    randomize(model, std=0.1)
+    model, inputs = build_patched(name, config, std=0.1)
     with torch.no_grad():
         expected = outputs(model, inputs)
         model.set_attn_implementation("flex_attention")
@@ -137,9 +125,7 @@ def check_flex_attention(name, config):
 
 
 def check_copies(config):
-    model, inputs = build("llama")
-    patch(model, config)
-    randomize(model)
+    model, inputs = build_patched("llama", config)
     expected = outputs(model, inputs)
     other = copy.deepcopy(model)
     assert same_bits(outputs(other, inputs), expected)
@@ -152,9 +138,7 @@ def check_copies(config):
 
 def check_offloading(name, config):
     accelerate = pytest.importorskip("accelerate")
-    model, inputs = build(name)
-    patch(model, config)
-    randomize(model, std=0.1)
+    model, inputs = build_patched(name, config, std=0.1)
     with torch.no_grad():
         expected = outputs(model, inputs)
         offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))

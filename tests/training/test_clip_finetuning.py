@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import transformers
-from checkout import ROOT
+from checkout import ROOT, TWO_PROCESSES
 from clip_training import CLASSES, TINY_RUN, accuracies, but_for_rounding, measured_again, train
 from patching_cases import CASES, IMAGE, ROTATING, VIT_B
 from safetensors.torch import load_file, save_file
@@ -227,10 +227,9 @@ def test_every_family_leaves_a_whole_model(data, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_and_save_both_models(whole, clip_folder, data, tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT]
     flags = ["--output_dir", tmp_path, "--model_name_or_path", clip_folder, *data, *TINY_RUN, *WHOLE]
     flags += ["--per_device_eval_batch_size", 4]
-    run_process(list(map(str, [*launch, *flags])))
+    run_process(list(map(str, [*TWO_PROCESSES, SCRIPT, *flags])))
     for name in ("patched", "unpatched"):
         assert json.loads((tmp_path / name / "environment.json").read_text())["world_size"] == 2
         # Means of two halves in float32 instead of one mean.

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from checkout import ROOT
+from checkout import ROOT, TWO_PROCESSES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -297,10 +297,9 @@ def test_two_processes_train_the_model_of_one(trainable, flags, llama, data, tmp
     flags = ["--model_name_or_path", llama[0], *flags, "--trainable", trainable, "--save_steps", 2]
     flags += ["--optim", "sgd", "--learning_rate", 0.1, "--seed", 3]
     one = train(tmp_path / "one", data, *flags, "--total_train_batch_size", 4)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT]
     place = [index for index, flag in enumerate(TINY_RUN) if flag == "--per_device_train_batch_size"][0]
     tiny = [*TINY_RUN[:place], *TINY_RUN[place + 2 :], "--total_train_batch_size", 4]
-    run_process(list(map(str, [*launch, "--output_dir", tmp_path / "two", *data, *tiny, *flags])))
+    run_process(list(map(str, [*TWO_PROCESSES, SCRIPT, "--output_dir", tmp_path / "two", *data, *tiny, *flags])))
     first, second = (load_file(tmp_path / run / WEIGHTS) for run in ("one", "two"))
     assert first.keys() == second.keys()
     for name, value in first.items():

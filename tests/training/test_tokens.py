@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import sys
 
 import evaluate
 import numpy as np
@@ -11,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from checkout import ROOT
+from checkout import ROOT, TWO_PROCESSES
 from matplotlib.path import Path as Outline
 from training_helpers import assert_same_weights, run_process
 
@@ -229,8 +228,7 @@ def test_several_processes_and_a_resumed_run_make_the_same_weights(tmp_path):
     given += ["--total_train_batch_size", "4", "--num_train_epochs", "2"]
     token_classification.main(["--output_dir", str(tmp_path / "one"), *given])
     script = str(ROOT / "training" / "token_classification.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
-    run_process([*launch, "--output_dir", str(tmp_path / "two"), *given])
+    run_process([*TWO_PROCESSES, script, "--output_dir", str(tmp_path / "two"), *given])
     # Sums in another order.
     assert_same_weights(tmp_path / "one", tmp_path / "two", tolerance=1e-5)
     checkpoint = min((tmp_path / "one").glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))

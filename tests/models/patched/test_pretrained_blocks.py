@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from patching_cases import randomize, same_bits
-from rope_cases import CASES, GRIDS, build, check_relative, outputs, tokens
+from rope_cases import CASES, GRIDS, build, build_patched, check_relative, outputs, tokens
 from rope_checks import (
     DISPATCHED,
     check_cached_steps,
@@ -116,9 +116,7 @@ def test_blocks_that_the_pairing_does_not_allow(fields, message):
 
 @pytest.mark.parametrize("name, encoding", one_each([pair for pair in FITTING if CASES[pair[0]].generates]))
 def test_cached_steps_are_the_computation_without_a_cache(name, encoding):
-    model, inputs = build(name)
-    patch(model, blocks(encoding))
-    randomize(model, std=0.1)
+    model, inputs = build_patched(name, blocks(encoding), std=0.1)
     check_cached_steps(model, inputs)
 
 

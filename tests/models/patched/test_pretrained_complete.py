@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 from fresh_process import run as run_process
-from patching_cases import check_step_of_two_processes, randomize, realigned, same_bits
-from rope_cases import build, outputs
+from patching_cases import check_step_of_two_processes, realigned, same_bits
+from rope_cases import build, build_patched, outputs
 from rope_checks import PLANES
 
-from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters, save_rotary, unpatch
+from hf_liere import RotaryPatchConfig, is_patched, rotary_parameters, save_rotary, unpatch
 from hf_liere.models.patched.modeling_patched import RotaryDINOv3ViTConfig, RotaryLlamaConfig
 
 
@@ -33,17 +33,10 @@ AUTO_CLASSES = {
 CONFIGS = {"planes": PLANES, "blocks": BLOCKS, "commuting": COMMUTING}
 
 
-def patched(name, config):
-    model, inputs = build(name)
-    patch(model, config)
-    randomize(model)
-    return model.eval(), inputs
-
-
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("name", AUTO_CLASSES)
 def test_a_patched_model_reloads_the_same_bits(name, kind, tmp_path):
-    whole, inputs = patched(name, CONFIGS[kind])
+    whole, inputs = build_patched(name, CONFIGS[kind])
     expected = outputs(whole, inputs)
     whole.save_pretrained(tmp_path / "whole")
     loaded, report = type(whole).from_pretrained(tmp_path / "whole", output_loading_info=True)
@@ -64,7 +57,7 @@ def test_auto_classes_restore_in_a_fresh_process(tmp_path, package, monkeypatch)
     names = {f"{name}-{kind}": AUTO_CLASSES[name] for name, kind in kinds.items()}
     for folder in names:
         name, _, kind = folder.partition("-")
-        whole, inputs = patched(name, CONFIGS[kind])
+        whole, inputs = build_patched(name, CONFIGS[kind])
         whole.save_pretrained(tmp_path / folder)
         with torch.no_grad():
             torch.save((inputs, outputs(whole, inputs)[:1]), tmp_path / f"{folder}.pt")
@@ -105,7 +98,7 @@ def test_weights_of_a_plain_checkpoint_start_at_their_rope(name, config_class, k
 def test_device_maps(name, kind, tmp_path):
     """On one device, and with all that does not fit into memory on disk."""
     pytest.importorskip("accelerate")
-    whole, inputs = patched(name, CONFIGS[kind])
+    whole, inputs = build_patched(name, CONFIGS[kind])
     whole.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = outputs(whole, inputs)
@@ -131,12 +124,12 @@ FAST = [("fsdp_small", "llama", "blocks")]
     "kind, name, config", [step if step in FAST else pytest.param(*step, marks=pytest.mark.slow) for step in STEPS]
 )
 def test_two_processes_take_the_step_of_one(kind, name, config, tmp_path):
-    model, inputs = patched(name, CONFIGS[config])
+    model, inputs = build_patched(name, CONFIGS[config])
     check_step_of_two_processes(model, {**inputs, "labels": inputs["input_ids"]}, tmp_path, 1e-5, kind)
 
 
 def test_frequencies_stay_float32_in_a_bfloat16_model(tmp_path):
-    whole, inputs = patched("llama", PLANES)
+    whole, inputs = build_patched("llama", PLANES)
     whole.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {value.dtype for _, value in rotary_parameters(loaded)} == {torch.float32}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from patching_cases import randomize, same_bits
-from rope_cases import CASES, build, check_relative, outputs
+from rope_cases import CASES, build, build_patched, check_relative, outputs
 from rope_checks import (
     DISPATCHED,
     PLANES,
@@ -60,9 +60,7 @@ def test_gradients_reach_every_frequency(name):
 
 @pytest.mark.parametrize("name", GENERATING)
 def test_cached_steps_are_the_computation_without_a_cache(name):
-    model, inputs = build(name)
-    patch(model, PLANES)
-    randomize(model)
+    model, inputs = build_patched(name, PLANES)
     check_cached_steps(model, inputs)
 
 
@@ -74,9 +72,7 @@ def test_static_cache_and_padding_on_the_left(name):
 
 def test_positions_of_the_user():
     """Attention depends on differences of positions alone, and on nothing but the positions that are given."""
-    model, inputs = build("llama")
-    patch(model, PLANES)
-    randomize(model)
+    model, inputs = build_patched("llama", PLANES)
     positions = torch.tensor([[0, 1, 2, 5, 6, 9, 10, 11, 12, 20, 21]]).expand(2, -1)
     found = model(**inputs, position_ids=positions).logits
     # Angles of float32 positions that are larger by 30.

@@ -1,16 +1,14 @@
 """The rotations as a layer for any attention, against the plain reference in float64 and the image model."""
 
 import copy
-import os
-import subprocess
-import sys
 
 import layer_worker
 import pytest
 import torch
-from checkout import PYTHONPATH
+from checkout import TWO_PROCESSES
 from encoding_cases import COMMUTING, ENCODINGS, block_size, moved, on_axes
 from pairwise import pairwise
+from patching_cases import run_process
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -484,15 +482,7 @@ def test_two_processes_take_the_step_of_one(kind, tmp_path):
     model, x, positions = layer_worker.model_and_batch()
     before = model.blocks[0].rotary.encoding.generators.detach().clone()
     layer_worker.step(model, x, positions)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    process = subprocess.run(
-        [*command, layer_worker.__file__, kind, str(tmp_path / "weights.pt")],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr
+    run_process([*TWO_PROCESSES, layer_worker.__file__, kind, str(tmp_path / "weights.pt")])
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     for name, expected in model.state_dict().items():
         # Means of two halves instead of one mean.
