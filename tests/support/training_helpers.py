@@ -2,14 +2,13 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import datasets
 import numpy as np
 import torch
 import transformers
-from checkout import ROOT
+from checkout import ROOT, TWO_PROCESSES
 from patching_cases import IMAGE, clip_config, widened
 from PIL import Image
 from safetensors.torch import load_file
@@ -82,20 +81,10 @@ def train(output_dir: Path, *flags: str) -> dict[str, float]:
     return main(["--output_dir", str(output_dir), "--do_train", *TINY_MODEL, *TINY_RUN, *map(str, flags)])
 
 
-def train_with_torchrun(
-    output_dir: Path, *flags: str, processes: int = 2, script: Path = SCRIPT
-) -> subprocess.CompletedProcess:
-    """On a machine without an accelerator, of which nobody tells the script: it finds out by itself."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={processes}",
-        str(script),
-    ]
-    command += ["--output_dir", str(output_dir), "--do_train", *TINY_MODEL, *TINY_RUN, "--use_cpu", "false"]
-    return run_process([*command, *map(str, flags)])
+def train_with_torchrun(output_dir: Path, *flags: str, script: Path = SCRIPT) -> subprocess.CompletedProcess:
+    """Two processes without an accelerator. No flag says so: the script finds out."""
+    command = [*TWO_PROCESSES, str(script), "--output_dir", str(output_dir), "--do_train", *TINY_MODEL, *TINY_RUN]
+    return run_process([*command, "--use_cpu", "false", *map(str, flags)])
 
 
 def run_process(command: list[str], **kwargs) -> subprocess.CompletedProcess:
