@@ -71,7 +71,7 @@ def resize_input(model: LieREPreTrainedModel, image_size: int | list[int] | tupl
         state_dict[name] = torch.cat([of_class_token, table.detach()], dim=1)
     if set(ratios) != {1.0}:
         _check_scalable(config)
-        for name, tensor in encoder.rotary_encoding.scaled(torch.tensor(ratios)).items():
+        for name, tensor in encoder.rotary_encoding.scale_generators(torch.tensor(ratios)).items():
             state_dict[f"{prefix}rotary_encoding.{name}"] = tensor
     return rebuild(model, config, state_dict)
 

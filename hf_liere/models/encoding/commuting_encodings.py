@@ -20,46 +20,46 @@ class EncodingInBasis(RotaryEncoding):
     pairs of neighbouring columns of U. Attention changes queries and keys to the basis once, see [`PlaneRotation`].
     """
 
-    def spectrum_of(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
+    def spectrum(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
         """
         U, (layers or 1, heads or 1, blocks, b, b), and (A, layers or 1, heads or 1, blocks, ⌊b/2⌋) frequencies, in the
-        working type; the last column of U is outside of every plane where b is odd.
+        working dtype. For odd b the last column of U is not in a plane.
         """
         raise NotImplementedError
 
     def entries(self, device: torch.device) -> torch.Tensor:
         with maybe_autocast(device.type, enabled=False):
-            basis, frequencies = self.spectrum_of(device)
-            return skew_entries(skew_from_planes(frequencies, basis))
+            basis, frequencies = self.spectrum(device)
+            return skew_entries(skew_from_planes(frequencies, basis))  # (A, layers, heads, blocks, b(b−1)/2)
 
     def layer_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> list[Rotation]:
         """
-        Without a matrix exponential.
+        Rotations without a matrix exponential.
 
         Returns:
-            One [`rotation.PlaneRotation`] per layer, or [`rotation.BlockRotation`] for blocks of odd size, which have
-            one direction outside of every plane.
+            One [`rotation.PlaneRotation`] per layer, or [`rotation.BlockRotation`] for blocks of odd size, which
+            leave one direction fixed.
         """
         if self.block_size % 2:
             return super().layer_rotations(positions, dtype, layers)
         placed = positions.locate()
         device = placed.coordinates.device
         with maybe_autocast(device.type, enabled=False):
-            basis, frequencies = self.spectrum_of(device, layers)
-            planes = self.planes(placed, frequencies.flatten(3))
+            basis, frequencies = self.spectrum(device, layers)
+            planes = self.planes(placed, frequencies.flatten(3))  # (1 or B, heads, N, planes, 2) per layer
             rotations = [PlaneRotation(*layer) for layer in zip(planes, basis.to(self.rotation_dtype))]
         return self.repeat_for_layers(rotations)
 
     def bases(self) -> list[torch.Tensor]:
         """U of every layer, (1 or H, blocks, b, b) each, for `LieREAttention.fold`."""
-        basis, _ = self.spectrum_of(self.generators.device)
+        basis, _ = self.spectrum(self.generators.device)
         return self.repeat_for_layers(list(basis))
 
     def folded_frequencies(self) -> torch.Tensor:
         """Angular frequency of every axis and plane, (A, layers or 1, heads or 1, planes)."""
-        _, frequencies = self.spectrum_of(self.generators.device)
+        _, frequencies = self.spectrum(self.generators.device)
         return frequencies.flatten(-2)
 
 
@@ -68,8 +68,8 @@ class ComRoPEAxialPartition(EncodingInBasis):
     ComRoPE-AP (§3.3.1, eq. 8): block j rotates with coordinate j mod A only, so generators of different axes act on
     different channels and commute.
 
-    ComRoPE's Table 7 counts full b×b matrices P, of which only P − Pᵀ acts; stored here are its b(b−1)/2 free entries,
-    that is 32,256 instead of 73,728 numbers for ViT-B with b = 8.
+    ComRoPE's Table 7 counts full b×b matrices P. Only P − Pᵀ acts, so its b(b−1)/2 free entries are stored here: 32,256
+    instead of 73,728 numbers for ViT-B with b = 8.
 
     Attributes:
         generators: (layers or 1, heads or 1, blocks, b(b−1)/2).
@@ -80,13 +80,13 @@ class ComRoPEAxialPartition(EncodingInBasis):
         self.generators = self.new_parameter(self.layers, self.heads, self.num_blocks, self.num_entries)
 
     def axis_multipliers(self, device: torch.device) -> torch.Tensor:
-        """(A, layers or 1, heads or 1, blocks) factors of a block's one matrix in the generators of the axes."""
-        served = torch.arange(self.num_blocks, device=device) % self.num_axes
-        serves = served == torch.arange(self.num_axes, device=device).unsqueeze(-1)
+        """(A, layers or 1, heads or 1, blocks) multiples of a block's matrix in the generators of the axes."""
+        served = torch.arange(self.num_blocks, device=device) % self.num_axes  # (blocks,)
+        serves = served == torch.arange(self.num_axes, device=device).unsqueeze(-1)  # (A, blocks)
         return serves.view(self.num_axes, 1, 1, self.num_blocks)
 
     def entries(self, device: torch.device) -> torch.Tensor:
-        # In float32, the rounding of this product would dominate the error of the rotations.
+        # In float32, rounding this product would dominate the error of the rotations.
         dtype = working_dtype(device)
         return self.axis_multipliers(device).to(dtype).unsqueeze(-1) * self.generators.to(dtype)
 
@@ -100,7 +100,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
         dtype, device = working_dtype(coordinates.device), coordinates.device
         batch, tokens = coordinates.shape[:-2] or (1,), coordinates.shape[-2]
         with maybe_autocast(device.type, enabled=False):
-            basis, generators, frequencies = self.spectrum(dtype, layers)
+            basis, generators, frequencies = self.diagonalise(dtype, layers)  # (layers, H, blocks, …)
             multipliers = self.axis_multipliers(device).to(dtype).expand(-1, self.layers, self.heads, -1)
             multipliers = multipliers[:, layers]  # (A, layers, H, blocks)
             coordinates = coordinates.to(dtype).reshape(-1, self.num_axes)  # (B · N, A)
@@ -114,24 +114,24 @@ class ComRoPEAxialPartition(EncodingInBasis):
         rotations = [PlaneRotation(*layer) for layer in zip(cos_sins, basis, generators, phases)]
         return self.repeat_for_layers(rotations)
 
-    def spectrum_of(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
+    def spectrum(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = working_dtype(device)
-        basis, _, frequencies = self.spectrum(dtype, layers)
+        basis, _, frequencies = self.diagonalise(dtype, layers)
         multipliers = self.axis_multipliers(device).to(dtype).expand(-1, self.layers, self.heads, -1)[:, layers]
         return basis, multipliers.unsqueeze(-1) * frequencies
 
     @torch.no_grad()
-    def scaled(self, factors: torch.Tensor) -> dict[str, torch.Tensor]:
-        """As [`RotaryEncoding.scaled`]: each block with the factor of its axis."""
+    def scale_generators(self, factors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As [`RotaryEncoding.scale_generators`]: each block by the factor of its axis."""
         factors = factors.to(self.generators).view(-1, 1, 1, 1)
-        of_block = (self.axis_multipliers(factors.device) * factors).sum(0)
-        return {"generators": self.generators * of_block.unsqueeze(-1)}
+        by_block = (self.axis_multipliers(factors.device) * factors).sum(0)  # (1, 1, blocks)
+        return {"generators": self.generators * by_block.unsqueeze(-1)}
 
     def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
         """As [`RotaryEncoding.parameters_for_planes`]: all planes of block j rotate with axis j mod A alone."""
         return {"generators": self.to_blocks(frequencies.sum(0))}
 
-    def spectrum(
+    def diagonalise(
         self, dtype: torch.dtype, layers: slice = ALL_LAYERS
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
@@ -139,7 +139,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
         [`bases.eigenbasis`]: (layers or 1, heads or 1, blocks, b, b) twice and (layers or 1, heads or 1, blocks,
         ⌊b/2⌋).
         """
-        generators = skew(self.generators[layers].to(dtype), self.block_size)
+        generators = skew(self.generators[layers].to(dtype), self.block_size)  # (layers, heads, blocks, b, b)
         basis = eigenbasis(generators.detach())
         generators = basis.transpose(-1, -2) @ generators @ basis
         planes = range(0, self.block_size - 1, 2)
@@ -150,7 +150,7 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
     """
     ComRoPE-LD (§3.3.2, eq. 10): A_a = θ_a (P − Pᵀ); the generators of all axes are multiples of one matrix and commute.
 
-    As in the paper there is one multiplier θ per axis, block and head (the official code shares them over heads), so
+    As in the paper, there is one multiplier θ per axis, block and head (the official code shares them over heads):
     ViT-B with b = 8 has 32,256 entries of P − Pᵀ (73,728 as full matrices in ComRoPE's Table 7) and 2,304 multipliers.
 
     Attributes:
@@ -166,13 +166,13 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
         return self.multipliers
 
     @torch.no_grad()
-    def scaled(self, factors: torch.Tensor) -> dict[str, torch.Tensor]:
-        """As [`RotaryEncoding.scaled`], of the multipliers."""
+    def scale_generators(self, factors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As [`RotaryEncoding.scale_generators`], by the multipliers."""
         return {"multipliers": self.multipliers * factors.to(self.multipliers).view(-1, 1, 1, 1)}
 
     def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
-        """As [`RotaryEncoding.parameters_for_planes`]: all planes of a block rotate with one axis alone."""
-        serves = frequencies.unflatten(-1, (self.num_blocks, -1)).ne(0).any(-1)
+        """As [`RotaryEncoding.parameters_for_planes`]: all planes of a block rotate with one axis."""
+        serves = frequencies.unflatten(-1, (self.num_blocks, -1)).ne(0).any(-1)  # (A, layers, heads, blocks)
         return super().parameters_for_planes(frequencies) | {"multipliers": serves.to(frequencies)}
 
     @torch.no_grad()
@@ -184,16 +184,15 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
 class CayleyString(EncodingInBasis):
     """
     Cayley-STRING (Schenck et al., "Learning the RoPEs", arXiv 2502.02562): R(p) = P RoPE-Mixed(p) Pᵀ with P =
-    (I − S)(I + S)⁻¹ for a learned skew-symmetric S, which starts at zero, so that P starts at the identity. All
-    blocks of a head have their own S; in the paper, and by default, a block is a whole head.
+    (I − S)(I + S)⁻¹ for a learned skew-symmetric S, which starts at zero, so that P starts at the identity. Each block
+    has its S; in the paper, and by default, a block is a whole head.
 
-    Of the paper only second-hand descriptions were at hand: it rotates by RoPE-Mixed(p) P, whose scores, qᵀ Pᵀ
-    RoPE-Mixed(p′ − p) P k, are these with −S in place of S. Its start of S and of the frequencies could not be
-    seen; here the frequencies are RoPE-Mixed's.
+    We know the paper from descriptions only: it rotates by RoPE-Mixed(p) P, whose scores, qᵀ Pᵀ RoPE-Mixed(p′ − p) P k,
+    are ours with −S for S. We do not know its initial S and frequencies; our frequencies start as RoPE-Mixed's.
 
     Attributes:
         generators: (A, layers or 1, heads or 1, head_dim/2, 1), the frequencies, as those of RoPE-Mixed.
-        skew: (layers or 1, heads or 1, blocks, b(b−1)/2), free entries of the S.
+        skew: (layers or 1, heads or 1, blocks, b(b−1)/2), free entries of each S.
 
         ViT-B, 2-D, has 9,216 frequencies and, for b = head_dim = 64, 290,304 entries of S.
     """
@@ -206,8 +205,9 @@ class CayleyString(EncodingInBasis):
     def sources(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, ...]:
         return self.generators[:, layers], self.skew[layers]
 
-    def spectrum_of(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
+    def spectrum(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = working_dtype(device)
+        # (A, layers, heads, blocks, b/2)
         frequencies = self.generators[:, layers].to(dtype).squeeze(-1).unflatten(-1, (self.num_blocks, -1))
         return cayley_map(skew(self.skew[layers].to(dtype), self.block_size)), frequencies
 
@@ -223,13 +223,12 @@ class CayleyString(EncodingInBasis):
 class CirculantString(EncodingInBasis):
     """
     Circulant-STRING (arXiv 2502.02562): A_a = C_a − C_aᵀ with a circulant C_a in every block. Circulant matrices
-    commute, and all have the discrete Fourier basis, so that there is nothing to diagonalise: with s_k = c_k − c_(b−k),
+    commute and share the discrete Fourier basis, so that nothing needs to be diagonalised: with s_k = c_k − c_(b−k),
     [A]_ij = s_((j−i) mod b), plane m of cosines and sines rotates with the frequency μ_m = 2 Σ_k s_k sin(2πmk/b), k and
     m = 1 … ⌊(b−1)/2⌋.
 
-    Of the b numbers of C only these s_k act, and only they are stored; the constant vector and, for even b, the
-    alternating one are not rotated. Of the paper only second-hand descriptions were at hand; its start could not be
-    seen: here the μ start with RoPE-Mixed's spectrum.
+    Only the s_k act, so only they are stored. The constant vector and, for even b, the alternating one are not rotated.
+    We know the paper from descriptions only, and not its initial values: here the μ start with RoPE-Mixed's spectrum.
 
     Attributes:
         generators: (A, layers or 1, heads or 1, blocks, ⌊(b−1)/2⌋), the s_k; ViT-B, 2-D, b = 16: 8,064 numbers.
@@ -250,16 +249,16 @@ class CirculantString(EncodingInBasis):
     def sines(self, device: torch.device) -> torch.Tensor:
         """The symmetric (⌊(b−1)/2⌋, ⌊(b−1)/2⌋) matrix of 2 sin(2πmk/b), whose square is b."""
         index = torch.arange(1, (self.block_size + 1) // 2, device=device)
-        # Whole revolutions are taken out of exact integers.
-        products = torch.outer(index, index) % self.block_size
+        # Exact integers lose whole revolutions without rounding.
+        products = torch.outer(index, index) % self.block_size  # (⌊(b−1)/2⌋, ⌊(b−1)/2⌋)
         return 2 * (2 * math.pi / self.block_size * products.to(working_dtype(device))).sin()
 
-    def spectrum_of(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
+    def spectrum(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
         sines = self.sines(device)
         frequencies = self.generators[:, layers].to(sines.dtype) @ sines
-        # For even b, the constant and the alternating vector are the last plane.
+        # For even b, the constant and the alternating vector span the last plane. (A, layers, heads, blocks, ⌊b/2⌋)
         frequencies = torch.nn.functional.pad(frequencies, (0, self.block_size // 2 - frequencies.shape[-1]))
-        basis = fourier_basis(self.block_size, device).expand(*frequencies.shape[1:4], -1, -1)
+        basis = fourier_basis(self.block_size, device).expand(*frequencies.shape[1:4], -1, -1)  # (…, b, b)
         return basis, frequencies
 
     def plane_basis(self, device: torch.device) -> torch.Tensor:
@@ -267,7 +266,7 @@ class CirculantString(EncodingInBasis):
         return fourier_basis(self.block_size, device)
 
     def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
-        """As [`RotaryEncoding.parameters_for_planes`], of the planes of the Fourier basis."""
+        """As [`RotaryEncoding.parameters_for_planes`], for the planes of the Fourier basis."""
         sines = self.sines(frequencies.device)
-        of_blocks = frequencies.unflatten(-1, (self.num_blocks, -1)).to(sines.dtype)
-        return {"generators": of_blocks @ sines / self.block_size}
+        by_block = frequencies.unflatten(-1, (self.num_blocks, -1)).to(sines.dtype)  # (A, …, blocks, ⌊(b−1)/2⌋)
+        return {"generators": by_block @ sines / self.block_size}

@@ -12,12 +12,13 @@ def draw_perturbation(
 ) -> torch.Tensor:
     """
     Random displacements of patches, ComRoPE eq. (11): normal with a standard deviation of `strength` patch extents,
-    truncated to the patch. Truncated, not clamped: no mass gathers at the patch's border.
+    truncated to the patch (not clamped, which would put mass on its border).
 
     Returns:
         (N, A) displacements in patch extents, in [−½, ½].
     """
     bound = math.erf(0.5 / (strength * math.sqrt(2)))
+    # (N, A)
     quantiles = torch.rand(math.prod(grid), len(grid), device=device, dtype=dtype).mul(2).sub(1).mul(bound)
     return torch.erfinv(quantiles).mul(strength * math.sqrt(2)).clamp(-0.5, 0.5)
 
@@ -30,20 +31,20 @@ def draw_displacements(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """
-    What a forward pass in training draws, for a [`LieREConfig`] or a [`RotaryPatchConfig`].
+    Draw the displacements of a forward pass in training.
 
     Args:
-        given: (…, N, A) displacements that the input itself has, of frames at irregular times, or `None`.
+        config: A [`LieREConfig`] or a [`RotaryPatchConfig`].
+        given: (…, N, A) displacements that the input has, for frames at irregular times, or `None`.
 
     Returns:
-        Displacements of patches in patch extents, `None` for none: (N, A) of [`draw_perturbation`], which also act on a
-        table of training patches, and (…, N, A) of all together, with those of [`draw_augmentation`], which act on
-        coordinates.
+        Two displacements in patch extents, each possibly `None`: (N, A) from [`draw_perturbation`], which also act on a
+        table of training patches, and (…, N, A) of everything together, which act on coordinates.
     """
     perturbed, placed = None, given
     if config.position_perturbation:
-        perturbed = draw_perturbation(grid, config.position_perturbation, device, dtype)
-        placed = perturbed if given is None else given + perturbed
+        perturbed = draw_perturbation(grid, config.position_perturbation, device, dtype)  # (N, A)
+        placed = perturbed if given is None else given + perturbed  # (…, N, A)
     strengths = config.position_shift, config.position_jitter, config.position_rescale
     return perturbed, draw_augmentation(grid, placed, *strengths, device, dtype)
 
@@ -63,19 +64,19 @@ def draw_augmentation(
     r ~ exp U[−log rescale, log rescale] for all axes. All patches share these numbers.
 
     Args:
-        offsets: (…, patches, A) displacements in patch extents that come before, or `None`.
+        offsets: (…, N, A) displacements in patch extents to apply first, or `None`.
         shift: In half extents of the input; 0 for none.
         jitter, rescale: 1 and above; `None` for none.
 
     Returns:
-        (…, patches, A) displacements in patch extents, or `offsets` where there is nothing to draw.
+        (…, N, A) displacements in patch extents, or `offsets` if there is nothing to draw.
     """
     if not shift and jitter is None and rescale is None:
         return offsets
-    regular = patch_indices(grid, None, device, dtype)
-    half = regular.new_tensor(grid) / 2
+    regular = patch_indices(grid, None, device, dtype)  # (N, A)
+    half = regular.new_tensor(grid) / 2  # (A,)
     centre = half - 0.5
-    placed = (regular if offsets is None else regular + offsets) - centre
+    placed = (regular if offsets is None else regular + offsets) - centre  # (…, N, A)
     if shift:
         placed = placed + _uniform(shift, len(grid), regular) * half
     if jitter is not None:
@@ -86,5 +87,5 @@ def draw_augmentation(
 
 
 def _uniform(bound: float, length: int, like: torch.Tensor) -> torch.Tensor:
-    """(length,) numbers from U[−bound, bound], of the type and on the device of `like`."""
+    """(length,) numbers from U[−bound, bound], with the dtype and device of `like`."""
     return torch.rand(length, device=like.device, dtype=like.dtype).mul(2).sub(1).mul(bound)

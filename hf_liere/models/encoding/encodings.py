@@ -1,4 +1,4 @@
-"""The rotary encodings whose rotations are computed in the basis of the model, and the table of all."""
+"""Rotary encodings whose rotations are computed in the basis of the model, and the table of all encodings."""
 
 from collections.abc import Iterable
 
@@ -13,25 +13,25 @@ from .positions import GridPositions, TokenPositions
 from .rotary_encoding import ALL_LAYERS, RotaryEncoding, golden_gate_frequencies
 
 
-# All layers at once take fewer calls, but the rotations of LieRE64 with ViT-B at 3,136 tokens need 7.4 GB.
+# All layers at once need fewer calls, but rotations of LieRE64 for ViT-B at 3,136 tokens take 7.4 GB.
 ALL_LAYERS_BYTES = 1 << 30
 
 
 def fixed_scale(config) -> float:
-    """What fixed frequencies are multiplied by."""
+    """The factor of fixed frequencies."""
     return 1.0 if config.rotary_init_scale is None else config.rotary_init_scale
 
 
 class AxialRoPE(RotaryEncoding):
     """
-    RoPE on each axis by itself, nothing learned (VisionLLaMA; RoPE-ViT §3.1): q = ⌊head_dim / 2A⌋ planes per axis,
-    plane i of an axis rotating with s θ^(−i/q); channels left over are not rotated. The scale s is
-    `rotary_init_scale`, 1 by default.
+    RoPE on each axis separately, nothing learned (VisionLLaMA; RoPE-ViT §3.1): an axis has q = ⌊head_dim / 2A⌋ planes,
+    and plane i rotates with s θ^(−i/q); remaining channels are not rotated. The scale s is `rotary_init_scale`, 1 by
+    default.
 
     `axial_layout` puts all planes of the first axis first (`"blocks"`) or the axes in turn (`"interleaved"`). With
-    `axial_spectrum="shared"`, plane j of the head rotates with s θ^(−j/Aq) whatever its axis: in blocks, every axis
-    has a band of frequencies of its own (Qwen2-VL's chunks), interleaved, every A-th frequency (Qwen3-VL). Those models
-    also give their axes different numbers of planes, which does not exist here.
+    `axial_spectrum="shared"`, plane j of the head rotates with s θ^(−j/Aq) on any axis: in blocks, every axis has its
+    band of frequencies (Qwen2-VL's chunks); interleaved, every A-th frequency (Qwen3-VL). Those models also give axes
+    different numbers of planes, which is not supported here.
     """
 
     def __init__(self, config, num_axes: int):
@@ -41,12 +41,12 @@ class AxialRoPE(RotaryEncoding):
 
     def entries(self, device: torch.device) -> torch.Tensor:
         axes, count = self.num_axes, self.planes_per_axis
-        plane = torch.arange(axes * count, device=device, dtype=working_dtype(device))
+        plane = torch.arange(axes * count, device=device, dtype=working_dtype(device))  # (planes,)
         blocks = self.config.axial_layout == "blocks"
         axis, rank = (plane // count, plane % count) if blocks else (plane % axes, plane // axes)
         exponents = rank / count if self.config.axial_spectrum == "full" else plane / (axes * count)
-        frequencies = fixed_scale(self.config) * self.config.rope_theta**-exponents
-        serves = axis == torch.arange(axes, device=device).unsqueeze(-1)
+        frequencies = fixed_scale(self.config) * self.config.rope_theta**-exponents  # (planes,)
+        serves = axis == torch.arange(axes, device=device).unsqueeze(-1)  # (A, planes)
         return (frequencies * serves).view(axes, 1, 1, -1, 1)
 
 
@@ -59,9 +59,9 @@ class GoldenGateRoPE(RotaryEncoding):
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
         self.layers = 1
-        # No buffer, which would be rounded with the model; and ONNX has no normal quantiles.
+        # A buffer would be rounded with the model. Computed now, because ONNX lacks normal quantiles.
         frequencies = golden_gate_frequencies(config, num_axes, 1, self.heads, self.num_blocks)
-        self.frequencies = fixed_scale(config) * frequencies
+        self.frequencies = fixed_scale(config) * frequencies  # (A, 1, heads or 1, planes)
 
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.frequencies.to(working_dtype(device)).to(device).unsqueeze(-1)
@@ -89,26 +89,26 @@ class LieRE(RotaryEncoding):
         return {"generators": self.to_blocks(frequencies)}
 
     def _rotate_groups(self, groups: tuple[TokenPositions, ...], dtype: torch.dtype | None) -> list[Iterable[Rotation]]:
-        # A grid by itself has multiples, and may be in the cache.
+        # Each group may be a grid, which has multiples of positions and a place in the cache.
         return [self.forward(group, dtype) for group in groups]
 
     def layer_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> Iterable[Rotation]:
         """
-        On a grid that starts at zero, the rotations at multiples of a position are powers, see [`exponential.Rays`].
-        Above `ALL_LAYERS_BYTES` a layer's rotations are computed when it is reached.
+        On a grid that starts at zero, rotations at multiples of a position are powers, see `scaling_and_squaring.Rays`.
+        Above `ALL_LAYERS_BYTES`, each layer's rotations are computed when they are needed.
         """
         settled, rays = positions.settle(), None
         placed = settled.locate()
         if isinstance(settled, GridPositions) and settled.facts.proportional:
             rays = Rays(settled.facts.grid, settled.num_prefix_tokens)
-        entries = self.entries(placed.coordinates.device)[:, layers]
+        entries = self.entries(placed.coordinates.device)[:, layers]  # (A, layers, heads, blocks, b(b−1)/2)
         num_layers = entries.shape[1]
         elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()
         if num_layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
             return self.rotations_from(placed, entries, dtype, rays)
-        # Copies, because frameworks that shard parameters take them away when this module returns.
+        # Copies, because frameworks that shard parameters free them when this module returns.
         parts = [part.clone() for part in entries.split(1, dim=1)]
         return (self.rotations_from(placed, part, dtype, rays)[0] for part in parts)
 
@@ -120,9 +120,9 @@ class SphericalRoPE(RotaryEncoding):
     do not commute: R(p)ᵀR(q) depends on q₀ − p₀ alone in the first coordinate, but on both p₁ and q₁. The last
     head_dim mod 3 channels are not rotated.
 
-    Only the form for images was at hand, second-hand. There it is fixed; here the frequencies start at θ^(−i/K) for
+    We know only the form for images, and that second-hand, with fixed frequencies. Here they start at θ^(−i/K) for
     block i of K on both axes, as in Axial RoPE, and are learned; `requires_grad_(False)` keeps them. Which coordinate
-    the first rotation belongs to is ours. For other numbers of axes no published form is known to us.
+    the first rotation uses is our choice. We know no published form for other numbers of axes.
 
     Attributes:
         generators: (2, layers or 1, heads or 1, blocks), the ω; 6,048 numbers for ViT-B.
@@ -133,8 +133,8 @@ class SphericalRoPE(RotaryEncoding):
         self.generators = self.new_parameter(num_axes, self.layers, self.heads, self.num_blocks)
 
     def entries(self, device: torch.device) -> torch.Tensor:
-        # Of the pairs (0, 1), (0, 2), (1, 2) of channels, the first axis rotates the first and the second the last.
-        first, second = self.generators.unbind(0)
+        # Pairs (0, 1), (0, 2), (1, 2) of channels: the first axis rotates the first, the second axis the last.
+        first, second = self.generators.unbind(0)  # (layers or 1, heads or 1, blocks)
         zero = torch.zeros_like(first)
         return torch.stack([torch.stack([first, zero, zero], -1), torch.stack([zero, zero, second], -1)])
 
@@ -152,7 +152,7 @@ class SphericalRoPE(RotaryEncoding):
                 (sin_z, cos_z * cos_x, -cos_z * sin_x),
                 (torch.zeros_like(sin_x), sin_x, cos_x),
             )
-            blocks = torch.stack([torch.stack(row, -1) for row in rows], -2)
+            blocks = torch.stack([torch.stack(row, -1) for row in rows], -2)  # (1 or B, N, H, blocks, 3, 3)
             rotations.append(BlockRotation(blocks.transpose(1, 2)))
         return self.repeat_for_layers(rotations)
 

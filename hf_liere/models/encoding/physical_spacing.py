@@ -18,40 +18,40 @@ def physical_extents(
     """
     Args:
         config: A [`LieREConfig`] with `coordinates="physical"`.
-        spacing: (A,) or (B, A) extents of a pixel, of frames or slices first; with `frame_times` without that axis.
-        frame_times: (T,) or (B, T) times of frames, or places of slices.
+        spacing: (A,) or (B, A) extents of a pixel, frames or slices first; without these if `frame_times` are given.
+        frame_times: (T,) or (B, T) times of frames, or positions of slices.
 
     Returns:
-        (A,) or (1 or B, A) extents of a patch in `physical_unit`, and `None`, or with `frame_times` the displacements
-        (1 or B, N, A), in patch extents, of tubelets that sit at the mean of their frames' times: the extent of a
-        tubelet is then that of frames at the same distance with the same first and last time.
+        (A,) or (1 or B, A) extents of a patch in `physical_unit`, and `None`, or, with `frame_times`, (1 or B, N, A)
+        displacements in patch extents that move each tubelet to the mean time of its frames. Its extent is then that of
+        equally spaced frames with the same first and last time.
 
     Raises:
         ValueError: if `spacing` is missing, either is of the wrong shape, a spacing is not positive and finite, or
             times are not finite or decrease.
     """
-    patch_shape = torch.tensor(config.patch_shape, device=device, dtype=dtype)
-    units = torch.tensor(config.physical_unit, device=device, dtype=dtype).expand(len(grid))
+    patch_shape = torch.tensor(config.patch_shape, device=device, dtype=dtype)  # (A,)
+    units = torch.tensor(config.physical_unit, device=device, dtype=dtype).expand(len(grid))  # (A,)
     axes = len(grid) if frame_times is None else len(grid) - 1
     spacing = _check_spacing(spacing, frame_times is not None, batch_size, axes, device, dtype)
     if frame_times is None:
         return spacing * patch_shape / units, None
     times = _check_times(frame_times, batch_size, grid, config.patch_shape, device, dtype)  # (1 or B, T)
     first, last = times[:, :1], times[:, -1:]
-    interval = (last - first) / max(times.shape[1] - 1, 1)
+    interval = (last - first) / max(times.shape[1] - 1, 1)  # (1 or B, 1)
     rows = max(times.shape[0], spacing.shape[0] if spacing.ndim == 2 else 1)
-    spacing = torch.cat([interval.expand(rows, 1), spacing.expand(rows, axes)], dim=-1)
+    spacing = torch.cat([interval.expand(rows, 1), spacing.expand(rows, axes)], dim=-1)  # (1 or B, A)
     tubelets = times.unflatten(1, (grid[0], config.patch_shape[0])).mean(dim=-1) - (first + last) / 2
-    # Where all frames have one time, any place in an extent of zero is that time.
-    extent = torch.where(interval > 0, interval, 1.0) * config.patch_shape[0]
-    frames = patch_indices(grid[:1], None, device, dtype).squeeze(-1)
-    displaced = tubelets / extent - (frames + 0.5 - grid[0] / 2)  # (1 or B, frames of patches)
-    displaced = displaced.repeat_interleave(patch_indices(grid[1:], None, device, dtype).shape[0], dim=1)
+    # If all frames have one time, patches have an extent of zero and displacements do not matter.
+    extent = torch.where(interval > 0, interval, 1.0) * config.patch_shape[0]  # (1 or B, 1)
+    frames = patch_indices(grid[:1], None, device, dtype).squeeze(-1)  # (grid[0],)
+    displaced = tubelets / extent - (frames + 0.5 - grid[0] / 2)  # (1 or B, grid[0])
+    displaced = displaced.repeat_interleave(patch_indices(grid[1:], None, device, dtype).shape[0], dim=1)  # (1 or B, N)
     return spacing * patch_shape / units, torch.nn.functional.pad(displaced.unsqueeze(-1), (0, len(grid) - 1))
 
 
 def refuse_spacing(config, spacing: torch.Tensor | None, frame_times: torch.Tensor | None, positions) -> None:
-    """Raises `ValueError` for a spacing or times that nothing would use."""
+    """Raises `ValueError` for a spacing or times that would have no effect."""
     for name, value in (("spacing", spacing), ("frame_times", frame_times)):
         if value is None:
             continue
@@ -80,7 +80,7 @@ def _check_spacing(
         raise ValueError(f"spacing of shape {tuple(spacing.shape)} must be {accepted}: {meaning}.")
     if not values_are_unknown(spacing) and not (torch.isfinite(spacing) & (spacing > 0)).all():
         wrong = spacing[~(torch.isfinite(spacing) & (spacing > 0))][0].item()
-        raise ValueError(f"spacing holds {wrong}; positive and finite numbers are needed.")
+        raise ValueError(f"spacing contains {wrong}; positive and finite numbers are needed.")
     return spacing
 
 
@@ -99,7 +99,7 @@ def _check_times(
     times = times.reshape(-1, frames)
     if not values_are_unknown(times):
         if not torch.isfinite(times).all():
-            raise ValueError(f"frame_times hold {(~torch.isfinite(times)).sum().item()} values that are not finite.")
+            raise ValueError(f"frame_times contain {(~torch.isfinite(times)).sum().item()} values that are not finite.")
         if (falls := times.diff() < 0).any():
             frame = falls.nonzero()[0, 1].item() + 1
             raise ValueError(f"frame_times decrease at frame {frame}; frames must be in the order of their times.")

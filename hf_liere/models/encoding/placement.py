@@ -24,8 +24,8 @@ class Place(NamedTuple):
 
     Attributes:
         grid: Patches per axis.
-        offsets: (N, A) displacements of patches in patch extents that also act on a learned table, `None` for none.
-        positions: Of all tokens, `None` where the model uses none.
+        offsets: (N, A) displacements of patches in patch extents that also act on a learned table, or `None`.
+        positions: Positions of all tokens; `None` if the model does not use any.
     """
 
     grid: tuple[int, ...]
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 def place_prefix(config) -> tuple[int, float]:
-    """Number of class and register tokens, and their coordinate on every axis; at zero nothing rotates them."""
+    """Number of class and register tokens, and their coordinate on every axis; at zero they are not rotated."""
     return config.num_prefix_tokens, config.prefix_coordinate if _prefix_is_placed(config) else 0.0
 
 
@@ -43,7 +43,7 @@ def _prefix_is_placed(config) -> bool:
 
 
 def rotated_positions(config, positions: TokenPositions | GroupedPositions) -> TokenPositions | GroupedPositions:
-    """The same tokens as rotations see them: a table may be read where class and register tokens are not rotated."""
+    """Positions for rotations: a learned table may place prefix tokens that are not rotated."""
     if config.rotate_prefix or config.position_table_size is None:
         return positions
     return positions.unrotate_prefix()
@@ -57,7 +57,7 @@ def place_grid(
     extents: torch.Tensor | None = None,
 ) -> TokenPositions | None:
     """
-    Positions of all tokens of a grid of patches; `None` where nothing in the model uses them.
+    Positions of all tokens of a grid of patches; `None` if the model does not use them.
 
     Args:
         config: A [`LieREPixelConfig`].
@@ -85,19 +85,20 @@ def place_input(
     needs_positions: bool,
 ) -> Place:
     """
-    Inputs of one size, displaced as training asks for.
+    Place inputs of one size, with the displacements of training.
 
     Args:
         config: A [`LieREPixelConfig`].
-        spacing, frame_times: As `forward` of [`LieREPixelModel`] takes them.
-        needs_positions: Whether no positions were given.
+        spacing, frame_times: As in `forward` of [`LieREPixelModel`].
+        needs_positions: Whether the caller gave no positions.
     """
     dtype = working_dtype(device)
     extents = offsets = displaced = None
     if config.coordinates == "physical" and needs_positions:
+        # (1 or B, A) extents, (1 or B, N, A) displacements.
         extents, displaced = physical_extents(config, grid, batch_size, spacing, frame_times, device, dtype)
     if training:
-        offsets, displaced = draw_displacements(config, grid, displaced, device, dtype)
+        offsets, displaced = draw_displacements(config, grid, displaced, device, dtype)  # (N, A), (…, N, A)
     return Place(grid, offsets, place_grid(config, grid, device, displaced, extents) if needs_positions else None)
 
 
@@ -112,11 +113,11 @@ def place_batch(
     has_table: bool,
 ) -> tuple[list[Place], tuple[torch.Tensor, ...], TokenPositions | GroupedPositions | None]:
     """
-    A batch of samples with (B, A) grids, padded to `num_patches`: computed once for every distinct grid.
+    Place a batch of samples with (B, A) grids, padded to `num_patches`, computing each distinct grid once.
 
     Returns:
-        The places of the distinct grids and the (samples,) indices of each, both empty where no table needs them, and
-        the positions of all tokens.
+        The places of the distinct grids and the (samples,) indices of each, both empty if no table needs them; and the
+        positions of all tokens.
     """
     needs_positions = needs_positions and config.uses_positions
     if not has_table and not needs_positions:
@@ -124,13 +125,13 @@ def place_batch(
     drawn = training and any(getattr(config, name) != value for name, value in DISPLACEMENTS.items())
     by_grid = has_table or config.coordinates == "physical" or drawn
     if values_are_unknown(spatial_shapes) and not by_grid:
-        shapes = spatial_shapes.to(device, working_dtype(device))
+        shapes = spatial_shapes.to(device, working_dtype(device))  # (B, A)
         return [], (), place_shapes(shapes, num_patches, config.train_grid, config.coordinates, *place_prefix(config))
     grids = distinct_grids(spatial_shapes, spacing, device)
-    samples = tuple(indices for *_, indices in grids)
+    samples = tuple(indices for *_, indices in grids)  # (samples,) each
     places = [
-        place_input(config, grid, len(indices), device, spacing_of_grid, None, training, needs_positions)
-        for grid, spacing_of_grid, indices in grids
+        place_input(config, grid, len(indices), device, grid_spacing, None, training, needs_positions)
+        for grid, grid_spacing, indices in grids
     ]
     positions = GroupedPositions(tuple(place.positions for place in places), samples) if needs_positions else None
     return places, samples, positions
@@ -144,24 +145,24 @@ def place_given(
     visible: torch.Tensor | None = None,
 ) -> TokenPositions:
     """
-    Positions of all tokens from coordinates of the input's `num_tokens`, or of all, as `forward` takes them; those of
-    tokens that are not `visible`, (B, N), are not looked at.
+    Positions of all tokens from the user's coordinates of `num_tokens` input tokens, or of all tokens. Coordinates of
+    hidden tokens, false in (B, N) `visible`, are ignored.
 
     Raises:
-        ValueError: as [`check_shape`] and [`check_coordinates`], or if nothing in the model uses positions.
+        ValueError: as [`check_shape`] and [`check_coordinates`], or if the model does not use positions.
     """
     if not config.uses_positions:
         raise ValueError(f"positions were given, but position_encoding={config.position_encoding!r} has no rotations.")
     num_prefix_tokens, prefix_coordinate = place_prefix(config)
     accepted = num_prefix_tokens if _prefix_is_placed(config) else 0
     check_shape(coordinates, batch_size, num_tokens, config.num_axes, accepted)
-    coordinates = zero_hidden(coordinates, visible)
+    coordinates = zero_hidden(coordinates, visible)  # (…, N or P + N, A)
     check_coordinates(coordinates)
     has_prefix = coordinates.shape[-2] > num_tokens
     if (scale := getattr(config, "position_scale", None)) is not None:
         coordinates = coordinates.to(working_dtype(coordinates.device))
         origin, scale = (coordinates.new_tensor(config.by_axis(f"position_{name}")) for name in ("origin", "scale"))
-        coordinates = (coordinates - origin) * scale  # (…, N, A)
+        coordinates = (coordinates - origin) * scale  # (…, N or P + N, A)
     return TokenPositions.from_coordinates(coordinates, num_prefix_tokens, None if has_prefix else prefix_coordinate)
 
 
@@ -169,25 +170,25 @@ def distinct_grids(
     spatial_shapes: torch.Tensor, spacing: torch.Tensor | None, device: torch.device
 ) -> list[tuple[tuple[int, ...], torch.Tensor | None, torch.Tensor]]:
     """
-    The grids of a batch, each with the spacing of its samples, and their indices.
+    The grids of a batch, each with the spacing and the (samples,) indices of its samples.
 
     Args:
         spatial_shapes: (B, A) patches per axis.
-        spacing: (A,), (B, A) or `None`; samples that differ in it have grids of their own.
+        spacing: (A,), (B, A) or `None`; samples of different spacing do not share a grid.
     """
     spacing = None if spacing is None else torch.as_tensor(spacing)
     groups = {}
     for sample, grid in enumerate(map(tuple, spatial_shapes.tolist())):
-        of_sample = spacing[sample] if spacing is not None and spacing.ndim == 2 else spacing
-        key = grid, None if of_sample is None else tuple(of_sample.tolist())
-        groups.setdefault(key, (of_sample, []))[1].append(sample)
+        own = spacing[sample] if spacing is not None and spacing.ndim == 2 else spacing  # (A,)
+        key = grid, None if own is None else tuple(own.tolist())
+        groups.setdefault(key, (own, []))[1].append(sample)
     if not groups:
-        # A batch without samples has the type of one.
+        # An empty batch gets one grid, so that its outputs have the usual types.
         axes = spatial_shapes.shape[1]
         groups[(1,) * axes, None] = None if spacing is None else spacing.new_ones(axes), []
     return [
-        (grid, of_group, torch.tensor(samples, dtype=torch.long, device=device))
-        for (grid, _), (of_group, samples) in groups.items()
+        (grid, shared, torch.tensor(samples, dtype=torch.long, device=device))
+        for (grid, _), (shared, samples) in groups.items()
     ]
 
 
@@ -200,17 +201,17 @@ def place_shapes(
     prefix_coordinate: float = 0.0,
 ) -> TokenPositions:
     """
-    As [`TokenPositions.from_grid`] for samples of different sizes, by operations that do not depend on the sizes.
-    Positions of padding mean nothing.
+    [`TokenPositions.from_grid`] for samples of different sizes, by operations that do not depend on the sizes.
+    Positions of padding are arbitrary.
 
     Args:
         shapes: (B, A) patches per axis of every sample, in the working type.
         num_patches: N, padding included.
     """
     place, index = COORDINATES[coordinates], torch.arange(num_patches, device=shapes.device, dtype=shapes.dtype)
-    strides = shapes.flip(-1).cumprod(-1).flip(-1).roll(-1, dims=-1)
+    strides = shapes.flip(-1).cumprod(-1).flip(-1).roll(-1, dims=-1)  # (B, A)
     strides = torch.cat([strides[:, :-1], torch.ones_like(strides[:, -1:])], dim=-1).unsqueeze(1)  # (B, 1, A)
-    sizes = shapes.unsqueeze(1)
+    sizes = shapes.unsqueeze(1)  # (B, 1, A)
     indices = (index.view(1, -1, 1) / strides).floor().remainder(sizes)  # (B, N, A)
-    patches = place(indices, sizes, shapes.new_tensor(train_grid), sizes[..., -1:])
+    patches = place(indices, sizes, shapes.new_tensor(train_grid), sizes[..., -1:])  # (B, N, A)
     return TokenPositions.from_coordinates(patches, num_prefix_tokens, prefix_coordinate)

@@ -22,7 +22,7 @@ COORDINATES = {
     "unit": lambda index, size, trained, width: (index + 0.5) / size,
     "unit_width": lambda index, size, trained, width: (index + 0.5) / width,
 }
-# Of these, multiples of the index.
+# Conventions that multiply the index.
 PROPORTIONAL = ("index", "train_grid", "train_index", "fixed_grid")
 
 
@@ -31,7 +31,7 @@ class TokenPositions:
     Where the tokens of an input sit, class and register tokens first.
 
     Attributes:
-        coordinates: (N, A), or (B, N, A) for samples with positions of their own, prefix tokens included.
+        coordinates: (N, A), or (B, N, A) if samples differ, prefix tokens included.
         num_prefix_tokens: Number P of class and register tokens among them.
     """
 
@@ -41,7 +41,7 @@ class TokenPositions:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the coordinates."""
+        """Shape of the coordinates."""
         return tuple(self.coordinates.shape)
 
     @staticmethod
@@ -58,7 +58,7 @@ class TokenPositions:
         """
         The patches of a grid, first axis slowest (raster order), after prefix tokens.
 
-        With i the index of a patch on an axis of n patches that had n₀ in training: `index` i; `train_grid`
+        For the patch with index i on an axis of n patches, n₀ in training: `index` i; `train_grid`
         i·(n/n₀)/(n−1) (LieRE's code: linspace(0, n/n₀, n)); `fixed_grid` i/(n−1) (the fixed range of LieRE §5.6);
         `train_index` i·n₀/n (timm's reference grid); `unit` (i+½)/n (ComRoPE §3.4.1); `unit_width` (i+½)/w, w the size
         of the last axis (ComRoPE's code, frames included).
@@ -67,11 +67,11 @@ class TokenPositions:
             grid: Patches per axis, A numbers.
             train_grid: Patches per axis in training.
             coordinates: One of `index`, `train_grid`, `fixed_grid`, `train_index`, `unit`, `unit_width`.
-            prefix_coordinate: Where prefix tokens sit on every axis.
-            offsets: (patches, A), displacement of each patch in patch extents, from [`draw_perturbation`].
+            prefix_coordinate: Coordinate of prefix tokens on every axis.
+            offsets: (N, A) displacements of patches in patch extents, from [`draw_perturbation`].
 
         Raises:
-            ValueError: for any other value of `coordinates`; [`from_extents`] makes `physical` ones.
+            ValueError: for any other `coordinates`; for `physical` call [`from_extents`].
         """
         if coordinates == "physical":
             raise ValueError("coordinates='physical' follow from the spacing of an input, not from its grid alone.")
@@ -83,7 +83,7 @@ class TokenPositions:
         )
         if offsets is None:
             return GridPositions(facts)
-        return TokenPositions(facts.coordinates(offsets), num_prefix_tokens)
+        return TokenPositions(facts.coordinates(offsets), num_prefix_tokens)  # (P + N, A)
 
     @staticmethod
     def from_extents(
@@ -100,10 +100,10 @@ class TokenPositions:
 
         Args:
             extents: (A,) or (B, A), extents of a patch on every axis.
-            offsets: (…, patches, A), as for [`TokenPositions.from_grid`].
+            offsets: (…, N, A), as for [`TokenPositions.from_grid`].
         """
-        indices = patch_indices(grid, offsets, extents.device, extents.dtype)
-        patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)
+        indices = patch_indices(grid, offsets, extents.device, extents.dtype)  # (…, N, A)
+        patches = 0.5 + (indices + 0.5 - extents.new_tensor(grid) / 2) * extents.unsqueeze(-2)  # ((B,) N, A)
         return TokenPositions.from_coordinates(patches, num_prefix_tokens, prefix_coordinate)
 
     @staticmethod
@@ -111,47 +111,46 @@ class TokenPositions:
         coordinates: torch.Tensor, num_prefix_tokens: int = 0, prefix_coordinate: float | None = 0.0
     ) -> "TokenPositions":
         """
-        Patches at any (…, N, A) coordinates, after prefix tokens that sit at `prefix_coordinate` of every axis; `None`
-        where the coordinates of prefix tokens come first already.
+        Patches at any (…, N, A) coordinates, after prefix tokens at `prefix_coordinate` on every axis; pass `None` if
+        the coordinates already start with those of prefix tokens.
         """
         if prefix_coordinate is not None:
-            coordinates = prepend_prefix(coordinates, num_prefix_tokens, prefix_coordinate)
+            coordinates = prepend_prefix(coordinates, num_prefix_tokens, prefix_coordinate)  # (…, P + N, A)
         return TokenPositions(coordinates, num_prefix_tokens)
 
     def settle(self) -> "TokenPositions":
-        """Itself, see [`GridPositions.settle`]."""
+        """Return self, see [`GridPositions.settle`]."""
         return self
 
     def locate(self) -> "TokenPositions":
-        """The tokens by their coordinates alone."""
+        """The same positions as plain coordinates."""
         return self
 
     def unrotate_prefix(self) -> "TokenPositions":
-        """The same patches with class and register tokens at zero, where no encoding rotates them."""
-        return TokenPositions.from_coordinates(
-            self.coordinates[..., self.num_prefix_tokens :, :], self.num_prefix_tokens
-        )
+        """The same patches, with prefix tokens at zero, where no encoding rotates them."""
+        patches = self.coordinates[..., self.num_prefix_tokens :, :]  # (…, N, A)
+        return TokenPositions.from_coordinates(patches, self.num_prefix_tokens)
 
     def to(self, device: torch.device | str) -> "TokenPositions":
-        """The same positions on a device, to which hooks of accelerate take what a module is called with."""
+        """The same positions on `device`; hooks of accelerate move the arguments of modules with it."""
         return self._replace(self.coordinates.to(device))
 
     def _replace(self, coordinates: torch.Tensor) -> "TokenPositions":
-        """The same tokens at other coordinates, which are not those of a grid."""
+        """The same tokens at other coordinates."""
         return TokenPositions(coordinates, self.num_prefix_tokens)
 
 
 class GridFacts(NamedTuple):
     """
-    All that the coordinates of the patches of a grid follow from, and of the prefix tokens before them.
+    Everything that determines the coordinates of a grid's patches and of the prefix tokens before them.
 
     Attributes:
         grid: Patches per axis.
         train_grid: Patches per axis in training.
-        convention: A name of `COORDINATES`.
+        convention: A key of `COORDINATES`.
         num_prefix_tokens: Number P of class and register tokens.
-        prefix_coordinate: Where prefix tokens sit on every axis.
-        device, dtype: Of the coordinates.
+        prefix_coordinate: Coordinate of prefix tokens on every axis.
+        device, dtype: Those of the coordinates.
     """
 
     grid: tuple[int, ...]
@@ -168,7 +167,7 @@ class GridFacts(NamedTuple):
         indices = patch_indices(self.grid, offsets, self.device, self.dtype)  # (N, A)
         axes = zip(indices.unbind(-1), self.grid, self.train_grid)
         patches = torch.stack([place(index, size, trained, self.grid[-1]) for index, size, trained in axes], dim=-1)
-        return prepend_prefix(patches, self.num_prefix_tokens, self.prefix_coordinate)
+        return prepend_prefix(patches, self.num_prefix_tokens, self.prefix_coordinate)  # (P + N, A)
 
     @property
     def proportional(self) -> bool:
@@ -176,7 +175,7 @@ class GridFacts(NamedTuple):
         return self.convention in PROPORTIONAL and (self.prefix_coordinate == 0 or self.num_prefix_tokens == 0)
 
     def match(self, coordinates: torch.Tensor) -> bool:
-        """Whether these are the coordinates, by value, without a gradient of their own."""
+        """Whether `coordinates` have the values of this grid and need no gradient."""
         if coordinates.requires_grad or (coordinates.device, coordinates.dtype) != (self.device, self.dtype):
             return False
         return torch.equal(coordinates, self.coordinates())
@@ -184,13 +183,13 @@ class GridFacts(NamedTuple):
 
 class GridPositions(TokenPositions):
     """
-    Where the patches of a grid sit, after class and register tokens, by the facts that coordinates follow from.
+    Where the patches of a grid sit, after class and register tokens.
 
-    Nobody can know a grid by coordinates that somebody may have changed. So there are none until they are asked for,
-    and those count from then on: this is a grid only while they are the ones that follow from the facts.
+    Coordinates are computed when first read, and the caller may change them in place. This is a grid only as long as
+    they equal those that follow from `facts`.
 
     Attributes:
-        facts: What the coordinates follow from.
+        facts: Everything that determines the coordinates.
     """
 
     def __init__(self, facts: GridFacts):
@@ -200,25 +199,25 @@ class GridPositions(TokenPositions):
 
     @property
     def coordinates(self) -> torch.Tensor:
-        """(P + N, A), the same tensor each time; changing it moves the tokens."""
+        """(P + N, A), always the same tensor; changing it moves the tokens."""
         if self._shown is None:
             self._shown = self.facts.coordinates()
         return self._shown
 
     @property
     def grid(self) -> tuple[int, ...] | None:
-        """Patches per axis, `None` where coordinates were changed."""
+        """Patches per axis, `None` if the coordinates were changed."""
         return self.facts.grid if self.settle() is self else None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the coordinates that follow from the facts."""
+        """Shape of the coordinates."""
         return self.num_prefix_tokens + math.prod(self.facts.grid), len(self.facts.grid)
 
     def settle(self) -> TokenPositions:
         """
-        Itself, or its coordinates alone where they were changed, may have been (in a graph, values are unknown), or
-        need a gradient.
+        Return self, or plain coordinates if they were changed, may have been (a graph does not know values) or need
+        a gradient.
         """
         shown = self._shown
         if shown is None or (not values_are_unknown(shown) and self.facts.match(shown)):
@@ -226,7 +225,7 @@ class GridPositions(TokenPositions):
         return self._replace(shown)
 
     def locate(self) -> TokenPositions:
-        """As [`TokenPositions.locate`]; on a grid by coordinates that nobody else sees."""
+        """As [`TokenPositions.locate`]; a grid returns new coordinates, which it does not share."""
         settled = self.settle()
         return self._replace(self.facts.coordinates()) if settled is self else settled
 
@@ -254,7 +253,7 @@ def grid_positions(
 ) -> GridPositions:
     """
     Positions of the patches of an image, video or volume for [`LieRotaryEmbedding`], first axis slowest, after class
-    and register tokens. Rotations of a grid are computed faster than those of as many points.
+    and register tokens. Rotations of a grid are computed faster than those of arbitrary points.
 
     Args:
         grid: Patches per axis.
@@ -262,20 +261,20 @@ def grid_positions(
             (ComRoPE's), `"train_index"`, `"fixed_grid"` or `"unit_width"`.
         num_prefix_tokens: Number of tokens before the patches.
         train_grid: Patches per axis of a training input; `None` means `grid`.
-        prefix_coordinate: Where prefix tokens sit on every axis; at 0 they are not rotated.
+        prefix_coordinate: Coordinate of prefix tokens on every axis; at 0 they are not rotated.
 
     Returns:
-        Positions with (prefix + patches, A) `coordinates`. If these are changed in place, tokens sit where they say,
-        and are not taken for a grid any more.
+        Positions with (P + N, A) `coordinates`. Changing these in place moves the tokens, which are then no longer
+        treated as a grid.
 
     Raises:
-        ValueError: if `grid` is not made of positive numbers, `train_grid` has another number of them, or there is no
-            such convention.
+        ValueError: if `grid` contains a number below 1, the lengths of `grid` and `train_grid` differ, or the
+            convention is unknown.
     """
     grid, train_grid = tuple(grid), tuple(grid if train_grid is None else train_grid)
     if not grid or min(grid + train_grid) < 1 or len(grid) != len(train_grid):
         raise ValueError(
-            f"grid={grid} and train_grid={train_grid} must be as many numbers of patches, at least 1 each."
+            f"grid={grid} and train_grid={train_grid} must have one length, and numbers of patches of at least 1."
         )
     device = torch.device(device or "cpu")
     return TokenPositions.from_grid(
@@ -309,8 +308,8 @@ def patch_indices(
 ) -> torch.Tensor:
     """(N, A) indices of the patches of a grid in raster order, displaced by `offsets`."""
     # arange, unlike linspace, keeps one compiled graph for every size.
-    axes = [torch.arange(size, device=device, dtype=dtype) for size in grid]
-    indices = torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)
+    axes = [torch.arange(size, device=device, dtype=dtype) for size in grid]  # A × (n,)
+    indices = torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)  # (N, A)
     return indices if offsets is None else indices + offsets
 
 
@@ -319,17 +318,17 @@ def prepend_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: 
     if num_prefix_tokens == 0:
         return positions
     shape = (*positions.shape[:-2], num_prefix_tokens, positions.shape[-1])
-    return torch.cat([positions.new_full(shape, coordinate), positions], dim=-2)
+    return torch.cat([positions.new_full(shape, coordinate), positions], dim=-2)  # (…, P + N, A)
 
 
 def pad_rows(groups: Sequence[torch.Tensor], samples: Sequence[torch.Tensor], length: int) -> torch.Tensor:
     """
-    (B, length, C) rows of all samples, zero for padding, from the rows (n, C) of each group, which its (samples,)
-    indices in the batch share.
+    (B, length, C) rows of all samples, zero for padding. Each group has rows (n, C), shared by the samples whose
+    (samples,) indices in the batch are given.
     """
-    padded = [torch.nn.functional.pad(rows, (0, 0, 0, length - len(rows))) for rows in groups]
-    expanded = [rows.expand(len(indices), -1, -1) for rows, indices in zip(padded, samples)]
-    return torch.cat(expanded)[torch.cat(tuple(samples)).argsort()]
+    padded = [torch.nn.functional.pad(rows, (0, 0, 0, length - len(rows))) for rows in groups]  # (length, C)
+    expanded = [rows.expand(len(indices), -1, -1) for rows, indices in zip(padded, samples)]  # (samples, length, C)
+    return torch.cat(expanded)[torch.cat(tuple(samples)).argsort()]  # (B, length, C)
 
 
 def check_shape(
@@ -337,11 +336,10 @@ def check_shape(
 ) -> None:
     """
     Args:
-        num_prefix_tokens: Number P of class and register tokens whose positions may come first, if they have any.
+        num_prefix_tokens: Number P of class and register tokens whose positions may come first.
 
     Raises:
-        ValueError: if `positions` given by the user are not (N, A), (1, N, A) or (B, N, A), nor the same with P+N
-            tokens.
+        ValueError: if the user's `positions` are not (N, A), (1, N, A) or (B, N, A), with N or P + N tokens.
     """
     accepted = ((num_patches, num_axes), (batch_size, num_patches, num_axes))
     batches, tokens = positions.shape[:-2], positions.shape[-2:]
@@ -357,25 +355,25 @@ def check_shape(
 
 
 def check_coordinates(positions: torch.Tensor) -> None:
-    """Raises `ValueError` if `positions` given by the user are not floating point, or not finite."""
+    """Raises `ValueError` if the user's `positions` are not floating point or not finite."""
     if not positions.is_floating_point():
         raise ValueError(f"positions are {positions.dtype}; a floating point type is needed.")
     if not values_are_unknown(positions) and not torch.isfinite(positions).all():
-        raise ValueError(f"positions hold {(~torch.isfinite(positions)).sum().item()} values that are not finite.")
+        raise ValueError(f"positions contain {(~torch.isfinite(positions)).sum().item()} values that are not finite.")
 
 
 def zero_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     """
-    (…, N, C) values of tokens, or of those after prefix tokens, with zeros for hidden tokens: what stands there, even
-    infinity and NaN, reaches neither outputs nor gradients.
+    (…, N, C) values of tokens, with or without prefix tokens, and zeros for hidden tokens: the values there, even
+    infinity and NaN, reach neither outputs nor gradients.
 
     Args:
-        visible: (B, N), false for hidden tokens. Values that samples share are hidden where all of them hide theirs.
+        visible: (B, N), false for hidden tokens. Values that samples share are hidden where all samples hide them.
     """
     if visible is None:
         return values
     visible = visible.to(values.device, torch.bool)
     if values.ndim == 2 or values.shape[0] != len(visible):
-        visible = visible.any(dim=0)
-    visible = torch.nn.functional.pad(visible, (values.shape[-2] - visible.shape[-1], 0), value=True)
+        visible = visible.any(dim=0)  # (N,)
+    visible = torch.nn.functional.pad(visible, (values.shape[-2] - visible.shape[-1], 0), value=True)  # (…, N)
     return values.masked_fill(~visible.unsqueeze(-1), 0)

@@ -9,26 +9,26 @@ from ..rotation.bases import basis_gradients, to_basis
 from ..rotation.rotation import Rotation
 
 
-# torch has no public name for hooks of all modules; a release without this private one is taken to have none.
+# torch has no public name for hooks of all modules; without this private one, assume that there are none.
 _has_global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
 def project(projection: nn.Module, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Query or key projection, in the basis of a rotation."""
+    """Query or key projection (B, N, H · D), in the basis of a rotation."""
     if _obstacle(projection) is None and not _has_global_hooks():
         weight = projection.weight
         if weight.device == hidden_states.device:
             # Cheaper than changing the basis of all tokens.
             return _LinearInBasis.apply(hidden_states, weight, projection.bias, rotation.basis)
-    projected = projection(hidden_states)
+    projected = projection(hidden_states)  # (B, N, H · D)
     head_dim = rotation.basis.shape[1] * rotation.basis.shape[-1]
     states = projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)  # (B, H, N, D)
     return rotation.change_basis(states).transpose(1, 2).reshape(projected.shape)
 
 
 def check_foldable(projections: Iterable[nn.Module]) -> None:
-    """Raises `ValueError` if a projection computes anything but its weight and bias, see [`LieREAttention`]."""
+    """Raises `ValueError` if a projection is more than a weight and a bias, see [`LieREAttention`]."""
     for projection in projections:
         if obstacle := _obstacle(projection):
             raise ValueError(
@@ -40,40 +40,40 @@ def check_foldable(projections: Iterable[nn.Module]) -> None:
 @torch.no_grad()
 def fold_into(projections: Sequence[nn.Module], basis: torch.Tensor) -> None:
     """
-    Put the weights of query and key projections into the eigenbasis of their rotations, permanently; the channels that
-    odd blocks leave without a plane go to the end of a head.
+    Change the weights of query and key projections to the eigenbasis of their rotations, permanently. Channels that odd
+    blocks do not rotate go to the end of a head.
 
     Args:
         projections: Linear layers to (heads · head_dim) channels.
-        basis: (1 or key heads, blocks, b, b); every key head is that of as many neighbouring query heads.
+        basis: (1 or key heads, blocks, b, b); a key head serves a group of neighbouring query heads.
 
     Raises:
         ValueError: as [`check_foldable`].
     """
     check_foldable(projections)
     key_heads, blocks, size, _ = basis.shape
-    channels = torch.arange(blocks * size, device=basis.device).view(blocks, size)
+    channels = torch.arange(blocks * size, device=basis.device).view(blocks, size)  # (blocks, b)
     in_planes = size - size % 2
-    order = torch.cat([channels[:, :in_planes].flatten(), channels[:, in_planes:].flatten()])
+    order = torch.cat([channels[:, :in_planes].flatten(), channels[:, in_planes:].flatten()])  # (D,)
     for projection in projections:
         heads = projection.out_features // len(order)
-        basis_of_heads = basis if key_heads == 1 else basis.repeat_interleave(heads // key_heads, dim=0)
+        head_basis = basis if key_heads == 1 else basis.repeat_interleave(heads // key_heads, dim=0)
         for parameter in (projection.weight, projection.bias):
             if parameter is not None:
-                changed = to_basis(parameter, basis_of_heads)
+                changed = to_basis(parameter, head_basis)  # (H · D, channels) or (H · D,)
                 parameter.copy_(changed.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1))
 
 
 def _obstacle(projection: nn.Module) -> str | None:
-    """What makes a projection more than the weight and bias of a linear layer, or `None`: then these can be read."""
+    """Why a projection is more than a weight and a bias, or `None` if it is not."""
     if type(projection) is not nn.Linear:
-        # Adapters, quantized layers, parametrizations and FSDP2 have classes of their own.
+        # Adapters, quantized layers, parametrizations and FSDP2 change the class.
         return type(projection).__name__
     if any(getattr(projection, f"_{kind}_hooks") for kind in HOOKS):
         # Pruning and DeepSpeed compute or gather the weight in hooks.
         return "a Linear with hooks"
     if "forward" in projection.__dict__:
-        # accelerate restores offloaded weights this way.
+        # accelerate loads offloaded weights this way.
         return "a Linear whose forward was replaced"
     parameters = projection._parameters
     if len(parameters) != 2 or "weight" not in parameters or "bias" not in parameters:
@@ -86,7 +86,7 @@ def _obstacle(projection: nn.Module) -> str | None:
 
 
 class _LinearInBasis(torch.autograd.Function):
-    """Uᵀ (W x + b). The backward pass changes the weight again: saving it would take 5% of a step's memory."""
+    """Uᵀ (W x + b). The backward pass computes Uᵀ W again: saving it would take 5% of a step's memory."""
 
     generate_vmap_rule = True
 
@@ -103,18 +103,19 @@ class _LinearInBasis(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         hidden_states, weight, bias, basis = ctx.saved_tensors
-        back = basis.transpose(-1, -2)
+        back = basis.transpose(-1, -2)  # (1 or H, blocks, b, b)
         hidden_gradient = weight_gradient = bias_gradient = basis_gradient = None
-        rows = gradient.flatten(0, -2)
-        of_rows = (rows.T @ hidden_states.flatten(0, -2).to(rows.dtype)) if any(ctx.needs_input_grad[1::2]) else None
+        rows = gradient.flatten(0, -2)  # (B · N, H · D)
+        # (H · D, channels), the gradient of Uᵀ W.
+        product = (rows.T @ hidden_states.flatten(0, -2).to(rows.dtype)) if any(ctx.needs_input_grad[1::2]) else None
         if ctx.needs_input_grad[0]:
             hidden_gradient = (gradient @ to_basis(weight, basis).to(gradient.dtype)).to(hidden_states.dtype)
         if ctx.needs_input_grad[1]:
-            weight_gradient = to_basis(of_rows, back).to(weight.dtype)
+            weight_gradient = to_basis(product, back).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             bias_gradient = to_basis(rows.sum(0), back).to(weight.dtype)
         if ctx.needs_input_grad[3]:
-            basis_gradient = basis_gradients(weight, of_rows, basis)
+            basis_gradient = basis_gradients(weight, product, basis)
             if bias is not None:
                 basis_gradient = basis_gradient + basis_gradients(bias, rows.sum(0), basis)
         return hidden_gradient, weight_gradient, bias_gradient, basis_gradient

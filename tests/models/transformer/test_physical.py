@@ -156,9 +156,9 @@ def test_physical_coordinates_are_augmented_in_training(tiny_video):
         ({}, r"'physical' needs spacing of shape \(3,\) or \(2, 3\)"),
         ({"spacing": (1.0, 1.0)}, r"spacing of shape \(2,\) must be \(3,\) or \(2, 3\)"),
         ({"spacing": torch.ones(3, 3)}, r"spacing of shape \(3, 3\) must be"),
-        ({"spacing": (1.0, 0.0, 1.0)}, "spacing holds 0.0; positive and finite"),
-        ({"spacing": (1.0, -2.0, 1.0)}, "spacing holds -2.0"),
-        ({"spacing": (1.0, float("nan"), 1.0)}, "spacing holds nan"),
+        ({"spacing": (1.0, 0.0, 1.0)}, "spacing contains 0.0; positive and finite"),
+        ({"spacing": (1.0, -2.0, 1.0)}, "spacing contains -2.0"),
+        ({"spacing": (1.0, float("nan"), 1.0)}, "spacing contains nan"),
         ({"frame_times": torch.arange(4.0)}, r"needs spacing of shape \(2,\) or \(2, 2\): rows and columns only"),
         (
             {"spacing": (1.0, 1.0, 1.0), "frame_times": torch.arange(4.0)},
