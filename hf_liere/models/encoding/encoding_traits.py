@@ -1,19 +1,19 @@
-"""What is known of every rotary encoding without computing anything: all other parts read it here."""
+"""Constant facts about every rotary encoding, which all other parts read here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 
-# Starting values that give every plane a frequency; the others draw all entries alike.
+# Initial values with a frequency per plane; the others draw all entries from one distribution.
 SPECTRA = ("frequencies", "golden_gate")
 DRAWN = ("uniform", "normal", "zeros")
-# Fields of the configuration that belong to some encodings or starting values only.
+# Fields for some encodings or values of `rotary_init` only, with their defaults.
 GOLDEN_GATE_FIELDS = {"min_frequency": 0.1, "max_frequency": 1.0, "unrotated_share": 0.0}
 AXIAL_FIELDS = {"axial_layout": "blocks", "axial_spectrum": "full"}
 OWN_FIELDS = {**GOLDEN_GATE_FIELDS, **AXIAL_FIELDS}
-# In these coordinates ½ is the middle of the input, in `unit_width` that of its columns.
+# Coordinates with ½ at the centre of the input (in `unit_width`, of its columns).
 CENTRED_COORDINATES = ("unit", "unit_width", "fixed_grid", "physical")
-# Fields that move patches in training, with the value that does nothing.
+# Fields that move patches in training, with the values that turn them off.
 DISPLACEMENTS = {
     "position_perturbation": 0.0,
     "position_shift": 0.0,
@@ -27,12 +27,12 @@ TRAINING_ONLY = {**DISPLACEMENTS, "patch_dropout_prob": 0.0}
 @dataclass(frozen=True)
 class BlockSizes:
     """
-    The sizes b of blocks that an encoding accepts.
+    The block sizes b that an encoding accepts.
 
     Attributes:
-        accepts: (b, head_dim, number of axes) → whether the size exists there.
-        rule: A message about other sizes, with the names size, encoding, head_dim and axes; `None` if there are none.
-        default: `None` means the whole head.
+        accepts: (b, head_dim, number of axes) → whether the size is accepted.
+        rule: Message about other sizes, with the names size, encoding, head_dim and axes; `None` if all are accepted.
+        default: Default size; `None` means the whole head.
     """
 
     accepts: Callable[[int, int, int], bool]
@@ -47,8 +47,8 @@ class BlockSizes:
         return [size for size in range(2, head_dim + 1) if self.accepts(size, head_dim, num_axes)]
 
 
-RULE_OF_PLANES = "block_size={size}: {encoding} rotates planes, its only block_size is 2"
-PLANES = BlockSizes(lambda size, *_: size == 2, RULE_OF_PLANES, 2)
+PLANES_RULE = "block_size={size}: {encoding} rotates planes, its only block_size is 2"
+PLANES = BlockSizes(lambda size, *_: size == 2, PLANES_RULE, 2)
 TRIPLES = BlockSizes(
     lambda size, *_: size == 3,
     "block_size={size}: {encoding} rotates three channels about two axes, its only block_size is 3",
@@ -85,21 +85,21 @@ class EncodingTraits:
 
     Attributes:
         title: Name in tables.
-        description: What it is, in a report on a model.
-        block_sizes: Sizes of blocks.
-        commutes: Whether the generators of all axes commute, so that rotations are relative for any values; blocks of
+        description: Explanation in reports on models.
+        block_sizes: Accepted sizes of blocks.
+        commutes: Whether the generators of all axes commute for any values, which makes rotations relative. Blocks of
             two channels always do.
         rotary_inits: Accepted `rotary_init`, the default first; none for encodings that learn nothing.
         coordinates: Default of `coordinates`.
-        rope_theta: Default of `rope_theta`, `None` where there is no such spectrum.
+        rope_theta: Default of `rope_theta`; `None` if the encoding does not use it.
         rotate_prefix: Default of `rotate_prefix` in `CENTRED_COORDINATES`.
         product: R(p) = Π_a exp(p_a A_a) instead of exp(Σ_a p_a A_a).
         serves_one_axis: Whether every block has a generator for one axis only.
         proportional: Whether the generators of a block are multiples of one matrix.
-        num_axes: The one number of axes for which the encoding is defined; `None` means any.
-        pretrained: Whether it can start at the planes of a pretrained RoPE: `"planes"`, by factors of the pretrained
-            frequencies; `"blocks"`, by its own parameters; or the reason why not.
-        fields: Fields of the configuration that belong to it, with their defaults.
+        num_axes: The only number of axes for which the encoding is defined; `None` means any.
+        pretrained: How it starts at the planes of a pretrained RoPE: `"planes"`, by factors of the pretrained
+            frequencies; `"blocks"`, by its parameters; or the reason why it cannot.
+        fields: Fields of the configuration for this encoding alone.
     """
 
     title: str
@@ -130,7 +130,7 @@ class EncodingTraits:
 ENCODING_TRAITS = {
     "axial_rope": EncodingTraits(
         title="Axial RoPE",
-        description="RoPE on each axis by itself, with fixed frequencies",
+        description="RoPE on each axis separately, with fixed frequencies",
         block_sizes=PLANES,
         commutes=True,
         rotary_inits=(),
@@ -233,7 +233,7 @@ def traits_of(config) -> EncodingTraits | None:
 
 
 def default_rotate_prefix(config) -> bool:
-    """The `rotate_prefix` that a configuration of images or videos has where it leaves the field open."""
+    """The default of `rotate_prefix` for images and videos."""
     traits = traits_of(config)
     return (
         traits is not None
@@ -243,20 +243,20 @@ def default_rotate_prefix(config) -> bool:
 
 
 def generators_commute(config) -> bool:
-    """Whether the rotations of a configuration with a rotary encoding are relative for any values of its parameters."""
+    """Whether the rotations of a rotary encoding are relative for any values of its parameters."""
     traits = traits_of(config)
     return traits.commutes or (config.block_size == 2 and not traits.product)
 
 
 def accepted_inits(config) -> tuple[str, ...]:
-    """The accepted values of `rotary_init`; blocks of odd size are not made of planes."""
+    """The accepted values of `rotary_init`; blocks of odd size do not consist of planes."""
     traits = traits_of(config)
     free_odd = traits.block_sizes is ANY and config.block_size % 2
     return tuple(name for name in traits.rotary_inits if not (free_odd and name in SPECTRA))
 
 
 def own_fields(config) -> dict[str, object]:
-    """Fields that belong to the encoding or the starting values of a configuration, with their defaults."""
+    """Fields for the encoding or the `rotary_init` of a configuration alone, with their defaults."""
     traits = traits_of(config)
     names = () if traits is None else traits.fields
     if config.rotary_init == "golden_gate":
@@ -265,6 +265,6 @@ def own_fields(config) -> dict[str, object]:
 
 
 def needs_exponential(config) -> bool:
-    """Whether rotations have no form without a matrix exponential, so that folding keeps them as constants."""
+    """Whether rotations need a matrix exponential, so that folding stores them as constants."""
     traits = traits_of(config)
     return traits is not None and not traits.product and not generators_commute(config)

@@ -1,4 +1,4 @@
-"""Folding, for inference: rotations become constants, or a part of the query and key weights."""
+"""Folding, for inference: rotations become constants, or part of the query and key weights."""
 
 import copy
 import math
@@ -18,11 +18,11 @@ from .rotary_encoding import RotaryEncoding
 
 class FoldedLieRE(LieRE):
     """
-    LieRE for inference, with the rotations of some grids as constants; those of other grids are computed on the fly.
+    LieRE for inference: the rotations of some grids are constants; those of other grids are computed on the fly.
 
     Attributes:
-        grids: The rotations of each of `config.folded_grids`, by names like "14x14", with those of prefix tokens:
-            (layers or 1, N, heads or 1, blocks, b, b).
+        grids: Rotations of all tokens for each of `config.folded_grids`, by names like "14x14": (layers or 1, N, heads
+            or 1, blocks, b, b).
     """
 
     def __init__(self, config, num_axes: int):
@@ -41,13 +41,13 @@ class FoldedLieRE(LieRE):
     ) -> Iterable[Rotation]:
         if layer is not None or not self._is_folded(positions):
             return super().forward(positions, dtype, layer)
-        # from_pretrained makes every parameter trainable; constants must not be.
+        # from_pretrained makes every parameter trainable; constants must stay fixed.
         layers = self.grids[grid_name(positions.grid)].detach()  # (layers, N, heads or 1, blocks, b, b)
         rotations = [BlockRotation(layer.transpose(0, 1).unsqueeze(0)) for layer in layers]
         return rotations * (self.num_layers // self.layers)
 
     def _is_folded(self, positions: TokenPositions | GroupedPositions) -> bool:
-        """Whether these are the model's own positions on a grid of which the rotations are constants."""
+        """Whether the model placed these tokens, on a grid whose rotations are constants."""
         if not isinstance(positions, GridPositions) or positions.grid is None:
             return False
         config, facts = self.config, positions.facts
@@ -61,7 +61,7 @@ class FoldedLieRE(LieRE):
 
     @torch.no_grad()
     def copy_rotations(self, encoding: LieRE, rotations: dict[str, Iterable[BlockRotation]]) -> None:
-        """Copy the generators of `encoding` and its rotations on every grid, given by the name of the grid."""
+        """Copy the generators of `encoding` and its rotations by the names of their grids."""
         self.generators.copy_(encoding.generators)
         for name, layers in rotations.items():
             for constant, rotation in zip(self.grids[name], layers):
@@ -77,7 +77,7 @@ class FoldedLieRE(LieRE):
 class FoldedPlanes(RotaryEncoding):
     """
     An [`EncodingInBasis`] for inference: RoPE with a frequency per axis and plane. The basis is in the query and key
-    weights; it puts the channels that odd blocks leave unrotated after all planes of their head.
+    weights, which put the channels that odd blocks do not rotate after all planes of their head.
 
     Attributes:
         frequencies: (A, layers or 1, heads or 1, planes).
@@ -102,8 +102,8 @@ def grid_name(grid: tuple[int, ...]) -> str:
     return "x".join(map(str, grid))
 
 
-def folded_class(config) -> type[RotaryEncoding]:
-    """The class of the rotations of a folded model: its own where the rotations cost no more than cos and sin."""
+def choose_folded_class(config) -> type[RotaryEncoding]:
+    """The class for a folded model: the unfolded one if its rotations cost only cos and sin."""
     encoding = ENCODING_CLASSES[config.position_encoding]
     if issubclass(encoding, EncodingInBasis):
         return FoldedPlanes
@@ -112,11 +112,11 @@ def folded_class(config) -> type[RotaryEncoding]:
 
 def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
     """
-    The module for `config.position_encoding`, initialised as `rotary_init` says, or `None` for `none` and `absolute`,
-    which rotate nothing.
+    The module for `config.position_encoding`, initialised by `rotary_init`, or `None` for `none` and `absolute`, which
+    do not rotate.
 
     Raises:
-        ValueError: if the encoding does not exist on that many axes.
+        ValueError: if the encoding does not support this number of axes.
     """
     traits = traits_of(config)
     if traits is None:
@@ -124,7 +124,7 @@ def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
     if traits.num_axes not in (None, num_axes):
         raise ValueError(f"{config.position_encoding} is defined on {traits.num_axes} axes, not on {num_axes}.")
     folded = config.folded_grids is not None
-    encoding = (folded_class(config) if folded else ENCODING_CLASSES[config.position_encoding])(config, num_axes)
+    encoding = (choose_folded_class(config) if folded else ENCODING_CLASSES[config.position_encoding])(config, num_axes)
     encoding.reset_parameters()
     return encoding
 
@@ -148,7 +148,7 @@ def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) ->
     folded = _copy_model(model)
     encoder = next(module for module in folded.modules() if "rotary_encoding" in module._modules)
     grids = [config.train_grid] if grids is None else list(grids)
-    # All modules share one configuration.
+    # All modules share this configuration.
     folded.config.folded_grids = [list(grid) for grid in grids] if constant else []
     for name, neutral in TRAINING_ONLY.items():
         if hasattr(folded.config, name):
@@ -173,13 +173,13 @@ def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) ->
 
 
 def _copy_model(model: nn.Module) -> nn.Module:
-    elsewhere = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if elsewhere:
-        raise ValueError(f"{len(elsewhere)} weights are offloaded ({elsewhere[0]} …); fold before offloading.")
+    offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if offloaded:
+        raise ValueError(f"{len(offloaded)} weights are offloaded ({offloaded[0]} …); fold before offloading.")
     try:
         return copy.deepcopy(model).eval()
     except RuntimeError as error:
         raise ValueError(
-            "The model cannot be copied to be folded, because weights of it are computed from others; make pruning "
+            "The model cannot be copied to be folded, because some weights are computed from others; make pruning "
             f"and parametrizations permanent first. {error}"
         ) from error

@@ -95,7 +95,7 @@ def place_input(
     dtype = working_dtype(device)
     extents = offsets = displaced = None
     if config.coordinates == "physical" and needs_positions:
-        # (1 or B, A) extents, (1 or B, N, A) displacements.
+        # (A,) or (1 or B, A), (1 or B, N, A)
         extents, displaced = physical_extents(config, grid, batch_size, spacing, frame_times, device, dtype)
     if training:
         offsets, displaced = draw_displacements(config, grid, displaced, device, dtype)  # (N, A), (…, N, A)
@@ -161,7 +161,7 @@ def place_given(
     has_prefix = coordinates.shape[-2] > num_tokens
     if (scale := getattr(config, "position_scale", None)) is not None:
         coordinates = coordinates.to(working_dtype(coordinates.device))
-        origin, scale = (coordinates.new_tensor(config.by_axis(f"position_{name}")) for name in ("origin", "scale"))
+        origin, scale = (coordinates.new_tensor(config.by_axis(f"position_{name}")) for name in ("origin", "scale"))  # (A,)
         coordinates = (coordinates - origin) * scale  # (…, N or P + N, A)
     return TokenPositions.from_coordinates(coordinates, num_prefix_tokens, None if has_prefix else prefix_coordinate)
 
@@ -208,7 +208,8 @@ def place_shapes(
         shapes: (B, A) patches per axis of every sample, in the working type.
         num_patches: N, padding included.
     """
-    place, index = COORDINATES[coordinates], torch.arange(num_patches, device=shapes.device, dtype=shapes.dtype)
+    place = COORDINATES[coordinates]
+    index = torch.arange(num_patches, device=shapes.device, dtype=shapes.dtype)  # (N,)
     strides = shapes.flip(-1).cumprod(-1).flip(-1).roll(-1, dims=-1)  # (B, A)
     strides = torch.cat([strides[:, :-1], torch.ones_like(strides[:, -1:])], dim=-1).unsqueeze(1)  # (B, 1, A)
     sizes = shapes.unsqueeze(1)  # (B, 1, A)

@@ -165,7 +165,7 @@ class GridFacts(NamedTuple):
         """(P + N, A), with patches displaced by (N, A) `offsets` in patch extents."""
         place = COORDINATES[self.convention]
         indices = patch_indices(self.grid, offsets, self.device, self.dtype)  # (N, A)
-        axes = zip(indices.unbind(-1), self.grid, self.train_grid)
+        axes = zip(indices.unbind(-1), self.grid, self.train_grid)  # ((N,), n, n₀) for every axis
         patches = torch.stack([place(index, size, trained, self.grid[-1]) for index, size, trained in axes], dim=-1)
         return prepend_prefix(patches, self.num_prefix_tokens, self.prefix_coordinate)  # (P + N, A)
 
@@ -201,7 +201,7 @@ class GridPositions(TokenPositions):
     def coordinates(self) -> torch.Tensor:
         """(P + N, A), always the same tensor; changing it moves the tokens."""
         if self._shown is None:
-            self._shown = self.facts.coordinates()
+            self._shown = self.facts.coordinates()  # (P + N, A)
         return self._shown
 
     @property
@@ -310,7 +310,7 @@ def patch_indices(
     # arange, unlike linspace, keeps one compiled graph for every size.
     axes = [torch.arange(size, device=device, dtype=dtype) for size in grid]  # A × (n,)
     indices = torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)  # (N, A)
-    return indices if offsets is None else indices + offsets
+    return indices if offsets is None else indices + offsets  # (…, N, A)
 
 
 def prepend_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: float) -> torch.Tensor:
@@ -372,8 +372,8 @@ def zero_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Ten
     """
     if visible is None:
         return values
-    visible = visible.to(values.device, torch.bool)
+    visible = visible.to(values.device, torch.bool)  # (B, N)
     if values.ndim == 2 or values.shape[0] != len(visible):
         visible = visible.any(dim=0)  # (N,)
     visible = torch.nn.functional.pad(visible, (values.shape[-2] - visible.shape[-1], 0), value=True)  # (…, N)
-    return values.masked_fill(~visible.unsqueeze(-1), 0)
+    return values.masked_fill(~visible.unsqueeze(-1), 0)  # (…, N, C)

@@ -19,8 +19,8 @@ from .rotary_fields import EncodingConfig
 
 class LieRotaryEmbedding(nn.Module):
     r"""
-    R(p) q and R(p) k with R(p) = exp(Σ_a p_a A_a) and learned skew-symmetric A_a (LieRE eq. 4, ComRoPE eq. 3), to be
-    called between the query and key projections of an attention and its products.
+    R(p) q and R(p) k with R(p) = exp(Σ_a p_a A_a) and learned skew-symmetric A_a (LieRE eq. 4, ComRoPE eq. 3). Call it
+    after the query and key projections of an attention.
 
     ```python
     rotary = LieRotaryEmbedding(num_heads=8, head_dim=64, num_axes=3, num_key_value_heads=2)
@@ -29,8 +29,8 @@ class LieRotaryEmbedding(nn.Module):
     key = rotary.rotate(key, positions)  # a key that a cache keeps
     ```
 
-    Several layers may have a module each, or share one that computes the rotations of all layers at once, which takes
-    fewer operations:
+    Layers may have one module each, or share one that computes the rotations of all layers at once, with fewer
+    operations:
 
     ```python
     rotary = LieRotaryEmbedding(num_heads=8, head_dim=64, num_axes=2, num_layers=12)
@@ -47,16 +47,16 @@ class LieRotaryEmbedding(nn.Module):
         position_encoding: A rotary encoding of [`RotaryFields`], such as `"liere"`, `"rope_mixed"` or `"comrope_ld"`.
         block_size: Size b of the diagonal blocks of the generators; `None` means that of [`RotaryFields`].
         num_key_value_heads: Number of key heads, a divisor of `num_heads`; `None` means `num_heads`. Generators belong
-            to key heads: the queries that attend to a key are rotated as it is.
-        num_layers: Number of layers with generators of their own.
-        fields: Any other of [`RotaryFields`].
+            to key heads: queries use those of the key head that they attend to.
+        num_layers: Number of layers with separate generators.
+        fields: Other fields of [`RotaryFields`].
 
     Attributes:
-        encoding: The [`RotaryEncoding`] with the parameters, the same class as in the image, video and token models.
+        encoding: The [`RotaryEncoding`] with the parameters, of the class that the models use.
 
     Raises:
-        TypeError: for names that are not in [`RotaryFields`].
-        ValueError: if heads do not divide, or the encoding does not exist for these sizes.
+        TypeError: for fields that are not in [`RotaryFields`].
+        ValueError: if key heads do not divide query heads, or the encoding does not support these sizes.
     """
 
     def __init__(
@@ -102,19 +102,19 @@ class LieRotaryEmbedding(nn.Module):
 
     def rotations(self, positions: torch.Tensor | TokenPositions, dtype: torch.dtype | None = None) -> list[Rotation]:
         """
-        The rotation of every layer. `forward` and `rotate` take the list instead of positions. It may be kept for the
-        next call, so that its tensors must not be changed.
+        The rotation of every layer. `forward` and `rotate` accept the list instead of positions. Do not change its
+        tensors: the next call may return them again.
 
         Args:
             positions: (N, A) or (B, N, A) coordinates of the tokens in any unit, floating point; or a grid of patches
-                from [`grid_positions`], whose rotations are computed faster, and kept for the next call in inference.
-            dtype: Type of the queries and keys, float32 if `None`: half types need no better rotations than they hold.
+                from [`grid_positions`], with faster rotations, which inference keeps for the next call.
+            dtype: That of the queries and keys, float32 if `None`. Half types allow less exact rotations.
 
         Raises:
-            ValueError: if positions are something else, have another number of axes, or are not floating point or not
-                finite.
+            ValueError: if positions are of another type, have another number of axes, or are not floating point or
+                not finite.
         """
-        return list(self.encoding(self._checked(positions), dtype))
+        return list(self.encoding(self._check_positions(positions), dtype))
 
     def forward(
         self,
@@ -131,13 +131,13 @@ class LieRotaryEmbedding(nn.Module):
         Args:
             query: (B, num_heads, N, head_dim).
             key: (B, num_key_value_heads, M, head_dim).
-            positions: Of the queries' tokens, p, as [`rotations`] takes them; or what it returned.
-            key_positions: Of the keys' tokens, p′, likewise; `None` if they are the same tokens.
-            layer: The layer whose generators are used; needed where `num_layers` is above 1.
+            positions: Positions p of the queries' tokens, as for [`rotations`]; or its result.
+            key_positions: Positions p′ of the keys' tokens, likewise; `None` if they are the same tokens.
+            layer: The layer whose generators are used; required if `num_layers` is above 1.
 
         Raises:
-            ValueError: if shapes or types do not fit, positions are not finite or not what is accepted, or a layer is
-                not named where there are several.
+            ValueError: if shapes or types do not fit, positions are not finite or not of an accepted type, or `layer`
+                is missing for several layers.
         """
         self._check_states("query", query, (self.num_heads,))
         self._check_states("key", key, (self.num_key_value_heads,))
@@ -163,7 +163,7 @@ class LieRotaryEmbedding(nn.Module):
         layer: int | None = None,
     ) -> torch.Tensor:
         """
-        R(p) x of queries or keys by themselves, for example of keys before they are kept in a cache.
+        R(p) x of queries or keys alone, for example of keys before they enter a cache.
 
         Args:
             states: (B, num_heads, N, head_dim) queries or (B, num_key_value_heads, N, head_dim) keys.
@@ -183,20 +183,20 @@ class LieRotaryEmbedding(nn.Module):
         self, q_proj: nn.Linear | Sequence[nn.Linear], k_proj: nn.Linear | Sequence[nn.Linear]
     ) -> "LieRotaryEmbedding":
         """
-        For inference: put the basis of commuting rotations into the projections before them, in place and for good,
-        so that they cost as much as RoPE. Scores of attention stay the same up to rounding, queries and keys do not.
-        Keys that were rotated before do not fit queries that are rotated afterwards.
+        For inference: put the basis of commuting rotations into the projections, in place and permanently, so that they
+        cost as much as RoPE. Attention scores stay the same up to rounding; queries and keys do not. Keys rotated
+        before folding do not fit queries rotated after it.
 
         Args:
-            q_proj: The linear layer that makes the queries, or one for each of `num_layers` layers.
-            k_proj: Likewise of the keys.
+            q_proj: The linear layer that computes the queries, or one for each of `num_layers` layers.
+            k_proj: The same for the keys.
 
         Returns:
             The module itself.
 
         Raises:
             ValueError: if the generators do not commute, the module is folded already, or a projection has another
-                width or is more than a linear layer; nothing is changed then.
+                width or is more than a linear layer. Then nothing is changed.
         """
         encoding, config = self.encoding, self.config
         if config.folded_grids is not None:
@@ -204,13 +204,13 @@ class LieRotaryEmbedding(nn.Module):
         if not generators_commute(config):
             raise ValueError(
                 f"The generators of {config.position_encoding} with block_size={config.block_size} do not commute, so "
-                "that no basis of the projections makes their rotations cheaper; keep what rotations(positions) "
-                "returns instead."
+                "no basis of the projections makes their rotations cheaper; keep the result of rotations(positions) "
+                "instead."
             )
         layers = [self._projections(*given) for given in (("q_proj", q_proj), ("k_proj", k_proj))]
         check_foldable([projection for projections in layers for projection in projections])
         if not isinstance(encoding, EncodingInBasis):
-            # Planes have no basis.
+            # Rotations of planes of channels have no basis to fold.
             return self
         for projections, basis in zip(zip(*layers), encoding.bases()):
             fold_into(projections, basis)
@@ -237,7 +237,7 @@ class LieRotaryEmbedding(nn.Module):
         )
 
     def _projections(self, name: str, given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-        """The projection of every layer, whose shared generators must not be folded more than once."""
+        """The projection of every layer, checked for number and width."""
         projections = [given] if isinstance(given, nn.Module) else list(given)
         heads = self.num_heads if name == "q_proj" else self.num_key_value_heads
         if len(projections) != self.num_layers:
@@ -250,15 +250,15 @@ class LieRotaryEmbedding(nn.Module):
                 )
         return projections
 
-    def _checked(self, positions: torch.Tensor | TokenPositions) -> TokenPositions:
-        """Positions that are settled and fit."""
+    def _check_positions(self, positions: torch.Tensor | TokenPositions) -> TokenPositions:
+        """Return settled positions, or raise `ValueError`."""
         if isinstance(positions, torch.Tensor):
             positions = TokenPositions(positions)
         if not isinstance(positions, TokenPositions):
             raise ValueError(
                 f"positions are a {type(positions).__name__}; accepted are a floating point tensor of shape (tokens, "
-                f"{self.num_axes}) or (batch, tokens, {self.num_axes}), what grid_positions returns, or, for queries "
-                "and keys, what rotations(positions) of this module returned."
+                f"{self.num_axes}) or (batch, tokens, {self.num_axes}), the result of grid_positions or, for "
+                "queries and keys, that of rotations(positions) of this module."
             )
         positions = positions.settle()
         if not isinstance(positions, GridPositions):
@@ -286,7 +286,7 @@ class LieRotaryEmbedding(nn.Module):
         if known and isinstance(positions[layer], Rotation):
             samples, tokens = positions[layer].num_samples(), positions[layer].num_tokens()
         else:
-            positions, known = self._checked(positions), False
+            positions, known = self._check_positions(positions), False
             *batch, tokens, _ = positions.shape
             samples = batch[0] if batch else 1
         if tokens != states.shape[2] or samples not in (1, states.shape[0]):

@@ -1,4 +1,4 @@
-"""The fields that models, patches and the layer share: which encoding rotates, with defaults and rules."""
+"""Fields that models, patches and the layer share: the encoding, with defaults and rules."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ SHARE = lambda value: 0 <= value < 1, "lie in [0, 1)"
 POSITIVE = lambda value: 0 < value <= FLOAT32_MAX, "be positive and finite in float32"
 NOT_NEGATIVE = lambda value: 0 <= value <= FLOAT32_MAX, "be at least 0 and finite in float32"
 FACTORS = ("position_jitter", "position_rescale")
-# Fields, the values they accept, and how a message puts it. Fields that a configuration lacks, and `None`, are skipped.
+# (fields, predicate, wording of the error). Missing fields and `None` are skipped.
 RANGES = (
     (("num_hidden_layers", "num_attention_heads", "head_dim"), *AT_LEAST_ONE),
     (("num_axes",), lambda value: 1 <= value <= MAX_AXES, f"lie in 1 … {MAX_AXES}"),
@@ -57,8 +57,8 @@ class RotaryFields:
             and `"golden_gate"` (golden gate RoPE's times scale, for the same except `spherical_rope`); `"zeros"` (the
             initial model has no rotations; the multipliers of `comrope_ld` are normal, so that the generators get
             gradients). `None` means the choice of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`,
-            and for ComRoPE, whose paper states none, that of its code, `normal`; for STRING, whose own could not be
-            seen, and `spherical_rope` `frequencies`.
+            `normal` for ComRoPE (from its code; the paper states none), `frequencies` for STRING (whose choice we do
+            not know) and `spherical_rope`.
         rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
             `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1. The
             fixed frequencies of `axial_rope` and `golden_gate_rope` are multiplied by it (`None` means 1).
@@ -69,14 +69,14 @@ class RotaryFields:
             The band of frequencies, in radians per unit of the coordinate, of `golden_gate_rope` and
             `rotary_init="golden_gate"`; `None` means 0.1 and 1.
         unrotated_share (`float`, *optional*):
-            Share of the planes that do not rotate there; `None` means 0.
+            Share of the planes that do not rotate in that spectrum; `None` means 0.
         axial_layout (`str`, *optional*):
-            Whether `axial_rope` has the planes of an axis after one another (`"blocks"`, the default) or the axes in
-            turn (`"interleaved"`, as in Qwen3-VL).
+            Order of the planes of `axial_rope`: axis after axis (`"blocks"`, the default) or the axes in turn
+            (`"interleaved"`, as in Qwen3-VL).
         axial_spectrum (`str`, *optional*):
-            Whether every axis of `axial_rope` has a spectrum of its own (`"full"`, the default) or all planes of a head
-            are one spectrum (`"shared"`), of which every axis has a band in `"blocks"` (Qwen2-VL) and every A-th
-            frequency `"interleaved"` (Qwen3-VL).
+            Whether every axis of `axial_rope` has a whole spectrum (`"full"`, the default) or all planes of a head
+            share one (`"shared"`): an axis then has a band of it in `"blocks"` (Qwen2-VL) and every A-th frequency
+            `"interleaved"` (Qwen3-VL).
     """
 
     position_encoding: Literal[("none", "absolute", *ENCODING_TRAITS)] = "liere"
@@ -93,7 +93,7 @@ class RotaryFields:
     axial_spectrum: Literal["full", "shared"] | None = None
 
     def fill_in_rotations(self) -> None:
-        """Replace `None` by the default of the encoding, where it has one."""
+        """Replace `None` by the default of the encoding, if it has one."""
         traits = traits_of(self)
         if traits is None:
             return
@@ -121,20 +121,19 @@ class GridFields:
             `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"fixed_grid"` i/(n−1), that is
             linspace(0, 1, n) (LieRE §5.6); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n;
             `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on video); `"physical"` ½ +
-            (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times the `spacing` that the
-            model is given with its input. The centre of the input is at ½, the same tissue in the same field of view
-            has the same coordinates whatever the size of voxels, and an input with an extent of one unit has `unit`
-            coordinates. `None` means `index` for the RoPE encodings and STRING, `train_grid` for `liere`, `unit` for
-            ComRoPE, as in the papers.
+            (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times the `spacing` of the
+            input. The centre of the input is at ½, the same tissue in the same field of view has the same coordinates
+            for any size of voxels, and an input with an extent of one unit has `unit` coordinates. `None` means `index`
+            for the RoPE encodings and STRING, `train_grid` for `liere`, `unit` for ComRoPE, as in the papers.
         position_perturbation (`float`, defaults to 0.0):
             σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
             around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch.
         position_shift (`float`, defaults to 0.0):
             DINOv3's augmentation of coordinates during training (its §3.2; `pos_embed_shift`): all patches of a batch
-            are moved together by s_a · (half the extent of the input) on axis a, s_a ~ U[−shift, shift] drawn for
-            every forward pass. In DINOv3 coordinates run from −1 to 1 over the image, so that the same number means
-            the same fraction of the input here, whatever `coordinates` are. Class and register tokens stay where they
-            are, as do `positions` given to the model and the table of training patches.
+            move together by s_a · (half the extent of the input) on axis a, with s_a ~ U[−shift, shift] drawn for every
+            forward pass. DINOv3's coordinates run from −1 to 1 over the image, so the same number means the same
+            fraction of the input here, in any `coordinates`. Class and register tokens do not move, nor do `positions`
+            given to the model and the table of training patches.
         position_jitter (`float`, *optional*):
             As `position_shift` and after it (`pos_embed_jitter`): distances from the centre of the input, where
             DINOv3's coordinates are zero, are multiplied by a factor per axis, log-uniform in [1/jitter, jitter].
@@ -152,7 +151,7 @@ class GridFields:
     position_rescale: float | int | None = None
 
     def fill_in_coordinates(self) -> None:
-        """Replace `None` by the coordinates of the encoding, if it rotates."""
+        """Replace `None` by the default coordinates of the encoding, if it rotates."""
         traits = traits_of(self)
         if self.coordinates is None and traits is not None:
             self.coordinates = traits.coordinates
@@ -162,7 +161,7 @@ class GridFields:
 @dataclass
 class EncodingConfig(RotaryFields):
     """
-    All that a [`RotaryEncoding`] depends on where it is not a part of our models. See [`RotaryFields`] for the rest.
+    Configuration of a [`RotaryEncoding`] outside of our models. See [`RotaryFields`] for the other fields.
 
     Args:
         num_axes: Number A of axes of a position.
@@ -187,7 +186,7 @@ class EncodingConfig(RotaryFields):
 
 
 def check_ranges(config, ranges: tuple[tuple[tuple[str, ...], Callable, str], ...]) -> None:
-    """Raises `ValueError` for a value outside of its range, see `RANGES`."""
+    """Raises `ValueError` for a value out of range, see `RANGES`."""
     for names, is_accepted, accepted in ranges:
         for name in names:
             value = getattr(config, name, None)
@@ -207,8 +206,7 @@ def check_format_version(version: int, newest: int) -> None:
 def check_rotations(config) -> None:
     """
     Args:
-        config: Any with [`RotaryFields`] and sizes of attention, whose fields have the right types, with defaults
-            filled in.
+        config: Any with [`RotaryFields`] and sizes of attention, of the right types and with defaults filled in.
 
     Raises:
         ValueError: if a value is out of range, or fields do not fit together.
@@ -236,7 +234,7 @@ def _check_block_size(config) -> None:
             f"{config.num_attention_heads}) cannot be rotated; {encoding} needs at least 2."
         )
     sizes, fits = traits.block_sizes, 2 <= size <= head_dim
-    # A size that an encoding fixes is said before that of the head; the sizes of others must be numbers to divide by.
+    # Report a fixed block size first. The other rules divide by `size`, so check its range before them.
     if (fits or not sizes.varies) and not sizes.accepts(size, head_dim, axes):
         rule = sizes.rule.format(size=size, encoding=encoding, head_dim=head_dim, axes=axes)
         raise ValueError(f"{rule}; {_accepted_sizes(config)}.")

@@ -1,4 +1,4 @@
-"""Rotations of the last grids, so that inference on inputs of one size computes them once."""
+"""Rotations of recent grids, so that inference on inputs of one size computes them once."""
 
 import threading
 from collections import OrderedDict
@@ -18,7 +18,7 @@ CACHE_BYTES = 1 << 29
 
 
 class _Entry(NamedTuple):
-    """Rotations, and the values of what they were computed from."""
+    """Rotations, and copies of the tensors that they were computed from."""
 
     sources: tuple[torch.Tensor, ...]
     rotations: list[Rotation]
@@ -29,17 +29,17 @@ class _Entry(NamedTuple):
         return sum(tensor.nbytes for tensor in (*self.sources, *tensors))
 
     def fits(self, sources: tuple[torch.Tensor, ...]) -> bool:
-        """Whether the rotations are those of these sources of an encoding, by value."""
+        """Whether the rotations were computed from sources of these values."""
         return all(torch.equal(known, given) for known, given in zip(self.sources, sources))
 
 
 class RotationCache:
     """
-    The rotations of the last grids that an encoding was called with while gradients were off. It is empty in a copy and
-    is not saved.
+    Rotations of the grids that an encoding was last called with while gradients were off. Copies start empty, and the
+    cache is not saved.
 
-    Values are compared, not versions of tensors: whatever changes a generator, the rotations are computed again. They
-    are those of the encoding's `sources`, not of `parameters()`, which replicas of `DataParallel` do not have.
+    It compares values, not versions of tensors, so any change of a generator computes the rotations again. It compares
+    the encoding's `sources`, because replicas of `DataParallel` have no `parameters()`.
     """
 
     def __init__(self):
@@ -64,11 +64,11 @@ class RotationCache:
         layers: slice = slice(None),
     ) -> Iterable[Rotation]:
         """
-        What `encoding.layer_rotations(positions, dtype, layers)` returns, or returned before for the same facts of a
-        grid, sources and type. Nothing is stored in training mode.
+        Return `encoding.layer_rotations(positions, dtype, layers)`, or its earlier result for the same facts of a grid,
+        sources and dtype. Nothing is stored in training mode.
 
         Args:
-            positions: That are settled; only those of a grid are kept.
+            positions: Settled positions; only rotations of grids are kept.
         """
         if encoding.training or torch.is_grad_enabled() or not isinstance(positions, GridPositions):
             return encoding.layer_rotations(positions, dtype, layers)
@@ -82,7 +82,7 @@ class RotationCache:
         if entry is not None and entry.fits(sources):
             return entry.rotations
         rotations = encoding.layer_rotations(positions, dtype, layers)
-        # Above a bound the layers are computed one by one, when they are asked for.
+        # Above a bound `layer_rotations` returns a generator, which computes layer by layer.
         if isinstance(rotations, list):
             self._store(name, _Entry(tuple(source.clone() for source in sources), rotations))
         return rotations
