@@ -161,7 +161,7 @@ def place_given(
     has_prefix = coordinates.shape[-2] > num_tokens
     if (scale := getattr(config, "position_scale", None)) is not None:
         coordinates = coordinates.to(working_dtype(coordinates.device))
-        origin, scale = (coordinates.new_tensor(config.by_axis(f"position_{name}")) for name in ("origin", "scale"))  # (A,)
+        origin, scale = (coordinates.new_tensor(config.by_axis(f"position_{name}")) for name in ("origin", "scale"))
         coordinates = (coordinates - origin) * scale  # (…, N or P + N, A)
     return TokenPositions.from_coordinates(coordinates, num_prefix_tokens, None if has_prefix else prefix_coordinate)
 
