@@ -3,8 +3,7 @@
 from . import kernels  # noqa: F401 (registers itself)
 from .auto import load_peft, register
 from .conversion.upgrades import upgrade_encoding
-from .models.encoding.positions import grid_positions
-from .models.encoding.rotary_embedding import LieRotaryEmbedding
+from .models.encoding.rotary_embedding import LieRotaryEmbedding, grid_positions
 from .models.patched.rotary_patch import RotaryPatchConfig
 from .models.transformer.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from .models.transformer.modeling_liere import (

@@ -1,20 +1,14 @@
 """Rotary encodings whose rotations are computed in the basis of the model, and the table of all encodings."""
 
-from collections.abc import Iterable
-
 import torch
 from transformers import initialization as init
 
 from ..rotation.dispatch import working_dtype
 from ..rotation.rotation import BlockRotation, Rotation
-from ..rotation.scaling_and_squaring import Rays
 from .commuting_encodings import CayleyString, CirculantString, ComRoPEAxialPartition, ComRoPELinearlyDependent
-from .positions import GridPositions, TokenPositions
-from .rotary_encoding import ALL_LAYERS, RotaryEncoding, golden_gate_frequencies
-
-
-# All layers at once need fewer calls, but rotations of LieRE64 for ViT-B at 3,136 tokens take 7.4 GB.
-ALL_LAYERS_BYTES = 1 << 30
+from .positions import TokenPositions
+from .rotary_encoding import ALL_LAYERS, LieRE, RotaryEncoding
+from .starting_values import golden_gate_frequencies
 
 
 def fixed_scale(config) -> float:
@@ -65,52 +59,6 @@ class GoldenGateRoPE(RotaryEncoding):
 
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.frequencies.to(working_dtype(device)).to(device).unsqueeze(-1)
-
-
-class LieRE(RotaryEncoding):
-    """
-    Free generators for every axis (LieRE §4). With `block_size` 2 this is RoPE-Mixed (LieRE §5.4), which differs only
-    in its initialisation and coordinates. The last head_dim mod b channels of a head are not rotated.
-
-    Attributes:
-        generators: (A, layers or 1, heads or 1, blocks, b(b−1)/2); ViT-B, 2-D: 9,216 / 27,648 / 64,512 / 138,240 /
-            285,696 / 580,608 numbers for b = 2, 4, 8, 16, 32, 64 (LieRE Table 10).
-    """
-
-    def __init__(self, config, num_axes: int):
-        super().__init__(config, num_axes)
-        shape = (num_axes, self.layers, self.heads, self.num_blocks, self.num_entries)
-        self.generators = self.new_parameter(*shape)
-
-    def entries(self, device: torch.device) -> torch.Tensor:
-        return self.generators
-
-    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"generators": self.to_blocks(frequencies)}
-
-    def _rotate_groups(self, groups: tuple[TokenPositions, ...], dtype: torch.dtype | None) -> list[Iterable[Rotation]]:
-        # Each group may be a grid, which has multiples of positions and a place in the cache.
-        return [self.forward(group, dtype) for group in groups]
-
-    def layer_rotations(
-        self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
-    ) -> Iterable[Rotation]:
-        """
-        On a grid that starts at zero, rotations at multiples of a position are powers, see `scaling_and_squaring.Rays`.
-        Above `ALL_LAYERS_BYTES`, each layer's rotations are computed when they are needed.
-        """
-        settled, rays = positions.settle(), None
-        placed = settled.locate()
-        if isinstance(settled, GridPositions) and settled.facts.proportional:
-            rays = Rays(settled.facts.grid, settled.num_prefix_tokens)
-        entries = self.entries(placed.coordinates.device)[:, layers]  # (A, layers, heads, blocks, b(b−1)/2)
-        num_layers = entries.shape[1]
-        elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()
-        if num_layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
-            return self.rotations_from(placed, entries, dtype, rays)
-        # Copies, because frameworks that shard parameters free them when this module returns.
-        parts = [part.clone() for part in entries.split(1, dim=1)]
-        return (self.rotations_from(placed, part, dtype, rays)[0] for part in parts)
 
 
 class SphericalRoPE(RotaryEncoding):

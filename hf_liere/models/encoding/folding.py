@@ -9,11 +9,12 @@ from torch import nn
 from transformers import initialization as init
 
 from ..rotation.rotation import BlockRotation, Rotation
+from .batch_positions import GroupedPositions
 from .commuting_encodings import EncodingInBasis
 from .encoding_traits import TRAINING_ONLY, needs_exponential, traits_of
-from .encodings import ENCODING_CLASSES, LieRE
-from .positions import GridPositions, GroupedPositions, TokenPositions
-from .rotary_encoding import RotaryEncoding
+from .encodings import ENCODING_CLASSES
+from .positions import GridPositions, TokenPositions
+from .rotary_encoding import LieRE, RotaryEncoding
 
 
 class FoldedLieRE(LieRE):

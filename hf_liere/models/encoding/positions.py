@@ -1,7 +1,6 @@
 """Positions: where each token sits, in the coordinates that an encoding expects."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -242,67 +241,6 @@ class GridPositions(TokenPositions):
         return settled.to(device)
 
 
-def grid_positions(
-    grid: Sequence[int],
-    coordinates: str = "train_grid",
-    num_prefix_tokens: int = 0,
-    *,
-    train_grid: Sequence[int] | None = None,
-    prefix_coordinate: float = 0.0,
-    device: torch.device | str | None = None,
-) -> GridPositions:
-    """
-    Positions of the patches of an image, video or volume for [`LieRotaryEmbedding`], first axis slowest, after class
-    and register tokens. Rotations of a grid are computed faster than those of arbitrary points.
-
-    Args:
-        grid: Patches per axis.
-        coordinates: A convention of [`LieREPixelConfig`]: `"train_grid"` (LieRE's), `"index"` (RoPE's), `"unit"`
-            (ComRoPE's), `"train_index"`, `"fixed_grid"` or `"unit_width"`.
-        num_prefix_tokens: Number of tokens before the patches.
-        train_grid: Patches per axis of a training input; `None` means `grid`.
-        prefix_coordinate: Coordinate of prefix tokens on every axis; at 0 they are not rotated.
-
-    Returns:
-        Positions with (P + N, A) `coordinates`. Changing these in place moves the tokens, which are then no longer
-        treated as a grid.
-
-    Raises:
-        ValueError: if `grid` contains a number below 1, the lengths of `grid` and `train_grid` differ, or the
-            convention is unknown.
-    """
-    grid, train_grid = tuple(grid), tuple(grid if train_grid is None else train_grid)
-    if not grid or min(grid + train_grid) < 1 or len(grid) != len(train_grid):
-        raise ValueError(
-            f"grid={grid} and train_grid={train_grid} must have one length, and numbers of patches of at least 1."
-        )
-    device = torch.device(device or "cpu")
-    return TokenPositions.from_grid(
-        grid, train_grid, coordinates, num_prefix_tokens, prefix_coordinate, device=device, dtype=working_dtype(device)
-    )
-
-
-class GroupedPositions(NamedTuple):
-    """
-    Where the tokens of a batch of inputs of different sizes sit, padded to the longest.
-
-    Attributes:
-        groups: Positions of the tokens of each distinct grid, without padding, the same for all samples of a group.
-        samples: For each group, (samples,) their indices in the batch.
-    """
-
-    groups: tuple[TokenPositions, ...]
-    samples: tuple[torch.Tensor, ...]
-
-    def unrotate_prefix(self) -> "GroupedPositions":
-        """As [`TokenPositions.unrotate_prefix`]."""
-        return self._replace(groups=tuple(group.unrotate_prefix() for group in self.groups))
-
-    def padded(self, num_tokens: int) -> torch.Tensor:
-        """(B, num_tokens, A) coordinates of all samples, zero for padding."""
-        return pad_rows([group.locate().coordinates for group in self.groups], self.samples, num_tokens)
-
-
 def patch_indices(
     grid: tuple[int, ...], offsets: torch.Tensor | None, device: torch.device | None, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -319,61 +257,3 @@ def prepend_prefix(positions: torch.Tensor, num_prefix_tokens: int, coordinate: 
         return positions
     shape = (*positions.shape[:-2], num_prefix_tokens, positions.shape[-1])
     return torch.cat([positions.new_full(shape, coordinate), positions], dim=-2)  # (…, P + N, A)
-
-
-def pad_rows(groups: Sequence[torch.Tensor], samples: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """
-    (B, length, C) rows of all samples, zero for padding. Each group has rows (n, C), shared by the samples whose
-    (samples,) indices in the batch are given.
-    """
-    padded = [torch.nn.functional.pad(rows, (0, 0, 0, length - len(rows))) for rows in groups]  # (length, C)
-    expanded = [rows.expand(len(indices), -1, -1) for rows, indices in zip(padded, samples)]  # (samples, length, C)
-    return torch.cat(expanded)[torch.cat(tuple(samples)).argsort()]  # (B, length, C)
-
-
-def check_shape(
-    positions: torch.Tensor, batch_size: int, num_patches: int, num_axes: int, num_prefix_tokens: int = 0
-) -> None:
-    """
-    Args:
-        num_prefix_tokens: Number P of class and register tokens whose positions may come first.
-
-    Raises:
-        ValueError: if the user's `positions` are not (N, A), (1, N, A) or (B, N, A), with N or P + N tokens.
-    """
-    accepted = ((num_patches, num_axes), (batch_size, num_patches, num_axes))
-    batches, tokens = positions.shape[:-2], positions.shape[-2:]
-    if batches not in ((), (1,), (batch_size,)) or tokens not in (
-        (num_patches, num_axes),
-        (num_prefix_tokens + num_patches, num_axes),
-    ):
-        prefix = f"patch tokens, or these after {num_prefix_tokens} class and register tokens"
-        raise ValueError(
-            f"positions of shape {tuple(positions.shape)} do not match the input: accepted are {accepted[0]} (patches, "
-            f"axes) and {accepted[1]} (batch, patches, axes), {prefix if num_prefix_tokens else 'patch tokens only'}."
-        )
-
-
-def check_coordinates(positions: torch.Tensor) -> None:
-    """Raises `ValueError` if the user's `positions` are not floating point or not finite."""
-    if not positions.is_floating_point():
-        raise ValueError(f"positions are {positions.dtype}; a floating point type is needed.")
-    if not values_are_unknown(positions) and not torch.isfinite(positions).all():
-        raise ValueError(f"positions contain {(~torch.isfinite(positions)).sum().item()} values that are not finite.")
-
-
-def zero_hidden(values: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-    """
-    (…, N, C) values of tokens, with or without prefix tokens, and zeros for hidden tokens: the values there, even
-    infinity and NaN, reach neither outputs nor gradients.
-
-    Args:
-        visible: (B, N), false for hidden tokens. Values that samples share are hidden where all samples hide them.
-    """
-    if visible is None:
-        return values
-    visible = visible.to(values.device, torch.bool)  # (B, N)
-    if values.ndim == 2 or values.shape[0] != len(visible):
-        visible = visible.any(dim=0)  # (N,)
-    visible = torch.nn.functional.pad(visible, (values.shape[-2] - visible.shape[-1], 0), value=True)  # (…, N)
-    return values.masked_fill(~visible.unsqueeze(-1), 0)  # (…, N, C)

@@ -7,12 +7,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
+from ..rotation.dispatch import working_dtype
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import Rotation
 from .commuting_encodings import EncodingInBasis
 from .encoding_traits import ENCODING_TRAITS, generators_commute
 from .folding import build_rotary_encoding
-from .positions import GridPositions, TokenPositions, check_coordinates
+from .given_positions import check_coordinates
+from .positions import GridPositions, TokenPositions
 from .projections import check_foldable, fold_into
 from .rotary_fields import EncodingConfig
 
@@ -304,3 +306,43 @@ class LieRotaryEmbedding(nn.Module):
             )
         if not states.is_floating_point():
             raise ValueError(f"{name} are {states.dtype}; a floating point type is needed.")
+
+
+def grid_positions(
+    grid: Sequence[int],
+    coordinates: str = "train_grid",
+    num_prefix_tokens: int = 0,
+    *,
+    train_grid: Sequence[int] | None = None,
+    prefix_coordinate: float = 0.0,
+    device: torch.device | str | None = None,
+) -> GridPositions:
+    """
+    Positions of the patches of an image, video or volume for [`LieRotaryEmbedding`], first axis slowest, after class
+    and register tokens. Rotations of a grid are computed faster than those of arbitrary points.
+
+    Args:
+        grid: Patches per axis.
+        coordinates: A convention of [`LieREPixelConfig`]: `"train_grid"` (LieRE's), `"index"` (RoPE's), `"unit"`
+            (ComRoPE's), `"train_index"`, `"fixed_grid"` or `"unit_width"`.
+        num_prefix_tokens: Number of tokens before the patches.
+        train_grid: Patches per axis of a training input; `None` means `grid`.
+        prefix_coordinate: Coordinate of prefix tokens on every axis; at 0 they are not rotated.
+
+    Returns:
+        Positions with (P + N, A) `coordinates`. Changing these in place moves the tokens, which are then no longer
+        treated as a grid.
+
+    Raises:
+        ValueError: if `grid` contains a number below 1, the lengths of `grid` and `train_grid` differ, or the
+            convention is unknown.
+    """
+    grid, train_grid = tuple(grid), tuple(grid if train_grid is None else train_grid)
+    if not grid or min(grid + train_grid) < 1 or len(grid) != len(train_grid):
+        raise ValueError(
+            f"grid={grid} and train_grid={train_grid} must have one length, and numbers of patches of at least 1."
+        )
+    device = torch.device(device or "cpu")
+    return TokenPositions.from_grid(
+        grid, train_grid, coordinates, num_prefix_tokens, prefix_coordinate, device=device, dtype=working_dtype(device)
+    )

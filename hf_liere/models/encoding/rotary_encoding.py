@@ -1,6 +1,5 @@
 """The base of all rotary encodings: parameters, starting values, and the rotations of every layer."""
 
-import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -12,13 +11,17 @@ from ..rotation.dispatch import working_dtype
 from ..rotation.exponential import layer_block_rotations, plane_rotations, skew
 from ..rotation.rotation import BlockRotation, GroupedRotation, PlaneRotation, Rotation
 from ..rotation.scaling_and_squaring import Rays
-from .positions import GroupedPositions, TokenPositions
+from .batch_positions import GroupedPositions
+from .positions import GridPositions, TokenPositions
 from .rotation_cache import RotationCache
+from .starting_values import geometric_frequencies, golden_gate_frequencies
 
 
 logger = logging.get_logger(__name__)
 
 ALL_LAYERS = slice(None)
+# All layers at once need fewer calls, but rotations of LieRE64 for ViT-B at 3,136 tokens take 7.4 GB.
+ALL_LAYERS_BYTES = 1 << 30
 
 
 class LearnedRotations(nn.Module):
@@ -213,44 +216,47 @@ class RotaryEncoding(LearnedRotations):
         return entries
 
 
-def geometric_frequencies(config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
+class LieRE(RotaryEncoding):
     """
-    RoPE-Mixed's initial spectrum (RoPE-ViT §3.2): the planes of a head form one group per axis, plane i of q in a group
-    rotates with θ^(−i/q), and the groups' directions are random and orthonormal, drawn for every layer and head.
+    Free generators for every axis (LieRE §4). With `block_size` 2 this is RoPE-Mixed (LieRE §5.4), which differs only
+    in its initialisation and coordinates. The last head_dim mod b channels of a head are not rotated.
 
-    Returns:
-        (A, layers, heads, planes).
+    Attributes:
+        generators: (A, layers or 1, heads or 1, blocks, b(b−1)/2); ViT-B, 2-D: 9,216 / 27,648 / 64,512 / 138,240 /
+            285,696 / 580,608 numbers for b = 2, 4, 8, 16, 32, 64 (LieRE Table 10).
     """
-    group_size = math.ceil(planes / num_axes)
-    plane = torch.arange(planes)  # (planes,)
-    magnitudes = config.rope_theta ** -((plane % group_size) / group_size)  # (planes,)
-    # torch has no QR decomposition of half types. (layers, heads, A, A)
-    directions, _ = torch.linalg.qr(torch.randn(layers, heads, num_axes, num_axes, dtype=torch.float32))
-    return (directions[..., plane // group_size] * magnitudes).permute(2, 0, 1, 3)
 
+    def __init__(self, config, num_axes: int):
+        super().__init__(config, num_axes)
+        shape = (num_axes, self.layers, self.heads, self.num_blocks, self.num_entries)
+        self.generators = self.new_parameter(*shape)
 
-def golden_gate_frequencies(config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
-    """
-    Golden gate RoPE's spectrum (Xiong, jerryxio.ng/posts/nd-rope): plane i
-    of head h rotates with ω_i d_hi, where the ω are `min_frequency` … `max_frequency` in geometric progression after
-    `unrotated_share` of the planes with ω = 0, and the unit vector d of the n-th plane of a layer, n = 1 … heads ·
-    planes, has the direction of Φ⁻¹(n g⁻ᵃ mod 1), a = 1 … A: normal quantiles of the Kronecker sequence of the
-    golden ratio's generalisation g, the root of g^(A+1) = g + 1, so that directions are spread evenly.
+    def entries(self, device: torch.device) -> torch.Tensor:
+        return self.generators
 
-    We did not have its text: that n counts the planes of all heads of a layer and starts at 1 is second-hand. The
-    defaults of `min_frequency` and `max_frequency` are ours, the band of RoPE-Mixed's spectrum with θ = 10.
+    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"generators": self.to_blocks(frequencies)}
 
-    Returns:
-        (A, layers, heads, planes) in float64 on the CPU, the same in every layer.
-    """
-    unrotated, real = round(config.unrotated_share * planes), {"dtype": torch.float64, "device": "cpu"}
-    steps = torch.linspace(0, 1, planes - unrotated, **real)
-    ratio = config.max_frequency / config.min_frequency
-    magnitudes = torch.cat([steps.new_zeros(unrotated), config.min_frequency * ratio**steps])  # (planes,)
-    golden = 2.0
-    for _ in range(64):
-        golden = (1 + golden) ** (1 / (num_axes + 1))
-    exponents = torch.arange(1, num_axes + 1, **real).unsqueeze(-1)  # (A, 1)
-    shares = torch.arange(1, heads * planes + 1, **real) * golden**-exponents % 1  # (A, heads · planes)
-    directions = nn.functional.normalize(torch.erfinv(2 * shares - 1), dim=0).unflatten(1, (1, heads, planes))
-    return (directions * magnitudes).expand(num_axes, layers, heads, planes)
+    def _rotate_groups(self, groups: tuple[TokenPositions, ...], dtype: torch.dtype | None) -> list[Iterable[Rotation]]:
+        # Each group may be a grid, which has multiples of positions and a place in the cache.
+        return [self.forward(group, dtype) for group in groups]
+
+    def layer_rotations(
+        self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
+    ) -> Iterable[Rotation]:
+        """
+        On a grid that starts at zero, rotations at multiples of a position are powers, see `scaling_and_squaring.Rays`.
+        Above `ALL_LAYERS_BYTES`, each layer's rotations are computed when they are needed.
+        """
+        settled, rays = positions.settle(), None
+        placed = settled.locate()
+        if isinstance(settled, GridPositions) and settled.facts.proportional:
+            rays = Rays(settled.facts.grid, settled.num_prefix_tokens)
+        entries = self.entries(placed.coordinates.device)[:, layers]  # (A, layers, heads, blocks, b(b−1)/2)
+        num_layers = entries.shape[1]
+        elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()
+        if num_layers == 1 or elements * self.rotation_dtype.itemsize <= ALL_LAYERS_BYTES:
+            return self.rotations_from(placed, entries, dtype, rays)
+        # Copies, because frameworks that shard parameters free them when this module returns.
+        parts = [part.clone() for part in entries.split(1, dim=1)]
+        return (self.rotations_from(placed, part, dtype, rays)[0] for part in parts)

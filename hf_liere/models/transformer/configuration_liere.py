@@ -145,6 +145,16 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
         return int(self.use_class_token) + self.num_register_tokens
 
     @property
+    def places_prefix(self) -> bool:
+        """Whether class and register tokens have coordinates, for rotations or a table that is read at coordinates."""
+        return self.rotate_prefix or self.position_table_size is not None
+
+    @property
+    def prefix(self) -> tuple[int, float]:
+        """Number of class and register tokens, and their coordinate on every axis; at zero they are not rotated."""
+        return self.num_prefix_tokens, self.prefix_coordinate if self.places_prefix else 0.0
+
+    @property
     def pooled_size(self) -> int:
         """Width of `pooler_output`."""
         return self.hidden_size * (self.num_prefix_tokens if self.pooling == "prefix" else 1)

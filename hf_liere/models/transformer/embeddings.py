@@ -6,7 +6,8 @@ import math
 import torch
 from torch import nn
 
-from ..encoding.positions import GroupedPositions, TokenPositions, patch_indices
+from ..encoding.batch_positions import GroupedPositions
+from ..encoding.positions import TokenPositions, patch_indices
 from ..rotation.dispatch import in_portable_graph
 from .configuration_liere import LieREConfig, LieREPixelConfig
 from .patch_batches import cut_patches

@@ -27,10 +27,12 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from ..encoding.batch_positions import GroupedPositions, pad_rows, place_batch
 from ..encoding.folding import build_rotary_encoding
+from ..encoding.given_positions import place_given, zero_hidden
 from ..encoding.physical_spacing import refuse_spacing
-from ..encoding.placement import place_batch, place_given, place_grid, place_input, rotated_positions
-from ..encoding.positions import GroupedPositions, TokenPositions, pad_rows, zero_hidden
+from ..encoding.placement import place_grid, place_input
+from ..encoding.positions import TokenPositions
 from ..rotation.dispatch import product_dtype
 from ..rotation.rotation import Rotation, flatten, gather_tokens
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieREViTConfig
@@ -75,7 +77,10 @@ class LieREEncoderModel(LieREPreTrainedModel):
         """One rotation per layer, for queries of this dtype; `None` for each layer without a rotary encoding."""
         if self.rotary_encoding is None:
             return [None] * len(self.layers)
-        return self.rotary_encoding(rotated_positions(self.config, positions), dtype)
+        if self.config.places_prefix and not self.config.rotate_prefix:
+            # A learned table places prefix tokens that are not rotated.
+            positions = positions.unrotate_prefix()
+        return self.rotary_encoding(positions, dtype)
 
     def transform(
         self,

@@ -24,7 +24,7 @@ import hf_liere
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.folding import build_rotary_encoding
 from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.encoding.rotary_encoding import golden_gate_frequencies
+from hf_liere.models.encoding.starting_values import golden_gate_frequencies
 
 
 GRIDS = {1: (5,), 2: (2, 3), 3: (2, 1, 3)}

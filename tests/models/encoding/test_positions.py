@@ -6,7 +6,8 @@ from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
 
 from hf_liere import grid_positions
 from hf_liere.models.encoding.displacements import draw_augmentation, draw_perturbation
-from hf_liere.models.encoding.positions import TokenPositions, check_coordinates, check_shape, prepend_prefix
+from hf_liere.models.encoding.given_positions import check_coordinates, check_shape
+from hf_liere.models.encoding.positions import TokenPositions, prepend_prefix
 
 
 def test_raster_order_and_conventions():
