@@ -16,7 +16,7 @@ import torch
 import hf_liere.environment
 from hf_liere import reference
 from hf_liere.kernels import cuda
-from hf_liere.models.rotation.rotation import Rotation
+from hf_liere.models.rotation.grouped_rotation import Rotation
 from training.gpu.models import (
     ENCODINGS,
     CheckFailed,

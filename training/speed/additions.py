@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_liere.models.encoding.projections import project
-from hf_liere.models.rotation.rotation import Rotation
+from hf_liere.models.rotation.grouped_rotation import Rotation
 from training.speed.clocks import measure_seconds
 from training.speed.models import Settings, compile_function
 

@@ -9,7 +9,8 @@ from transformers.utils.generic import maybe_autocast
 from ..rotation.bases import cayley_map, eigenbasis, fourier_basis, skew_from_planes
 from ..rotation.dispatch import working_dtype
 from ..rotation.exponential import cos_sin, skew, skew_entries
-from ..rotation.rotation import PlaneRotation, Rotation
+from ..rotation.grouped_rotation import Rotation
+from ..rotation.rotation import PlaneRotation
 from .positions import TokenPositions
 from .rotary_encoding import ALL_LAYERS, RotaryEncoding
 

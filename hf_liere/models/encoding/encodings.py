@@ -4,7 +4,8 @@ import torch
 from transformers import initialization as init
 
 from ..rotation.dispatch import working_dtype
-from ..rotation.rotation import BlockRotation, Rotation
+from ..rotation.grouped_rotation import Rotation
+from ..rotation.rotation import BlockRotation
 from .commuting_encodings import CayleyString, CirculantString, ComRoPEAxialPartition, ComRoPELinearlyDependent
 from .positions import TokenPositions
 from .rotary_encoding import ALL_LAYERS, LieRE, RotaryEncoding

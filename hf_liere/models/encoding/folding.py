@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..rotation.rotation import BlockRotation, Rotation
+from ..rotation.grouped_rotation import Rotation
+from ..rotation.rotation import BlockRotation
 from .batch_positions import GroupedPositions
 from .commuting_encodings import EncodingInBasis
 from .encoding_traits import TRAINING_ONLY, needs_exponential, traits_of

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..rotation.dispatch import values_are_unknown
+from ..rotation.dispatch import values_are_unknown, working_dtype
 from .positions import patch_indices
 
 
@@ -13,7 +13,6 @@ def physical_extents(
     spacing: torch.Tensor | None,
     frame_times: torch.Tensor | None,
     device: torch.device,
-    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
     Args:
@@ -30,6 +29,7 @@ def physical_extents(
         ValueError: if `spacing` is missing, either is of the wrong shape, a spacing is not positive and finite, or
             times are not finite or decrease.
     """
+    dtype = working_dtype(device)
     patch_shape = torch.tensor(config.patch_shape, device=device, dtype=dtype)  # (A,)
     units = torch.tensor(config.physical_unit, device=device, dtype=dtype).expand(len(grid))  # (A,)
     axes = len(grid) if frame_times is None else len(grid) - 1

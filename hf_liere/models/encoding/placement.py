@@ -68,11 +68,11 @@ def place_input(
         spacing, frame_times: As in `forward` of [`LieREPixelModel`].
         needs_positions: Whether the caller gave no positions.
     """
-    dtype = working_dtype(device)
     extents = offsets = displaced = None
     if config.coordinates == "physical" and needs_positions:
         # (A,) or (1 or B, A), (1 or B, N, A)
-        extents, displaced = physical_extents(config, grid, batch_size, spacing, frame_times, device, dtype)
+        extents, displaced = physical_extents(config, grid, batch_size, spacing, frame_times, device)
     if training:
-        offsets, displaced = draw_displacements(config, grid, displaced, device, dtype)  # (N, A), (…, N, A)
+        # (N, A), (…, N, A)
+        offsets, displaced = draw_displacements(config, grid, displaced, device, working_dtype(device))
     return Place(grid, offsets, place_grid(config, grid, device, displaced, extents) if needs_positions else None)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..rotation.bases import basis_gradients, to_basis
-from ..rotation.rotation import Rotation
+from ..rotation.grouped_rotation import Rotation
 
 
 # torch has no public name for hooks of all modules; without this private one, assume that there are none.

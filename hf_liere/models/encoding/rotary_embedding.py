@@ -8,8 +8,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ..rotation.dispatch import working_dtype
+from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
-from ..rotation.rotation import Rotation
 from .commuting_encodings import EncodingInBasis
 from .encoding_traits import ENCODING_TRAITS, generators_commute
 from .folding import build_rotary_encoding

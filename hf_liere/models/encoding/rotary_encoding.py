@@ -7,9 +7,10 @@ from torch import nn
 from transformers import initialization as init
 from transformers.utils import logging
 
-from ..rotation.dispatch import working_dtype
+from ..rotation.dispatch import values_are_unknown, working_dtype
 from ..rotation.exponential import layer_block_rotations, plane_rotations, skew
-from ..rotation.rotation import BlockRotation, GroupedRotation, PlaneRotation, Rotation
+from ..rotation.grouped_rotation import GroupedRotation, Rotation
+from ..rotation.rotation import BlockRotation, PlaneRotation
 from ..rotation.scaling_and_squaring import Rays
 from .batch_positions import GroupedPositions
 from .positions import GridPositions, TokenPositions
@@ -103,9 +104,28 @@ class RotaryEncoding(LearnedRotations):
         if isinstance(positions, GroupedPositions):
             groups = zip(*self._rotate_groups(positions.groups, dtype))
             return [GroupedRotation(rotations, positions.samples) for rotations in groups]
-        if layer is None:
-            return self.cache.rotations(self, positions.settle(), dtype)
-        return [next(iter(self.cache.rotations(self, positions.settle(), dtype, self._select_layer(layer))))]
+        layers = ALL_LAYERS if layer is None else self._select_layer(layer)
+        rotations = self._find_rotations(positions.settle(), dtype, layers)
+        return rotations if layer is None else [next(iter(rotations))]
+
+    def _find_rotations(
+        self, positions: TokenPositions, dtype: torch.dtype | None, layers: slice
+    ) -> Iterable[Rotation]:
+        """[`layer_rotations`] of settled positions, or in inference what the cache has of a grid."""
+        if self.training or torch.is_grad_enabled() or not isinstance(positions, GridPositions):
+            return self.layer_rotations(positions, dtype, layers)
+        sources = self.sources(positions.facts.device, layers)
+        if values_are_unknown(*sources):
+            return self.layer_rotations(positions, dtype, layers)
+        types = [(source.dtype, source.device) for source in sources]
+        key = (positions.facts, layers.start, dtype or self.rotation_dtype, self.rotation_dtype, *types)
+        rotations = self.cache.find(key, sources)
+        if rotations is None:
+            rotations = self.layer_rotations(positions, dtype, layers)
+            # Above a bound this is a generator, which computes layer by layer.
+            if isinstance(rotations, list):
+                self.cache.store(key, sources, rotations)
+        return rotations
 
     def _rotate_groups(self, groups: tuple[TokenPositions, ...], dtype: torch.dtype | None) -> list[Iterable[Rotation]]:
         """The rotations of every layer for each group of tokens, computed together."""
@@ -128,14 +148,14 @@ class RotaryEncoding(LearnedRotations):
         self, positions: TokenPositions, entries: torch.Tensor, dtype: torch.dtype | None, rays: Rays | None = None
     ) -> list[Rotation]:
         """Planes or blocks in the basis of the model, for the layers that `entries` belong to."""
-        coordinates = self.working_coordinates(positions)  # (B · N, A)
         layers, heads, blocks = entries.shape[1:4]
         if self.block_size == 2:
             planes = self.planes(positions, entries.squeeze(-1))  # (1 or B, H, N, planes, 2) per layer
             return self.repeat_for_layers([PlaneRotation(layer) for layer in planes])
+        rotation_dtype, coordinates = self.rotation_dtype, self.working_coordinates(positions)  # (B · N, A)
         generators = skew(entries.flatten(2, 3), self.block_size)  # (A, layers, H · blocks, b, b)
-        # (H · blocks, B · N, b, b) per layer
-        rotations = layer_block_rotations(coordinates, generators, self.rotation_dtype, rays, dtype)
+        # (B · N, H · blocks, b, b) per layer
+        rotations = layer_block_rotations(coordinates, generators, rotation_dtype, rays, dtype)
         return self.repeat_for_layers([BlockRotation(self.to_tokens(layer, positions, heads)) for layer in rotations])
 
     def planes(self, positions: TokenPositions, frequencies: torch.Tensor) -> list[torch.Tensor]:
@@ -143,7 +163,7 @@ class RotaryEncoding(LearnedRotations):
         coordinates, heads = self.working_coordinates(positions), frequencies.shape[2]
         # The angles of one layer fit into a core's cache.
         angles = (
-            plane_rotations(coordinates, layer, self.rotation_dtype)  # (H · planes, B · N, 2)
+            plane_rotations(coordinates, layer, self.rotation_dtype).transpose(0, 1)  # (B · N, H · planes, 2)
             for layer in frequencies.flatten(2).unbind(1)
         )
         return [self.to_tokens(layer, positions, heads) for layer in angles]
@@ -155,11 +175,10 @@ class RotaryEncoding(LearnedRotations):
 
     @staticmethod
     def to_tokens(rotations: torch.Tensor, positions: TokenPositions, heads: int) -> torch.Tensor:
-        """(H · K, B · N, …) → (1 or B, H, N, K, …)."""
+        """(B · N, H · K, …) → (1 or B, H, N, K, …)."""
         batch, tokens = positions.coordinates.shape[:-2] or (1,), positions.coordinates.shape[-2]
         # Tokens come before heads in memory, as in queries and keys.
-        by_token = rotations.transpose(0, 1).contiguous()  # (B · N, H · K, …)
-        return by_token.unflatten(1, (heads, -1)).unflatten(0, (*batch, tokens)).transpose(1, 2)  # (1 or B, H, N, K, …)
+        return rotations.contiguous().unflatten(1, (heads, -1)).unflatten(0, (*batch, tokens)).transpose(1, 2)
 
     def repeat_for_layers(self, rotations: list[Rotation]) -> list[Rotation]:
         """Repeat shared rotations for every layer; rotations of selected layers are returned unchanged."""

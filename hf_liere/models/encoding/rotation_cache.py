@@ -2,15 +2,11 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from ..rotation.dispatch import values_are_unknown
-from ..rotation.rotation import Rotation
-from .positions import GridPositions, TokenPositions
+from ..rotation.grouped_rotation import Rotation
 
 
 # Enough for LieRE64 of a ViT-B at 224 pixels, 440 MiB.
@@ -56,42 +52,19 @@ class RotationCache:
         with self.lock:
             self.entries.clear()
 
-    def rotations(
-        self,
-        encoding: nn.Module,
-        positions: TokenPositions,
-        dtype: torch.dtype | None,
-        layers: slice = slice(None),
-    ) -> Iterable[Rotation]:
-        """
-        Return `encoding.layer_rotations(positions, dtype, layers)`, or its earlier result for the same facts of a grid,
-        sources and dtype. Nothing is stored in training mode.
-
-        Args:
-            positions: Settled positions; only rotations of grids are kept.
-        """
-        if encoding.training or torch.is_grad_enabled() or not isinstance(positions, GridPositions):
-            return encoding.layer_rotations(positions, dtype, layers)
-        sources = encoding.sources(positions.facts.device, layers)
-        if values_are_unknown(*sources):
-            return encoding.layer_rotations(positions, dtype, layers)
-        types = ((x.dtype, x.device) for x in sources)
-        name = (positions.facts, layers.start, dtype or encoding.rotation_dtype, encoding.rotation_dtype, *types)
+    def find(self, key: tuple, sources: tuple[torch.Tensor, ...]) -> list[Rotation] | None:
+        """What was stored by this key, if it was computed from sources of these values."""
         with self.lock:
-            entry = self.entries.get(name)
-        if entry is not None and entry.fits(sources):
-            return entry.rotations
-        rotations = encoding.layer_rotations(positions, dtype, layers)
-        # Above a bound `layer_rotations` returns a generator, which computes layer by layer.
-        if isinstance(rotations, list):
-            self._store(name, _Entry(tuple(source.clone() for source in sources), rotations))
-        return rotations
+            entry = self.entries.get(key)
+        return entry.rotations if entry is not None and entry.fits(sources) else None
 
-    def _store(self, name: tuple, entry: _Entry) -> None:
+    def store(self, key: tuple, sources: tuple[torch.Tensor, ...], rotations: list[Rotation]) -> None:
+        """Keep rotations, and of those stored before as many as there is room for, the newest."""
+        entry = _Entry(tuple(source.clone() for source in sources), rotations)
         with self.lock:
-            self.entries.pop(name, None)
+            self.entries.pop(key, None)
             room = CACHE_BYTES - entry.num_bytes()
             while self.entries and sum(stored.num_bytes() for stored in self.entries.values()) > room:
                 self.entries.popitem(last=False)
             if room >= 0:
-                self.entries[name] = entry
+                self.entries[key] = entry

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from ..encoding.displacements import draw_displacements
 from ..encoding.positions import TokenPositions
 from ..rotation.dispatch import product_dtype, working_dtype
-from ..rotation.rotation import Rotation
+from ..rotation.grouped_rotation import Rotation
 from ..transformer.configuration_liere import pair
 from .module_inspection import View, takes
 from .tower_patch import thread

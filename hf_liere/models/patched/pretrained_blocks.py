@@ -11,8 +11,8 @@ from ..encoding.encoding_traits import ENCODING_TRAITS
 from ..encoding.positions import TokenPositions
 from ..encoding.rotary_embedding import LieRotaryEmbedding
 from ..rotation.dispatch import product_dtype
+from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
-from ..rotation.rotation import Rotation
 from .module_inspection import projection_widths, projections
 from .pretrained_rope import PretrainedRope
 from .rope_layout import RopeLayout, RopeTower, frequency_buffers

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import initialization as init
 
 from ..encoding.rotary_encoding import LearnedRotations
-from ..rotation.rotation import Rotation
+from ..rotation.grouped_rotation import Rotation
 from .rope_layout import CoordinateProbe, RopeLayout, RopeTower
 
 

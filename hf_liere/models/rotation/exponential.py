@@ -103,6 +103,7 @@ def block_rotations(
     leading = generators.shape[1:-3]
     layers = generators.reshape(generators.shape[0], -1, *generators.shape[-3:])  # (A, G, K, b, b)
     rotations = layer_block_rotations(positions, layers, dtype, rays, query_dtype)
+    rotations = [rotation.transpose(0, 1) for rotation in rotations]  # (K, P, b, b) each
     return torch.stack(rotations).unflatten(0, leading) if leading else rotations[0]
 
 
@@ -112,22 +113,21 @@ def layer_block_rotations(
     dtype: torch.dtype = torch.float32,
     rays: Rays | None = None,
     query_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """[`block_rotations`] of (A, G, K, b, b) generators, as a (K, P, b, b) tensor for each of the G."""
+) -> list[torch.Tensor]:
+    """[`block_rotations`] of (A, G, K, b, b) generators, as a (P, K, b, b) tensor for each of the G."""
     if in_portable_graph():
-        rotations = portable_rotations(positions, generators, dtype)  # G times (P, K, b, b)
-    else:
-        grid, num_prefix_tokens = rays or (None, 0)
-        squarings, saved = _squarings(positions.detach(), generators.detach()), 0
-        if torch.is_grad_enabled() and (positions.requires_grad or generators.requires_grad):
-            # In a graph the number of squarings is unknown: reserve two per token, enough up to norm 819.
-            saved = 2 * positions.shape[0]
-            if not values_are_unknown(positions, squarings):
-                tokens = ray_tokens(grid, num_prefix_tokens, len(positions))  # (rays, longest ray)
-                saved = int(num_saved(ray_squarings(tokens, squarings)).sum())
-        place = squarings, grid, num_prefix_tokens
-        *rotations, _ = _block_rotations(positions, generators, *place, saved, dtype, query_dtype or dtype)
-    return tuple(rotation.transpose(0, 1) for rotation in rotations)  # (K, P, b, b) each
+        return portable_rotations(positions, generators, dtype)
+    grid, num_prefix_tokens = rays or (None, 0)
+    squarings, saved = _squarings(positions.detach(), generators.detach()), 0
+    if torch.is_grad_enabled() and (positions.requires_grad or generators.requires_grad):
+        # In a graph the number of squarings is unknown: reserve two per token, enough up to norm 819.
+        saved = 2 * positions.shape[0]
+        if not values_are_unknown(positions, squarings):
+            tokens = ray_tokens(grid, num_prefix_tokens, len(positions))  # (rays, longest ray)
+            saved = int(num_saved(ray_squarings(tokens, squarings)).sum())
+    place = squarings, grid, num_prefix_tokens
+    *rotations, _ = _block_rotations(positions, generators, *place, saved, dtype, query_dtype or dtype)
+    return rotations
 
 
 @operator(

@@ -3,7 +3,7 @@
 import torch
 
 from .bases import change_basis
-from .rotation import Rotation
+from .grouped_rotation import Rotation
 
 
 def rotate_pair(rotation: Rotation, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,6 @@
 """Rotations of queries and keys: a class for each kind, with the fastest exact way to apply it on every device."""
 
-import functools
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -162,61 +160,6 @@ class BlockRotation(NamedTuple):
     def matrices(self) -> torch.Tensor:
         """R(p) as (1 or B, 1 or H, N, blocks, b, b)."""
         return self.blocks
-
-
-class GroupedRotation(NamedTuple):
-    """
-    Rotations of a batch of inputs of different sizes: those of each distinct size once. Padding is not rotated. Methods
-    are those of [`PlaneRotation`].
-
-    Attributes:
-        rotations: One for each size, for all samples of that size.
-        samples: For each size, (samples,) their indices in the batch.
-    """
-
-    rotations: tuple[PlaneRotation | BlockRotation, ...]
-    samples: tuple[torch.Tensor, ...]
-
-    @property
-    def basis(self) -> torch.Tensor | None:
-        """The same for all groups: it does not depend on positions."""
-        return self.rotations[0].basis
-
-    def change_basis(self, states: torch.Tensor) -> torch.Tensor:
-        return self.rotations[0].change_basis(states)
-
-    def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        groups = []
-        for rotation, samples in zip(self.rotations, self.samples):
-            tokens, grouped = rotation.num_tokens(), [states[samples] for states in (query, key)]
-            rotated = rotation.rotate(*(states[:, :, :tokens] for states in grouped))  # (samples, H, tokens, D)
-            groups.append([torch.cat([x, states[:, :, tokens:]], 2) for x, states in zip(rotated, grouped)])
-        order = torch.cat(self.samples).argsort()  # (B,)
-        return tuple(torch.cat(parts)[order] for parts in zip(*groups))
-
-    def select(self, kept: torch.Tensor) -> "GroupedRotation":
-        """Padding, which nothing attends to, gets the rotation of the last token."""
-        groups = zip(self.rotations, self.samples)
-        chosen = (each.select(kept[samples].clamp(max=each.num_tokens() - 1)) for each, samples in groups)
-        return self._replace(rotations=tuple(chosen))
-
-
-Rotation = PlaneRotation | BlockRotation | GroupedRotation
-
-
-def flatten(rotation: Rotation) -> tuple[Iterable[torch.Tensor | None], Callable[..., Rotation]]:
-    """The tensors of a rotation, and a function that makes the rotation from them."""
-    if not isinstance(rotation, GroupedRotation):
-        # Hooks of accelerate move whatever has a method `to`, as these classes have.
-        return rotation, functools.partial(type(rotation))
-    make = functools.partial(_group, type(rotation.rotations[0]), len(rotation.samples))
-    return itertools.chain(rotation.samples, *rotation.rotations), make
-
-
-def _group(kind: type[PlaneRotation | BlockRotation], count: int, *tensors: torch.Tensor | None) -> GroupedRotation:
-    samples, fields, width = tensors[:count], tensors[count:], len(kind._fields)
-    rotations = (kind(*fields[start : start + width]) for start in range(0, count * width, width))
-    return GroupedRotation(tuple(rotations), samples)
 
 
 def _save_rotated(ctx, inputs, output):

@@ -1,6 +1,8 @@
 """The transformer block: attention that rotates query and key by the position of their token, and the MLP."""
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..encoding.projections import fold_into, project
-from ..rotation.rotation import Rotation
+from ..rotation.grouped_rotation import GroupedRotation, Rotation
 from .configuration_liere import LieREConfig
 
 
@@ -142,6 +144,21 @@ class LieREDropPath(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rate={self.rate}"
+
+
+def flatten_rotation(rotation: Rotation) -> tuple[Iterable[torch.Tensor | None], Callable[..., Rotation]]:
+    """The tensors of a rotation, and a function that makes the rotation from them."""
+    if not isinstance(rotation, GroupedRotation):
+        # Hooks of accelerate move whatever has a method `to`, as these classes have.
+        return rotation, functools.partial(type(rotation))
+    make = functools.partial(_group_rotations, type(rotation.rotations[0]), len(rotation.samples))
+    return itertools.chain(rotation.samples, *rotation.rotations), make
+
+
+def _group_rotations(kind: type, count: int, *tensors: torch.Tensor | None) -> GroupedRotation:
+    samples, fields, width = tensors[:count], tensors[count:], len(kind._fields)
+    rotations = (kind(*fields[start : start + width]) for start in range(0, count * width, width))
+    return GroupedRotation(tuple(rotations), samples)
 
 
 class LieRELayer(GradientCheckpointingLayer):

@@ -34,10 +34,11 @@ from ..encoding.physical_spacing import refuse_spacing
 from ..encoding.placement import place_grid, place_input
 from ..encoding.positions import TokenPositions
 from ..rotation.dispatch import product_dtype
-from ..rotation.rotation import Rotation, flatten, gather_tokens
+from ..rotation.grouped_rotation import Rotation
+from ..rotation.rotation import gather_tokens
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieREViTConfig
 from .embeddings import LieREEmbeddings, LieRETokenEmbeddings
-from .layers import LieRELayer, build_classifier
+from .layers import LieRELayer, build_classifier, flatten_rotation
 from .patch_batches import check_patches, refuse_patches
 from .patch_dropout import draw_kept_tokens, gather_mask, refuse_patch_dropout
 from .pooling import pool, visible_tokens
@@ -77,7 +78,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
         """One rotation per layer, for queries of this dtype; `None` for each layer without a rotary encoding."""
         if self.rotary_encoding is None:
             return [None] * len(self.layers)
-        if self.config.places_prefix and not self.config.rotate_prefix:
+        if self.config.position_table_size is not None and not self.config.rotate_prefix:
             # A learned table places prefix tokens that are not rotated.
             positions = positions.unrotate_prefix()
         return self.rotary_encoding(positions, dtype)
@@ -93,10 +94,11 @@ class LieREEncoderModel(LieREPreTrainedModel):
         """
         Drop a share of the patches, then apply all layers to the embeddings (B, prefix + N, hidden_size) of all tokens.
         """
-        prefix, kept, visible = self.config.num_prefix_tokens, None, None
+        kept = visible = None
         if attention_mask is not None:
             visible = visible_tokens(self.config, attention_mask, *embeddings.shape[:2])  # (1 or B, prefix + N)
         if patch_dropout_prob:
+            prefix = self.config.num_prefix_tokens
             kept = draw_kept_tokens(embeddings, prefix, patch_dropout_prob, visible)  # (B, tokens)
             embeddings, visible = gather_tokens(embeddings, kept), gather_tokens(visible, kept)
             attention_mask = gather_mask(attention_mask, kept)
@@ -109,16 +111,17 @@ class LieREEncoderModel(LieREPreTrainedModel):
             attention_mask = None
         for layer, rotation in zip(self.layers, self.rotations(positions, product_dtype(hidden_states))):
             rotation = rotation if rotation is None or kept is None else rotation.select(kept)
-            tensors, make_rotation = ((), None) if rotation is None else flatten(rotation)
+            tensors, make_rotation = ((), None) if rotation is None else flatten_rotation(rotation)
             hidden_states = layer(hidden_states, attention_mask, *tensors, make_rotation=make_rotation, **kwargs)
         if self.config.final_norm == "pooled":
             pooled = self.layernorm(pool(self.config, hidden_states, visible))
         else:
             hidden_states = self.layernorm(hidden_states)  # (B, tokens, hidden_size)
             pooled = pool(self.config, hidden_states, visible)  # (B, hidden_size) or (B, prefix, hidden_size)
-        patches = None if kept is None else kept[:, prefix:] - prefix  # (B, kept)
+        if kept is not None:
+            kept = kept[:, prefix:] - prefix  # (B, kept patches)
         # `pooling="prefix"` concatenates class and register tokens.
-        return LieREModelOutput(hidden_states, pooled.flatten(1), kept_patches=patches)
+        return LieREModelOutput(hidden_states, pooled.flatten(1), kept_patches=kept)
 
 
 class LieREPixelModel(LieREEncoderModel):
