@@ -57,15 +57,9 @@ class TokenPositions:
         """
         The patches of a grid, first axis slowest (raster order), after prefix tokens.
 
-        For the patch with index i on an axis of n patches, n₀ in training: `index` i; `train_grid`
-        i·(n/n₀)/(n−1) (LieRE's code: linspace(0, n/n₀, n)); `fixed_grid` i/(n−1) (the fixed range of LieRE §5.6);
-        `train_index` i·n₀/n (timm's reference grid); `unit` (i+½)/n (ComRoPE §3.4.1); `unit_width` (i+½)/w, w the size
-        of the last axis (ComRoPE's code, frames included).
-
         Args:
-            grid: Patches per axis, A numbers.
-            train_grid: Patches per axis in training.
-            coordinates: One of `index`, `train_grid`, `fixed_grid`, `train_index`, `unit`, `unit_width`.
+            grid, train_grid: Patches per axis of the input, and in training; A numbers each.
+            coordinates: A convention of [`GridFields`], except `physical`.
             prefix_coordinate: Coordinate of prefix tokens on every axis.
             offsets: (N, A) displacements of patches in patch extents, from [`draw_perturbation`].
 

@@ -129,7 +129,7 @@ def test_opcheck_of_exponentials(implementation, size, dtype, is_trained):
 def test_exponentials_in_a_graph_are_those_outside(implementation, fresh_compiler, rays, size, scale):
     positions, generators, *_ = exponential_arguments(size, torch.float32)
     generators = (generators.detach() * scale).requires_grad_()
-    weight = torch.randn(2, 13, size, size)
+    weight = torch.randn(13, 2, size, size)
 
     def loss(function):
         rotations = function(positions, generators, torch.float32, rays)
