@@ -31,7 +31,8 @@ def test_pseudo_code_is_the_reference(tiny, tiny_video, encoding, video):
     rotary = benchmark_models.build_rotary_encoding(config, config.num_axes)
     rotary.reset_parameters()
     parameters = {name: parameter.detach() for name, parameter in rotary.named_parameters()}
-    positions = benchmark_models.of_grid(config.train_grid, config.train_grid, config.coordinates).coordinates
+    grid = config.train_grid
+    positions = benchmark_models.TokenPositions.from_grid(grid, grid, config.coordinates).coordinates
     # Class tokens of ComRoPE are at the centre; those of others are not rotated.
     centre = positions.new_full((config.num_axes,), 0.5 if encoding.startswith("comrope") else 0.0)
     for layer in range(2):

@@ -44,7 +44,8 @@ def place_grid(
         return None
     prefix = config.prefix
     if extents is not None:
-        return TokenPositions.from_extents(grid, extents, *prefix, offsets)
+        return TokenPositions.from_extents(grid, extents, *prefix, offsets)  # (1 or B, P + N, A)
+    # (P + N, A)
     return TokenPositions.from_grid(
         grid, config.train_grid, config.coordinates, *prefix, offsets, device, working_dtype(device)
     )

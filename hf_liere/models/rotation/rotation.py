@@ -53,7 +53,8 @@ class PlaneRotation(NamedTuple):
             The same shapes and types.
         """
         if in_portable_graph():
-            return restore_empty_key(rotate_channels(drop_empty_key(query, key), self.cos_sin, portable=True), key)
+            rotated = rotate_channels(drop_empty_key(query, key), self.cos_sin, portable=True)  # (B, H, N, D) each
+            return restore_empty_key(rotated, key)
         return _rotate_planes(query, key, self.cos_sin, self.generators, self.phases, False)
 
     def change_basis(self, states: torch.Tensor) -> torch.Tensor:
@@ -129,7 +130,8 @@ class BlockRotation(NamedTuple):
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if in_portable_graph():
-            return restore_empty_key(multiply_blocks(drop_empty_key(query, key), self.blocks), key)
+            rotated = multiply_blocks(drop_empty_key(query, key), self.blocks)  # (B, H, N, D) each
+            return restore_empty_key(rotated, key)
         return _rotate_blocks(query, key, self.blocks, False)
 
     def change_basis(self, states: torch.Tensor) -> torch.Tensor:
@@ -192,7 +194,7 @@ def _fake_states(query, key, *_):
 )
 def _rotate_planes(query, key, cos_sin, generators, phases, inverse):
     """(B, H, N, D) query and key by the fields of [`PlaneRotation`], or by its inverse."""
-    rotated = apply_planes(drop_empty_key(query, key), cos_sin, inverse)
+    rotated = apply_planes(drop_empty_key(query, key), cos_sin, inverse)  # (B, H, N, D) each
     return match_layout(restore_empty_key(rotated, key), (query, key))
 
 
@@ -204,7 +206,7 @@ def _rotate_planes(query, key, cos_sin, generators, phases, inverse):
 )
 def _rotate_blocks(query, key, blocks, inverse):
     """(B, H, N, D) query and key by [`BlockRotation`], or by its inverse."""
-    rotated = apply_blocks(drop_empty_key(query, key), blocks, inverse)
+    rotated = apply_blocks(drop_empty_key(query, key), blocks, inverse)  # (B, H, N, D) each
     return match_layout(restore_empty_key(rotated, key), (query, key))
 
 

@@ -2,5 +2,5 @@
 Transformers of images, video and tokens, with their configurations.
 
 Files here import each other, `rotation`, `encoding` and `saved_code`. Start with `modeling_liere.py`: its `forward`
-leads to `embeddings.py`, `layers.py` and `attention.py`. `configuration_liere.py` documents the fields.
+leads to `embeddings.py` and `layers.py`. `configuration_liere.py` documents the fields.
 """
