@@ -6,6 +6,7 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -50,6 +51,7 @@ CONVERT_OPTIONS = {
     "scale_factor": {("comrope",): "a number"},
     "theta_base": {("comrope",): "a positive number"},
 }
+TRUST = {"action": "store_true", "help": "run code of the checkpoint, if its model is not known here"}
 
 
 def parse_value(text: str):
@@ -66,203 +68,177 @@ def build_parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(prog="hf-liere", description="Learned Lie-group position encodings for ViTs.")
     command.add_argument("--version", action="version", version=version)
     subcommands = command.add_subparsers(dest="command", required=True)
-    _add_convert(subcommands)
-    _add_upgrade(subcommands)
-    _add_export(subcommands)
-    _add_inspect(subcommands)
-    _add_predict(subcommands)
-    _add_push(subcommands)
-    verifying = subcommands.add_parser(
-        "verify",
-        help="compare a published model with a local one",
-        description="Compare code, every tensor, configuration and processor of a repository with what a push of a "
-        "local model would write. No code of the repository runs, except the expected code with --run.",
+    for add_arguments in (_add_convert, _add_upgrade, _add_export, _add_inspect, _add_predict, _add_push):
+        add_arguments(subcommands)
+    add = _add_command(
+        subcommands,
+        run_verify,
+        "compare a published model with a local one",
+        "Compare code, every tensor, configuration and processor of a repository with what a push of a local model "
+        "would write. No code of the repository runs, except the expected code with --run.",
     )
-    verifying.add_argument("folder", help="the local model")
-    verifying.add_argument("repo_id", help="repository on the Hub")
-    verifying.add_argument("--revision", default="main", help="branch, tag or commit")
-    verifying.add_argument(
-        "--run",
-        action="store_true",
-        dest="runs",
-        help="also load the model with its code, in a process without tokens, and compare its outputs",
+    add("folder", help="the local model")
+    add("repo_id", help="repository on the Hub")
+    add("--revision", default="main", help="branch, tag or commit")
+    compared = "also load the model with its code, in a process without tokens, and compare its outputs"
+    add("--run", action="store_true", dest="runs", help=compared)
+    add = _add_command(
+        subcommands,
+        run_pull,
+        "download a model and compare its files with the Hub's hashes",
+        "Download a repository and compare every file with the hash that the Hub lists. No code runs.",
     )
-    verifying.set_defaults(run=run_verify)
-    pulling = subcommands.add_parser(
-        "pull",
-        help="download a model and compare its files with the Hub's hashes",
-        description="Download a repository and compare every file with the hash that the Hub lists. No code runs.",
+    add("repo_id", help="repository on the Hub")
+    add("folder", nargs="?", help="folder to write; without one, the files stay in the Hub's cache")
+    add("--revision", default="main", help="branch, tag or commit")
+    add = _add_command(
+        subcommands,
+        run_card,
+        "print the model card of a facts file",
+        "Print the model card of a facts file; missing figures appear as not measured. No code runs.",
     )
-    pulling.add_argument("repo_id", help="repository on the Hub")
-    pulling.add_argument("folder", nargs="?", help="folder to write; without one, the files stay in the Hub's cache")
-    pulling.add_argument("--revision", default="main", help="branch, tag or commit")
-    pulling.set_defaults(run=run_pull)
-    card = subcommands.add_parser(
-        "card",
-        help="print the model card of a facts file",
-        description="Print the model card of a facts file; missing figures appear as not measured. No code runs.",
+    add("facts", help="a yaml file, or the name of one in model_cards/")
+    add = _add_command(
+        subcommands,
+        run_env,
+        "print what a bug report needs: versions, hardware, and which kernels are used",
+        "Print versions, hardware, environment variables (no tokens), and which kernels or plain operations compute "
+        "each function, with the reason where no kernel does.",
     )
-    card.add_argument("facts", help="a yaml file, or the name of one in model_cards/")
-    card.set_defaults(run=run_card)
-    reporting = subcommands.add_parser(
-        "env",
-        help="print what a bug report needs: versions, hardware, and which kernels are used",
-        description="Print versions, hardware, environment variables (no tokens), and which kernels or plain "
-        "operations compute each function, with the reason where no kernel does.",
-    )
-    reporting.add_argument("--json", action="store_true", dest="as_json", help="print json instead of Markdown")
-    reporting.set_defaults(run=run_env)
+    add("--json", action="store_true", dest="as_json", help="print json instead of Markdown")
     return command
 
 
+def _add_command(subcommands, run: Callable[..., str], help: str, description: str) -> Callable:
+    """Add the command of a function `run_…`; returns the method that adds its arguments."""
+    parser = subcommands.add_parser(run.__name__.removeprefix("run_"), help=help, description=description)
+    parser.set_defaults(run=run)
+    return parser.add_argument
+
+
 def _add_convert(subcommands) -> None:
-    convert = subcommands.add_parser(
-        "convert",
-        help="convert an official or pretrained checkpoint to a directory that from_pretrained reads",
-        description="Convert a checkpoint of LieRE, ComRoPE, rope-vit, timm, ViT, DeiT, CLIP or DINOv3. The options "
-        "supply what the tensor shapes do not determine; their defaults are in the documentation of "
+    add = _add_command(
+        subcommands,
+        run_convert,
+        "convert an official or pretrained checkpoint to a directory that from_pretrained reads",
+        "Convert a checkpoint of LieRE, ComRoPE, rope-vit, timm, ViT, DeiT, CLIP or DINOv3. The options supply what "
+        "the tensor shapes do not determine; their defaults are in the documentation of "
         "hf_liere.conversion.checkpoints. No code of the checkpoint runs.",
     )
-    convert.add_argument("checkpoint", nargs="?", help="file, directory or repository on the Hub")
-    convert.add_argument("output", nargs="?", help="directory to write; it must not exist or be empty")
-    convert.add_argument(
-        "--list", action="store_true", dest="lists", help="print known repositories with their kinds and options"
-    )
-    convert.add_argument(
-        "--source", choices=SOURCES, help="kind of the checkpoint, where its tensor names do not determine it"
-    )
-    convert.add_argument("--revision", help="branch, tag or commit of the repository")
-    convert.add_argument("--image_mean", type=float, nargs="+", metavar="MEAN", help="mean of each channel in training")
-    convert.add_argument("--image_std", type=float, nargs="+", metavar="STD", help="deviation of each channel")
+    add("checkpoint", nargs="?", help="file, directory or repository on the Hub")
+    add("output", nargs="?", help="directory to write; it must not exist or be empty")
+    add("--list", action="store_true", dest="lists", help="print known repositories with their kinds and options")
+    add("--source", choices=SOURCES, help="kind of the checkpoint, where its tensor names do not determine it")
+    add("--revision", help="branch, tag or commit of the repository")
+    add("--image_mean", type=float, nargs="+", metavar="MEAN", help="mean of each channel in training")
+    add("--image_std", type=float, nargs="+", metavar="STD", help="deviation of each channel")
     for name, accepted in CONVERT_OPTIONS.items():
         text = "; ".join(f"{', '.join(sources)}: {values}" for sources, values in accepted.items())
-        convert.add_argument(f"--{name}", type=parse_value, metavar="VALUE", help=text)
-    convert.set_defaults(run=run_convert)
+        add(f"--{name}", type=parse_value, metavar="VALUE", help=text)
 
 
 def _add_upgrade(subcommands) -> None:
-    upgrading = subcommands.add_parser(
-        "upgrade",
-        help="give a model a more general position encoding or another image size without changing its outputs",
-        description="Write a model that computes the same as a checkpoint and has more to learn: a pretrained ViT "
-        "with rotations that start at zero, RoPE-Mixed as LieRE, larger blocks, a position table for larger images. "
-        "The documentation of hf_liere.conversion.upgrades lists the upgrades that exist; others are refused with "
-        "the reason. No code of the checkpoint runs.",
+    add = _add_command(
+        subcommands,
+        run_upgrade,
+        "give a model a more general position encoding or another image size without changing its outputs",
+        "Write a model that computes the same as a checkpoint and has more to learn: a pretrained ViT with rotations "
+        "that start at zero, RoPE-Mixed as LieRE, larger blocks, a position table for larger images. The "
+        "documentation of hf_liere.conversion.upgrades lists the upgrades that exist; others are refused with the "
+        "reason. No code of the checkpoint runs.",
     )
-    upgrading.add_argument("checkpoint", help="a model of this package, or a checkpoint that `hf-liere convert` reads")
-    upgrading.add_argument("output", help="directory to write; it must not exist or be empty")
-    upgrading.add_argument("--position_encoding", choices=UPGRADED_ENCODINGS, help="of the new model")
+    add("checkpoint", help="a model of this package, or a checkpoint that `hf-liere convert` reads")
+    add("output", help="directory to write; it must not exist or be empty")
+    add("--position_encoding", choices=UPGRADED_ENCODINGS, help="of the new model")
     sizes = ", ".join(f"{size or 'head_dim'} for {name}" for name, size in UPGRADED_ENCODINGS.items())
-    upgrading.add_argument("--block_size", type=int, help=f"of its generators; without it {sizes}")
-    upgrading.add_argument(
-        "--share_heads", type=parse_value, metavar="true|false", help="one set of generators for all heads"
-    )
-    upgrading.add_argument("--share_layers", type=parse_value, metavar="true|false", help="one set for all layers")
-    upgrading.add_argument("--image_size", type=int, nargs="+", metavar="SIZE", help="of the images (or height, width)")
-    upgrading.add_argument("--revision", help="branch, tag or commit of the repository")
-    upgrading.set_defaults(run=run_upgrade)
+    add("--block_size", type=int, help=f"of its generators; without it {sizes}")
+    add("--share_heads", type=parse_value, metavar="true|false", help="one set of generators for all heads")
+    add("--share_layers", type=parse_value, metavar="true|false", help="one set for all layers")
+    add("--image_size", type=int, nargs="+", metavar="SIZE", help="of the images (or height, width)")
+    add("--revision", help="branch, tag or commit of the repository")
 
 
 def _add_export(subcommands) -> None:
-    export = subcommands.add_parser(
-        "export",
-        help="export a saved model to an ONNX file or a torch.export archive",
-        description="Write a saved model for inference outside of Python and compare the exported outputs with the "
-        "model's. The documentation of hf_liere.export lists the encodings that accept inputs of any size. No code "
-        "of the checkpoint runs.",
+    add = _add_command(
+        subcommands,
+        run_export,
+        "export a saved model to an ONNX file or a torch.export archive",
+        "Write a saved model for inference outside of Python and compare the exported outputs with the model's. The "
+        "documentation of hf_liere.export lists the encodings that accept inputs of any size. No code of the "
+        "checkpoint runs.",
     )
-    export.add_argument("checkpoint", help="directory or repository on the Hub")
-    export.add_argument("output", help="file to write, ending in .onnx or .pt2")
-    export.add_argument("--revision", help="branch, tag or commit of the repository")
-    export.add_argument("--image_size", type=int, nargs="+", metavar="SIZE", help="fixed input size (or two)")
-    export.add_argument("--num_frames", type=int, help="fixed number of video frames")
-    export.add_argument(
-        "--dynamic_size", type=parse_value, metavar="true|false", help="whether inputs may have any size"
-    )
-    export.add_argument("--opset", type=int, help="version of ONNX's operators")
-    export.set_defaults(run=run_export)
+    add("checkpoint", help="directory or repository on the Hub")
+    add("output", help="file to write, ending in .onnx or .pt2")
+    add("--revision", help="branch, tag or commit of the repository")
+    add("--image_size", type=int, nargs="+", metavar="SIZE", help="fixed input size (or two)")
+    add("--num_frames", type=int, help="fixed number of video frames")
+    add("--dynamic_size", type=parse_value, metavar="true|false", help="whether inputs may have any size")
+    add("--opset", type=int, help="version of ONNX's operators")
 
 
 def _add_inspect(subcommands) -> None:
-    inspecting = subcommands.add_parser(
-        "inspect",
-        help="report what a model's position encoding has learned, where the model looks and what it costs",
-        description="Write report.html, one page that needs no network, and the numbers behind it, analysis.json and "
+    add = _add_command(
+        subcommands,
+        run_inspect,
+        "report what a model's position encoding has learned, where the model looks and what it costs",
+        "Write report.html, one page that needs no network, and the numbers behind it, analysis.json and "
         "analysis.npz. Without images, attention is left out. Code of the checkpoint runs only if you trust it.",
     )
-    inspecting.add_argument("checkpoint", help="directory or repository on the Hub")
-    inspecting.add_argument("--output", required=True, help="directory to write; it must not exist or be empty")
-    inspecting.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images, videos or .npy clips")
-    inspecting.add_argument("--dataset", help="folder of such files, parquet or json file, or data set on the Hub")
-    inspecting.add_argument("--split", help="of the data set; without one, its test, validation or first split")
-    inspecting.add_argument("--max_samples", type=int, default=16, help="images to take from the data set (16)")
-    inspecting.add_argument(
-        "--image_sizes",
-        type=int,
-        nargs="+",
-        metavar="SIZE",
-        help="height and width of inputs; without any, the trained size, one and a half times and twice as large",
-    )
-    inspecting.add_argument("--batch_size", type=int, default=8, help="images at a time (8)")
-    inspecting.add_argument("--revision", help="branch, tag or commit of the repository")
-    inspecting.add_argument(
-        "--compare", dest="compare_with", metavar="CHECKPOINT", help="a second model, shown beside the first"
-    )
-    inspecting.add_argument("--compare_revision", help="branch, tag or commit of its repository")
-    inspecting.add_argument(
-        "--trust_remote_code", action="store_true", help="run code of the checkpoint, if its model is not known here"
-    )
-    inspecting.set_defaults(run=run_inspect)
+    add("checkpoint", help="directory or repository on the Hub")
+    add("--output", required=True, help="directory to write; it must not exist or be empty")
+    add("--image", nargs="+", default=[], metavar="FILE", help="images, videos or .npy clips")
+    add("--dataset", help="folder of such files, parquet or json file, or data set on the Hub")
+    add("--split", help="of the data set; without one, its test, validation or first split")
+    add("--max_samples", type=int, default=16, help="images to take from the data set (16)")
+    sizes = "height and width of inputs; without any, the trained size, one and a half times and twice as large"
+    add("--image_sizes", type=int, nargs="+", metavar="SIZE", help=sizes)
+    add("--batch_size", type=int, default=8, help="images at a time (8)")
+    add("--revision", help="branch, tag or commit of the repository")
+    add("--compare", dest="compare_with", metavar="CHECKPOINT", help="a second model, shown beside the first")
+    add("--compare_revision", help="branch, tag or commit of its repository")
+    add("--trust_remote_code", **TRUST)
 
 
 def _add_predict(subcommands) -> None:
-    predicting = subcommands.add_parser(
-        "predict",
-        help="print the classes that a classifier predicts for images, with their probabilities",
-        description="Print the most probable classes of images or videos, prepared by the checkpoint's processor. "
-        "Code of the checkpoint runs only if you trust it.",
+    add = _add_command(
+        subcommands,
+        run_predict,
+        "print the classes that a classifier predicts for images, with their probabilities",
+        "Print the most probable classes of images or videos, prepared by the checkpoint's processor. Code of the "
+        "checkpoint runs only if you trust it.",
     )
-    predicting.add_argument("checkpoint", help="directory or repository on the Hub")
-    predicting.add_argument("files", nargs="+", metavar="FILE", help="images, videos or .npy clips")
-    predicting.add_argument("--top_k", type=int, default=3, help="number of classes for each file (3)")
-    predicting.add_argument(
-        "--attention", metavar="PICTURE", help="picture to write (.png, .svg or .pdf): where the model looks, by layer"
-    )
-    predicting.add_argument("--json", action="store_true", dest="as_json", help="print json instead of lines")
-    predicting.add_argument("--revision", help="branch, tag or commit of the repository")
-    predicting.add_argument(
-        "--trust_remote_code", action="store_true", help="run code of the checkpoint, if its model is not known here"
-    )
-    predicting.set_defaults(run=run_predict)
+    add("checkpoint", help="directory or repository on the Hub")
+    add("files", nargs="+", metavar="FILE", help="images, videos or .npy clips")
+    add("--top_k", type=int, default=3, help="number of classes for each file (3)")
+    picture = "picture to write (.png, .svg or .pdf): where the model looks, by layer"
+    add("--attention", metavar="PICTURE", help=picture)
+    add("--json", action="store_true", dest="as_json", help="print json instead of lines")
+    add("--revision", help="branch, tag or commit of the repository")
+    add("--trust_remote_code", **TRUST)
 
 
 def _add_push(subcommands) -> None:
-    pushing = subcommands.add_parser(
-        "push",
-        help="publish a saved model as one commit and check it",
-        description="Publish the output of a training script, of `hf-liere convert`, of save_pretrained or of "
-        "save_rotary: one commit with weights, configuration, code, processor, card, recipe and metrics. The "
-        "commit's hashes are compared with the local files; then it is downloaded and loaded with its own code (a "
-        "copy of this package's) in a process without tokens. Secrets and links out of the folder are refused.",
+    add = _add_command(
+        subcommands,
+        run_push,
+        "publish a saved model as one commit and check it",
+        "Publish the output of a training script, of `hf-liere convert`, of save_pretrained or of save_rotary: one "
+        "commit with weights, configuration, code, processor, card, recipe and metrics. The commit's hashes are "
+        "compared with the local files; then it is downloaded and loaded with its own code (a copy of this "
+        "package's) in a process without tokens. Secrets and links out of the folder are refused.",
     )
-    pushing.add_argument("folder", help="the saved model")
-    pushing.add_argument("repo_id", help="repository on the Hub; made if it does not exist")
-    pushing.add_argument("--card", metavar="FACTS", help="facts to render the card from, or a name in model_cards/")
-    pushing.add_argument(
-        "--evaluation",
-        nargs="+",
-        default=[],
-        metavar="FOLDER",
-        help="outputs of evaluations of this model at other image sizes, for the card",
-    )
-    pushing.add_argument("--license", help="licence of the weights as the Hub calls it, such as apache-2.0; else none")
-    pushing.add_argument("--revision", default="main", help="branch; made if it does not exist")
-    pushing.add_argument("--message", help="title of the commit")
-    pushing.add_argument("--private", action="store_true", default=None, help="make a new repository private")
-    pushing.add_argument("--parent_commit", help="refuse unless this is the newest commit")
-    pushing.add_argument("--max_shard_size", default="5GB", help="larger weights are split (5GB)")
-    pushing.add_argument("--no_reload", action="store_true", help="do not download and load what was published")
-    pushing.set_defaults(run=run_push)
+    add("folder", help="the saved model")
+    add("repo_id", help="repository on the Hub; made if it does not exist")
+    add("--card", metavar="FACTS", help="facts to render the card from, or a name in model_cards/")
+    evaluations = "outputs of evaluations of this model at other image sizes, for the card"
+    add("--evaluation", nargs="+", default=[], metavar="FOLDER", help=evaluations)
+    add("--license", help="licence of the weights as the Hub calls it, such as apache-2.0; else none")
+    add("--revision", default="main", help="branch; made if it does not exist")
+    add("--message", help="title of the commit")
+    add("--private", action="store_true", default=None, help="make a new repository private")
+    add("--parent_commit", help="refuse unless this is the newest commit")
+    add("--max_shard_size", default="5GB", help="larger weights are split (5GB)")
+    add("--no_reload", action="store_true", help="do not download and load what was published")
 
 
 def run_convert(checkpoint: str | None, output: str | None, lists: bool, **options) -> str:
