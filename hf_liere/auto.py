@@ -4,37 +4,14 @@ import os
 from pathlib import Path
 
 import transformers
-from transformers import (
-    CONFIG_MAPPING,
-    AutoBackbone,
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModel,
-    AutoModelForImageClassification,
-    AutoModelForMaskedImageModeling,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoModelForVideoClassification,
-    AutoVideoProcessor,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor
 from transformers.utils import is_torchvision_available, is_vision_available
 
 from .models.patched import modeling_patched
 from .models.patched.modeling_patched import PREFIX, auto_classes, rotary_class, rotary_config
 from .models.patched.patched_configuration import TYPE_PREFIX
+from .models.transformer import modeling_liere, modeling_liere_tokens, modeling_liere_video
 from .models.transformer.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
-from .models.transformer.modeling_liere import (
-    LieREViTBackbone,
-    LieREViTForImageClassification,
-    LieREViTForMaskedImageModeling,
-    LieREViTModel,
-)
-from .models.transformer.modeling_liere_tokens import (
-    LieRETokensForSequenceClassification,
-    LieRETokensForTokenClassification,
-    LieRETokensModel,
-)
-from .models.transformer.modeling_liere_video import LieREVideoForVideoClassification, LieREVideoModel
 from .storage.loading import (
     CheckpointError,
     loading_options,
@@ -47,27 +24,25 @@ from .storage.saved_weights import ADAPTER_CONFIG
 
 MODELS = {
     LieREViTConfig: {
-        AutoModel: LieREViTModel,
-        AutoModelForImageClassification: LieREViTForImageClassification,
-        AutoModelForMaskedImageModeling: LieREViTForMaskedImageModeling,
-        AutoBackbone: LieREViTBackbone,
+        AutoModel: modeling_liere.LieREViTModel,
+        transformers.AutoModelForImageClassification: modeling_liere.LieREViTForImageClassification,
+        transformers.AutoModelForMaskedImageModeling: modeling_liere.LieREViTForMaskedImageModeling,
+        transformers.AutoBackbone: modeling_liere.LieREViTBackbone,
     },
     LieREVideoConfig: {
-        AutoModel: LieREVideoModel,
-        AutoModelForVideoClassification: LieREVideoForVideoClassification,
+        AutoModel: modeling_liere_video.LieREVideoModel,
+        transformers.AutoModelForVideoClassification: modeling_liere_video.LieREVideoForVideoClassification,
     },
     LieRETokensConfig: {
-        AutoModel: LieRETokensModel,
-        AutoModelForSequenceClassification: LieRETokensForSequenceClassification,
-        AutoModelForTokenClassification: LieRETokensForTokenClassification,
+        AutoModel: modeling_liere_tokens.LieRETokensModel,
+        transformers.AutoModelForSequenceClassification: modeling_liere_tokens.LieRETokensForSequenceClassification,
+        transformers.AutoModelForTokenClassification: modeling_liere_tokens.LieRETokensForTokenClassification,
     },
 }
 
 
 class FamilyWithRotations:
-    """
-    Lazy stand-in for one family's Rotary…Config; building them all would import all of transformers.
-    """
+    """Lazy stand-in for one family's Rotary…Config; building them all would import all of transformers."""
 
     family = ""
 
@@ -98,31 +73,17 @@ def register() -> None:
     for family in [name for name in CONFIG_MAPPING if name not in own and not name.startswith(TYPE_PREFIX)]:
         model_type = f"{TYPE_PREFIX}{family}"
         if model_type not in CONFIG_MAPPING:
-            kind = type(
-                model_type, (FamilyWithRotations,), {"family": family, "model_type": model_type, "__module__": __name__}
-            )
-            AutoConfig.register(model_type, kind)
-    processors = _image_processors()
-    if processors:
-        AutoImageProcessor.register(LieREViTConfig, image_processor_classes=processors, exist_ok=True)
+            attributes = {"family": family, "model_type": model_type, "__module__": __name__}
+            AutoConfig.register(model_type, type(model_type, (FamilyWithRotations,), attributes))
+    # ViT's processors for the installed backends.
+    processors = {"pil": transformers.ViTImageProcessorPil} if is_vision_available() else {}
     if is_torchvision_available():
         from .models.transformer.video_processing_liere import LieREVideoProcessor
 
         AutoVideoProcessor.register(LieREVideoConfig, LieREVideoProcessor, exist_ok=True)
-
-
-def _image_processors() -> dict[str, type]:
-    """ViT's processors for the installed backends."""
-    processors = {}
-    if is_vision_available():
-        from transformers import ViTImageProcessorPil
-
-        processors["pil"] = ViTImageProcessorPil
-    if is_torchvision_available():
-        from transformers import ViTImageProcessor
-
-        processors["torchvision"] = ViTImageProcessor
-    return processors
+        processors["torchvision"] = transformers.ViTImageProcessor
+    if processors:
+        AutoImageProcessor.register(LieREViTConfig, image_processor_classes=processors, exist_ok=True)
 
 
 def model_class(architecture: str) -> type:
@@ -153,10 +114,7 @@ def models_of(config_class: type) -> dict[type, type]:
 
 
 def load_checkpoint(
-    checkpoint: str | os.PathLike,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    dtype: str = "float32",
+    checkpoint: str | os.PathLike, revision: str | None = None, trust_remote_code: bool = False, dtype: str = "float32"
 ) -> tuple[transformers.PreTrainedModel, object | None]:
     """
     Load any model that `from_pretrained` reads, of the class that its configuration names, with all of its weights and
