@@ -75,8 +75,7 @@ class SourceTensors:
         return ignored
 
     def finish(self) -> None:
-        unknown = sorted(set(self.tensors) - self.taken)
-        if unknown:
+        if unknown := sorted(set(self.tensors) - self.taken):
             raise ConversionError(
                 f"The checkpoint contains {len(unknown)} tensors unknown to this kind of model: "
                 f"{', '.join(unknown[:5])} …"
@@ -104,6 +103,10 @@ class Source:
     head: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     ignored: list[str] = field(init=False, default_factory=list)
 
+    @property
+    def head_dim(self) -> int:
+        return self.fields["hidden_size"] // self.fields["num_attention_heads"]
+
     def convert(self) -> None:
         """Fill all fields except `tensors`. Raises [`ConversionError`] for inconsistent tensors and options."""
         raise NotImplementedError
@@ -118,6 +121,10 @@ class Source:
     def stated_options(cls, source_config: Mapping) -> dict:
         """The options in the `config.json` beside a checkpoint; by default their names are the same there."""
         return {name: source_config[name] for name in cls.options() if source_config.get(name) is not None}
+
+    def require_planes_of_two_axes(self) -> None:
+        if self.head_dim % 4:
+            raise ConversionError(f"Heads of {self.head_dim} channels are not divisible into planes of two axes.")
 
     def copy(self, ours: str, official: str, *shape: int | None, bias: bool = True) -> None:
         """Copy the weight of a norm (size) or of a linear map (rows, columns), and its bias (size or rows)."""
@@ -141,6 +148,20 @@ class Source:
             for ours, official in names.items():
                 key, shape = f"{layer.format(index)}.{official}", shapes.get(ours, (size, size))
                 self.copy(f"layers.{index}.{ours}", key, *shape, bias=ours not in without_bias)
+
+    def copy_layer_scales(self, official: str, initial: float) -> None:
+        """
+        Copy the learned scales of both branches of every layer.
+
+        Args:
+            official: Their official name, with `{}` in place of the numbers of the layer and the branch.
+            initial: The official initial value, for the configuration.
+        """
+        self.fields["layerscale_value"] = initial
+        for index in range(self.fields["num_hidden_layers"]):
+            for branch in (1, 2):
+                scale = self.tensors.take(official.format(index, branch), self.fields["hidden_size"])
+                self.encoder[f"layers.{index}.layer_scale{branch}.scale"] = scale
 
     def copy_head(self, official: str) -> None:
         """Copy the linear classifier of this name, if there is one."""
@@ -177,11 +198,7 @@ class Source:
             self.fields |= {"tubelet_size": self.patch[0], "num_frames": image[0]}
 
     def set_frequencies(
-        self,
-        frequencies: torch.Tensor,
-        theta: float | None,
-        head_dim: int,
-        scale: Iterable[float] | None = None,
+        self, frequencies: torch.Tensor, theta: float | None, head_dim: int, scale: Iterable[float] | None = None
     ) -> None:
         """
         Set fixed frequencies, (planes,) for each axis in turn in a head, times the `scale` of the axis (default 1): as

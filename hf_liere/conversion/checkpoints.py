@@ -86,10 +86,7 @@ class Conversion:
 
 
 def convert_state_dict(
-    tensors: Mapping[str, torch.Tensor],
-    source: str | None = None,
-    source_config: Mapping | None = None,
-    **options,
+    tensors: Mapping[str, torch.Tensor], source: str | None = None, source_config: Mapping | None = None, **options
 ) -> Conversion:
     """
     Convert the tensors of a source into our configuration and tensors.

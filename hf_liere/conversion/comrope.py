@@ -70,7 +70,7 @@ class ComRoPESource(CLIPTower):
         self.copy("layernorm", f"{self.prefix}post_layernorm", hidden_size)
         self._copy_classifier()
         if encoding == "axial_rope":
-            self._set_powers(hidden_size // self.fields["num_attention_heads"])
+            self._set_powers(self.head_dim)
         elif found_heads is not None:
             self._set_generators()
 
@@ -145,7 +145,7 @@ class ComRoPESource(CLIPTower):
         axes, depth, heads = len(self.patch), self.fields["num_hidden_layers"], self.fields["num_attention_heads"]
         encoding, any_shape = self.fields["position_encoding"], [None] * 5
         size = self.tensors.take(self._layer_key(0, "freqs"), *any_shape).shape[-1]
-        blocks = self.fields["hidden_size"] // heads // size
+        blocks = self.head_dim // size
         self.fields["block_size"] = size
         shape = (heads, axes if encoding == "liere" else 1, blocks, size, size)
         matrices = [self.tensors.take(self._layer_key(index, "freqs"), *shape).float() for index in range(depth)]

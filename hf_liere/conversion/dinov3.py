@@ -26,7 +26,6 @@ NAMES = {
     "mlp.fc1": "mlp.up_proj",
     "mlp.fc2": "mlp.down_proj",
 }
-GATE = {"mlp.gate": "mlp.gate_proj"}
 # Maps our names to those of DINOv3's configuration.
 AUGMENTATION = {f"position_{name}": f"pos_embed_{name}" for name in ("shift", "jitter", "rescale")}
 
@@ -44,9 +43,8 @@ class DINOv3Source(Source):
 
     @classmethod
     def stated_options(cls, source_config: Mapping) -> dict:
-        augmentation = {ours: source_config.get(theirs) for ours, theirs in AUGMENTATION.items()}
-        stated = {name: value for name, value in augmentation.items() if value is not None}
-        return super().stated_options(source_config) | stated
+        renamed = {ours: source_config.get(theirs, source_config.get(ours)) for ours, theirs in AUGMENTATION.items()}
+        return super().stated_options({**source_config, **renamed})
 
     def convert(self) -> None:
         # A model in memory has an additional module around its layers.
@@ -56,13 +54,17 @@ class DINOv3Source(Source):
         self.set_transformer(weight, self.tensors.count(r"layer\.(\d+)\."))
         self.set_projection(weight, self.tensors.take("embeddings.patch_embeddings.bias", hidden_size))
         self.set_shape(sizes("image_size", self.image_size, 2))
-        names = NAMES | (GATE if self.tensors.any(r"layer\.\d+\.mlp\.gate_proj\..*") else {})
+        names = NAMES | ({"mlp.gate": "mlp.gate_proj"} if self.tensors.any(r"layer\.\d+\.mlp\.gate_proj\..*") else {})
         self._add_missing_biases(names)
         self.copy_layers(LAYER, names)
-        self._copy_layer_scales()
+        self.copy_layer_scales(f"{LAYER}.layer_scale{{}}.lambda1", initial=1.0)
         self._set_rotations()
-        self._copy_tokens()
-        self.fields |= {"use_gated_mlp": "mlp.gate" in names, "pooling": "cls", "position_shift": self.position_shift}
+        self.encoder["embeddings.cls_token"] = self.tensors.take("embeddings.cls_token", 1, 1, hidden_size)
+        registers = self.tensors.take("embeddings.register_tokens", 1, None, hidden_size)
+        if registers.shape[1]:
+            self.encoder["embeddings.register_tokens"] = registers
+        self.fields |= {"num_register_tokens": registers.shape[1], "pooling": "cls"}
+        self.fields |= {"use_gated_mlp": "mlp.gate" in names, "position_shift": self.position_shift}
         self.fields |= {"position_jitter": self.position_jitter, "position_rescale": self.position_rescale}
         self.copy("layernorm", "norm", hidden_size)
         self.ignored += self.tensors.ignore(r"embeddings\.mask_token|rope_embeddings\.inv_freq")
@@ -76,35 +78,16 @@ class DINOv3Source(Source):
                     weight = self.tensors.take(f"{module}.weight", *[None] * (1 if "norm" in official else 2))
                     self.tensors.tensors[f"{module}.bias"] = weight.new_zeros(len(weight))
 
-    def _copy_tokens(self) -> None:
-        hidden_size = self.fields["hidden_size"]
-        self.encoder["embeddings.cls_token"] = self.tensors.take("embeddings.cls_token", 1, 1, hidden_size)
-        registers = self.tensors.take("embeddings.register_tokens", 1, None, hidden_size)
-        self.fields["num_register_tokens"] = registers.shape[1]
-        if registers.shape[1]:
-            self.encoder["embeddings.register_tokens"] = registers
-
-    def _copy_layer_scales(self) -> None:
-        # DINOv3's initial value; the weights contain the learned scales.
-        self.fields["layerscale_value"] = 1.0
-        for index in range(self.fields["num_hidden_layers"]):
-            for name in ("layer_scale1", "layer_scale2"):
-                scale = self.tensors.take(f"{LAYER.format(index)}.{name}.lambda1", self.fields["hidden_size"])
-                self.encoder[f"layers.{index}.{name}.scale"] = scale
-
     def _set_rotations(self) -> None:
         """Set the frequencies; make channels i and i + head_dim/2 (DINOv3's planes) neighbours in query and key."""
-        heads = self.fields["num_attention_heads"]
-        head_dim = self.fields["hidden_size"] // heads
-        if head_dim % 4:
-            raise ConversionError(f"Heads of {head_dim} channels are not divisible into planes of two axes.")
+        self.require_planes_of_two_axes()
         if not 0 < self.rope_theta < math.inf:
             raise ConversionError(f"rope_theta={self.rope_theta} must be positive and finite.")
         for index in range(self.fields["num_hidden_layers"]):
             for name in QUERY_KEY:
                 for kind in ("weight", "bias"):
                     key = f"layers.{index}.{name}.{kind}"
-                    self.encoder[key] = _halves_to_pairs(self.encoder[key], heads)
+                    self.encoder[key] = _halves_to_pairs(self.encoder[key], self.fields["num_attention_heads"])
         self.fields |= {
             "position_encoding": "axial_rope",
             "rope_theta": self.rope_theta,

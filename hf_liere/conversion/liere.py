@@ -12,12 +12,7 @@ from .base import ConversionError, Source, require_one_of, sizes, square_root
 
 OFFICIAL_GENERATORS = "position_encoder.generator_raw_params"
 LAYER = "transformer.layers.{}"
-NAMES = {
-    "layernorm_before": "0.norm",
-    "layernorm_after": "1.norm",
-    "mlp.fc1": "1.fn.net.0",
-    "mlp.fc2": "1.fn.net.3",
-}
+NAMES = {"layernorm_before": "0.norm", "layernorm_after": "1.norm", "mlp.fc1": "1.fn.net.0", "mlp.fc2": "1.fn.net.3"}
 # These are the same in every official model.
 HEAD_DIM = 64
 HARD_WIRED = {
@@ -147,7 +142,7 @@ class LieRESource(Source):
                 f"Generators of shape {tuple(raw.shape)} must be (axes, 1 or {depth} layers, blocks, b, b) with b ≥ 2."
             )
         # The official position encoder divides the model's width, the official attention takes 64 channels per head.
-        per_head = self.fields["hidden_size"] // heads // size
+        per_head = self.head_dim // size
         blocks = HEAD_DIM // size
         if per_head < 1 or per_head > blocks or count not in (per_head, per_head * heads):
             raise ConversionError(
@@ -180,7 +175,7 @@ class LieRESource(Source):
             self.fields |= {"position_encoding": "absolute"}
             self.encoder["embeddings.position_embeddings"] = table
             return
-        rotated = min(self.fields["hidden_size"] // self.fields["num_attention_heads"], HEAD_DIM)
+        rotated = min(self.head_dim, HEAD_DIM)
         planes = rotated // len(self.patch) // 2
         frequencies = torch.exp(-4 * torch.linspace(0, 1, planes, dtype=torch.float64))
         theta = math.exp(4 * planes / (planes - 1)) if planes > 1 else 1.0

@@ -79,7 +79,10 @@ class TimmSource(Source):
         self.copy_layers(LAYER, NAMES)
         # Our heads begin with the planes of the rows, so swap the half that columns rotate with the other.
         self._copy_attention(is_swapped=encoding == "axial" and columns_first)
-        self._copy_layer_scales()
+        for name in LAYER_SCALES:
+            if self.tensors.any(rf"blocks\.\d+\.{name.format('[12]')}"):
+                self.copy_layer_scales(f"{LAYER}.{name}", initial=1e-5)
+                break
         self.copy("layernorm", "fc_norm" if "fc_norm.weight" in self.tensors else "norm", hidden_size)
         self.copy_head("head")
         self.ignored += self.tensors.ignore(r"freqs_t_[xy]|rope\.(bands|t_x|t_y|pos_embed)")
@@ -180,36 +183,22 @@ class TimmSource(Source):
                     swapped = _swap_halves(tensor, heads) if is_swapped and name != "v" else tensor
                     self.encoder[f"{ours}.{name}_proj.{kind}"] = swapped
 
-    def _copy_layer_scales(self) -> None:
-        for name in LAYER_SCALES:
-            if self.tensors.any(rf"blocks\.\d+\.{name.format('[12]')}"):
-                # timm's initial value; the weights contain the learned scales.
-                self.fields["layerscale_value"] = 1e-5
-                for index in range(self.fields["num_hidden_layers"]):
-                    for number in (1, 2):
-                        official = f"{LAYER.format(index)}.{name.format(number)}"
-                        scale = self.tensors.take(official, self.fields["hidden_size"])
-                        self.encoder[f"layers.{index}.layer_scale{number}.scale"] = scale
-                return
-
     def _set_mixed(self, frequencies: torch.Tensor) -> None:
-        head_dim = self.fields["hidden_size"] // self.fields["num_attention_heads"]
         self.fields |= {"position_encoding": "rope_mixed", "coordinates": "index"}
-        if frequencies.shape[-1] * 2 != head_dim:
-            raise ConversionError(f"{frequencies.shape[-1]} frequencies per head do not fill heads of {head_dim}.")
+        if frequencies.shape[-1] * 2 != self.head_dim:
+            raise ConversionError(f"{frequencies.shape[-1]} frequencies per head do not fill heads of {self.head_dim}.")
         # (columns, rows), layers, heads, planes -> rows first
         self.encoder["rotary_encoding.generators"] = frequencies.flip(0).unsqueeze(-1).float()
 
     def _set_axial(self, columns_first: bool) -> None:
         """Set theta^(−4i/head_dim) for each half of a head, at patch indices or at those of a reference grid."""
-        head_dim = self.fields["hidden_size"] // self.fields["num_attention_heads"]
-        if head_dim % 4:
-            raise ConversionError(f"Heads of {head_dim} channels are not divisible into planes of two axes.")
+        self.require_planes_of_two_axes()
         theta = self.rope_theta or (100.0 if columns_first else 10000.0)
         reference_grid = self.reference_grid
         if reference_grid is None and not columns_first:
             reference_grid = 16
-        spectrum = theta ** -(torch.arange(head_dim // 4, dtype=torch.float64) / (head_dim // 4))
+        planes = self.head_dim // 4
+        spectrum = theta ** -(torch.arange(planes, dtype=torch.float64) / planes)
         scale = None
         if reference_grid is not None:
             reference = sizes("reference_grid", reference_grid, 2)
@@ -217,7 +206,7 @@ class TimmSource(Source):
             grid = tuple(size // extent for size, extent in zip(image, self.patch))
             if grid != reference:
                 scale = [size / trained for size, trained in zip(reference, grid)]
-        self.set_frequencies(spectrum, theta, head_dim, scale)
+        self.set_frequencies(spectrum, theta, self.head_dim, scale)
         self.fields["coordinates"] = "index" if reference_grid is None else "train_index"
 
 
