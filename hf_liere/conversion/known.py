@@ -43,15 +43,10 @@ def _timm() -> list[KnownRepository]:
         "rope_mixed": "RoPE-Mixed",
         "rope_mixed_ape": "RoPE-Mixed and learned table",
     }
-    found = [
+    return [
         KnownRepository(f"timm/vit_{size}_patch16_{kind}_224.naver_in1k", "timm", {}, f"ViT {size}, {about}")
         for size in ("small", "base", "large")
         for kind, about in kinds.items()
-    ]
-    names = "medium_patch16_rope_reg1 mediumd_patch16_rope_reg1 base_patch16_rope_reg1 betwixt_patch16_rope_reg4"
-    about = "axial RoPE of the reference grid, registers, mean"
-    return found + [
-        KnownRepository(f"timm/vit_{name}_gap_256.sbb_in1k", "timm", {}, f"ViT, {about}") for name in names.split()
     ]
 
 
@@ -61,20 +56,22 @@ KNOWN_COLLECTIONS = (
     "and --patch_size and --image_size for volumes)",
     "naver-ai/rope-vit-670e367fa2d547b705335153 (RoPE-ViT's authors; kind naver, the repositories above)",
 )
+REGISTERS = "ViT, axial RoPE of the reference grid, registers, mean"
+# Repository, source, description, and the names in place of `{}`.
+FAMILIES = (
+    ("timm/vit_{}_patch16_rope_reg1_gap_256.sbb_in1k", "timm", REGISTERS, "medium mediumd base"),
+    ("timm/vit_{}_patch16_rope_reg4_gap_256.sbb_in1k", "timm", REGISTERS, "betwixt"),
+    ("facebook/deit-{}-patch16-224", "vit", "DeiT {}, learned table", "tiny small base"),
+    ("google/vit-{}-patch16-224", "vit", "ViT {}, learned table", "base large"),
+    ("openai/clip-vit-{}", "clip", "CLIP's vision tower, learned table", "base-patch32 base-patch16 large-patch14"),
+)
 KNOWN_REPOSITORIES = (
     *_rope_vit(),
     *_timm(),
     *(
-        KnownRepository(f"facebook/deit-{size}-patch16-224", "vit", {}, f"DeiT {size}, learned table")
-        for size in ("tiny", "small", "base")
-    ),
-    *(
-        KnownRepository(f"google/vit-{size}-patch16-224", "vit", {}, f"ViT {size}, learned table")
-        for size in ("base", "large")
-    ),
-    *(
-        KnownRepository(f"openai/clip-vit-{name}", "clip", {}, "CLIP's vision tower, learned table")
-        for name in ("base-patch32", "base-patch16", "large-patch14")
+        KnownRepository(repo_id.format(name), source, {}, about.format(name))
+        for repo_id, source, about, names in FAMILIES
+        for name in names.split()
     ),
 )
 
