@@ -1,6 +1,4 @@
-"""
-Reads another project's checkpoint from a file, directory or Hub repository, without executing anything in it.
-"""
+"""Reads another project's checkpoint from a file, directory or Hub repository, without executing anything in it."""
 
 import json
 import os

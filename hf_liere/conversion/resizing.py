@@ -56,8 +56,7 @@ def resize_input(model: LieREPreTrainedModel, image_size: int | list[int] | tupl
         raise ConversionError(f"image_size={image_size}: accepted for image models, not for {model.config.model_type}.")
     old = model.config
     height, width = sizes("image_size", tuple(image_size) if isinstance(image_size, list) else image_size, 2)
-    changes = {"image_size": height if height == width else [height, width]}
-    config = change_config(old, changes)
+    config = change_config(old, {"image_size": height if height == width else [height, width]})
     encoder, prefix = find_encoder(model)
     try:
         table = encoder.embeddings.patch_table(config.train_grid, None)

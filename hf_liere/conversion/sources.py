@@ -55,8 +55,7 @@ def detect_source(keys: Iterable[str]) -> str:
 def require_options(source: str, options: Mapping) -> None:
     """Raise [`ConversionError`] for options that the kind of source does not have, or values of another type."""
     declared = CONVERTERS[source].options()
-    unknown = sorted(set(options) - set(declared))
-    if unknown:
+    if unknown := sorted(set(options) - set(declared)):
         raise ConversionError(
             f"Unknown options {', '.join(unknown)} for a source of kind {source!r}; it takes {', '.join(declared)}."
         )

@@ -234,9 +234,8 @@ def _assign_planes(frequencies: torch.Tensor, target: RotaryEncoding) -> dict[in
         accepting = [block for block in free if axis is None or block % axes == axis]
         needed = -(-len(planes) // room)
         if len(accepting) < needed:
-            shared = "the axes" if axis is None else f"axis {axis}"
-            if ENCODING_TRAITS[encoding].proportional and axis is None:
-                shared = "one ratio of the axes"
+            ratio = "one ratio of the axes" if ENCODING_TRAITS[encoding].proportional else "the axes"
+            shared = ratio if axis is None else f"axis {axis}"
             raise ConversionError(
                 f"No exact upgrade to {encoding} with block_size={target.block_size}: {len(planes)} planes of a head "
                 f"rotate with {shared} and need {needed} of the {blocks} blocks alone; {len(accepting)} are left."
