@@ -13,7 +13,14 @@ from transformers import PreTrainedConfig
 
 from ..models.saved_code import RELATIVE_IMPORT
 from ..storage.client import HubError
-from ..storage.saved_weights import WEIGHTS_INDEX, first_line, read_json, saved_weights_digest, weight_files
+from ..storage.saved_weights import (
+    WEIGHTS_INDEX,
+    files_by_name,
+    first_line,
+    read_json,
+    saved_weights_digest,
+    weight_files,
+)
 from .staging import REPLACED
 
 
@@ -106,9 +113,8 @@ def differences(staged: Path, coded: Path, theirs: Path, config_class: type[PreT
             if name == CONFIG:
                 both[0]["auto_map"] = read_json(coded / CONFIG).get("auto_map")
             found += _differing_fields(name, *both)
-    names = (path.relative_to(theirs).as_posix() for path in sorted(theirs.rglob("*")) if path.is_file())
     kept = {*weights, *(path.name for folder in (staged, coded) for path in folder.iterdir())}
-    return found + [f"{name} would go" for name in obsolete_files(names, kept, theirs)]
+    return found + [f"{name} would go" for name in obsolete_files(files_by_name(theirs), kept, theirs)]
 
 
 def obsolete_files(names: Iterable[str], pushed: Collection[str], folder: Path) -> list[str]:

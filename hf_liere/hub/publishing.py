@@ -12,6 +12,7 @@ local ones. A process without this package, tokens or a connection must load the
 """
 
 import hashlib
+import itertools
 import os
 import re
 import site
@@ -37,7 +38,7 @@ from ..storage.client import (
     translate_hub_errors,
     wait_to_retry,
 )
-from ..storage.saved_weights import differing_files, file_digest, saved_weights_digest
+from ..storage.saved_weights import differing_files, file_digest, files_by_name, saved_weights_digest
 from . import reload_check
 from .cards import Card
 from .contents import differences, obsolete_files, require_known_code, require_same_weights
@@ -167,7 +168,7 @@ def publish(
         if parent_commit is not None and not head.startswith(parent_commit):
             raise ConcurrentCommitError(_describe_newer_commits(api, repo_id, revision, parent_commit))
         present = retry(lambda: remote_digests(api, repo_id, head))
-        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        files = files_by_name(folder)
         obsolete = _obsolete_files(api, repo_id, head, present, files)
         if obsolete or differing_files(folder, files, present):
             commit = commit_once(api, repo_id, files, obsolete, message, revision, head)
@@ -234,9 +235,7 @@ def commit_once(
     for name, path in files.items():
         contents.update(f"{name} {file_digest(path, 'sha256')}\n".encode())
     description = f"Contents sha256:{contents.hexdigest()}"
-    attempt = 0
-    while True:
-        attempt += 1
+    for attempt in itertools.count(1):
         operations = [CommitOperationAdd(name, path) for name, path in files.items()]
         operations += [CommitOperationDelete(name, is_folder=False) for name in obsolete]
         try:
@@ -277,8 +276,7 @@ def _describe_newer_commits(api: HfApi, repo_id: str, revision: str, parent: str
 def require_published_files(folder: Path, published: Published, api: HfApi) -> None:
     """Raise [`HubError`] unless every file of the commit has the same hash on the Hub as in the folder."""
     listed = retry(lambda: remote_digests(api, published.repo_id, published.commit))
-    wrong = differing_files(folder, published.files, listed)
-    if wrong:
+    if wrong := differing_files(folder, published.files, listed):
         raise HubError(
             f"{published.repo_id} at {published.commit} differs from the push: {', '.join(wrong)}. Push again."
         )
@@ -313,9 +311,8 @@ def check_reload(model: PreTrainedModel, published: Published, folder: Path) -> 
 
 
 def _are_close(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    if first is None or second is None or first.shape != second.shape:
-        return False
-    return torch.allclose(first, second, **SAME_OUTPUTS)
+    exist = first is not None and second is not None
+    return exist and first.shape == second.shape and torch.allclose(first, second, **SAME_OUTPUTS)
 
 
 def verify(
@@ -344,10 +341,8 @@ def verify(
         require_same_weights(staged, pulled.folder, place)
         if differing := differences(staged, coded, pulled.folder, model and type(model.config)):
             raise HubError(f"{place} differs from what a push of {folder} would write: {'; '.join(differing)}.")
-        paths = sorted(path for path in pulled.folder.rglob("*") if path.is_file())
-        files = tuple(path.relative_to(pulled.folder).as_posix() for path in paths)
         url = f"{api.endpoint}/{repo_id}/tree/{pulled.commit}"
-        published = Published(repo_id, pulled.commit, url, files)
+        published = Published(repo_id, pulled.commit, url, tuple(files_by_name(pulled.folder)))
         if run and model is not None:
             published = check_reload(model, published, pulled.folder)
     return published

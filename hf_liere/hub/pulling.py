@@ -14,7 +14,7 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers.utils import logging
 
 from ..storage.client import HubError, UnreachableError, remote_digests, retry, translate_hub_errors
-from ..storage.saved_weights import differing_files, file_digest
+from ..storage.saved_weights import differing_files, file_digest, files_by_name
 from ..storage.targets import new_directory
 
 
@@ -95,8 +95,7 @@ def _download_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None
             return _cached_snapshot(repo_id, revision, path, cache_dir, unreachable)
         # Download by the given name, so that the cache knows it offline; the branch may move in between.
         snapshot = download(revision, **_patterns(path))
-    wrong = differing_files(snapshot, digests, digests)
-    if wrong:
+    if wrong := differing_files(snapshot, digests, digests):
         logger.warning(f"{', '.join(wrong)} of {repo_id} arrived damaged or incomplete; downloading again.")
         _delete_from_cache(snapshot, wrong)
         download(commit, allow_patterns=wrong, force_download=True)
@@ -129,9 +128,7 @@ def _cached_snapshot(repo_id: str, revision: str, path: str | None, cache_dir, u
         )
     except OSError:
         raise unreachable from None
-    files = [file for file in sorted(snapshot.rglob("*")) if file.is_file()]
-    wrong = [str(file.relative_to(snapshot)) for file in files if not _is_intact(file)]
-    if wrong:
+    if wrong := [name for name, file in files_by_name(snapshot).items() if not _is_intact(file)]:
         raise HubError(f"{', '.join(wrong)} of {repo_id} in the local cache is damaged; pull again with a connection.")
     logger.warning(f"The Hub was not asked; {repo_id} comes from the local cache, commit {snapshot.name}.")
     return snapshot

@@ -22,6 +22,7 @@ from ..storage.saved_weights import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     WEIGHTS_INDEX,
+    files_by_name,
     first_line,
     is_adapter,
     own_file,
@@ -173,10 +174,10 @@ def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> Non
     scanner = secret_scanner()
     known = {"a token": [token for token in [token_in_use(api)] if token]}
     known["a folder of this machine"] = [str(place) for place in (Path.home(), *places) if len(place.parts) > 2]
-    for path in sorted(folder.rglob("*")):
-        if not path.is_file() or path.suffix in STATES:
+    for name, path in files_by_name(folder).items():
+        if path.suffix in STATES:
             continue
-        name, content = path.relative_to(folder), _read_searchable(path)
+        content = _read_searchable(path)
         try:
             text = content.decode("utf-8", errors="strict" if path.suffix in TEXTS else "replace")
         except UnicodeDecodeError:

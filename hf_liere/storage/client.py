@@ -1,5 +1,6 @@
 """Shared by publishing and pulling: the Hub's hashes, retries, and one-sentence errors."""
 
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -93,9 +94,7 @@ def wait_to_retry(error: BaseException, attempt: int, attempts: int = ATTEMPTS) 
 
 def retry(request: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
     """Make a request that is safe to repeat, with retries; returns its result."""
-    attempt = 0
-    while True:
-        attempt += 1
+    for attempt in itertools.count(1):
         try:
             return request()
         except Exception as error:
@@ -111,11 +110,10 @@ def translate_hub_errors(api: HfApi, repo_id: str, revision: str | None = None) 
         raise
     except (OSError, TransportError, HFValidationError, ValueError, RuntimeError) as error:
         explanation = _explanation(api, repo_id, revision, error)
-        unreachable = isinstance(explanation, UnreachableError)
-        message = without_tokens(api, str(explanation))
+        translated = type(explanation)(without_tokens(api, str(explanation)))
     else:
         return
-    raise (UnreachableError if unreachable else HubError)(message) from None
+    raise translated from None
 
 
 def _explanation(api: HfApi, repo_id: str, revision: str | None, error: Exception) -> HubError:

@@ -85,8 +85,7 @@ def explain(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, pickle.UnpicklingError):
         # torch's message recommends weights_only=False, which would execute the code.
-        needed = re.search(r"GLOBAL (\S+)", text)
-        if needed:
+        if needed := re.search(r"GLOBAL (\S+)", text):
             return (
                 f"it is a pickle that needs more than tensors ({needed[1]}), and code in a checkpoint is never "
                 "executed here; if you trust it, load it elsewhere and save only its state_dict."
@@ -141,19 +140,19 @@ def require_all_keys(missing: Collection[str], unexpected: Collection[str], chec
     """Raise [`CheckpointError`] naming the keys, if there are any."""
     if missing or unexpected:
         raise CheckpointError(
-            f"The checkpoint {checkpoint} does not fit the model. Missing: {_join_names(missing)}. "
-            f"Unexpected: {_join_names(unexpected)}."
+            f"The checkpoint {checkpoint} does not fit the model. Missing: {join_names(missing)}. "
+            f"Unexpected: {join_names(unexpected)}."
         )
 
 
 def require_finite_parameters(model: nn.Module, checkpoint: str | os.PathLike) -> None:
     """Raise [`CheckpointError`] naming the parameters that contain NaN or infinity, if any do."""
-    broken = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
-    if broken:
-        raise CheckpointError(f"The checkpoint {checkpoint} contains NaN or infinity in {_join_names(broken)}.")
+    if broken := [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]:
+        raise CheckpointError(f"The checkpoint {checkpoint} contains NaN or infinity in {join_names(broken)}.")
 
 
-def _join_names(keys: Iterable[str], most: int = 10) -> str:
+def join_names(keys: Iterable[str], most: int = 10) -> str:
+    """The first names in order, and the number of others."""
     keys = sorted(keys)
     more = f" and {len(keys) - most} more" if len(keys) > most else ""
     return f"{', '.join(keys[:most])}{more}" if keys else "none"

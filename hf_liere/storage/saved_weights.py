@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .loading import shards
+from .loading import join_names, shards
 
 
 # Files of an adapter: rotations saved without their model.
@@ -57,14 +57,12 @@ def is_adapter(folder: Path) -> bool:
     Raises:
         ValueError: if it also contains a complete model or a peft adapter.
     """
-    adapter, complete, of_peft = (
-        [name for name in names if (folder / name).is_file()]
-        for names in (
-            (ADAPTER_CONFIG, ADAPTER_WEIGHTS),
-            ("config.json", "model.safetensors", WEIGHTS_INDEX),
-            ("adapter_config.json",),
-        )
-    )
+
+    def present(*names: str) -> list[str]:
+        return [name for name in names if (folder / name).is_file()]
+
+    adapter, of_peft = present(ADAPTER_CONFIG, ADAPTER_WEIGHTS), present("adapter_config.json")
+    complete = present("config.json", "model.safetensors", WEIGHTS_INDEX)
     if adapter and complete:
         raise ValueError(
             f"{folder} contains a complete model ({', '.join(complete)}) and an adapter ({', '.join(adapter)}): move "
@@ -96,6 +94,11 @@ def own_file(path: Path) -> Path:
             "remove it."
         )
     return path
+
+
+def files_by_name(folder: Path) -> dict[str, Path]:
+    """All files in a folder and the folders in it, by their names from there."""
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -202,11 +205,6 @@ def saved_parameters(folder: Path) -> int:
 
 def require_finite_weights(folder: Path) -> None:
     """Raise `ValueError` for infinite or NaN weights."""
-    wrong = [name for name, tensor in _saved_tensors(folder) if not _is_finite(tensor)]
-    if wrong:
-        shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-        raise ValueError(f"The weights in {folder} contain values that are infinite or NaN: {shown}.")
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
+    numbers = ((name, tensor) for name, tensor in _saved_tensors(folder) if tensor.is_floating_point())
+    if wrong := [name for name, tensor in numbers if not tensor.float().isfinite().all()]:
+        raise ValueError(f"The weights in {folder} contain values that are infinite or NaN: {join_names(wrong, 5)}.")
