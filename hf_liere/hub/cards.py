@@ -7,7 +7,7 @@ or from a paper and marked as such. Missing figures appear as *not measured*.
 
 import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -209,13 +209,11 @@ def _license_sentence(license: str | None) -> str:
 
 
 def _auto_class(architecture: str) -> str | None:
-    if architecture == "adapter":
+    # AutoBackbone accepts only configurations.
+    if architecture == "adapter" or "Backbone" in architecture:
         return None
-    for auto_class, cls in models_of(model_class(architecture).config_class).items():
-        # AutoBackbone accepts only configurations.
-        if cls.__name__ == architecture and "Backbone" not in architecture:
-            return auto_class.__name__
-    return None
+    models = models_of(model_class(architecture).config_class)
+    return next((auto_class.__name__ for auto_class, cls in models.items() if cls.__name__ == architecture), None)
 
 
 def _task(architecture: str) -> str | None:
@@ -227,8 +225,7 @@ def _task(architecture: str) -> str | None:
     return next((task for ending, task in tasks.items() if architecture.endswith(ending)), None)
 
 
-def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> list[EvalResult]:
-    entries = []
+def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> Iterator[EvalResult]:
     data = result.get("data") or _evaluation_data(facts)
     for metric, label in METRICS.items():
         if metric not in result:
@@ -236,20 +233,17 @@ def _eval_results(facts: Facts, result: Mapping[str, Any], task: str | None) -> 
         details = {name: result.get(name) for name in ("image_size", "max_num_patches", "samples")}
         if result.get(f"{metric}_low") != result.get(f"{metric}_high"):
             details |= {"low": result[f"{metric}_low"], "high": result[f"{metric}_high"], "confidence": 0.95}
-        entries.append(
-            EvalResult(
-                task_type=task or "other",
-                dataset_type=data.get("hub_id") or data.get("type") or "custom",
-                dataset_name=data["name"],
-                dataset_config=data.get("config"),
-                dataset_split=data.get("split"),
-                metric_type="accuracy" if metric.endswith("accuracy") else metric,
-                metric_name=f"{label} at {format_inputs(result)}",
-                metric_value=result[metric],
-                metric_args={key: value for key, value in details.items() if value is not None},
-            )
+        yield EvalResult(
+            task_type=task or "other",
+            dataset_type=data.get("hub_id") or data.get("type") or "custom",
+            dataset_name=data["name"],
+            dataset_config=data.get("config"),
+            dataset_split=data.get("split"),
+            metric_type="accuracy" if metric.endswith("accuracy") else metric,
+            metric_name=f"{label} at {format_inputs(result)}",
+            metric_value=result[metric],
+            metric_args={key: value for key, value in details.items() if value is not None},
         )
-    return entries
 
 
 def _plot(facts: Facts) -> bytes:
@@ -303,12 +297,10 @@ def _single_size_results(facts: Facts) -> list[dict[str, Any]]:
 
 
 def _is_trained_size(facts: Facts, result: Mapping[str, Any]) -> bool:
-    trained = facts.model.get("image_size")
-    frames = facts.model.get("num_frames")
-    size = result["image_size"]
-    if result.get("max_num_patches") != facts.recipe.get("max_num_patches"):
+    trained, size = facts.model.get("image_size"), result["image_size"]
+    if trained is None or result.get("max_num_patches") != facts.recipe.get("max_num_patches"):
         return False
-    return trained is not None and size[-2:] == height_and_width(trained) and (len(size) == 2 or size[0] == frames)
+    return size[-2:] == height_and_width(trained) and (len(size) == 2 or size[0] == facts.model.get("num_frames"))
 
 
 def _code(text: str) -> str:
@@ -330,10 +322,8 @@ def _percent(result: Mapping[str, Any], metric: str) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list):
-        return " × ".join(map(str, value)) if all(isinstance(item, int) for item in value) else str(value)
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    if isinstance(value, list) and all(isinstance(item, int) for item in value):
+        return " × ".join(map(str, value))
     return str(value)

@@ -36,18 +36,7 @@ MODEL_FIELDS = (
     "pooling",
     "base_model_type",
 )
-DATA_FIELDS = (
-    "name",
-    "type",
-    "hub_id",
-    "config",
-    "split",
-    "files",
-    "samples",
-    "num_labels",
-    "description",
-    "terms",
-)
+DATA_FIELDS = ("name", "type", "hub_id", "config", "split", "files", "samples", "num_labels", "description", "terms")
 # The folder is beside the package in a checkout, and inside it in a wheel.
 _HERE = Path(__file__).resolve().parents[1]
 FOLDER = next((path for path in (_HERE / "model_cards", _HERE.parent / "model_cards") if path.is_dir()), None)

@@ -204,9 +204,9 @@ def read_record(folder: Path, name: str) -> dict[str, Any]:
         raise FactsError(str(error)) from None
 
 
-def record_group(content: Mapping[str, Any], name: str, file: str = RUN_FILE) -> dict[str, Any]:
+def record_group(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A group of a record; empty if missing."""
     value = content.get(name)
     if not isinstance(value, dict | None):
-        raise FactsError(f"{name} in {file} is {value!r}; accepted: a json object.")
+        raise FactsError(f"{name} in {RUN_FILE} is {value!r}; accepted: a json object.")
     return value or {}
