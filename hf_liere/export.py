@@ -157,9 +157,7 @@ def export_program(
     num_frames: int | None = None,
     dynamic_size: bool | None = None,
 ) -> torch.export.ExportedProgram:
-    """
-    The graph that [`export_model`] writes; `program.module()(pixel_values)` returns the outputs by name.
-    """
+    """The graph that [`export_model`] writes; `program.module()(pixel_values)` returns the outputs by name."""
     if not isinstance(model, LieREPreTrainedModel) or not isinstance(model.config, LieREPixelConfig):
         raise ExportError(f"{type(model).__name__}: accepted are the image and video models of hf_liere.")
     config = model.config
@@ -173,8 +171,7 @@ def export_program(
             "coordinates='physical' need the spacing of every input, but pixel_values are the only input of an "
             "exported file; torch.export.export takes spacing as well."
         )
-    has_table = config.use_absolute_position_embeddings
-    has_exponential = needs_exponential(config)
+    has_table, has_exponential = config.use_absolute_position_embeddings, needs_exponential(config)
     if dynamic_size and has_table:
         raise ExportError(
             "dynamic_size=True: the learned table of positions is resized for one input size; leave dynamic_size out "
