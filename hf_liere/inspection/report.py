@@ -1,7 +1,8 @@
 """The inspection report: an HTML page about a model, its learned position encoding, its attention and its cost."""
 
 import base64
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jinja2
@@ -36,13 +37,6 @@ ENCODINGS = {
     "none": "no positions at all",
     "absolute": "a learned table of absolute positions",
     **{name: traits.description for name, traits in ENCODING_TRAITS.items()},
-}
-# Configuration fields of the entries of a model's description.
-SHAPE = {
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "head_dim": "head_dim",
-    "hidden_size": "hidden_size",
 }
 COORDINATES = {
     "index": "patch indices 0, 1, 2, …",
@@ -81,8 +75,8 @@ def _model_context(model: InspectedModel) -> dict:
         "summary": summary(analysis),
         "facts": facts(analysis),
         "remarks": analysis.remarks,
-        "learned": learned_plots(analysis),
-        "looks": attention_plots(analysis, model.shown, model.sources),
+        "learned": list(learned_plots(analysis)),
+        "looks": list(attention_plots(analysis, model.shown, model.sources)),
         "sizes": [size_name(entry.size) for entry in analysis.inputs],
         "predictions": prediction_rows(analysis, model.sources),
         "costs": cost_rows(analysis),
@@ -93,12 +87,8 @@ def _model_context(model: InspectedModel) -> dict:
 def _comparison_context(models: Sequence[InspectedModel], comparison: Comparison) -> dict:
     """The template's variables for the comparison of two models."""
     described = [dict(facts(model.analysis)) for model in models]
-    names = list(dict.fromkeys(name for rows in described for name in rows))
-    differing = [
-        [name, *(rows.get(name, "—") for rows in described)]
-        for name in names
-        if described[0].get(name) != described[1].get(name)
-    ]
+    rows = [[name, *(each.get(name, "—") for each in described)] for name in dict.fromkeys(itertools.chain(*described))]
+    differing = [[name, first, second] for name, first, second in rows if first != second]
     shown = {"remarks": comparison.remarks, "facts": differing, "plots": [], "layers": [], "columns": []}
     if comparison.change is not None and models[0].analysis.encoding.commutators.axes:
         first, second = (model.name for model in models)
@@ -168,66 +158,58 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
             ("rotated layers", f"{model['rotated_layers']} of {model['layers']}"),
             ("folded", model["folded"]),
         ]
-    rows += [(name, model[key]) for name, key in SHAPE.items()]
-    rows.append(("train_grid", " × ".join(map(str, model["train_grid"]))))
-    if model["patch_size"] is not None:
-        rows.append(("patch_size", " × ".join(map(str, model["patch_size"]))))
+    rows += [("num_hidden_layers", model["layers"]), ("num_attention_heads", model["heads"])]
+    rows += [(name, model[name]) for name in ("head_dim", "hidden_size")]
+    rows += [(name, " × ".join(map(str, model[name]))) for name in ("train_grid", "patch_size") if model[name]]
     return [(name, "—" if value is None else str(value)) for name, value in rows]
 
 
-def learned_plots(analysis: Analysis) -> list[Plot]:
+def learned_plots(analysis: Analysis) -> Iterator[Plot]:
     encoding, axes = analysis.encoding, axis_names(analysis)
     if encoding is None:
-        return []
+        return
     product = ENCODING_TRAITS[analysis.model["position_encoding"]].product
     form = "Π exp(pₐ Aₐ)" if product else "exp(Σ pₐ Aₐ)"
     blocks = "with the blocks of each layer's and head's block-diagonal matrix side by side"
-    plots = [
-        Plot(
-            "Generators",
-            f"The skew-symmetric Aₐ of every axis, {blocks}. The common colour scale excludes half a percent of them.",
-            "Heat maps of the generators of every axis by layer and head.",
-            plot_generators(encoding, axes),
-        ),
-        Plot(
-            "Rotations",
-            f"R(p) = {form} for a displacement of one patch, {blocks}. Matrices close to the identity hardly "
-            "distinguish neighbouring patches; matrices far from it resolve single patches.",
-            "Heat maps of rotation matrices by layer and head.",
-            plot_rotations(encoding, axes),
-        ),
-    ]
-    plots += _commutation_plots(analysis, axes)
+    yield Plot(
+        "Generators",
+        f"The skew-symmetric Aₐ of every axis, {blocks}. The common colour scale excludes half a percent of them.",
+        "Heat maps of the generators of every axis by layer and head.",
+        plot_generators(encoding, axes),
+    )
+    yield Plot(
+        "Rotations",
+        f"R(p) = {form} for a displacement of one patch, {blocks}. Matrices close to the identity hardly distinguish "
+        "neighbouring patches; matrices far from it resolve single patches.",
+        "Heat maps of rotation matrices by layer and head.",
+        plot_rotations(encoding, axes),
+    )
+    yield from _commutation_plots(analysis, axes)
     paper = ""
     if encoding.generators.shape[-1] == 8:
         paper = " (ComRoPE's Table 8, for models with b = 8: LieRE 0.195, AP 0.171, LD 0.238)"
-    plots.append(
-        Plot(
-            "Elements of the angle matrices",
-            "Distribution of the upper triangles of the generators (ComRoPE App. F, Fig. 8). Their standard deviation "
-            f"is {encoding.angles.std:.3g} radians per unit of the coordinate{paper}. {describe_start(encoding)}",
-            "Density of the generators' elements on a linear and on a logarithmic scale, and their standard deviation "
-            "by layer, compared with untrained ones.",
-            plot_angles(encoding),
-        )
+    yield Plot(
+        "Elements of the angle matrices",
+        "Distribution of the upper triangles of the generators (ComRoPE App. F, Fig. 8). Their standard deviation "
+        f"is {encoding.angles.std:.3g} radians per unit of the coordinate{paper}. {describe_start(encoding)}",
+        "Density of the generators' elements on a linear and on a logarithmic scale, and their standard deviation by "
+        "layer, compared with untrained ones.",
+        plot_angles(encoding),
     )
     if encoding.frequencies is not None and encoding.commutators.axes:
         largest = encoding.frequencies.per_patch.abs().max().item()
         beyond = ""
         if largest > np.pi:
             beyond = " Outside the dashed square, a plane rotates by more than π from patch to patch: it aliases."
-        plots.append(
-            Plot(
-                "Frequencies in the plane",
-                "Each point is a common plane of the generators, which rotates by f · (q − p) between patches p and "
-                "q. These frequencies are the canonical form of the encoding: in the basis of the planes, which the "
-                "query and key weights can absorb, it is RoPE-Mixed. So they allow comparing all encodings whose "
-                f"generators commute. The largest component is {largest:.3g} radians per patch.{beyond}",
-                "Scatter plot of the learned angular frequencies, by layer.",
-                plot_frequencies(analysis, [encoding.frequencies.per_patch]),
-            )
+        yield Plot(
+            "Frequencies in the plane",
+            "Each point is a common plane of the generators, which rotates by f · (q − p) between patches p and q. "
+            "These frequencies are the canonical form of the encoding: in the basis of the planes, which the query and "
+            "key weights can absorb, it is RoPE-Mixed. So they allow comparing all encodings whose generators commute. "
+            f"The largest component is {largest:.3g} radians per patch.{beyond}",
+            "Scatter plot of the learned angular frequencies, by layer.",
+            plot_frequencies(analysis, [encoding.frequencies.per_patch]),
         )
-    return plots
 
 
 def describe_start(encoding: EncodingAnalysis) -> str:
@@ -252,8 +234,8 @@ def describe_start(encoding: EncodingAnalysis) -> str:
     return f"{drawn}: the distribution has changed in training."
 
 
-def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
-    encoding, plots = analysis.encoding, []
+def _commutation_plots(analysis: Analysis, axes: list[str]) -> Iterator[Plot]:
+    encoding = analysis.encoding
     if encoding.commutators.axes:
         largest = encoding.commutators.relative.max().item()
         verdict = (
@@ -263,14 +245,12 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
             else "The generators do not commute: attention between two patches depends on both positions, and no basis "
             "turns these rotations into RoPE-Mixed."
         )
-        plots.append(
-            Plot(
-                "Commutators",
-                f"‖AB − BA‖ / (‖A‖ ‖B‖) of the generators A and B of two axes, Frobenius norms over a head; at most "
-                f"{largest:.2g}. " + verdict,
-                "Heat map of relative commutator norms by layer and head.",
-                plot_commutators(encoding, axes),
-            )
+        yield Plot(
+            "Commutators",
+            f"‖AB − BA‖ / (‖A‖ ‖B‖) of the generators A and B of two axes, Frobenius norms over a head; at most "
+            f"{largest:.2g}. {verdict}",
+            "Heat map of relative commutator norms by layer and head.",
+            plot_commutators(encoding, axes),
         )
     largest = encoding.relativity.largest.max().item()
     price = (
@@ -278,29 +258,24 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> list[Plot]:
         if largest < 1e-5
         else "Generators that do not commute cause this error; the maximum is 2."
     )
-    plots.append(
-        Plot(
-            "Deviation from relativity",
-            "e(c) = ‖R(p + c)ᵀR(q + c) − R(p)ᵀR(q)‖, the spectral norm, over pairs of patches (the RoPE equation, "
-            f"ComRoPE eq. 2, requires 0). Lines are means over heads, blocks and pairs; the maximum is {largest:.2g}. "
-            f"{price}",
-            "Curves of the relativity error over the offset, by layer.",
-            plot_relativity(encoding),
-        )
+    yield Plot(
+        "Deviation from relativity",
+        "e(c) = ‖R(p + c)ᵀR(q + c) − R(p)ᵀR(q)‖, the spectral norm, over pairs of patches (the RoPE equation, ComRoPE "
+        f"eq. 2, requires 0). Lines are means over heads, blocks and pairs; the maximum is {largest:.2g}. {price}",
+        "Curves of the relativity error over the offset, by layer.",
+        plot_relativity(encoding),
     )
-    return plots + [
-        Plot(
-            "Effect of a common offset on the output",
-            "Change of the pooled output if the coordinates of all patches move by the same offset (ComRoPE "
-            f"Fig. 5) at {size_name(entry.size)}, mean and quartiles over images. Class and register tokens without "
-            "rotations do not move, so their attention to patches changes with every encoding. Other sources of "
-            "positions, such as a table, do not move either: 0 is a statement only about these rotations.",
-            "Curve of the relative change of the output over the offset.",
-            plot_output_change(entry.output_change),
-        )
-        for entry in analysis.inputs
-        if entry.output_change is not None
-    ]
+    for entry in analysis.inputs:
+        if entry.output_change is not None:
+            yield Plot(
+                "Effect of a common offset on the output",
+                "Change of the pooled output if the coordinates of all patches move by the same offset (ComRoPE Fig. "
+                f"5) at {size_name(entry.size)}, mean and quartiles over images. Class and register tokens without "
+                "rotations do not move, so their attention to patches changes with every encoding. Other sources of "
+                "positions, such as a table, do not move either: 0 is a statement only about these rotations.",
+                "Curve of the relative change of the output over the offset.",
+                plot_output_change(entry.output_change),
+            )
 
 
 def describe_relativity(analysis: Analysis) -> str:
@@ -318,40 +293,33 @@ def describe_relativity(analysis: Analysis) -> str:
     return f"So does the model's attention. {measured}, which is rounding."
 
 
-def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Sequence[str]) -> list[Plot]:
+def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Sequence[str]) -> Iterator[Plot]:
     entries = [entry for entry in analysis.inputs if entry.attention is not None]
     if not entries:
-        return []
+        return
     query = {
         "class token": "of the class token to every patch, mean over heads",
         "mean of patches": "to every patch, mean over all patches as queries and over heads",
-    }
-    query = query[entries[0].attention.query]
+    }[entries[0].attention.query]
     is_video = len(entries[0].attention.grid) == 3
-    sizes = "by frame" if is_video else "by input size"
-    plots = [
-        Plot(
-            f"Attention on {sources[image]}",
-            f"Attention {query}, {sizes}. Every "
-            + ("layer" if is_video else "map")
-            + " is rescaled from its least to its most (LieRE App. G).",
-            f"Attention maps of every layer laid over {sources[image]}, {sizes}.",
+    sizes, rescaled = ("by frame", "layer") if is_video else ("by input size", "map")
+    for image, source in enumerate(sources[:IMAGES_SHOWN]):
+        yield Plot(
+            f"Attention on {source}",
+            f"Attention {query}, {sizes}. Every {rescaled} is rescaled from its least to its most (LieRE App. G).",
+            f"Attention maps of every layer laid over {source}, {sizes}.",
             plot_attention(entries[:1] if is_video else entries, shown, image),
         )
-        for image in range(min(IMAGES_SHOWN, len(sources)))
-    ]
     extent = " × ".join(map(str, analysis.model["patch_size"]))
-    plots.append(
-        Plot(
-            "Attention distance",
-            f"Mean distance between patches as queries and keys, weighted by attention (ViT, Fig. 11), a point per "
-            f"head, {'clips' if is_video else 'images'} looked at: {len(sources)}; one patch is {extent} "
-            f"{'frames and pixels' if is_video else 'pixels'}. The dashed line is attention to all patches alike.",
-            "Attention distance of every head over the layers, by input size.",
-            plot_distances(entries),
-        )
+    inputs, units = ("clips", "frames and pixels") if is_video else ("images", "pixels")
+    yield Plot(
+        "Attention distance",
+        "Mean distance between patches as queries and keys, weighted by attention (ViT, Fig. 11), a point per head, "
+        f"{inputs} looked at: {len(sources)}; one patch is {extent} {units}. The dashed line is attention to all "
+        "patches alike.",
+        "Attention distance of every head over the layers, by input size.",
+        plot_distances(entries),
     )
-    return plots
 
 
 def prediction_rows(analysis: Analysis, sources: Sequence[str]) -> list[list[str]]:
@@ -372,16 +340,11 @@ def prediction_rows(analysis: Analysis, sources: Sequence[str]) -> list[list[str
 
 def cost_rows(analysis: Analysis) -> list[list[str]]:
     """Rows of size, million operations, those for computing and for applying rotations, and the share of both."""
-    return [
-        [
-            size_name(entry.size),
-            f"{entry.cost.operations / 1e6:,.2f}",
-            f"{entry.cost.rotation_operations / 1e6:,.2f}",
-            f"{entry.cost.rotating_operations / 1e6:,.2f}",
-            f"{entry.cost.operation_share:.1%}",
-        ]
-        for entry in analysis.inputs
-    ]
+    rows = []
+    for size, cost in ((entry.size, entry.cost) for entry in analysis.inputs):
+        counts = (cost.operations, cost.rotation_operations, cost.rotating_operations)
+        rows.append([size_name(size), *(f"{count / 1e6:,.2f}" for count in counts), f"{cost.operation_share:.1%}"])
+    return rows
 
 
 def cost_summary(analysis: Analysis) -> str:

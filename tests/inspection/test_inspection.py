@@ -80,7 +80,7 @@ def test_numbers_are_those_of_the_analysis(inspected):
     text = (folder / "report" / "report.html").read_text(encoding="utf-8")
     assert f"{model.config.id2label[int(logits.argmax())]} {probabilities.max():.1%}, " in text
     cost = analyse(model).inputs[0].cost
-    assert f"At most {largest:.2g}." in text and f"{cost.operations / 1e6:,.2f}" in text
+    assert f"the maximum is {largest:.2g}." in text and f"{cost.operations / 1e6:,.2f}" in text
     assert f"{cost.encoding_parameters:,} for rotations" in text
 
 
