@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from matplotlib import colormaps, colors, rc_context, ticker
+from matplotlib import colormaps, rc_context, ticker
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -114,8 +114,7 @@ def plot_mosaics(panels: Sequence[tuple[str, torch.Tensor]], label: str, limit: 
     def paint(figure: Figure, theme: dict) -> None:
         axes = figure.subplots(rows, columns, squeeze=False).ravel()
         for axis, (picture, tile), (title, _) in zip(axes, mosaics, panels):
-            norm = colors.Normalize(-limit, limit)
-            shown = axis.imshow(picture, cmap=theme["signs"], norm=norm, interpolation="nearest")
+            shown = axis.imshow(picture, cmap=theme["signs"], vmin=-limit, vmax=limit, interpolation="nearest")
             axis.set_title(title, fontsize=9)
             label_layers_and_heads(axis, layers, heads, tile)
             for border in range(layers + 1):
@@ -238,14 +237,13 @@ def plot_angles(encoding: EncodingAnalysis) -> dict[str, str]:
             axis.set_yscale(scale)
             axis.set(xlabel="element (radians per unit)", ylabel="density (per radian)", title=f"{scale} scale")
             few_ticks(axis.xaxis)
-        few_ticks(linear.yaxis)
         layers.plot(range(1, len(layer_std) + 1), layer_std, "o-", color=COLOURS[0], markersize=4)
         if start is not None:
             layers.axhline(start.std, **untrained)
         layers.set(xlabel="layer", ylabel="standard deviation (radians)", title="by layer")
         layers.set_ylim(0, 1.15 * max(layer_std.max(), 0 if start is None else start.std) or 1.0)
         layers.xaxis.get_major_locator().set_params(integer=True)
-        few_ticks(layers.yaxis)
+        few_ticks(linear.yaxis, layers.yaxis)
         for axis in (linear, logarithmic, layers):
             axis.title.set_fontsize(9)
             axis.grid(alpha=0.4)
@@ -283,22 +281,18 @@ def plot_frequencies(analysis: Analysis, models: Sequence[torch.Tensor]) -> dict
                     lines = torch.stack(ends, dim=1).numpy()
                     axis.add_collection(LineCollection(lines, colors=look["color"], alpha=0.7))
                 axis.scatter(*ends[-1].T.numpy(), s=size, alpha=0.7, linewidths=0, **look)
-            _frequency_plane(axis, theme, bound, axes[second], axes[first])
+            if bound > math.pi:
+                # Rotations alias outside this square.
+                style = {"fill": False, "linestyle": "--", "linewidth": 0.8, "edgecolor": theme["line"]}
+                axis.add_patch(Rectangle((-math.pi, -math.pi), 2 * math.pi, 2 * math.pi, **style))
+            axis.axhline(0, color=theme["line"], linewidth=0.6)
+            axis.axvline(0, color=theme["line"], linewidth=0.6)
+            axis.set(xlim=(-bound, bound), ylim=(bound, -bound), aspect="equal")
+            axis.set(xlabel=f"{axes[second]}: radians per patch", ylabel=f"{axes[first]}: radians per patch")
+            few_ticks(axis.xaxis, axis.yaxis)
         panels[0].legend(fontsize=8, loc="upper right")
 
     return draw(paint, min(10.0, 4.6 * len(pairs)), 4.4)
-
-
-def _frequency_plane(axis, theme: dict, bound: float, across: str, down: str) -> None:
-    """Draw axes through 0 and, if frequencies exceed it, the square outside of which rotations alias."""
-    if bound > math.pi:
-        style = {"fill": False, "linestyle": "--", "linewidth": 0.8, "edgecolor": theme["line"]}
-        axis.add_patch(Rectangle((-math.pi, -math.pi), 2 * math.pi, 2 * math.pi, **style))
-    axis.axhline(0, color=theme["line"], linewidth=0.6)
-    axis.axvline(0, color=theme["line"], linewidth=0.6)
-    axis.set(xlim=(-bound, bound), ylim=(bound, -bound), aspect="equal")
-    axis.set(xlabel=f"{across}: radians per patch", ylabel=f"{down}: radians per patch")
-    few_ticks(axis.xaxis, axis.yaxis)
 
 
 def size_name(size: tuple[int, ...]) -> str:
