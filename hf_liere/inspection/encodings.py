@@ -234,22 +234,22 @@ def relativity_error(
     patches = patch_positions(encoding)
     chosen = torch.randint(len(patches), (2, pairs), generator=torch.Generator().manual_seed(0))
     chosen[:, 0] = torch.tensor([0, len(patches) - 1])
-    first, second = patches[chosen]  # (pairs, A) each
     matrices, product = generator_matrices(encoding), traits_of(encoding.config).product
     largest = matrices.new_zeros(len(offsets), *matrices.shape[1:3])
     mean = largest.clone()
+
+    def between(generators: torch.Tensor, offset: torch.Tensor | float) -> torch.Tensor:
+        """R(p + c)ᵀR(q + c) of every pair."""
+        first, second = (rotation_matrices(generators, points + offset * steps, product) for points in patches[chosen])
+        return first.mT @ second
+
     with tqdm(total=largest[..., 0].numel(), desc="relativity", disable=not progress) as bar:
-        for layer, layer_matrices in enumerate(matrices.unbind(1)):
-            unmoved = rotation_matrices(layer_matrices, first, product).mT @ rotation_matrices(
-                layer_matrices, second, product
-            )
+        for layer, generators in enumerate(matrices.unbind(1)):
+            unmoved = between(generators, 0)
             for index, offset in enumerate(offsets):
-                shifted = [
-                    rotation_matrices(layer_matrices, points + offset * steps, product) for points in (first, second)
-                ]
-                difference = shifted[0].transpose(-1, -2) @ shifted[1] - unmoved
+                difference = between(generators, offset) - unmoved
                 # The Gram matrix gives the largest singular value faster than an SVD and with sufficient accuracy.
-                squares = torch.linalg.eigvalsh(difference.transpose(-1, -2) @ difference)[..., -1]
+                squares = torch.linalg.eigvalsh(difference.mT @ difference)[..., -1]
                 errors = squares.clamp(min=0).sqrt().flatten(1)
                 largest[index, layer], mean[index, layer] = errors.amax(1), errors.mean(1)
                 bar.update()
@@ -267,10 +267,8 @@ def _elements(matrices: torch.Tensor, traits: EncodingTraits) -> torch.Tensor:
     """(layers, axes · blocks, heads · elements) of the upper triangles."""
     row, column = torch.triu_indices(*matrices.shape[-2:], offset=1)
     elements = matrices[..., row, column].permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
-    if traits.serves_one_axis:
-        served = (elements != 0).any(2).any(0)
-        elements = elements[:, served] if served.any() else elements
-    return elements
+    served = (elements != 0).any(2).any(0)
+    return elements[:, served] if traits.serves_one_axis and served.any() else elements
 
 
 def _densities(*samples: torch.Tensor) -> list[torch.Tensor]:
@@ -298,19 +296,11 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
             else:
                 matrices = generator_matrices(untrained)
             draws.append(_sample(_elements(matrices, traits).flatten()))
-        compared = _sample(learned)
-    drawn = torch.cat(draws)
-    edges, density, learned_density = _densities(drawn, learned)
-    return Initialization(
-        config.rotary_init,
-        config.rotary_init_scale,
-        drawn.std(correction=0).item(),
-        edges,
-        density,
-        learned_density,
-        _distance(compared, drawn),
-        max(_distance(draw, torch.cat(draws[:index] + draws[index + 1 :])) for index, draw in enumerate(draws)),
-    )
+        drawn = torch.cat(draws)
+        distance = _distance(_sample(learned), drawn)
+    chance = max(_distance(draw, torch.cat(draws[:index] + draws[index + 1 :])) for index, draw in enumerate(draws))
+    name, scale, std = config.rotary_init, config.rotary_init_scale, drawn.std(correction=0).item()
+    return Initialization(name, scale, std, *_densities(drawn, learned), distance, chance)
 
 
 def _sample(elements: torch.Tensor) -> torch.Tensor:
@@ -331,8 +321,7 @@ def learned_frequencies(encoding: RotaryEncoding) -> Frequencies | None:
     if planes.error.max() > COMMUTING:
         return None
     frequencies = planes.frequencies.flatten(3)  # (A, layers, heads, planes)
-    missing = encoding.config.head_dim // 2 - frequencies.shape[-1]
-    frequencies = torch.nn.functional.pad(frequencies, (0, missing))
+    frequencies = nn.functional.pad(frequencies, (0, encoding.config.head_dim // 2 - frequencies.shape[-1]))
     first = (frequencies.abs() > COMMUTING * frequencies.norm(dim=0)).int().argmax(dim=0, keepdim=True)
     frequencies = frequencies * frequencies.gather(0, first).sign()
     frequencies = _sort_planes(frequencies[0], frequencies)
