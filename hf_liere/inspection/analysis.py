@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_map_only
 
 from ..models.encoding.folding import FoldedLieRE, FoldedPlanes
 from ..models.patched.module_inspection import head_shape
@@ -112,14 +111,9 @@ def save_measurements(measured, directory: str | Path, name: str) -> None:
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    nested = _nested(measured)
-    leaves, _ = tree_flatten_with_path(nested)
-    arrays = {
-        ".".join(str(key.key if isinstance(key, MappingKey) else key.idx) for key in path): value.numpy()
-        for path, value in leaves
-        if isinstance(value, torch.Tensor)
-    }
-    facts = tree_map_only(torch.Tensor, lambda value: {"shape": list(value.shape)}, nested)
+    arrays = {}
+    arrays = {}
+    facts = _collect(measured, (), arrays)
     np.savez_compressed(directory / f"{name}.npz", **arrays)
     (directory / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
@@ -139,7 +133,12 @@ def analyse(
         ValueError: if the model has no vision tower, contains weights that are not finite, or refuses an input.
     """
     tower = vision_tower(model)
-    _check_finite(tower.module)
+    wrong = [name for name, parameter in tower.module.named_parameters() if not parameter.isfinite().all()]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"{wrong[0]}{more} of {type(tower.module).__name__} contains NaN or infinity; accepted are finite weights."
+        )
     encoding = rotary_encoding(tower.module)
     analysis = Analysis(describe(model), None if encoding is None else analyse_encoding(encoding, progress))
     analysis.remarks += _remarks(tower, encoding, bool(inputs))
@@ -164,15 +163,6 @@ def analyse(
                     measured.output_change = output_change(model, pixel_values, **options)
             analysis.inputs.append(measured)
     return analysis
-
-
-def _check_finite(tower: nn.Module) -> None:
-    wrong = [name for name, parameter in tower.named_parameters() if not parameter.isfinite().all()]
-    if wrong:
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise ValueError(
-            f"{wrong[0]}{more} of {type(tower).__name__} contains NaN or infinity; accepted are finite weights."
-        )
 
 
 def describe(model: nn.Module) -> dict:
@@ -250,19 +240,22 @@ def input_size(pixel_values: torch.Tensor) -> tuple[int, ...]:
     return (pixel_values.shape[1], height, width) if pixel_values.ndim == 5 else (height, width)
 
 
-def _nested(value):
-    """Dataclasses and named tuples as nested dictionaries, with the shares of a cost."""
-    if isinstance(value, list):
-        return [_nested(entry) for entry in value]
-    if dataclasses.is_dataclass(value):
-        entries = vars(value)
-    elif hasattr(value, "_asdict"):
-        entries = value._asdict()
-    else:
-        return value
+def _collect(value, path: tuple[str, ...], arrays: dict[str, np.ndarray]):
+    """A value for json; adds its tensors to `arrays`, and the shares of a cost to the value."""
+    if isinstance(value, torch.Tensor):
+        arrays[".".join(path)] = value.numpy()
+        return {"shape": list(value.shape)}
     if isinstance(value, Cost):
-        entries = entries | {"parameter_share": value.parameter_share, "operation_share": value.operation_share}
-    return {name: _nested(entry) for name, entry in entries.items()}
+        value = vars(value) | {name: getattr(value, name) for name in ("parameter_share", "operation_share")}
+    elif dataclasses.is_dataclass(value):
+        value = vars(value)
+    elif hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {name: _collect(entry, (*path, name), arrays) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_collect(entry, (*path, str(index)), arrays) for index, entry in enumerate(value)]
+    return value
 
 
 __all__ = [
