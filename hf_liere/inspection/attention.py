@@ -80,8 +80,7 @@ def attention_maps(
     takes_mean = getattr(tower.module.config, "pooling", "cls") in ("mean", "mean_all")
     queries = set()
 
-    def pooled_query(weights: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
-        prefix = weights.shape[-1] - math.prod(grid)
+    def pooled_query(weights: torch.Tensor, prefix: int, grid: tuple[int, ...]) -> torch.Tensor:
         by_mean = takes_mean or prefix == 0
         queries.add("mean of patches" if by_mean else "class token")
         row = weights[:, :, prefix:].mean(dim=2) if by_mean else weights[:, :, 0]
@@ -105,8 +104,7 @@ def attention_distances(
         (layers, images, heads) float32, in patches; for video, in tubelets along each axis.
     """
 
-    def distance(weights: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
-        prefix = weights.shape[-1] - math.prod(grid)
+    def distance(weights: torch.Tensor, prefix: int, grid: tuple[int, ...]) -> torch.Tensor:
         weights = weights[:, :, prefix:, prefix:]
         return ((weights * patch_distances(grid).to(weights.device)).sum(-1) / weights.sum(-1)).mean(-1)
 
@@ -136,8 +134,7 @@ def attention_relativity(model: nn.Module) -> torch.Tensor:
     if next(tower.module.parameters()).dtype != torch.float32:
         (tower,) = find_towers(copy.deepcopy(tower.module).float())
 
-    def spread(weights: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
-        prefix = weights.shape[-1] - math.prod(grid)
+    def spread(weights: torch.Tensor, prefix: int, grid: tuple[int, ...]) -> torch.Tensor:
         weights = weights[0, :, prefix:, prefix:].cpu()
         logits = weights.log()
         logits = (logits - logits.diagonal(dim1=1, dim2=2).unsqueeze(-1)).flatten(1)
@@ -168,7 +165,7 @@ def equal_patches(tower: Tower) -> torch.Tensor:
 def observe_attention(
     tower: Tower,
     pixel_values: torch.Tensor,
-    reduce: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor],
+    reduce: Callable[[torch.Tensor, int, tuple[int, ...]], torch.Tensor],
     batch_size: int = 8,
     progress: bool = False,
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -176,7 +173,8 @@ def observe_attention(
     Apply `reduce` to the attention weights of every layer, one at a time. The patches are the last tokens.
 
     Args:
-        reduce: Maps one layer's (B, H, N, N) float32 attention weights and the grid to (B, …).
+        reduce: Maps one layer's (B, H, N, N) float32 attention weights, the number of tokens before the patches, and
+            the grid to (B, …).
 
     Returns:
         (layers, images, …), and the grid of patches.
@@ -230,13 +228,14 @@ def _recording(tower: Tower, reduce) -> Iterator[tuple[dict[int, torch.Tensor], 
         def hook(module, inputs, output):
             weights = output[1] if isinstance(output, tuple) else None
             (grid,) = grids
-            if weights is None or weights.ndim != 4 or weights.shape[-1] < math.prod(grid):
+            patches = math.prod(grid)
+            if weights is None or weights.ndim != 4 or weights.shape[-1] < patches:
                 shape = None if weights is None else tuple(weights.shape)
                 raise ValueError(
-                    f"{type(module).__name__} returned attention weights of shape {shape} for {math.prod(grid)} "
-                    "patches; accepted is (batch, heads, tokens, tokens) with every patch among the tokens."
+                    f"{type(module).__name__} returned attention weights of shape {shape} for {patches} patches; "
+                    "accepted is (batch, heads, tokens, tokens) with every patch among the tokens."
                 )
-            record[layer] = reduce(weights.float(), grid).cpu()
+            record[layer] = reduce(weights.float(), weights.shape[-1] - patches, grid).cpu()
 
         return hook
 
