@@ -88,13 +88,12 @@ def inspect_checkpoints(
 
 
 def _take_videos(models: Sequence[nn.Module]) -> bool:
-    kinds = [len(vision_tower(model).train_grid) == 3 for model in models]
-    if len(set(kinds)) > 1:
-        described = [
-            f"{type(model).__name__} takes {'videos' if kind else 'images'}" for model, kind in zip(models, kinds)
-        ]
-        raise InspectionError(f"--compare: {' and '.join(described)}; accepted are two models of one kind.")
-    return kinds[0]
+    take_videos = [len(vision_tower(model).train_grid) == 3 for model in models]
+    if len(set(take_videos)) > 1:
+        kinds = ("videos" if videos else "images" for videos in take_videos)
+        described = " and ".join(f"{type(model).__name__} takes {kind}" for model, kind in zip(models, kinds))
+        raise InspectionError(f"--compare: {described}; accepted are two models of one kind.")
+    return take_videos[0]
 
 
 def _inspect(
@@ -107,26 +106,21 @@ def _inspect(
     progress: bool,
 ) -> InspectedModel:
     tower = vision_tower(model)
-    if tower.is_flexible:
-        samples = []
-    shown, inputs, remarks = _prepare(tower, processor, samples, image_sizes)
+    samples = [] if tower.is_flexible else samples
+    shown, inputs, remarks = [], [], []
+    if samples:
+        blank = black_input(tower)
+        num_frames = blank.shape[1] if blank.ndim == 5 else None
+        preparation = Preparation.from_processor(processor, blank.shape[-3], num_frames)
+        if processor is None:
+            remarks.append("The checkpoint has no readable processor: pixels are scaled to −1 … 1, as for ViT.")
+        sizes, refused = _sizes(tower, blank, image_sizes)
+        shown = [[preparation.resize(sample, size) for sample in samples] for size in sizes]
+        inputs = [preparation.pixel_values(clips) for clips in shown]
+        remarks += refused
     analysis = analyse(model, inputs, batch_size, progress)
     analysis.remarks += remarks
     return InspectedModel(name, analysis, [np.stack(clips) for clips in shown], [sample.name for sample in samples])
-
-
-def _prepare(tower: Tower, processor, samples: Sequence[Sample], image_sizes: Sequence[int] | None):
-    """For each size, the samples as pictures and as `pixel_values`, and remarks on what was left out."""
-    if not samples:
-        return [], [], []
-    blank, remarks, shown = black_input(tower), [], []
-    preparation = Preparation.from_processor(processor, blank.shape[-3], blank.shape[1] if blank.ndim == 5 else None)
-    if processor is None:
-        remarks.append("The checkpoint has no readable processor: pixels are scaled to −1 … 1, as for ViT.")
-    sizes, refused = _sizes(tower, blank, image_sizes)
-    for size in sizes:
-        shown.append([preparation.resize(sample, size) for sample in samples])
-    return shown, [preparation.pixel_values(clips) for clips in shown], remarks + refused
 
 
 def _sizes(
@@ -142,10 +136,8 @@ def _sizes(
     if image_sizes is not None:
         sizes = [(size, size) for size in image_sizes]
     else:
-        sizes = [
-            tuple(round(scale * side / extent) * extent for side, extent in zip(trained, patch))
-            for scale in DEFAULT_SCALES
-        ]
+        sides = list(zip(trained, patch))
+        sizes = [tuple(round(scale * side / extent) * extent for side, extent in sides) for scale in DEFAULT_SCALES]
     accepted, remarks = [], []
     for size in dict.fromkeys(sizes):
         try:

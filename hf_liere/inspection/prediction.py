@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -201,8 +200,5 @@ class Inputs:
         from .attention_plots import attention_rows
 
         pixels = self.tensors["pixel_values"]
-        return attention_rows(title, attention_maps(model, pixels).maps[:, 0], self.visible_frames())
-
-    def visible_frames(self) -> np.ndarray:
-        """(T, H, W, C) uint8 as the model saw it: after resizing and cropping, before normalisation."""
-        return self.preparation.frames(self.tensors["pixel_values"])[0]
+        # The frames as the model saw them: after resizing and cropping, before normalisation.
+        return attention_rows(title, attention_maps(model, pixels).maps[:, 0], self.preparation.frames(pixels)[0])
