@@ -237,32 +237,24 @@ def _distance(found: list[list[float]], saved: list[list[float]]) -> float:
     return ((found - saved).norm(dim=1) / saved.norm(dim=1).clamp_min(1e-12)).max().item()
 
 
-def _check_bases(saved: list[dict], found: list[dict], source: str | Path, check_weights: bool) -> None:
-    if len(found) != len(saved):
-        raise ValueError(f"{source} contains rotations for {len(saved)} vision towers; this model has {len(found)}.")
-    for base, fingerprint in zip(saved, found):
-        _check_base(base, fingerprint, source, check_weights)
-
-
-def _check_base(saved: dict, found: dict, source: str | Path, check_weights: bool) -> None:
-    differing = [name for name in found if name != "weights" and not _agree(found[name], saved.get(name))]
-    if differing:
+def _check_bases(bases: list[dict], fingerprints: list[dict], source: str | Path, check_weights: bool) -> None:
+    if len(fingerprints) != len(bases):
         raise ValueError(
-            f"{source} contains rotations for another model: "
-            + "; ".join(f"{name} {saved.get(name)} there, {found[name]} here" for name in differing)
-            + "."
+            f"{source} contains rotations for {len(bases)} vision towers; this model has {len(fingerprints)}."
         )
-    if not check_weights:
-        return
-    if found["weights"] is None or saved["weights"] is None:
-        warnings.warn(
-            f"Could not check whether {source} belongs to this model: its weights are quantized.", stacklevel=3
-        )
-    elif (distance := _distance(found["weights"], saved["weights"])) > WEIGHTS_TOLERANCE:
-        raise ValueError(
-            f"{source} was trained on other weights: the query and key projections of this model differ by about "
-            f"{distance:.1%}. Load its base, or pass check_weights=False for one that was trained further."
-        )
+    for saved, found in zip(bases, fingerprints):
+        if differing := [name for name in found if name != "weights" and not _agree(found[name], saved.get(name))]:
+            shown = "; ".join(f"{name} {saved.get(name)} there, {found[name]} here" for name in differing)
+            raise ValueError(f"{source} contains rotations for another model: {shown}.")
+        if check_weights and None in (found["weights"], saved["weights"]):
+            warnings.warn(
+                f"Could not check whether {source} belongs to this model: its weights are quantized.", stacklevel=3
+            )
+        elif check_weights and (distance := _distance(found["weights"], saved["weights"])) > WEIGHTS_TOLERANCE:
+            raise ValueError(
+                f"{source} was trained on other weights: the query and key projections of this model differ by about "
+                f"{distance:.1%}. Load its base, or pass check_weights=False for one that was trained further."
+            )
 
 
 def _agree(found, saved) -> bool:
