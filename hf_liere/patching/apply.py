@@ -78,7 +78,16 @@ def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
 def attach_plans(model: nn.Module, plans: list, encodings: list[nn.Module] | None = None) -> nn.Module:
     """The second half of [`patch`]: attach new rotations or those of an adapter."""
     patch_in_place(model, plans, encodings)
-    _warn_of_unknown_classes(model)
+    patched = next((module for module in model.modules() if isinstance(module, RotaryModelMixin)), None)
+    # Warn before training if only the model's own class can restore its checkpoints.
+    if patched is not None and not is_restorable(patched.plain_class):
+        name = patched.plain_class.__name__
+        warnings.warn(
+            f"transformers does not export {name}, so no Auto class restores what its save_pretrained writes: load it "
+            f"with rotary_class({name}).from_pretrained(folder) of {RotaryModelMixin.__module__}, or load the "
+            "rotations beside it into its base with load_rotary.",
+            stacklevel=3,
+        )
     return model
 
 
@@ -122,14 +131,12 @@ def set_absolute_weight(model: nn.Module, weight: float) -> None:
     Raises:
         ValueError: if the model is not patched with that option, or the weight is not in [0, 1].
     """
-    towers = [tower for _, tower in require_patched(model)]
-    for tower in towers:
-        if tower.rotary_patch.config.keep_absolute != "fade":
-            raise ValueError(
-                f"The model is patched with keep_absolute={tower.rotary_patch.config.keep_absolute!r}, not 'fade'."
-            )
-    for tower in towers:
-        tower.rotary_patch.config = replace(tower.rotary_patch.config, absolute_weight=weight)
+    patches = [tower.rotary_patch for _, tower in require_patched(model)]
+    for patched in patches:
+        if patched.config.keep_absolute != "fade":
+            raise ValueError(f"The model is patched with keep_absolute={patched.config.keep_absolute!r}, not 'fade'.")
+    for patched in patches:
+        patched.config = replace(patched.config, absolute_weight=weight)
     for module in model.modules():
         described = getattr(getattr(module, "config", None), "rotary_patch", None)
         if described is not None:
@@ -164,21 +171,6 @@ def require_patched(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if not towers:
         raise ValueError(f"{type(model).__name__} is not patched; call patch(model, config) first.")
     return towers
-
-
-def _warn_of_unknown_classes(model: nn.Module) -> None:
-    """Warn before training if only the model's own class can restore its checkpoints."""
-    for module in model.modules():
-        if isinstance(module, RotaryModelMixin):
-            if not is_restorable(module.plain_class):
-                name = module.plain_class.__name__
-                warnings.warn(
-                    f"transformers does not export {name}, so no Auto class restores what its save_pretrained writes: "
-                    f"load it with rotary_class({name}).from_pretrained(folder) of {RotaryModelMixin.__module__}, or "
-                    "load the rotations beside it into its base with load_rotary.",
-                    stacklevel=4,
-                )
-            return
 
 
 def _save_whole(wrapped, model: PreTrainedModel, args, kwargs):
