@@ -28,15 +28,15 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PLACE = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
 
 
-def restore_rotations(model: nn.Module, source: str | Path, is_loaded: bool = False, **place) -> None:
+def restore_rotations(model: nn.Module, source: str | Path, place: dict, is_loaded: bool = False) -> None:
     """
     Give a base the rotations that a peft adapter was saved with, in place, before loading the adapter.
 
     Args:
         model: The base, or peft's model around it.
         source: Folder or repository of the adapter.
+        place: Arguments of the loading function, among them those that locate files on the Hub.
         is_loaded: Whether the model already has an adapter of that name, whose values will be replaced.
-        place: `revision`, `subfolder` and other arguments that locate files on the Hub.
 
     Raises:
         ValueError: if the rotations do not fit the base, or the adapter has rotations without a patch and the base
@@ -60,7 +60,7 @@ def restore_rotations(model: nn.Module, source: str | Path, is_loaded: bool = Fa
         current = stored_parameters(model)
         if all(torch.equal(value, current[name].detach().cpu()) for name, value in tensors.items()):
             return
-    if not is_loaded and _has_adapters(model):
+    if not is_loaded and any(hasattr(module, "base_layer") for module in model.modules()):
         raise ValueError(
             f"The rotations of the adapter {source} differ from those that this model's adapters share. Patch the "
             'base before any adapter, and train with LoraConfig(…, modules_to_save=["rotary_encoding"]), so that every '
@@ -69,29 +69,23 @@ def restore_rotations(model: nn.Module, source: str | Path, is_loaded: bool = Fa
     load_rotary(model, path.parent)
 
 
-def _has_adapters(model: nn.Module) -> bool:
-    return any(hasattr(module, "base_layer") for module in model.modules())
-
-
 def _find(source: str | Path, name: str, place: dict) -> Path | None:
-    options = {"_raise_exceptions_for_missing_entries": False}
-    found = cached_file(str(source), name, **options, **{key: value for key, value in place.items() if value})
+    options = {key: place[key] for key in PLACE if place.get(key)}
+    found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **options)
     return None if found is None else Path(found)
 
 
 def _rotations_in_weights(source: str | Path, place: dict) -> list[str]:
     """Names of rotation parameters among the weights of an adapter."""
-    for file_name in WEIGHTS:
-        path = _find(source, file_name, place)
-        if path is None:
-            continue
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                names = list(file.keys())
-        else:
-            names = list(torch.load(path, map_location="meta", weights_only=True))
-        return [name for name in names if "rotary_encoding" in name.split(".")]
-    return []
+    path = next(filter(None, (_find(source, file_name, place) for file_name in WEIGHTS)), None)
+    if path is None:
+        return []
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+    else:
+        names = list(torch.load(path, map_location="meta", weights_only=True))
+    return [name for name in names if "rotary_encoding" in name.split(".")]
 
 
 def _save(wrapped, model, args, kwargs):
@@ -105,10 +99,10 @@ def _save(wrapped, model, args, kwargs):
     return result
 
 
-def _from_pretrained(wrapped, _, args, kwargs):
-    """Wraps `PeftModel.from_pretrained(model, model_id, …)`."""
-    given = dict(zip(("model", "model_id"), args)) | kwargs
-    restore_rotations(given["model"], given["model_id"], **_place(kwargs))
+def _restore_first(source: str, is_loaded: bool, wrapped, _, args, kwargs):
+    """Wraps `PeftModel.from_pretrained(model, model_id, …)` and `hotswap_adapter(model, model_name_or_path, …)`."""
+    given = dict(zip(("model", source), args)) | kwargs
+    restore_rotations(given["model"], given[source], kwargs, is_loaded)
     return wrapped(*args, **kwargs)
 
 
@@ -119,8 +113,7 @@ def _load_adapter(wrapped, model, args, kwargs):
         model, *args = args
         wrapped = partial(wrapped, model)
     given = dict(zip(("model_id", "adapter_name"), args)) | kwargs
-    is_loaded = given["adapter_name"] in model.peft_config
-    restore_rotations(model, given["model_id"], is_loaded, **_place(kwargs))
+    restore_rotations(model, given["model_id"], kwargs, is_loaded=given["adapter_name"] in model.peft_config)
     return wrapped(*args, **kwargs)
 
 
@@ -129,14 +122,7 @@ def _load_into_transformers(wrapped, model, args, kwargs):
     options = kwargs.get("load_config")
     source = args[0] if args else kwargs.get("peft_model_id") or getattr(options, "pretrained_model_name_or_path", None)
     if source is not None:
-        restore_rotations(model, source, **_place({**kwargs, **(kwargs.get("adapter_kwargs") or {})}))
-    return wrapped(*args, **kwargs)
-
-
-def _swap(wrapped, _, args, kwargs):
-    """Wraps `hotswap_adapter(model, model_name_or_path, …)`, which replaces the weights of an adapter."""
-    given = dict(zip(("model", "model_name_or_path"), args)) | kwargs
-    restore_rotations(given["model"], given["model_name_or_path"], is_loaded=True, **_place(kwargs))
+        restore_rotations(model, source, {**kwargs, **(kwargs.get("adapter_kwargs") or {})})
     return wrapped(*args, **kwargs)
 
 
@@ -148,15 +134,11 @@ def _base_model_class(wrapped, _, args, kwargs):
     return next((getattr(transformers, name) for name, kind in autos.items() if kind is plain), plain)
 
 
-def _place(arguments: dict) -> dict:
-    return {name: arguments[name] for name in PLACE if name in arguments}
-
-
 def _guard(peft) -> None:
     """Install the wrappers once peft is imported."""
     for name, wrapper in {
         "save_pretrained": _save,
-        "from_pretrained": _from_pretrained,
+        "from_pretrained": partial(_restore_first, "model_id", False),
         "load_adapter": _load_adapter,
         "_get_base_model_class": _base_model_class,
     }.items():
@@ -167,8 +149,12 @@ def _guard(peft) -> None:
             table |= {f"{TYPE_PREFIX}{name}": value for name, value in table.items() if isinstance(name, str)}
 
 
+def _guard_swaps(hotswap) -> None:
+    """Install the wrapper of the function that replaces the weights of a loaded adapter."""
+    swap = partial(_restore_first, "model_name_or_path", True)
+    wrapt.wrap_function_wrapper(hotswap, "hotswap_adapter", swap)
+
+
 wrapt.register_post_import_hook(_guard, "peft")
-wrapt.register_post_import_hook(
-    lambda hotswap: wrapt.wrap_function_wrapper(hotswap, "hotswap_adapter", _swap), "peft.utils.hotswap"
-)
+wrapt.register_post_import_hook(_guard_swaps, "peft.utils.hotswap")
 wrapt.wrap_function_wrapper("transformers.integrations.peft", "PeftAdapterMixin.load_adapter", _load_into_transformers)
