@@ -55,8 +55,7 @@ def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Te
     [`apply_rotation`] of the gradients by the inverse and [`angle_gradients`], in one pass with 3/4 of the bytes.
 
     Args:
-        gradients: Gradients of the rotated query and key, (B, H, N, D) each, or of one of them.
-        rotated: Query and key, likewise.
+        gradients, rotated: As in [`cuda.angle_gradients`].
         cos_sin: (1 or B, 1 or H, N, planes, 2).
     """
     gradients, cos_sin = tuple(map(contiguous_channels, gradients)), _contiguous_blocks(cos_sin)
@@ -90,22 +89,13 @@ def block_rotations(
     tokens, squarings = _check_rays(tokens, squarings, squares, len(positions))
     in_no_ray = torch.ones(len(positions), dtype=torch.bool, device="cpu").index_fill_(0, tokens[tokens >= 0], False)
     rotations = tuple(_empty(len(positions), blocks, size, size) for _ in range(groups))
-    others = in_no_ray.nonzero().flatten()
-    identity = torch.eye(size, dtype=torch.float32, device="cpu").expand(len(others), blocks, size, size)
+    identity = torch.eye(size, dtype=torch.float32, device="cpu")
     for rotation in rotations:
-        rotation.index_copy_(0, others, identity)
-    offsets = first_square(squarings)
-    _call(
-        size,
-        "block_rotations",
-        Sizes(axes, groups, blocks, size),
-        _rays(tokens, squarings, offsets, squares),
-        positions.dtype == torch.float64,
-        positions,
-        generators,
-        torch.tensor(POLYNOMIAL, dtype=torch.float64, device="cpu"),
-        rotations,
-    )
+        rotation[in_no_ray] = identity
+    sizes, offsets = Sizes(axes, groups, blocks, size), first_square(squarings)
+    rays, is_double = _rays(tokens, squarings, offsets, squares), positions.dtype == torch.float64
+    polynomial = torch.tensor(POLYNOMIAL, dtype=torch.float64, device="cpu")
+    _call(size, "block_rotations", sizes, rays, is_double, positions, generators, polynomial, rotations)
     return rotations
 
 
@@ -250,16 +240,14 @@ def _shape(states: Sequence[torch.Tensor], rotations: tuple[int, ...], block_siz
 
 
 def _pair(tensors: Sequence[torch.Tensor]) -> Pair:
-    first, last = tensors[0], tensors[-1]
+    # The kernels do not read the second of a single state.
+    pair = first, last = tensors[0], tensors[-1]
     if first.shape != last.shape or first.dtype != last.dtype:
         raise ValueError(
             f"Query and key must be alike; they are {tuple(first.shape)} in {first.dtype} and {tuple(last.shape)} in "
             f"{last.dtype}."
         )
-    # The kernels do not read the second of a single state.
-    pair = first, last
-    strides = tuple(Strides(*tensor.stride()[:3]) for tensor in pair)
-    return Pair(tuple(tensor.data_ptr() for tensor in pair), strides)
+    return Pair(tuple(tensor.data_ptr() for tensor in pair), tuple(Strides(*tensor.stride()[:3]) for tensor in pair))
 
 
 def _shared(rotation: torch.Tensor) -> Shared:

@@ -127,8 +127,7 @@ def outer_products(
     Σ g rᵀ of every block over query, key, and samples and heads that share a rotation, times that rotation if given.
 
     Args:
-        gradients: Of the rotated query and key, (B, H, N, D) each, or of one of them.
-        rotated: Query and key, likewise.
+        gradients, rotated: As in [`angle_gradients`].
         shape: (1 or B, 1 or H, N, blocks).
         block_size: b.
         rotation: (*shape, b, b).
@@ -177,19 +176,11 @@ def _launch(
     sizes = (batch, tokens, head_dim, shape[3] * (block_size or 2), samples)
     if block_size is None:
         return grid, sizes, {"STATES": count, "BLOCK_TOKENS": block_tokens, "BLOCK_DIM": block_dim}
-    tiles = {
-        "STATES": count,
-        "BLOCK_SIZE": block_size,
-        "BLOCK_BATCH": _block_batch(samples, states.dtype),
-        "BLOCK_DIM": block_dim,
-    }
-    # With three stages, float32 heads of 128 channels exceed the 99 KiB of shared memory of compute capability 8.6.
-    return grid, sizes, {**tiles, **({"num_warps": 4} if block_dim <= 64 else {"num_warps": 8, "num_stages": 2})}
-
-
-def _block_batch(samples: int, dtype: torch.dtype) -> int:
     # Tensor-core products have at least 16 rows; larger float32 tiles exceed the shared memory of some GPUs.
-    return 16 if dtype == torch.float32 else min(64, max(16, triton.next_power_of_2(samples)))
+    rows = 16 if states.dtype == torch.float32 else min(64, max(16, triton.next_power_of_2(samples)))
+    tiles = {"STATES": count, "BLOCK_SIZE": block_size, "BLOCK_BATCH": rows, "BLOCK_DIM": block_dim}
+    # With three stages, float32 heads of 128 channels exceed the 99 KiB of shared memory of compute capability 8.6.
+    return grid, sizes, tiles | ({"num_warps": 4} if block_dim <= 64 else {"num_warps": 8, "num_stages": 2})
 
 
 def _sums(kernel, gradients, rotated, shape: tuple[int, ...], launch: tuple[tuple, tuple, dict]) -> torch.Tensor:

@@ -54,9 +54,7 @@ class SelfCheck:
     """
     Args:
         name: Name of the kernels in messages.
-        apply_rotation: As [`cuda.apply_rotation`].
-        angle_gradients: As [`cuda.angle_gradients`].
-        outer_products: As [`cuda.outer_products`].
+        apply_rotation, angle_gradients, outer_products: As the functions of `cuda`.
 
     Attributes:
         outcomes: Results of the comparisons so far, by [`Case`].
