@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from fresh_process import run
+from fresh_process import run_code
 from PIL import Image
 from transformers import (
     AutoBackbone,
@@ -64,7 +64,7 @@ def test_load_train_save_load_in_a_fresh_process(checkpoint, tmp_path, package):
     path, expected = checkpoint
     remote = {} if package else {"trust_remote_code": True}
     code = FINE_TUNE.format(source=path, target=tmp_path / "tuned", remote=remote)
-    loaded, tuned, again, same_features, module = json.loads(run(code, tmp_path, package)[-1])
+    loaded, tuned, again, same_features, module = json.loads(run_code(code, tmp_path, package)[-1])
     # Without the package there are no kernels for CPUs, whose sums are rounded in another order: a few times 1.2e-7.
     tolerance = {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(torch.tensor(loaded), expected, **tolerance)
@@ -95,7 +95,7 @@ def test_every_auto_class_finds_its_model_without_the_package(checkpoint, tiny_v
         config = AutoConfig.from_pretrained("{path}", trust_remote_code=True)
         print(type(AutoBackbone.from_config(config, trust_remote_code=True)).__name__)
     """
-    assert run(code, tmp_path, package=False) == [
+    assert run_code(code, tmp_path, package=False) == [
         "absent",
         "LieREViTModel",
         "LieREViTForMaskedImageModeling",
@@ -114,7 +114,7 @@ def test_remote_code_does_not_run_unasked(checkpoint, tmp_path):
         except ValueError as error:
             print("refused" if "trust_remote_code" in str(error) else error)
     """
-    assert run(code, tmp_path, package=False) == ["refused"]
+    assert run_code(code, tmp_path, package=False) == ["refused"]
 
 
 def test_registration(tiny, tiny_video):
@@ -163,7 +163,7 @@ def test_image_pipelines_in_a_fresh_process(checkpoint, tmp_path):
         features = pipeline("image-feature-extraction", "{path}")("image.png")
         print(json.dumps([classified, [len(features[0]), len(features[0][0])]]))
     """
-    classified, shape = json.loads(run(code, tmp_path)[-1])
+    classified, shape = json.loads(run_code(code, tmp_path)[-1])
     pixels = AutoImageProcessor.from_pretrained(path)(image, return_tensors="pt").pixel_values
     expected = AutoModelForImageClassification.from_pretrained(path).eval()(pixels).logits.softmax(-1)[0]
     assert [entry["label"] for entry in classified] == [["up", "down", "left"][i] for i in expected.argsort().flip(0)]
@@ -192,5 +192,5 @@ def test_video_pipeline_in_a_fresh_process(tiny_video, tmp_path, package):
         from transformers import pipeline
         print(json.dumps(pipeline("video-classification", "{path}", trust_remote_code={not package})("clip.mp4")))
     """
-    classified = json.loads(run(code, tmp_path, package)[-1])
+    classified = json.loads(run_code(code, tmp_path, package)[-1])
     assert len(classified) == 3 and abs(sum(entry["score"] for entry in classified) - 1) < 1e-5

@@ -1,11 +1,9 @@
 """DDP, FSDP2 and ZeRO-3 in two processes give the logits and the step of one process."""
 
-import os
-import subprocess
-
 import pytest
 import torch
-from checkout import PYTHONPATH, SUPPORT, TWO_PROCESSES
+from checkout import SUPPORT
+from fresh_process import run_two_processes
 
 import hf_liere
 
@@ -40,11 +38,8 @@ def test_two_processes_take_the_step_of_one(tiny, tmp_path, kind, encoding):
     outputs.loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-    command = [*TWO_PROCESSES, str(SUPPORT / "distributed_worker.py"), kind]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    arguments = [str(tmp_path), str(tmp_path / "batch.pt"), str(tmp_path / "weights.pt")]
-    process = subprocess.run(command + arguments, env=environment, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
+    arguments = [tmp_path, tmp_path / "batch.pt", tmp_path / "weights.pt"]
+    run_two_processes(SUPPORT / "distributed_worker.py", kind, *arguments, DS_ACCELERATOR="cpu")
     saved = torch.load(tmp_path / "weights.pt")
     weights = saved["weights"]
     # float32, some of it in another basis.

@@ -1,15 +1,13 @@
 """Exported models give the logits of the model they were made from, in ONNX Runtime and as loaded torch programs."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import onnx
 import onnxruntime
 import pytest
 import torch
 from encoding_cases import IMAGE_CASES, moved
+from fresh_process import run_python
 
 import hf_liere
 from hf_liere import export
@@ -226,8 +224,7 @@ def test_file_needs_neither_package_nor_transformers(tiny, tmp_path):
         path = export_model(model, tmp_path / f"model{suffix}")
         code = f"path = {str(path)!r}; {run}; import sys; "
         code += "assert not {'hf_liere', 'transformers'} & set(sys.modules); print(y)"
-        output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path("/"))
-        assert output.returncode == 0, output.stderr
+        output = run_python("-c", code, cwd="/")
         torch.testing.assert_close(
             torch.tensor(json.loads(output.stdout)), torch.tensor(expected), rtol=0, atol=TOLERANCE
         )

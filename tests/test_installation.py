@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import zipfile
 from importlib.metadata import Distribution, PathDistribution, distribution
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from checkout import ROOT, SUPPORT
 from conversion_cases import liere_weights
+from fresh_process import run_python
 from packaging.requirements import Requirement
 from published_models import CARD
 
@@ -62,24 +62,21 @@ def sources(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout / name)
     build = "import setuptools.build_meta as backend, sys; print(backend.build_sdist(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=checkout, check=True, stdout=subprocess.DEVNULL)
+    run_python("-c", build, folder, cwd=checkout)
     (archive,) = folder.glob("*.tar.gz")
     shutil.unpack_archive(archive, folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
     return unpacked
 
 
-PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
 OFFLINE = ["--no-deps", "--no-index", "--no-build-isolation"]
 
 
 def build_wheel(sources: Path, folder: Path, compiler: str) -> Path:
     """With this C and C++ compiler; pip removes what it builds beside the sources, but for the wheel."""
     shutil.copytree(sources, folder / "copy")
-    environment = {**os.environ, "CC": compiler, "CXX": compiler}
-    command = [*PIP, "wheel", str(folder / "copy"), *OFFLINE, "-w", str(folder)]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert process.returncode == 0, process.stdout + process.stderr
+    run_python(*PIP, "wheel", folder / "copy", *OFFLINE, "-w", folder, variables={"CC": compiler, "CXX": compiler})
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -92,7 +89,7 @@ def installed(sources, tmp_path_factory) -> Path:
     """
     folder = tmp_path_factory.mktemp("installed")
     wheel = build_wheel(sources, folder, "/nonexistent")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
+    run_python("-m", "venv", "--without-pip", folder / "env")
     (site,) = (folder / "env" / "lib").glob("python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
         (info,) = {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name}
@@ -105,7 +102,7 @@ def installed(sources, tmp_path_factory) -> Path:
             place(found, site)
             waiting += requirements(found)
     python = folder / "env" / "bin" / "python"
-    subprocess.run([*PIP, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    run_python(*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel)
     return python.parent
 
 
@@ -182,13 +179,8 @@ def assert_kernels_of(wheel: Path, expected: str) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
     code = "from cpu_library_checks import *; assert_rotations_are_right(); print(cpu_library.library()._name)"
-    environment = {**os.environ, "HF_LIERE_CPU_KERNELS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(unpacked), str(SUPPORT)])
-    process = subprocess.run(
-        [sys.executable, "-c", code], cwd=unpacked, env=environment, capture_output=True, text=True
-    )
-    assert process.returncode == 0, process.stderr
-    path = Path(process.stdout.strip())
+    variables = {"HF_LIERE_CPU_KERNELS": "1", "PYTHONPATH": os.pathsep.join([str(unpacked), str(SUPPORT)])}
+    path = Path(run_python("-c", code, cwd=unpacked, variables=variables).stdout.strip())
     assert path.is_relative_to(unpacked) and path.name.startswith(f"{expected}.")
 
 
@@ -242,9 +234,7 @@ print(json.dumps(texts))
 @pytest.fixture(scope="module")
 def help_texts():
     """What the training scripts print, one after another in one process: most of the time goes into their imports."""
-    scripts = [str(ROOT / "training" / name) for name in SCRIPTS]
-    process = subprocess.run([sys.executable, "-c", HELP, *scripts], cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
+    process = run_python("-c", HELP, *(ROOT / "training" / name for name in SCRIPTS), cwd=ROOT)
     return {Path(name).name: found for name, found in json.loads(process.stdout.splitlines()[-1]).items()}
 
 

@@ -1,11 +1,11 @@
 """Who may import whom, read from the source: a checkpoint's code must load without the package."""
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fresh_process import run_python
 
 import hf_liere
 import training
@@ -166,5 +166,4 @@ def test_import_needs_no_training_library():
         "; new = {name.partition('.')[0] for name in set(sys.modules) - before}"
         "; print(sorted(new & {'accelerate', 'datasets', 'evaluate', 'matplotlib', 'timm', 'av', 'peft'}))"
     )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "[]"
+    assert run_python("-c", code).stdout.strip() == "[]"

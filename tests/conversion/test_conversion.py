@@ -7,7 +7,7 @@ import timm
 import torch
 import transformers
 from conversion_cases import Code, converts, images, liere_weights, randomised, without
-from fresh_process import run
+from fresh_process import run_code
 from hub_client import client
 from safetensors.torch import save_file
 
@@ -258,7 +258,7 @@ def converted(tmp_path_factory):
 @pytest.mark.parametrize("package", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_logits_survive_a_fresh_process(converted, package):
     directory, names = converted
-    run(LOAD.format(names=names, remote={} if package else {"trust_remote_code": True}), directory, package)
+    run_code(LOAD.format(names=names, remote={} if package else {"trust_remote_code": True}), directory, package)
     # Code that comes with a checkpoint has no kernels for CPUs: float32 sums in another order.
     tolerance = 0 if package else 1e-5
     for name in names:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from checkout import ROOT
 from conversion_cases import liere_weights
+from fresh_process import run_python
 from hub_client import WRITE
 from page_models import MODELS
 from pages import PAGES, SITE, blocks, commands, name
@@ -160,9 +161,7 @@ def test_training_commands_run(page, reader, tmp_path):
 def test_the_site_builds_without_warnings(tmp_path):
     """So every link and anchor leads somewhere. What the pages load is in the site."""
     pytest.importorskip("sphinx", reason="the extra docs is not installed")
-    build = ["-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", str(ROOT / "docs"), str(tmp_path)]
-    built = subprocess.run([sys.executable, *build], capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
+    run_python("-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", ROOT / "docs", tmp_path)
     for page in tmp_path.rglob("*.html"):
         loaded = re.findall(
             r"""<(?:script|link|img)\b[^>]*?\b(?:src|href)=["']([^"']+)""", page.read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ import torch
 import transformers
 from browser import console_errors, prefer_color_scheme
 from encoding_cases import moved
+from fresh_process import run_python
 from inspection_pages import Page, picture, save
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -40,10 +41,7 @@ def inspected(tmp_path_factory):
     model = hf_liere.LieREViTForImageClassification(config).eval()
     save(model, folder / "model")
     arguments = ["inspect", folder / "model", "--image", picture(folder / "a.png"), "--output", folder / "report"]
-    process = subprocess.run(
-        [sys.executable, "-m", "hf_liere.cli", *map(str, arguments)], capture_output=True, text=True
-    )
-    assert process.returncode == 0, process.stderr
+    process = run_python("-m", "hf_liere.cli", *arguments)
     assert "attention" in process.stderr and str(folder / "report" / "report.html") in process.stdout
     return model, folder
 
@@ -113,7 +111,7 @@ def test_a_model_without_rotations(tiny, tmp_path):
     image = picture(tmp_path / "a<b>.png")
     assert inspect(folder, "--image", image, "--image_sizes", 16, "--output", tmp_path / "r") == 0
     page = Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8"))
-    assert "no rotations of this package" in page.text and "no processor" in page.text
+    assert "no rotations of this package" in page.text and "no readable processor" in page.text
     assert [image["alt"].split()[0] for image in page.images] == ["Attention", "Attention"]
 
 

@@ -1,13 +1,12 @@
 """`hf-liere predict`, as it is called, compared with what transformers' own classes compute."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from fresh_process import run_python
 from patching_cases import CLIP_TEXT, IMAGE, widened
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, AutoModelForVideoClassification
@@ -124,10 +123,8 @@ def test_probabilities_are_those_of_processor_and_model(name, pictures, tmp_path
 
 def test_a_process_prints_lines_and_draws_attention(pictures, tmp_path):
     folder = save(ours(), transformers.ViTImageProcessor(**SQUARE), tmp_path / "model")
-    command = [sys.executable, "-m", "hf_liere.cli", "predict", str(folder), *map(str, pictures), "--top_k", "2"]
-    command += ["--attention", str(tmp_path / "looks.png")]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
+    options = ["--top_k", 2, "--attention", tmp_path / "looks.png"]
+    process = run_python("-m", "hf_liere.cli", "predict", folder, *pictures, *options)
     lines = []
     for path in pictures:
         scores, indices = expected(folder, path).topk(2)

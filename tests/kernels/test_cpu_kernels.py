@@ -1,11 +1,11 @@
 """The kernels for CPUs: when they are used and when not, and what they refuse."""
 
-import subprocess
 import sys
 
 import pytest
 import reference
 import torch
+from fresh_process import run_python
 from rotating import rotate_query_key
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -285,7 +285,5 @@ for threads in (1, 2):
 @needs_kernels
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")
 def test_too_little_memory_does_not_end_the_process():
-    process = subprocess.run([sys.executable, "-c", TOO_LITTLE_MEMORY], capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    lines = process.stdout.splitlines()
+    lines = run_python("-c", TOO_LITTLE_MEMORY).stdout.splitlines()
     assert len(lines) == 2 and all("Too little memory for hf_liere_outer_products" in line for line in lines)

@@ -1,14 +1,12 @@
 """Which of the libraries of kernels for CPUs is loaded, and what is done where none can be."""
 
-import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
-from checkout import PYTHONPATH
 from cpu_library_checks import BUILT, CAPABILITY, assert_rotations_are_right, refusal
+from fresh_process import run_python
 from transformers.utils import logging
 
 from hf_liere.kernels import cpu as cpu_kernels
@@ -53,14 +51,8 @@ def test_the_fastest_library_of_the_cpu_is_loaded(capability):
     """PyTorch's variable makes this CPU a lesser one."""
     if capability not in CAPABILITIES.get(CAPABILITY, ("default",)):
         pytest.skip(f"this CPU has no {capability} (PyTorch calls it {CAPABILITY})")
-    process = subprocess.run(
-        [sys.executable, "-c", ROTATE],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "ATEN_CPU_CAPABILITY": capability, "HF_LIERE_CPU_KERNELS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    found, name, path = process.stdout.split()
+    variables = {"ATEN_CPU_CAPABILITY": capability, "HF_LIERE_CPU_KERNELS": "1"}
+    found, name, path = run_python("-c", ROTATE, variables=variables).stdout.split()
     candidates = cpu_library.NAMES.get(name, cpu_library.ON_ANY_CPU)
     (expected, *_) = (str(path) for name in candidates for path in BUILT.glob(f"{name}.*"))
     assert (found, path) == ("None", expected) and (name == capability.upper() or capability == "default")
@@ -129,13 +121,7 @@ def test_a_second_copy_of_llvm_s_openmp_is_not_loaded(tmp_path):
     subprocess.run([compiler, "-shared", "-fPIC", source, "-o", copy], check=True)
     source.write_text('extern "C" void __kmpc_fork_call(); void kernel() { __kmpc_fork_call(); }')
     subprocess.run([compiler, "-shared", "-fPIC", source, "-o", tmp_path / "_cpu_openmp.so"], check=True)
-    process = subprocess.run(
-        [sys.executable, "-c", WITH_OPENMP_OF_LLVM, copy, tmp_path],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "HF_LIERE_CPU_KERNELS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
+    process = run_python("-c", WITH_OPENMP_OF_LLVM, copy, tmp_path, variables={"HF_LIERE_CPU_KERNELS": "1"})
     assert "_cpu_openmp.so cannot be used: it is linked to LLVM's OpenMP" in process.stdout
 
 

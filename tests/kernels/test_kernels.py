@@ -6,13 +6,11 @@ the interpreter.
 import importlib.util
 import inspect
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from checkout import PYTHONPATH
+from fresh_process import run_python
 from rotating import rotate, rotate_query_key
 
 import hf_liere
@@ -248,9 +246,7 @@ def test_module_loads_without_triton():
         "import sys, torch; sys.modules['triton'] = None; from hf_liere.kernels import cuda; "
         "print(cuda.refusal(torch.zeros(1, 1, 1, 8), torch.float32, 8))"
     )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert output.returncode == 0, output.stderr
-    assert output.stdout.startswith("Triton cannot be imported (ModuleNotFoundError: ")
+    assert run_python("-c", code).stdout.startswith("Triton cannot be imported (ModuleNotFoundError: ")
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
@@ -268,10 +264,7 @@ def test_kernels_compile_for_cuda(capability, pointer, head_dim, count):
     pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
     # Where a kernel was interpreted, older releases of Triton leave the interpreter's functions to the compiler.
     code = f"import cuda_compilation; cuda_compilation.compile_for_cuda({capability}, {pointer!r}, {head_dim}, {count})"
-    process = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, text=True
-    )
-    assert process.returncode == 0, process.stderr
+    run_python("-c", code)
 
 
 STEP = """
@@ -300,16 +293,12 @@ def test_training_step_is_that_of_plain_operations(tmp_path):
         modules["hf_liere.kernels.cuda"] = DEVICE
     found = {}
     for module, device in modules.items():
-        environment = {
-            **os.environ,
+        variables = {
             "HF_LIERE_CPU_KERNELS": str(int(module == "hf_liere.kernels.cpu")),
             "TRITON_INTERPRET": str(int(module == "hf_liere.kernels.cuda" and device == "cpu")),
         }
-        path = str(tmp_path / "step.pt")
-        process = subprocess.run(
-            [sys.executable, "-c", STEP, path, device], env=environment, capture_output=True, text=True
-        )
-        assert process.returncode == 0, process.stderr
+        path = tmp_path / "step.pt"
+        run_python("-c", STEP, path, device, variables=variables)
         used, found[module] = torch.load(path)
         assert used == module
     for module in modules:

@@ -3,13 +3,11 @@
 import contextlib
 import importlib.util
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fresh_process import run_python
 
 import hf_liere
 from hf_liere.kernels import self_check
@@ -208,11 +206,9 @@ def test_one_comparison_and_one_warning_in_a_process_of_several_threads(tmp_path
     module = load(tmp_path, "x * cos - y * sin", "x * cos + y * sin")
     found = []
     for switch in ("1", "0"):
-        environment = {**os.environ, "HF_LIERE_CUDA_KERNELS": switch, "TRITON_INTERPRET": str(int(DEVICE == "cpu"))}
+        variables = {"HF_LIERE_CUDA_KERNELS": switch, "TRITON_INTERPRET": str(int(DEVICE == "cpu"))}
         output = tmp_path / f"{switch}.pt"
-        command = [sys.executable, "-c", TRAINING, module.__file__, str(output), DEVICE]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert process.returncode == 0, process.stderr
+        process = run_python("-c", TRAINING, module.__file__, output, DEVICE, variables=variables)
         assert process.stderr.count("Triton kernels are not used") == int(switch), process.stderr
         found.append(torch.load(output))
     assert [made[:2] for made in found] == [(1, 1), (0, 0)]

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from fresh_process import run
+from fresh_process import run_code
 from hub_client import WRITE
 from huggingface_hub import HfApi
 from patching_cases import build as build_plain
@@ -97,7 +97,7 @@ def test_saved_models_load_and_are_saved_again_without_the_package(tiny, tiny_vi
             loaded = type(model).from_pretrained(tmp_path / "bin")
             assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), model.state_dict().values()))
     (tmp_path / "kinds.json").write_text(json.dumps(KINDS))
-    assert run(RELOAD, tmp_path, package=False) == [
+    assert run_code(RELOAD, tmp_path, package=False) == [
         f"{kind} transformers_modules True True True True" for kind in KINDS
     ]
 

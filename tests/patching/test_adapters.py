@@ -2,11 +2,11 @@
 
 import inspect
 import re
-import sys
 
 import pytest
 import torch
-from patching_cases import CASES, build, randomize, run, run_process, same_bits
+from fresh_process import run_python
+from patching_cases import CASES, build, randomize, run, same_bits
 from patching_checks import SHARED_CONFIG, build_patched
 
 from hf_liere import is_patched, load_rotary, patch, rotary_parameters, save_rotary, unpatch
@@ -47,7 +47,7 @@ def test_adapters_in_a_fresh_process(names, tmp_path):
         save_rotary(model, tmp_path / name)
         with torch.no_grad():
             torch.save((inputs, run(model, inputs)), tmp_path / f"{name}.pt")
-    run_process([sys.executable, "-c", FRESH_PROCESS, str(tmp_path), *names])
+    run_python("-c", FRESH_PROCESS, tmp_path, *names)
 
 
 def test_docstring_example_with_peft_runs_as_written(tmp_path, monkeypatch):

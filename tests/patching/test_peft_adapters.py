@@ -1,12 +1,12 @@
 """Adapters of peft keep the rotations of their base, or refuse a base without them; each is loaded in a new process."""
 
-import sys
 import textwrap
 
 import pytest
 import torch
 import transformers
-from patching_cases import randomize, run_process
+from fresh_process import run_python
+from patching_cases import randomize
 from rope_cases import build, outputs
 from safetensors.torch import load_file
 
@@ -96,7 +96,7 @@ def test_rotations_are_restored_on_a_plain_base_in_a_new_process(tmp_path, monke
     loaders = [code for name, code in LOADERS.items() if name != "transformers" or transformers_loads_adapters()]
     script = textwrap.dedent(PROCESS).format(kinds=kinds, folder=str(tmp_path), loaders=loaders)
     expected = [f"{kind} True True" for kind in kinds for _ in loaders]
-    assert run_process([sys.executable, "-c", script]).split("\n")[:-1] == expected
+    assert run_python("-c", script).stdout.splitlines() == expected
 
 
 @pytest.mark.parametrize("is_patched_base", [False, True])

@@ -4,13 +4,12 @@ import copy
 import dataclasses
 import importlib
 import inspect
-import os
-import subprocess
 from collections.abc import Callable
 
 import torch
 import transformers
-from checkout import PYTHONPATH, SUPPORT, TWO_PROCESSES
+from checkout import SUPPORT
+from fresh_process import run_two_processes
 from torch import nn
 
 import hf_liere
@@ -283,14 +282,6 @@ def same_bits(first, second):
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-def run_process(command, **kwargs):
-    """What a process printed that finds the package and the modules of the tests."""
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, **kwargs)
-    assert process.returncode == 0, process.stderr
-    return process.stdout
-
-
 def check_step_of_two_processes(built, batch, folder, least, kind="ddp"):
     """
     One step of SGD under DDP or FSDP2 (`kind`: see `patching_worker`) is that of one process, and moves every generator
@@ -302,7 +293,7 @@ def check_step_of_two_processes(built, batch, folder, least, kind="ddp"):
     before = {name: value.detach().clone() for name, value in rotary_parameters(built)}
     built.train()(**batch).loss.backward()
     torch.optim.SGD(built.parameters(), lr=0.1).step()
-    run_process([*TWO_PROCESSES, str(SUPPORT / "patching_worker.py"), kind, str(folder)])
+    run_two_processes(SUPPORT / "patching_worker.py", kind, folder)
     stepped = torch.load(folder / "stepped.pt")
     for name, value in built.named_parameters():
         # Means of two halves in float32 instead of one mean.

@@ -1,12 +1,12 @@
 """Checks of learned rotations in models with RoPE, whatever the rotations are."""
 
 import copy
-import sys
 
 import pytest
 import torch
 import transformers
-from patching_cases import randomize, run_process, same_bits
+from fresh_process import run_python
+from patching_cases import randomize, same_bits
 from rope_cases import build, build_patched, outputs
 
 from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters, save_rotary, unpatch
@@ -78,7 +78,7 @@ def check_fresh_process(folder, names, config):
         assert sum(path.stat().st_size for path in (folder / name).iterdir()) < 60_000
         with torch.no_grad():
             torch.save((inputs, outputs(model, inputs)), folder / f"{name}.pt")
-    run_process([sys.executable, "-c", FRESH_PROCESS, str(folder), *names])
+    run_python("-c", FRESH_PROCESS, folder, *names)
 
 
 def check_checkpointing(name, reentrant, config):

@@ -1,6 +1,5 @@
 """What the tests of training/ share: the scripts as modules, small data sets, and runs in processes of their own."""
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -8,7 +7,8 @@ import datasets
 import numpy as np
 import torch
 import transformers
-from checkout import ROOT, TWO_PROCESSES
+from checkout import ROOT
+from fresh_process import run_two_processes
 from patching_cases import IMAGE, clip_config, widened
 from PIL import Image
 from safetensors.torch import load_file
@@ -83,16 +83,8 @@ def train(output_dir: Path, *flags: str) -> dict[str, float]:
 
 def train_with_torchrun(output_dir: Path, *flags: str, script: Path = SCRIPT) -> subprocess.CompletedProcess:
     """Two processes without an accelerator. No flag says so: the script finds out."""
-    command = [*TWO_PROCESSES, str(script), "--output_dir", str(output_dir), "--do_train", *TINY_MODEL, *TINY_RUN]
-    return run_process([*command, "--use_cpu", "false", *map(str, flags)])
-
-
-def run_process(command: list[str], **kwargs) -> subprocess.CompletedProcess:
-    """A process that finds an hf_liere which is not installed, and no GPU; a failure shows what it wrote."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, **kwargs)
-    assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout[-4000:]}\n{result.stderr[-6000:]}"
-    return result
+    flags = ["--output_dir", output_dir, "--do_train", *TINY_MODEL, *TINY_RUN, "--use_cpu", "false", *flags]
+    return run_two_processes(script, *flags)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

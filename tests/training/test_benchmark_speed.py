@@ -12,11 +12,13 @@ import torch
 from benchmark_cases import TINY, add_shares, read, settings
 from checkout import ROOT
 from encoding_cases import block_size
+from fresh_process import run_python
 
+from hf_liere.models.encoding.positions import TokenPositions
 from training import benchmark_speed
-from training.speed import measurements, runner, tables  # noqa: E402
-from training.speed import models as benchmark_models  # noqa: E402
-from training.speed.models import NaiveRotation, Row  # noqa: E402
+from training.speed import measurements, runner, tables
+from training.speed import models as benchmark_models
+from training.speed.models import NaiveRotation, Row
 
 
 SCRIPT = str(ROOT / "training" / "benchmark_speed.py")
@@ -31,8 +33,7 @@ def test_pseudo_code_is_the_reference(tiny, tiny_video, encoding, video):
     rotary = benchmark_models.build_rotary_encoding(config, config.num_axes)
     rotary.reset_parameters()
     parameters = {name: parameter.detach() for name, parameter in rotary.named_parameters()}
-    grid = config.train_grid
-    positions = benchmark_models.TokenPositions.from_grid(grid, grid, config.coordinates).coordinates
+    positions = TokenPositions.from_grid(config.train_grid, config.train_grid, config.coordinates).coordinates
     # Class tokens of ComRoPE are at the centre; those of others are not rotated.
     centre = positions.new_full((config.num_axes,), 0.5 if encoding.startswith("comrope") else 0.0)
     for layer in range(2):
@@ -184,10 +185,9 @@ def test_table_of_growth(tmp_path, capsys):
 @pytest.mark.slow
 def test_interrupted_run_goes_on(tmp_path):
     output = tmp_path / "speed.jsonl"
-    command = [sys.executable, SCRIPT, *TINY, "--rows", "none", "--output", str(output)]
-    process = subprocess.Popen(
-        [*command, "--rounds", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = [SCRIPT, *TINY, "--rows", "none", "--output", str(output)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, *command, "--rounds", "100000"], **pipes)
     try:
         while process.poll() is None and not (output.exists() and output.read_text().count('"training"') > 4):
             time.sleep(0.1)
@@ -201,8 +201,7 @@ def test_interrupted_run_goes_on(tmp_path):
     lines = output.read_text().splitlines(keepends=True)
     keep = next(index for index, line in enumerate(lines) if '"round": 1' in line) + 1
     output.write_text("".join(lines[:keep]) + lines[keep][:20])
-    resumed = subprocess.run([*command, "--rounds", "3", "--resume"], capture_output=True, text=True)
-    assert resumed.returncode == 0, resumed.stderr
+    run_python(*command, "--rounds", 3, "--resume")
     again = output.read_text().splitlines(keepends=True)
     assert again[:keep] == lines[:keep]
     # The round that was cut short is completed.

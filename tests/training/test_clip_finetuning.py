@@ -3,17 +3,16 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
-from checkout import ROOT, TWO_PROCESSES
+from checkout import ROOT
 from clip_training import CLASSES, TINY_RUN, accuracies, but_for_rounding, measured_again, train
+from fresh_process import run_python, run_two_processes
 from patching_cases import CASES, IMAGE, ROTATING, VIT_B
 from safetensors.torch import load_file, save_file
-from training_helpers import assert_same_weights, run_process, small_clip, write_parquet
+from training_helpers import assert_same_weights, small_clip, write_parquet
 
 import hf_liere
 from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, rotary_parameters
@@ -229,7 +228,7 @@ def test_every_family_leaves_a_whole_model(data, tmp_path):
 def test_two_processes_train_and_save_both_models(whole, clip_folder, data, tmp_path):
     flags = ["--output_dir", tmp_path, "--model_name_or_path", clip_folder, *data, *TINY_RUN, *WHOLE]
     flags += ["--per_device_eval_batch_size", 4]
-    run_process(list(map(str, [*TWO_PROCESSES, SCRIPT, *flags])))
+    run_two_processes(SCRIPT, *flags)
     for name in ("patched", "unpatched"):
         assert json.loads((tmp_path / name / "environment.json").read_text())["world_size"] == 2
         # Means of two halves in float32 instead of one mean.
@@ -245,7 +244,7 @@ def test_two_processes_train_and_save_both_models(whole, clip_folder, data, tmp_
         (["--position_encoding", "axial_rope"], "never starts neutral"),
         (["--image_size", 18], "18×18 is not divisible by the patch size 4×4"),
         (["--eval_image_sizes", 16, 18], "18×18 is not divisible"),
-        (["--trainable", "rotary"], "accepted where no classifier is trained: the same labels"),
+        (["--trainable", "rotary"], "accepted if no classifier is trained: the same labels"),
         (["--head", "zero_shot", "--trainable", "rotary+head"], "zero_shot has no classifier"),
         (["--head", "zero_shot", "--prompts", "a photo"], "accepted: texts with {}"),
         (
@@ -274,10 +273,9 @@ def test_models_that_cannot_be_patched_are_refused_before_anything_is_written(da
     ROTATING["dinov3"]().save_pretrained(tmp_path / "dinov3")
     for name, message in (("liere", "already rotates query and key"), ("dinov3", "Unrecognized configuration class")):
         arguments = ["--output_dir", tmp_path / "out", "--model_name_or_path", tmp_path / name, *data, *TINY_RUN]
-        process = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
-        last = process.stderr.splitlines()[-1]
-        assert process.returncode == 1 and re.match(f"error: .*{message}", last), process.stderr
-        assert "Traceback" not in process.stderr and not (tmp_path / "out").exists()
+        errors = run_python(SCRIPT, *arguments, status=1).stderr
+        assert re.match(f"error: .*{message}", errors.splitlines()[-1]), errors
+        assert "Traceback" not in errors and not (tmp_path / "out").exists()
 
 
 def test_encoding_that_learns_nothing(clip_folder, data, tmp_path):

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from checkout import ROOT
+from fresh_process import run_python
 
 from hf_liere.errors import InputError
 from training import gpu_check
@@ -20,7 +21,7 @@ from training.gpu.sections import SECTIONS
 
 
 SETTINGS = Settings("cpu", quick=True)
-COMMAND = [sys.executable, str(ROOT / "training" / "gpu_check.py"), "--device", "cpu", "--output"]
+COMMAND = [str(ROOT / "training" / "gpu_check.py"), "--device", "cpu", "--output"]
 
 
 def outcomes(path):
@@ -85,7 +86,10 @@ def test_failures_and_time_limits_are_outcomes():
 def test_interrupted_check_is_resumed(tmp_path):
     path = tmp_path / "report.md"
     with subprocess.Popen(
-        [*COMMAND, str(path), "--sections", "precision", "speed"], stdout=subprocess.PIPE, text=True, cwd=tmp_path
+        [sys.executable, *COMMAND, str(path), "--sections", "precision", "speed"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
     ) as process:
         assert process.stdout.readline().startswith("[1/2] precision: Rotations in float32")
         # Until the section has a process.
@@ -102,8 +106,7 @@ def test_interrupted_check_is_resumed(tmp_path):
     for name in SECTIONS:
         if name != "precision":
             report.add(Section(name, "passed", 1, f"of {name}"))
-    process = subprocess.run([*COMMAND, str(path), "--resume"], capture_output=True, text=True, cwd=tmp_path)
-    assert process.returncode == 0, process.stdout + path.read_text()
+    process = run_python(*COMMAND, path, "--resume", cwd=tmp_path)
     assert process.stdout.startswith("[1/1] precision") and str(path) in process.stdout
     assert set(outcomes(path).values()) == {"passed"} and "of speed" in path.read_text()
     rows = re.findall(r"^\| (\w+) \| ([\d.e-]+) \| (–|[\d.e-]+) \|$", path.read_text(), re.M)
@@ -115,8 +118,7 @@ def test_interrupted_check_is_resumed(tmp_path):
 @pytest.mark.slow
 def test_whole_check(tmp_path):
     path = tmp_path / "report.md"
-    process = subprocess.run([*COMMAND, str(path)], capture_output=True, text=True, cwd=tmp_path)
-    assert process.returncode == 0, process.stdout + path.read_text()
+    run_python(*COMMAND, path, cwd=tmp_path)
     assert outcomes(path) == dict.fromkeys(SECTIONS, "passed")
     text = path.read_text()
     assert "| liere8 |" in text and "the weights after a step differ by" in text and "1 passed" in text

@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 
 import datasets
 import numpy as np
@@ -12,11 +10,11 @@ import pytest
 import torch
 import transformers
 import yaml
-from checkout import ROOT, TWO_PROCESSES
+from checkout import ROOT
+from fresh_process import run_python, run_two_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from training_helpers import run_process
 
 from hf_liere import is_patched, load_rotary, rotary_parameters, unpatch
 from training import evaluate_sweep, report
@@ -299,7 +297,7 @@ def test_two_processes_train_the_model_of_one(trainable, flags, llama, data, tmp
     one = train(tmp_path / "one", data, *flags, "--total_train_batch_size", 4)
     place = [index for index, flag in enumerate(TINY_RUN) if flag == "--per_device_train_batch_size"][0]
     tiny = [*TINY_RUN[:place], *TINY_RUN[place + 2 :], "--total_train_batch_size", 4]
-    run_process(list(map(str, [*TWO_PROCESSES, SCRIPT, "--output_dir", tmp_path / "two", *data, *tiny, *flags])))
+    run_two_processes(SCRIPT, "--output_dir", tmp_path / "two", *data, *tiny, *flags)
     first, second = (load_file(tmp_path / run / WEIGHTS) for run in ("one", "two"))
     assert first.keys() == second.keys()
     for name, value in first.items():
@@ -369,7 +367,10 @@ CHECKPOINT = "CHECKPOINT"
         (["--model_type", "lama"], "'lama' is unknown"),
         (["--config_overrides", '{"hidden_size": "x"}'], "hidden_size"),
         (["--config_overrides", '{"vocab_size": 100}'], "tokenizer has 257 tokens, the model 100"),
-        (["--model_type", "gpt2", "--config_overrides", '{"n_positions": 32, "n_embd": 24}'], "has positions for 32"),
+        (
+            ["--model_type", "gpt2", "--config_overrides", '{"n_positions": 32, "n_embd": 24}'],
+            "has 32 positions",
+        ),
         (["--trainable", "rotary"], "a new model has nothing pretrained"),
         ([CHECKPOINT, "--block_size", 4], "block_size without --position_encoding has no effect"),
         ([CHECKPOINT, "--trainable", "rotary"], "nothing is patched; accepted: with --position_encoding"),
@@ -395,10 +396,9 @@ def test_files_that_cannot_be_read_are_named_without_a_traceback(tmp_path):
     (tmp_path / "good.txt").write_text("good")
     arguments = ["--output_dir", tmp_path / "out", "--train_files", tmp_path / "latin.txt"]
     arguments += ["--use_cpu", "true", "--do_train"]
-    process = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
-    message = "latin.txt' cannot be read as UTF-8 text"
-    assert process.returncode == 1 and message in process.stderr.splitlines()[-1], process.stderr
-    assert "Traceback" not in process.stderr and not list((tmp_path / "out").glob("*"))
+    errors = run_python(SCRIPT, *arguments, status=1).stderr
+    assert "latin.txt' cannot be read as UTF-8 text" in errors.splitlines()[-1], errors
+    assert "Traceback" not in errors and not list((tmp_path / "out").glob("*"))
     with pytest.raises(ValueError, match="There is no file"):
         load_texts(TextDataArguments(train_files=[str(tmp_path / "none.txt")]), byte_tokenizer(), ("training",), 0)
     arguments = TextDataArguments(text_folder=str(tmp_path), max_length=4)

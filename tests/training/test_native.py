@@ -264,7 +264,7 @@ def test_a_model_of_another_library_is_refused(files, tmp_path):
     names = {number: name for number, name in enumerate("abc")}
     config = ViTConfig(**SMALL, image_size=16, patch_size=4, id2label=names)
     ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
-    with pytest.raises(InputError, match="--max_num_patches 20: vit models are trained on images of one size here"):
+    with pytest.raises(InputError, match="--max_num_patches 20: vit models take images of one size here"):
         evaluate(tmp_path / "vit", files, tmp_path / "evaluated", *NATIVE)
 
 

@@ -1,10 +1,8 @@
 """The papers' tables from model objects: which cells agree, and which do not."""
 
-import subprocess
-import sys
-
 import pytest
 from checkout import ROOT
+from fresh_process import run_python
 
 from training import paper_tables
 
@@ -52,12 +50,6 @@ def test_comrope_table_7():
 
 
 def test_script_prints_every_table():
-    process = subprocess.run(
-        [sys.executable, ROOT / "training" / "paper_tables.py", "--no_measure"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd="/",
-    )
+    process = run_python(ROOT / "training" / "paper_tables.py", "--no_measure", cwd="/")
     for text in ("LieRE Table 8", "LieRE Table 10", "ComRoPE Table 7", "14.3 million", "3096", "do not follow"):
         assert text in process.stdout

@@ -3,19 +3,18 @@
 import json
 import re
 import socket
-import sys
 
 import numpy as np
 import pytest
 import torch
 from checkout import ROOT
+from fresh_process import run_python
 from PIL import Image
 from safetensors.torch import load_file
 from training_helpers import (
     TINY_MODEL,
     assert_same_weights,
     main,
-    run_process,
     train,
     train_with_torchrun,
     write_parquet,
@@ -200,7 +199,7 @@ def test_a_fresh_process_classifies_with_the_saved_folder(one_process, tmp_path)
         "import hf_liere, json, sys; from transformers import pipeline; "
         "print(json.dumps(pipeline('image-classification', sys.argv[1], device='cpu')(sys.argv[2])))"
     )
-    result = run_process([sys.executable, "-c", code, str(one_process), str(tmp_path / "picture.png")], cwd=tmp_path)
+    result = run_python("-c", code, one_process, tmp_path / "picture.png", cwd=tmp_path)
     answers = json.loads(result.stdout.splitlines()[-1])
     assert sorted(answer["label"] for answer in answers) == ["class0", "class1", "class2"]
     assert sum(answer["score"] for answer in answers) == pytest.approx(1, abs=1e-4)
@@ -222,16 +221,10 @@ def test_records_tell_the_run_but_not_the_machine(one_process, train_file):
 
 def test_the_arrows_recipe_trains(tmp_path):
     """The example of the script's docstring, shortened; it runs from any folder."""
-    command = [sys.executable, str(ROOT / "training" / "image_classification.py"), "--recipe"]
-    command += [
-        str(ROOT / "training" / "recipes" / "arrows_mini.yaml"),
-        "--output_dir",
-        "run",
-        "--max_train_samples",
-        "64",
-    ]
-    command += "--max_eval_samples 20 --warmup_steps 1 --total_train_batch_size 32 --use_cpu true".split()
-    run_process([*command, "--lr_scheduler_kwargs", '{"num_decay_steps": 1}'], cwd=tmp_path)
+    flags = ["--recipe", ROOT / "training" / "recipes" / "arrows_mini.yaml", "--output_dir", "run"]
+    flags += "--max_train_samples 64 --max_eval_samples 20 --warmup_steps 1 --total_train_batch_size 32".split()
+    flags += ["--use_cpu", "true", "--lr_scheduler_kwargs", '{"num_decay_steps": 1}']
+    run_python(ROOT / "training" / "image_classification.py", *flags, cwd=tmp_path)
     assert steps_of(tmp_path / "run") == 2
     results = json.loads((tmp_path / "run" / "all_results.json").read_text())
     assert results["eval_samples"] == 20 and results["parameters"] > 10_000 and results["train_images_per_second"] > 0
@@ -251,11 +244,9 @@ def test_larger_arrows_are_larger_grids(tmp_path):
 @pytest.mark.slow
 def test_the_demo_runs_stops_and_finishes(tmp_path):
     """Far too few images to learn anything, which the exit code says."""
-    import subprocess
-
-    command = [sys.executable, str(ROOT / "training" / "demo.py"), "--images", "512", "--output_dir", str(tmp_path)]
-    first = subprocess.run(command, capture_output=True, text=True)
-    assert first.returncode == 1 and "did not beat counting arrows" in first.stdout, first.stdout + first.stderr
+    command = [ROOT / "training" / "demo.py", "--images", 512, "--output_dir", tmp_path]
+    first = run_python(*command, status=1)
+    assert "did not beat counting arrows" in first.stdout, first.stdout + first.stderr
     for name in (
         "accuracy.png",
         "example.png",
@@ -271,7 +262,7 @@ def test_the_demo_runs_stops_and_finishes(tmp_path):
     (tmp_path / "liere8" / "eval_results.json").unlink()
     (tmp_path / "absolute_at_168" / "eval_results.json").unlink()
     stored = tmp_path / "stored"
-    again = subprocess.run([*command, "--write_checkpoint", str(stored)], capture_output=True, text=True)
+    again = run_python(*command, "--write_checkpoint", stored, status=1)
     assert re.findall("(.*) is finished already", again.stdout) == ["rope_mixed", "comrope_ld"], again.stdout
     assert (tmp_path / "absolute_at_168" / "eval_results.json").is_file()
     assert f'checkpoint = "{stored}"' in (stored / "README.md").read_text()

@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 
 import pytest
 import reference
@@ -17,6 +15,7 @@ from encoding_cases import (
     moved,
     on_axes,
 )
+from fresh_process import run_code
 from transformers import AutoModelForImageClassification
 from transformers.utils import logging
 
@@ -353,16 +352,15 @@ def test_checkpoints_load_without_the_package(tiny, tmp_path):
         moved(model).eval().save_pretrained(tmp_path / encoding)
         logits[encoding] = model(pixel_values).logits.detach()
     torch.save({"pixel_values": pixel_values, "logits": logits}, tmp_path / "expected.pt")
-    script = """
-import sys, torch
-from transformers import AutoModelForImageClassification
-sys.modules["hf_liere"] = None
-expected = torch.load(sys.argv[1] + "/expected.pt", weights_only=True)
-for encoding, logits in expected["logits"].items():
-    model = AutoModelForImageClassification.from_pretrained(f"{sys.argv[1]}/{encoding}", trust_remote_code=True)
-    torch.testing.assert_close(model(expected["pixel_values"]).logits, logits, rtol=0, atol=1e-5)
-"""
-    subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
+    code = """
+        import torch
+        from transformers import AutoModelForImageClassification
+        expected = torch.load("expected.pt", weights_only=True)
+        for encoding, logits in expected["logits"].items():
+            model = AutoModelForImageClassification.from_pretrained(encoding, trust_remote_code=True)
+            torch.testing.assert_close(model(expected["pixel_values"]).logits, logits, rtol=0, atol=1e-5)
+    """
+    run_code(code, tmp_path, package=False)
 
 
 @pytest.mark.parametrize("encoding", ["rope_mixed", "liere"])

@@ -1,12 +1,10 @@
 """Folded models compute what the model they were made from computes, and are for inference only."""
 
-import subprocess
-import sys
-
 import accelerate
 import pytest
 import torch
 from encoding_cases import COMMUTING, block_size, moved
+from fresh_process import run_code
 from huggingface_hub.errors import StrictDataclassError
 from torch.nn.utils.prune import l1_unstructured
 from transformers import AutoModelForImageClassification
@@ -118,16 +116,15 @@ def test_a_folded_checkpoint_loads_without_the_package(tiny, tmp_path):
     folded.save_pretrained(tmp_path / "model")
     pixel_values = torch.randn(1, 3, 16, 16)
     torch.save({"pixel_values": pixel_values, "logits": folded(pixel_values).logits}, tmp_path / "expected.pt")
-    script = """
-import sys, torch
-from transformers import AutoModelForImageClassification
-sys.modules["hf_liere"] = None
-model = AutoModelForImageClassification.from_pretrained(sys.argv[1] + "/model", trust_remote_code=True)
-expected = torch.load(sys.argv[1] + "/expected.pt", weights_only=True)
-torch.testing.assert_close(model(expected["pixel_values"]).logits, expected["logits"], rtol=0, atol=1e-6)
-assert model.config.folded_grids == [] and not model.training
-"""
-    subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
+    code = """
+        import torch
+        from transformers import AutoModelForImageClassification
+        model = AutoModelForImageClassification.from_pretrained("model", trust_remote_code=True)
+        expected = torch.load("expected.pt", weights_only=True)
+        torch.testing.assert_close(model(expected["pixel_values"]).logits, expected["logits"], rtol=0, atol=1e-6)
+        assert model.config.folded_grids == [] and not model.training
+    """
+    run_code(code, tmp_path, package=False)
 
 
 @pytest.mark.parametrize("change", [{"coordinates": "index"}, {"num_prefix_tokens": 0}, {"train_grid": (2, 2)}])

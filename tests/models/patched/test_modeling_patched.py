@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from fresh_process import run as run_process
+from fresh_process import run_code
 from hub_client import OTHER
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
@@ -88,7 +88,7 @@ def test_auto_classes_restore_in_a_fresh_process(tmp_path, package, monkeypatch)
             print(name, type(model).__module__.split(".")[0], complete, torch.equal(outputs[0], expected))
     """
     origin = "hf_liere" if package else "transformers_modules"
-    assert run_process(code, tmp_path, package) == [f"{name} {origin} True True" for name in AUTO_CLASSES]
+    assert run_code(code, tmp_path, package) == [f"{name} {origin} True True" for name in AUTO_CLASSES]
 
 
 def test_auto_models_of_other_tasks_read_a_classifier(tmp_path):
@@ -171,7 +171,7 @@ def refusal(kind: str, folder) -> str:
         except Exception as error:
             print(" ".join(str(error).split()))
     """
-    return " ".join(run_process(code, folder, False))
+    return " ".join(run_code(code, folder, False))
 
 
 @pytest.mark.parametrize("name", [*AUTO_CLASSES, "clip_projection"])

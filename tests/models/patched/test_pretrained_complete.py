@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import transformers
-from fresh_process import run as run_process
+from fresh_process import run_code
 from patching_cases import check_step_of_two_processes, realigned, same_bits
 from rope_cases import build, build_patched, outputs
 from rope_checks import PLANES
@@ -72,7 +72,7 @@ def test_auto_classes_restore_in_a_fresh_process(tmp_path, package, monkeypatch)
             print(name, type(model).__module__.split(".")[0], not any(report.values()), torch.equal(found, expected))
     """
     origin = "hf_liere" if package else "transformers_modules"
-    assert run_process(code, tmp_path, package) == [f"{name} {origin} True True" for name in names]
+    assert run_code(code, tmp_path, package) == [f"{name} {origin} True True" for name in names]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

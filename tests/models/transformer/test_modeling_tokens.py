@@ -8,7 +8,7 @@ import encoding_cases
 import pytest
 import torch
 from encoding_cases import COMMUTING, ENCODINGS, LEARNED, moved, on_axes
-from fresh_process import run
+from fresh_process import run_code
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -395,7 +395,7 @@ def test_without_the_package(kind, tmp_path):
     torch.save((features, positions), tmp_path / "input.pt")
     labels = [0, 1] if kind == 0 else [[0, 1, 2, 0], [1, 1, -100, 2]]
     code = REMOTE.format(auto=auto, path=tmp_path / "saved", labels=labels)
-    loaded, tuned, same, module = json.loads(run(code, tmp_path, package=False)[-1])
+    loaded, tuned, same, module = json.loads(run_code(code, tmp_path, package=False)[-1])
     assert module.startswith("transformers_modules.") and same
     # Without kernels for CPUs sums are rounded in another order.
     tolerance = {"rtol": 1e-5, "atol": 1e-5}

@@ -5,10 +5,9 @@ import copy
 import layer_worker
 import pytest
 import torch
-from checkout import TWO_PROCESSES
 from encoding_cases import COMMUTING, ENCODINGS, block_size, moved, on_axes
+from fresh_process import run_two_processes
 from pairwise import pairwise
-from patching_cases import run_process
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -482,7 +481,7 @@ def test_two_processes_take_the_step_of_one(kind, tmp_path):
     model, x, positions = layer_worker.model_and_batch()
     before = model.blocks[0].rotary.encoding.generators.detach().clone()
     layer_worker.step(model, x, positions)
-    run_process([*TWO_PROCESSES, layer_worker.__file__, kind, str(tmp_path / "weights.pt")])
+    run_two_processes(layer_worker.__file__, kind, tmp_path / "weights.pt")
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     for name, expected in model.state_dict().items():
         # Means of two halves instead of one mean.
