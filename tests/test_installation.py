@@ -197,10 +197,7 @@ def test_every_command_without_any_extra(installed, tiny, tmp_path):
         ("export", "model", "model.onnx"): (1, "needs onnx and onnxscript; in a checkout of hf_liere, pip install -e"),
         ("inspect", "model", "--output", "page"): (1, "needs matplotlib and PIL; in a checkout of hf_liere, pip inst"),
         ("predict", "model", "picture.png"): (1, "needs PIL; in a checkout of hf_liere, pip install -e '.[inspect]'"),
-        ("push", "model", "tester/model"): (
-            1,
-            "needs kingfisher_sdk; in a checkout of hf_liere, pip install -e '.[pu",
-        ),
+        ("push", "model", "tester/model"): (1, "needs kingfisher_sdk; in a checkout of hf_liere, pip install -e '.[pu"),
         ("verify", "model", "tester/model"): (1, "HF_HUB_OFFLINE is set"),
         ("pull", "tester/model", "pulled"): (1, "HF_HUB_OFFLINE is set"),
     }

@@ -30,12 +30,7 @@ SHIPPED = TESTS / "goldens"
 OTHERS = Path(os.environ.get("HF_LIERE_GOLDENS", ROOT.parent / "shared" / "goldens"))
 # By name, so that a case in both directories is run once, as it is shipped.
 CASES = {file.stem: file for folder in (OTHERS, SHIPPED) for file in sorted(folder.glob("*.safetensors"))}
-SOURCES = {
-    "liere-official": "liere",
-    "comrope-official": "comrope",
-    "naver-rope-vit-official": "naver",
-    "timm": "timm",
-}
+SOURCES = {"liere-official": "liere", "comrope-official": "comrope", "naver-rope-vit-official": "naver", "timm": "timm"}
 # Where a case suggests none: float32 rounding of two layers, as in the cases that do.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 # The rotations of a case are recorded in float32, with angles of some tens of radians.

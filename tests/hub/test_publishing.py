@@ -144,7 +144,7 @@ def test_only_what_belongs_to_the_model_is_published(saved, hub, tmp_path):
     published = push(folder, "tester/model", api=client(hub), reload=False)
     code = {path.name for path in saved["image"].glob("*.py")}
     assert "modeling_liere.py" in code and set(published.files) == code | {
-        *("README.md", "config.json", "model.safetensors", "preprocessor_config.json", "eval_results.json"),
+        *("README.md", "config.json", "model.safetensors", "preprocessor_config.json", "eval_results.json")
     }
     assert set(hub.files("tester/model")) == {*published.files, ".gitattributes"}
     auto_map = json.loads((pull("tester/model", api=client(hub)).folder / "config.json").read_text())["auto_map"]

@@ -87,11 +87,7 @@ CHANGED = {
         edited("config.json", attn_implementation="other/code"),
         'attn_implementation "other/code" for',
     ),
-    "configuration of nothing": (
-        "image",
-        edited("config.json", hidden_size="?"),
-        "config.json there is not a LieRE",
-    ),
+    "configuration of nothing": ("image", edited("config.json", hidden_size="?"), "config.json there is not a LieRE"),
     "processor": (
         "image",
         edited("preprocessor_config.json", image_mean=[0.1] * 3),

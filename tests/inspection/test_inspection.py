@@ -31,12 +31,7 @@ def inspected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inspected")
     torch.manual_seed(0)
     config = hf_liere.LieREViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        image_size=16,
-        patch_size=4,
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4
     )
     model = hf_liere.LieREViTForImageClassification(config).eval()
     save(model, folder / "model")

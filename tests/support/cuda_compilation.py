@@ -16,12 +16,7 @@ def compile_for_cuda(capability, pointer, head_dim, count):
     strides = ("i32",) * 3
     types = dict.fromkeys(("states", "gradients", "out"), ((pointer, *strides),) * count)
     types |= dict.fromkeys(("rotation", "sums"), ("*fp32", *strides)) | {"sizes": ("i32",) * 5}
-    for name in (
-        "_rotate_planes_kernel",
-        "_angle_gradients_kernel",
-        "_rotate_blocks_kernel",
-        "_outer_products_kernel",
-    ):
+    for name in ("_rotate_planes_kernel", "_angle_gradients_kernel", "_rotate_blocks_kernel", "_outer_products_kernel"):
         block_size = 8 if "block" in name or "outer" in name else None
         *_, tiles = triton_kernels._launch((states,) * count, (1, 6, 197, head_dim // 8), block_size, None)
         tiles |= {"INVERSE": True}

@@ -15,12 +15,7 @@ from torch import nn
 import hf_liere
 
 
-SMALL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 IMAGE = {**SMALL, "image_size": 16, "patch_size": 4}
 VIDEO = {**SMALL, "image_size": 8, "num_frames": 4}
 CLIP_TEXT = {**SMALL, "vocab_size": 64, "max_position_embeddings": 8, "eos_token_id": 2, "bos_token_id": 1}
@@ -123,9 +118,7 @@ CASES = {
     "deit": Case(model("DeiTConfig", "DeiTForImageClassification", **IMAGE, num_labels=3), images, "deit", prefix=2),
     "dinov2": Case(model("Dinov2Config", "Dinov2Model", **IMAGE), images),
     "dinov2_registers": Case(
-        model("Dinov2WithRegistersConfig", "Dinov2WithRegistersModel", **IMAGE, num_register_tokens=3),
-        images,
-        prefix=4,
+        model("Dinov2WithRegistersConfig", "Dinov2WithRegistersModel", **IMAGE, num_register_tokens=3), images, prefix=4
     ),
     "vit_mae": Case(model("ViTMAEConfig", "ViTMAEModel", **IMAGE, mask_ratio=0.5), images),
     "vit_mae_pretraining": Case(

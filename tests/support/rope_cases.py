@@ -30,12 +30,7 @@ TEXT = {
 }
 HEADS = {"head_dim": 16}
 VISION = {"hidden_size": 32, "depth": 2, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48}
-QWEN_TOKENS = {
-    "image_token_id": 60,
-    "video_token_id": 61,
-    "vision_start_token_id": 62,
-    "vision_end_token_id": 63,
-}
+QWEN_TOKENS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
 # Images as the processors of Qwen-VL pack them: 4 × 6 and 2 × 2 patches of 2 × 4 × 4 values, in one sequence.
 GRIDS = torch.tensor([[1, 4, 6], [1, 2, 2]])
 
@@ -121,11 +116,7 @@ def language(name, config=None, rotating_layers=2, **fields):
 
 YARN = rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = rope(
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=16,
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
 )
 WINDOWS = {"fullatt_block_indexes": [1], "window_size": 16, "intermediate_size": 48}
 DEEP = {"intermediate_size": 48, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}

@@ -238,10 +238,7 @@ def test_other_models_have_other_sizes(page, browser):
 def test_uploads_of_all_kinds_and_the_page_goes_on(page, browser, tmp_path, checkpoints):
     page.browser.find_elements("css selector", "#source input")[1].click()
     page.until(lambda: "Upload a picture: .png, .jpg" in page.text("#picture"))
-    refused = {
-        "notes.txt": "the name ends in '.txt'",
-        "notes.png": "it is not a GIF, JPEG, PNG, WEBP picture",
-    }
+    refused = {"notes.txt": "the name ends in '.txt'", "notes.png": "it is not a GIF, JPEG, PNG, WEBP picture"}
     for name, reason in refused.items():
         (tmp_path / name).write_text("hello")
         page.upload(tmp_path / name)

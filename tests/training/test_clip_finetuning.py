@@ -256,10 +256,7 @@ def test_two_processes_train_and_save_both_models(whole, clip_folder, data, tmp_
         (["--resume_from_checkpoint", "last"], "contains no checkpoint"),
         (["--push_to_hub"], "--push_to_hub"),
         (["--blocksize", 4], "close matches: block_size"),
-        (
-            "--position_encoding rope_mixed --block_size 4".split(),
-            "its only block_size is 2",
-        ),
+        ("--position_encoding rope_mixed --block_size 4".split(), "its only block_size is 2"),
     ],
 )
 def test_bad_input_is_refused_before_any_training(flags, message, clip_folder, data, tmp_path):

@@ -367,10 +367,7 @@ CHECKPOINT = "CHECKPOINT"
         (["--model_type", "lama"], "'lama' is unknown"),
         (["--config_overrides", '{"hidden_size": "x"}'], "hidden_size"),
         (["--config_overrides", '{"vocab_size": 100}'], "tokenizer has 257 tokens, the model 100"),
-        (
-            ["--model_type", "gpt2", "--config_overrides", '{"n_positions": 32, "n_embd": 24}'],
-            "has 32 positions",
-        ),
+        (["--model_type", "gpt2", "--config_overrides", '{"n_positions": 32, "n_embd": 24}'], "has 32 positions"),
         (["--trainable", "rotary"], "a new model has nothing pretrained"),
         ([CHECKPOINT, "--block_size", 4], "block_size without --position_encoding has no effect"),
         ([CHECKPOINT, "--trainable", "rotary"], "nothing is patched; accepted: with --position_encoding"),

@@ -11,14 +11,7 @@ from checkout import ROOT
 from fresh_process import run_python
 from PIL import Image
 from safetensors.torch import load_file
-from training_helpers import (
-    TINY_MODEL,
-    assert_same_weights,
-    main,
-    train,
-    train_with_torchrun,
-    write_parquet,
-)
+from training_helpers import TINY_MODEL, assert_same_weights, main, train, train_with_torchrun, write_parquet
 
 
 SECRET = "hf_nobodys"

@@ -210,8 +210,7 @@ def test_fine_tuning_replaces_the_classifier_deliberately(parquet, tmp_path):
         if not name.startswith("classifier."):
             assert (tuned[name] - value).abs().max() < 1e-3, name
     with pytest.raises(
-        ValueError,
-        match="checkpoint has 3 labels .*data set has 5 .*accepted if no classifier is trained",
+        ValueError, match="checkpoint has 3 labels .*data set has 5 .*accepted if no classifier is trained"
     ):
         fine_tune("third", "--do_eval", "--validation_files", other)
     with pytest.raises(ValueError, match="--hidden_size 32 contradicts the checkpoint's 16; accepted beside"):

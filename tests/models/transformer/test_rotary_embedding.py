@@ -374,8 +374,7 @@ COMPILED_FAST = ("rope_mixed", "liere", "spherical_rope")
 
 
 @pytest.mark.parametrize(
-    "encoding",
-    [name if name in COMPILED_FAST else pytest.param(name, marks=pytest.mark.slow) for name in ENCODINGS],
+    "encoding", [name if name in COMPILED_FAST else pytest.param(name, marks=pytest.mark.slow) for name in ENCODINGS]
 )
 def test_one_graph(encoding, fresh_compiler):
     rotary = build(encoding)
