@@ -1,28 +1,17 @@
 """Patched models under offloading, two processes, checkpointing, threads, compilation and bfloat16."""
 
-import copy
 import threading
 
 import pytest
 import torch
 from patching_cases import CASES, build, check_step_of_two_processes, randomize, run, same_bits
-from patching_checks import SHARED_CONFIG, build_patched
+from patching_checks import SHARED_CONFIG, build_patched, check_copies, check_offloading, compute_checkpointed_gradients
 
-from hf_liere import is_patched, patch, rotary_parameters, unpatch
+from hf_liere import patch, rotary_parameters
 
 
 def test_offloaded_and_dispatched_models():
-    accelerate = pytest.importorskip("accelerate")
-    model, inputs = build_patched("clip_vision")
-    expected = run(model, inputs)
-    offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
-    assert next(value for _, value in rotary_parameters(offloaded)).is_meta
-    assert same_bits(run(offloaded, inputs), expected)
-    other, _ = build("clip_vision")
-    dispatched = accelerate.dispatch_model(other, {"": "cpu"}, force_hooks=True)
-    patch(dispatched, SHARED_CONFIG)
-    dispatched.load_state_dict(model.state_dict())
-    assert same_bits(run(dispatched, inputs), expected)
+    check_offloading(*build_patched("clip_vision"), build("clip_vision")[0], SHARED_CONFIG)
 
 
 def test_two_processes_take_the_step_of_one(tmp_path):
@@ -78,38 +67,21 @@ def test_failed_forward_leaves_nothing_behind():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_gradients_of_two_grids_are_those_without(reentrant):
-    gradients = []
-    for checkpointing in (False, True):
-        model, _ = build("clip_vision")
-        patch(model, SHARED_CONFIG)
-        torch.manual_seed(2)
-        randomize(model)
-        model.train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        torch.manual_seed(3)
+    def forward(model):
         # Both forwards before the backward, with as many tokens on different grids.
-        first = model(pixel_values=torch.randn(2, 3, 16, 16).requires_grad_()).last_hidden_state
-        second = model(pixel_values=torch.randn(2, 3, 32, 8).requires_grad_()).last_hidden_state
-        (first.square().sum() + second.square().sum()).backward()
-        gradients.append([value.grad for _, value in rotary_parameters(model)])
+        samples = (torch.randn(2, 3, *size).requires_grad_() for size in ((16, 16), (32, 8)))
+        return [model(pixel_values=sample).last_hidden_state for sample in samples]
+
+    gradients = compute_checkpointed_gradients(
+        lambda: patch(build("clip_vision")[0], SHARED_CONFIG), forward, reentrant
+    )
     # Reentrant checkpointing adds up the layers in another order.
     for plain, checkpointed in zip(*gradients):
         torch.testing.assert_close(checkpointed, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_copies_and_other_models_keep_their_own_grids():
-    first, inputs = build("clip_vision")
-    patch(first, SHARED_CONFIG)
-    randomize(first)
-    expected = run(first, inputs)
-    second = copy.deepcopy(first)
-    assert same_bits(run(second, inputs), expected)
-    randomize(second)
-    assert same_bits(run(first, inputs), expected) and not same_bits(run(second, inputs), expected)
-    unpatch(second)
-    assert is_patched(first) and not is_patched(second)
-    assert same_bits(run(first, inputs), expected)
+    check_copies(*build_patched("clip_vision"))
 
 
 def test_threads_do_not_see_each_others_grids():
@@ -136,18 +108,11 @@ def test_threads_do_not_see_each_others_grids():
 
 @pytest.mark.parametrize("name", CASES)
 def test_checkpointed_gradients_of_every_family_are_those_without(name):
-    gradients = []
-    for checkpointing in (False, True):
-        model, inputs = build(name)
-        assert model.supports_gradient_checkpointing
-        patch(model, SHARED_CONFIG)
-        torch.manual_seed(2)
-        randomize(model)
-        model.train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        sum(tensor.square().sum() for tensor in run(model, inputs) if tensor.requires_grad).backward()
-        gradients.append([value.grad for _, value in rotary_parameters(model)])
+    model, inputs = build(name)
+    assert model.supports_gradient_checkpointing
+    gradients = compute_checkpointed_gradients(
+        lambda: patch(build(name)[0], SHARED_CONFIG), lambda model: run(model, inputs)
+    )
     assert same_bits(*gradients) and all(gradient.abs().max() > 0 for gradient in gradients[0])
 
 

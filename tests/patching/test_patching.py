@@ -8,7 +8,7 @@ import pytest
 import torch
 from encoding_cases import NEUTRAL, ROUNDED, on_axes
 from patching_cases import CASES, REAL_SIZES, build, randomize, run, same_bits
-from patching_checks import SHARED_CONFIG, build_patched, unit_grid
+from patching_checks import SHARED_CONFIG, build_patched, check_unpatched, unit_grid
 from reference import head_rotation
 
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters, unpatch
@@ -44,11 +44,7 @@ def test_zero_start_is_the_same_bits_and_unpatch_is_exact(name, implementation):
             assert same_bits(run(model, inputs), expected), encoding
         randomize(model)
         assert not same_bits(run(model, inputs), expected), encoding
-        unpatch(model)
-        after = model.state_dict()
-        assert list(after) == list(before) and all(torch.equal(after[key], before[key]) for key in before)
-        assert same_bits(run(model, inputs), expected)
-        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        check_unpatched(model, inputs, before, expected)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,7 @@ import torch
 import transformers
 from fresh_process import run_python
 from patching_cases import randomize
-from rope_cases import build, outputs
+from rope_cases import PLANES, build, outputs
 from safetensors.torch import load_file
 
 from hf_liere import RotaryPatchConfig, is_patched, load_peft, load_rotary, patch, rotary_parameters
@@ -15,7 +15,6 @@ from hf_liere import RotaryPatchConfig, is_patched, load_peft, load_rotary, patc
 
 peft = pytest.importorskip("peft")
 
-PLANES = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained")
 COPIES = ["rotary_encoding"]
 
 

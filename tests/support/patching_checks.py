@@ -1,9 +1,13 @@
-"""The configuration that tests of patches share, and coordinates by loops."""
+"""Checks of patched models, the configuration that tests of patches share, and coordinates by loops."""
 
+import copy
+
+import pytest
 import torch
-from patching_cases import build, randomize
+from patching_cases import build, randomize, same_bits
+from rope_cases import outputs
 
-from hf_liere import RotaryPatchConfig, patch
+from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters, unpatch
 
 
 SHARED_CONFIG = RotaryPatchConfig(position_encoding="comrope_ld", block_size=4)
@@ -22,3 +26,73 @@ def build_patched(name, implementation="sdpa"):
     model, inputs = build(name, implementation)
     randomize(patch(model, SHARED_CONFIG))
     return model, inputs
+
+
+def check_unpatched(model, inputs, before, expected):
+    """The weights and outputs of before, and no hook is left."""
+    unpatch(model)
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[key], before[key]) for key in before)
+    assert same_bits(outputs(model, inputs), expected)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def check_cached_steps(model, inputs, cache=None):
+    """The logits of each of three generated tokens, and of one forward pass over all of them."""
+    length = inputs["input_ids"].shape[1]
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    generated = model.generate(
+        **inputs, max_new_tokens=3, min_new_tokens=3, **options, **({"cache_implementation": cache} if cache else {})
+    )
+    longer = {**inputs, "input_ids": generated.sequences}
+    if "mm_token_type_ids" in inputs:
+        longer["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, 3))
+    if "attention_mask" in inputs:
+        longer["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
+        # As `generate` counts: padding has no position.
+        longer["position_ids"] = (longer["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        whole = model(**longer, use_cache=False).logits[:, length - 1 : -1]
+    # float32 attention over one query and over all of them.
+    torch.testing.assert_close(torch.stack(generated.logits, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def check_copies(model, inputs):
+    """A copy of a patched model has its own rotations."""
+    expected = outputs(model, inputs)
+    other = copy.deepcopy(model)
+    assert same_bits(outputs(other, inputs), expected)
+    randomize(other, std=0.2)
+    assert same_bits(outputs(model, inputs), expected) and not same_bits(outputs(other, inputs), expected)
+    unpatch(other)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in other.modules())
+    assert is_patched(model) and not is_patched(other) and same_bits(outputs(model, inputs), expected)
+
+
+def check_offloading(model, inputs, plain, config):
+    """A patched model gives the same bits offloaded, and when its plain model is dispatched and then patched."""
+    accelerate = pytest.importorskip("accelerate")
+    with torch.no_grad():
+        expected = outputs(model, inputs)
+        offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
+        assert next(value for _, value in rotary_parameters(offloaded)).is_meta
+        assert same_bits(outputs(offloaded, inputs), expected)
+        dispatched = accelerate.dispatch_model(plain, {"": "cpu"}, force_hooks=True)
+        patch(dispatched, config)
+        dispatched.load_state_dict(model.state_dict())
+        assert same_bits(outputs(dispatched, inputs), expected)
+
+
+def compute_checkpointed_gradients(prepare, forward, reentrant=False, std=0.3):
+    """Gradients of the rotations of the model that `prepare` makes, without checkpointing and with it."""
+    gradients = []
+    for checkpointing in (False, True):
+        model = prepare().train()
+        torch.manual_seed(2)
+        randomize(model, std)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(3)
+        sum(tensor.square().sum() for tensor in forward(model) if tensor.requires_grad).backward()
+        gradients.append([value.grad for _, value in rotary_parameters(model)])
+    return gradients

@@ -12,10 +12,11 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_liere import patch
+from hf_liere import RotaryPatchConfig, patch
 from hf_liere.models.patched.tower_patch import patched_towers
 
 
+PLANES = RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained")
 TEXT = {
     "vocab_size": 64,
     "hidden_size": 48,
@@ -213,6 +214,10 @@ if importlib.util.find_spec("transformers.models.gemma4"):
         part("gemma4", "Gemma4VisionConfig", "Gemma4VisionModel", **GEMMA_VISION), gemma_patches, ("encoder",)
     )
     CASES["gemma4"] = language("Gemma4", "Gemma4Text", **SHARED_KEYS, global_head_dim=16, **GEMMA_ROPE)
+
+
+def blocks(encoding="liere", **fields):
+    return RotaryPatchConfig(position_encoding=encoding, block_size=4, rotary_init="pretrained", **fields)
 
 
 def build(name, implementation="sdpa"):

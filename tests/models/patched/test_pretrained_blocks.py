@@ -7,19 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from patching_cases import randomize, same_bits
-from rope_cases import CASES, GRIDS, build, build_patched, check_relative, outputs, tokens
-from rope_checks import (
-    DISPATCHED,
-    check_cached_steps,
-    check_checkpointing,
-    check_compiled,
-    check_copies,
-    check_flex_attention,
-    check_fresh_process,
-    check_offloading,
-    check_static_cache,
-    check_unpatched,
-)
+from patching_checks import check_cached_steps, check_unpatched
+from rope_cases import CASES, GRIDS, blocks, build, build_patched, check_relative, outputs, tokens
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -44,10 +33,6 @@ def one_each(pairs):
         encodings = [encoding for family, encoding in pairs if family == name]
         fast |= {name: encodings[number % len(encodings)]} if encodings else {}
     return [pair if fast[pair[0]] == pair[1] else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
-
-
-def blocks(encoding, **fields):
-    return RotaryPatchConfig(position_encoding=encoding, block_size=4, rotary_init="pretrained", **fields)
 
 
 def close_to_start(found, expected):
@@ -120,22 +105,6 @@ def test_cached_steps_are_the_computation_without_a_cache(name, encoding):
     check_cached_steps(model, inputs)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_static_cache_and_padding_on_the_left(name):
-    check_static_cache(name, blocks("liere"))
-
-
-@pytest.mark.parametrize("name", DISPATCHED)
-def test_offloaded_and_dispatched_models(name):
-    check_offloading(name, blocks("liere"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mistral", "dinov3"])
-def test_flex_attention_gives_the_same(name):
-    check_flex_attention(name, blocks("liere"))
-
-
 @pytest.mark.parametrize("length", [1, 2, 4])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_as_many_tokens_as_heads(name, length):
@@ -144,30 +113,6 @@ def test_as_many_tokens_as_heads(name, length):
     inputs = {"input_ids": inputs["input_ids"][:, :length]}
     expected = outputs(model, inputs)
     close_to_start(outputs(patch(model, blocks("liere")), inputs), expected)
-
-
-@pytest.mark.slow
-def test_adapters_in_a_fresh_process(tmp_path):
-    names = [name for name, encoding in FITTING if encoding == "liere"]
-    check_fresh_process(tmp_path, names, blocks("liere"))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["llama", "dinov3", "qwen2_5_vl_tower"])
-def test_checkpointed_gradients_are_those_without(name, reentrant):
-    check_checkpointing(name, reentrant, blocks("liere"))
-
-
-@pytest.mark.parametrize(
-    "name, encoding",
-    [
-        ("llama", "liere"),
-        pytest.param("llama", "comrope_ld", marks=pytest.mark.slow),
-        pytest.param("dinov3", "liere", marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_whole_graph_gives_the_same(name, encoding):
-    check_compiled(name, blocks(encoding))
 
 
 @pytest.mark.parametrize("name, axes, planes", [("llama", 1, 8), ("dinov3", 2, 8)])
@@ -223,10 +168,6 @@ def test_what_lora_adds_to_projections_is_rotated_too(name, targets, first):
     for value, expected in zip(outputs(merged, inputs), found, strict=True):
         # A sum of two products and one product.
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-4 * max(1.0, float(expected.detach().abs().max())))
-
-
-def test_copies_have_rotations_of_their_own():
-    check_copies(blocks("liere"))
 
 
 def test_chosen_layers_get_blocks_and_the_others_stay():

@@ -8,15 +8,12 @@ import torch
 import transformers
 from fresh_process import run_code
 from patching_cases import check_step_of_two_processes, realigned, same_bits
-from rope_cases import build, build_patched, outputs
-from rope_checks import PLANES
+from rope_cases import PLANES, blocks, build, build_patched, outputs
 
-from hf_liere import RotaryPatchConfig, is_patched, rotary_parameters, save_rotary, unpatch
+from hf_liere import is_patched, rotary_parameters, save_rotary, unpatch
 from hf_liere.models.patched.modeling_patched import RotaryDINOv3ViTConfig, RotaryLlamaConfig
 
 
-BLOCKS = RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained")
-COMMUTING = RotaryPatchConfig(position_encoding="comrope_ld", block_size=4, rotary_init="pretrained", layers=[0])
 AUTO_CLASSES = {
     "llama": "AutoModelForCausalLM",
     "llama_yarn": "AutoModelForCausalLM",
@@ -30,7 +27,7 @@ AUTO_CLASSES = {
     "pixtral": "AutoModel",
     "qwen2_5_vl": "AutoModelForImageTextToText",
 }
-CONFIGS = {"planes": PLANES, "blocks": BLOCKS, "commuting": COMMUTING}
+CONFIGS = {"planes": PLANES, "blocks": blocks(), "commuting": blocks("comrope_ld", layers=[0])}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -5,8 +5,7 @@ import torch
 import transformers
 from patching_cases import IMAGE, SMALL
 from patching_cases import model as model_of
-from rope_cases import CASES, HEADS, TEXT, build, rope
-from rope_checks import PLANES
+from rope_cases import CASES, HEADS, PLANES, TEXT, build, rope
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 

@@ -6,20 +6,8 @@ import pytest
 import torch
 import transformers
 from patching_cases import randomize, same_bits
-from rope_cases import CASES, build, build_patched, check_relative, outputs
-from rope_checks import (
-    DISPATCHED,
-    PLANES,
-    check_cached_steps,
-    check_checkpointing,
-    check_compiled,
-    check_copies,
-    check_flex_attention,
-    check_fresh_process,
-    check_offloading,
-    check_static_cache,
-    check_unpatched,
-)
+from patching_checks import check_cached_steps, check_unpatched
+from rope_cases import CASES, PLANES, build, build_patched, check_relative, outputs
 
 from hf_liere import RotaryPatchConfig, patch, rotary_parameters
 
@@ -64,12 +52,6 @@ def test_cached_steps_are_the_computation_without_a_cache(name):
     check_cached_steps(model, inputs)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_static_cache_and_padding_on_the_left(name):
-    """Mistral's cache slides, Gemma 3 has layers of both kinds."""
-    check_static_cache(name, PLANES)
-
-
 def test_positions_of_the_user():
     """Attention depends on differences of positions alone, and on nothing but the positions that are given."""
     model, inputs = build_patched("llama", PLANES)
@@ -92,29 +74,6 @@ def test_attention_that_is_called_without_rotations():
     assert same_bits(outputs(model, inputs), expected)
     randomize(model)
     assert not same_bits(outputs(model, inputs), expected)
-
-
-def test_adapters_of_every_family_in_a_fresh_process(tmp_path):
-    check_fresh_process(tmp_path, list(CASES), PLANES)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["llama", "dinov3", "qwen2_5_vl_tower"])
-def test_checkpointed_gradients_are_those_without(name, reentrant):
-    check_checkpointing(name, reentrant, PLANES)
-
-
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "dinov3"))]
-)
-def test_compiled_whole_graph_gives_the_same(name):
-    check_compiled(name, PLANES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mistral", "dinov3"])
-def test_flex_attention_gives_the_same(name):
-    check_flex_attention(name, PLANES)
 
 
 def test_chosen_layers_learn_and_the_others_stay():
@@ -169,10 +128,6 @@ def test_half_types_start_as_the_same_bits(name, dtype):
     assert same_bits(outputs(patch(again, PLANES).to(dtype), inputs), expected)
 
 
-def test_copies_have_rotations_of_their_own():
-    check_copies(PLANES)
-
-
 def test_dinov3_augments_the_coordinates_of_all_layers_alike():
     """In training, DINOv3 draws a scale of the coordinates: once for all layers, however often these read it."""
     model, inputs = build("dinov3")
@@ -203,11 +158,6 @@ def test_lora_beside_learned_frequencies(tmp_path):
     base, _ = build("llama")
     restored = peft.PeftModel.from_pretrained(patch(base, PLANES), tmp_path).eval()
     assert same_bits(outputs(restored, inputs), expected)
-
-
-@pytest.mark.parametrize("name", DISPATCHED)
-def test_offloaded_and_dispatched_models(name):
-    check_offloading(name, PLANES)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_yarn", "gemma3", "qwen3_vl"])
