@@ -6,7 +6,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from encoding_cases import IMAGE_CASES, moved
+from encoding_cases import IMAGE_CASES, perturb
 from fresh_process import run_python
 
 import hf_liere
@@ -52,7 +52,7 @@ def shape_of(path):
 @pytest.mark.parametrize("encoding, block_size, suffix", ANY_SIZE)
 def test_images_of_any_size(tiny, tmp_path, encoding, block_size, suffix):
     config = tiny(position_encoding=encoding, block_size=block_size, num_hidden_layers=1)
-    model = moved(hf_liere.LieREViTForImageClassification(config))
+    model = perturb(hf_liere.LieREViTForImageClassification(config))
     path = export_model(model, tmp_path / "folder" / f"model{suffix}")
     pixels = [torch.randn(1, 3, 16, 16), torch.randn(3, 3, 8, 40), torch.randn(2, 3, 32, 12)]
     assert_same(model, path, *pixels)

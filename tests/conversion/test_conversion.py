@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 import transformers
-from conversion_cases import Code, converts, images, liere_weights, randomised, without
+from conversion_cases import FIELDS, Code, converts, images, liere_weights, randomize, without
 from fresh_process import run_code
 from hub_client import client
 from safetensors.torch import save_file
@@ -84,7 +84,7 @@ TIMM = {
 @torch.no_grad()
 def test_timm_live_at_two_resolutions(kind):
     name, overrides, options = TIMM[kind]
-    official = randomised(timm.create_model(name, num_classes=5, dynamic_img_size=True, **SMALL, **overrides))
+    official = randomize(timm.create_model(name, num_classes=5, dynamic_img_size=True, **SMALL, **overrides))
     options = {"num_attention_heads": 2, "image_size": 16, **options}
     conversion = convert_state_dict(official.state_dict(), **options)
     assert conversion.source == "timm"
@@ -102,16 +102,6 @@ def test_timm_configuration_tells_what_the_shapes_do_not():
     config["model_args"] = {"num_heads": 2}
     converted = convert_state_dict(official.state_dict(), source_config=config).config
     assert (converted.position_encoding, converted.num_attention_heads, converted.image_size) == ("absolute", 2, 16)
-
-
-FIELDS = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "image_size": 16,
-    "patch_size": 4,
-}
 
 
 def transformers_model(kind):
@@ -142,7 +132,7 @@ def transformers_model(kind):
 @torch.no_grad()
 def test_transformers_live_at_two_resolutions(tmp_path, kind):
     """From the files that transformers writes, with the options its config.json states."""
-    official = randomised(transformers_model(kind))
+    official = randomize(transformers_model(kind))
     official.save_pretrained(tmp_path)
     model = convert_state_dict(*_with_config(tmp_path)).model()
     for size in ((16, 16), (24, 20)):
@@ -171,7 +161,7 @@ def _with_config(path):
 
 def test_live_state_dict_of_transformers():
     """Its names differ from those in files."""
-    official = randomised(transformers_model("vit"))
+    official = randomize(transformers_model("vit"))
     options = {"num_attention_heads": 2, "hidden_act": "gelu_new"}
     model = convert_state_dict(official.state_dict(), **options).model()
     pixels = images(2, 3, 16, 16)
@@ -240,10 +230,10 @@ def converted(tmp_path_factory):
         ),
         "table": (comrope_weights(), {"cls_position": 0.25}),
         "gap": (
-            randomised(timm.create_model("vit_medium_patch16_rope_reg1_gap_256", num_classes=3, **SMALL)).state_dict(),
+            randomize(timm.create_model("vit_medium_patch16_rope_reg1_gap_256", num_classes=3, **SMALL)).state_dict(),
             {"num_attention_heads": 2, "image_size": 16, "reference_grid": 5},
         ),
-        "teacher": (randomised(transformers_model("deit_teacher")).state_dict(), {"num_attention_heads": 2}),
+        "teacher": (randomize(transformers_model("deit_teacher")).state_dict(), {"num_attention_heads": 2}),
     }
     for name, (weights, options) in sources.items():
         save_file({key: value.contiguous() for key, value in weights.items()}, directory / f"{name}.safetensors")
@@ -489,11 +479,11 @@ def official_repository(kind, folder):
     if kind == "vit":
         fields = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
         config = transformers.ViTConfig(**fields, image_size=16, patch_size=4, num_labels=3)
-        official = randomised(transformers.ViTForImageClassification(config))
+        official = randomize(transformers.ViTForImageClassification(config))
         official.save_pretrained(folder)
         return official(pixels).logits
     official = timm.create_model("vit_small_patch16_rope_mixed_224", num_classes=3, **SMALL | {"embed_dim": 128})
-    official = randomised(official)
+    official = randomize(official)
     state_dict = official.state_dict()
     save_file(naver_weights(state_dict) if kind == "naver" else state_dict, folder / "model.safetensors")
     if kind == "timm":

@@ -2,10 +2,11 @@
 
 import json
 
+import conversion_cases
 import pytest
 import torch
 import transformers
-from conversion_cases import converts, images, randomised, without
+from conversion_cases import converts, images, randomize, without
 from safetensors.torch import load_file
 from transformers import AutoModel, DINOv3ViTConfig, DINOv3ViTModel
 
@@ -20,16 +21,7 @@ from hf_liere.convert import convert_checkpoint
 # Two layers in float32 on normalised tokens, of the order of one; DINOv3 rounds its angles, of up to 2π, to float32.
 EXACT = {"rtol": 0, "atol": 1e-5}
 SIZES = ((16, 16), (24, 20), (8, 40))
-FIELDS = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "num_register_tokens": 3,
-    "layerscale_value": 0.1,
-    "image_size": 16,
-    "patch_size": 4,
-}
+FIELDS = {**conversion_cases.FIELDS, "num_register_tokens": 3, "layerscale_value": 0.1}
 HEADS = {"num_attention_heads": 2}
 KINDS = {
     "small": {},
@@ -41,7 +33,7 @@ KINDS = {
 
 
 def dinov3(kind="small", **fields):
-    return randomised(DINOv3ViTModel(DINOv3ViTConfig(**(FIELDS | KINDS[kind] | fields))))
+    return randomize(DINOv3ViTModel(DINOv3ViTConfig(**(FIELDS | KINDS[kind] | fields))))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkout import ROOT
 from page_models import clip
-from patching_cases import widened
+from patching_cases import widen
 
 from hf_liere import is_patched
 
@@ -82,7 +82,7 @@ def test_arrows(ran):
 def test_clip(ran):
     torch.manual_seed(0)
     model, _ = clip()
-    widened(model, std=0.1).save_pretrained("openai/clip-vit-base-patch16")
+    widen(model, std=0.1).save_pretrained("openai/clip-vit-base-patch16")
     names = ran("clip")
     assert names["losses"][-1] < names["losses"][0]
     assert is_patched(names["clip"]) and names["after"].isfinite().all()

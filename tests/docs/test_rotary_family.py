@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from checkout import ROOT
-from encoding_cases import moved
+from encoding_cases import perturb
 
 import hf_liere
 from hf_liere import upgrade_encoding
@@ -28,7 +28,7 @@ def classifier(tiny, encoding):
     torch.manual_seed(0)
     config = tiny(position_encoding=encoding, block_size=BLOCKS.get(encoding), initializer_range=0.2)
     model = hf_liere.LieREViTForImageClassification(config).eval()
-    return moved(model)
+    return perturb(model)
 
 
 def test_the_table_has_every_encoding():

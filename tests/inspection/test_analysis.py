@@ -10,7 +10,7 @@ import pytest
 import reference
 import torch
 import transformers
-from encoding_cases import COMMUTING, ENCODINGS, moved
+from encoding_cases import COMMUTING, ENCODINGS, perturb
 from encoding_cases import fields as encoding_fields
 
 import hf_liere
@@ -131,7 +131,7 @@ def test_relativity_error_of_liere_off_the_diagonal(classifier):
 @pytest.mark.parametrize("fold", [False, True])
 def test_commuting_encodings_are_relative(classifier, position_encoding, fold):
     """Far below the 1e-5 that is asked for: it is computed in float64, so that an error would be the encoding's."""
-    model = moved(classifier(**encoding_fields(position_encoding)))
+    model = perturb(classifier(**encoding_fields(position_encoding)))
     encoding = encoding_of(model.fold_rotations() if fold else model)
     assert relativity_error(encoding).largest.max() < 1e-10
     assert commutators(generator_matrices(encoding)).norm.max() < 1e-10

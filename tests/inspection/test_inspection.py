@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from browser import console_errors, prefer_color_scheme
-from encoding_cases import moved
+from encoding_cases import perturb
 from fresh_process import run_python
 from inspection_pages import Page, picture, save
 from PIL import Image
@@ -113,7 +113,7 @@ def test_a_model_without_rotations(tiny, tmp_path):
 @pytest.mark.parametrize("encoding", ["cayley_string", "spherical_rope"])
 def test_rotations_in_a_learned_basis_and_products_of_rotations(tiny, tmp_path, encoding):
     """Planes in a learned basis commute; products of rotations do not, and are not the exponential of a sum."""
-    model = moved(hf_liere.LieREViTForImageClassification(tiny(position_encoding=encoding)))
+    model = perturb(hf_liere.LieREViTForImageClassification(tiny(position_encoding=encoding)))
     assert inspect(save(model, tmp_path / "model"), "--output", tmp_path / "r") == 0
     page = " ".join(Page((tmp_path / "r" / "report.html").read_text(encoding="utf-8")).text.split())
     commutes = encoding == "cayley_string"

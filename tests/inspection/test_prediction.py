@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from fresh_process import run_python
-from patching_cases import CLIP_TEXT, IMAGE, widened
+from patching_cases import CLIP_TEXT, IMAGE, widen
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, AutoModelForVideoClassification
 
@@ -85,7 +85,7 @@ def pictures(tmp_path):
 
 
 def save(model, processor, folder):
-    widened(model).eval().save_pretrained(folder)
+    widen(model).eval().save_pretrained(folder)
     if processor is not None:
         processor.save_pretrained(folder)
     return folder
@@ -143,7 +143,7 @@ def test_a_process_prints_lines_and_draws_attention(pictures, tmp_path):
 def test_attention_lies_over_what_the_model_saw(name, pictures, tmp_path):
     """After resizing and cropping, which is what the processor makes without its normalisation."""
     model, processor = CASES[name]
-    model, processor = widened(model()).eval(), processor()
+    model, processor = widen(model()).eval(), processor()
     inputs = Inputs.prepare(read_file(pictures[0], False), vision_tower(model), processor)
     (row,) = inputs.attention_rows(model, "title")
     plain = type(processor).from_dict(processor.to_dict() | {"do_normalize": False, "do_rescale": False})

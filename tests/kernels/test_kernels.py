@@ -3,17 +3,15 @@ The kernels against the plain rotation in float64: those for CPUs, and Triton's 
 the interpreter.
 """
 
-import importlib.util
 import inspect
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fresh_process import run_python
 from rotating import rotate, rotate_query_key
+from triton_loading import DEVICE, load_kernels
 
-import hf_liere
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cuda as triton_kernels
 from hf_liere.models.rotation import dispatch
@@ -23,7 +21,6 @@ from hf_liere.models.rotation.rotation import PlaneRotation, _rotate_blocks, _ro
 
 PLANES = [(1, 2, 6, 12, 2), (1, 1, 6, 12, 2), (5, 2, 6, 10, 2)]
 BLOCKS = [(1, 2, 6, 3, 8, 8), (1, 1, 6, 4, 5, 5), (5, 1, 6, 2, 12, 12), (1, 2, 6, 1, 24, 24)]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Of a rotated unit vector, and of sums of ten of them in the gradients of rotations.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -36,13 +33,8 @@ def kernels(request):
         yield SimpleNamespace(device="cpu", types=cpu_kernels.TYPES, module=None, **functions(cpu_kernels))
         return
     pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
-    path = os.path.join(os.path.dirname(hf_liere.__file__), "kernels", "cuda.py")
-    specification = importlib.util.spec_from_file_location("hf_liere.kernels.cuda_again", path)
-    module = importlib.util.module_from_spec(specification)
+    module = load_kernels()
     with pytest.MonkeyPatch.context() as patch:
-        # Triton decides between compiling and interpreting a kernel when it sees its source.
-        patch.setenv("TRITON_INTERPRET", str(int(DEVICE == "cpu")))
-        specification.loader.exec_module(module)
         patch.setitem(dispatch._BACKENDS, DEVICE, module)
         yield SimpleNamespace(device=DEVICE, types=module.TYPES, module=module, **functions(module))
 

@@ -1,13 +1,13 @@
 """The comparison of Triton's kernels before their first use: it finds kernels that are wrong, and leaves no traces."""
 
 import contextlib
-import importlib.util
 import logging
-from pathlib import Path
 
 import pytest
 import torch
+import triton_loading
 from fresh_process import run_python
+from triton_loading import DEVICE
 
 import hf_liere
 from hf_liere.kernels import self_check
@@ -17,22 +17,14 @@ from hf_liere.models.rotation.dispatch import find_backend
 
 pytest.importorskip("triton", reason="Triton is not installed (PyTorch brings it on Linux)")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SOURCE = Path(hf_liere.__file__).with_name("kernels") / "cuda.py"
-
 
 def load(folder, right="", wrong=""):
-    """The module of the kernels, which Triton interprets where there is no GPU, with a part of its source replaced."""
-    source = SOURCE.read_text()
+    """The module of the kernels with a part of its source replaced."""
+    source = triton_loading.SOURCE.read_text()
     assert right in source
     path = folder / "cuda_edited.py"
     path.write_text(source.replace(right, wrong))
-    specification = importlib.util.spec_from_file_location("hf_liere.kernels.cuda_edited", path)
-    module = importlib.util.module_from_spec(specification)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", str(int(DEVICE == "cpu")))
-        specification.loader.exec_module(module)
-    return module
+    return triton_loading.load_kernels(path)
 
 
 @pytest.fixture(scope="module")

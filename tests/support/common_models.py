@@ -56,30 +56,34 @@ modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["liere_tokens"] = 
 modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES["liere_tokens"] = "LieRETokensForTokenClassification"
 
 
-class ImageModelTester:
+class ModelTester:
     """What the mixins ask for: a small configuration, inputs for it, and some of its sizes."""
 
-    config_class = hf_liere.LieREViTConfig
     batch_size = 2
-    input_shape = (3, 8, 8)
-    image_size = 8
-    patch_size = 4
-    num_patches = 4
-    num_masks = 1
     hidden_size = 48
     num_hidden_layers = 2
     num_attention_heads = 2
     is_training = True
 
+    def get_config(self):
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", *self.fields)
+        sizes = {name: getattr(self, name) for name in names}
+        return self.config_class(**sizes, intermediate_size=64, num_labels=3, **self.encoding)
+
+
+class ImageModelTester(ModelTester):
+    config_class = hf_liere.LieREViTConfig
+    fields = ("image_size", "patch_size")
+    input_shape = (3, 8, 8)
+    image_size = 8
+    patch_size = 4
+    num_patches = 4
+    num_masks = 1
+
     def __init__(self, encoding: dict):
         self.encoding = encoding
         self.seq_length = 1 + self.num_patches
         self.mask_length = self.num_patches
-
-    def get_config(self):
-        names = ("image_size", "patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        fields = {name: getattr(self, name) for name in names}
-        return self.config_class(**fields, intermediate_size=64, num_labels=3, **self.encoding)
 
     def prepare_config_and_inputs_for_common(self):
         return self.get_config(), {"pixel_values": torch.randn(self.batch_size, *self.input_shape)}
@@ -92,16 +96,13 @@ class VideoModelTester(ImageModelTester):
     num_patches = 16
 
 
-class TokensModelTester:
-    """As [`ImageModelTester`], for points in three dimensions."""
+class TokensModelTester(ModelTester):
+    """Points in three dimensions."""
 
     config_class = hf_liere.LieRETokensConfig
-    batch_size = 2
+    fields = ("feature_size",)
     seq_length = 7
-    hidden_size = 48
-    num_hidden_layers = 2
-    num_attention_heads = 2
-    is_training = True
+    feature_size = 5
 
     def __init__(self, encoding: dict):
         self.encoding = encoding | {"num_axes": 3}
@@ -110,13 +111,9 @@ class TokensModelTester:
         # The class token comes before the tokens.
         self.encoder_seq_length = self.key_length = 1 + self.seq_length
 
-    def get_config(self):
-        names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-        fields = {name: getattr(self, name) for name in names}
-        return self.config_class(**fields, feature_size=5, intermediate_size=64, num_labels=3, **self.encoding)
-
     def prepare_config_and_inputs_for_common(self):
-        features, positions = torch.randn(self.batch_size, self.seq_length, 5), torch.rand(self.seq_length, 3)
+        features = torch.randn(self.batch_size, self.seq_length, self.feature_size)
+        positions = torch.rand(self.seq_length, 3)
         mask = torch.ones(self.batch_size, self.seq_length, dtype=torch.long)
         inputs = {"inputs_embeds": features, "positions": positions.repeat(self.batch_size, 1, 1)}
         return self.get_config(), inputs | {"attention_mask": mask}

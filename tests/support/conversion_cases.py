@@ -8,8 +8,12 @@ from hf_liere.conversion.base import ConversionError
 from hf_liere.conversion.checkpoints import convert_state_dict
 
 
-def randomised(model, scale=0.3):
-    """Weights that make every part of a model matter: norms, biases, layer scales, tables, tokens."""
+FIELDS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+FIELDS |= {"image_size": 16, "patch_size": 4}
+
+
+def randomize(model, scale=0.3):
+    """Draw weights that make every part of a model matter: norms, biases, layer scales, tables, tokens."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

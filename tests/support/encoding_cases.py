@@ -39,8 +39,8 @@ def fields(encoding, head_dim=24, axes=2, wanted=4):
 
 
 @torch.no_grad()
-def moved(model, std=0.3):
-    """The model or encoding with parameters of rotations that training could have led to: none is at its start."""
+def perturb(model, std=0.3):
+    """Move all parameters of rotations from their start, as training could; return the model or encoding."""
     named = model.rotary_parameters() if hasattr(model, "rotary_parameters") else model.named_parameters()
     for _, parameter in named:
         parameter.add_(std * torch.randn_like(parameter))

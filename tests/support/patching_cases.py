@@ -221,8 +221,8 @@ REAL_SIZES = {
 
 
 @torch.no_grad()
-def widened(built, std=0.2):
-    """The model with weights that are wide enough for attention, and so for rotations, to matter."""
+def widen(built, std=0.2):
+    """Draw weights that are large enough for attention, and so for rotations, to matter; return the model."""
     for parameter in built.parameters():
         if parameter.ndim > 1:
             parameter.normal_(std=std)
@@ -230,10 +230,10 @@ def widened(built, std=0.2):
 
 
 def build(name, implementation="sdpa"):
-    """A model in evaluation mode, [`widened`], and its inputs."""
+    """A model in evaluation mode with wide weights ([`widen`]), and its inputs."""
     case = CASES[name]
     torch.manual_seed(0)
-    built = widened(case.build().eval())
+    built = widen(case.build().eval())
     built.set_attn_implementation(implementation)
     return built, case.inputs()
 
@@ -261,11 +261,8 @@ def randomize(built, std=0.3):
             parameter.normal_(std=std)
 
 
-def realigned(model):
-    """
-    The same values at addresses as of new tensors: weights of a file lie wherever it has them, and on some processors
-    products round by address.
-    """
+def realign(model):
+    """Copy weights of a file to aligned addresses, because on some processors products round by address."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     return model

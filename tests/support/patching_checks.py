@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from fresh_process import run_code
 from patching_cases import build, randomize, same_bits
 from rope_cases import outputs
 
@@ -81,6 +82,26 @@ def check_offloading(model, inputs, plain, config):
         patch(dispatched, config)
         dispatched.load_state_dict(model.state_dict())
         assert same_bits(outputs(dispatched, inputs), expected)
+
+
+def check_auto_classes(models, folder, package):
+    """Auto classes restore these {name: (auto class, model, inputs)} in a fresh process with the same bits."""
+    for name, (_, model, inputs) in models.items():
+        model.save_pretrained(folder / name)
+        with torch.no_grad():
+            torch.save((inputs, outputs(model, inputs)[0]), folder / f"{name}.pt")
+    code = f"""
+        import torch, transformers
+        for name, auto_class in { ({name: auto_class for name, (auto_class, *_) in models.items()}) }.items():
+            auto = getattr(transformers, auto_class)
+            model, report = auto.from_pretrained(name, output_loading_info=True, trust_remote_code={not package})
+            inputs, expected = torch.load(f"{{name}}.pt")
+            with torch.no_grad():
+                found = model(**inputs)[0]
+            print(name, type(model).__module__.split(".")[0], not any(report.values()), torch.equal(found, expected))
+    """
+    origin = "hf_liere" if package else "transformers_modules"
+    assert run_code(code, folder, package) == [f"{name} {origin} True True" for name in models]
 
 
 def compute_checkpointed_gradients(prepare, forward, reentrant=False, std=0.3):

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 
 import torch
-from patching_cases import IMAGE, model, part, randomize, run, widened
+from patching_cases import IMAGE, model, part, randomize, run, widen
 from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -221,9 +221,9 @@ def blocks(encoding="liere", **fields):
 
 
 def build(name, implementation="sdpa"):
-    """A model in evaluation mode, `widened`, and its inputs."""
+    """A model in evaluation mode with wide weights, and its inputs."""
     torch.manual_seed(0)
-    built = widened(CASES[name].build().eval())
+    built = widen(CASES[name].build().eval())
     built.set_attn_implementation(implementation)
     torch.manual_seed(1)
     return built, CASES[name].inputs()

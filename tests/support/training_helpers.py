@@ -9,7 +9,7 @@ import torch
 import transformers
 from checkout import ROOT
 from fresh_process import run_two_processes
-from patching_cases import IMAGE, clip_config, widened
+from patching_cases import IMAGE, clip_config, widen
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -48,18 +48,18 @@ def small_clip() -> tuple[transformers.CLIPModel, transformers.CLIPTokenizer]:
     config.text_config.vocab_size = len(vocabulary)
     config.text_config.max_position_embeddings = 32
     config.text_config.eos_token_id = tokenizer.eos_token_id
-    return widened(transformers.CLIPModel(config)), tokenizer
+    return widen(transformers.CLIPModel(config)), tokenizer
 
 
 def write_dual_encoder(folder: Path) -> str:
     """A small DINOv3 with the text tower of a small CLIP, its processor and its tokenizer; the path of their folder."""
     clip, tokenizer = small_clip()
-    vision = widened(transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**IMAGE, num_register_tokens=2)))
+    vision = widen(transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**IMAGE, num_register_tokens=2)))
     text = transformers.CLIPTextModel(clip.config.text_config)
     config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
         vision.config, text.config, projection_dim=8
     )
-    model = widened(transformers.VisionTextDualEncoderModel(config, vision_model=vision, text_model=text))
+    model = widen(transformers.VisionTextDualEncoderModel(config, vision_model=vision, text_model=text))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     size = {"height": 16, "width": 16}

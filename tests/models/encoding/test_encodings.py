@@ -12,8 +12,8 @@ from encoding_cases import (
     block_size,
     block_sizes,
     fields,
-    moved,
     on_axes,
+    perturb,
 )
 from fresh_process import run_code
 from transformers import AutoModelForImageClassification
@@ -349,7 +349,7 @@ def test_checkpoints_load_without_the_package(tiny, tmp_path):
     pixel_values, logits = torch.randn(2, 3, 8, 24), {}
     for encoding in ENCODINGS:
         model = AutoModelForImageClassification.from_config(tiny(**fields(encoding), initializer_range=0.2))
-        moved(model).eval().save_pretrained(tmp_path / encoding)
+        perturb(model).eval().save_pretrained(tmp_path / encoding)
         logits[encoding] = model(pixel_values).logits.detach()
     torch.save({"pixel_values": pixel_values, "logits": logits}, tmp_path / "expected.pt")
     code = """

@@ -3,7 +3,7 @@
 import accelerate
 import pytest
 import torch
-from encoding_cases import COMMUTING, block_size, moved
+from encoding_cases import COMMUTING, block_size, perturb
 from fresh_process import run_code
 from huggingface_hub.errors import StrictDataclassError
 from torch.nn.utils.prune import l1_unstructured
@@ -39,7 +39,7 @@ def model_of(tiny, encoding, fields, cls=hf_liere.LieREViTForImageClassification
     # What acts in training is not in the way of folding.
     training = {"position_perturbation": 0.2, "position_shift": 0.1, "position_jitter": 1.5, "position_rescale": 2.0}
     model = cls(tiny(position_encoding=encoding, initializer_range=0.1, **training, **fields))
-    return (model if fields.get("rotary_init") == "zeros" else moved(model)).eval()
+    return (model if fields.get("rotary_init") == "zeros" else perturb(model)).eval()
 
 
 @pytest.mark.parametrize("encoding, fields", CASES)

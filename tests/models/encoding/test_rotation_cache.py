@@ -7,7 +7,7 @@ import threading
 import patching_cases
 import pytest
 import torch
-from encoding_cases import ENCODINGS, moved
+from encoding_cases import ENCODINGS, perturb
 from encoding_cases import fields as fields_of
 
 import hf_liere
@@ -86,7 +86,7 @@ def test_other_coordinates_of_a_grid_are_seen(tiny):
 def test_the_layer_keeps_what_it_computed(computed, encoding, shared):
     size = fields_of(encoding, wanted=8).get("block_size")
     rotary = hf_liere.LieRotaryEmbedding(2, 24, 2, encoding, size, num_layers=2, share_layers=shared).eval()
-    moved(rotary)
+    perturb(rotary)
     grids = [hf_liere.grid_positions(grid, "index", num_prefix_tokens=1) for grid in ((3, 4), (4, 3))]
     states = torch.randn(1, 2, 13, 24)
     expected = [[rotary(states, states, grid, layer=layer) for layer in range(2)] for grid in grids]

@@ -12,8 +12,9 @@ from fresh_process import run_code
 from hub_client import OTHER
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
-from patching_cases import IMAGE, build, randomize, realigned, same_bits
+from patching_cases import IMAGE, build, randomize, realign, same_bits
 from patching_cases import run as outputs_of
+from patching_checks import check_auto_classes
 
 from hf_liere import (
     RotaryPatchConfig,
@@ -62,7 +63,7 @@ def test_a_patched_model_reloads_the_same_bits(name, tmp_path):
     model.save_pretrained(tmp_path)
     loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
-    assert same_bits(outputs_of(realigned(loaded), inputs), expected)
+    assert same_bits(outputs_of(realign(loaded), inputs), expected)
     assert [key for key, _ in rotary_parameters(loaded)] == [key for key, _ in rotary_parameters(model)]
     assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), model.state_dict().values()))
 
@@ -71,24 +72,9 @@ def test_a_patched_model_reloads_the_same_bits(name, tmp_path):
 def test_auto_classes_restore_in_a_fresh_process(tmp_path, package, monkeypatch):
     # Code that comes with a checkpoint has no kernels for CPUs, which round otherwise.
     monkeypatch.setenv("HF_LIERE_CPU_KERNELS", str(int(package)))
-    for name in AUTO_CLASSES:
-        whole, inputs = patched(name, layers=[1], keep_absolute="drop", coordinates="index")
-        whole.save_pretrained(tmp_path / name)
-        with torch.no_grad():
-            torch.save((inputs, outputs_of(whole, inputs)[:1]), tmp_path / f"{name}.pt")
-    code = f"""
-        import torch, transformers
-        for name, auto_class in {AUTO_CLASSES}.items():
-            auto = getattr(transformers, auto_class)
-            model, report = auto.from_pretrained(name, output_loading_info=True, trust_remote_code={not package})
-            inputs, (expected,) = torch.load(f"{{name}}.pt")
-            with torch.no_grad():
-                outputs = list(model(**inputs).values())
-            complete = not any(report.values())
-            print(name, type(model).__module__.split(".")[0], complete, torch.equal(outputs[0], expected))
-    """
-    origin = "hf_liere" if package else "transformers_modules"
-    assert run_code(code, tmp_path, package) == [f"{name} {origin} True True" for name in AUTO_CLASSES]
+    fields = {"layers": [1], "keep_absolute": "drop", "coordinates": "index"}
+    models = {name: (auto_class, *patched(name, **fields)) for name, auto_class in AUTO_CLASSES.items()}
+    check_auto_classes(models, tmp_path, package)
 
 
 def test_auto_models_of_other_tasks_read_a_classifier(tmp_path):
@@ -360,7 +346,7 @@ def test_the_whole_of_a_patched_part_is_saved_with_its_rotations(name, part, tmp
         whole.save_pretrained(tmp_path)
         assert type(whole).__name__.startswith("Rotary") and whole.config.rotary_patch["target"] == part
         loaded, report = type(whole).from_pretrained(tmp_path, output_loading_info=True)
-        assert not any(report.values()) and same_bits(outputs_of(realigned(loaded.eval()), inputs), expected)
+        assert not any(report.values()) and same_bits(outputs_of(realign(loaded.eval()), inputs), expected)
     unpatch(model.get_submodule(part))
     model.save_pretrained(tmp_path / "plain")
     plain = type(build(name)[0])

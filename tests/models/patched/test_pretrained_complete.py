@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 import transformers
-from fresh_process import run_code
-from patching_cases import check_step_of_two_processes, realigned, same_bits
+from patching_cases import check_step_of_two_processes, realign, same_bits
+from patching_checks import check_auto_classes
 from rope_cases import PLANES, blocks, build, build_patched, outputs
 
 from hf_liere import is_patched, rotary_parameters, save_rotary, unpatch
@@ -38,7 +38,7 @@ def test_a_patched_model_reloads_the_same_bits(name, kind, tmp_path):
     whole.save_pretrained(tmp_path / "whole")
     loaded, report = type(whole).from_pretrained(tmp_path / "whole", output_loading_info=True)
     assert not any(report.values()), report
-    assert same_bits(outputs(realigned(loaded.eval()), inputs), expected)
+    assert same_bits(outputs(realign(loaded.eval()), inputs), expected)
     # Its rotations are an adapter for the plain model, and it becomes that model again.
     save_rotary(loaded, tmp_path / "rotary")
     plain, _ = build(name)
@@ -51,25 +51,8 @@ def test_auto_classes_restore_in_a_fresh_process(tmp_path, package, monkeypatch)
     # Code that comes with a checkpoint has no kernels for CPUs, which round otherwise.
     monkeypatch.setenv("HF_LIERE_CPU_KERNELS", str(int(package)))
     kinds = {"llama": "blocks", "qwen3": "planes", "dinov3": "planes", "qwen2_5_vl": "blocks"}
-    names = {f"{name}-{kind}": AUTO_CLASSES[name] for name, kind in kinds.items()}
-    for folder in names:
-        name, _, kind = folder.partition("-")
-        whole, inputs = build_patched(name, CONFIGS[kind])
-        whole.save_pretrained(tmp_path / folder)
-        with torch.no_grad():
-            torch.save((inputs, outputs(whole, inputs)[:1]), tmp_path / f"{folder}.pt")
-    code = f"""
-        import torch, transformers
-        for name, auto_class in {names}.items():
-            auto = getattr(transformers, auto_class)
-            model, report = auto.from_pretrained(name, output_loading_info=True, trust_remote_code={not package})
-            inputs, (expected,) = torch.load(f"{{name}}.pt")
-            with torch.no_grad():
-                found = model.eval()(**inputs)[0]
-            print(name, type(model).__module__.split(".")[0], not any(report.values()), torch.equal(found, expected))
-    """
-    origin = "hf_liere" if package else "transformers_modules"
-    assert run_code(code, tmp_path, package) == [f"{name} {origin} True True" for name in names]
+    models = {name: (AUTO_CLASSES[name], *build_patched(name, CONFIGS[kind])) for name, kind in kinds.items()}
+    check_auto_classes(models, tmp_path, package)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -82,7 +65,7 @@ def test_weights_of_a_plain_checkpoint_start_at_their_rope(name, config_class, k
     )
     kind_of_model = getattr(transformers, AUTO_CLASSES[name]).from_config(config)
     loaded = type(kind_of_model).from_pretrained(tmp_path, config=config).eval()
-    found, expected = outputs(realigned(loaded), inputs), outputs(model, inputs)
+    found, expected = outputs(realign(loaded), inputs), outputs(model, inputs)
     if kind == "planes":
         assert same_bits(found, expected)
     for value, start in zip(found, expected):

@@ -1,7 +1,7 @@
 import pytest
 import reference
 import torch
-from encoding_cases import COMMUTING, ENCODINGS, IMAGE_CASES, fields, moved
+from encoding_cases import COMMUTING, ENCODINGS, IMAGE_CASES, fields, perturb
 from rotating import rotate
 
 from hf_liere.models.encoding.folding import build_rotary_encoding
@@ -13,7 +13,7 @@ def layer_inputs(tiny, encoding, batch=None, **overrides):
     config = tiny(position_encoding=encoding, **overrides)
     config._attn_implementation = "eager"
     encoding = build_rotary_encoding(config, 2)
-    moved(encoding)
+    perturb(encoding)
     positions = torch.rand(*((batch,) if batch else ()), 6, 2)
     return config, encoding(TokenPositions.from_coordinates(positions))[0]
 
@@ -54,7 +54,7 @@ def test_attention_under_a_common_shift(tiny, encoding):
     """Outputs, and so the logits between patches, do not see a shift of all positions where generators commute."""
     config = tiny(**fields(encoding))
     config._attn_implementation = "eager"
-    rotary, module = moved(build_rotary_encoding(config, 2)), LieREAttention(config)
+    rotary, module = perturb(build_rotary_encoding(config, 2)), LieREAttention(config)
     states, positions = torch.randn(2, 6, 48) * 5, torch.rand(6, 2)
     shifted = (
         TokenPositions.from_coordinates(positions),

@@ -7,7 +7,7 @@ import re
 import encoding_cases
 import pytest
 import torch
-from encoding_cases import COMMUTING, ENCODINGS, LEARNED, moved, on_axes
+from encoding_cases import COMMUTING, ENCODINGS, LEARNED, on_axes, perturb
 from fresh_process import run_code
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -150,7 +150,7 @@ def test_only_differences_of_positions_matter_where_that_is_promised(encoding, n
 @pytest.mark.parametrize("encoding, num_axes", [case for case in CASES if case[0] in LEARNED])
 def test_rotations_are_those_of_the_reference_at_scaled_positions(encoding, num_axes):
     scale = [0.5 + axis for axis in range(num_axes)]
-    model = moved(build(hf_liere.LieRETokensModel, encoding, num_axes, position_scale=scale, position_origin=-0.5))
+    model = perturb(build(hf_liere.LieRETokensModel, encoding, num_axes, position_scale=scale, position_origin=-0.5))
     positions = torch.rand(4, num_axes)
     placed = model.place_tokens(positions, 2, 4)
     parameters = dict(model.rotary_encoding.named_parameters())
@@ -206,7 +206,7 @@ def test_a_table_of_a_multilinear_function_is_that_function():
 
 @pytest.mark.parametrize("encoding", COMMUTING)
 def test_commuting_rotations_fold(encoding, tmp_path):
-    model = moved(build(HEADS[0], encoding, 3))
+    model = perturb(build(HEADS[0], encoding, 3))
     features, positions = tokens(3)
     expected = model(features, positions).logits
     model.fold_rotations().save_pretrained(tmp_path)

@@ -5,7 +5,7 @@ import copy
 import layer_worker
 import pytest
 import torch
-from encoding_cases import COMMUTING, ENCODINGS, block_size, moved, on_axes
+from encoding_cases import COMMUTING, ENCODINGS, block_size, on_axes, perturb
 from fresh_process import run_two_processes
 from pairwise import pairwise
 from torch import nn
@@ -67,7 +67,7 @@ CASES = pairwise(
     indirect=["both_paths"],
 )
 def test_the_layer_is_the_plain_reference(encoding, axes, key_heads, shared_positions, both_paths):
-    rotary = moved(build(encoding, axes, num_key_value_heads=key_heads))
+    rotary = perturb(build(encoding, axes, num_key_value_heads=key_heads))
     # Negative and between grid points.
     positions = 3 * torch.randn(*(() if shared_positions else (3,)), 5, axes, dtype=torch.float64)
     query, key = inputs(3, key_heads=key_heads)
@@ -129,7 +129,7 @@ def one_changed(positions):
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_tokens_that_were_moved_from_their_grid(encoding, convention):
     """Where they are is what counts, whether the rotations of the grid were computed before, and kept, or not."""
-    rotary = moved(build(encoding)).eval()
+    rotary = perturb(build(encoding)).eval()
     states = torch.randn(1, HEADS, 7, HEAD_DIM)
     for move in (zoomed, shifted, jittered, one_changed):
         coordinates = move(grid_positions((2, 3), convention, num_prefix_tokens=1)).coordinates.clone()
@@ -299,7 +299,7 @@ def test_keys_that_were_rotated_once_and_kept(encoding):
 def test_folding_keeps_the_scores(encoding, size):
     size = block_size(encoding, HEAD_DIM, 2, size)
     rotary = LieRotaryEmbedding(HEADS, HEAD_DIM, 2, encoding, size, num_key_value_heads=KEY_HEADS)
-    attention = Attention(moved(rotary)).eval()
+    attention = Attention(perturb(rotary)).eval()
     x, positions = torch.randn(3, 6, HEADS * HEAD_DIM), torch.randn(6, 2)
     folded = copy.deepcopy(attention)
     assert folded.rotary.fold(folded.q_proj, folded.k_proj) is folded.rotary
@@ -353,7 +353,7 @@ def test_half_types(encoding, dtype):
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_gradients(encoding):
     """Of states and generators against finite differences, with grouped queries and other positions of keys."""
-    rotary = moved(build(encoding)).double()
+    rotary = perturb(build(encoding)).double()
     query, key = (x.double().requires_grad_() for x in (states(tokens=2)[:1], states(tokens=3, heads=2)[:1]))
     positions, key_positions = (torch.randn(n, 2, dtype=torch.float64) for n in (2, 3))
     names, values = (
