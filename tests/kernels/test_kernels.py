@@ -261,6 +261,7 @@ def test_kernels_compile_for_cuda(capability, pointer, head_dim, count):
 
 STEP = """
 import sys, torch, hf_liere
+from hf_liere.models.rotation.dispatch import find_backend
 torch.manual_seed(0)
 results = []
 for encoding, size in (("rope_mixed", 2), ("comrope_ld", 4), ("liere", 8), ("liere", 5)):
