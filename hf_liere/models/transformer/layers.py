@@ -193,16 +193,3 @@ class LieRELayer(GradientCheckpointingLayer):
         hidden_states = hidden_states + self.drop_path(self.layer_scale1(self.dropout(attended)))
         transformed = self.mlp(self.layernorm_after(hidden_states))  # (B, N, hidden_size)
         return hidden_states + self.drop_path(self.layer_scale2(self.dropout(transformed)))  # (B, N, hidden_size)
-
-
-def build_classifier(config: LieREConfig, width: int) -> nn.Module:
-    """(…, width) → (…, num_labels): linear or with one hidden layer; the identity without labels."""
-    if config.num_labels == 0:
-        return nn.Identity()
-    if config.classifier_hidden_size is None:
-        return nn.Linear(width, config.num_labels)
-    return nn.Sequential(
-        nn.Linear(width, config.classifier_hidden_size),
-        nn.ReLU(),
-        nn.Linear(config.classifier_hidden_size, config.num_labels),
-    )

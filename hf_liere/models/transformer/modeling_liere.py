@@ -38,10 +38,10 @@ from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import gather_tokens
 from .configuration_liere import LieREConfig, LieREPixelConfig, LieREViTConfig
 from .embeddings import LieREEmbeddings, LieRETokenEmbeddings
-from .layers import LieRELayer, build_classifier, flatten_rotation
+from .layers import LieRELayer, flatten_rotation
 from .patch_batches import check_patches, refuse_patches
 from .patch_dropout import draw_kept_tokens, gather_mask, refuse_patch_dropout
-from .pooling import pool, visible_tokens
+from .pooling import build_classifier, pool, visible_tokens
 from .pretrained import LieREPreTrainedModel
 
 

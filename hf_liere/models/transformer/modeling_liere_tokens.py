@@ -15,8 +15,8 @@ from ..encoding.positions import TokenPositions
 from ..rotation.dispatch import values_are_unknown
 from .configuration_liere import LieRETokensConfig
 from .embeddings import LieRETokenEmbeddings
-from .layers import build_classifier
 from .modeling_liere import LieREEncoderModel
+from .pooling import build_classifier
 from .pretrained import LieREPreTrainedModel
 
 

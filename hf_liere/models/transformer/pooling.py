@@ -1,8 +1,10 @@
-"""Pooling of tokens, and the attention masks that it accepts."""
+"""Pooling of tokens, the attention masks that it accepts, and the classifier of what was pooled."""
 
 import torch
+from torch import nn
 
 from ..rotation.dispatch import values_are_unknown
+from .configuration_liere import LieREConfig
 
 
 def pool(config, hidden_states: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
@@ -70,3 +72,16 @@ def visible_tokens(config, mask: torch.Tensor | object, batch_size: int, num_tok
 
 def _start_of_mean(config) -> int:
     return config.num_prefix_tokens if config.pooling == "mean" else 0
+
+
+def build_classifier(config: LieREConfig, width: int) -> nn.Module:
+    """(…, width) → (…, num_labels): linear or with one hidden layer; the identity without labels."""
+    if config.num_labels == 0:
+        return nn.Identity()
+    if config.classifier_hidden_size is None:
+        return nn.Linear(width, config.num_labels)
+    return nn.Sequential(
+        nn.Linear(width, config.classifier_hidden_size),
+        nn.ReLU(),
+        nn.Linear(config.classifier_hidden_size, config.num_labels),
+    )
