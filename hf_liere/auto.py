@@ -109,8 +109,8 @@ def models_of(config_class: type) -> dict[type, type]:
     """The model of each Auto class for a configuration class; empty if the class is not ours."""
     if config_class in MODELS or not config_class.__name__.startswith(PREFIX):
         return MODELS.get(config_class, {})
-    plain = config_class.__bases__[1]
-    return {getattr(transformers, name): rotary_class(model) for name, model in auto_classes(plain).items()}
+    autos = auto_classes(config_class.plain_class)
+    return {getattr(transformers, name): rotary_class(model) for name, model in autos.items()}
 
 
 def load_checkpoint(
