@@ -13,7 +13,7 @@ from checkout import ROOT
 from hub_fixtures import hub, storage  # noqa: F401 (fixtures)
 
 import hf_liere
-from hf_liere.kernels import cpu as cpu_kernels
+from hf_liere.models.rotation.dispatch import ask_backend
 
 
 SHARED = ROOT.parent / "shared"
@@ -47,7 +47,8 @@ def lacking():
 @pytest.fixture(scope="session")
 def compiled_kernels(lacking):
     """For tests of the kernels for CPUs, which a compiler builds when the package is installed."""
-    if refusal := cpu_kernels.refusal(torch.zeros(1), torch.float32, 8):
+    _, refusal = ask_backend("apply_rotation", torch.zeros(1), 8)
+    if refusal:
         lacking("kernels", f"there are no kernels for CPUs here: {refusal}")
 
 

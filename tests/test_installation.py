@@ -102,7 +102,8 @@ def installed(sources, tmp_path_factory) -> Path:
             place(found, site)
             waiting += requirements(found)
     python = folder / "env" / "bin" / "python"
-    run_python(*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel)
+    # Else pip finds the checkout and takes it for installed.
+    run_python(*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel, variables={"PYTHONPATH": ""})
     return python.parent
 
 
@@ -243,6 +244,6 @@ def test_training_scripts_print_their_help(help_texts, script):
 
 def test_help_prints_percent_signs_and_defaults(help_texts):
     text = " ".join(help_texts["image_classification.py"][1].split())
-    assert "a rectangle of 2 … 33% of the image" in text and "~20% slower training" in text
+    assert "a rectangle of 2 … 33% of the normalised image" in text and "~20% slower training" in text
     assert "%%" not in text and "%(default)s" not in text
     assert "Probability of a horizontal flip. (default: 0.0)" in text

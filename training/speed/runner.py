@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_liere
 from hf_liere.environment import cpu_name
-from hf_liere.kernels import cpu as cpu_kernels
+from hf_liere.models.rotation.dispatch import ask_backend
 from training.speed.clocks import measure_seconds, synchronize
 from training.speed.models import Row, Settings, build_model, compile_function, logits
 
@@ -24,7 +24,7 @@ def machine(device: str) -> dict:
     if device.startswith("cuda"):
         found["gpu"] = torch.cuda.get_device_name(device)
     elif device == "cpu":
-        found["kernels"] = "none" if cpu_kernels.refusal(torch.zeros(1), torch.float32, 2) else "C++"
+        found["kernels"] = "none" if ask_backend("apply_rotation", torch.zeros(1), 2)[1] else "C++"
     return found
 
 
