@@ -12,7 +12,6 @@ local ones. A process without this package, tokens or a connection must load the
 """
 
 import hashlib
-import itertools
 import os
 import re
 import site
@@ -235,7 +234,9 @@ def commit_once(
     for name, path in files.items():
         contents.update(f"{name} {file_digest(path, 'sha256')}\n".encode())
     description = f"Contents sha256:{contents.hexdigest()}"
-    for attempt in itertools.count(1):
+    attempt = 0
+    while True:
+        attempt += 1
         operations = [CommitOperationAdd(name, path) for name, path in files.items()]
         operations += [CommitOperationDelete(name, is_folder=False) for name in obsolete]
         try:

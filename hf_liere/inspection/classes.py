@@ -37,7 +37,6 @@ def class_probabilities(
     if not is_classifier(model):
         return None
     parameter, options = next(model.parameters()), size_options(vision_tower(model), pixel_values)
-    logits = []
-    for batch in tqdm(pixel_values.split(batch_size), desc="predictions", disable=not progress):
-        logits.append(model(pixel_values=batch.to(parameter.device, parameter.dtype), **options).logits)
+    batches = tqdm(pixel_values.split(batch_size), desc="predictions", disable=not progress)
+    logits = [model(pixel_values=batch.to(parameter.device, parameter.dtype), **options).logits for batch in batches]
     return probabilities(model, torch.cat(logits))

@@ -72,7 +72,8 @@ def output_change(
             for start in starts:
                 batch = pixel_values[start : start + batch_size].to(parameter.device, parameter.dtype)
                 results = {}
-                for offset in (0.0, *moves):  # noqa: B007 (read by the hook)
+                # The hook reads `offset`.
+                for offset in (0.0, *moves):
                     output = tower.module(batch, **options)
                     pooled = getattr(output, "pooler_output", None)
                     pooled = output.last_hidden_state.flatten(1) if pooled is None else pooled  # (B, features)

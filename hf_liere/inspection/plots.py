@@ -57,7 +57,7 @@ def draw(paint: Callable[[Figure, dict], None], width: float, height: float) -> 
 
 
 def style(theme: dict) -> dict:
-    text = {key: theme["text"] for key in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")}
+    text = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), theme["text"])
     return text | {
         "axes.edgecolor": theme["line"],
         "axes.facecolor": "none",

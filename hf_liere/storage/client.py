@@ -1,6 +1,5 @@
 """Shared by publishing and pulling: the Hub's hashes, retries, and one-sentence errors."""
 
-import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -94,7 +93,9 @@ def wait_to_retry(error: BaseException, attempt: int, attempts: int = ATTEMPTS) 
 
 def retry(request: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
     """Make a request that is safe to repeat, with retries; returns its result."""
-    for attempt in itertools.count(1):
+    attempt = 0
+    while True:
+        attempt += 1
         try:
             return request()
         except Exception as error:
@@ -130,9 +131,8 @@ def _explanation(api: HfApi, repo_id: str, revision: str | None, error: Exceptio
     if status == 401 and has_token:
         return HubError(f"{api.endpoint} does not accept the token in use (expired or mistyped): {sign_in}.")
     if isinstance(error, RepositoryNotFoundError) or status == 401:
-        if has_token:
-            return HubError(f"There is no {place}, or it is private and the token in use may not see it.")
-        return HubError(f"There is no {place}, or it is private and no token is given: {sign_in}.")
+        hidden = "the token in use may not see it" if has_token else f"no token is given: {sign_in}"
+        return HubError(f"There is no {place}, or it is private and {hidden}.")
     if status == 403:
         return HubError(f"The token in use may not write to {place}: it is read-only or belongs to another account.")
     if isinstance(error, OfflineModeIsEnabled):

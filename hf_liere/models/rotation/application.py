@@ -115,10 +115,8 @@ def _multiply_shared_blocks(states: States, blocks: torch.Tensor, inverse: bool 
     for start in range(0, batch, SAMPLES_AT_ONCE):
         samples = slice(start, start + SAMPLES_AT_ONCE)
         rows = block_rows(torch.cat([part[samples].transpose(1, 2) for part in states]).transpose(1, 2), size)
-        if inverse:
-            product = torch.bmm(rows, matrices)  # (N · H · blocks, samples, b)
-        else:
-            product = torch.bmm(matrices, rows.transpose(1, 2)).transpose(1, 2)
+        # (N · H · blocks, samples, b)
+        product = torch.bmm(rows, matrices) if inverse else torch.bmm(matrices, rows.transpose(1, 2)).transpose(1, 2)
         product = product.unflatten(0, (tokens, heads, count)).permute(3, 1, 0, 2, 4)  # (samples, H, N, blocks, b)
         for whole, part in zip(rotated, product.chunk(len(states))):
             whole[samples].unflatten(-1, (count, size)).copy_(part)

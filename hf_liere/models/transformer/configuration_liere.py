@@ -116,11 +116,10 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
                 logger.warning(
                     f"{type(self).__name__} has no field {name!r} and ignores it; the closest is {close[0]!r}."
                 )
-        encoding = self.position_encoding
+        encoding, size, heads = self.position_encoding, self.hidden_size, self.num_attention_heads
         # Validation refuses a division with a remainder.
-        if self.head_dim is None and 0 < self.num_attention_heads <= self.hidden_size:
-            if self.hidden_size % self.num_attention_heads == 0:
-                self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.head_dim is None and 0 < heads <= size and size % heads == 0:
+            self.head_dim = size // heads
         if self.use_absolute_position_embeddings is None:
             self.use_absolute_position_embeddings = encoding == "absolute"
         if self.rotate_prefix is None:
