@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -115,14 +115,7 @@ def main() -> int:
 def train_and_evaluate(folder: Path, images: int) -> list[str]:
     """Runs what is not finished, two runs at a time with one thread each; returns the names of failed runs."""
     folder.mkdir(parents=True, exist_ok=True)
-    waiting = []
-    for name in RUNS:
-        if not is_finished(folder / name, images):
-            waiting.append((name, start_training))
-        elif not is_evaluated(folder, name):
-            waiting.append((name, start_evaluation))
-        else:
-            print(f"{name} is finished already.")
+    waiting = list(unfinished_runs(folder, images))
     running: dict[str, tuple[Callable, subprocess.Popen]] = {}
     bars: dict[str, tqdm] = {}
     failed = []
@@ -149,12 +142,27 @@ def train_and_evaluate(folder: Path, images: int) -> list[str]:
                 if start is start_training:
                     bars[name].close()
     finally:
-        for _, process in running.values():
-            process.terminate()
-        for _, process in running.values():
-            # A terminated run saves a checkpoint before it ends.
-            process.wait()
+        stop([process for _, process in running.values()])
     return failed
+
+
+def unfinished_runs(folder: Path, images: int) -> Iterator[tuple[str, Callable]]:
+    """Names of runs, each with the function that starts its next step."""
+    for name in RUNS:
+        if not is_finished(folder / name, images):
+            yield name, start_training
+        elif not is_evaluated(folder, name):
+            yield name, start_evaluation
+        else:
+            print(f"{name} is finished already.")
+
+
+def stop(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        # A terminated run saves a checkpoint before it ends.
+        process.wait()
 
 
 def start_training(name: str, folder: Path, images: int) -> subprocess.Popen:

@@ -196,16 +196,15 @@ class AugmentationArguments:
         for name in ("flip_probability", "random_erasing_probability", "mixing_probability"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"--{name} {getattr(self, name)} is not a probability; accepted: 0 … 1.")
-        for name in ("crop_padding", "rand_augment_ops", "mixup_alpha", "cutmix_alpha"):
-            if getattr(self, name) < 0:
-                raise InputError(f"--{name} {getattr(self, name)} is negative; accepted: 0 and above.")
+        least = dict.fromkeys(("crop_padding", "rand_augment_ops", "mixup_alpha", "cutmix_alpha"), 0)
+        for name, bound in {**least, "repeated_augmentation": 1}.items():
+            if getattr(self, name) < bound:
+                raise InputError(f"--{name} {getattr(self, name)}; accepted: {bound} and above.")
         if self.random_crop_ratio and not 1 <= self.random_crop_ratio < math.inf:
             raise InputError(f"--random_crop_ratio {self.random_crop_ratio}; accepted: 0 for none, 1 and above.")
         for one, other in (("random_crop_ratio", "random_resized_crop"), ("auto_augment", "rand_augment_ops")):
             if getattr(self, one) and getattr(self, other):
                 raise InputError(f"--{one} and --{other} both choose an augmentation; accepted: one of them.")
-        if self.repeated_augmentation < 1:
-            raise InputError(f"--repeated_augmentation {self.repeated_augmentation}; accepted: 1 and above.")
         if not 0 <= self.rand_augment_magnitude <= 30:
             raise InputError(f"--rand_augment_magnitude {self.rand_augment_magnitude}; accepted: 0 … 30.")
         scale = self.random_resized_crop_scale

@@ -201,13 +201,17 @@ def read_coco(file: Path, image_folder: str | None) -> tuple[COCO, Path]:
     empty = sum(not entry["iscrowd"] and not is_trained(entry) for entry in content["annotations"])
     if empty:
         logger.warning(f"{file.name}: ignored {empty} boxes without an area.")
-    name = content["images"][0]["file_name"]
+    return coco, find_pictures(file, content["images"][0]["file_name"], image_folder)
+
+
+def find_pictures(file: Path, name: str, image_folder: str | None) -> Path:
+    """The folder of the picture `name` of a COCO json."""
     # COCO has annotations/instances_train2017.json and the pictures in train2017.
     of_coco = file.absolute().parent.parent / file.stem.removeprefix("instances_")
     folders = [Path(image_folder)] if image_folder else [file.parent, file.with_suffix(""), of_coco]
     for folder in folders:
         if (folder / name).is_file():
-            return coco, folder
+            return folder
     raise InputError(
         f"{file.name}: there is no picture {name!r} in {' or '.join(map(str, folders))}; accepted: --image_folder."
     )

@@ -126,7 +126,7 @@ def pick_splits(
     if not 0 < arguments.validation_fraction < 1:
         raise InputError(f"--validation_fraction {arguments.validation_fraction}; accepted: between 0 and 1.")
     halves = training_split(tables, arguments).train_test_split(arguments.validation_fraction, seed=request.seed)
-    chosen = {part: halves["train"] for part in chosen} | {"evaluation": halves["test"]}
+    chosen = dict.fromkeys(chosen, halves["train"]) | {"evaluation": halves["test"]}
     held_out = f"{arguments.train_split}, a share of {arguments.validation_fraction:g} held out"
     return chosen, splits | {"evaluation": held_out}
 

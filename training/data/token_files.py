@@ -46,7 +46,7 @@ def read_columns(name: str, wanted: set[str]) -> Columns:
 
 def _read_npz(path: Path, wanted: set[str]) -> Columns:
     with np.load(path, allow_pickle=False) as arrays:
-        lengths = arrays[LENGTHS] if LENGTHS in arrays else None
+        lengths = arrays.get(LENGTHS)
         columns = {}
         for name in arrays:
             array = arrays[name] if name in wanted else np.empty(0)

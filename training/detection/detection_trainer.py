@@ -40,7 +40,8 @@ class DetectionTrainer(RotaryTrainer):
         Trainer would ignore these.
         """
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
         detector = self.accelerator.unwrap_model(self.model if model is None else model)
         saved, loading = type(detector).from_pretrained(
             resume_from_checkpoint, config=detector.config, output_loading_info=True

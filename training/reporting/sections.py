@@ -53,25 +53,21 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     first = next(iter(table.values()))
     metric = next(iter(first.values())).metric()
     is_accuracy = metric == "eval_accuracy"
-    if drops := _drops(table, conditions, figures):
-        lines += ["Relative loss of accuracy under the condition:", drops]
+    further = [("Relative loss of accuracy under the condition:", _drops(table, conditions, figures))]
     for title, pairing in PAIRINGS.items() if is_accuracy else ():
-        if (pairs := pairing.rows(table)) and (tests := _tests(table, pairs, conditions)):
-            lines += [title, tests]
+        further.append((title, _tests(table, pairing.rows(table), conditions)))
     for name in _sweep(results).get("report", []):
-        title, further = FURTHER_TABLES[name]
-        if made := further(table, _rename_rows(paper.get(name, {}), common)):
-            lines += [title, made]
+        title, make = FURTHER_TABLES[name]
+        further.append((title, make(table, _rename_rows(paper.get(name, {}), common))))
     references = [next((row for row in table if row.startswith("Absolute")), next(iter(table)))]
     references += [row for row in table if row.startswith("RoPE-Mixed")][:1]
     for against in dict.fromkeys(references if is_accuracy else []):
-        if tests := _tests(table, {row: against for row in table if row != against}, conditions):
-            lines += [f"Against {against}, in points:", tests]
-    has_history = conditions == [AS_TRAINED] and metric in ("eval_accuracy", "eval_map")
-    if has_history and (reached := _epochs_to_baseline(table, is_accuracy)):
+        pairs = {row: against for row in table if row != against}
+        further.append((f"Against {against}, in points:", _tests(table, pairs, conditions)))
+    if conditions == [AS_TRAINED] and metric in ("eval_accuracy", "eval_map"):
         goal = "the accuracy that Absolute has at the end" if is_accuracy else "the highest mAP of Absolute"
-        lines += [f"Epochs until {goal}:", reached]
-    return "\n\n".join(lines)
+        further.append((f"Epochs until {goal}:", _epochs_to_baseline(table, is_accuracy)))
+    return "\n\n".join([*lines, *(part for title, made in further if made for part in (title, made))])
 
 
 def _rename_rows(papers: dict[str, Any], common: list[str]) -> dict[str, Any]:
