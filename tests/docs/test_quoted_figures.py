@@ -135,7 +135,7 @@ def test_cards_quote_papers_and_records(card):
                 assert round(100 * figure[key], 2) in record, (figure, key)
     for result in facts.get("results", []):
         assert re.fullmatch("[0-9a-f]{64}", result["weights"]) and result["samples"] and facts["environment"]
-    prose = [value for value in strings({**facts, "paper_figures": None, "results": None})]
+    prose = strings({**facts, "paper_figures": None, "results": None})
     assert not [text for text in prose if quoted(text)]
 
 

@@ -108,7 +108,7 @@ def test_a_checkpoint_of_the_future_is_refused(name, tmp_path):
     shutil.copytree(FORMATS[-1] / name, tmp_path / name)
     path = tmp_path / name / "config.json"
     config = json.loads(path.read_text())
-    (config["rotary_patch"] if "rotary_patch" in config else config)["format_version"] = 99
+    config.get("rotary_patch", config)["format_version"] = 99
     path.write_text(json.dumps(config))
     with pytest.raises(Exception, match="format_version=99 was written by a newer hf_liere.*upgrade hf_liere"):
         LOADERS[name].from_pretrained(tmp_path / name)

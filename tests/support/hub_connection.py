@@ -119,7 +119,8 @@ class Connection(BaseHTTPRequestHandler):
         """Send a response, whose body is `data` or its part `span`, with the fault of the request."""
         fault = self._fault or Fault("")
         if fault.lost:
-            return self.kill()
+            self.kill()
+            return
         data = data.read_bytes() if isinstance(data, Path) else data
         start, end = span or (0, len(data))
         body = bytearray(data[start:end])

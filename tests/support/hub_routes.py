@@ -274,8 +274,9 @@ class Routes(Connection):
         if entry["lfs"]:
             headers["Location"] = f"{self.hub.cdn_url}/_cdn/{entry['sha']}?name={quote(Path(path).name)}&sig=x"
             headers |= {"X-Linked-Size": entry["size"], "X-Linked-ETag": f'"{entry["sha"]}"'}
-            return self.send(302, b"", headers)
-        self.send_file(self.hub.store.blob_path(entry["sha"]), headers)
+            self.send(302, b"", headers)
+        else:
+            self.send_file(self.hub.store.blob_path(entry["sha"]), headers)
 
     @route("GET", "/_cdn/(?P<sha>[0-9a-f]{64})")
     def cdn(self, sha):
@@ -289,11 +290,13 @@ class Routes(Connection):
         size, headers = path.stat().st_size, {"Content-Type": "application/octet-stream", **headers}
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if not asked:
-            return self.send(200, path, headers)
+            self.send(200, path, headers)
+            return
         start, end = int(asked[1]), min(size, int(asked[2] or size) + 1)
-        if start >= size:
-            return self.send(416, b"", {**headers, "Content-Range": f"bytes */{size}"})
-        self.send(206, path, {**headers, "Content-Range": f"bytes {start}-{end - 1}/{size}"}, (start, end))
+        if start < size:
+            self.send(206, path, {**headers, "Content-Range": f"bytes {start}-{end - 1}/{size}"}, (start, end))
+        else:
+            self.send(416, b"", {**headers, "Content-Range": f"bytes */{size}"})
 
 
 def describe_file(path: str, entry: dict) -> dict:

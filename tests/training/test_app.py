@@ -27,8 +27,8 @@ from training.playground.predictions import Classifiers, attention_pictures, fin
 
 pytest.importorskip("gradio", reason="gradio is not installed")
 
-from training.app import main  # noqa: E402 (needs gradio)
-from training.playground.page import App  # noqa: E402
+from training.app import main
+from training.playground.page import App
 
 
 @pytest.fixture(scope="module")

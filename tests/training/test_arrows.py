@@ -48,7 +48,7 @@ def test_every_scene_asks_one_question_with_one_answer(image_size, grid, rectang
     for index in range(300):
         stamps, cells, label = images.scene(index)
         rows, columns = images.grid(index)
-        assert len(set(cells.tolist())) == 14 and 0 <= cells.min() and cells.max() < rows * columns <= grid**2
+        assert len(set(cells.tolist())) == 14 and cells.min() >= 0 and cells.max() < rows * columns <= grid**2
         arrows = {cell: stamp for stamp, cell in zip(stamps.tolist(), cells.tolist()) if stamp < FIRST_Y}
         assert len(arrows) == NUM_ARROWS
         ((base, y_cell),) = [
@@ -140,7 +140,7 @@ def test_labels_are_uniform_and_independent_of_everything_else(scenes):
 
 def test_counting_arrows_is_right_in_44_percent(scenes):
     exact = sum(max(Counter(d).values()) for d in itertools.product(range(4), repeat=NUM_ARROWS))
-    assert BAG_OF_ARROWS_ACCURACY == exact / (NUM_ARROWS * 4**NUM_ARROWS)
+    assert exact / (NUM_ARROWS * 4**NUM_ARROWS) == BAG_OF_ARROWS_ACCURACY
     right = 0
     for stamps, _, label in scenes:
         right += np.bincount(stamps[stamps < FIRST_Y], minlength=4).argmax() == label
@@ -209,7 +209,7 @@ def test_counting_arrows_of_clips_is_right_in_37_percent(clips):
     choices = [Counter(d).values() for d in itertools.combinations_with_replacement(range(6), NUM_ARROWS)]
     orders = [math.factorial(NUM_ARROWS) // math.prod(map(math.factorial, counts)) for counts in choices]
     exact = sum(max(counts) * number for counts, number in zip(choices, orders))
-    assert sum(orders) == 6**NUM_ARROWS and BAG_OF_CLIP_ARROWS_ACCURACY == exact / (NUM_ARROWS * 6**NUM_ARROWS)
+    assert sum(orders) == 6**NUM_ARROWS and exact / (NUM_ARROWS * 6**NUM_ARROWS) == BAG_OF_CLIP_ARROWS_ACCURACY
     scenes = map(clips.scene, range(len(clips)))
     right = sum(np.bincount(stamps[stamps < 6], minlength=6).argmax() == label for stamps, _, label in scenes)
     assert abs(right / len(clips) - BAG_OF_CLIP_ARROWS_ACCURACY) < 3.3 * np.sqrt(0.25 / len(clips))

@@ -1,11 +1,11 @@
 """training/gpu_check.py on the CPU: its sections run with small models, and a report survives what ends them."""
 
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,8 +93,8 @@ def test_interrupted_check_is_resumed(tmp_path):
     ) as process:
         assert process.stdout.readline().startswith("[1/2] precision: Rotations in float32")
         # Until the section has a process.
-        children = f"/proc/{process.pid}/task/{process.pid}/children"
-        while os.path.exists(children) and not open(children).read() and process.poll() is None:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while children.exists() and not children.read_text() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         assert "--resume" in process.communicate(timeout=60)[0]

@@ -261,7 +261,7 @@ def test_mistakes_are_told_before_training(flags, message, files, tmp_path):
 def test_a_model_of_another_library_is_refused(files, tmp_path):
     from transformers import ViTConfig, ViTForImageClassification
 
-    names = {number: name for number, name in enumerate("abc")}
+    names = dict(enumerate("abc"))
     config = ViTConfig(**SMALL, image_size=16, patch_size=4, id2label=names)
     ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
     with pytest.raises(InputError, match="--max_num_patches 20: vit models take images of one size here"):

@@ -161,9 +161,8 @@ def test_threads_get_the_rotations_of_their_own_size(tiny):
 
     def infer(index):
         with torch.no_grad():
-            for _ in range(10):
-                if not torch.equal(model(images[index]).last_hidden_state, expected[index]):
-                    wrong.append(index)
+            found = [model(images[index]).last_hidden_state for _ in range(10)]
+        wrong.extend(index for states in found if not torch.equal(states, expected[index]))
 
     threads = [threading.Thread(target=infer, args=(index % 4,)) for index in range(8)]
     for thread in threads:

@@ -242,19 +242,32 @@ def positions_of(name, order):
     return torch.tensor(patches, dtype=torch.float64)[order]
 
 
+def record_projections(attentions):
+    """Outputs of the projections, by attention module and name, filled by every pass."""
+    projected = {}
+    for attention, part in itertools.product(attentions, ("q_proj", "k_proj", "qkv")):
+        if hasattr(attention, part):
+            getattr(attention, part).register_forward_hook(
+                lambda module, args, output, key=(attention, part): projected.update({key: output.detach().double()})
+            )
+    return projected
+
+
+def projected_states(projected, attention):
+    """Query and key (B, H, N, 16) before rotations."""
+    if (attention, "qkv") in projected:
+        return projected[attention, "qkv"].unflatten(-1, (3, 2, 16)).permute(1, 2, 0, 3).unsqueeze(1)[:2]
+    return (projected[attention, part].unflatten(-1, (-1, 16)).transpose(1, 2) for part in ("q_proj", "k_proj"))
+
+
 @pytest.mark.parametrize("encoding", ["rope_mixed", *DENSE])
 @pytest.mark.parametrize("name", ["llama", "glm", "dinov3", "qwen2_5_vl_tower"])
 def test_queries_and_keys_are_rotated_as_the_reference_does(name, encoding):
     model, inputs = build(name)
     model.set_attn_implementation("recording")
     frequencies, attentions = rope_of(name, model)
-    projected, embedded, order = {}, {}, None
     # Before the hooks of the patch, which see the same outputs later.
-    for attention, part in itertools.product(attentions, ("q_proj", "k_proj", "qkv")):
-        if hasattr(attention, part):
-            getattr(attention, part).register_forward_hook(
-                lambda module, args, output, key=(attention, part): projected.update({key: output.detach().double()})
-            )
+    projected, embedded, order = record_projections(attentions), {}, None
     if name == "qwen2_5_vl_tower":
         model.patch_embed.register_forward_hook(lambda module, args, output: embedded.update(packed=output))
         model.blocks[0].register_forward_pre_hook(lambda module, args: embedded.update(seen=args[0]))
@@ -286,14 +299,7 @@ def test_queries_and_keys_are_rotated_as_the_reference_does(name, encoding):
     channels = [channel for plane in planes for channel in pair(plane)]
     for layer, attention in enumerate(attentions):
         query, key = (torch.cat(windows, 2).detach().double() for windows in zip(*seen[attention]))
-        if (attention, "qkv") in projected:
-            raw_query, raw_key, _ = (
-                projected[attention, "qkv"].unflatten(-1, (3, 2, 16)).permute(1, 2, 0, 3).unsqueeze(1)
-            )
-        else:
-            raw_query, raw_key = (
-                projected[attention, part].unflatten(-1, (-1, 16)).transpose(1, 2) for part in ("q_proj", "k_proj")
-            )
+        raw_query, raw_key = projected_states(projected, attention)
         for states, raw in ((query, raw_query), (key, raw_key)):
             for head in range(raw.shape[1]):
                 key_head = head // (raw.shape[1] // raw_key.shape[1])
