@@ -15,7 +15,7 @@ BUILT_FROM := pyproject.toml $(wildcard hf_liere/kernels/*.cpp hf_liere/kernels/
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo docs gpu test test-all test-oldest test-newest format clean
+.PHONY: demo docs gpu lint test test-all test-oldest test-newest format clean
 
 demo: $(READY)
 	$(BIN)/python training/demo.py
@@ -28,15 +28,15 @@ docs: $(READY)
 gpu: $(READY)
 	$(BIN)/python training/gpu_check.py
 
-test: $(READY)
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --durations 25 --durations-min 2
 
-test-all: $(READY)
+test-all: lint
 	$(BIN)/pip install --quiet --editable ".[test,deepspeed,quantization]"
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 	$(MAKE) test-oldest test-newest
 
