@@ -22,10 +22,12 @@ from .models.transformer.patch_batches import batch_of_patches
 from .patching import peft_adapters  # noqa: F401 (guards peft once that is imported)
 from .patching.adapters import load_rotary, save_rotary
 from .patching.apply import complete_model, is_patched, patch, rotary_parameters, set_absolute_weight, unpatch
+from .renames import warn_of_renames
 from .version import __version__
 
 
 register()
+warn_of_renames(__name__, {})
 
 __all__ = [
     "LieRETokensConfig",
