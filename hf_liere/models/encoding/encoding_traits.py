@@ -14,12 +14,7 @@ OWN_FIELDS = {**GOLDEN_GATE_FIELDS, **AXIAL_FIELDS}
 # Coordinates with ½ at the centre of the input (in `unit_width`, of its columns).
 CENTRED_COORDINATES = ("unit", "unit_width", "fixed_grid", "physical")
 # Fields that move patches in training, with the values that turn them off.
-DISPLACEMENTS = {
-    "position_perturbation": 0.0,
-    "position_shift": 0.0,
-    "position_jitter": None,
-    "position_rescale": None,
-}
+DISPLACEMENTS = {"position_perturbation": 0.0, "position_shift": 0.0, "position_jitter": None, "position_rescale": None}
 # Fields that act in training only.
 TRAINING_ONLY = {**DISPLACEMENTS, "patch_dropout_prob": 0.0}
 

@@ -2,14 +2,7 @@
 
 import torch
 
-from .application import (
-    apply_blocks,
-    apply_planes,
-    block_rows,
-    drop_empty_key,
-    match_layout,
-    restore_empty_key,
-)
+from .application import apply_blocks, apply_planes, block_rows, drop_empty_key, match_layout, restore_empty_key
 from .dispatch import find_backend, operator
 
 

@@ -12,12 +12,7 @@ from transformers.utils import logging
 from ..encoding.encoding_traits import ENCODING_TRAITS, default_rotate_prefix
 from ..encoding.rotary_fields import GridFields, RotaryFields
 from ..saved_code import SavesItsCode
-from .validation import (
-    FORMAT_VERSION,
-    check_architecture,
-    check_pixels,
-    check_tokens,
-)
+from .validation import FORMAT_VERSION, check_architecture, check_pixels, check_tokens
 
 
 logger = logging.get_logger(__name__)
