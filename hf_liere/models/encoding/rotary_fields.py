@@ -229,10 +229,10 @@ def _check_block_size(config) -> None:
             "number is known. Accepted here are the other rotary encodings."
         )
     if head_dim < 2:
-        raise ValueError(
-            f"A head_dim of {head_dim} (hidden_size={config.hidden_size} / num_attention_heads="
-            f"{config.num_attention_heads}) cannot be rotated; {encoding} needs at least 2."
-        )
+        # Patches and the layer have heads, and no hidden_size.
+        width = getattr(config, "hidden_size", None)
+        origin = "" if width is None else f" (hidden_size={width} / num_attention_heads={config.num_attention_heads})"
+        raise ValueError(f"A head_dim of {head_dim}{origin} cannot be rotated; {encoding} needs at least 2.")
     sizes, fits = traits.block_sizes, 2 <= size <= head_dim
     # Report a fixed block size first. The other rules divide by `size`, so check its range before them.
     if (fits or not sizes.varies) and not sizes.accepts(size, head_dim, axes):

@@ -61,7 +61,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
             that already rotate (RoPE) and starts at their rotations: `rope_mixed` learns the frequencies of every
             layer and computes the same bits at the start, `liere`, `comrope_ld`, `comrope_ap` and `cayley_string` learn
             blocks of each key head and start within rounding. Any other (`"frequencies"`, `"normal"`, …, `None` for the
-            encoding's own, see `LieREConfig`) is **not neutral**: it changes what the pretrained model computes.
+            encoding's own, see `RotaryFields`) is **not neutral**: it changes what the pretrained model computes.
             `axial_rope` and `golden_gate_rope` learn nothing and take only `None`.
         rotate_prefix: Whether class and register tokens are rotated as tokens at the centre; `None` becomes yes for
             ComRoPE in its own coordinates and others of a fixed range, else no, see `LieREConfig`.

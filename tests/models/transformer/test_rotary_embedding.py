@@ -411,6 +411,7 @@ def test_saved_and_loaded(tmp_path):
     "options, message",
     [
         ({"num_key_value_heads": 3}, "num_heads=4 must be a multiple of num_key_value_heads=3"),
+        ({"head_dim": 1, "block_size": 2}, "A head_dim of 1 cannot be rotated; liere needs at least 2"),
         ({"num_axes": 7}, "num_axes=7 must lie in 1 … 6"),
         ({"num_axes": 0}, "num_axes=0 must lie in 1 … 6"),
         ({"position_encoding": "absolute"}, "'absolute' is not a rotary encoding; accepted: axial_rope"),
