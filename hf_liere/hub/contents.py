@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..models.saved_code import RELATIVE_IMPORT
+from ..models.saved_code import find_code
 from ..storage.client import HubError
 from ..storage.saved_weights import (
     WEIGHTS_INDEX,
@@ -132,19 +132,8 @@ def obsolete_files(names: Iterable[str], pushed: Collection[str], folder: Path) 
     for path, references in _references(folder):
         if len(path.parts) == 1:
             stays = path.name in others and not REPLACED.search(path.name)
-            (used if stays else replaced).update(_code_files(references, folder))
+            (used if stays else replaced).update(path.name for path, _ in find_code(references, folder.glob("*.py")))
     return [name for name in others if REPLACED.search(name) or name in replaced - used]
-
-
-def _code_files(references: Iterable[str], folder: Path) -> set[str]:
-    """The files with these classes, and all files that they import."""
-    wanted, found = [reference.partition(".")[0] for reference in references], set()
-    while wanted:
-        path = folder / f"{wanted.pop()}.py"
-        if path.parent == folder and path.name not in found and path.is_file():
-            found.add(path.name)
-            wanted += [module for _, module in RELATIVE_IMPORT.findall(path.read_text("utf-8", "replace"))]
-    return found
 
 
 def _settings(folder: Path, name: str, config_class: type[PreTrainedConfig] | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -18,7 +18,8 @@ class SavesItsCode:
         """As in the base class, with the code of `auto_map`."""
         # References of a downloaded checkpoint start with the name of its repository.
         places = {name: place.rpartition("--")[2] for name, place in self.auto_map.items() if isinstance(place, str)}
-        ours = {name: place for name, place in places.items() if place.partition(".")[0] in _find_modules()}
+        names = {path.stem for path in MODELS.rglob("*.py")}
+        ours = {name: place for name, place in places.items() if place.partition(".")[0] in names}
         self.auto_map = {**self.auto_map, **ours}
         saved = super().save_pretrained(save_directory)
         write_code(ours.values(), save_directory)
@@ -28,19 +29,21 @@ class SavesItsCode:
 
 
 def write_code(references: Iterable[str], folder: str | os.PathLike) -> None:
+    """Write the modules of references side by side into one folder: transformers imports nothing else."""
+    for path, text in find_code(references, MODELS.rglob("*.py")):
+        (Path(folder) / path.name).write_text(RELATIVE_IMPORT.sub(r"\1.\2", text), encoding="utf-8")
+
+
+def find_code(references: Iterable[str], files: Iterable[Path]) -> Iterator[tuple[Path, str]]:
     """
-    Write the modules of references such as `"modeling_liere.LieREViTModel"`, and all modules that these import from
-    each other, side by side into one folder: transformers imports nothing else.
+    Those of the files, with their texts, that references such as `"modeling_liere.LieREViTModel"` name, and all that
+    these import from each other.
     """
-    files, wanted, written = _find_modules(), [reference.partition(".")[0] for reference in references], set()
+    files, wanted = {path.stem: path for path in files}, [reference.partition(".")[0] for reference in references]
     while wanted:
-        name = wanted.pop()
-        if name not in written:
-            written.add(name)
-            text = files[name].read_text(encoding="utf-8")
+        # Each file is found once; names that are not among the files belong to others.
+        path = files.pop(wanted.pop(), None)
+        if path is not None and path.is_file():
+            text = path.read_text("utf-8", "surrogateescape")
             wanted += [imported for _, imported in RELATIVE_IMPORT.findall(text)]
-            (Path(folder) / f"{name}.py").write_text(RELATIVE_IMPORT.sub(r"\1.\2", text), encoding="utf-8")
-
-
-def _find_modules() -> dict[str, Path]:
-    return {path.stem: path for path in MODELS.rglob("*.py")}
+            yield path, text

@@ -148,7 +148,6 @@ class RotaryEncoding(LearnedRotations):
         self, positions: TokenPositions, entries: torch.Tensor, dtype: torch.dtype | None, rays: Rays | None = None
     ) -> list[Rotation]:
         """Planes or blocks in the basis of the model, for the layers that `entries` belong to."""
-        layers, heads, blocks = entries.shape[1:4]
         if self.block_size == 2:
             planes = self.planes(positions, entries.squeeze(-1))  # (1 or B, H, N, planes, 2) per layer
             return self.repeat_for_layers([PlaneRotation(layer) for layer in planes])
@@ -156,6 +155,7 @@ class RotaryEncoding(LearnedRotations):
         generators = skew(entries.flatten(2, 3), self.block_size)  # (A, layers, H · blocks, b, b)
         # (B · N, H · blocks, b, b) per layer
         rotations = layer_block_rotations(coordinates, generators, rotation_dtype, rays, dtype)
+        heads = entries.shape[2]
         return self.repeat_for_layers([BlockRotation(self.to_tokens(layer, positions, heads)) for layer in rotations])
 
     def planes(self, positions: TokenPositions, frequencies: torch.Tensor) -> list[torch.Tensor]:
