@@ -4,14 +4,21 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+
+# Of the mixin, whose classes have another base as well.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig as SavedBase
+else:
+    SavedBase = object
 
 # The package's folder, or that of a checkpoint's code, which is written in the same way when the model is saved again.
 MODELS = Path(__file__).parent
 RELATIVE_IMPORT = re.compile(r"^(\s*from )\.+(?:\w+\.)*(\w+)(?= import)", re.MULTILINE)
 
 
-class SavesItsCode:
+class SavesItsCode(SavedBase):
     """Mixin of configurations and processors: `save_pretrained` writes the modules that `auto_map` names."""
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):

@@ -227,6 +227,11 @@ def traits_of(config) -> EncodingTraits | None:
     return ENCODING_TRAITS.get(config.position_encoding)
 
 
+def rotary_traits(config) -> EncodingTraits:
+    """The traits of the encoding of a configuration that rotates."""
+    return ENCODING_TRAITS[config.position_encoding]
+
+
 def default_rotate_prefix(config) -> bool:
     """The default of `rotate_prefix` for images and videos."""
     traits = traits_of(config)
@@ -239,13 +244,13 @@ def default_rotate_prefix(config) -> bool:
 
 def generators_commute(config) -> bool:
     """Whether the rotations of a rotary encoding are relative for any values of its parameters."""
-    traits = traits_of(config)
+    traits = rotary_traits(config)
     return traits.commutes or (config.block_size == 2 and not traits.product)
 
 
 def accepted_inits(config) -> tuple[str, ...]:
     """The accepted values of `rotary_init`; blocks of odd size do not consist of planes."""
-    traits = traits_of(config)
+    traits = rotary_traits(config)
     free_odd = traits.block_sizes is ANY and config.block_size % 2
     return tuple(name for name in traits.rotary_inits if not (free_odd and name in SPECTRA))
 

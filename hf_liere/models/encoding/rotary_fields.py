@@ -7,7 +7,16 @@ from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 
-from .encoding_traits import ANY, ENCODING_TRAITS, OWN_FIELDS, accepted_inits, needs_exponential, own_fields, traits_of
+from .encoding_traits import (
+    ANY,
+    ENCODING_TRAITS,
+    OWN_FIELDS,
+    accepted_inits,
+    needs_exponential,
+    own_fields,
+    rotary_traits,
+    traits_of,
+)
 
 
 FLOAT32_MAX = 3.4028234e38
@@ -221,7 +230,7 @@ def check_rotations(config) -> None:
 
 
 def _check_block_size(config) -> None:
-    encoding, size, traits = config.position_encoding, config.block_size, traits_of(config)
+    encoding, size, traits = config.position_encoding, config.block_size, rotary_traits(config)
     head_dim, axes = config.head_dim, config.num_axes
     if traits.num_axes not in (None, axes):
         raise ValueError(
@@ -249,7 +258,7 @@ def _check_block_size(config) -> None:
 
 
 def _accepted_sizes(config) -> str:
-    accepted = traits_of(config).block_sizes.accepted(config.head_dim, config.num_axes)
+    accepted = rotary_traits(config).block_sizes.accepted(config.head_dim, config.num_axes)
     return f"accepted here: {accepted or 'none, choose another head_dim'}"
 
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import transformers
 from huggingface_hub.dataclasses import strict
@@ -29,6 +30,12 @@ from .rotary_patch import RotaryPatchConfig, plan
 from .tower_patch import TowerPlan, attach, detach, patched_towers
 
 
+# Of the mixin, whose classes have another base as well.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as ModelBase
+else:
+    ModelBase = object
+
 # Names of classes begin with it.
 PREFIX = "Rotary"
 # The configuration of the model under construction. `LlamaForSequenceClassification` and others make their base by an
@@ -45,7 +52,7 @@ class _Pickled:
         return _new, (self.plain_class,), vars(self).copy()
 
 
-class RotaryModelMixin(_Pickled):
+class RotaryModelMixin(_Pickled, ModelBase):
     """
     Model classes whose rotations `config.rotary_patch` describes. In a model with several parts, those around the
     rotations have such classes too, and their own configurations.

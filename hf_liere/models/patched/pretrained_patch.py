@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..encoding.encoding_traits import traits_of
+from ..encoding.encoding_traits import rotary_traits
 from .module_inspection import forward_arguments, projection_widths
 from .pretrained_blocks import PretrainedBlocks, find_state_modules
 from .pretrained_rope import PretrainedPlanes
@@ -105,7 +105,7 @@ def _plan_tower(tower: RopeTower, config) -> TowerPlan:
     layers = tower.choose_layers(config.layers)
     tower.sources = find_key_sources(tower)
     layers = choose_rotating_layers(tower, layers, config.layers is not None)
-    if traits_of(config).pretrained == "planes":
+    if rotary_traits(config).pretrained == "planes":
         build = partial(PretrainedPlanes, tower, layers, config)
     else:
         build = partial(PretrainedBlocks, tower, layers, config, find_common_planes(tower, layers))
