@@ -45,12 +45,16 @@ def apply_rotation(
     return out
 
 
-def angle_gradients(gradients, rotated, shape: torch.Size) -> torch.Tensor:
+def angle_gradients(
+    gradients: Sequence[torch.Tensor], rotated: Sequence[torch.Tensor], shape: torch.Size
+) -> torch.Tensor:
     """As [`cuda.angle_gradients`], on CPUs."""
     return _sums(2, "angle_gradients", gradients, rotated, shape)
 
 
-def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def planes_backward(
+    gradients: Sequence[torch.Tensor], rotated: Sequence[torch.Tensor], cos_sin: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """
     [`apply_rotation`] of the gradients by the inverse and [`angle_gradients`], in one pass with 3/4 of the bytes.
 
@@ -65,7 +69,11 @@ def planes_backward(gradients, rotated, cos_sin: torch.Tensor) -> tuple[torch.Te
 
 
 def outer_products(
-    gradients, rotated, shape: torch.Size, block_size: int, rotation: torch.Tensor | None = None
+    gradients: Sequence[torch.Tensor],
+    rotated: Sequence[torch.Tensor],
+    shape: torch.Size,
+    block_size: int,
+    rotation: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As [`cuda.outer_products`], on CPUs."""
     rotation = None if rotation is None else _contiguous_blocks(rotation)
@@ -148,7 +156,7 @@ def moments_gradient(
     return out.to(dtype)
 
 
-def _call(block_size: int, name: str, *arguments) -> None:
+def _call(block_size: int, name: str, *arguments: object) -> None:
     """
     Raises:
         RuntimeError: if the kernels do not support this block size.
@@ -161,7 +169,14 @@ def _call(block_size: int, name: str, *arguments) -> None:
         raise MemoryError(f"Too little memory for {name} with {threads} threads.")
 
 
-def _sums(block_size: int, name: str, gradients, rotated, shape: tuple[int, ...], *factor) -> torch.Tensor:
+def _sums(
+    block_size: int,
+    name: str,
+    gradients: Sequence[torch.Tensor],
+    rotated: Sequence[torch.Tensor],
+    shape: tuple[int, ...],
+    *factor: object,
+) -> torch.Tensor:
     """Sums over samples and heads that share a rotation: the kernels add samples, this function adds heads."""
     gradients, rotated = (tuple(map(contiguous_channels, pair)) for pair in (gradients, rotated))
     out = _empty(shape[0], shape[2], rotated[0].shape[1], *shape[3:]).transpose(1, 2)
@@ -178,8 +193,9 @@ def _empty(*shape: int) -> torch.Tensor:
 
 
 def _prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.nbytes >= HUGE_BYTES:
-        library().hf_liere_prefer_huge_pages(tensor, tensor.nbytes)
+    kernels = library()
+    if kernels is not None and tensor.nbytes >= HUGE_BYTES:
+        kernels.hf_liere_prefer_huge_pages(tensor, tensor.nbytes)
     return tensor
 
 
@@ -210,7 +226,7 @@ def _check_rays(
     return tokens, squarings
 
 
-def _rays(tokens, squarings, offsets, squares) -> Rays:
+def _rays(tokens: torch.Tensor, squarings: torch.Tensor, offsets: torch.Tensor, squares: torch.Tensor | None) -> Rays:
     address, saved = (None, 0) if squares is None else (squares.data_ptr(), squares.shape[1])
     addresses = (tensor.data_ptr() for tensor in (tokens, squarings, offsets))
     return Rays(*addresses, address, *tokens.shape, saved, SAVE_INTERVAL)

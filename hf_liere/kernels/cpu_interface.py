@@ -1,6 +1,7 @@
 """The structures and functions of cpu.cpp for ctypes, with fields and arguments in the order of the C++ headers."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -55,7 +56,7 @@ class Values:
     """A contiguous tensor, passed as its address, or a sequence of such tensors, passed as an array of addresses."""
 
     @staticmethod
-    def from_param(values):
+    def from_param(values: torch.Tensor | Sequence[torch.Tensor]) -> ctypes.c_void_p | ctypes.Array:
         if isinstance(values, torch.Tensor):
             return ctypes.c_void_p(values.data_ptr())
         return (ctypes.c_void_p * len(values))(*(tensor.data_ptr() for tensor in values))

@@ -17,7 +17,7 @@ logger = logging.get_logger(__name__)
 
 FOLDER = Path(__file__).parent
 # For each value of `torch.backends.cpu.get_cpu_capability`, the libraries that run there, the fastest first.
-NAMES = {"AVX512": ("_cpu_avx512", "_cpu_avx2", "_cpu_openmp", "_cpu_portable")}
+NAMES: dict[str, tuple[str, ...]] = {"AVX512": ("_cpu_avx512", "_cpu_avx2", "_cpu_openmp", "_cpu_portable")}
 NAMES["AVX2"] = NAMES["AVX512"][1:]
 ON_ANY_CPU = NAMES["AVX512"][2:]
 REMEDY = (

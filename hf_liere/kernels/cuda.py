@@ -19,6 +19,7 @@ projections would move the same number of bytes.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,6 +41,11 @@ PROGRAMS = 1024
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Products of wider heads need more shared memory than an H100 has.
 MAX_HEAD_DIM = 128
+
+_angle_gradients_kernel: Any
+_outer_products_kernel: Any
+_rotate_blocks_kernel: Any
+_rotate_planes_kernel: Any
 
 
 def is_interpreted() -> bool:
@@ -98,7 +104,12 @@ def apply_rotation(
     return out
 
 
-def angle_gradients(gradients, rotated, shape: torch.Size, samples: int | None = None) -> torch.Tensor:
+def angle_gradients(
+    gradients: Sequence[torch.Tensor],
+    rotated: Sequence[torch.Tensor],
+    shape: torch.Size,
+    samples: int | None = None,
+) -> torch.Tensor:
     """
     Derivative of the loss with respect to the angles of planes, from gradients (g₁, g₂) and rotated states (r₁, r₂) of
     query and key: Σ g₂ r₁ − g₁ r₂ over both, and over the samples and heads that share an angle.
@@ -116,8 +127,8 @@ def angle_gradients(gradients, rotated, shape: torch.Size, samples: int | None =
 
 
 def outer_products(
-    gradients,
-    rotated,
+    gradients: Sequence[torch.Tensor],
+    rotated: Sequence[torch.Tensor],
     shape: torch.Size,
     block_size: int,
     rotation: torch.Tensor | None = None,
@@ -163,6 +174,7 @@ def _launch(
     Returns:
         The grid over tokens, heads and samples, and a kernel's sizes and constants.
     """
+    assert triton is not None, _import_error
     count, states = len(states), states[0]
     batch, heads, tokens, head_dim = states.shape
     block_dim = padded_width(head_dim)
@@ -183,7 +195,13 @@ def _launch(
     return grid, sizes, tiles | ({"num_warps": 4} if block_dim <= 64 else {"num_warps": 8, "num_stages": 2})
 
 
-def _sums(kernel, gradients, rotated, shape: tuple[int, ...], launch: tuple[tuple, tuple, dict]) -> torch.Tensor:
+def _sums(
+    kernel: Any,
+    gradients: Sequence[torch.Tensor],
+    rotated: Sequence[torch.Tensor],
+    shape: tuple[int, ...],
+    launch: tuple[tuple, tuple, dict],
+) -> torch.Tensor:
     """Run a kernel whose programs each sum over their samples, and add the sums that share a rotation."""
     grid, sizes, constants = launch
     gradients, rotated = (tuple(map(contiguous_channels, pair)) for pair in (gradients, rotated))
@@ -199,8 +217,9 @@ self_check = SelfCheck(NAME, apply_rotation, angle_gradients, outer_products)
 
 # `states`, `gradients` and `out` are query and key, or one of them: STATES tensors of (B, H, N, D). `rotation` and
 # `sums` are planes or blocks, (samples, heads, N, …). Each tensor comes in a tuple with its strides over samples, heads
-# and tokens. `width` of `head_dim` channels are rotated, and a program processes `samples` of `batch` samples.
-if triton is not None:
+# and tokens. `width` of `head_dim` channels are rotated, and a program processes `samples` of `batch` samples. Type
+# checkers do not read Triton's language.
+if not TYPE_CHECKING and triton is not None:
 
     @triton.jit
     def _pointer(tensor, sample, head, token):

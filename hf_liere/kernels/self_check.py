@@ -32,7 +32,7 @@ class Case(NamedTuple):
     block_size: int
     block_dim: int
 
-    def __str__(self):
+    def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype} on {self.device}, block size {self.block_size}, heads of up to {self.block_dim} channels"
 
@@ -61,7 +61,8 @@ class SelfCheck:
     """
 
     def __init__(self, name: str, apply_rotation: Callable, angle_gradients: Callable, outer_products: Callable):
-        self.name, self.outcomes, self._lock = name, {}, threading.Lock()
+        self.name, self._lock = name, threading.Lock()
+        self.outcomes: dict[Case, Outcome] = {}
         self._apply_rotation, self._angle_gradients = apply_rotation, angle_gradients
         self._outer_products = outer_products
 
@@ -128,7 +129,7 @@ class Example:
         self.case, self.batch, self.width = case, batch, blocks * size
         generator = torch.Generator("cpu").manual_seed(0)
 
-        def normal(*shape):
+        def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
         # Both sides of the comparison start from the rounded inputs of the kernels.
@@ -151,8 +152,8 @@ class Example:
 
     def to_device(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Gradients and states of query and key, on the device of the case."""
-        pairs = self.gradients, (self.query, self.key)
-        return tuple([part.to(self.case.device) for part in pair] for pair in pairs)
+        gradients, states = self.gradients, (self.query, self.key)
+        return [part.to(self.case.device) for part in gradients], [part.to(self.case.device) for part in states]
 
     def compare_rotations(self, apply_rotation: Callable, rotation: torch.Tensor, samples: int) -> Iterator[tuple]:
         """Compare both rotated states, in both directions."""
@@ -200,7 +201,7 @@ def _rotate(matrices: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     return torch.einsum("hnij,bhnj->bhni", matrices, states.double())
 
 
-def _results(function: Callable, *arguments, **options) -> list[torch.Tensor]:
+def _results(function: Callable, *arguments: object, **options: object) -> list[torch.Tensor]:
     """
     The results of a kernel on the CPU in float64; reading them also raises any error of the GPU.
 
