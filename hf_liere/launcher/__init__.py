@@ -13,8 +13,11 @@ from pathlib import Path
 
 def main() -> int:
     """Run the command; returns its exit status."""
-    (package,) = importlib.util.find_spec("hf_liere").submodule_search_locations
-    spec = importlib.util.spec_from_file_location("hf_liere.cli", Path(package) / "cli.py")
+    package = importlib.util.find_spec("hf_liere")
+    assert package is not None and package.submodule_search_locations, "hf_liere is not installed"
+    (folder,) = package.submodule_search_locations
+    spec = importlib.util.spec_from_file_location("hf_liere.cli", Path(folder) / "cli.py")
+    assert spec is not None and spec.loader is not None, "a file of Python has a loader"
     sys.modules[spec.name] = cli = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(cli)
     return cli.main()

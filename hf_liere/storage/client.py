@@ -69,7 +69,7 @@ def is_transient(error: BaseException) -> bool:
 
 def seconds_to_wait(error: BaseException, attempt: int) -> float:
     """The delay that the response asks for (`Retry-After`, or the Hub's `RateLimit`), else 1, 2, 4, … seconds."""
-    headers = error.response.headers if status_code(error) is not None else {}
+    headers = error.response.headers if isinstance(error, HfHubHTTPError) and error.response is not None else {}
     after = headers.get("retry-after", "")
     if after.isdigit():
         return float(after)

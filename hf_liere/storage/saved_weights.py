@@ -156,7 +156,7 @@ def _open(path: Path) -> Iterator[Any]:
 
 def _saved_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in a folder, ordered by name, with one in memory at a time."""
-    files = {}
+    files: dict[str, Path] = {}
     for path in weight_files(folder):
         with _open(path) as file:
             files |= dict.fromkeys(file.keys(), path)
@@ -191,7 +191,7 @@ def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 def saved_shapes(folder: Path) -> dict[str, torch.Size]:
     """Shapes of the tensors in a folder, by name."""
-    shapes = {}
+    shapes: dict[str, torch.Size] = {}
     for path in weight_files(folder):
         with _open(path) as file:
             shapes |= {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}
