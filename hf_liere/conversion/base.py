@@ -8,7 +8,7 @@ of our model. `checkpoints.py` documents the options of each source.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -172,14 +172,14 @@ class Source:
     def set_transformer(self, kernel: torch.Tensor, layers: int, found_heads: int | None = None) -> None:
         """Set what follows from the patch projection's kernel (hidden_size, channels, *patch) and the options."""
         hidden_size, channels, *patch = kernel.shape
-        self.patch = tuple(patch)
+        self.patch, options = tuple(patch), vars(self)
         self.fields |= {
             "num_channels": channels,
             "hidden_size": hidden_size,
             "num_hidden_layers": layers,
-            "num_attention_heads": number_of_heads(hidden_size, self.num_attention_heads, found_heads),
-            "hidden_act": self.hidden_act,
-            "layer_norm_eps": self.layer_norm_eps,
+            "num_attention_heads": number_of_heads(hidden_size, options["num_attention_heads"], found_heads),
+            "hidden_act": options["hidden_act"],
+            "layer_norm_eps": options["layer_norm_eps"],
         }
 
     def set_projection(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
@@ -190,7 +190,7 @@ class Source:
     def set_shape(self, image: tuple[int, ...]) -> None:
         """Set the fields for patches and inputs of these extents; three axes mean a video configuration."""
 
-        def extent(sizes):
+        def extent(sizes: Sequence[int]) -> int | list[int]:
             return sizes[0] if sizes[0] == sizes[1] else list(sizes)
 
         self.fields |= {"patch_size": extent(self.patch[-2:]), "image_size": extent(image[-2:])}

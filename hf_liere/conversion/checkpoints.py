@@ -47,6 +47,7 @@ Displacements occur only in training.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -86,7 +87,7 @@ class Conversion:
 
 
 def convert_state_dict(
-    tensors: Mapping[str, torch.Tensor], source: str | None = None, source_config: Mapping | None = None, **options
+    tensors: Mapping[str, torch.Tensor], source: str | None = None, source_config: Mapping | None = None, **options: Any
 ) -> Conversion:
     """
     Convert the tensors of a source into our configuration and tensors.

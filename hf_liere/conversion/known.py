@@ -22,7 +22,7 @@ class KnownRepository(NamedTuple):
 
 
 def _rope_vit() -> list[KnownRepository]:
-    models = {
+    models: dict[str, tuple[dict[str, object], str]] = {
         "deit": ({"source": "naver", "position_encoding": "absolute"}, "learned table"),
         "rope_axial_deit": ({"source": "naver", "position_encoding": "axial"}, "axial RoPE"),
         "rope_mixed_deit": ({}, "RoPE-Mixed"),

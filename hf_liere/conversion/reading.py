@@ -42,7 +42,7 @@ def read_checkpoint(
     kind = str((source_config or {}).get("model_type"))
     if path.is_dir() and (kind in OWN_MODEL_TYPES or kind.startswith(TYPE_PREFIX)):
         raise ConversionError(f"{checkpoint} is already a model of hf_liere; from_pretrained reads it.")
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in _weight_files(path):
         tensors.update(_read(file))
     return tensors, source_config

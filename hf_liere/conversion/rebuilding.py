@@ -1,6 +1,7 @@
 """Rebuilding a model with another configuration, for upgrades and for other image sizes."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -11,7 +12,10 @@ from ..models.transformer.pretrained import LieREPreTrainedModel
 from .base import ConversionError
 
 
-def change_config(config: LieREConfig, changes: Mapping[str, object]) -> LieREConfig:
+Config = TypeVar("Config", bound=LieREConfig)
+
+
+def change_config(config: Config, changes: Mapping[str, object]) -> Config:
     """
     A copy of a configuration with some fields changed.
 

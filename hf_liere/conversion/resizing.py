@@ -77,7 +77,7 @@ def resize_input(model: LieREPreTrainedModel, image_size: int | list[int] | tupl
 
 def _coordinate_ratio(coordinates: str | None, size: int, trained: int) -> float:
     """Coordinates of `size` patches on an axis trained with `trained`, divided by those if trained with `size`."""
-    return {"train_grid": size / trained, "train_index": trained / size}.get(coordinates, 1.0)
+    return {"train_grid": size / trained, "train_index": trained / size}.get(str(coordinates), 1.0)
 
 
 def _check_scalable(config: LieREConfig) -> None:

@@ -2,6 +2,7 @@
 
 import typing
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from transformers.activations import ACT2FN
 
@@ -68,7 +69,7 @@ def require_options(source: str, options: Mapping) -> None:
         require_one_of("hidden_act", options["hidden_act"], ACT2FN)
 
 
-def _has_type(value: object, kind: object) -> bool:
+def _has_type(value: object, kind: Any) -> bool:
     if kind == Iterable[int]:
         return isinstance(value, Iterable) and not isinstance(value, str)
     if isinstance(value, bool):

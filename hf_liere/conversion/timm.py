@@ -46,7 +46,7 @@ class TimmSource(Source):
         """The options in timm's `config.json`, from the architecture's name, arguments and pretraining fields."""
         architecture = source_config.get("architecture", "")
         arguments = source_config.get("model_args") or {}
-        options = {}
+        options: dict[str, object] = {}
         size = (source_config.get("pretrained_cfg") or source_config).get("input_size")
         if size:
             options["image_size"] = list(size[1:])

@@ -31,7 +31,7 @@ import torch
 
 from ..inspection.common_planes import find_common_planes
 from ..models.encoding.commuting_encodings import EncodingInBasis
-from ..models.encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, traits_of
+from ..models.encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, rotary_traits, traits_of
 from ..models.encoding.encodings import ENCODING_CLASSES
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.rotation.exponential import skew, skew_entries
@@ -134,7 +134,7 @@ def _upgrade_parameters(
                 f"{reason} The generators of this model do not commute either, so no basis turns them into rotations "
                 f"of planes that could be moved (relative error {planes.error.max():.2g})."
             ) from None
-    frequencies, bases = _join_blocks(planes.frequencies, planes.basis, new.head_dim)
+    frequencies, bases = _join_blocks(planes.frequencies, planes.basis, target.config.head_dim)
     frequencies, bases = _move_planes(frequencies, bases, target)
     return _parameters_from_planes(target, frequencies.expand(-1, target.layers, target.heads, -1)), bases
 
@@ -148,11 +148,11 @@ def _embed_blocks(matrices: torch.Tensor, old: LieREConfig, target: RotaryEncodi
     """
     new = target.config
     old_size, size = matrices.shape[-1], new.block_size
-    if traits_of(old).product:
+    if rotary_traits(old).product:
         raise ConversionError(
             f"No exact upgrade from {old.position_encoding}: its rotations are products of exponentials."
         )
-    if isinstance(target, EncodingInBasis) and not traits_of(new).proportional:
+    if isinstance(target, EncodingInBasis) and not rotary_traits(new).proportional:
         raise ConversionError(
             f"No exact upgrade from {old.position_encoding} to {new.position_encoding} in place: it learns frequencies."
         )
@@ -285,14 +285,14 @@ def _group_planes(frequencies: torch.Tensor, encoding: str) -> list[tuple[int | 
 
 def _parameters_from_planes(target: RotaryEncoding, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
     """Parameters by name, from the frequencies (A, layers, heads, planes) of an encoding's planes."""
-    if traits_of(target.config).proportional:
+    if rotary_traits(target.config).proportional:
         return _parameters_from_entries(target.to_blocks(frequencies), target)
     return target.parameters_for_planes(frequencies)
 
 
 def _parameters_from_entries(entries: torch.Tensor, target: RotaryEncoding) -> dict[str, torch.Tensor]:
     """Parameters by name, from the entries of the generators (A, layers, heads, blocks, entries)."""
-    traits = traits_of(target.config)
+    traits = rotary_traits(target.config)
     if traits.serves_one_axis:
         serves = target.axis_multipliers(entries.device).unsqueeze(-1)
         if (entries * ~serves).norm() > ROUNDING * entries.norm():

@@ -1,6 +1,7 @@
 """ViT and DeiT of transformers, under the names of their files and of their modules."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from .base import Source
 
 
-RENAMED = {
+RENAMED: dict[str, str | Callable[[re.Match], str]] = {
     r"^(vit|deit)\.": "",
     r"^encoder\.layer\.": "layers.",
     r"\.attention\.attention\.(query|key|value)\.": lambda match: f".attention.{match[1][0]}_proj.",
