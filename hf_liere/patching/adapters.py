@@ -147,7 +147,9 @@ def require_same_patch(model: nn.Module, config: RotaryPatchConfig, source: str 
 
 
 def _fits(parameter: torch.Tensor | None, value: torch.Tensor | None) -> bool:
-    return None not in (parameter, value) and parameter.shape == value.shape and bool(value.isfinite().all())
+    if parameter is None or value is None:
+        return False
+    return parameter.shape == value.shape and bool(value.isfinite().all())
 
 
 def _find_file(source: str | Path, name: str, revision: str | None) -> Path:
@@ -257,7 +259,7 @@ def _check_bases(bases: list[dict], fingerprints: list[dict], source: str | Path
             )
 
 
-def _agree(found, saved) -> bool:
+def _agree(found: object, saved: object) -> bool:
     """Whether two facts agree, up to the rounding of a model's frequencies to half types."""
     if isinstance(found, list) and isinstance(saved, list):
         return len(found) == len(saved) and all(map(_agree, found, saved))

@@ -1,8 +1,9 @@
 """Learned rotations in pretrained models: patch, unpatch, and functions of a patched model."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import wrapt
 from torch import nn
@@ -173,7 +174,7 @@ def require_patched(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return towers
 
 
-def _save_whole(wrapped, model: PreTrainedModel, args, kwargs):
+def _save_whole(wrapped: Callable, model: PreTrainedModel, args: tuple, kwargs: dict) -> Any:
     """Wraps `save_pretrained` of transformers: a model with a patched part is saved as a patched model."""
     if isinstance(model, RotaryModelMixin) or not is_patched(model):
         return wrapped(*args, **kwargs)

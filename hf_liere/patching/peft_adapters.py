@@ -4,8 +4,11 @@ loading, drops rotations that the base lacks. With this package imported, saving
 `save_rotary`, and loading one first puts these rotations into the base.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 import transformers
@@ -88,7 +91,7 @@ def _rotations_in_weights(source: str | Path, place: dict) -> list[str]:
     return [name for name in names if "rotary_encoding" in name.split(".")]
 
 
-def _save(wrapped, model, args, kwargs):
+def _save(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps `PeftModel.save_pretrained`."""
     result = wrapped(*args, **kwargs)
     if is_patched(model):
@@ -99,14 +102,14 @@ def _save(wrapped, model, args, kwargs):
     return result
 
 
-def _restore_first(source: str, is_loaded: bool, wrapped, _, args, kwargs):
+def _restore_first(source: str, is_loaded: bool, wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps `PeftModel.from_pretrained(model, model_id, …)` and `hotswap_adapter(model, model_name_or_path, …)`."""
     given = dict(zip(("model", source), args)) | kwargs
     restore_rotations(given["model"], given[source], kwargs, is_loaded)
     return wrapped(*args, **kwargs)
 
 
-def _load_adapter(wrapped, model, args, kwargs):
+def _load_adapter(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps `PeftModel.load_adapter(model_id, adapter_name, …)`."""
     if model is None:
         # `PeftMixedModel`, another class, passes itself as an argument.
@@ -117,7 +120,7 @@ def _load_adapter(wrapped, model, args, kwargs):
     return wrapped(*args, **kwargs)
 
 
-def _load_into_transformers(wrapped, model, args, kwargs):
+def _load_into_transformers(wrapped: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
     """Wraps `load_adapter(peft_model_id, …)` of transformers models, which `from_pretrained` also calls."""
     options = kwargs.get("load_config")
     source = args[0] if args else kwargs.get("peft_model_id") or getattr(options, "pretrained_model_name_or_path", None)
@@ -126,7 +129,7 @@ def _load_into_transformers(wrapped, model, args, kwargs):
     return wrapped(*args, **kwargs)
 
 
-def _base_model_class(wrapped, _, args, kwargs):
+def _base_model_class(wrapped: Callable, _: Any, args: tuple, kwargs: dict) -> type:
     """Wraps the lookup of a task-less adapter's base class for `AutoPeftModel`; Auto classes read both kinds."""
     found = wrapped(*args, **kwargs)
     plain = getattr(found, "plain_class", found)
@@ -134,7 +137,7 @@ def _base_model_class(wrapped, _, args, kwargs):
     return next((getattr(transformers, name) for name, kind in autos.items() if kind is plain), plain)
 
 
-def _guard(peft) -> None:
+def _guard(peft: ModuleType) -> None:
     """Install the wrappers once peft is imported."""
     for name, wrapper in {
         "save_pretrained": _save,
@@ -149,7 +152,7 @@ def _guard(peft) -> None:
             table |= {f"{TYPE_PREFIX}{name}": value for name, value in table.items() if isinstance(name, str)}
 
 
-def _guard_swaps(hotswap) -> None:
+def _guard_swaps(hotswap: ModuleType) -> None:
     """Install the wrapper of the function that replaces the weights of a loaded adapter."""
     swap = partial(_restore_first, "model_name_or_path", True)
     wrapt.wrap_function_wrapper(hotswap, "hotswap_adapter", swap)
