@@ -93,14 +93,16 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
         folder: Folder of a checkpoint that is not on the Hub; the card's code then needs this package.
     """
     common = common_facts()
+    assert FOLDER is not None, "common_facts read it"
     encoding = common["encodings"][facts.encoding]
+    kind = "LieREVideoForVideoClassification" if "num_frames" in facts.model else "LieREViTForImageClassification"
+    architecture = facts.architecture or kind
     if facts.architecture is None:
-        kind = "LieREVideoForVideoClassification" if "num_frames" in facts.model else "LieREViTForImageClassification"
         facts = replace(facts, architecture=kind)
-    video = "num_frames" in facts.model or "Video" in facts.architecture
-    data = [one for one in (facts.training_data, facts.evaluation_data) if one] or [facts.dataset or {}]
+    video = "num_frames" in facts.model or "Video" in architecture
+    data = [one for one in (facts.training_data, facts.evaluation_data) if one] or [facts.shared_data]
     hub_ids = list(dict.fromkeys(one["hub_id"] for one in data if one.get("hub_id")))
-    task = _task(facts.architecture)
+    task = _task(architecture)
     metadata = ModelCardData(
         license=facts.license,
         library_name="transformers",
@@ -146,6 +148,7 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
 
 def _snippet(facts: Facts, repo_id: str | None) -> dict[str, Any]:
     """Template variables of the card's code example."""
+    assert facts.architecture is not None
     architecture, channels = facts.architecture, facts.model.get("num_channels", 3)
     auto_class = _auto_class(architecture)
     processor = "AutoVideoProcessor" if "Video" in architecture else "AutoImageProcessor"
@@ -161,7 +164,7 @@ def _snippet(facts: Facts, repo_id: str | None) -> dict[str, Any]:
         "mode": "L" if channels == 1 else "RGB",
         "input_shape": [1, *frames, channels, height, width],
         "shown_answers": min(len(facts.class_names) or 3, 3),
-        "imported": ", ".join(sorted(filter(None, (facts.has_processor and processor, auto_class)))),
+        "imported": ", ".join(sorted(filter(None, (processor if facts.has_processor else None, auto_class)))),
     }
 
 
@@ -283,7 +286,7 @@ def _keeps_table(facts: Facts) -> bool:
 
 
 def _evaluation_data(facts: Facts) -> dict[str, Any]:
-    return facts.evaluation_data or facts.dataset or {"name": "data that are not recorded"}
+    return facts.evaluation_data or facts.shared_data or {"name": "data that are not recorded"}
 
 
 def _height(figure: Mapping[str, Any]) -> int:

@@ -172,10 +172,10 @@ def find_contradictions(
         at = f" at {format_inputs(result)}"
         for other in measured:
             if input_key(other) == input_key(result):
-                figures = [
+                stated, known = (
                     {name + at: value for name, value in one.items() if name != "data"} for one in (result, other)
-                ]
-                differing += _differences(*figures, "the records")
+                )
+                differing += _differences(stated, known, "the records")
     return list(dict.fromkeys(differing))
 
 
@@ -191,7 +191,7 @@ def _contradictions_with_run(facts: Facts, folder: Path, run: Mapping[str, Any],
         batch = training["per_device_train_batch_size"] * training.get("gradient_accumulation_steps", 1)
         settings["total_train_batch_size"] = batch * environment.get("world_size", 1)
     stated = {"seeds": facts.seeds or None, "environment": facts.environment, "base_model": facts.base_model}
-    known = {"seeds": [training.get("seed")], "environment": environment}
+    known: dict[str, object] = {"seeds": [training.get("seed")], "environment": environment}
     # Records contain only the last part of folders, so a name with a slash is on the Hub.
     start = run.get("model_name_or_path")
     if start is None or "/" in start:
@@ -205,10 +205,10 @@ def _contradictions_with_run(facts: Facts, folder: Path, run: Mapping[str, Any],
 
 def _contradictions_with_data(facts: Facts, model: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     differing = []
-    unsplit = facts.dataset and {name: value for name, value in facts.dataset.items() if name != "split"}
+    unsplit = {name: value for name, value in facts.shared_data.items() if name != "split"}
     for name, stated in (
         ("training_data", facts.training_data or unsplit),
-        ("evaluation_data", facts.evaluation_data or facts.dataset),
+        ("evaluation_data", facts.evaluation_data or facts.shared_data),
     ):
         if stated and found.get(name):
             details = (*DATA_DETAILS, "samples")
@@ -234,8 +234,8 @@ def _data_differences(
     identities = [data.get("hub_id") or data.get("type") or data["name"] for data in both]
     if identities[0] != identities[1] or (identities[0] == "custom" and stated["name"] != known["name"]):
         return [f"{label} is {stated['name']!r} in {here} and {known['name']!r} in {there}"]
-    values = [{f"{label}: {name}": data[name] for name in details if data.get(name)} for data in both]
-    return _differences(*values, there, here)
+    ours, theirs = ({f"{label}: {name}": data[name] for name in details if data.get(name)} for data in both)
+    return _differences(ours, theirs, there, here)
 
 
 def _differences(

@@ -128,7 +128,8 @@ def obsolete_files(names: Iterable[str], pushed: Collection[str], folder: Path) 
         folder: The json files and the code at the repository's root.
     """
     others = [name for name in names if name not in pushed]
-    replaced, used = set(), set()
+    replaced: set[str] = set()
+    used: set[str] = set()
     for path, references in _references(folder):
         if len(path.parts) == 1:
             stays = path.name in others and not REPLACED.search(path.name)
@@ -139,6 +140,7 @@ def obsolete_files(names: Iterable[str], pushed: Collection[str], folder: Path) 
 def _settings(folder: Path, name: str, config_class: type[PreTrainedConfig] | None) -> dict[str, Any]:
     content = read_json(folder / name)
     if name == CONFIG:
+        assert config_class is not None, "a folder with a configuration has a class"
         try:
             # Keep the fields that the class does not write back, and the type, which the class defines.
             content |= config_class.from_dict(content).to_dict() | {"model_type": content.get("model_type")}

@@ -103,7 +103,7 @@ class Facts:
     has_processor: bool = True
     weights: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for item in fields(self):
             if not _accepts(item.type, getattr(self, item.name)):
                 accepted = getattr(item.type, "__name__", str(item.type))
@@ -115,7 +115,7 @@ class Facts:
             if self.dataset not in common["datasets"]:
                 raise FactsError(f"dataset {self.dataset!r}: accepted are {', '.join(common['datasets'])}.")
             self.dataset = common["datasets"][self.dataset]
-        shared = self.dataset or {}
+        shared = self.shared_data
         # The split of a data set is the evaluated one.
         unsplit = {name: value for name, value in shared.items() if name != "split"}
         self.training_data = self.training_data and {**unsplit, **self.training_data}
@@ -128,6 +128,12 @@ class Facts:
         for figure in (*self.results, *self.paper_figures):
             _check_figure(figure)
         self.results.sort(key=input_key)
+
+    @property
+    def shared_data(self) -> dict:
+        """The fields of `dataset`; empty without one."""
+        assert not isinstance(self.dataset, str), "the data set of this name has replaced it"
+        return self.dataset or {}
 
     @property
     def status(self) -> str:
@@ -149,7 +155,7 @@ def _accepts(annotation: Any, value: Any) -> bool:
 def _check_figure(figure: dict) -> None:
     """Turn sizes into lists; require an accuracy from 0 to 1 and finite numbers for all other figures."""
     accuracy, size = figure.get("accuracy"), figure.get("image_size")
-    if not _is_number(accuracy) or not 0 <= accuracy <= 1:
+    if accuracy is None or not _is_number(accuracy) or not 0 <= accuracy <= 1:
         raise FactsError(f"accuracy {accuracy!r}: accepted are shares of 1, so 69.6% is 0.696.")
     figure["image_size"] = sides = [size, size] if isinstance(size, int) else size
     if not isinstance(sides, list) or len(sides) not in (2, 3) or not all(isinstance(side, int) for side in sides):

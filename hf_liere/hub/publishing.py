@@ -72,7 +72,7 @@ class Published:
     left: tuple[str, ...] = ()
     reloaded: bool = False
 
-    def __str__(self):
+    def __str__(self) -> str:
         checks = "hashes compared, " + ("loaded in a separate process" if self.reloaded else "not loaded")
         left = f"; left unchanged: {', '.join(self.left)}" if self.left else ""
         return f"{self.url}: {len(self.files)} files, {checks}{left}"
@@ -312,8 +312,9 @@ def check_reload(model: PreTrainedModel, published: Published, folder: Path) -> 
 
 
 def _are_close(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    exist = first is not None and second is not None
-    return exist and first.shape == second.shape and torch.allclose(first, second, **SAME_OUTPUTS)
+    if first is None or second is None:
+        return False
+    return first.shape == second.shape and torch.allclose(first, second, **SAME_OUTPUTS)
 
 
 def verify(

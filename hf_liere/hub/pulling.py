@@ -8,6 +8,7 @@ import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.utils import filter_repo_objects
@@ -73,7 +74,7 @@ def pull(
     return replace(pulled, folder=Path(folder))
 
 
-def _pull_to_cache(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> Pulled:
+def _pull_to_cache(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir: str | Path | None) -> Pulled:
     with translate_hub_errors(api, repo_id, revision):
         snapshot = _download_snapshot(api, repo_id, revision, path, cache_dir)
     source = snapshot if path is None else snapshot / path
@@ -82,12 +83,14 @@ def _pull_to_cache(api: HfApi, repo_id: str, revision: str, path: str | None, ca
     return Pulled(source, commit=snapshot.name)
 
 
-def _download_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir) -> Path:
-    def download(revision: str, **options) -> Path:
+def _download_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None, cache_dir: str | Path | None) -> Path:
+    def download(revision: str | None, **options: Any) -> Path:
         options |= {"revision": revision, "token": api.token, "endpoint": api.endpoint, "cache_dir": cache_dir}
         return Path(retry(lambda: snapshot_download(repo_id, **options)))
 
-    snapshot, commit, digests = None, None, {}
+    snapshot: Path | None = None
+    commit: str | None = None
+    digests: dict[str, str] = {}
     while snapshot is None or snapshot.name != commit:
         try:
             commit, digests = _list_files(api, repo_id, revision, path)
@@ -121,7 +124,9 @@ def _patterns(path: str | None) -> dict[str, list[str]]:
     return {"ignore_patterns": IGNORED} if path is None else {"allow_patterns": [f"{path}/*"]}
 
 
-def _cached_snapshot(repo_id: str, revision: str, path: str | None, cache_dir, unreachable: UnreachableError) -> Path:
+def _cached_snapshot(
+    repo_id: str, revision: str, path: str | None, cache_dir: str | Path | None, unreachable: UnreachableError
+) -> Path:
     try:
         snapshot = Path(
             snapshot_download(repo_id, revision=revision, local_files_only=True, cache_dir=cache_dir, **_patterns(path))

@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 
-def example_inputs(config) -> dict[str, torch.Tensor]:
+def example_inputs(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
     """One input of the trained size; eight tokens for token models, which have no size."""
     if hasattr(config, "feature_size"):
         features, positions = (torch.linspace(-1, 1, 8 * size).sin() for size in (config.feature_size, config.num_axes))
@@ -32,7 +33,7 @@ def example_inputs(config) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def outputs(model) -> dict[str, torch.Tensor]:
+def outputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """All output tensors of a model in evaluation mode, in float32, by name."""
     model = model.eval()
     inputs = {name: value.to(model.dtype) for name, value in example_inputs(model.config).items()}

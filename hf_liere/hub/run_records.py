@@ -112,7 +112,7 @@ def result_of_run(folder: str | Path, metrics: Mapping[str, Any] | None = None) 
         shown = ", ".join(f"{name} {value}" for name, value in changed.items() if value not in (None, "none", 0))
         raise FactsError(f"{folder} contains an evaluation with {shown}; accepted: evaluations of unchanged images.")
     data, samples = data_of_run(run, "evaluation"), metrics.get("eval_samples")
-    samples = data.get("samples") if samples is None else samples
+    samples = (data or {}).get("samples") if samples is None else samples
     result = {
         "image_size": run.get("image_size"),
         # Unreadable examples are counted separately and do not enter any metric.

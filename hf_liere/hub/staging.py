@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from huggingface_hub import HfApi
 from transformers import PreTrainedModel
@@ -35,6 +36,9 @@ from ..storage.saved_weights import (
 from .cards import PICTURE
 from .checked_facts import CONVERSION_FILE
 
+
+if TYPE_CHECKING:
+    from kingfisher_sdk import Scanner
 
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -192,7 +196,7 @@ def refuse_private(folder: Path, api: HfApi, places: Iterable[Path] = ()) -> Non
 
 
 @lru_cache(maxsize=1)
-def secret_scanner():
+def secret_scanner() -> "Scanner":
     """Kingfisher's patterns for the secrets of about a hundred services; compiling them takes seconds."""
     require_libraries("Publishing", "push", "kingfisher_sdk")
     from kingfisher_sdk import Rules, Scanner
