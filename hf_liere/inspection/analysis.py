@@ -13,12 +13,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from ..models.encoding.folding import FoldedLieRE, FoldedPlanes
+from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.patched.module_inspection import head_shape
 from ..models.patched.vision_towers import Tower, position_table
 from ..patching.apply import is_patched
@@ -104,15 +106,14 @@ class InspectedModel:
     sources: Sequence[str] = ()
 
 
-def save_measurements(measured, directory: str | Path, name: str) -> None:
+def save_measurements(measured: object, directory: str | Path, name: str) -> None:
     """
     Write the dataclass `measured` as `{name}.json`, nested and with shapes in place of tensors, and `{name}.npz`, which
     contains every tensor under the path of its attribute: `encoding.commutators.norm`, `inputs.0.attention.maps`, …
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    arrays = {}
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     facts = _collect(measured, (), arrays)
     np.savez_compressed(directory / f"{name}.npz", **arrays)
     (directory / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -155,7 +156,7 @@ def analyse(
             cost = count_cost(tower.module, pixel_values[:1].to(device), **size_options(tower, pixel_values))
             measured = InputAnalysis(input_size(pixel_values), cost)
             if inputs:
-                options = {"batch_size": batch_size, "progress": progress}
+                options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
                 measured.attention = attention_maps(model, pixel_values, **options)
                 measured.distances = attention_distances(model, pixel_values, **options)
                 measured.probabilities = class_probabilities(model, pixel_values, **options)
@@ -204,7 +205,7 @@ def _reads_table(tower: Tower) -> bool:
     return position_table(tower.embeddings) is not None
 
 
-def _remarks(tower: Tower, encoding, has_inputs: bool) -> list[str]:
+def _remarks(tower: Tower, encoding: RotaryEncoding | None, has_inputs: bool) -> list[str]:
     remarks = []
     if encoding is None and getattr(tower.module, "rotary_patch", None) is not None:
         remarks.append("The rotations are learned from the model's own RoPE, whose generators are not shown here.")
@@ -240,7 +241,7 @@ def input_size(pixel_values: torch.Tensor) -> tuple[int, ...]:
     return (pixel_values.shape[1], height, width) if pixel_values.ndim == 5 else (height, width)
 
 
-def _collect(value, path: tuple[str, ...], arrays: dict[str, np.ndarray]):
+def _collect(value: Any, path: tuple[str, ...], arrays: dict[str, np.ndarray]) -> Any:
     """A value for json; adds its tensors to `arrays`, and the shares of a cost to the value."""
     if isinstance(value, torch.Tensor):
         arrays[".".join(path)] = value.numpy()

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,10 @@ from tqdm.auto import tqdm
 from ..models.patched.module_inspection import takes
 from ..models.patched.vision_towers import Tower, find_towers
 from ..models.transformer.configuration_liere import pair
+
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 class AttentionMaps(NamedTuple):
@@ -215,17 +219,19 @@ def size_options(tower: Tower, pixel_values: torch.Tensor) -> dict[str, bool | t
 
 
 @contextmanager
-def _recording(tower: Tower, reduce) -> Iterator[tuple[dict[int, torch.Tensor], set[tuple[int, ...]]]]:
+def _recording(
+    tower: Tower, reduce: Callable[[torch.Tensor, int, tuple[int, ...]], torch.Tensor]
+) -> Iterator[tuple[dict[int, torch.Tensor], set[tuple[int, ...]]]]:
     """Install hooks that reduce the weights of eager attention; restore configuration and modes at the end."""
     record: dict[int, torch.Tensor] = {}
     grids: set[tuple[int, ...]] = set()
 
-    def see_grid(module, inputs, output):
+    def see_grid(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
         grids.clear()
         grids.add(tuple(output.shape[2:]))
 
-    def see_weights(layer):
-        def hook(module, inputs, output):
+    def see_weights(layer: int) -> Callable:
+        def hook(module: nn.Module, inputs: tuple, output: Any) -> None:
             weights = output[1] if isinstance(output, tuple) else None
             (grid,) = grids
             patches = math.prod(grid)
@@ -277,7 +283,7 @@ def eager_attention(tower: Tower) -> Iterator[None]:
 
 
 def overlay(
-    image,
+    image: Image.Image | np.ndarray,
     attention: torch.Tensor | np.ndarray,
     *,
     opacity: float = 0.6,

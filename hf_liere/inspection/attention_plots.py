@@ -31,6 +31,7 @@ def plot_attention(entries: Sequence[InputAnalysis], shown: Sequence[np.ndarray]
     rows = [
         row
         for entry, inputs in zip(entries, shown)
+        if entry.attention is not None
         for row in attention_rows(size_name(entry.size), entry.attention.maps[:, image], inputs[image])
     ]
     return draw(*attention_figure(rows))
@@ -42,7 +43,7 @@ class AttentionRow(NamedTuple):
     title: str
     picture: np.ndarray
     maps: list[torch.Tensor]
-    limits: list[tuple[float, float] | None]
+    limits: Sequence[tuple[float, float] | None]
 
 
 def attention_rows(title: str, maps: torch.Tensor, frames: np.ndarray) -> list[AttentionRow]:
@@ -103,13 +104,14 @@ def attention_figure(rows: Sequence[AttentionRow]) -> tuple[Callable[[Figure, di
 
 def plot_distances(entries: Sequence[InputAnalysis]) -> dict[str, str]:
     # The distance if every patch attends to all patches equally.
-    uniform = [patch_distances(entry.attention.grid).mean().item() for entry in entries]
-    highest = max(*uniform, *(entry.distances.mean(1).max().item() for entry in entries))
+    uniform = [patch_distances(entry.attention.grid).mean().item() for entry in entries if entry.attention is not None]
+    measured = [entry.distances.mean(1) for entry in entries if entry.distances is not None]  # (layers, heads) each
+    highest = max(*uniform, *(distances.max().item() for distances in measured))
 
     def paint(figure: Figure, theme: dict) -> None:
         panels = figure.subplots(1, len(entries), squeeze=False, sharey=True)[0]
-        for axis, entry, alike in zip(panels, entries, uniform):
-            heads = entry.distances.mean(1).numpy()
+        for axis, entry, distances, alike in zip(panels, entries, measured, uniform):
+            heads = distances.numpy()
             for head, values in enumerate(heads.T):
                 layers = np.arange(1, len(values) + 1)
                 axis.plot(layers, values, "o", color=COLOURS[head % len(COLOURS)], alpha=0.8, markersize=4)

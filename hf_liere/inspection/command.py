@@ -74,7 +74,7 @@ def inspect_checkpoints(
             _inspect(name, *found, samples, image_sizes, batch_size, progress) for name, found in zip(names, loaded)
         ]
         first, *others = inspected
-        comparison = compare(first.analysis, others[0].analysis, names) if others else None
+        comparison = compare(first.analysis, others[0].analysis, (names[0], names[1])) if others else None
         page = render_report(inspected, comparison)
         try:
             first.analysis.save(partial)
@@ -99,7 +99,7 @@ def _take_videos(models: Sequence[nn.Module]) -> bool:
 def _inspect(
     name: str,
     model: nn.Module,
-    processor,
+    processor: object | None,
     samples: Sequence[Sample],
     image_sizes: Sequence[int] | None,
     batch_size: int,

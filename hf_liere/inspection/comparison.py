@@ -37,6 +37,7 @@ def compare(first: Analysis, second: Analysis, names: tuple[str, str]) -> Compar
     if without := [name for name, encoding in zip(names, encodings) if encoding is None]:
         found.remarks.append(f"Generators are not compared: there are none of this package in {' and '.join(without)}.")
         return found
+    encodings = [encoding for encoding in encodings if encoding is not None]
     shapes = [tuple(encoding.generators.shape) for encoding in encodings]
     kinds = [analysis.model["position_encoding"] for analysis in (first, second)]
     if kinds[0] == kinds[1] and shapes[0] == shapes[1]:
@@ -54,7 +55,8 @@ def compare(first: Analysis, second: Analysis, names: tuple[str, str]) -> Compar
     if free := [name for name, known in zip(names, frequencies) if known is None]:
         found.remarks.append(f"Frequencies are not compared: the generators of {' and '.join(free)} do not commute.")
         return found
-    found.frequencies = _align(*frequencies)
+    frequencies = [known for known in frequencies if known is not None]
+    found.frequencies = _align(frequencies[0], frequencies[1])
     if found.frequencies is None:
         found.remarks.append(
             "Frequencies are compared only if the numbers of axes, layers, heads and planes are equal; these models "

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,14 +72,14 @@ def count_products(run: Callable[[], object]) -> int:
     return counter.get_total_flops() // 2
 
 
-def _plain_flops(function: Callable, *arguments, out_val=None) -> int:
+def _plain_flops(function: Callable, *arguments: Any, out_val: Any = None) -> int:
     with plain_operations(), FlopCounterMode(display=False) as counter:
         counter.mod_tracker.__exit__()
         function(*arguments)
     return counter.get_total_flops()
 
 
-def count_forward(model: nn.Module, pixels: torch.Tensor, **options) -> tuple[int, int]:
+def count_forward(model: nn.Module, pixels: torch.Tensor, **options: Any) -> tuple[int, int]:
     """
     Multiply-accumulates of a forward pass on `pixels` with any attention implementation, and the number of elements
     that layer norms process. `options` are further arguments of the model.
@@ -95,7 +96,7 @@ def count_forward(model: nn.Module, pixels: torch.Tensor, **options) -> tuple[in
     return products, sum(elements)
 
 
-def count_cost(model: nn.Module, pixels: torch.Tensor, **options) -> Cost:
+def count_cost(model: nn.Module, pixels: torch.Tensor, **options: Any) -> Cost:
     """
     Args:
         model: A vision transformer that takes pixels, patched or not; it is not changed.
@@ -117,10 +118,11 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options) -> Cost:
         encoding.cache.clear()
     products, elements = count_forward(model, pixels, **options)
     plain_products = products
-    rotations, making, rotating = [], 0, 0
-    if calls:
+    rotations, making, rotating, learned = [], 0, 0, 0
+    if encoding is not None and calls:
         hook.remove()
         encoding.cache.clear()
+        learned = sum(parameter.numel() for parameter in encoding.parameters())
         making = count_products(lambda: rotations.extend(encoding(*calls[0])))
         # Rotating planes does not use matrix products: count 2 multiply-accumulates per channel of query and key.
         planes = sum(rotation.num_tokens() * rotation.num_planes() for rotation in rotations)
@@ -128,7 +130,7 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options) -> Cost:
         plain_products, _ = count_forward(plain, pixels, **options)
     return Cost(
         parameters=parameters,
-        encoding_parameters=sum(parameter.numel() for parameter in encoding.parameters()) if calls else 0,
+        encoding_parameters=learned,
         table_parameters=table_parameters,
         operations=products + rotating + NORM_OPERATIONS * elements,
         rotation_operations=making,

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from .. import reference
-from ..models.encoding.encoding_traits import EncodingTraits, traits_of
+from ..models.encoding.encoding_traits import EncodingTraits, rotary_traits
 from ..models.encoding.folding import FoldedPlanes, build_rotary_encoding
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_encoding import RotaryEncoding
@@ -234,7 +234,7 @@ def relativity_error(
     patches = patch_positions(encoding)
     chosen = torch.randint(len(patches), (2, pairs), generator=torch.Generator().manual_seed(0))
     chosen[:, 0] = torch.tensor([0, len(patches) - 1])
-    matrices, product = generator_matrices(encoding), traits_of(encoding.config).product
+    matrices, product = generator_matrices(encoding), rotary_traits(encoding.config).product
     largest = matrices.new_zeros(len(offsets), *matrices.shape[1:3])
     mean = largest.clone()
 
@@ -258,7 +258,7 @@ def relativity_error(
 
 def angle_statistics(encoding: RotaryEncoding) -> AngleStatistics:
     """Statistics of the generators' elements, see [`AngleStatistics`]."""
-    elements = _elements(generator_matrices(encoding), traits_of(encoding.config))
+    elements = _elements(generator_matrices(encoding), rotary_traits(encoding.config))
     layer_std = elements.flatten(1).std(dim=1, correction=0)
     return AngleStatistics(elements.std(correction=0).item(), layer_std, *_densities(elements))
 
@@ -271,16 +271,16 @@ def _elements(matrices: torch.Tensor, traits: EncodingTraits) -> torch.Tensor:
     return elements[:, served] if traits.serves_one_axis and served.any() else elements
 
 
-def _densities(*samples: torch.Tensor) -> list[torch.Tensor]:
+def _densities(*samples: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Edges of bins that contain all samples, and the density of each sample."""
     bound = max(*(sample.abs().max().item() for sample in samples), torch.finfo(torch.float32).tiny)
     densities = [torch.histogram(sample, HISTOGRAM_BINS, range=(-bound, bound), density=True) for sample in samples]
-    return [densities[0].bin_edges, *(density.hist for density in densities)]
+    return densities[0].bin_edges, *(density.hist for density in densities)
 
 
 def initialization(encoding: RotaryEncoding) -> Initialization | None:
     """Compare with untrained generators, see [`Initialization`]; `None` for fixed ones."""
-    config, traits = copy.deepcopy(encoding.config), traits_of(encoding.config)
+    config, traits = copy.deepcopy(encoding.config), rotary_traits(encoding.config)
     if not traits.learned:
         return None
     config.folded_grids = None
@@ -288,6 +288,7 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
     learned = _elements(generator_matrices(encoding), traits).flatten()
     with torch.random.fork_rng(devices=[]):
         untrained = build_rotary_encoding(config, encoding.num_axes)
+        assert untrained is not None, "the trained one exists"
         torch.manual_seed(0)
         for _ in range(DRAWS):
             untrained.reset_parameters()
@@ -300,7 +301,8 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
         distance = _distance(_sample(learned), drawn)
     chance = max(_distance(draw, torch.cat(draws[:index] + draws[index + 1 :])) for index, draw in enumerate(draws))
     name, scale, std = config.rotary_init, config.rotary_init_scale, drawn.std(correction=0).item()
-    return Initialization(name, scale, std, *_densities(drawn, learned), distance, chance)
+    edges, density, learned_density = _densities(drawn, learned)
+    return Initialization(name, scale, std, edges, density, learned_density, distance, chance)
 
 
 def _sample(elements: torch.Tensor) -> torch.Tensor:
@@ -346,7 +348,7 @@ def analyse_encoding(encoding: RotaryEncoding, progress: bool = False) -> Encodi
     return EncodingAnalysis(
         generators=matrices.float(),
         positions=positions,
-        rotations=reference.rotations(matrices, positions, traits_of(encoding.config).product).float(),
+        rotations=reference.rotations(matrices, positions, rotary_traits(encoding.config).product).float(),
         commutators=commutators(matrices),
         relativity=relativity_error(encoding, progress=progress),
         angles=angle_statistics(encoding),

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ class Preparation:
     resample: int = 2
 
     @classmethod
-    def from_processor(cls, processor, num_channels: int, num_frames: int | None) -> "Preparation":
+    def from_processor(cls, processor: Any, num_channels: int, num_frames: int | None) -> "Preparation":
         """The constants of a processor; without one, pixels from −1 to 1, as for ViT."""
         if processor is None:
             return cls(num_channels, num_frames)
@@ -193,7 +194,7 @@ def images_of_patches(
     return pixels.permute(4, 0, 2, 1, 3).flatten(3).flatten(1, 2).unsqueeze(0)
 
 
-def _image(source) -> np.ndarray:
+def _image(source: str | Path | IO[bytes]) -> np.ndarray:
     from PIL import Image, ImageOps
 
     with Image.open(source) as image:
@@ -237,7 +238,7 @@ def _read_dataset(name: str, split: str | None, is_video: bool) -> Iterator[Samp
         yield _check(Sample(place, frames), is_video)
 
 
-def _frames(value) -> np.ndarray:
+def _frames(value: Any) -> np.ndarray:
     if hasattr(value, "convert"):
         return np.asarray(value.convert("RGB"))[None]
     # torchcodec's decoder: (T, C, H, W).

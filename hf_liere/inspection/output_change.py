@@ -56,7 +56,7 @@ def output_change(
         raise ValueError(f"{type(model).__name__} has no rotations; accepted are models with rotations of hf_liere.")
     steps, offset = patch_steps(encoding), 0.0
 
-    def move(module, inputs, options):
+    def move(module: nn.Module, inputs: tuple, options: dict) -> tuple[tuple, dict]:
         positions, *others = inputs
         moved = positions.coordinates.clone()  # (N, A) or (B, N, A)
         first = 0 if encoding.config.rotate_prefix else positions.num_prefix_tokens

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from matplotlib import colormaps, rc_context, ticker
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -128,7 +130,7 @@ def plot_mosaics(panels: Sequence[tuple[str, torch.Tensor]], label: str, limit: 
     return draw(paint, across * columns + 0.6, (across * height / width + 0.6) * rows + 0.6)
 
 
-def label_layers_and_heads(axis, layers: int, heads: int, tile: tuple[int, int] = (1, 1)) -> None:
+def label_layers_and_heads(axis: Axes, layers: int, heads: int, tile: tuple[int, int] = (1, 1)) -> None:
     """Number the tiles of extent `tile` from 1, with ticks at their centres."""
     ticks = [[place * extent + (extent - 1) / 2 for place in range(n)] for n, extent in zip((layers, heads), tile)]
     axis.set_yticks(ticks[0], [str(layer + 1) for layer in range(layers)])
@@ -253,7 +255,7 @@ def plot_angles(encoding: EncodingAnalysis) -> dict[str, str]:
     return draw(paint, 10.0, 3.1)
 
 
-def few_ticks(*axes) -> None:
+def few_ticks(*axes: Axis) -> None:
     """Limit the labels so that they do not overlap, whatever the size of the values."""
     for axis in axes:
         axis.set_major_locator(ticker.MaxNLocator(4))
@@ -268,6 +270,7 @@ def plot_frequencies(analysis: Analysis, models: Sequence[torch.Tensor]) -> dict
         analysis: Analysis of either model, for the names of the axes.
         models: (A, layers, heads, planes) frequencies of one or two models, in radians per patch.
     """
+    assert analysis.encoding is not None, "planes belong to an encoding"
     axes, pairs = axis_names(analysis), analysis.encoding.commutators.axes
     bound = max(frequencies.abs().max().item() for frequencies in models) * 1.08 or 0.1
     size = 14 if models[-1][0].numel() < 500 else 5

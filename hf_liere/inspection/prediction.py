@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,7 +47,7 @@ class Prediction:
     file: str
     answers: list[Answer]
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.file}: {', '.join(f'{answer.label} {answer.score:.1%}' for answer in self.answers)}"
 
 
@@ -144,7 +145,7 @@ def _classes(model: nn.Module, checkpoint: str | os.PathLike) -> list[str]:
     return names
 
 
-def _remarks(names: list[str], processor) -> list[str]:
+def _remarks(names: list[str], processor: object | None) -> list[str]:
     remarks = []
     if names == [f"LABEL_{index}" for index in range(len(names))]:
         remarks.append("The checkpoint does not name its classes (id2label): labels are numbers.")
@@ -170,7 +171,7 @@ class Inputs:
     preparation: Preparation
 
     @classmethod
-    def prepare(cls, sample: Sample, tower: Tower, processor) -> "Inputs":
+    def prepare(cls, sample: Sample, tower: Tower, processor: Any) -> "Inputs":
         config = tower.module.config
         num_frames = config.num_frames if len(tower.train_grid) == 3 else None
         preparation = Preparation.from_processor(processor, getattr(config, "num_channels", 3), num_frames)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jinja2
 import numpy as np
+import torch
 
 from ..models.encoding.encoding_traits import ENCODING_TRAITS
 from ..version import __version__
@@ -90,7 +91,8 @@ def _comparison_context(models: Sequence[InspectedModel], comparison: Comparison
     rows = [[name, *(each.get(name, "—") for each in described)] for name in dict.fromkeys(itertools.chain(*described))]
     differing = [[name, first, second] for name, first, second in rows if first != second]
     shown = {"remarks": comparison.remarks, "facts": differing, "plots": [], "layers": [], "columns": []}
-    if comparison.change is not None and models[0].analysis.encoding.commutators.axes:
+    encoding = models[0].analysis.encoding
+    if comparison.frequencies is not None and encoding is not None and encoding.commutators.axes:
         first, second = (model.name for model in models)
         shown["plots"] = [
             Plot(
@@ -105,7 +107,7 @@ def _comparison_context(models: Sequence[InspectedModel], comparison: Comparison
     columns = {}
     if comparison.generators is not None:
         columns["generators: ‖A − B‖ / ‖A‖"] = comparison.generators
-    if comparison.change is not None:
+    if comparison.frequencies is not None and comparison.change is not None:
         for model, frequencies in zip(models, comparison.frequencies):
             columns[f"mean frequency of {model.name}"] = frequencies.norm(dim=0).flatten(1).mean(1)
         columns["mean change of a plane"] = comparison.change.flatten(1).mean(1)
@@ -236,6 +238,7 @@ def describe_start(encoding: EncodingAnalysis) -> str:
 
 def _commutation_plots(analysis: Analysis, axes: list[str]) -> Iterator[Plot]:
     encoding = analysis.encoding
+    assert encoding is not None, "plots are of an encoding"
     if encoding.commutators.axes:
         largest = encoding.commutators.relative.max().item()
         verdict = (
@@ -297,11 +300,13 @@ def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Se
     entries = [entry for entry in analysis.inputs if entry.attention is not None]
     if not entries:
         return
+    first = entries[0].attention
+    assert first is not None, "entries have attention"
     query = {
         "class token": "of the class token to every patch, mean over heads",
         "mean of patches": "to every patch, mean over all patches as queries and over heads",
-    }[entries[0].attention.query]
-    is_video = len(entries[0].attention.grid) == 3
+    }[first.query]
+    is_video = len(first.grid) == 3
     sizes, rescaled = ("by frame", "layer") if is_video else ("by input size", "map")
     for image, source in enumerate(sources[:IMAGES_SHOWN]):
         yield Plot(
@@ -324,17 +329,18 @@ def attention_plots(analysis: Analysis, shown: Sequence[np.ndarray], sources: Se
 
 def prediction_rows(analysis: Analysis, sources: Sequence[str]) -> list[list[str]]:
     """For each image, its name and the most probable classes at each size; empty for models without classes."""
-    entries = [entry for entry in analysis.inputs if entry.probabilities is not None]
-    if not entries:
+    measured = [entry.probabilities for entry in analysis.inputs if entry.probabilities is not None]
+    if not measured:
         return []
     names = analysis.model["classes"]
 
-    def likeliest(probabilities) -> str:
+    def likeliest(probabilities: torch.Tensor) -> str:
         found = probabilities.topk(min(CLASSES_SHOWN, len(names)))
         return ", ".join(f"{names[index]} {value:.1%}" for value, index in zip(*(part.tolist() for part in found)))
 
     return [
-        [source, *(likeliest(entry.probabilities[image]) for entry in entries)] for image, source in enumerate(sources)
+        [source, *(likeliest(probabilities[image]) for probabilities in measured)]
+        for image, source in enumerate(sources)
     ]
 
 
