@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoImageProcessor, AutoModel, AutoVideoProcessor
@@ -22,7 +23,11 @@ from .storage.loading import (
 from .storage.saved_weights import ADAPTER_CONFIG
 
 
-MODELS = {
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+MODELS: dict[type[transformers.PreTrainedConfig], dict[Any, type[transformers.PreTrainedModel]]] = {
     LieREViTConfig: {
         AutoModel: modeling_liere.LieREViTModel,
         transformers.AutoModelForImageClassification: modeling_liere.LieREViTForImageClassification,
@@ -46,11 +51,11 @@ class FamilyWithRotations:
 
     family = ""
 
-    def __new__(cls, *args, **kwargs):
+    def __new__(cls, *args: Any, **kwargs: Any) -> transformers.PreTrainedConfig:
         return cls._make()(*args, **kwargs)
 
     @classmethod
-    def from_dict(cls, *args, **kwargs):
+    def from_dict(cls, *args: Any, **kwargs: Any) -> transformers.PreTrainedConfig:
         return cls._make().from_dict(*args, **kwargs)
 
     @classmethod
@@ -86,7 +91,7 @@ def register() -> None:
         AutoImageProcessor.register(LieREViTConfig, image_processor_classes=processors, exist_ok=True)
 
 
-def model_class(architecture: str) -> type:
+def model_class(architecture: str | None) -> type[transformers.PreTrainedModel]:
     """
     Our model class with this name, as in `architectures` of a saved configuration.
 
@@ -96,8 +101,8 @@ def model_class(architecture: str) -> type:
     classes = {cls.__name__: cls for models in MODELS.values() for cls in models.values()}
     if architecture in classes:
         return classes[architecture]
-    made = getattr(modeling_patched, architecture, None) if str(architecture).startswith(PREFIX) else None
-    if not hasattr(made, "plain_class"):
+    made = getattr(modeling_patched, str(architecture), None) if str(architecture).startswith(PREFIX) else None
+    if made is None or not hasattr(made, "plain_class"):
         raise ValueError(
             f"{architecture!r} is none of our models; accepted: {', '.join(sorted(classes))}, and {PREFIX} before the "
             "name of a model of transformers."
@@ -105,7 +110,7 @@ def model_class(architecture: str) -> type:
     return made
 
 
-def models_of(config_class: type) -> dict[type, type]:
+def models_of(config_class: type[transformers.PreTrainedConfig]) -> dict[Any, type[transformers.PreTrainedModel]]:
     """The model of each Auto class for a configuration class; empty if the class is not ours."""
     if config_class in MODELS or not config_class.__name__.startswith(PREFIX):
         return MODELS.get(config_class, {})
@@ -159,8 +164,8 @@ def load_peft(
     *,
     revision: str | None = None,
     is_trainable: bool = False,
-    **options,
-):
+    **options: Any,
+) -> "PeftModel":
     """
     Load a model with a peft adapter, such as LoRA, and the learned rotations saved with it.
 
@@ -191,7 +196,7 @@ def load_peft(
     return PeftModel.from_pretrained(base, source, revision=revision, is_trainable=is_trainable)
 
 
-def _loader(architecture: str | None) -> tuple[type, bool]:
+def _loader(architecture: str | None) -> tuple[type[transformers.PreTrainedModel], bool]:
     """The class that loads an architecture, and whether it is one of ours."""
     try:
         return model_class(architecture), True

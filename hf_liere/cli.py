@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeAlias
 
 
 # This file imports only the standard library; a command imports what it needs when it runs, see hf_liere/launcher.
@@ -24,7 +25,8 @@ UPGRADED_ENCODINGS = {
 }
 _ALL_BUT_LIERE, _TIMM, _DINOV3 = SOURCES[1:], ("naver", "timm"), ("dinov3",)
 # For each option of `convert`, the kinds of source that take it and the values that each accepts.
-CONVERT_OPTIONS = {
+Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+CONVERT_OPTIONS: dict[str, dict[tuple[str, ...], str]] = {
     "axis_order": {_TIMM: "columns_first or rows_first"},
     "axis_scale": {("comrope",): "true or false"},
     "cls_position": {("comrope",): "a number"},
@@ -54,7 +56,7 @@ CONVERT_OPTIONS = {
 TRUST = {"action": "store_true", "help": "run code of the checkpoint, if its model is not known here"}
 
 
-def parse_value(text: str):
+def parse_value(text: str) -> Any:
     """The JSON value that a text spells; any other text as it is."""
     try:
         return json.loads(text)
@@ -109,14 +111,14 @@ def build_parser() -> argparse.ArgumentParser:
     return command
 
 
-def _add_command(subcommands, run: Callable[..., str], help: str, description: str) -> Callable:
+def _add_command(subcommands: Subcommands, run: Callable[..., str], help: str, description: str) -> Callable:
     """Add the command of a function `run_…`; returns the method that adds its arguments."""
     parser = subcommands.add_parser(run.__name__.removeprefix("run_"), help=help, description=description)
     parser.set_defaults(run=run)
     return parser.add_argument
 
 
-def _add_convert(subcommands) -> None:
+def _add_convert(subcommands: Subcommands) -> None:
     add = _add_command(
         subcommands,
         run_convert,
@@ -137,7 +139,7 @@ def _add_convert(subcommands) -> None:
         add(f"--{name}", type=parse_value, metavar="VALUE", help=text)
 
 
-def _add_upgrade(subcommands) -> None:
+def _add_upgrade(subcommands: Subcommands) -> None:
     add = _add_command(
         subcommands,
         run_upgrade,
@@ -158,7 +160,7 @@ def _add_upgrade(subcommands) -> None:
     add("--revision", help="branch, tag or commit of the repository")
 
 
-def _add_export(subcommands) -> None:
+def _add_export(subcommands: Subcommands) -> None:
     add = _add_command(
         subcommands,
         run_export,
@@ -176,7 +178,7 @@ def _add_export(subcommands) -> None:
     add("--opset", type=int, help="version of ONNX's operators")
 
 
-def _add_inspect(subcommands) -> None:
+def _add_inspect(subcommands: Subcommands) -> None:
     add = _add_command(
         subcommands,
         run_inspect,
@@ -199,7 +201,7 @@ def _add_inspect(subcommands) -> None:
     add("--trust_remote_code", **TRUST)
 
 
-def _add_predict(subcommands) -> None:
+def _add_predict(subcommands: Subcommands) -> None:
     add = _add_command(
         subcommands,
         run_predict,
@@ -217,7 +219,7 @@ def _add_predict(subcommands) -> None:
     add("--trust_remote_code", **TRUST)
 
 
-def _add_push(subcommands) -> None:
+def _add_push(subcommands: Subcommands) -> None:
     add = _add_command(
         subcommands,
         run_push,
@@ -241,7 +243,7 @@ def _add_push(subcommands) -> None:
     add("--no_reload", action="store_true", help="do not download and load what was published")
 
 
-def run_convert(checkpoint: str | None, output: str | None, lists: bool, **options) -> str:
+def run_convert(checkpoint: str | None, output: str | None, lists: bool, **options: Any) -> str:
     if lists:
         from .conversion.known import list_repositories
 
@@ -255,7 +257,7 @@ def run_convert(checkpoint: str | None, output: str | None, lists: bool, **optio
     return f"{output}: {conversion.model_class.__name__} from a checkpoint of kind {conversion.source}"
 
 
-def run_upgrade(checkpoint: str, output: str, image_size: list[int] | None, **options) -> str:
+def run_upgrade(checkpoint: str, output: str, image_size: list[int] | None, **options: Any) -> str:
     from .convert import upgrade_checkpoint
 
     options = {name: given for name, given in options.items() if given is not None}
@@ -265,7 +267,9 @@ def run_upgrade(checkpoint: str, output: str, image_size: list[int] | None, **op
     return f"{output}: {type(model).__name__} with position_encoding={model.config.position_encoding!r}"
 
 
-def run_export(checkpoint: str, output: str, image_size: list[int] | None, dynamic_size, **options) -> str:
+def run_export(
+    checkpoint: str, output: str, image_size: list[int] | None, dynamic_size: bool | None, **options: Any
+) -> str:
     from .export import ExportError, export_checkpoint
 
     if image_size is not None:
@@ -284,18 +288,18 @@ def run_inspect(
     revision: str | None,
     compare_with: str | None,
     compare_revision: str | None,
-    **options,
+    **options: Any,
 ) -> str:
     from .inspection.command import inspect_checkpoints
 
     if compare_with is None and compare_revision is not None:
         raise ValueError(f"--compare_revision {compare_revision} needs --compare.")
-    checkpoints = [(checkpoint, revision), (compare_with, compare_revision)][: 1 if compare_with is None else 2]
+    checkpoints = [(checkpoint, revision)] + ([] if compare_with is None else [(compare_with, compare_revision)])
     report = inspect_checkpoints(checkpoints, output, image, progress=True, **options)
     return f"{report}: open it in a browser"
 
 
-def run_predict(checkpoint: str, files: list[str], as_json: bool, **options) -> str:
+def run_predict(checkpoint: str, files: list[str], as_json: bool, **options: Any) -> str:
     from .inspection.prediction import predict
 
     predictions = predict(checkpoint, files, **options)
@@ -305,7 +309,13 @@ def run_predict(checkpoint: str, files: list[str], as_json: bool, **options) -> 
 
 
 def run_push(
-    folder: str, repo_id: str, card: str | None, evaluation: list[str], license: str | None, no_reload: bool, **options
+    folder: str,
+    repo_id: str,
+    card: str | None,
+    evaluation: list[str],
+    license: str | None,
+    no_reload: bool,
+    **options: Any,
 ) -> str:
     from .hub.cards import push_card
     from .hub.facts import load_facts

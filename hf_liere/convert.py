@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from .conversion.base import ConversionError
 from .conversion.checkpoints import Conversion, convert_state_dict
@@ -42,7 +43,7 @@ def convert_checkpoint(
     revision: str | None = None,
     image_mean: list[float] | None = None,
     image_std: list[float] | None = None,
-    **options,
+    **options: Any,
 ) -> Conversion:
     """
     Write a checkpoint as a directory that `from_pretrained` reads: weights, configuration, code, processor and card.
@@ -82,7 +83,7 @@ def upgrade_checkpoint(
     position_encoding: str | None = None,
     image_size: int | list[int] | None = None,
     revision: str | None = None,
-    **options,
+    **options: Any,
 ) -> LieREPreTrainedModel:
     """
     Give a model a more general position encoding, or another image size, without changing the function that it

@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 
 PACKAGES = ("hf_liere", "torch", "transformers", "huggingface_hub", "safetensors", "tokenizers", "accelerate", "timm")
@@ -50,7 +51,8 @@ def environment() -> dict:
     why it is empty. `comparisons` are the checks of kernels against plain operations before their first use.
     """
     variables = {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(VARIABLES, name, re.I)}
-    packages, rows = {name: _attempt(_version, name) for name in PACKAGES}, []
+    packages = {name: _attempt(_version, name) for name in PACKAGES}
+    rows: list[dict] = []
     problem = _attempt(lambda: rows.extend(_functions()))
     found = {"packages": packages, "system": _system(), "variables": variables, "functions": rows, "problem": problem}
     return found | {"comparisons": [] if problem else _comparisons()}
@@ -64,7 +66,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _attempt(question: Callable, *arguments, otherwise: str = "unknown"):
+def _attempt(question: Callable[..., Any], *arguments: Any, otherwise: str = "unknown") -> Any:
     """The result of the call, or the text of its error: drivers fail, MPS lacks float64."""
     try:
         return question(*arguments)
@@ -96,7 +98,7 @@ def _system() -> dict[str, str]:
 def _gpus() -> dict[str, str]:
     import torch
 
-    def describe(index):
+    def describe(index: int) -> str:
         gpu = torch.cuda.get_device_properties(index)
         return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
 
@@ -123,10 +125,10 @@ def _functions() -> Iterator[dict]:
     from . import kernels  # noqa: F401 (registers itself)
     from .models.rotation.dispatch import ask_backend
 
-    def ask(row):
+    def ask(row: dict) -> str:
         tensor = torch.zeros(1, 1, 1, HEAD_DIM, dtype=getattr(torch, row["dtype"]), device=row["device"])
         backend, refusal = ask_backend(row["function"], tensor, row["block_size"])
-        row["refusals"] = {backend.NAME: refusal} if refusal else {}
+        row["refusals"] = {backend.NAME: refusal} if backend is not None and refusal else {}
         return PLAIN if refusal or backend is None else backend.NAME
 
     for device, dtype, (function, size) in itertools.product(("cpu", *_gpus()), TYPES, FUNCTIONS):
@@ -149,18 +151,18 @@ def _markdown(found: dict) -> Iterator[str]:
     yield "\nWhat computes each function:\n"
     yield from [f"- {found['problem']}"] if found["problem"] else []
     # Dtypes of a device with the same result share a line.
-    types = {}
+    types: dict[tuple, list[str]] = {}
     for (device, dtype), rows in itertools.groupby(found["functions"], lambda row: (row["device"], row["dtype"])):
-        statements = {}
+        statements: dict[str, list[str]] = {}
         for row in rows:
             kind = {2: " of planes", 8: " of blocks"}[row["block_size"]] if row["function"] == "apply_rotation" else ""
             reasons = row["refusals"].items() if row["computed_by"] == PLAIN else ()
             for statement in (row["computed_by"], *(f"no {name}, because {reason}" for name, reason in reasons)):
                 statements.setdefault(statement, []).append(f"`{row['function']}`{kind}")
         types.setdefault((device, *((statement, *names) for statement, names in statements.items())), []).append(dtype)
-    for (device, *statements), dtypes in types.items():
+    for (device, *shared), dtypes in types.items():
         yield f"- {device}, {', '.join(dtypes)}:"
-        for statement, *names in statements:
+        for statement, *names in shared:
             names = ", ".join(names) if len(names) < len(FUNCTIONS) else "all functions"
             yield f"    - {' '.join(statement.split())}: {names}"
     if found["comparisons"]:

@@ -19,6 +19,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -226,7 +227,7 @@ def run_exported(path: str | os.PathLike, pixel_values: torch.Tensor) -> dict[st
 
 
 def export_checkpoint(
-    checkpoint: str | os.PathLike, output: str | os.PathLike, revision: str | None = None, **options
+    checkpoint: str | os.PathLike, output: str | os.PathLike, revision: str | None = None, **options: Any
 ) -> str:
     """
     [`export_model`] of a saved model; compares the outputs of the written file with the model's.
@@ -273,7 +274,9 @@ def _comparison(model: LieREPreTrainedModel, path: Path, options: Mapping) -> st
     return f" with outputs {', '.join(found)}, within {difference:.1e} of the model's"
 
 
-def _diagonal_scatter(states, source, offset=0, dim1=0, dim2=1):
+def _diagonal_scatter(
+    states: torch.Tensor, source: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> torch.Tensor:
     """`diagonal_scatter` by `torch.where`: PyTorch's decomposition contains an operation that ONNX lacks."""
     first, second = torch.arange(states.shape[dim1]), torch.arange(states.shape[dim2])
     diagonal = torch.diag_embed(source, offset, dim1, dim2)

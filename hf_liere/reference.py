@@ -5,11 +5,14 @@ Everything is in float64 and as simple as possible. It imports nothing from `mod
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 
-def generators(parameters: Mapping[str, torch.Tensor], config, num_axes: int, layer: int, head: int) -> torch.Tensor:
+def generators(
+    parameters: Mapping[str, torch.Tensor], config: Any, num_axes: int, layer: int, head: int
+) -> torch.Tensor:
     """
     The skew-symmetric A_a of one head, (A, head_dim, head_dim); zero for channels that are not rotated.
 
@@ -69,12 +72,12 @@ def circulant(entries: torch.Tensor, size: int) -> torch.Tensor:
     return matrix - matrix.T
 
 
-def fixed_scale(config) -> float:
+def fixed_scale(config: Any) -> float:
     """The factor of the frequencies of fixed encodings."""
     return 1.0 if config.rotary_init_scale is None else config.rotary_init_scale
 
 
-def axial_frequencies(config, num_axes: int, axis: int) -> torch.Tensor:
+def axial_frequencies(config: Any, num_axes: int, axis: int) -> torch.Tensor:
     """Frequencies of all planes of a head for one axis (VisionLLaMA), zero for planes of other axes."""
     count, scale = config.head_dim // (2 * num_axes), fixed_scale(config)
     frequencies = torch.zeros(num_axes * count, dtype=torch.float64)
@@ -85,7 +88,7 @@ def axial_frequencies(config, num_axes: int, axis: int) -> torch.Tensor:
     return frequencies
 
 
-def golden_gate_frequencies(config, num_axes: int) -> torch.Tensor:
+def golden_gate_frequencies(config: Any, num_axes: int) -> torch.Tensor:
     """(A, heads, planes) of golden gate RoPE (jerryxio.ng/posts/nd-rope), as `LieREConfig` describes it."""
     heads, planes = 1 if config.share_heads else config.num_attention_heads, config.head_dim // 2
     # The positive root of x^(A+1) = x + 1.
