@@ -7,7 +7,7 @@ import torch
 
 
 def differentiable_function(
-    custom: Callable, direct: Callable, schema: str, gradients: Callable, save: Callable
+    custom: torch.library.CustomOpDef, direct: Callable, schema: str, gradients: Callable, save: Callable
 ) -> type[torch.autograd.Function]:
     """
     Register the gradients of the operator `custom`, `direct` in `torch.ops`, for compiled graphs, and make the autograd

@@ -168,6 +168,7 @@ def operator(
         plain_functions[direct] = function
         if gradients is None:
             return direct
+        assert save is not None, "gradients are computed from saved tensors"
         function_class = differentiable_function(custom, direct, schema, gradients, save)
 
         @functools.wraps(function)
@@ -175,7 +176,7 @@ def operator(
             needs_gradient = any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
             return (function_class.apply if needs_gradient and torch.is_grad_enabled() else direct)(*arguments)
 
-        differentiable.operator = direct
+        vars(differentiable)["operator"] = direct
         return differentiable
 
     return register

@@ -297,6 +297,7 @@ class GradientMoments:
                     half.baddbmm_(generator, _take(total, places).flatten(2))
             half = half.view(blocks, size, -1, size)
             total = half - half.transpose(1, 3)
+        assert total is not None, "there is a degree"
         return total.permute(2, 0, 1, 3)
 
 

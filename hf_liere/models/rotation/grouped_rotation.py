@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from .rotation import BlockRotation, PlaneRotation
+from .rotation import TokenRotation
 
 
 class GroupedRotation(NamedTuple):
@@ -17,7 +17,7 @@ class GroupedRotation(NamedTuple):
         samples: For each size, (samples,) their indices in the batch.
     """
 
-    rotations: tuple[PlaneRotation | BlockRotation, ...]
+    rotations: tuple[TokenRotation, ...]
     samples: tuple[torch.Tensor, ...]
 
     @property
@@ -44,4 +44,4 @@ class GroupedRotation(NamedTuple):
         return self._replace(rotations=tuple(chosen))
 
 
-Rotation = PlaneRotation | BlockRotation | GroupedRotation
+Rotation = TokenRotation | GroupedRotation

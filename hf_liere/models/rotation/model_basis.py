@@ -4,6 +4,7 @@ import torch
 
 from .bases import change_basis
 from .grouped_rotation import Rotation
+from .rotation import TokenRotation
 
 
 def rotate_pair(rotation: Rotation, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,7 +18,7 @@ def rotate_pair(rotation: Rotation, query: torch.Tensor, key: torch.Tensor) -> t
     return tuple(change_basis(states, back).to(query.dtype) for states in rotated)
 
 
-def rotate_one(rotation: Rotation, states: torch.Tensor, heads: int) -> torch.Tensor:
+def rotate_one(rotation: TokenRotation, states: torch.Tensor, heads: int) -> torch.Tensor:
     """
     R(p) x of queries or keys alone, in the basis of the model.
 

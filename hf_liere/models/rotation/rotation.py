@@ -1,7 +1,7 @@
 """Rotations of queries and keys: a class for each kind, with the fastest exact way to apply it on every device."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,6 +17,9 @@ from .application import (
 from .bases import change_basis
 from .dispatch import in_portable_graph, operator
 from .rotation_gradients import rotate_blocks_backward, rotate_planes_backward
+
+
+States = TypeVar("States", torch.Tensor, None, torch.Tensor | None)
 
 
 class PlaneRotation(NamedTuple):
@@ -164,13 +167,16 @@ class BlockRotation(NamedTuple):
         return self.blocks
 
 
+TokenRotation = PlaneRotation | BlockRotation
+
+
 def _save_rotated(ctx, inputs, output):
     _, _, rotation, *others, ctx.inverse = inputs
     # Attention saves the rotated states anyway; those before the rotation are not needed.
     ctx.save_for_backward(*(output if ctx.needs_input_grad[2] else (None, None)), rotation, *others)
 
 
-def _find_gradients(ctx, gradients, rotate: Callable, backward: Callable) -> tuple[torch.Tensor | None, ...]:
+def _find_gradients(ctx, gradients, rotate: Any, backward: Callable) -> tuple[torch.Tensor | None, ...]:
     query, key, *rotation = ctx.saved_tensors
     if query is None:
         found = rotate.operator(*gradients, *rotation, not ctx.inverse)
@@ -182,6 +188,14 @@ def _find_gradients(ctx, gradients, rotate: Callable, backward: Callable) -> tup
     return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
 
 
+def _planes_gradients(ctx, *gradients):
+    return _find_gradients(ctx, gradients, _rotate_planes, rotate_planes_backward)
+
+
+def _blocks_gradients(ctx, *gradients):
+    return _find_gradients(ctx, gradients, _rotate_blocks, rotate_blocks_backward)
+
+
 def _fake_states(query, key, *_):
     return torch.empty_like(query), torch.empty_like(key)
 
@@ -189,7 +203,7 @@ def _fake_states(query, key, *_):
 @operator(
     "(Tensor query, Tensor key, Tensor cos_sin, Tensor? generators, Tensor? phases, bool inverse) -> (Tensor, Tensor)",
     fake=_fake_states,
-    gradients=lambda ctx, *gradients: _find_gradients(ctx, gradients, _rotate_planes, rotate_planes_backward),
+    gradients=_planes_gradients,
     save=_save_rotated,
 )
 def _rotate_planes(query, key, cos_sin, generators, phases, inverse):
@@ -201,7 +215,7 @@ def _rotate_planes(query, key, cos_sin, generators, phases, inverse):
 @operator(
     "(Tensor query, Tensor key, Tensor blocks, bool inverse) -> (Tensor, Tensor)",
     fake=_fake_states,
-    gradients=lambda ctx, *gradients: _find_gradients(ctx, gradients, _rotate_blocks, rotate_blocks_backward),
+    gradients=_blocks_gradients,
     save=_save_rotated,
 )
 def _rotate_blocks(query, key, blocks, inverse):
@@ -215,7 +229,7 @@ def _select(values: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return gather_tokens(values.transpose(1, 2), kept).transpose(1, 2)
 
 
-def gather_tokens(states: torch.Tensor | None, kept: torch.Tensor) -> torch.Tensor | None:
+def gather_tokens(states: States, kept: torch.Tensor) -> States:
     """(1 or B, N, …) values of tokens → those of the tokens (B, kept) of every sample, (B, kept, …)."""
     if states is None:
         return None

@@ -100,6 +100,7 @@ def outer_products(
             factors = block_rows(gradient, size).transpose(1, 2), block_rows(states, size)
             # Buffers are reused: small products spend most of their time on allocations.
             outer = torch.bmm(*factors) if outer is None else outer.baddbmm_(*factors)
+    assert outer is not None, "there is a query or a key"
     outer = outer.view(batch, tokens, rotated[0].shape[1], blocks, size, size)
     outer = (outer.sum(2, keepdim=True) if heads == 1 else outer).transpose(1, 2)
     return outer if rotation is None else outer @ rotation.to(outer.dtype)

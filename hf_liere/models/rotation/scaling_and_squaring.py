@@ -65,7 +65,7 @@ class Rays(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _grid_rays(grid: tuple[int, ...], num_prefix_tokens: int) -> torch.Tensor:
-    rays = {}
+    rays: dict[tuple[int, ...], list[int]] = {}
     for token, index in enumerate(itertools.product(*map(range, grid)), start=num_prefix_tokens):
         multiple = math.gcd(*index)
         if multiple:
