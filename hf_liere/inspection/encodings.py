@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from .. import reference
 from ..models.encoding.encoding_traits import EncodingTraits, rotary_traits
-from ..models.encoding.folding import FoldedPlanes, build_rotary_encoding
+from ..models.encoding.folding import FoldedPlanes, build_encoding
 from ..models.encoding.positions import TokenPositions
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.rotation.exponential import block_rotations, plane_rotations, skew
@@ -287,8 +287,7 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
     draws = []
     learned = _elements(generator_matrices(encoding), traits).flatten()
     with torch.random.fork_rng(devices=[]):
-        untrained = build_rotary_encoding(config, encoding.num_axes)
-        assert untrained is not None, "the trained one exists"
+        untrained = build_encoding(config, encoding.num_axes)
         torch.manual_seed(0)
         for _ in range(DRAWS):
             untrained.reset_parameters()

@@ -63,8 +63,8 @@ def place_batch(
         place_input(config, grid, len(indices), device, grid_spacing, None, training, needs_positions)
         for grid, grid_spacing, indices in grids
     ]
-    positions = GroupedPositions(tuple(place.positions for place in places), samples) if needs_positions else None
-    return places, samples, positions
+    placed = tuple(place.positions for place in places if place.positions is not None)
+    return places, samples, GroupedPositions(placed, samples) if needs_positions else None
 
 
 def distinct_grids(
@@ -78,7 +78,7 @@ def distinct_grids(
         spacing: (A,), (B, A) or `None`; samples of different spacing do not share a grid.
     """
     spacing = None if spacing is None else torch.as_tensor(spacing)
-    groups = {}
+    groups: dict[tuple, tuple[torch.Tensor | None, list[int]]] = {}
     for sample, grid in enumerate(map(tuple, spatial_shapes.tolist())):
         own = spacing[sample] if spacing is not None and spacing.ndim == 2 else spacing  # (A,)
         key = grid, None if own is None else tuple(own.tolist())

@@ -1,6 +1,7 @@
 """Encodings whose generators commute: rotations of planes in a basis that is the same for all positions."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from transformers import initialization as init
@@ -35,7 +36,7 @@ class EncodingInBasis(RotaryEncoding):
 
     def layer_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
-    ) -> list[Rotation]:
+    ) -> Iterable[Rotation]:
         """
         Rotations without a matrix exponential.
 
@@ -93,7 +94,7 @@ class ComRoPEAxialPartition(EncodingInBasis):
 
     def layer_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
-    ) -> list[Rotation]:
+    ) -> Iterable[Rotation]:
         """As [`EncodingInBasis.layer_rotations`]; each block is diagonalised once for all tokens."""
         if self.block_size % 2:
             return super().layer_rotations(positions, dtype, layers)

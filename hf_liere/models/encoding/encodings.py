@@ -1,5 +1,7 @@
 """Rotary encodings whose rotations are computed in the basis of the model, and the table of all encodings."""
 
+from collections.abc import Iterable
+
 import torch
 from transformers import initialization as init
 
@@ -89,7 +91,7 @@ class SphericalRoPE(RotaryEncoding):
 
     def layer_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
-    ) -> list[Rotation]:
+    ) -> Iterable[Rotation]:
         """The product of both rotations in closed form."""
         frequencies, rotations = self.generators[:, layers], []
         planes = torch.diag_embed(frequencies.movedim(0, -1)).movedim(-1, 0)  # (2, layers, heads, blocks, 2)

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Iterable
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation
 from .batch_positions import GroupedPositions
 from .commuting_encodings import EncodingInBasis
-from .encoding_traits import TRAINING_ONLY, needs_exponential, traits_of
+from .encoding_traits import TRAINING_ONLY, needs_exponential, rotary_traits, traits_of
 from .encodings import ENCODING_CLASSES
 from .positions import GridPositions, TokenPositions
 from .rotary_encoding import LieRE, RotaryEncoding
@@ -44,11 +45,11 @@ class FoldedLieRE(LieRE):
         if layer is not None or not self._is_folded(positions):
             return super().forward(positions, dtype, layer)
         # from_pretrained makes every parameter trainable; constants must stay fixed.
-        layers = self.grids[grid_name(positions.grid)].detach()  # (layers, N, heads or 1, blocks, b, b)
+        layers = self.grids[grid_name(positions.facts.grid)].detach()  # (layers, N, heads or 1, blocks, b, b)
         rotations = [BlockRotation(layer.transpose(0, 1).unsqueeze(0)) for layer in layers]
         return rotations * (self.num_layers // self.layers)
 
-    def _is_folded(self, positions: TokenPositions | GroupedPositions) -> bool:
+    def _is_folded(self, positions: TokenPositions | GroupedPositions) -> TypeGuard[GridPositions]:
         """Whether the model placed these tokens, on a grid whose rotations are constants."""
         if not isinstance(positions, GridPositions) or positions.grid is None:
             return False
@@ -113,16 +114,18 @@ def choose_folded_class(config) -> type[RotaryEncoding]:
 
 
 def build_rotary_encoding(config, num_axes: int) -> RotaryEncoding | None:
+    """[`build_encoding`], or `None` for `none` and `absolute`, which do not rotate."""
+    return None if traits_of(config) is None else build_encoding(config, num_axes)
+
+
+def build_encoding(config, num_axes: int) -> RotaryEncoding:
     """
-    The module for `config.position_encoding`, initialised by `rotary_init`, or `None` for `none` and `absolute`, which
-    do not rotate.
+    The module for `config.position_encoding`, which rotates, initialised by `rotary_init`.
 
     Raises:
         ValueError: if the encoding does not support this number of axes.
     """
-    traits = traits_of(config)
-    if traits is None:
-        return None
+    traits = rotary_traits(config)
     if traits.num_axes not in (None, num_axes):
         raise ValueError(f"{config.position_encoding} is defined on {traits.num_axes} axes, not on {num_axes}.")
     folded = config.folded_grids is not None
@@ -162,7 +165,7 @@ def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) ->
     if constant:
         for grid in map(tuple, grids):
             rotations[grid_name(grid)] = encoder.rotations(encoder.grid_positions(grid, reference.device))
-    encoder.rotary_encoding = build_rotary_encoding(folded.config, config.num_axes).to(reference)
+    encoder.rotary_encoding = build_encoding(folded.config, config.num_axes).to(reference)
     if constant:
         encoder.rotary_encoding.copy_rotations(encoding, rotations)
     elif isinstance(encoding, EncodingInBasis):

@@ -42,12 +42,12 @@ def place_grid(
     """
     if not config.uses_positions:
         return None
-    prefix = config.prefix
+    num_prefix_tokens, centre = config.prefix
     if extents is not None:
-        return TokenPositions.from_extents(grid, extents, *prefix, offsets)  # (1 or B, P + N, A)
+        return TokenPositions.from_extents(grid, extents, num_prefix_tokens, centre, offsets)  # (1 or B, P + N, A)
     # (P + N, A)
     return TokenPositions.from_grid(
-        grid, config.train_grid, config.coordinates, *prefix, offsets, device, working_dtype(device)
+        grid, config.train_grid, config.coordinates, num_prefix_tokens, centre, offsets, device, working_dtype(device)
     )
 
 

@@ -21,6 +21,7 @@ def project(projection: nn.Module, hidden_states: torch.Tensor, rotation: Rotati
         if weight.device == hidden_states.device:
             # Cheaper than changing the basis of all tokens.
             return _LinearInBasis.apply(hidden_states, weight, projection.bias, rotation.basis)
+    assert rotation.basis is not None, "the projection is in the basis of the rotation"
     projected = projection(hidden_states)  # (B, N, H · D)
     head_dim = rotation.basis.shape[1] * rotation.basis.shape[-1]
     states = projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)  # (B, H, N, D)

@@ -10,9 +10,10 @@ from torch import nn
 from ..rotation.dispatch import working_dtype
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
+from ..rotation.rotation import TokenRotation
 from .commuting_encodings import EncodingInBasis
 from .encoding_traits import ENCODING_TRAITS, generators_commute
-from .folding import build_rotary_encoding
+from .folding import build_encoding
 from .given_positions import check_coordinates
 from .positions import GridPositions, TokenPositions
 from .projections import check_foldable, fold_into
@@ -96,7 +97,7 @@ class LieRotaryEmbedding(nn.Module):
             )
         except StrictDataclassError as error:
             raise ValueError(f"These rotations do not exist. {error.__cause__ or error}") from error
-        self.encoding = build_rotary_encoding(self.config, num_axes)
+        self.encoding = build_encoding(self.config, num_axes)
 
     def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of generators and multipliers: train them without weight decay."""
@@ -218,7 +219,7 @@ class LieRotaryEmbedding(nn.Module):
             fold_into(projections, basis)
         self.config = copy.deepcopy(config)
         self.config.folded_grids = []
-        self.encoding = build_rotary_encoding(self.config, self.num_axes).to(encoding.generators.device)
+        self.encoding = build_encoding(self.config, self.num_axes).to(encoding.generators.device)
         self.encoding.frequencies.copy_(encoding.folded_frequencies())
         return self.eval()
 
@@ -274,7 +275,7 @@ class LieRotaryEmbedding(nn.Module):
 
     def _rotation(
         self, positions: torch.Tensor | TokenPositions | Sequence[Rotation], layer: int | None, states: torch.Tensor
-    ) -> Rotation:
+    ) -> TokenRotation:
         """The rotation of a layer for (B, H, N, D) states."""
         if layer is None and self.num_layers > 1:
             raise ValueError(
@@ -284,11 +285,13 @@ class LieRotaryEmbedding(nn.Module):
         layer = 0 if layer is None else layer
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer={layer} must be from 0 to {self.num_layers - 1}.")
-        known = isinstance(positions, (list, tuple)) and len(positions) == self.num_layers
-        if known and isinstance(positions[layer], Rotation):
-            samples, tokens = positions[layer].num_samples(), positions[layer].num_tokens()
+        rotation = None
+        if isinstance(positions, (list, tuple)) and len(positions) == self.num_layers:
+            rotation = positions[layer]
+        if isinstance(rotation, TokenRotation):
+            samples, tokens = rotation.num_samples(), rotation.num_tokens()
         else:
-            positions, known = self._check_positions(positions), False
+            positions, rotation = self._check_positions(positions), None
             *batch, tokens, _ = positions.shape
             samples = batch[0] if batch else 1
         if tokens != states.shape[2] or samples not in (1, states.shape[0]):
@@ -296,7 +299,7 @@ class LieRotaryEmbedding(nn.Module):
                 f"There are positions of {tokens} tokens in {samples} samples, but states of shape "
                 f"{tuple(states.shape)}: {states.shape[2]} tokens in 1 or {states.shape[0]} samples are needed."
             )
-        return positions[layer] if known else next(iter(self.encoding(positions, states.dtype, layer)))
+        return next(iter(self.encoding(positions, states.dtype, layer))) if rotation is None else rotation
 
     def _check_states(self, name: str, states: torch.Tensor, heads: tuple[int, ...]) -> None:
         if states.ndim != 4 or states.shape[1] not in heads or states.shape[3] != self.head_dim:
@@ -343,6 +346,8 @@ def grid_positions(
             f"grid={grid} and train_grid={train_grid} must have one length, and numbers of patches of at least 1."
         )
     device = torch.device(device or "cpu")
-    return TokenPositions.from_grid(
+    positions = TokenPositions.from_grid(
         grid, train_grid, coordinates, num_prefix_tokens, prefix_coordinate, device=device, dtype=working_dtype(device)
     )
+    assert isinstance(positions, GridPositions), "nothing moves the patches"
+    return positions

@@ -1,6 +1,7 @@
 """The base of all rotary encodings: parameters, starting values, and the rotations of every layer."""
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from .starting_values import geometric_frequencies, golden_gate_frequencies
 
 logger = logging.get_logger(__name__)
 
+Kind = TypeVar("Kind", bound=Rotation)
 ALL_LAYERS = slice(None)
 # All layers at once need fewer calls, but rotations of LieRE64 for ViT-B at 3,136 tokens take 7.4 GB.
 ALL_LAYERS_BYTES = 1 << 30
@@ -131,7 +133,8 @@ class RotaryEncoding(LearnedRotations):
         """The rotations of every layer for each group of tokens, computed together."""
         coordinates = [group.locate().coordinates for group in groups]  # (N, A) each
         lengths, together = [len(group) for group in coordinates], TokenPositions(torch.cat(coordinates))
-        return list(zip(*(rotation.split(lengths) for rotation in self.forward(together, dtype))))
+        rotations = self.forward(together, dtype)
+        return list(zip(*(each.split(lengths) for each in rotations if not isinstance(each, GroupedRotation))))
 
     def _select_layer(self, layer: int) -> slice:
         """Where the generators of a layer are among those of all layers."""
@@ -180,7 +183,7 @@ class RotaryEncoding(LearnedRotations):
         # Tokens come before heads in memory, as in queries and keys.
         return rotations.contiguous().unflatten(1, (heads, -1)).unflatten(0, (*batch, tokens)).transpose(1, 2)
 
-    def repeat_for_layers(self, rotations: list[Rotation]) -> list[Rotation]:
+    def repeat_for_layers(self, rotations: list[Kind]) -> list[Kind]:
         """Repeat shared rotations for every layer; rotations of selected layers are returned unchanged."""
         return rotations * (self.num_layers // self.layers if len(rotations) == self.layers else 1)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from huggingface_hub.dataclasses import strict
 
@@ -18,6 +18,16 @@ from .encoding_traits import (
     traits_of,
 )
 
+
+# Defaults come from tables, in which type checkers see only names.
+if TYPE_CHECKING:
+    EncodingName = str
+    InitName = str
+    CoordinateName = str
+else:
+    EncodingName = Literal.__getitem__(("none", "absolute", *ENCODING_TRAITS))
+    InitName = Literal["uniform", "normal", "frequencies", "golden_gate", "zeros"]
+    CoordinateName = Literal["index", "train_grid", "fixed_grid", "train_index", "unit", "unit_width", "physical"]
 
 FLOAT32_MAX = 3.4028234e38
 MAX_AXES = 6
@@ -88,11 +98,11 @@ class RotaryFields:
             `"interleaved"` (Qwen3-VL).
     """
 
-    position_encoding: Literal[("none", "absolute", *ENCODING_TRAITS)] = "liere"
+    position_encoding: EncodingName = "liere"
     block_size: int | None = None
     share_heads: bool = False
     share_layers: bool = False
-    rotary_init: Literal["uniform", "normal", "frequencies", "golden_gate", "zeros"] | None = None
+    rotary_init: InitName | None = None
     rotary_init_scale: float | int | None = None
     rope_theta: float | int | None = None
     min_frequency: float | int | None = None
@@ -107,7 +117,7 @@ class RotaryFields:
         if traits is None:
             return
         if self.block_size is None:
-            self.block_size = traits.block_sizes.default or self.head_dim
+            self.block_size = traits.block_sizes.default or vars(self)["head_dim"]
         if self.rotary_init is None and traits.learned:
             self.rotary_init = traits.rotary_inits[0]
         if self.rotary_init_scale is None and self.rotary_init is not None:
@@ -151,9 +161,7 @@ class GridFields:
             [1/rescale, rescale]. DINOv3 uses 2.
     """
 
-    coordinates: (
-        Literal["index", "train_grid", "fixed_grid", "train_index", "unit", "unit_width", "physical"] | None
-    ) = None
+    coordinates: CoordinateName | None = None
     position_perturbation: float | int = 0.0
     position_shift: float | int = 0.0
     position_jitter: float | int | None = None
@@ -245,6 +253,7 @@ def _check_block_size(config) -> None:
     sizes, fits = traits.block_sizes, 2 <= size <= head_dim
     # Report a fixed block size first. The other rules divide by `size`, so check its range before them.
     if (fits or not sizes.varies) and not sizes.accepts(size, head_dim, axes):
+        assert sizes.rule is not None, "sizes are refused by a rule"
         rule = sizes.rule.format(size=size, encoding=encoding, head_dim=head_dim, axes=axes)
         raise ValueError(f"{rule}; {_accepted_sizes(config)}.")
     if not fits:
