@@ -21,6 +21,8 @@ RELATIVE_IMPORT = re.compile(r"^(\s*from )\.+(?:\w+\.)*(\w+)(?= import)", re.MUL
 class SavesItsCode(SavedBase):
     """Mixin of configurations and processors: `save_pretrained` writes the modules that `auto_map` names."""
 
+    auto_map: dict
+
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
         """As in the base class, with the code of `auto_map`."""
         # References of a downloaded checkpoint start with the name of its repository.

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from huggingface_hub.dataclasses import strict
@@ -100,13 +100,14 @@ class RotaryModelMixin(_Pickled, ModelBase):
         self._describe_patches()
         self._name_in_auto_map()
         are_enough = is_restorable(self.plain_class) and not getattr(self, "_hf_peft_config_loaded", False)
-        if are_enough or self.write_rotations is None:
+        write_rotations = type(self).write_rotations
+        if are_enough or write_rotations is None:
             super().save_pretrained(save_directory, push_to_hub=push_to_hub, **options)
         else:
             names = ("repo_id", "commit_message", "private", "create_pr")
             hub = {"token": kwargs.get("token"), **{name: options.pop(name) for name in names if name in options}}
             super().save_pretrained(save_directory, **options)
-            type(self).write_rotations(self, save_directory, state_dict, is_main_process)
+            write_rotations(self, save_directory, state_dict, is_main_process)
             if push_to_hub:
                 self.push_to_hub(hub.pop("repo_id", str(save_directory)), **hub)
 
@@ -239,7 +240,7 @@ def _build_whole(part: PreTrainedModel) -> PreTrainedModel:
 
 def _new(plain: type) -> PreTrainedModel | PreTrainedConfig:
     """An object without attributes, of the class with rotations."""
-    kind = rotary_config(plain) if issubclass(plain, PreTrainedConfig) else rotary_class(plain)
+    kind: Any = rotary_config(plain) if issubclass(plain, PreTrainedConfig) else rotary_class(plain)
     return kind.__new__(kind)
 
 
@@ -247,14 +248,14 @@ def __getattr__(name: str) -> type:
     plain = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
     if isinstance(plain, type) and issubclass(plain, PreTrainedConfig):
         return rotary_config(plain)
-    if isinstance(plain, type) and issubclass(plain, PreTrainedModel) and plain.config_class is not None:
+    if isinstance(plain, type) and issubclass(plain, PreTrainedModel) and getattr(plain, "config_class", None):
         return rotary_class(plain)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def rotary_config(plain: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """The configuration class with `rotary_patch` (see [`RotaryPatchConfig`]) of a configuration class."""
-    return _make_classes(plain)[plain]
+    return _make_classes(plain)[plain]  # type: ignore[arg-type]  # mypy takes classes for unhashable
 
 
 def rotary_class(plain: type[PreTrainedModel]) -> type[PreTrainedModel]:

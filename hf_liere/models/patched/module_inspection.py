@@ -2,6 +2,7 @@
 
 import inspect
 from types import CodeType
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,7 +73,7 @@ def head_shape(attention: nn.Module) -> tuple[int, int]:
         ValueError: if they are unknown, or if keys and queries have different numbers of heads.
     """
     heads = _count_heads(attention)
-    widths = {getattr(projection, "out_features", None) for projection in projections(attention)}
+    widths: set[Any] = {getattr(projection, "out_features", None) for projection in projections(attention)}
     if heads is None or len(widths) != 1 or None in widths:
         raise ValueError(
             f"The heads of {type(attention).__name__} cannot be rotated: {heads} heads, query and key projections of "

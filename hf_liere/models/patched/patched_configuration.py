@@ -1,7 +1,7 @@
 """Configurations of models with learned rotations, and what their files contain."""
 
 import functools
-from typing import get_args
+from typing import Any, get_args
 
 from transformers import PreTrainedConfig
 
@@ -39,8 +39,9 @@ class RotaryConfigMixin(SavesItsCode):
     # The part for images of a configuration with several is another class.
     base_config_key = ""
     # Names of configurations in this one whose models contain rotations.
-    rotary_parts = ()
-    _default_patch = {}
+    rotary_parts: tuple[str, ...] = ()
+    _default_patch: dict[str, str] = {}
+    rotary_patch: dict | None
 
     def __post_init__(self, **kwargs):
         self.rotary_patch = RotaryPatchConfig.from_dict(self.rotary_patch or self._default_patch).to_dict()
@@ -73,7 +74,8 @@ class RotaryConfigMixin(SavesItsCode):
 
 
 def _add_note(values: dict, config: PreTrainedConfig) -> None:
-    carrier = _find_carrier(config.plain_class if isinstance(config, RotaryConfigMixin) else type(config))
+    plain: Any = config.plain_class if isinstance(config, RotaryConfigMixin) else type(config)
+    carrier = _find_carrier(plain)
     if carrier is not None:
         values[carrier] = {"value": getattr(config, carrier), NOTE: HOW_TO_LOAD}
 

@@ -42,8 +42,8 @@ class ForwardPass:
 
     def __init__(self, tower: nn.Module):
         self.tower = tower
-        self.grid: tuple[int, ...] | None = None
-        self.rotations: Sequence[Rotation] | None = None
+        self.grid: tuple[int, ...] = ()
+        self.rotations: Sequence[Rotation] = ()
         self.rotated: list[int] = []
 
 
@@ -70,7 +70,7 @@ def rotary_attention_forward(
         RuntimeError: if the patched model is not being run, or its tokens are not those that were embedded.
     """
     config, passes = module.config, _get_passes()
-    if not passes or passes[-1].rotations is None:
+    if not passes or not passes[-1].rotations:
         raise RuntimeError(
             "A rotated attention module ran outside the forward pass of its vision tower, so the positions of its "
             "tokens are unknown. Call the vision tower (or a model around it), or unpatch the model."
@@ -229,7 +229,7 @@ def resize_tables(
 
 
 def _read_entries(
-    rotary_patch, trained: torch.Tensor, grid: tuple[int, ...], interpolate: Callable[[], torch.Tensor] | None
+    rotary_patch, trained: torch.Tensor, grid: tuple[int, ...], interpolate: Callable[..., torch.Tensor] | None
 ) -> torch.Tensor:
     """
     (N, hidden_size) entries for the patches of a grid, from the trained table, as `keep_absolute` defines them.
@@ -255,6 +255,7 @@ def _read_entries(
         resized = nn.functional.interpolate(volume, size=grid, mode="trilinear", align_corners=False)
         patches = resized[0].flatten(1).T.to(trained)  # (N, hidden_size)
     else:
+        assert interpolate is not None, "a table that the model cannot resize is for clips"
         patches = interpolate()
     return patches * rotary_patch.config.absolute_weight if keep == "fade" else patches
 

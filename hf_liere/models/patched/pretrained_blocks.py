@@ -13,6 +13,7 @@ from ..encoding.rotary_embedding import LieRotaryEmbedding
 from ..rotation.dispatch import product_dtype
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
+from ..rotation.rotation import TokenRotation
 from .module_inspection import projection_widths, projections
 from .pretrained_rope import PretrainedRope
 from .rope_layout import RopeLayout, RopeTower, frequency_buffers
@@ -54,7 +55,8 @@ class PretrainedBlocks(PretrainedRope):
             share_layers=config.share_layers,
             rotary_init="zeros",
         )
-        self.planes = order_planes(layout, config.position_encoding, self.rotary.config.block_size, tower.label)
+        self.planes = order_planes(layout, config.position_encoding, self.rotary.encoding.block_size, tower.label)
+        self.order: torch.Tensor
         for name in ("order", "inverse"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.reset_parameters(tower.rope)
@@ -100,7 +102,7 @@ class PretrainedBlocks(PretrainedRope):
         return ones, torch.zeros_like(ones), next(iter(rotations))
 
     def rotate(
-        self, rotation: Rotation, part: str, before: torch.Tensor, states: torch.Tensor, state_dims: int
+        self, rotation: TokenRotation, part: str, before: torch.Tensor, states: torch.Tensor, state_dims: int
     ) -> torch.Tensor:
         """
         R(p) applied to queries or keys in any layout; the layout is kept.
@@ -111,7 +113,8 @@ class PretrainedBlocks(PretrainedRope):
             states: (…, N, H · D), (…, N, H, D) or (…, H, N, D).
             state_dims: Number of dimensions of the hidden states, (…, N, hidden_size).
         """
-        rotation, order, inverse = (x.to(states.device) for x in (rotation, self.order, self.inverse))
+        rotation = rotation.to(states.device)
+        order, inverse = self.order.to(states.device), self.inverse.to(states.device)
         tokens, head_dim = rotation.num_tokens(), self.head_planes.head_dim
         flat = states.ndim == state_dims
         if flat and part == "all":
@@ -129,7 +132,7 @@ class PretrainedBlocks(PretrainedRope):
         return heads.flatten(-2) if flat else heads
 
     def _rotate_channels(
-        self, rotation: Rotation, order: torch.Tensor, inverse: torch.Tensor, *states: torch.Tensor
+        self, rotation: TokenRotation, order: torch.Tensor, inverse: torch.Tensor, *states: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """(B, H, N, head_dim) states with their rotated channels multiplied by R(p)."""
         ordered, width = [x.index_select(-1, order) for x in states], self.rotary.head_dim

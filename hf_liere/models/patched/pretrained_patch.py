@@ -24,7 +24,7 @@ from .tower_patch import TowerPatch, TowerPlan, detach, thread
 
 
 @dataclass
-class RopePatch(TowerPatch):
+class RopePatch(TowerPatch[RopeTower]):
     """
     The patch of a [`RopeTower`].
 
@@ -84,7 +84,7 @@ class RopePatch(TowerPatch):
             handle.remove()
 
 
-def plan_rope(model: nn.Module, config) -> list[TowerPlan]:
+def plan_rope(model: nn.Module, config) -> list[TowerPlan[RopeTower]]:
     """
     Args:
         config: A `RotaryPatchConfig` with `rotary_init="pretrained"`.
@@ -101,7 +101,7 @@ def plan_rope(model: nn.Module, config) -> list[TowerPlan]:
     return plans
 
 
-def _plan_tower(tower: RopeTower, config) -> TowerPlan:
+def _plan_tower(tower: RopeTower, config) -> TowerPlan[RopeTower]:
     layers = tower.choose_layers(config.layers)
     tower.sources = find_key_sources(tower)
     layers = choose_rotating_layers(tower, layers, config.layers is not None)
@@ -113,7 +113,7 @@ def _plan_tower(tower: RopeTower, config) -> TowerPlan:
     return TowerPlan(tower, RopePatch(config, tower.attention_names(layers), tower.rope_name, layouts), build)
 
 
-def check_start(planned: TowerPlan, encoding: PretrainedBlocks) -> None:
+def check_start(planned: TowerPlan[RopeTower], encoding: PretrainedBlocks) -> None:
     """
     Compare the queries and keys of one attention module under the model's rotation and under the one that starts there.
 

@@ -18,6 +18,7 @@ class RopePlanes(nn.Module):
     def __init__(self, layout: RopeLayout):
         super().__init__()
         self.layout = layout
+        self.channels: torch.Tensor
         for name in ("frequencies", "axes", "channels", "axis_channels"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.reset_parameters()

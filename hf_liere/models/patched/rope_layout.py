@@ -154,7 +154,7 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
     """
     modules = dict(model.named_modules())
     ropes = {name: module for name, module in modules.items() if name and frequency_buffers(module)}
-    owners = {}
+    owners: dict[str, list[str]] = {}
     for name in ropes:
         owners.setdefault(name.rpartition(".")[0], []).append(name)
     if not owners:
@@ -165,7 +165,7 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
         )
     if target is not None and target not in owners:
         raise ValueError(f"target={target!r} computes no rotations; modules that do: {sorted(owners)}.")
-    served = {owner: [] for owner in owners}
+    served: dict[str, list[tuple[str, nn.Module]]] = {owner: [] for owner in owners}
     users = {module: name for name, module in modules.items() if takes(module, "position_embeddings")}
     for attention, name in users.items():
         inside = [owner for owner in owners if not owner or name.startswith(f"{owner}.")]
@@ -179,7 +179,7 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
 
 def _refuse_common_weights(served: dict[str, list[tuple[str, nn.Module]]], chosen: Collection[str]) -> None:
     """Towers that share weights read each other's keys, as decoders do that attend to cached inputs."""
-    first_with = {}
+    first_with: dict[nn.Parameter, tuple[str, str]] = {}
     for owner, attentions in served.items():
         for name, attention in attentions:
             for parameter in attention.parameters():
@@ -322,7 +322,7 @@ def _count_from(start: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _number_groups(values: list) -> tuple[int, ...]:
     """Equal values get the same number, in the order in which they appear."""
-    numbers = {}
+    numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
 

@@ -105,8 +105,11 @@ class Probe:
         """Queries and keys, (B · H · N, head_dim) each, by an angle of zero and by one of π/2."""
         ones, zeros = (torch.full(self.coordinates.shape, value, device="cpu") for value in (1.0, 0.0))
         # cos and sin of 0, then of π/2
-        angles = ((ones, zeros), (zeros, ones))
-        return tuple(tuple(states.flatten(0, -2) for states in self.capture(*angle)) for angle in angles)
+        plain, rotated = self.capture(ones, zeros), self.capture(zeros, ones)
+        return (
+            (plain[0].flatten(0, -2), plain[1].flatten(0, -2)),
+            (rotated[0].flatten(0, -2), rotated[1].flatten(0, -2)),
+        )
 
     def find_planes(self) -> HeadPlanes:
         """
@@ -129,7 +132,7 @@ class Probe:
             scale = rotated.square().sum(0).clamp_min(1e-30)  # (head_dim,)
             # (head_dim,) each
             low, high = (((x.flatten(0, -2) * rotated).sum(0) / scale).round().long() - 1 for x in digits)
-        pairs = [[] for _ in range(self.layout.num_planes)]
+        pairs: list[list[tuple[int, int]]] = [[] for _ in range(self.layout.num_planes)]
         for channel in (~(plain == rotated).all(0)).nonzero().flatten().tolist():
             opposite = (rotated[:, channel, None] + plain).abs().amax(0)  # (head_dim,)
             if opposite.min() <= 1e-6 * plain.abs().max():

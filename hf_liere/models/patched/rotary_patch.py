@@ -173,7 +173,7 @@ class TowerConfig(GridFields, EncodingConfig):
 
 
 @dataclass
-class RotaryPatch(TowerPatch):
+class RotaryPatch(TowerPatch[Tower]):
     """
     The patch of a vision tower.
 
@@ -263,7 +263,7 @@ def plan(model: nn.Module, config: RotaryPatchConfig) -> list[TowerPlan]:
     return [_plan_tower(tower, config) for tower in towers]
 
 
-def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> TowerPlan:
+def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> TowerPlan[Tower]:
     refuse_rotating(tower.module, tower.attentions)
     layers = tower.choose_layers(config.layers)
     attentions = [tower.attentions[layer] for layer in layers]
@@ -284,7 +284,7 @@ def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> TowerPlan:
             num_attention_heads=heads,
             head_dim=head_dim,
             train_grid=grid,
-            rotate_prefix=config.rotate_prefix,
+            rotate_prefix=bool(config.rotate_prefix),
         )
     except StrictDataclassError as error:
         raise ValueError(str(error.__cause__ or error)) from error
@@ -293,7 +293,7 @@ def _plan_tower(tower: Tower, config: RotaryPatchConfig) -> TowerPlan:
         tower.attention_names(layers),
         embeddings_name=next(name for name, module in tower.module.named_modules() if module is tower.embeddings),
         train_grid=grid,
-        coordinates=rotary_config.coordinates,
+        coordinates=str(rotary_config.coordinates),
         is_flexible=tower.is_flexible,
     )
     return TowerPlan(tower, patch, partial(build_rotary_encoding, rotary_config, len(grid)))

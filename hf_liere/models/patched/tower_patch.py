@@ -6,6 +6,7 @@ forward pass reads. `rotary_patch` makes those of vision towers, `pretrained_pat
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -59,8 +60,11 @@ class AttentionTower:
         return [self.attentions[layer][0][start:] for layer in layers]
 
 
+Patchable = TypeVar("Patchable", bound=AttentionTower)
+
+
 @dataclass
-class TowerPatch:
+class TowerPatch(Generic[Patchable]):
     """
     The state of a patched tower, stored on it as `rotary_patch`.
 
@@ -70,7 +74,7 @@ class TowerPatch:
         handles: Those of the hooks, while the patch is attached.
     """
 
-    config: object
+    config: Any
     attention_names: list[str]
     handles: list = field(default_factory=list, kw_only=True)
 
@@ -86,7 +90,7 @@ class TowerPatch:
         """Give parameters that no checkpoint contains their initial values."""
         module.rotary_encoding.reset_parameters()
 
-    def add_hooks(self, tower: AttentionTower) -> None:
+    def add_hooks(self, tower: Patchable) -> None:
         """Make the tower rotate by `rotary_encoding`."""
         raise NotImplementedError
 
@@ -97,11 +101,11 @@ class TowerPatch:
 
 
 @dataclass
-class TowerPlan:
+class TowerPlan(Generic[Patchable]):
     """A patch of one tower whose configuration has been checked, made before the model is modified."""
 
-    tower: AttentionTower
-    patch: TowerPatch
+    tower: Patchable
+    patch: TowerPatch[Patchable]
     build_encoding: Callable[[], nn.Module]
 
     def attach(self, encoding: nn.Module) -> None:

@@ -6,6 +6,7 @@ a patch embedding. They are found by what their modules do, never by class name.
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +40,8 @@ class Tower(AttentionTower):
         Raises:
             ValueError: if the configuration of the tower does not name that size.
         """
-        config, extent = getattr(self.module, "config", None), getattr(self.patch_embedding, "kernel_size", ())
+        config: Any = getattr(self.module, "config", None)
+        extent = getattr(self.patch_embedding, "kernel_size", ())
         needed = ("num_patches",) if self.is_flexible else ("image_size", "num_frames")[: len(extent) - 1]
         missing = [name for name in needed if getattr(config, name, None) is None]
         if missing:
@@ -64,7 +66,7 @@ def find_towers(model: nn.Module) -> list[Tower]:
     modules = dict(model.named_modules())
     attentions = {name: module for name, module in modules.items() if _uses_interface(module)}
     patch_embeddings = {name: module for name, module in modules.items() if _is_patch_embedding(module)}
-    towers = {}
+    towers: dict[str, Tower] = {}
     for name, patch_embedding in patch_embeddings.items():
         path = name.split(".") if name else []
         for depth in reversed(range(len(path))):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from typing import Literal
+from typing import ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -101,7 +101,7 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
     folded_grids: list[list[int]] | None = None
     format_version: int = FORMAT_VERSION
 
-    _auto_map = {}
+    _auto_map: ClassVar[dict[str, str]] = {}
 
     def __post_init__(self, **kwargs):
         # As in transformers, unknown names are stored; warn of likely misspellings.

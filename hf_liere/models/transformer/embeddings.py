@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -85,16 +86,18 @@ class LieRETokenEmbeddings(nn.Module):
 
     def read_table(self, positions: torch.Tensor) -> torch.Tensor:
         """(N, A) or (B, N, A) positions → (1 or B, N, hidden_size), from the table of `position_table_size`."""
+        assert self.position_embeddings is not None and self.table_size is not None, "the model has a table"
         table = self.position_embeddings[0].float()  # (entries, hidden_size), last axis fastest
         last = positions.new_tensor(self.table_size) - 1  # (A,)
         places = (positions * last).clamp(min=torch.zeros_like(last), max=last)  # (…, N, A)
         first = places.floor().clamp(max=(last - 1).clamp(min=0))  # (…, N, A)
         shares = places - first  # (…, N, A), weight of the entry after `first`
         strides = [math.prod(self.table_size[axis + 1 :]) for axis in range(len(self.table_size))]
-        values = 0.0
+        values: Any = 0.0
         # Multilinear interpolation between the corners of a position's cell.
         for corner in itertools.product((0, 1), repeat=len(self.table_size)):
-            weights, index = 1.0, 0
+            weights: Any = 1.0
+            index = 0
             for axis, step in enumerate(corner):
                 share, size = shares[..., axis], self.table_size[axis]  # (…, N)
                 weights = weights * (share if step else 1 - share)
@@ -142,8 +145,11 @@ class LieRETokenEmbeddings(nn.Module):
         prefix = [token.expand(batch_size, -1, -1) for token in (cls_token, self.register_tokens) if token is not None]
         embeddings = torch.cat([*prefix, embeddings], dim=1)  # (B, prefix + N, hidden_size)
         if self.table_size is not None:
-            grouped = isinstance(positions, GroupedPositions)
-            coordinates = positions.padded(embeddings.shape[1]) if grouped else positions.locate().coordinates
+            assert positions is not None, "the table is read at positions"
+            if isinstance(positions, GroupedPositions):
+                coordinates = positions.padded(embeddings.shape[1])
+            else:
+                coordinates = positions.locate().coordinates
             embeddings = embeddings + self.read_table(coordinates)
         return self.dropout(embeddings)
 
@@ -172,7 +178,7 @@ class LieREEmbeddings(LieRETokenEmbeddings):
         Raises:
             ValueError: if `position_table_resize="truncate"` and the grid has more patches than the table has entries.
         """
-        if not self.has_table:
+        if self.position_embeddings is None or not self.has_table:
             return None
         table = self.position_embeddings[:, -math.prod(self.train_grid) :]  # (1, N, hidden_size)
         fits = grid == self.train_grid
@@ -220,6 +226,8 @@ class LieREEmbeddings(LieRETokenEmbeddings):
         Raises:
             ValueError: as [`assemble`].
         """
-        cls_entry = self.position_embeddings[:, :1] if self.has_table else None
+        cls_entry = None
+        if self.position_embeddings is not None and self.has_table:
+            cls_entry = self.position_embeddings[:, :1]
         embeddings = self.patch_embeddings(pixels)  # (B, N, hidden_size)
         return self.assemble(embeddings, positions, bool_masked_pos, table, cls_entry)

@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..encoding.projections import fold_into, project
 from ..rotation.grouped_rotation import GroupedRotation, Rotation
+from ..rotation.rotation import TokenRotation
 from .configuration_liere import LieREConfig
 
 
@@ -70,9 +71,10 @@ class LieREAttention(nn.Module):
         """(B, N, hidden_size) states and this layer's rotation → states and attention weights."""
         input_shape = hidden_states.shape[:-1]  # (B, N)
         hidden_shape = (*input_shape, self.config.num_attention_heads, self.head_dim)
-        in_basis = rotation is not None and rotation.basis is not None
         query, key = (
-            project(projection, hidden_states, rotation) if in_basis else projection(hidden_states)
+            projection(hidden_states)
+            if rotation is None or rotation.basis is None
+            else project(projection, hidden_states, rotation)
             for projection in (self.q_proj, self.k_proj)
         )
         query, key = (states.view(hidden_shape).transpose(1, 2) for states in (query, key))  # (B, H, N, D)
@@ -155,7 +157,7 @@ def flatten_rotation(rotation: Rotation) -> tuple[Iterable[torch.Tensor | None],
     return itertools.chain(rotation.samples, *rotation.rotations), make
 
 
-def _group_rotations(kind: type, count: int, *tensors: torch.Tensor | None) -> GroupedRotation:
+def _group_rotations(kind: type[TokenRotation], count: int, *tensors: torch.Tensor | None) -> GroupedRotation:
     samples, fields, width = tensors[:count], tensors[count:], len(kind._fields)
     rotations = (kind(*fields[start : start + width]) for start in range(0, count * width, width))
     return GroupedRotation(tuple(rotations), samples)

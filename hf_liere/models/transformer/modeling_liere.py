@@ -80,6 +80,7 @@ class LieREEncoderModel(LieREPreTrainedModel):
             return [None] * len(self.layers)
         if self.config.position_table_size is not None and not self.config.rotate_prefix:
             # A learned table places prefix tokens that are not rotated.
+            assert positions is not None, "a model with rotations has positions"
             positions = positions.unrotate_prefix()
         return self.rotary_encoding(positions, dtype)
 

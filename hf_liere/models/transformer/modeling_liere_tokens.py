@@ -153,11 +153,11 @@ class LieRETokensModel(LieRETokensPreTrainedModel, LieREEncoderModel):
             ValueError: if features, positions or a mask do not fit the configuration or each other, positions of
                 visible tokens are missing or not finite, or a mask hides every token of a sample.
         """
-        shape = self.embeddings.shape(inputs_embeds)  # B, N
+        batch, length = self.embeddings.shape(inputs_embeds)
         is_token_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
         visible = attention_mask if is_token_mask else None  # (B, N)
-        attention_mask = self.extend_mask(attention_mask, *shape)  # (B, prefix + N) or pairs
-        placed = self.place_tokens(positions, *shape, visible)  # (…, prefix + N, A)
+        attention_mask = self.extend_mask(attention_mask, batch, length)  # (B, prefix + N) or pairs
+        placed = self.place_tokens(positions, batch, length, visible)  # (…, prefix + N, A)
         embeddings = self.embeddings(zero_hidden(inputs_embeds, visible), placed)  # (B, prefix + N, hidden_size)
         return self.transform(embeddings, placed, attention_mask, **kwargs)
 

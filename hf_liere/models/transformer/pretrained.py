@@ -1,6 +1,6 @@
 """The base class of our models: loading, saving, initialisation and folding."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ class LieREPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": LieRELayer, "attentions": LieREAttention}
     _input_embed_layer = "patch_embeddings"
     # A generator rounded to bfloat16 rotates distant patches by several degrees too far.
-    _keep_in_fp32_modules_strict = ["rotary_encoding"]
+    _keep_in_fp32_modules_strict: Collection[str] = ["rotary_encoding"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -51,7 +51,7 @@ class LieREPreTrainedModel(PreTrainedModel):
         super().post_init()
         # Some encodings have no parameters.
         if next(self.rotary_parameters(), None) is None:
-            self._keep_in_fp32_modules_strict -= {"rotary_encoding"}
+            self._keep_in_fp32_modules_strict = set(self._keep_in_fp32_modules_strict) - {"rotary_encoding"}
         if self.config.folded_grids is not None:
             self.eval()
 
