@@ -31,6 +31,7 @@ gpu: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --durations 25 --durations-min 2

@@ -187,6 +187,7 @@ def assert_kernels_of(wheel: Path, expected: str) -> None:
 
 def test_every_command_without_any_extra(installed, tiny, tmp_path):
     """It runs, or names in one line what it needs."""
+    assert list(installed.parent.glob("lib/python*/site-packages/hf_liere/py.typed"))
     hf_liere.LieREViTForImageClassification(tiny(num_hidden_layers=1)).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "README.md").write_text(CARD)
     torch.save(liere_weights(), tmp_path / "official.pt")
