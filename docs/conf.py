@@ -23,8 +23,8 @@ copyright = "the authors of hf_liere"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 nitpicky = True
-# Types of other libraries, whose pages need a network.
-nitpick_ignore_regex = [("py:.*", r"(?!hf_liere).*")]
+# Types of other libraries, whose pages need a network, and types in signatures, which need no page.
+nitpick_ignore_regex = [("py:.*", r"(?!hf_liere).*"), ("py:class", ".*")]
 
 html_theme = "furo"
 html_title = "hf_liere"
@@ -42,7 +42,9 @@ myst_heading_anchors = 4
 myst_fence_as_directive = ["math"]
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
@@ -100,7 +102,10 @@ def code(match: re.Match) -> str:
 
 def read_signature(app, what, name, obj, options, signature, returned):
     """The fields of a configuration are in its docstring, those of transformers in theirs."""
-    return ("", None) if what == "class" and issubclass(obj, PreTrainedConfig) else None
+    if what == "class" and issubclass(obj, PreTrainedConfig):
+        return "", None
+    # Sphinx parses signatures as Python.
+    return signature and signature.replace("<factory>", "..."), returned
 
 
 def list_table(match: re.Match) -> str:
