@@ -6,14 +6,12 @@ plain operations compute the same, several times slower for small blocks. HF_LIE
 Queries, keys and their gradients are float32 or bfloat16; rotations, their gradients and all arithmetic are float32.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from ..models.rotation.scaling_and_squaring import POLYNOMIAL, SAVE_INTERVAL, first_square, num_saved
 from .cpu_interface import Monomials, Pair, Rays, Shape, Shared, Sizes, Strides
 from .cpu_library import failure, library
-from .layout import contiguous_channels, empty_like, is_planes, shared_strides
+from .layout import Tensors, contiguous_channels, empty_like, is_planes, shared_strides
 
 
 NAME = "CPU kernels"
@@ -33,9 +31,7 @@ def refusal(tensor: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | 
     return failure(block_size)
 
 
-def apply_rotation(
-    states: Sequence[torch.Tensor], rotation: torch.Tensor, inverse: bool = False
-) -> tuple[torch.Tensor, ...]:
+def apply_rotation(states: Tensors, rotation: torch.Tensor, inverse: bool = False) -> tuple[torch.Tensor, ...]:
     """As [`cuda.apply_rotation`], on CPUs."""
     states = tuple(map(contiguous_channels, states))
     name = "rotate_planes" if is_planes(rotation) else "rotate_blocks"
@@ -45,16 +41,12 @@ def apply_rotation(
     return out
 
 
-def angle_gradients(
-    gradients: Sequence[torch.Tensor], rotated: Sequence[torch.Tensor], shape: torch.Size
-) -> torch.Tensor:
+def angle_gradients(gradients: Tensors, rotated: Tensors, shape: torch.Size) -> torch.Tensor:
     """As [`cuda.angle_gradients`], on CPUs."""
     return _sums(2, "angle_gradients", gradients, rotated, shape)
 
 
-def planes_backward(
-    gradients: Sequence[torch.Tensor], rotated: Sequence[torch.Tensor], cos_sin: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def planes_backward(gradients: Tensors, rotated: Tensors, cos_sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     [`apply_rotation`] of the gradients by the inverse and [`angle_gradients`], in one pass with 3/4 of the bytes.
 
@@ -69,11 +61,7 @@ def planes_backward(
 
 
 def outer_products(
-    gradients: Sequence[torch.Tensor],
-    rotated: Sequence[torch.Tensor],
-    shape: torch.Size,
-    block_size: int,
-    rotation: torch.Tensor | None = None,
+    gradients: Tensors, rotated: Tensors, shape: torch.Size, block_size: int, rotation: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As [`cuda.outer_products`], on CPUs."""
     rotation = None if rotation is None else _contiguous_blocks(rotation)
@@ -108,11 +96,7 @@ def block_rotations(
 
 
 def block_tangents(
-    rotations: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    tokens: torch.Tensor,
-    squarings: torch.Tensor,
-    squares: torch.Tensor,
+    rotations: Tensors, gradients: Tensors, tokens: torch.Tensor, squarings: torch.Tensor, squares: torch.Tensor
 ) -> torch.Tensor:
     """As [`exponential_gradient.ray_tangents`]."""
     _, blocks, size, _ = rotations[0].shape
@@ -170,12 +154,7 @@ def _call(block_size: int, name: str, *arguments: object) -> None:
 
 
 def _sums(
-    block_size: int,
-    name: str,
-    gradients: Sequence[torch.Tensor],
-    rotated: Sequence[torch.Tensor],
-    shape: tuple[int, ...],
-    *factor: object,
+    block_size: int, name: str, gradients: Tensors, rotated: Tensors, shape: tuple[int, ...], *factor: object
 ) -> torch.Tensor:
     """Sums over samples and heads that share a rotation: the kernels add samples, this function adds heads."""
     gradients, rotated = (tuple(map(contiguous_channels, pair)) for pair in (gradients, rotated))
@@ -238,7 +217,7 @@ def _contiguous_blocks(rotation: torch.Tensor) -> torch.Tensor:
     return rotation if rotation[0, 0, 0].is_contiguous() else rotation.contiguous()
 
 
-def _shape(states: Sequence[torch.Tensor], rotations: tuple[int, ...], block_size: int) -> Shape:
+def _shape(states: Tensors, rotations: tuple[int, ...], block_size: int) -> Shape:
     count, states = len(states), states[0]
     batch, heads, tokens, head_dim = states.shape
     if rotations[0] not in (1, batch) or rotations[1] not in (1, heads) or rotations[2] != tokens:
@@ -255,7 +234,7 @@ def _shape(states: Sequence[torch.Tensor], rotations: tuple[int, ...], block_siz
     return Shape(*states.shape, rotations[3], rotations[0], block_size, states.dtype == torch.bfloat16, count)
 
 
-def _pair(tensors: Sequence[torch.Tensor]) -> Pair:
+def _pair(tensors: Tensors) -> Pair:
     # The kernels do not read the second of a single state.
     pair = first, last = tensors[0], tensors[-1]
     if first.shape != last.shape or first.dtype != last.dtype:

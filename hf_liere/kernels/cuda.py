@@ -18,12 +18,11 @@ That is 2·S for inference and 6·S for a training step, in addition to the rota
 projections would move the same number of bytes.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .layout import contiguous_channels, empty_like, is_planes, shared_strides
+from .layout import Tensors, contiguous_channels, empty_like, is_planes, shared_strides
 from .self_check import SelfCheck, padded_width
 
 
@@ -71,10 +70,7 @@ def refusal(states: torch.Tensor, dtype: torch.dtype, block_size: int) -> str | 
 
 
 def apply_rotation(
-    states: Sequence[torch.Tensor],
-    rotation: torch.Tensor,
-    inverse: bool = False,
-    samples: int | None = None,
+    states: Tensors, rotation: torch.Tensor, inverse: bool = False, samples: int | None = None
 ) -> tuple[torch.Tensor, ...]:
     """
     Apply R(p), or Rᵀ(p), to blocks of channels of query and key (LieRE §4: q′ = R(p) q, k′ = R(p) k).
@@ -105,10 +101,7 @@ def apply_rotation(
 
 
 def angle_gradients(
-    gradients: Sequence[torch.Tensor],
-    rotated: Sequence[torch.Tensor],
-    shape: torch.Size,
-    samples: int | None = None,
+    gradients: Tensors, rotated: Tensors, shape: torch.Size, samples: int | None = None
 ) -> torch.Tensor:
     """
     Derivative of the loss with respect to the angles of planes, from gradients (g₁, g₂) and rotated states (r₁, r₂) of
@@ -127,8 +120,8 @@ def angle_gradients(
 
 
 def outer_products(
-    gradients: Sequence[torch.Tensor],
-    rotated: Sequence[torch.Tensor],
+    gradients: Tensors,
+    rotated: Tensors,
     shape: torch.Size,
     block_size: int,
     rotation: torch.Tensor | None = None,
@@ -156,13 +149,13 @@ def outer_products(
         return outer @ rotation.to(outer.dtype)
 
 
-def _add_strides(pair: Sequence[torch.Tensor]) -> tuple[tuple, ...]:
+def _add_strides(pair: Tensors) -> tuple[tuple, ...]:
     """Query and key, or one of them, each with its strides over samples, heads and tokens, as the kernels expect."""
     return tuple((states, *states.stride()[:3]) for states in pair)
 
 
 def _launch(
-    states: Sequence[torch.Tensor], shape: torch.Size, block_size: int | None, samples: int | None
+    states: Tensors, shape: torch.Size, block_size: int | None, samples: int | None
 ) -> tuple[tuple, tuple, dict]:
     """
     Args:
@@ -196,11 +189,7 @@ def _launch(
 
 
 def _sums(
-    kernel: Any,
-    gradients: Sequence[torch.Tensor],
-    rotated: Sequence[torch.Tensor],
-    shape: tuple[int, ...],
-    launch: tuple[tuple, tuple, dict],
+    kernel: Any, gradients: Tensors, rotated: Tensors, shape: tuple[int, ...], launch: tuple[tuple, tuple, dict]
 ) -> torch.Tensor:
     """Run a kernel whose programs each sum over their samples, and add the sums that share a rotation."""
     grid, sizes, constants = launch

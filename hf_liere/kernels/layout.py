@@ -1,6 +1,11 @@
 """Memory layout of queries, keys and rotations, for the kernels of every device."""
 
+from collections.abc import Sequence
+
 import torch
+
+
+Tensors = Sequence[torch.Tensor]
 
 
 def is_planes(rotation: torch.Tensor) -> bool:
