@@ -148,7 +148,7 @@ def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = N
 
 def _snippet(facts: Facts, repo_id: str | None) -> dict[str, Any]:
     """Template variables of the card's code example."""
-    assert facts.architecture is not None
+    assert facts.architecture is not None, "render_card names one"
     architecture, channels = facts.architecture, facts.model.get("num_channels", 3)
     auto_class = _auto_class(architecture)
     processor = "AutoVideoProcessor" if "Video" in architecture else "AutoImageProcessor"
