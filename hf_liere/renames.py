@@ -27,4 +27,4 @@ def warn_of_renames(module: str, names: Mapping[str, tuple[str, str]]) -> None:
         warnings.warn(message, FutureWarning, stacklevel=2)
         return pkgutil.resolve_name(new)
 
-    sys.modules[module].__getattr__ = __getattr__
+    vars(sys.modules[module])["__getattr__"] = __getattr__
