@@ -3,6 +3,7 @@
 from . import kernels  # noqa: F401 (registers itself)
 from .auto import load_peft, register
 from .conversion.upgrades import upgrade_encoding
+from .geometry.pose_embedding import PoseEmbedding
 from .models.encoding.rotary_embedding import LieRotaryEmbedding, grid_positions
 from .models.patched.rotary_patch import RotaryPatchConfig
 from .models.transformer.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
@@ -43,6 +44,7 @@ __all__ = [
     "LieREVideoForVideoClassification",
     "LieREVideoModel",
     "LieRotaryEmbedding",
+    "PoseEmbedding",
     "RotaryPatchConfig",
     "__version__",
     "batch_of_patches",

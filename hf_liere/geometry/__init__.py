@@ -1,0 +1,1 @@
+"""Orientations and poses of tokens in space."""

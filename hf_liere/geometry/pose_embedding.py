@@ -1,0 +1,383 @@
+"""Poses of cameras as a layer for anybody's attention: queries, keys, values, and what attention returns."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers.utils import logging
+from transformers.utils.generic import maybe_autocast
+
+from ..models.encoding.positions import TokenPositions
+from ..models.encoding.rotary_embedding import LieRotaryEmbedding
+from ..models.rotation.dispatch import values_are_unknown, working_dtype
+from ..models.rotation.rotation import PlaneRotation
+from .poses import (
+    check_intrinsics,
+    check_poses,
+    coarse_distance,
+    first_pose,
+    invert_poses,
+    lift_intrinsics,
+    relative_poses,
+    round_coarsely,
+)
+
+
+logger = logging.get_logger(__name__)
+
+
+class PoseFrames(NamedTuple):
+    """
+    The matrices of tokens, from [`PoseEmbedding.frames`].
+
+    Attributes:
+        to_camera: (1 or B, N, 4, 4) matrices D from the reference frame to the camera, or to its image.
+        from_camera: (1 or B, N, 4, 4) their inverses.
+        reference: (1 or B, 4, 4) pose of the reference frame.
+        patches: Rotations R(p) of the channels for patches, or `None`.
+    """
+
+    to_camera: torch.Tensor
+    from_camera: torch.Tensor
+    reference: torch.Tensor
+    patches: PlaneRotation | None = None
+
+
+class PoseEmbedding(nn.Module):
+    r"""
+    Attention that depends on the relative poses of cameras alone: GTA (Miyato et al., "GTA: A Geometry-Aware Attention
+    Mechanism for Multi-View Transformers", ICLR 2024, eqs. 4–6) with SE(3) on all channels, and PRoPE (Li et al.,
+    "Cameras as Relative Positional Encoding", arXiv 2507.10496, eqs. 14–20) with intrinsics and patches.
+
+    Every four neighbouring channels of a token are multiplied by a 4 × 4 matrix D = lift(K) P⁻¹, with the pose P of its
+    camera and lift(K) = [[K, 0], [0, 1]] (the identity without intrinsics): queries by Dᵀ, keys and values by D⁻¹, and
+    the output of attention by D. Token i then attends to token j with the score qᵢᵀ Dᵢ Dⱼ⁻¹ kⱼ and receives
+    Dᵢ Dⱼ⁻¹ vⱼ. Because Dᵢ Dⱼ⁻¹ = lift(Kᵢ) Pᵢ⁻¹ Pⱼ lift(Kⱼ)⁻¹, a motion of the whole scene, P → G P with G in SE(3),
+    changes nothing.
+
+    ```python
+    import torch
+    from torch.nn import functional as F
+
+    from hf_liere import PoseEmbedding
+
+    pose = PoseEmbedding(head_dim=64)
+    query, key, value = torch.randn(3, 2, 8, 100, 64)  # (B, heads, N, head_dim) each
+    poses = torch.eye(4).repeat(2, 100, 1, 1)  # (B, N, 4, 4), camera to world
+    poses[..., :3, 3] = torch.randn(2, 100, 3)
+    query, key, value = pose(query, key, value, poses)
+    output = F.scaled_dot_product_attention(query, key, value)
+    output = pose.undo(output, poses)  # (B, heads, N, head_dim)
+    ```
+
+    Compute the matrices once for all layers, and with options, by [`frames`]:
+
+    ```python
+    import torch
+
+    from hf_liere import PoseEmbedding, grid_positions
+
+    prope = PoseEmbedding(head_dim=64, patch_share=0.5)
+    poses = torch.eye(4).repeat(2, 3 * 16, 1, 1)  # 3 cameras with 16 patches each, camera after camera
+    intrinsics = torch.tensor([[200.0, 0, 128], [0, 200, 96], [0, 0, 1]]).repeat(2, 3 * 16, 1, 1)
+    frames = prope.frames(poses, intrinsics=intrinsics, image_size=(192, 256), patches=grid_positions((4, 4)))
+    query, key, value = prope(*torch.randn(3, 2, 8, 48, 64), frames)
+    ```
+
+    Matrices are computed in float64, from poses relative to one camera (`reference` of [`frames`]), and then rounded
+    to the type of the states, at least float32. With float64 poses a motion of the scene by kilometres changes float32
+    outputs by less than 1e-5 of the largest; with float32 poses, as long as cameras stay within 50 units of the world's
+    origin. A warning appears for float32 poses more than 168 units away, whose positions are rounded by 1e-5 units. The
+    error of float32 attention grows with the distances between cameras: 4e-6 at 50 units, 4e-5 at 1000. In half types,
+    results are rounded relative to these distances: choose a `translation_scale` that makes them about 1.
+
+    Args:
+        head_dim: Channels of a head.
+        patch_share: Share of the channels, the last of a head, that encode the place of a patch in its image instead of
+            the pose: they are rotated by axial RoPE, each axis with half of them. PRoPE uses 0.5. Both shares must be
+            multiples of 4 channels.
+        translation_scale: Factor of translations, the inverse of a typical distance between cameras, in the units of
+            the poses. Changes of the unit change attention, rotations of the scene do not.
+        rope_theta: Base of the frequencies of patches; 100 as in PRoPE.
+
+    Raises:
+        ValueError: if `head_dim` or a share of it is not a multiple of 4, or an option is out of range.
+    """
+
+    def __init__(
+        self, head_dim: int, *, patch_share: float = 0.0, translation_scale: float = 1.0, rope_theta: float = 100.0
+    ):
+        super().__init__()
+        if not 0 <= patch_share < 1:
+            raise ValueError(f"patch_share={patch_share} must be at least 0 and below 1.")
+        if not 0 < translation_scale < float("inf"):
+            raise ValueError(f"translation_scale={translation_scale} must be positive and finite.")
+        patch_channels = round(patch_share * head_dim)
+        if head_dim < 4 or head_dim % 4 or patch_channels % 4 or abs(patch_channels - patch_share * head_dim) > 1e-6:
+            shares = f", of which patch_share={patch_share} leaves {head_dim - patch_share * head_dim:g} to poses"
+            raise ValueError(
+                f"head_dim={head_dim}{shares if patch_share else ''}: 4 × 4 matrices need multiples of 4 channels, at "
+                "least 4, for poses and for patches."
+            )
+        self.head_dim, self.patch_share, self.translation_scale = head_dim, patch_share, translation_scale
+        self.pose_channels, self.rope_theta = head_dim - patch_channels, rope_theta
+        self.rotary: LieRotaryEmbedding | None = None
+        if patch_channels:
+            self.rotary = LieRotaryEmbedding(
+                1, patch_channels, num_axes=2, position_encoding="axial_rope", rope_theta=rope_theta
+            )
+
+    def frames(
+        self,
+        poses: torch.Tensor,
+        *,
+        intrinsics: torch.Tensor | None = None,
+        image_size: Sequence[int] | None = None,
+        known: torch.Tensor | None = None,
+        patches: torch.Tensor | TokenPositions | None = None,
+        reference: torch.Tensor | None = None,
+    ) -> PoseFrames:
+        """
+        The matrices of tokens, which `forward` and `undo` accept instead of poses.
+
+        Args:
+            poses: (B, N, 4, 4), or (N, 4, 4) if samples share them, from camera to world, float32 or float64.
+            intrinsics: (B, N, 3, 3) or (N, 3, 3) matrices K in pixels, for PRoPE's projections. They are normalised as
+                in its code, to f_x/w, f_y/h, c_x/w − ½ and c_y/h − ½.
+            image_size: (h, w), height and width of the images in the pixels of `intrinsics`. Where images differ in
+                size, divide the first two rows of K by w and h and pass (1, 1).
+            known: (B, N) or (N,), true where the pose is known. Other poses (and intrinsics) are ignored: D is the
+                identity there, as if the token stood in the reference frame. Attention stays invariant under a motion
+                of the scene, but scores with such tokens depend on the choice of the reference.
+            patches: (N, 2) or (B, N, 2) positions of tokens in their images, or [`grid_positions`]; if a divisor of N,
+                those of one image, repeated for every camera. Required with `patch_share`.
+            reference: (4, 4) or (B, 4, 4) pose relative to which matrices are computed. `None` means the first known
+                pose of each sample, and the world's frame without any. If all poses are known it matters for rounding
+                alone. Queries and keys need the same: pass `reference` of the queries' frames for keys of other tokens,
+                and a fixed one if keys are cached.
+
+        Raises:
+            ValueError: if shapes do not fit, options are missing, or a matrix is not a pose (with the deviation).
+        """
+        poses = _as_batch("poses", poses, (4, 4))  # (1 or B, N, 4, 4)
+        tokens = poses.shape[1]
+        if known is not None:
+            known = _known_tokens(known, poses)  # (1 or B, N)
+            poses = _where_known(known, poses)
+        check_poses("poses", poses)
+        self._warn_of_rounding(poses)
+        dtype = working_dtype(poses.device)
+        with maybe_autocast(poses.device.type, enabled=False):
+            poses = poses.to(dtype)
+            reference = first_pose(poses, known) if reference is None else _check_reference(reference, poses)
+            from_camera = relative_poses(poses, reference, self.translation_scale)  # (1 or B, N, 4, 4)
+            to_camera = invert_poses(from_camera)
+            if intrinsics is not None:
+                to_image, from_image = _projections(intrinsics, image_size, known, poses)
+                to_camera, from_camera = to_image @ to_camera, from_camera @ from_image
+            elif image_size is not None:
+                raise ValueError(f"image_size={tuple(image_size)} was given without intrinsics.")
+            if known is not None:
+                to_camera, from_camera = _where_known(known, to_camera), _where_known(known, from_camera)
+        return PoseFrames(to_camera, from_camera, reference, self._patch_rotations(patches, tokens))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        poses: torch.Tensor | PoseFrames,
+        key_poses: torch.Tensor | PoseFrames | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Dᵀ q, D⁻¹ k and D⁻¹ v, in the shapes and types of query, key and value.
+
+        Args:
+            query: (B, H, N, head_dim).
+            key, value: (B, G, M, head_dim), also of fewer heads than the query.
+            poses: Those of the queries' tokens, as for [`frames`]; or its result.
+            key_poses: Those of the keys' tokens, likewise; `None` if they are the same tokens. They become relative
+                to the `reference` of the queries; a result of [`frames`] must have the same.
+
+        Raises:
+            ValueError: if shapes, types or references do not fit, or as [`frames`].
+        """
+        frames = self._find_frames(poses)
+        key_frames = frames if key_poses is None else self._find_frames(key_poses, frames.reference)
+        _check_same_reference(frames, key_frames)
+        self._check_states("query", query, frames)
+        self._check_states("key", key, key_frames)
+        self._check_states("value", value, key_frames)
+        return (
+            self._transform(query, frames.to_camera.mT, frames.patches),
+            self._transform(key, key_frames.from_camera, key_frames.patches),
+            self._transform(value, key_frames.from_camera, key_frames.patches),
+        )
+
+    def undo(self, output: torch.Tensor, poses: torch.Tensor | PoseFrames) -> torch.Tensor:
+        """
+        D o: what attention returns for transformed queries, keys and values, in the frame of each query's camera.
+
+        Args:
+            output: (B, H, N, head_dim).
+            poses: The `poses` of the call that transformed the query.
+
+        Returns:
+            The same shape and type.
+
+        Raises:
+            ValueError: as `forward`.
+        """
+        frames = self._find_frames(poses)
+        self._check_states("output", output, frames)
+        patches = frames.patches
+        if patches is not None:
+            patches = PlaneRotation(patches.cos_sin * patches.cos_sin.new_tensor([1.0, -1.0]))
+        return self._transform(output, frames.to_camera, patches)
+
+    def extra_repr(self) -> str:
+        return (
+            f"head_dim={self.head_dim}, patch_share={self.patch_share}, translation_scale={self.translation_scale}, "
+            f"rope_theta={self.rope_theta}"
+        )
+
+    def _find_frames(self, poses: torch.Tensor | PoseFrames, reference: torch.Tensor | None = None) -> PoseFrames:
+        if isinstance(poses, PoseFrames):
+            return poses
+        return self.frames(poses, reference=reference)
+
+    def _patch_rotations(self, patches: torch.Tensor | TokenPositions | None, tokens: int) -> PlaneRotation | None:
+        """Rotations of all tokens, those of one image repeated."""
+        if (patches is None) != (self.rotary is None):
+            given = "none were given" if patches is None else "patches were given"
+            raise ValueError(
+                f"patch_share={self.patch_share} and {given}: positions of patches, frames(poses, patches=…), belong "
+                "to a patch_share above 0."
+            )
+        if self.rotary is None:
+            return None
+        (rotation,) = self.rotary.rotations(patches)
+        assert isinstance(rotation, PlaneRotation), "axial RoPE rotates planes"
+        times, rest = divmod(tokens, rotation.num_tokens())
+        if rest:
+            raise ValueError(
+                f"There are patches of {rotation.num_tokens()} tokens and poses of {tokens}: as many patches, or a "
+                "divisor for the patches of each camera, are needed."
+            )
+        return PlaneRotation(rotation.cos_sin.repeat(1, 1, times, 1, 1))  # (1 or B, 1, N, planes, 2)
+
+    def _warn_of_rounding(self, poses: torch.Tensor) -> None:
+        if round_coarsely(poses, poses.dtype, self.translation_scale):
+            limit = coarse_distance(poses.dtype) / self.translation_scale
+            # Without the distance, so that the warning appears once.
+            logger.warning_once(
+                f"Poses of type {poses.dtype} lie more than {limit:.3g} units from the origin, where their rounding is "
+                "visible in attention. Keep poses in float64 from the file on, or subtract a common origin in float64."
+            )
+
+    def _check_states(self, name: str, states: torch.Tensor, frames: PoseFrames) -> None:
+        if states.ndim != 4 or states.shape[3] != self.head_dim:
+            raise ValueError(
+                f"{name} of shape {tuple(states.shape)} must be (batch, heads, tokens, head_dim={self.head_dim})."
+            )
+        if not states.is_floating_point():
+            raise ValueError(f"{name} are {states.dtype}; a floating point type is needed.")
+        samples, tokens = frames.to_camera.shape[:2]
+        if tokens != states.shape[2] or samples not in (1, states.shape[0]):
+            raise ValueError(
+                f"There are poses of {tokens} tokens in {samples} samples, but {name} of shape {tuple(states.shape)}: "
+                f"poses of {states.shape[2]} tokens in 1 or {states.shape[0]} samples are needed; those of keys of "
+                "other tokens are key_poses."
+            )
+        if (frames.patches is None) != (self.rotary is None):
+            raise ValueError(f"The frames are of a PoseEmbedding with another patch_share than {self.patch_share}.")
+
+    def _transform(self, states: torch.Tensor, matrices: torch.Tensor, patches: PlaneRotation | None) -> torch.Tensor:
+        """(B, H, N, head_dim) states by (1 or B, N, 4, 4) matrices, and the last channels by rotations of patches."""
+        wide = torch.promote_types(states.dtype, torch.float32)
+        with maybe_autocast(states.device.type, enabled=False):
+            matrices = matrices.to(wide)[:, None, :, None]  # (1 or B, 1, N, 1, 4, 4)
+            columns = states[..., : self.pose_channels].to(wide).unflatten(-1, (-1, 4)).unbind(-1)  # 4 × (B, H, N, D/4)
+            # Sums of products: matrix products may be rounded to TF32.
+            rows = [sum(column * matrices[..., row, at] for at, column in enumerate(columns)) for row in range(4)]
+            result = torch.stack(rows, dim=-1).flatten(-2).to(states.dtype)  # (B, H, N, D)
+            if patches is None:
+                return result
+            others = states[..., self.pose_channels :]
+            rotated, _ = patches.rotate(others, others[:0])
+            return torch.cat([result, rotated], dim=-1)
+
+
+def _check_same_reference(frames: PoseFrames, key_frames: PoseFrames) -> None:
+    first, second = frames.reference, key_frames.reference
+    if first is second or values_are_unknown(first, second) or (first == second).all():
+        return
+    raise ValueError(
+        "The frames of queries and keys have different references: pass reference=frames.reference, of the queries' "
+        "frames, to those of the keys."
+    )
+
+
+def _as_batch(name: str, matrices: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """(1 or B, N, …) from (B, N, …) or (N, …) float32 or float64 matrices."""
+    if matrices.ndim not in (3, 4) or matrices.shape[-2:] != shape:
+        raise ValueError(
+            f"{name} of shape {tuple(matrices.shape)} must be (batch, tokens, {shape[0]}, {shape[1]}) or (tokens, "
+            f"{shape[0]}, {shape[1]})."
+        )
+    if matrices.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{name} are {matrices.dtype}; float32 or float64 is needed, whatever the type of the states.")
+    return matrices if matrices.ndim == 4 else matrices.unsqueeze(0)
+
+
+def _known_tokens(known: torch.Tensor, poses: torch.Tensor) -> torch.Tensor:
+    """(1 or B, N) on the device of the (1 or B, N, 4, 4) poses."""
+    samples, tokens = poses.shape[:2]
+    if known.dtype != torch.bool or known.ndim not in (1, 2) or known.shape[-1] != tokens:
+        raise ValueError(
+            f"known of shape {tuple(known.shape)} and type {known.dtype} must be (batch, tokens) or (tokens,) of type "
+            f"bool, for {tokens} tokens."
+        )
+    known = known.to(poses.device)
+    known = known if known.ndim == 2 else known.unsqueeze(0)
+    if len({1, samples, known.shape[0]}) > 2:
+        raise ValueError(f"known is of {known.shape[0]} samples and poses are of {samples}.")
+    return known.expand(max(samples, known.shape[0]), -1)
+
+
+def _where_known(known: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """(1 or B, N, n, n) matrices, the identity where (1 or B, N) `known` is false; values there get no gradient."""
+    identity = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+    return torch.where(known[..., None, None], matrices, identity)
+
+
+def _check_reference(reference: torch.Tensor, poses: torch.Tensor) -> torch.Tensor:
+    """(1 or B, 4, 4) in the type of the poses."""
+    if reference.ndim == 2:
+        reference = reference.unsqueeze(0)
+    samples = len(poses)
+    if reference.ndim != 3 or reference.shape[1:] != (4, 4) or len({1, samples, len(reference)}) > 2:
+        raise ValueError(
+            f"reference of shape {tuple(reference.shape)} must be (4, 4) or (batch, 4, 4), for {len(poses)} samples."
+        )
+    check_poses("reference", reference)
+    return reference.to(poses)
+
+
+def _projections(
+    intrinsics: torch.Tensor, image_size: Sequence[int] | None, known: torch.Tensor | None, poses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """lift(K) and its inverse, (1 or B, N, 4, 4) in the type of the poses."""
+    intrinsics = _as_batch("intrinsics", intrinsics, (3, 3))  # (1 or B, N, 3, 3)
+    if intrinsics.shape[1] != poses.shape[1] or len({1, len(poses), len(intrinsics)}) > 2:
+        raise ValueError(
+            f"intrinsics are of {intrinsics.shape[1]} tokens in {len(intrinsics)} samples and poses of "
+            f"{poses.shape[1]} in {len(poses)}."
+        )
+    if image_size is None or len(image_size) != 2 or min(image_size) <= 0:
+        raise ValueError(f"image_size={image_size} must be (height, width) of the image in the pixels of intrinsics.")
+    if known is not None:
+        intrinsics = _where_known(known, intrinsics)
+    check_intrinsics(intrinsics)
+    return lift_intrinsics(intrinsics.to(poses), image_size)

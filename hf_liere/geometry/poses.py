@@ -1,0 +1,127 @@
+"""Rigid motions and intrinsics as 4 × 4 matrices, and the checks of those that are given."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..models.rotation.dispatch import values_are_unknown
+
+
+# Largest deviation of a pose from SE(3). Invariance does not depend on it: trajectories in text files have few digits.
+TOLERANCE = 1e-3
+# Rounding of a translation, in its scaled unit, above which a change of the world's frame changes attention noticeably.
+COARSE = 1e-5
+
+
+def relative_poses(poses: torch.Tensor, reference: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """
+    G⁻¹ P with the reference G, its translations times `scale`: (B, N, 4, 4) from (B, N, 4, 4) and (1 or B, 4, 4).
+
+    Translations are subtracted before they are rotated, so that their difference is exact far from the origin. That
+    this is unchanged by a common motion of P and G does not depend on how exactly their rotations are orthogonal.
+    """
+    turn = reference[:, None, :3, :3].mT  # (1 or B, 1, 3, 3)
+    moved = (poses[..., :3, 3:] - reference[:, None, :3, 3:]) * scale  # (B, N, 3, 1)
+    return _homogeneous(turn @ poses[..., :3, :3], turn @ moved)
+
+
+def invert_poses(poses: torch.Tensor) -> torch.Tensor:
+    """[[Rᵀ, −Rᵀt], [0, 1]] of (…, 4, 4) poses [[R, t], [0, 1]]."""
+    turn = poses[..., :3, :3].mT
+    return _homogeneous(turn, -turn @ poses[..., :3, 3:])
+
+
+def first_pose(poses: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
+    """(1 or B, 4, 4), the first pose of every sample that is true in (1 or B, N) `known`, else the very first."""
+    if known is None:
+        return poses[:, 0]
+    first = known.to(torch.uint8).argmax(dim=1)  # (1 or B,)
+    return torch.take_along_dim(poses, first[:, None, None, None], dim=1)[:, 0]
+
+
+def lift_intrinsics(intrinsics: torch.Tensor, image_size: Sequence[int | float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    lift(K) = [[K, 0], [0, 1]] (PRoPE, eqs. 3 and 4) of normalised intrinsics, and its inverse: (…, 4, 4) from (…, 3, 3)
+    in pixels. With (h, w) `image_size`, rows are divided by w, h and 1, and the principal point is counted from the
+    centre of the image: f_x/w, f_y/h, c_x/w − ½, c_y/h − ½.
+    """
+    height, width = image_size
+    focal_x, skew, centre_x = intrinsics[..., 0, :].unbind(-1)  # (…,) each
+    focal_y, centre_y = intrinsics[..., 1, 1] / height, intrinsics[..., 1, 2] / height - 0.5
+    focal_x, skew, centre_x = focal_x / width, skew / width, centre_x / width - 0.5
+    zero, one = torch.zeros_like(focal_x), torch.ones_like(focal_x)
+    lifted = [focal_x, skew, centre_x, zero, zero, focal_y, centre_y, zero]
+    inverse_skew = -skew / (focal_x * focal_y)
+    inverse = [1 / focal_x, inverse_skew, -centre_x / focal_x - inverse_skew * centre_y, zero]
+    inverse += [zero, 1 / focal_y, -centre_y / focal_y, zero]
+    below = [zero, zero, one, zero, zero, zero, zero, one]
+    first, second = (torch.stack(entries + below, dim=-1).unflatten(-1, (4, 4)) for entries in (lifted, inverse))
+    return first, second
+
+
+def check_poses(name: str, poses: torch.Tensor) -> None:
+    """
+    Raises:
+        ValueError: if a (…, 4, 4) pose is not a rotation and a translation above 0, 0, 0, 1, with its index and
+            deviation.
+    """
+    if values_are_unknown(poses):
+        return
+    matrices = poses.detach().double() if poses.device.type != "mps" else poses.detach()
+    rotation = matrices[..., :3, :3]
+    identity = torch.eye(4, dtype=matrices.dtype, device=matrices.device)
+    skewed = (rotation.mT @ rotation - identity[:3, :3]).abs().amax(dim=(-2, -1))  # (…,)
+    bottom = (matrices[..., 3, :] - identity[3]).abs().amax(dim=-1)  # (…,)
+    mirrored = torch.linalg.det(rotation) < 0
+    # Comparisons with NaN are false.
+    accepted = (skewed <= TOLERANCE) & (bottom <= TOLERANCE) & ~mirrored & matrices.isfinite().all(-1).all(-1)
+    if accepted.all():
+        return
+    index = tuple((~accepted).nonzero()[0].tolist())
+    if not matrices[index].isfinite().all():
+        reason = "it contains values that are not finite"
+    elif bottom[index] > TOLERANCE:
+        last = ", ".join(f"{value:.4g}" for value in matrices[index][3].tolist())
+        reason = f"its last row is {last} instead of 0, 0, 0, 1"
+    elif skewed[index] > TOLERANCE:
+        reason = f"RᵀR differs from the identity by {skewed[index].item():.2g}; up to {TOLERANCE:g} is accepted"
+    else:
+        reason = "its determinant is −1, a reflection: change the sign of an axis"
+    raise ValueError(
+        f"{name}[{', '.join(map(str, index))}] is not a pose [[R, t], [0, 1]] from camera to world: {reason}. "
+        f"{(~accepted).sum().item()} of {accepted.numel()} matrices are refused."
+    )
+
+
+def check_intrinsics(intrinsics: torch.Tensor) -> None:
+    """Raises `ValueError` if a (…, 3, 3) matrix is not [[f_x, s, c_x], [0, f_y, c_y], [0, 0, 1]], f_x and f_y not 0."""
+    if values_are_unknown(intrinsics):
+        return
+    given = intrinsics.detach()
+    zeros = (given[..., 1, 0] == 0) & (given[..., 2, :2] == 0).all(-1) & (given[..., 2, 2] == 1)
+    accepted = zeros & (given[..., 0, 0] != 0) & (given[..., 1, 1] != 0) & given.isfinite().all(-1).all(-1)
+    if not accepted.all():
+        index = tuple((~accepted).nonzero()[0].tolist())
+        raise ValueError(
+            f"intrinsics[{', '.join(map(str, index))}] are {given[index].tolist()}; accepted are finite "
+            "[[f_x, s, c_x], [0, f_y, c_y], [0, 0, 1]] with f_x and f_y that are not 0."
+        )
+
+
+def round_coarsely(poses: torch.Tensor, dtype: torch.dtype, scale: float) -> bool:
+    """Whether (…, 4, 4) poses lie so far from the origin that `dtype` rounds their scaled translations by `COARSE`."""
+    if values_are_unknown(poses):
+        return False
+    return bool((poses.detach()[..., :3, 3].abs() > coarse_distance(dtype) / scale).any())
+
+
+def coarse_distance(dtype: torch.dtype) -> float:
+    """Largest number that `dtype` rounds by at most `COARSE`."""
+    return COARSE / (torch.finfo(dtype).eps / 2)
+
+
+def _homogeneous(rotation: torch.Tensor, translation: torch.Tensor) -> torch.Tensor:
+    """[[R, t], [0, 1]] of (…, 3, 3) and (…, 3, 1)."""
+    above = torch.cat([rotation, translation], dim=-1)  # (…, 3, 4)
+    last = torch.cat([torch.zeros_like(above[..., :1, :3]), torch.ones_like(above[..., :1, 3:])], dim=-1)
+    return torch.cat([above, last], dim=-2)
