@@ -19,8 +19,8 @@ from .poses import (
     first_pose,
     invert_poses,
     lift_intrinsics,
+    poses_are_distant,
     relative_poses,
-    round_coarsely,
 )
 
 
@@ -268,7 +268,7 @@ class PoseEmbedding(nn.Module):
         return PlaneRotation(rotation.cos_sin.repeat(1, 1, times, 1, 1))  # (1 or B, 1, N, planes, 2)
 
     def _warn_of_rounding(self, poses: torch.Tensor) -> None:
-        if round_coarsely(poses, poses.dtype, self.translation_scale):
+        if poses_are_distant(poses, self.translation_scale):
             limit = coarse_distance(poses.dtype) / self.translation_scale
             # Without the distance, so that the warning appears once.
             logger.warning_once(

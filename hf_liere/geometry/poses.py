@@ -108,11 +108,11 @@ def check_intrinsics(intrinsics: torch.Tensor) -> None:
         )
 
 
-def round_coarsely(poses: torch.Tensor, dtype: torch.dtype, scale: float) -> bool:
-    """Whether (…, 4, 4) poses lie so far from the origin that `dtype` rounds their scaled translations by `COARSE`."""
+def poses_are_distant(poses: torch.Tensor, scale: float) -> bool:
+    """Whether (…, 4, 4) poses are further from the origin than [`coarse_distance`], their translations times `scale`."""
     if values_are_unknown(poses):
         return False
-    return bool((poses.detach()[..., :3, 3].abs() > coarse_distance(dtype) / scale).any())
+    return bool((poses.detach()[..., :3, 3].abs() * scale > coarse_distance(poses.dtype)).any())
 
 
 def coarse_distance(dtype: torch.dtype) -> float:
