@@ -290,6 +290,11 @@ class PoseEmbedding(nn.Module):
                 f"poses of {states.shape[2]} tokens in 1 or {states.shape[0]} samples are needed; those of keys of "
                 "other tokens are key_poses."
             )
+        if frames.patches is not None and frames.patches.num_samples() not in (1, states.shape[0]):
+            raise ValueError(
+                f"There are patches of {frames.patches.num_samples()} samples, but {name} of shape "
+                f"{tuple(states.shape)}: patches of 1 or {states.shape[0]} samples are needed."
+            )
         if (frames.patches is None) != (self.rotary is None):
             raise ValueError(f"The frames are of a PoseEmbedding with another patch_share than {self.patch_share}.")
 

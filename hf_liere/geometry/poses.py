@@ -109,7 +109,7 @@ def check_intrinsics(intrinsics: torch.Tensor) -> None:
 
 
 def poses_are_distant(poses: torch.Tensor, scale: float) -> bool:
-    """Whether (…, 4, 4) poses are further from the origin than [`coarse_distance`], their translations times `scale`."""
+    """Whether (…, 4, 4) poses are, times `scale`, further from the origin than [`coarse_distance`]."""
     if values_are_unknown(poses):
         return False
     return bool((poses.detach()[..., :3, 3].abs() * scale > coarse_distance(poses.dtype)).any())

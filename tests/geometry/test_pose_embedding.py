@@ -390,8 +390,13 @@ def test_states_that_do_not_fit():
         layer.undo(states[0].long(), random_poses(2, 4))
     with pytest.raises(ValueError, match="none were given"):
         PoseEmbedding(HEAD_DIM, patch_share=0.5)(*states, random_poses(2, 4))
+    layer = PoseEmbedding(HEAD_DIM, patch_share=0.5)
     with pytest.raises(ValueError, match="3 tokens and poses of 4"):
-        PoseEmbedding(HEAD_DIM, patch_share=0.5).frames(random_poses(2, 4), patches=torch.rand(3, 2))
+        layer.frames(random_poses(2, 4), patches=torch.rand(3, 2))
+    with pytest.raises(ValueError, match="patches of 3 samples"):
+        layer(*states, layer.frames(random_poses(2, 4), patches=torch.rand(3, 4, 2)))
+    with pytest.raises(ValueError, match="another patch_share than 0.5"):
+        layer(*states, PoseEmbedding(HEAD_DIM).frames(random_poses(2, 4)))
 
 
 @pytest.mark.parametrize("dtype, warned", [(torch.float32, True), (torch.float64, False)])
