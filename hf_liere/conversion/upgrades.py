@@ -27,10 +27,13 @@ No exact upgrade exists if generators do not commute and b does not divide b′,
 without learned rotations. Spherical RoPE is a product of rotations, unlike any other encoding.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from ..inspection.common_planes import find_common_planes
-from ..models.encoding.commuting_encodings import EncodingInBasis
+from ..models.encoding.commuting_encodings import ROUNDING, EncodingInBasis
 from ..models.encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, rotary_traits, traits_of
 from ..models.encoding.encodings import ENCODING_CLASSES
 from ..models.encoding.rotary_encoding import RotaryEncoding
@@ -42,8 +45,6 @@ from .rebuilding import change_config, find_encoder, rebuild
 
 
 LEARNED_ENCODINGS = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.learned and not traits.product)
-# Relative deviation from commuting, proportional or axial generators that float32 rounding may cause.
-ROUNDING = 1e-6
 
 
 def upgrade_encoding(
@@ -114,7 +115,7 @@ def _upgrade_parameters(
     target = ENCODING_CLASSES[new.position_encoding](new, new.num_axes)
     if encoding is None:
         zeros = torch.zeros(new.num_axes, target.layers, target.heads, target.num_planes, dtype=torch.float64)
-        return _parameters_from_planes(target, zeros), None
+        return target.parameters_for_planes(zeros), None
     with torch.no_grad():
         parameter = next(encoding.parameters(), torch.empty(0))
         matrices = skew(encoding.entries(parameter.device).detach().double().cpu(), encoding.block_size)
@@ -126,7 +127,8 @@ def _upgrade_parameters(
             matrices = first
     try:
         entries = _embed_blocks(matrices, old, target)
-        return _parameters_from_entries(entries.expand(-1, target.layers, target.heads, -1, -1), target), None
+        with _as_refusals(target):
+            return target.parameters_for_entries(entries.expand(-1, target.layers, target.heads, -1, -1)), None
     except ConversionError as reason:
         planes = find_common_planes(matrices)
         if planes.error.max() > ROUNDING:
@@ -136,7 +138,8 @@ def _upgrade_parameters(
             ) from None
     frequencies, bases = _join_blocks(planes.frequencies, planes.basis, target.config.head_dim)
     frequencies, bases = _move_planes(frequencies, bases, target)
-    return _parameters_from_planes(target, frequencies.expand(-1, target.layers, target.heads, -1)), bases
+    with _as_refusals(target):
+        return target.parameters_for_planes(frequencies.expand(-1, target.layers, target.heads, -1)), bases
 
 
 def _embed_blocks(matrices: torch.Tensor, old: LieREConfig, target: RotaryEncoding) -> torch.Tensor:
@@ -283,38 +286,12 @@ def _group_planes(frequencies: torch.Tensor, encoding: str) -> list[tuple[int | 
     return [(None, group) for group in groups]
 
 
-def _parameters_from_planes(target: RotaryEncoding, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Parameters by name, from the frequencies (A, layers, heads, planes) of an encoding's planes."""
-    if rotary_traits(target.config).proportional:
-        return _parameters_from_entries(target.to_blocks(frequencies), target)
-    return target.parameters_for_planes(frequencies)
-
-
-def _parameters_from_entries(entries: torch.Tensor, target: RotaryEncoding) -> dict[str, torch.Tensor]:
-    """Parameters by name, from the entries of the generators (A, layers, heads, blocks, entries)."""
-    traits = rotary_traits(target.config)
-    if traits.serves_one_axis:
-        serves = target.axis_multipliers(entries.device).unsqueeze(-1)
-        if (entries * ~serves).norm() > ROUNDING * entries.norm():
-            raise ConversionError(
-                f"No exact upgrade to {target.config.position_encoding}: each of its blocks rotates with one axis "
-                "alone, the axes in turn."
-            )
-        return {"generators": (entries * serves).sum(0)}
-    return _factor_proportional(entries) if traits.proportional else {"generators": entries}
-
-
-def _factor_proportional(entries: torch.Tensor) -> dict[str, torch.Tensor]:
-    """P and θ with entries[a] = θ_a P, block by block (ComRoPE eq. 10); θ = 1 for a block of zeros."""
-    largest = entries.norm(dim=-1).argmax(dim=0, keepdim=True)
-    base = entries.gather(0, largest.unsqueeze(-1).expand(1, *entries.shape[1:]))
-    squared = base.square().sum(dim=-1)
-    multipliers = torch.where(squared > 0, (entries * base).sum(dim=-1) / squared.clamp_min(1e-300), 1.0)
-    difference = (entries - multipliers.unsqueeze(-1) * base).norm(dim=-1)
-    different = difference > ROUNDING * base.norm(dim=-1)
-    if different.any():
-        raise ConversionError(
-            "No exact upgrade to comrope_ld: the generators of a block's axes must be multiples of one matrix, and "
-            f"in {different.any(dim=0).sum().item()} blocks they are not."
-        )
-    return {"generators": base.squeeze(0), "multipliers": multipliers}
+@contextmanager
+def _as_refusals(target: RotaryEncoding) -> Iterator[None]:
+    """Why an encoding has no such parameters, as a `ConversionError`."""
+    try:
+        yield
+    except ConversionError:
+        raise
+    except ValueError as reason:
+        raise ConversionError(f"No exact upgrade to {target.config.position_encoding}: {reason}.") from None

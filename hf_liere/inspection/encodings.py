@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from .. import reference
 from ..models.encoding.encoding_traits import EncodingTraits, rotary_traits
 from ..models.encoding.folding import FoldedPlanes, build_encoding
-from ..models.encoding.positions import TokenPositions
+from ..models.encoding.positions import TokenPositions, grid_steps
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.rotation.exponential import block_rotations, plane_rotations, skew
 from ..models.rotation.rotation import PlaneRotation
@@ -84,10 +84,25 @@ class AngleStatistics(NamedTuple):
     density: torch.Tensor
 
 
+class Movement(NamedTuple):
+    """
+    How far training moved the generators A_a from the A_a⁰ with which they started, as Frobenius norms over a head in
+    radians per patch of the trained grid.
+
+    Attributes:
+        distance: (A, layers, heads), ‖A_a − A_a⁰‖_F.
+        start: (A, layers, heads), ‖A_a⁰‖_F.
+    """
+
+    distance: torch.Tensor
+    start: torch.Tensor
+
+
 class Initialization(NamedTuple):
     """
     Elements of generators drawn with `rotary_init` and `rotary_init_scale`, compared with those of [`AngleStatistics`].
-    Only distributions are comparable, because checkpoints do not contain the initial generators.
+    Checkpoints do not contain the initial generators, so only distributions are comparable, unless the configuration
+    determines the start, as with `rotary_init="axial"` or `"zeros"`.
 
     Attributes:
         name, scale: `rotary_init` and `rotary_init_scale`.
@@ -97,6 +112,7 @@ class Initialization(NamedTuple):
         distance: Largest difference between the cumulative distributions of learned and untrained elements (the
             Kolmogorov–Smirnov statistic, from 0 to 1), over at most `ELEMENTS_COMPARED` elements.
         chance: Largest distance between one of `DRAWS` draws of untrained generators and all others.
+        movement: See [`Movement`]; `None` if the start is random, and for folded planes, whose order is another.
     """
 
     name: str
@@ -107,6 +123,7 @@ class Initialization(NamedTuple):
     learned_density: torch.Tensor
     distance: float
     chance: float
+    movement: Movement | None
 
 
 class Frequencies(NamedTuple):
@@ -177,9 +194,9 @@ def patch_positions(encoding: RotaryEncoding, grid: tuple[int, ...] | None = Non
 
 def patch_steps(encoding: RotaryEncoding) -> torch.Tensor:
     """(A,) distances of neighbouring patches of the trained grid in coordinates; 0 along an axis of one patch."""
-    positions = patch_positions(encoding)
-    intervals = positions.new_tensor(encoding.config.train_grid).sub(1).clamp(min=1)
-    return (positions.amax(0) - positions.amin(0)) / intervals
+    grid = torch.tensor(encoding.config.train_grid)
+    steps = grid_steps(encoding.config.train_grid, encoding.config.coordinates)
+    return torch.tensor(steps, dtype=torch.float64) * (grid > 1)
 
 
 def rotation_matrices(matrices: torch.Tensor, positions: torch.Tensor, product: bool = False) -> torch.Tensor:
@@ -284,24 +301,31 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
     if not traits.learned:
         return None
     config.folded_grids = None
-    draws = []
-    learned = _elements(generator_matrices(encoding), traits).flatten()
+    drawn_matrices = []
+    trained = generator_matrices(encoding)
+    learned = _elements(trained, traits).flatten()
     with torch.random.fork_rng(devices=[]):
         untrained = build_encoding(config, encoding.num_axes)
         torch.manual_seed(0)
         for _ in range(DRAWS):
             untrained.reset_parameters()
             if isinstance(encoding, FoldedPlanes):
-                matrices = skew(untrained.folded_frequencies().detach().double().unsqueeze(-1), 2)
+                drawn_matrices.append(skew(untrained.folded_frequencies().detach().double().unsqueeze(-1), 2))
             else:
-                matrices = generator_matrices(untrained)
-            draws.append(_sample(_elements(matrices, traits).flatten()))
+                drawn_matrices.append(generator_matrices(untrained))
+        draws = [_sample(_elements(matrices, traits).flatten()) for matrices in drawn_matrices]
         drawn = torch.cat(draws)
         distance = _distance(_sample(learned), drawn)
     chance = max(_distance(draw, torch.cat(draws[:index] + draws[index + 1 :])) for index, draw in enumerate(draws))
     name, scale, std = config.rotary_init, config.rotary_init_scale, drawn.std(correction=0).item()
     edges, density, learned_density = _densities(drawn, learned)
-    return Initialization(name, scale, std, edges, density, learned_density, distance, chance)
+    movement, start = None, drawn_matrices[0]
+    comparable = not isinstance(encoding, FoldedPlanes) or not start.any()
+    if comparable and all(torch.equal(start, other) for other in drawn_matrices):
+        steps = patch_steps(encoding).view(-1, 1, 1)
+        distances = (matrices.flatten(-3).norm(dim=-1) * steps for matrices in (trained - start, start))
+        movement = Movement(*distances)
+    return Initialization(name, scale, std, edges, density, learned_density, distance, chance, movement)
 
 
 def _sample(elements: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ..version import __version__
 from .analysis import Analysis, InspectedModel
 from .attention_plots import plot_attention, plot_distances
 from .comparison import Comparison
-from .encodings import EncodingAnalysis
+from .encodings import EncodingAnalysis, Movement
 from .plots import (
     Plot,
     axis_names,
@@ -219,10 +219,8 @@ def describe_start(encoding: EncodingAnalysis) -> str:
     start = encoding.initialization
     if start is None:
         return "They are fixed, not learned."
-    if not start.std:
-        if not encoding.angles.std:
-            return "They are all zero, as initialised by rotary_init='zeros': nothing has been learned."
-        return "They were initialised to zero (rotary_init='zeros'): all of this was learned."
+    if start.movement is not None:
+        return _describe_movement(start.name, start.movement)
     drawn = (
         f"Untrained ones, drawn with rotary_init={start.name!r} and rotary_init_scale={start.scale:.4g}, have "
         f"{start.std:.3g}. The cumulative distributions of both differ by at most {start.distance:.2g} "
@@ -234,6 +232,26 @@ def describe_start(encoding: EncodingAnalysis) -> str:
             "nevertheless: checkpoints do not contain the initial ones."
         )
     return f"{drawn}: the distribution has changed in training."
+
+
+def _describe_movement(name: str, movement: Movement) -> str:
+    """How far training moved the generators from a start that the configuration determines."""
+    moved, start = (part.square().sum((0, 2)).sqrt() for part in movement)  # (layers,) each
+    if not moved.any():
+        zero = "" if start.any() else "all zero, "
+        return f"They are {zero}as initialised by rotary_init={name!r}: nothing has been learned."
+    if not start.any():
+        return (
+            f"They were initialised to zero (rotary_init={name!r}): all of this was learned. The Frobenius norm of a "
+            f"layer is now {moved.min():.2g} to {moved.max():.2g} radians per patch."
+        )
+    relative = moved / start
+    least, most = relative.argmin().item(), relative.argmax().item()
+    return (
+        f"Training moved them from their start, rotary_init={name!r}, by {moved.norm() / start.norm():.1%} of its "
+        f"Frobenius norm, in radians per patch: by {relative[least]:.1%} in layer {least + 1} to {relative[most]:.1%} "
+        f"in layer {most + 1}."
+    )
 
 
 def _commutation_plots(analysis: Analysis, axes: list[str]) -> Iterator[Plot]:

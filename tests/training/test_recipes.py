@@ -501,8 +501,9 @@ def test_fixed_rotations_are_those_of_the_papers_code(path, mini):
         config = model_args.config_class(**model_args.architecture())
         if config.coordinates == "train_grid":
             encoding = build_rotary_encoding(config, config.num_axes)
-            found = encoding.entries(torch.device("cpu"))[0].flatten()[: encoding.planes_per_axis]
-            expected = torch.exp(-4 * torch.linspace(0, 1, encoding.planes_per_axis, dtype=torch.float64))
+            count = config.head_dim // (2 * config.num_axes)
+            found = encoding.entries(torch.device("cpu"))[0].flatten()[:count]
+            expected = torch.exp(-4 * torch.linspace(0, 1, count, dtype=torch.float64))
             # The base is written with seven digits.
             torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
         elif not mini:

@@ -14,6 +14,11 @@ from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import PlaneRotation
 from .positions import TokenPositions
 from .rotary_encoding import ALL_LAYERS, RotaryEncoding
+from .starting_values import FREQUENCIES
+
+
+# Relative deviation from proportional or axial generators that float32 rounding may cause.
+ROUNDING = 1e-6
 
 
 class EncodingInBasis(RotaryEncoding):
@@ -129,9 +134,12 @@ class ComRoPEAxialPartition(EncodingInBasis):
         by_block = (self.axis_multipliers(factors.device) * factors).sum(0)  # (1, 1, blocks)
         return {"generators": self.generators * by_block.unsqueeze(-1)}
 
-    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
-        """As [`RotaryEncoding.parameters_for_planes`]: all planes of block j rotate with axis j mod A alone."""
-        return {"generators": self.to_blocks(frequencies.sum(0))}
+    def parameters_for_entries(self, entries: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As [`RotaryEncoding.parameters_for_entries`]: block j rotates with axis j mod A alone."""
+        serves = self.axis_multipliers(entries.device).unsqueeze(-1)  # (A, 1, 1, blocks, 1)
+        if (entries * ~serves).norm() > ROUNDING * entries.norm():
+            raise ValueError("each of its blocks rotates with one axis alone, the axes in turn")
+        return {"generators": (entries * serves).sum(0)}
 
     def diagonalise(
         self, dtype: torch.dtype, layers: slice = ALL_LAYERS
@@ -172,15 +180,27 @@ class ComRoPELinearlyDependent(ComRoPEAxialPartition):
         """As [`RotaryEncoding.scale_generators`], by the multipliers."""
         return {"multipliers": self.multipliers * factors.to(self.multipliers).view(-1, 1, 1, 1)}
 
-    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
-        """As [`RotaryEncoding.parameters_for_planes`]: all planes of a block rotate with one axis."""
-        serves = frequencies.unflatten(-1, (self.num_blocks, -1)).ne(0).any(-1)  # (A, layers, heads, blocks)
-        return super().parameters_for_planes(frequencies) | {"multipliers": serves.to(frequencies)}
+    def parameters_for_entries(self, entries: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As [`RotaryEncoding.parameters_for_entries`]: P and θ with A_a = θ_a P; θ = 1 for a block of zeros."""
+        entries = entries.to(working_dtype(entries.device))
+        largest = entries.norm(dim=-1).argmax(dim=0, keepdim=True)  # (1, layers, heads, blocks)
+        base = entries.gather(0, largest.unsqueeze(-1).expand(1, *entries.shape[1:]))  # (1, layers, heads, blocks, …)
+        squared = base.square().sum(dim=-1)
+        multipliers = (entries * base).sum(dim=-1) / squared.where(squared > 0, 1)  # (A, layers, heads, blocks)
+        multipliers = multipliers.where(squared > 0, 1)
+        difference = (entries - multipliers.unsqueeze(-1) * base).norm(dim=-1)
+        if (different := difference > ROUNDING * base.norm(dim=-1)).any():
+            raise ValueError(
+                "the generators of a block's axes must be multiples of one matrix, and in "
+                f"{different.any(dim=0).sum().item()} blocks they are not"
+            )
+        return {"generators": base.squeeze(0), "multipliers": multipliers}
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        init.normal_(self.multipliers)
+        if self.config.rotary_init not in FREQUENCIES:
+            init.normal_(self.multipliers)
 
 
 class CayleyString(EncodingInBasis):

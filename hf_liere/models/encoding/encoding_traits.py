@@ -3,14 +3,18 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 
 # Initial values with a frequency per plane; the others draw all entries from one distribution.
 SPECTRA = ("frequencies", "golden_gate")
+AXIAL = "axial"
 DRAWN = ("uniform", "normal", "zeros")
 # Fields for some encodings or values of `rotary_init` only, with their defaults.
 GOLDEN_GATE_FIELDS = {"min_frequency": 0.1, "max_frequency": 1.0, "unrotated_share": 0.0}
 AXIAL_FIELDS = {"axial_layout": "blocks", "axial_spectrum": "full"}
 OWN_FIELDS = {**GOLDEN_GATE_FIELDS, **AXIAL_FIELDS}
+START_FIELDS = {"golden_gate": GOLDEN_GATE_FIELDS, AXIAL: AXIAL_FIELDS}
 # Coordinates with ½ at the centre of the input (in `unit_width`, of its columns).
 CENTRED_COORDINATES = ("unit", "unit_width", "fixed_grid", "physical")
 # Fields that move patches in training, with the values that turn them off.
@@ -93,7 +97,7 @@ class EncodingTraits:
         proportional: Whether the generators of a block are multiples of one matrix.
         num_axes: The only number of axes for which the encoding is defined; `None` means any.
         pretrained: How it starts at the planes of a pretrained RoPE: `"planes"`, by factors of the pretrained
-            frequencies; `"blocks"`, by its parameters; or the reason why it cannot.
+            frequencies; `"blocks"`, by its parameters; or the reason why it cannot start at those of any RoPE.
         fields: Fields of the configuration for this encoding alone.
     """
 
@@ -151,7 +155,7 @@ ENCODING_TRAITS = {
         description="RoPE-Mixed: rotations of planes by learned frequencies of all axes",
         block_sizes=PLANES,
         commutes=True,
-        rotary_inits=(*SPECTRA, *DRAWN),
+        rotary_inits=(*SPECTRA, *DRAWN, AXIAL),
         coordinates="index",
         rope_theta=10.0,
         pretrained="planes",
@@ -161,7 +165,7 @@ ENCODING_TRAITS = {
         description="LieRE: rotations R(p) = exp(Σ pₐ Aₐ) with free skew-symmetric generators Aₐ",
         block_sizes=ANY,
         commutes=False,
-        rotary_inits=(*DRAWN, *SPECTRA),
+        rotary_inits=(*DRAWN, *SPECTRA, AXIAL),
         coordinates="train_grid",
         rope_theta=10.0,
     ),
@@ -170,7 +174,7 @@ ENCODING_TRAITS = {
         description="ComRoPE-AP: learned rotations whose generators commute, each block serving one axis",
         block_sizes=DIVISORS_BY_AXIS,
         commutes=True,
-        rotary_inits=("normal", "uniform", "zeros"),
+        rotary_inits=("normal", "uniform", "zeros", AXIAL),
         coordinates="unit",
         rope_theta=None,
         rotate_prefix=True,
@@ -182,7 +186,7 @@ ENCODING_TRAITS = {
         description="ComRoPE-LD: learned rotations whose generators commute, being multiples of one matrix",
         block_sizes=DIVISORS,
         commutes=True,
-        rotary_inits=("normal", "uniform", "zeros"),
+        rotary_inits=("normal", "uniform", "zeros", AXIAL),
         coordinates="unit",
         rope_theta=None,
         rotate_prefix=True,
@@ -193,7 +197,7 @@ ENCODING_TRAITS = {
         description="Cayley-STRING: RoPE-Mixed in a learned orthogonal basis, the Cayley map of a skew matrix",
         block_sizes=EVEN_DIVISORS,
         commutes=True,
-        rotary_inits=(*SPECTRA, *DRAWN),
+        rotary_inits=(*SPECTRA, *DRAWN, AXIAL),
         coordinates="index",
         rope_theta=10.0,
     ),
@@ -205,7 +209,7 @@ ENCODING_TRAITS = {
         rotary_inits=(*SPECTRA, *DRAWN),
         coordinates="index",
         rope_theta=10.0,
-        pretrained="its blocks rotate the planes of a Fourier basis, not pairs of channels as a pretrained RoPE does",
+        pretrained="its blocks rotate the planes of a Fourier basis, not pairs of channels as RoPE does",
     ),
     "spherical_rope": EncodingTraits(
         title="Spherical RoPE",
@@ -217,7 +221,7 @@ ENCODING_TRAITS = {
         rope_theta=100.0,
         product=True,
         num_axes=2,
-        pretrained="it rotates three channels, not pairs of channels as a pretrained RoPE does",
+        pretrained="it rotates three channels, not pairs of channels as RoPE does",
     ),
 }
 
@@ -252,15 +256,70 @@ def accepted_inits(config) -> tuple[str, ...]:
     """The accepted values of `rotary_init`; blocks of odd size do not consist of planes."""
     traits = rotary_traits(config)
     free_odd = traits.block_sizes is ANY and config.block_size % 2
-    return tuple(name for name in traits.rotary_inits if not (free_odd and name in SPECTRA))
+    names = (name for name in traits.rotary_inits if not (free_odd and name in SPECTRA))
+    return tuple(name for name in names if start_obstacle(config, name) is None)
+
+
+def start_obstacle(config, name: str) -> str | None:
+    """Why the encoding of a configuration cannot start as `rotary_init=name` asks, for values with such rules."""
+    return OBSTACLES[name](config) if name in OBSTACLES else None
+
+
+def axis_of_plane(plane: int | torch.Tensor, planes_per_axis: int, num_axes: int, layout: str | None):
+    """The axis that plane i of a head of `axial_rope` serves, for one or many i."""
+    return plane % num_axes if layout == "interleaved" else plane // planes_per_axis
+
+
+def _axial_obstacle(config) -> str | None:
+    """Why an encoding cannot rotate pairs of channels in place as `axial_rope` does."""
+    traits, encoding, head_dim, axes = rotary_traits(config), config.position_encoding, config.head_dim, config.num_axes
+    if AXIAL not in traits.rotary_inits:
+        return f"{encoding} cannot contain axial_rope: {traits.pretrained}"
+    count = head_dim // (2 * axes)
+    if not count:
+        return f"head_dim={head_dim} is too small for axial_rope, which needs a plane for each of {axes} axes"
+    served = [axis_of_plane(plane, count, axes, config.axial_layout) for plane in range(axes * count)]
+    reason = _block_obstacle(traits, config.block_size, head_dim, axes, served)
+    if reason is None:
+        return None
+    sizes = traits.block_sizes.accepted(head_dim, axes)
+    fitting = [size for size in sizes if _block_obstacle(traits, size, head_dim, axes, served) is None]
+    return (
+        f"{encoding} with block_size={config.block_size} cannot contain axial_rope with head_dim={head_dim}, {axes} "
+        f"axes and axial_layout={config.axial_layout!r}: {reason}; accepted here: "
+        f"{f'block_size in {fitting}' if fitting else 'no block_size'}"
+    )
+
+
+def _block_obstacle(traits: EncodingTraits, size: int, head_dim: int, axes: int, served: list[int]) -> str | None:
+    """Why blocks of one size do not contain planes whose axes are `served`."""
+    rotated = head_dim // size * size
+    if size % 2:
+        return f"blocks of {size} channels would cut its planes of two"
+    if rotated < 2 * len(served):
+        return f"blocks leave {head_dim - rotated} channels unrotated, axial_rope only {head_dim - 2 * len(served)}"
+    if traits.proportional:
+        blocks = [set(served[first : first + size // 2]) for first in range(0, len(served), size // 2)]
+        if any(len(block) > 1 for block in blocks):
+            return "a block would rotate planes of several axes, and its generators are multiples of one matrix"
+        if traits.serves_one_axis and any(block != {index % axes} for index, block in enumerate(blocks)):
+            return "its blocks serve the axes in turn"
+    return None
+
+
+# Why an encoding cannot start from a value of `rotary_init`, `None` if it can, for values with rules.
+OBSTACLES: dict[str, Callable[..., str | None]] = {AXIAL: _axial_obstacle}
+
+
+def default_rope_theta(config) -> float | None:
+    """The default of `rope_theta`, which the start at Axial RoPE shares with it."""
+    return ENCODING_TRAITS["axial_rope"].rope_theta if config.rotary_init == AXIAL else rotary_traits(config).rope_theta
 
 
 def own_fields(config) -> dict[str, object]:
     """Fields for the encoding or the `rotary_init` of a configuration alone, with their defaults."""
     traits = traits_of(config)
-    names = () if traits is None else traits.fields
-    if config.rotary_init == "golden_gate":
-        names = tuple(GOLDEN_GATE_FIELDS)
+    names = START_FIELDS.get(config.rotary_init, () if traits is None else traits.fields)
     return {name: value for name, value in OWN_FIELDS.items() if name in names}
 
 

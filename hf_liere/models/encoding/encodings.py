@@ -5,13 +5,12 @@ from collections.abc import Iterable
 import torch
 from transformers import initialization as init
 
-from ..rotation.dispatch import working_dtype
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation
 from .commuting_encodings import CayleyString, CirculantString, ComRoPEAxialPartition, ComRoPELinearlyDependent
 from .positions import TokenPositions
 from .rotary_encoding import ALL_LAYERS, LieRE, RotaryEncoding
-from .starting_values import golden_gate_frequencies
+from .starting_values import axial_frequencies, golden_gate_frequencies
 
 
 def fixed_scale(config) -> float:
@@ -34,17 +33,10 @@ class AxialRoPE(RotaryEncoding):
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
         self.layers = self.heads = 1
-        self.planes_per_axis = config.head_dim // (2 * num_axes)
 
     def entries(self, device: torch.device) -> torch.Tensor:
-        axes, count = self.num_axes, self.planes_per_axis
-        plane = torch.arange(axes * count, device=device, dtype=working_dtype(device))  # (planes,)
-        blocks = self.config.axial_layout == "blocks"
-        axis, rank = (plane // count, plane % count) if blocks else (plane % axes, plane // axes)
-        exponents = rank / count if self.config.axial_spectrum == "full" else plane / (axes * count)
-        frequencies = fixed_scale(self.config) * self.config.rope_theta**-exponents  # (planes,)
-        serves = axis == torch.arange(axes, device=device).unsqueeze(-1)  # (A, planes)
-        return (frequencies * serves).view(axes, 1, 1, -1, 1)
+        frequencies = fixed_scale(self.config) * axial_frequencies(self.config, self.num_axes, device)  # (A, planes)
+        return frequencies.view(self.num_axes, 1, 1, -1, 1)
 
 
 class GoldenGateRoPE(RotaryEncoding):

@@ -235,6 +235,15 @@ class GridPositions(TokenPositions):
         return settled.to(device)
 
 
+def grid_steps(train_grid: tuple[int, ...], coordinates: str) -> tuple[float, ...]:
+    """
+    Distance of neighbouring patches of the training grid on every axis, in `coordinates`; for `physical`, that of an
+    input with an extent of one unit.
+    """
+    place = COORDINATES["unit" if coordinates == "physical" else coordinates]
+    return tuple(place(1.0, size, size, train_grid[-1]) - place(0.0, size, size, train_grid[-1]) for size in train_grid)
+
+
 def patch_indices(
     grid: tuple[int, ...], offsets: torch.Tensor | None, device: torch.device | None, dtype: torch.dtype
 ) -> torch.Tensor:

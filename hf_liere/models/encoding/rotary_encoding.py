@@ -16,7 +16,7 @@ from ..rotation.scaling_and_squaring import Rays
 from .batch_positions import GroupedPositions
 from .positions import GridPositions, TokenPositions
 from .rotation_cache import RotationCache
-from .starting_values import geometric_frequencies, golden_gate_frequencies
+from .starting_values import FREQUENCIES
 
 
 logger = logging.get_logger(__name__)
@@ -198,9 +198,8 @@ class RotaryEncoding(LearnedRotations):
         elif name == "zeros":
             init.zeros_(self.generators)
         elif name is not None:
-            spectrum = geometric_frequencies if name == "frequencies" else golden_gate_frequencies
             # (A, layers or 1, heads or 1, planes)
-            frequencies = spectrum(self.config, self.num_axes, self.layers, self.heads, self.num_planes)
+            frequencies = FREQUENCIES[name](self.config, self.num_axes, self.layers, self.heads, self.num_planes)
             for parameter, values in self.parameters_for_planes(frequencies * scale).items():
                 init.copy_(getattr(self, parameter), values.to(getattr(self, parameter)))
 
@@ -215,7 +214,22 @@ class RotaryEncoding(LearnedRotations):
         neighbouring channels, unless an encoding documents others.
 
         Args:
-            frequencies: (A, layers or 1, heads or 1, planes), possible for this encoding.
+            frequencies: (A, layers or 1, heads or 1, planes).
+
+        Raises:
+            ValueError: as [`parameters_for_entries`].
+        """
+        return self.parameters_for_entries(self.to_blocks(frequencies))
+
+    def parameters_for_entries(self, entries: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        Parameters by name with which the generators have these free entries.
+
+        Args:
+            entries: (A, layers or 1, heads or 1, blocks, b(b−1)/2).
+
+        Raises:
+            ValueError: if the encoding does not have such generators, with the reason.
         """
         raise NotImplementedError
 
@@ -256,8 +270,8 @@ class LieRE(RotaryEncoding):
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
 
-    def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"generators": self.to_blocks(frequencies)}
+    def parameters_for_entries(self, entries: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"generators": entries}
 
     def _rotate_groups(self, groups: tuple[TokenPositions, ...], dtype: torch.dtype | None) -> list[Iterable[Rotation]]:
         # Each group may be a grid, which has multiples of positions and a place in the cache.

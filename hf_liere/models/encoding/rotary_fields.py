@@ -12,9 +12,11 @@ from .encoding_traits import (
     ENCODING_TRAITS,
     OWN_FIELDS,
     accepted_inits,
+    default_rope_theta,
     needs_exponential,
     own_fields,
     rotary_traits,
+    start_obstacle,
     traits_of,
 )
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     CoordinateName = str
 else:
     EncodingName = Literal.__getitem__(("none", "absolute", *ENCODING_TRAITS))
-    InitName = Literal["uniform", "normal", "frequencies", "golden_gate", "zeros"]
+    InitName = Literal["uniform", "normal", "frequencies", "golden_gate", "zeros", "axial"]
     CoordinateName = Literal["index", "train_grid", "fixed_grid", "train_index", "unit", "unit_width", "physical"]
 
 FLOAT32_MAX = 3.4028234e38
@@ -75,22 +77,26 @@ class RotaryFields:
             scale, for `rope_mixed`, STRING and `liere` with even block_size; for `spherical_rope` that of `axial_rope`)
             and `"golden_gate"` (golden gate RoPE's times scale, for the same except `spherical_rope`); `"zeros"` (the
             initial model has no rotations; the multipliers of `comrope_ld` are normal, so that the generators get
-            gradients). `None` means the choice of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`,
+            gradients); `"axial"` (the rotations of `axial_rope` with `index` coordinates on the training grid, times
+            scale and divided by the distance of neighbouring patches in `coordinates`; models of tokens and the layer
+            take coordinates as given). `"axial"` exists where blocks contain the planes of `axial_rope` in place: for
+            `rope_mixed`, `liere` with even block_size, `cayley_string`, `comrope_ld` whose blocks each rotate planes of
+            one axis and `comrope_ap` whose blocks then serve the axes in turn. `None` means the choice of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`,
             `normal` for ComRoPE (from its code; the paper states none), `frequencies` for STRING (whose choice we do
             not know) and `spherical_rope`.
         rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
             `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1. The
             fixed frequencies of `axial_rope` and `golden_gate_rope` are multiplied by it (`None` means 1).
         rope_theta (`float`, *optional*):
-            Base of the geometric spectrum of `axial_rope` and `spherical_rope` (`None` means 100) and of
-            `rotary_init="frequencies"` of the others (`None` means 10), as in RoPE-ViT.
+            Base of the geometric spectrum of `axial_rope`, `spherical_rope` and `rotary_init="axial"` (`None` means
+            100) and of `rotary_init="frequencies"` of the others (`None` means 10), as in RoPE-ViT.
         min_frequency, max_frequency (`float`, *optional*):
             The band of frequencies, in radians per unit of the coordinate, of `golden_gate_rope` and
             `rotary_init="golden_gate"`; `None` means 0.1 and 1.
         unrotated_share (`float`, *optional*):
             Share of the planes that do not rotate in that spectrum; `None` means 0.
         axial_layout (`str`, *optional*):
-            Order of the planes of `axial_rope`: axis after axis (`"blocks"`, the default) or the axes in turn
+            Order of the planes of `axial_rope` and `rotary_init="axial"`: axis after axis (`"blocks"`, the default) or the axes in turn
             (`"interleaved"`, as in Qwen3-VL).
         axial_spectrum (`str`, *optional*):
             Whether every axis of `axial_rope` has a whole spectrum (`"full"`, the default) or all planes of a head
@@ -123,7 +129,7 @@ class RotaryFields:
         if self.rotary_init_scale is None and self.rotary_init is not None:
             self.rotary_init_scale = DEFAULT_ROTARY_INIT_SCALE.get(self.rotary_init, 1.0)
         if self.rope_theta is None:
-            self.rope_theta = traits.rope_theta
+            self.rope_theta = default_rope_theta(self)
         for name, value in own_fields(self).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -278,6 +284,8 @@ def _check_rotary_init(config) -> None:
         return
     if not accepted:
         raise ValueError(f"rotary_init={name!r}: {encoding} has no parameters to initialise.")
+    if obstacle := start_obstacle(config, name):
+        raise ValueError(f"rotary_init={name!r}: {obstacle}.")
     available = [
         f"{other} with an even block_size" if traits.block_sizes is ANY else other
         for other, traits in ENCODING_TRAITS.items()
@@ -294,8 +302,8 @@ def _check_own_fields(config) -> None:
     if refused := {name: value for name, value in given.items() if name not in own_fields(config)}:
         raise ValueError(
             f"{refused} would do nothing with position_encoding={config.position_encoding!r} and rotary_init="
-            f"{config.rotary_init!r}: axial_layout and axial_spectrum belong to axial_rope, the others to "
-            "golden_gate_rope and to rotary_init='golden_gate'."
+            f"{config.rotary_init!r}: axial_layout and axial_spectrum belong to axial_rope and to "
+            "rotary_init='axial', the others to golden_gate_rope and to rotary_init='golden_gate'."
         )
     if given.get("min_frequency", 0) > given.get("max_frequency", 0):
         raise ValueError(

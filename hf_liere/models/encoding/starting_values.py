@@ -5,6 +5,10 @@ import math
 import torch
 from torch import nn
 
+from ..rotation.dispatch import working_dtype
+from .encoding_traits import axis_of_plane
+from .positions import grid_steps
+
 
 def geometric_frequencies(config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
     """
@@ -47,3 +51,39 @@ def golden_gate_frequencies(config, num_axes: int, layers: int, heads: int, plan
     shares = torch.arange(1, heads * planes + 1, **real) * golden**-exponents % 1  # (A, heads · planes)
     directions = nn.functional.normalize(torch.erfinv(2 * shares - 1), dim=0).unflatten(1, (1, heads, planes))
     return (directions * magnitudes).expand(num_axes, layers, heads, planes)
+
+
+def axial_frequencies(config, num_axes: int, device: torch.device) -> torch.Tensor:
+    """
+    (A, A·q) frequencies of `axial_rope` without scale, in the working dtype: plane i of the q of an axis rotates with
+    θ^(−i/q) (RoPE-ViT §3.1), in the order of `axial_layout`, see [`encodings.AxialRoPE`].
+    """
+    count = config.head_dim // (2 * num_axes)
+    plane = torch.arange(num_axes * count, device=device, dtype=working_dtype(device))  # (planes,)
+    axis = axis_of_plane(plane, count, num_axes, config.axial_layout)  # (planes,)
+    rank = plane // num_axes if config.axial_layout == "interleaved" else plane % count
+    exponents = rank / count if config.axial_spectrum == "full" else plane / (num_axes * count)
+    serves = axis == torch.arange(num_axes, device=device).unsqueeze(-1)  # (A, planes)
+    return config.rope_theta**-exponents * serves
+
+
+def axial_start(config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
+    """
+    The frequencies with which an encoding rotates patches of the training grid as `axial_rope` with `index`
+    coordinates: those of `axial_rope` divided by the distance of neighbouring patches in the encoding's `coordinates`.
+    Models of tokens and the layer have no grid and take coordinates as given. Planes beyond those of `axial_rope` are
+    not rotated.
+
+    Returns:
+        (A, layers, heads, planes) in float64 on the CPU.
+    """
+    frequencies = axial_frequencies(config, num_axes, torch.device("cpu"))  # (A, A·q)
+    train_grid = getattr(config, "train_grid", None)
+    if train_grid is not None:
+        frequencies = frequencies / frequencies.new_tensor(grid_steps(train_grid, config.coordinates)).unsqueeze(-1)
+    padded = nn.functional.pad(frequencies, (0, planes - frequencies.shape[-1]))  # (A, planes)
+    return padded[:, None, None].expand(num_axes, layers, heads, planes)
+
+
+# Values of `rotary_init` that give every plane a frequency: (A, layers, heads, planes) from config and these numbers.
+FREQUENCIES = {"frequencies": geometric_frequencies, "golden_gate": golden_gate_frequencies, "axial": axial_start}
