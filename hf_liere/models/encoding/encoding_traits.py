@@ -14,7 +14,7 @@ DRAWN = ("uniform", "normal", "zeros")
 GOLDEN_GATE_FIELDS = {"min_frequency": 0.1, "max_frequency": 1.0, "unrotated_share": 0.0}
 AXIAL_FIELDS = {"axial_layout": "blocks", "axial_spectrum": "full"}
 OWN_FIELDS = {**GOLDEN_GATE_FIELDS, **AXIAL_FIELDS}
-START_FIELDS = {"golden_gate": GOLDEN_GATE_FIELDS, AXIAL: AXIAL_FIELDS}
+START_FIELDS: dict[str | None, dict] = {"golden_gate": GOLDEN_GATE_FIELDS, AXIAL: AXIAL_FIELDS}
 # Coordinates with ½ at the centre of the input (in `unit_width`, of its columns).
 CENTRED_COORDINATES = ("unit", "unit_width", "fixed_grid", "physical")
 # Fields that move patches in training, with the values that turn them off.
@@ -319,7 +319,9 @@ def default_rope_theta(config) -> float | None:
 def own_fields(config) -> dict[str, object]:
     """Fields for the encoding or the `rotary_init` of a configuration alone, with their defaults."""
     traits = traits_of(config)
-    names = START_FIELDS.get(config.rotary_init, () if traits is None else traits.fields)
+    names = () if traits is None else traits.fields
+    if config.rotary_init in START_FIELDS:
+        names = tuple(START_FIELDS[config.rotary_init])
     return {name: value for name, value in OWN_FIELDS.items() if name in names}
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from transformers import initialization as init
 
+from ..rotation.dispatch import working_dtype
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation
 from .commuting_encodings import CayleyString, CirculantString, ComRoPEAxialPartition, ComRoPELinearlyDependent

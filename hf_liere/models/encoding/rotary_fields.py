@@ -78,12 +78,13 @@ class RotaryFields:
             and `"golden_gate"` (golden gate RoPE's times scale, for the same except `spherical_rope`); `"zeros"` (the
             initial model has no rotations; the multipliers of `comrope_ld` are normal, so that the generators get
             gradients); `"axial"` (the rotations of `axial_rope` with `index` coordinates on the training grid, times
-            scale and divided by the distance of neighbouring patches in `coordinates`; models of tokens and the layer
-            take coordinates as given). `"axial"` exists where blocks contain the planes of `axial_rope` in place: for
-            `rope_mixed`, `liere` with even block_size, `cayley_string`, `comrope_ld` whose blocks each rotate planes of
-            one axis and `comrope_ap` whose blocks then serve the axes in turn. `None` means the choice of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`,
-            `normal` for ComRoPE (from its code; the paper states none), `frequencies` for STRING (whose choice we do
-            not know) and `spherical_rope`.
+            scale: its frequencies are divided by the distance of neighbouring patches in `coordinates`; models of
+            tokens and the layer take coordinates as given). `"axial"` needs blocks that contain the planes of
+            `axial_rope` in place: `rope_mixed`, `cayley_string` and `liere` with an even block_size, `comrope_ld` if
+            every block rotates planes of one axis, `comrope_ap` if these blocks also serve the axes in turn. `None`
+            means the choice of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`, `normal` for ComRoPE
+            (from its code; the paper states none), `frequencies` for STRING (whose choice we do not know) and
+            `spherical_rope`.
         rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
             `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1. The
             fixed frequencies of `axial_rope` and `golden_gate_rope` are multiplied by it (`None` means 1).
@@ -96,8 +97,8 @@ class RotaryFields:
         unrotated_share (`float`, *optional*):
             Share of the planes that do not rotate in that spectrum; `None` means 0.
         axial_layout (`str`, *optional*):
-            Order of the planes of `axial_rope` and `rotary_init="axial"`: axis after axis (`"blocks"`, the default) or the axes in turn
-            (`"interleaved"`, as in Qwen3-VL).
+            Order of the planes of `axial_rope` and `rotary_init="axial"`: axis after axis (`"blocks"`, the default) or
+            the axes in turn (`"interleaved"`, as in Qwen3-VL).
         axial_spectrum (`str`, *optional*):
             Whether every axis of `axial_rope` has a whole spectrum (`"full"`, the default) or all planes of a head
             share one (`"shared"`): an axis then has a band of it in `"blocks"` (Qwen2-VL) and every A-th frequency

@@ -1,0 +1,247 @@
+"""`rotary_init="axial"`: learned encodings that start at the rotations of Axial RoPE with the indices of patches."""
+
+import patching_cases
+import pytest
+import reference
+import torch
+from encoding_cases import perturb
+
+import hf_liere
+from hf_liere.inspection.analysis import analyse
+from hf_liere.inspection.encodings import generator_matrices
+from hf_liere.inspection.report import describe_start
+from hf_liere.models.encoding.folding import build_encoding
+from hf_liere.models.encoding.placement import place_grid
+
+
+SIZES = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
+RECTANGLE = {**SIZES, "image_size": (32, 48), "patch_size": 8}
+# (encoding, block_size, axial_layout) that contain Axial RoPE in place, with heads of 24 channels on two axes.
+PLANES = [
+    ("rope_mixed", 2, "interleaved"),
+    ("liere", 2, "blocks"),
+    ("liere", 8, "blocks"),
+    ("liere", 8, "interleaved"),
+    ("comrope_ld", 2, "interleaved"),
+    ("comrope_ld", 6, "blocks"),
+    ("comrope_ap", 2, "interleaved"),
+    ("comrope_ap", 12, "blocks"),
+    ("cayley_string", 24, "interleaved"),
+]
+ON_GRIDS = ("index", "train_grid", "fixed_grid", "train_index")
+
+
+def image_config(**fields):
+    return hf_liere.LieREViTConfig(**{**RECTANGLE, **fields})
+
+
+def dense_rotations(config):
+    """(P + N, D, D) rotations of the first head in the last layer, for the training grid."""
+    encoding = build_encoding(config, config.num_axes)
+    rotation = list(encoding(place_grid(config, config.train_grid, torch.device("cpu"))))[-1]
+    return reference.dense(rotation, config.head_dim, config.num_attention_heads)[0, 0]
+
+
+@pytest.fixture
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def axial_reference(config):
+    """(P + N, D, D) of Axial RoPE with the indices of patches, from the reference."""
+    fixed = type(config)(
+        **{**config.to_dict(), "position_encoding": "axial_rope", "rotary_init": None, "block_size": 2}
+    )
+    fixed.coordinates, fixed.rotate_prefix = "index", False
+    positions = place_grid(fixed, fixed.train_grid, torch.device("cpu")).coordinates
+    return torch.stack([reference.head_rotation(each, {}, fixed, fixed.num_axes, 1, 0) for each in positions])
+
+
+@pytest.mark.parametrize("encoding, size, layout", PLANES)
+@pytest.mark.parametrize("coordinates", ON_GRIDS)
+def test_rotations_are_those_of_axial_rope(encoding, size, layout, coordinates, in_float64):
+    """On a rectangle, with prefix tokens at zero, an own base and a spectrum that the axes share."""
+    fields = {"axial_layout": layout, "rope_theta": 40.0, "rotary_init_scale": 1.5}
+    fields["axial_spectrum"] = "shared" if encoding == "liere" else "full"
+    config = image_config(
+        position_encoding=encoding,
+        block_size=size,
+        coordinates=coordinates,
+        rotary_init="axial",
+        rotate_prefix=False,
+        num_register_tokens=1,
+        **fields,
+    )
+    # Angles go up to 1.5 · 5 radians. ComRoPE's basis is computed, and close frequencies share their rounding.
+    tolerance = 1e-10 if encoding.startswith("comrope") else 1e-13
+    torch.testing.assert_close(dense_rotations(config), axial_reference(config), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("coordinates", [*ON_GRIDS, "unit", "unit_width", "physical"])
+def test_patches_of_a_volume(coordinates, in_float64):
+    """R(0)ᵀR(p) of all patches on three axes, in heads of 20 channels, of which Axial RoPE rotates 18."""
+    spaced = {"physical_unit": 3.0} if coordinates == "physical" else {}
+    sizes = {**SIZES, "hidden_size": 40, "image_size": (16, 24), "patch_size": 8, "num_frames": 8, "tubelet_size": 2}
+    config = hf_liere.LieREVideoConfig(
+        **sizes, **spaced, position_encoding="liere", block_size=4, rotary_init="axial", coordinates=coordinates
+    )
+    encoding = build_encoding(config, 3)
+    if coordinates == "physical":
+        # Inputs with an extent of one unit on every axis.
+        config.coordinates, config.physical_unit = "unit", None
+    rotation = list(encoding(place_grid(config, config.train_grid, torch.device("cpu"))))[0]
+    found = reference.dense(rotation, 20, 2)[0, 0, 1:]
+    expected = axial_reference(config)[1:]
+    torch.testing.assert_close(found[0].T @ found, expected[0].T @ expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("encoding, size, layout", PLANES)
+def test_logits_are_those_of_axial_rope(encoding, size, layout):
+    """With class and register tokens; generators are rounded to float32, at angles up to five."""
+    config = image_config(position_encoding="axial_rope", axial_layout=layout, num_register_tokens=2)
+    config.initializer_range = 0.2
+    fixed = hf_liere.LieREViTForImageClassification(config).eval()
+    learned = image_config(
+        position_encoding=encoding,
+        block_size=size,
+        rotary_init="axial",
+        axial_layout=layout,
+        coordinates="train_grid",
+        num_register_tokens=2,
+    )
+    model = hf_liere.LieREViTForImageClassification(learned).eval()
+    assert not model.load_state_dict(fixed.state_dict(), strict=False).unexpected_keys
+    pixels = torch.randn(2, 3, 32, 48)
+    torch.testing.assert_close(model(pixels).logits, fixed(pixels).logits, rtol=0, atol=2e-5)
+
+
+def test_centred_coordinates_place_prefix_tokens_in_the_middle():
+    """In `unit`, a class token at ½ is where `index` has the middle of a square grid."""
+    square = {"image_size": 32, "patch_size": 8}
+    config = image_config(**square, position_encoding="axial_rope", rotate_prefix=True, prefix_coordinate=1.5)
+    fixed = hf_liere.LieREViTModel(config).eval()
+    learned = image_config(**square, position_encoding="comrope_ld", block_size=6, rotary_init="axial")
+    assert learned.rotate_prefix and learned.coordinates == "unit"
+    model = hf_liere.LieREViTModel(learned).eval()
+    model.load_state_dict(fixed.state_dict(), strict=False)
+    pixels = torch.randn(2, 3, 32, 32)
+    # Generators are rounded to float32.
+    torch.testing.assert_close(model(pixels)[0], fixed(pixels)[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("encoding, size, layout", [case for case in PLANES if case[0] != "cayley_string"])
+def test_an_upgrade_has_the_parameters_of_the_start(encoding, size, layout):
+    model = hf_liere.LieREViTModel(image_config(position_encoding="axial_rope", axial_layout=layout))
+    upgraded = hf_liere.upgrade_encoding(model, position_encoding=encoding, block_size=size)
+    started = build_encoding(
+        image_config(
+            position_encoding=encoding, block_size=size, rotary_init="axial", axial_layout=layout, coordinates="index"
+        ),
+        2,
+    )
+    for name, parameter in started.named_parameters():
+        assert torch.equal(upgraded.rotary_encoding.get_parameter(name), parameter)
+
+
+@pytest.mark.parametrize("encoding, size", [("liere", 4), ("comrope_ld", 4)])
+def test_the_layer_and_models_of_tokens_take_positions_as_given(encoding, size):
+    options = {"rotary_init": "axial", "block_size": size, "rope_theta": 1000}
+    positions = 5 * torch.randn(7, 3)
+    layers = [
+        hf_liere.LieRotaryEmbedding(2, 24, 3, "axial_rope", rope_theta=1000),
+        hf_liere.LieRotaryEmbedding(2, 24, 3, encoding, **options, share_heads=True),
+    ]
+    states = torch.randn(2, 2, 7, 24)
+    # Generators are rounded to float32, at angles up to twenty.
+    torch.testing.assert_close(*(layer.rotate(states, positions) for layer in layers), rtol=0, atol=2e-5)
+    fields = {**SIZES, "num_axes": 3, "feature_size": 4, "position_scale": 0.5}
+    fixed = hf_liere.LieRETokensModel(
+        hf_liere.LieRETokensConfig(**fields, position_encoding="axial_rope", rope_theta=1000)
+    ).eval()
+    model = hf_liere.LieRETokensModel(hf_liere.LieRETokensConfig(**fields, position_encoding=encoding, **options))
+    model.eval().load_state_dict(fixed.state_dict(), strict=False)
+    features = torch.randn(2, 7, 4)
+    torch.testing.assert_close(model(features, positions)[0], fixed(features, positions)[0], rtol=0, atol=2e-5)
+
+
+def test_a_patch_starts_at_the_grid_of_its_tower():
+    model, _ = patching_cases.build("clip_vision")
+    config = hf_liere.RotaryPatchConfig(position_encoding="liere", block_size=8, rotary_init="axial")
+    hf_liere.patch(model, config)
+    (encoding,) = (module.rotary_encoding for module in model.modules() if hasattr(module, "rotary_encoding"))
+    intervals = encoding.config.train_grid[0] - 1
+    count = encoding.config.head_dim // 4
+    frequencies = generator_matrices(encoding)[0, 0, 0][:, range(1, 8, 2), range(0, 8, 2)].flatten()[:count]
+    expected = intervals * 100.0 ** -(torch.arange(count) / count)
+    torch.testing.assert_close(frequencies.float(), expected)
+
+
+REFUSED = [
+    ({"position_encoding": "liere", "block_size": 7}, "would cut its planes of two; accepted here: .*24"),
+    ({"position_encoding": "liere", "block_size": 16}, "leave 8 channels unrotated, axial_rope only 0"),
+    ({"position_encoding": "comrope_ld", "block_size": 8}, r"planes of several axes.*block_size in \[2, 4, 6, 12\]"),
+    (
+        {"position_encoding": "comrope_ld", "block_size": 4, "axial_layout": "interleaved"},
+        r"axial_layout='interleaved': a block would rotate planes of several axes.*block_size in \[2\]",
+    ),
+    (
+        {"position_encoding": "comrope_ap", "block_size": 6},
+        r"serve the axes in turn; accepted here: block_size in \[12\]",
+    ),
+    ({"position_encoding": "circulant_string", "block_size": 6}, "cannot contain axial_rope: its blocks rotate the planes of a Fourier"),
+    ({"position_encoding": "spherical_rope"}, "cannot contain axial_rope: it rotates three channels"),
+    ({"position_encoding": "golden_gate_rope"}, "no parameters to initialise"),
+    ({"position_encoding": "rope_mixed", "head_dim": 2}, "head_dim=2 is too small .* a plane for each of 2 axes"),
+    ({"position_encoding": "rope_mixed", "min_frequency": 0.1}, "'min_frequency': 0.1} would do nothing"),
+]
+
+
+@pytest.mark.parametrize("fields, message", REFUSED)
+def test_refusals_say_why(fields, message):
+    with pytest.raises(Exception, match=message):
+        image_config(rotary_init="axial", **({"block_size": None} | fields))
+
+
+@pytest.mark.parametrize("encoding, size", [("liere", 8), ("comrope_ld", 6)])
+def test_training_moves_generators_and_inspection_shows_how_far(encoding, size, tmp_path):
+    config = image_config(position_encoding=encoding, block_size=size, rotary_init="axial", num_labels=3)
+    model = hf_liere.LieREViTForImageClassification(config)
+    started = analyse(model).encoding
+    assert "as initialised by rotary_init='axial': nothing has been learned" in describe_start(started)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3, 32, 48), labels=torch.tensor([0, 1, 2, 0])).loss.backward()
+    assert all(parameter.grad.any() for _, parameter in model.rotary_parameters())
+    optimizer.step()
+    perturb(model, 0.01)
+    model.save_pretrained(tmp_path)
+    loaded = hf_liere.LieREViTForImageClassification.from_pretrained(tmp_path)
+    for name, parameter in model.rotary_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter)
+    analysis = analyse(loaded).encoding
+    step = torch.tensor([1 / 3, 1 / 5] if encoding == "liere" else [1 / 4, 1 / 6], dtype=torch.float64)
+    moved = (analysis.generators - started.generators).double().flatten(3).norm(dim=-1) * step.view(2, 1, 1)
+    found = analysis.initialization.movement
+    # The generators of the analysis are rounded to float32.
+    torch.testing.assert_close(found.distance, moved, rtol=1e-4, atol=0)
+    share = (moved.norm() / found.start.norm()).item()
+    assert f"rotary_init='axial', by {share:.1%} of its Frobenius norm" in describe_start(analysis)
+    # Axial RoPE turns every plane of a head by θ^(−i/q) from patch to patch, in two entries.
+    expected = 2 * (100.0 ** -(2 * torch.arange(6, dtype=torch.float64) / 6)).sum()
+    torch.testing.assert_close(found.start.square(), expected.expand(2, 2, 2), rtol=1e-5, atol=0)
+
+
+def test_a_random_start_has_no_distance():
+    model = hf_liere.LieREViTModel(image_config(position_encoding="rope_mixed"))
+    assert analyse(model).encoding.initialization.movement is None
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_a_start_at_zero(folded):
+    model = perturb(
+        hf_liere.LieREViTModel(image_config(position_encoding="comrope_ld", block_size=6, rotary_init="zeros"))
+    )
+    analysis = analyse(model.fold_rotations() if folded else model).encoding
+    text = describe_start(analysis)
+    assert "initialised to zero (rotary_init='zeros'): all of this was learned" in text and "radians per patch" in text
