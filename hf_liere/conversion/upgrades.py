@@ -28,13 +28,13 @@ without learned rotations. Spherical RoPE is a product of rotations, unlike any 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
 from ..inspection.common_planes import find_common_planes
 from ..models.encoding.commuting_encodings import ROUNDING, EncodingInBasis
-from ..models.encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, rotary_traits, traits_of
+from ..models.encoding.encoding_traits import AXIAL, AXIAL_FIELDS, ENCODING_TRAITS, OWN_FIELDS, rotary_traits, traits_of
 from ..models.encoding.encodings import ENCODING_CLASSES
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.rotation.exponential import skew, skew_entries
@@ -102,7 +102,15 @@ def _upgrade_config(config: LieREConfig, changes: dict[str, object]) -> LieRECon
     if traits is None:
         # Generators that start at zero do not rotate class tokens, whatever their position.
         changes["rotate_prefix"] = None
-    return change_config(config, changes)
+    upgraded = change_config(config, changes)
+    in_indices = getattr(config, "coordinates", None) in ("index", None)
+    if config.position_encoding == "axial_rope" and in_indices:
+        fields = ("rotary_init_scale", "rope_theta", *AXIAL_FIELDS)
+        start = {"rotary_init": AXIAL} | {name: getattr(config, name) for name in fields}
+        with suppress(ConversionError):
+            # Its generators are the start of later training, which the configuration then determines.
+            upgraded = change_config(upgraded, start)
+    return upgraded
 
 
 def _upgrade_parameters(

@@ -74,8 +74,9 @@ def test_rotations_are_those_of_axial_rope(encoding, size, layout, coordinates, 
         num_register_tokens=1,
         **fields,
     )
-    # Angles go up to 1.5 · 5 radians. ComRoPE's basis is computed, and close frequencies share their rounding.
-    tolerance = 1e-10 if encoding.startswith("comrope") else 1e-13
+    # Angles go up to 1.5 · 5 radians. The exponential of larger blocks has an error of 2e-13, and ComRoPE's eigenbasis
+    # is that of a matrix perturbed by 2e-12.
+    tolerance = 1e-10 if encoding.startswith("comrope") else 1e-12
     torch.testing.assert_close(dense_rotations(config), axial_reference(config), rtol=0, atol=tolerance)
 
 
@@ -94,7 +95,7 @@ def test_patches_of_a_volume(coordinates, in_float64):
     rotation = list(encoding(place_grid(config, config.train_grid, torch.device("cpu"))))[0]
     found = reference.dense(rotation, 20, 2)[0, 0, 1:]
     expected = axial_reference(config)[1:]
-    torch.testing.assert_close(found[0].T @ found, expected[0].T @ expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(found[0].T @ found, expected[0].T @ expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("encoding, size, layout", PLANES)
@@ -135,6 +136,7 @@ def test_centred_coordinates_place_prefix_tokens_in_the_middle():
 def test_an_upgrade_has_the_parameters_of_the_start(encoding, size, layout):
     model = hf_liere.LieREViTModel(image_config(position_encoding="axial_rope", axial_layout=layout))
     upgraded = hf_liere.upgrade_encoding(model, position_encoding=encoding, block_size=size)
+    assert (upgraded.config.rotary_init, upgraded.config.axial_layout) == ("axial", layout)
     started = build_encoding(
         image_config(
             position_encoding=encoding, block_size=size, rotary_init="axial", axial_layout=layout, coordinates="index"
@@ -190,7 +192,10 @@ REFUSED = [
         {"position_encoding": "comrope_ap", "block_size": 6},
         r"serve the axes in turn; accepted here: block_size in \[12\]",
     ),
-    ({"position_encoding": "circulant_string", "block_size": 6}, "cannot contain axial_rope: its blocks rotate the planes of a Fourier"),
+    (
+        {"position_encoding": "circulant_string", "block_size": 6},
+        "cannot contain axial_rope: its blocks rotate the planes of a Fourier",
+    ),
     ({"position_encoding": "spherical_rope"}, "cannot contain axial_rope: it rotates three channels"),
     ({"position_encoding": "golden_gate_rope"}, "no parameters to initialise"),
     ({"position_encoding": "rope_mixed", "head_dim": 2}, "head_dim=2 is too small .* a plane for each of 2 axes"),
