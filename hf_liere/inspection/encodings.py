@@ -301,7 +301,7 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
     if not traits.learned:
         return None
     config.folded_grids = None
-    drawn_matrices = []
+    draws, starts = [], []
     trained = generator_matrices(encoding)
     learned = _elements(trained, traits).flatten()
     with torch.random.fork_rng(devices=[]):
@@ -310,18 +310,19 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
         for _ in range(DRAWS):
             untrained.reset_parameters()
             if isinstance(encoding, FoldedPlanes):
-                drawn_matrices.append(skew(untrained.folded_frequencies().detach().double().unsqueeze(-1), 2))
+                matrices = skew(untrained.folded_frequencies().detach().double().unsqueeze(-1), 2)
             else:
-                drawn_matrices.append(generator_matrices(untrained))
-        draws = [_sample(_elements(matrices, traits).flatten()) for matrices in drawn_matrices]
+                matrices = generator_matrices(untrained)
+            draws.append(_sample(_elements(matrices, traits).flatten()))
+            starts.append(matrices)
         drawn = torch.cat(draws)
         distance = _distance(_sample(learned), drawn)
     chance = max(_distance(draw, torch.cat(draws[:index] + draws[index + 1 :])) for index, draw in enumerate(draws))
     name, scale, std = config.rotary_init, config.rotary_init_scale, drawn.std(correction=0).item()
     edges, density, learned_density = _densities(drawn, learned)
-    movement, start = None, drawn_matrices[0]
+    movement, start = None, starts[0]
     comparable = not isinstance(encoding, FoldedPlanes) or not start.any()
-    if comparable and all(torch.equal(start, other) for other in drawn_matrices):
+    if comparable and all(torch.equal(start, other) for other in starts):
         steps = patch_steps(encoding).view(-1, 1, 1)
         distances = (matrices.flatten(-3).norm(dim=-1) * steps for matrices in (trained - start, start))
         movement = Movement(*distances)
