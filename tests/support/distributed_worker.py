@@ -22,7 +22,10 @@ def full(value):
 
 
 def leave():
-    """End a process whose work is done and saved: threads of gloo now and then abort an interpreter that shuts down."""
+    """
+    End a process whose work is done and saved, without shutting Python down: a thread of Gloo that still has to release
+    a tensor would abort the process then (`training/common/process_group.py`).
+    """
     dist.barrier()
     os._exit(0)
 

@@ -1,13 +1,15 @@
 """What the tests of training/ share: the scripts as modules, small data sets, and runs in processes of their own."""
 
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import datasets
 import numpy as np
 import torch
 import transformers
-from checkout import ROOT
+from checkout import ROOT, SUPPORT
 from fresh_process import run_two_processes
 from patching_cases import IMAGE, clip_config, widen
 from PIL import Image
@@ -84,7 +86,16 @@ def train(output_dir: Path, *flags: str) -> dict[str, float]:
 def train_with_torchrun(output_dir: Path, *flags: str, script: Path = SCRIPT) -> subprocess.CompletedProcess:
     """Two processes without an accelerator. No flag says so: the script finds out."""
     flags = ["--output_dir", output_dir, "--do_train", *TINY_MODEL, *TINY_RUN, "--use_cpu", "false", *flags]
-    return run_two_processes(script, *flags)
+    return run_script_twice(script, *flags)
+
+
+def run_script_twice(script: Path, *flags: str) -> subprocess.CompletedProcess:
+    """A training script in two processes, whose threads of Gloo must have ended before the processes end."""
+    process = run_two_processes(SUPPORT / "watched_script.py", script.stem, *flags)
+    if sys.platform.startswith("linux"):
+        ends = re.findall(r"threads of Gloo: (\d+), then (\d+)", process.stdout)
+        assert len(ends) == 2 and all(int(before) > 0 and int(after) == 0 for before, after in ends), ends
+    return process
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -9,10 +9,10 @@ import torch
 import transformers
 from checkout import ROOT
 from clip_training import CLASSES, TINY_RUN, accuracies, but_for_rounding, measured_again, train
-from fresh_process import run_python, run_two_processes
+from fresh_process import run_python
 from patching_cases import CASES, IMAGE, ROTATING, VIT_B
 from safetensors.torch import load_file, save_file
-from training_helpers import assert_same_weights, small_clip, write_parquet
+from training_helpers import assert_same_weights, run_script_twice, small_clip, write_parquet
 
 import hf_liere
 from hf_liere import RotaryPatchConfig, is_patched, load_rotary, patch, rotary_parameters
@@ -228,7 +228,7 @@ def test_every_family_leaves_a_whole_model(data, tmp_path):
 def test_two_processes_train_and_save_both_models(whole, clip_folder, data, tmp_path):
     flags = ["--output_dir", tmp_path, "--model_name_or_path", clip_folder, *data, *TINY_RUN, *WHOLE]
     flags += ["--per_device_eval_batch_size", 4]
-    run_two_processes(SCRIPT, *flags)
+    run_script_twice(SCRIPT, *flags)
     for name in ("patched", "unpatched"):
         assert json.loads((tmp_path / name / "environment.json").read_text())["world_size"] == 2
         # Means of two halves in float32 instead of one mean.

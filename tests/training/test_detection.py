@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 import torch
 from checkout import ROOT
-from fresh_process import run_two_processes
 from PIL import Image
-from training_helpers import TINY_MODEL, TINY_RUN, assert_same_weights, train, weights, write_parquet
+from training_helpers import (
+    TINY_MODEL,
+    TINY_RUN,
+    assert_same_weights,
+    run_script_twice,
+    train,
+    weights,
+    write_parquet,
+)
 from transformers import (
     AutoModelForObjectDetection,
     DeformableDetrImageProcessor,
@@ -142,7 +149,7 @@ def test_two_processes_evaluate_as_one(shapes, tmp_path):
     flags = ["--model_name_or_path", tmp_path / "run", *sizes, "--do_eval", "--per_device_eval_batch_size", 4]
     flags = [*map(str, flags), *TINY_RUN, "--image_size", "32"]
     one = object_detection.main([*flags, "--output_dir", str(tmp_path / "one")])
-    run_two_processes(ROOT / "training" / "object_detection.py", *flags, "--output_dir", tmp_path / "two")
+    run_script_twice(ROOT / "training" / "object_detection.py", *flags, "--output_dir", tmp_path / "two")
     two = json.loads((tmp_path / "two" / "eval_results.json").read_text())
     assert json.loads((tmp_path / "two" / "environment.json").read_text())["world_size"] == 2
     for name in ("eval_map", "eval_map_50", "eval_samples"):

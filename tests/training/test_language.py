@@ -11,10 +11,11 @@ import torch
 import transformers
 import yaml
 from checkout import ROOT
-from fresh_process import run_python, run_two_processes
+from fresh_process import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from training_helpers import run_script_twice
 
 from hf_liere import is_patched, load_rotary, rotary_parameters, unpatch
 from training import evaluate_sweep, report
@@ -297,7 +298,7 @@ def test_two_processes_train_the_model_of_one(trainable, flags, llama, data, tmp
     one = train(tmp_path / "one", data, *flags, "--total_train_batch_size", 4)
     place = [index for index, flag in enumerate(TINY_RUN) if flag == "--per_device_train_batch_size"][0]
     tiny = [*TINY_RUN[:place], *TINY_RUN[place + 2 :], "--total_train_batch_size", 4]
-    run_two_processes(SCRIPT, "--output_dir", tmp_path / "two", *data, *tiny, *flags)
+    run_script_twice(SCRIPT, "--output_dir", tmp_path / "two", *data, *tiny, *flags)
     first, second = (load_file(tmp_path / run / WEIGHTS) for run in ("one", "two"))
     assert first.keys() == second.keys()
     for name, value in first.items():

@@ -11,9 +11,8 @@ import pyarrow.parquet
 import pytest
 import torch
 from checkout import ROOT
-from fresh_process import run_two_processes
 from matplotlib.path import Path as Outline
-from training_helpers import assert_same_weights
+from training_helpers import assert_same_weights, run_script_twice
 
 from hf_liere import LieRETokensForSequenceClassification, LieRETokensForTokenClassification
 from hf_liere.errors import InputError
@@ -228,7 +227,7 @@ def test_several_processes_and_a_resumed_run_make_the_same_weights(tmp_path):
     given = [flag for flag in given if flag not in ("--per_device_train_batch_size", "4")]
     given += ["--total_train_batch_size", "4", "--num_train_epochs", "2"]
     token_classification.main(["--output_dir", str(tmp_path / "one"), *given])
-    run_two_processes(ROOT / "training" / "token_classification.py", "--output_dir", tmp_path / "two", *given)
+    run_script_twice(ROOT / "training" / "token_classification.py", "--output_dir", tmp_path / "two", *given)
     # Sums in another order.
     assert_same_weights(tmp_path / "one", tmp_path / "two", tolerance=1e-5)
     checkpoint = min((tmp_path / "one").glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))

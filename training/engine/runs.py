@@ -4,13 +4,11 @@ import errno
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors.numpy import save_file
-from torch import distributed
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -19,6 +17,7 @@ from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_weights import saved_weights_digest, weights_digest
 from training.common.arguments import RunArguments
 from training.common.messages import is_lost_worker, reason
+from training.common.process_group import leave_process_group
 from training.common.records import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -30,7 +29,7 @@ from training.common.records import (
     write_record,
 )
 from training.engine.pushing import fetch_checkpoint, warn_of_other_settings
-from training.engine.saving import last_complete_checkpoint, require_free, require_writable
+from training.engine.saving import StoppedError, last_complete_checkpoint, require_free, require_writable
 
 
 # Full disk or quota, or file too large.
@@ -39,13 +38,16 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def start(main: Callable[[], Any]) -> None:
     """Runs a script. Errors that users can correct are printed as one sentence without a traceback."""
+    stopped = None
     try:
-        main()
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()
-            # DDP keeps a reference to the group, so Gloo's threads outlive it. A thread that still has to release the
-            # last collective's tensors waits for the GIL, and waiting while Python shuts down aborts the process.
-            time.sleep(0.2)
+        try:
+            main()
+        except StoppedError as error:
+            # All processes stop after the same step. The error's traceback keeps the trainer alive until here.
+            stopped = error.code
+        leave_process_group()
+        if stopped is not None:
+            sys.exit(stopped)
     except (InputError, HubError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
     except (OSError, EOFError, RuntimeError) as error:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from training.common.process_group import leave_process_group
 from training.gpu.models import ENCODINGS, CheckFailed, Settings, batch, build_model, step
 
 
@@ -51,8 +52,8 @@ def main(device: str) -> None:
         if not error < ACCEPTED:
             raise CheckFailed(f"{encoding}: the steps differ by {error:.1e}; accepted: {ACCEPTED}.")
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    leave_process_group()
