@@ -20,6 +20,9 @@
 // Blocks are padded with zeros to one of the compiled sizes: the rotation of [[A, 0], [0, 0]] is [[exp A, 0], [0, 1]],
 // so padding does not change any result. Results do not depend on the number of threads: a single iteration writes each
 // one and adds in a fixed order.
+//
+// Sizes, strides and offsets in tensors are int64_t, so tensors may have more than 2³¹ elements. An int only counts inside
+// a block (at most 128 × 128 entries), a vector of channels, or threads.
 
 #ifdef __linux__
 #include <sys/mman.h>

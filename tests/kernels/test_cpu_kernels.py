@@ -1,5 +1,6 @@
 """The kernels for CPUs: when they are used and when not, and what they refuse."""
 
+import os
 import sys
 
 import pytest
@@ -287,3 +288,43 @@ for threads in (1, 2):
 def test_too_little_memory_does_not_end_the_process():
     lines = run_python("-c", TOO_LITTLE_MEMORY).stdout.splitlines()
     assert len(lines) == 2 and all("Too little memory for hf_liere_outer_products" in line for line in lines)
+
+
+FORKED = """
+import os
+import signal
+import torch
+from hf_liere import LieRotaryEmbedding
+
+query, key, positions = torch.randn(3, 2, 2, 16, 8), torch.randn(3, 2, 2, 16, 8), torch.randn(16, 2)
+layers = [LieRotaryEmbedding(2, 8, 2, "liere", 4), LieRotaryEmbedding(2, 8, 2, "rope_mixed")]
+
+
+class Rotated(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(query)
+
+    @torch.no_grad()
+    def __getitem__(self, index):
+        return torch.stack([x for layer in layers for x in layer(query[index], key[index], positions)])
+
+
+torch.set_num_threads(2)
+expected = torch.stack(list(Rotated()))
+loader = torch.utils.data.DataLoader(Rotated(), num_workers=1, multiprocessing_context="fork", timeout=20)
+print(torch.equal(torch.cat(list(loader)), expected))
+child = os.fork()
+if not child:
+    # A process that waits for threads that do not exist ends here.
+    signal.alarm(20)
+    torch.set_num_threads(1)
+    os._exit(0 if torch.equal(torch.stack(list(Rotated())), expected) else 1)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@needs_kernels
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_processes_with_one_thread_rotate_as_their_parent_did():
+    """With more threads they would wait for those of the parent, which a fork does not copy: torch's sin, too."""
+    assert run_python("-c", FORKED).stdout.split() == ["True", "0"]
