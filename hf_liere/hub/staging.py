@@ -208,4 +208,7 @@ def secret_scanner() -> "Scanner":
 def _read_searchable(path: Path) -> bytes:
     """The content of a file; only the header of safetensors."""
     with path.open("rb") as file:
-        return file.read(int.from_bytes(file.read(8), "little")) if path.suffix == ".safetensors" else file.read()
+        if path.suffix != ".safetensors":
+            return file.read()
+        # No more than the file contains, whatever length its first bytes give.
+        return file.read(min(int.from_bytes(file.read(8), "little"), path.stat().st_size))

@@ -15,7 +15,7 @@ import transformers
 
 # Post-import hooks (PEP 369), because importing peft takes seconds, and signature-preserving wrappers.
 import wrapt
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils import cached_file
 
@@ -42,8 +42,8 @@ def restore_rotations(model: nn.Module, source: str | Path, place: dict, is_load
         is_loaded: Whether the model already has an adapter of that name, whose values will be replaced.
 
     Raises:
-        ValueError: if the rotations do not fit the base, or the adapter has rotations without a patch and the base
-            none.
+        ValueError: if the rotations do not fit the base, the adapter has rotations without a patch and the base none,
+            or a file cannot be read.
     """
     path = _find(source, ADAPTER_CONFIG, place)
     if path is None:
@@ -84,8 +84,11 @@ def _rotations_in_weights(source: str | Path, place: dict) -> list[str]:
     if path is None:
         return []
     if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+        except SafetensorError as error:
+            raise ValueError(f"{path} cannot be read ({error}): it is damaged or truncated.") from error
     else:
         names = list(torch.load(path, map_location="meta", weights_only=True))
     return [name for name in names if "rotary_encoding" in name.split(".")]
