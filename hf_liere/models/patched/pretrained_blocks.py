@@ -17,7 +17,7 @@ from ..rotation.rotation import TokenRotation
 from .module_inspection import projection_widths, projections
 from .pretrained_rope import PretrainedRope
 from .rope_layout import RopeLayout, RopeTower, frequency_buffers
-from .rope_pairs import HeadPlanes
+from .rope_pairs import HeadPlanes, Probe
 
 
 class PretrainedBlocks(PretrainedRope):
@@ -29,6 +29,7 @@ class PretrainedBlocks(PretrainedRope):
         rotary: The [`LieRotaryEmbedding`] with the parameters, for channels in the order of `order`.
         order: (head_dim,) the model's channel at every place; the two of a plane are neighbours, and channels that are
             not rotated come last.
+        tokens_first: By attention module, whether its norms of queries and keys get (…, N, H, D), not (…, H, N, D).
         inverse: (head_dim,) the place of every channel of the model.
     """
 
@@ -43,6 +44,7 @@ class PretrainedBlocks(PretrainedRope):
             )
         heads, key_heads = self.heads = _require_common_heads(tower, layers, head_planes.head_dim)
         self.head_planes = head_planes
+        self.tokens_first = {layer: _puts_tokens_first(Probe(tower, layer)) for layer in self.place}
         self.rotary = LieRotaryEmbedding(
             heads,
             2 * layout.num_planes,
@@ -102,20 +104,20 @@ class PretrainedBlocks(PretrainedRope):
         return ones, torch.zeros_like(ones), next(iter(rotations))
 
     def rotate(
-        self, rotation: TokenRotation, part: str, before: torch.Tensor, states: torch.Tensor, state_dims: int
+        self, rotation: TokenRotation, layer: int, part: str, states: torch.Tensor, state_dims: int
     ) -> torch.Tensor:
         """
         R(p) applied to queries or keys in any layout; the layout is kept.
 
         Args:
+            layer: Index of the attention module.
             part: `"query"`, `"key"`, or `"all"` for queries, then keys, then values, which are not rotated.
-            before: The input of the module that made `states`.
             states: (…, N, H · D), (…, N, H, D) or (…, H, N, D).
             state_dims: Number of dimensions of the hidden states, (…, N, hidden_size).
         """
         rotation = rotation.to(states.device)
         order, inverse = self.order.to(states.device), self.inverse.to(states.device)
-        tokens, head_dim = rotation.num_tokens(), self.head_planes.head_dim
+        head_dim = self.head_planes.head_dim
         flat = states.ndim == state_dims
         if flat and part == "all":
             heads, key_heads = (count * head_dim for count in self.heads)
@@ -125,7 +127,7 @@ class PretrainedBlocks(PretrainedRope):
             query, key = (_put_tokens_first(x, state_dims).flatten(-2) for x in (query, key))  # (…, N, H · D) each
             return torch.cat([query, key, value], dim=-1)
         heads = states.unflatten(-1, (-1, head_dim)) if flat else states  # (…, N, H, D) or (…, H, N, D)
-        tokens_first = flat or _is_tokens_first(heads, before, tokens)
+        tokens_first = flat or self.tokens_first[layer]
         heads = _put_heads_first(heads, state_dims) if tokens_first else heads  # (B, H, N, D)
         (heads,) = self._rotate_channels(rotation, order, inverse, heads)
         heads = _put_tokens_first(heads, state_dims) if tokens_first else heads
@@ -158,11 +160,26 @@ def _put_tokens_first(states: torch.Tensor, state_dims: int) -> torch.Tensor:
     return states.transpose(-3, -2)
 
 
-def _is_tokens_first(states: torch.Tensor, before: torch.Tensor, tokens: int) -> bool:
-    """Whether (…, N, H, D), not (…, H, N, D). If N = H, strides decide: a norm gets a view of projected tokens."""
-    if states.shape[-3] != states.shape[-2]:
-        return states.shape[-3] == tokens
-    return before.stride(-3) >= before.stride(-2)
+@torch.no_grad()
+def _puts_tokens_first(probe: Probe) -> bool:
+    """Whether the norm of queries makes (…, N, H, D), not (…, H, N, D); neither shape nor strides tell if N = H."""
+    made: list[torch.Tensor] = []
+    module = next(iter(find_state_modules(probe.attention, probe.layer in probe.tower.sources).values()))
+    handle = module.register_forward_hook(lambda module, args, output: made.append(output.float().cpu()))
+    try:
+        # With an angle of zero queries stay as they were made.
+        query, _ = probe.capture(torch.ones_like(probe.coordinates), torch.zeros_like(probe.coordinates))
+    finally:
+        handle.remove()
+    if made[-1].ndim < 3 or made[-1].shape[-1] != query.shape[-1]:
+        # (…, N, H · D)
+        return True
+    query, states = query[0], made[-1].reshape(made[-1].shape[-3:])  # (H, N, D), and (N, H, D) or (H, N, D)
+    if query.shape != states.shape:
+        return True
+    return query.shape[0] == query.shape[1] and bool(
+        (states.transpose(0, 1) - query).abs().sum() < (states - query).abs().sum()
+    )
 
 
 def find_state_modules(attention: nn.Module, reads_keys: bool) -> dict[str, nn.Module]:

@@ -182,7 +182,7 @@ def rotate_states(tower: nn.Module, layer: int, part: str, module: nn.Module, ar
             "of its tokens are unknown. Call the model around it, or unpatch the model."
         )
     _, rotation, state_dims = current
-    return tower.rotary_encoding.rotate(rotation, part, args[0], output, state_dims)
+    return tower.rotary_encoding.rotate(rotation, layer, part, output, state_dims)
 
 
 def clear_rotation(attention: nn.Module, args, output) -> None:

@@ -9,6 +9,7 @@ import torch
 from patching_cases import randomize, same_bits
 from patching_checks import check_cached_steps, check_unpatched
 from rope_cases import CASES, GRIDS, blocks, build, build_patched, check_relative, outputs, tokens
+from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -113,6 +114,35 @@ def test_as_many_tokens_as_heads(name, length):
     inputs = {"input_ids": inputs["input_ids"][:, :length]}
     expected = outputs(model, inputs)
     close_to_start(outputs(patch(model, blocks("liere")), inputs), expected)
+
+
+class Contiguous(nn.Module):
+    def forward(self, states):
+        return states.contiguous()
+
+
+@pytest.mark.parametrize("heads", [2, 4, 7])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_norms_of_contiguous_states_with_as_many_tokens_as_heads(name, heads):
+    """Neither shape nor strides tell (tokens, heads) from (heads, tokens); the probe has 7 tokens."""
+    model, inputs = build(name)
+    config = model.config
+    config.num_attention_heads = config.num_key_value_heads = heads
+    torch.manual_seed(0)
+    model = type(model)(config).eval()
+    for module in model.modules():
+        for norm in ("q_norm", "k_norm"):
+            if hasattr(module, norm):
+                setattr(module, norm, nn.Sequential(Contiguous(), getattr(module, norm)))
+    inputs = {"input_ids": torch.randint(2, 20, (2, heads))}
+    expected = outputs(model, inputs)
+    close_to_start(outputs(patch(model, blocks("liere")), inputs), expected)
+    # As a part of longer sequences, whose layout their shape tells.
+    randomize(model)
+    longer = {"input_ids": torch.cat([inputs["input_ids"], torch.randint(2, 20, (2, 3))], dim=1)}
+    whole = model(**longer, use_cache=False).logits[:, :heads]
+    # Sums of float32 in another order.
+    torch.testing.assert_close(model(**inputs, use_cache=False).logits, whole, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name, axes, planes", [("llama", 1, 8), ("dinov3", 2, 8)])
