@@ -86,7 +86,10 @@ class Server:
             environment.pop(name, None)
         command = [sys.executable, str(folder / "watched.py"), str(folder), str(script), *arguments]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+            # Tests that run in the background may ignore SIGINT, which ends the server and would be inherited.
+            accept = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+            options = {"stdout": log, "stderr": log, "preexec_fn": accept}
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, **options)
 
     def __enter__(self):
         deadline = time.monotonic() + 180
