@@ -9,7 +9,6 @@ import torch
 from patching_cases import randomize, same_bits
 from patching_checks import check_cached_steps, check_unpatched
 from rope_cases import CASES, GRIDS, blocks, build, build_patched, check_relative, outputs, tokens
-from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -116,11 +115,6 @@ def test_as_many_tokens_as_heads(name, length):
     close_to_start(outputs(patch(model, blocks("liere")), inputs), expected)
 
 
-class Contiguous(nn.Module):
-    def forward(self, states):
-        return states.contiguous()
-
-
 @pytest.mark.parametrize("heads", [2, 4, 7])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_norms_of_contiguous_states_with_as_many_tokens_as_heads(name, heads):
@@ -133,7 +127,7 @@ def test_norms_of_contiguous_states_with_as_many_tokens_as_heads(name, heads):
     for module in model.modules():
         for norm in ("q_norm", "k_norm"):
             if hasattr(module, norm):
-                setattr(module, norm, nn.Sequential(Contiguous(), getattr(module, norm)))
+                getattr(module, norm).register_forward_pre_hook(lambda module, args: (args[0].contiguous(),))
     inputs = {"input_ids": torch.randint(2, 20, (2, heads))}
     expected = outputs(model, inputs)
     close_to_start(outputs(patch(model, blocks("liere")), inputs), expected)
