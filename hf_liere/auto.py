@@ -20,7 +20,7 @@ from .storage.loading import (
     require_loaded_keys,
     translate_loading_errors,
 )
-from .storage.saved_weights import ADAPTER_CONFIG
+from .storage.saved_model import ADAPTER_CONFIG
 
 
 if TYPE_CHECKING:

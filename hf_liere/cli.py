@@ -320,11 +320,11 @@ def run_push(
     from .hub.cards import push_card
     from .hub.facts import load_facts
     from .hub.publishing import push
-    from .storage.saved_weights import saved_weights_digest
+    from .storage.saved_model import SavedModel
 
-    facts = load_facts(card) if card else None
-    rendered = push_card(folder, saved_weights_digest(folder), repo_id, facts, evaluation, license)
-    return str(push(folder, repo_id, card=rendered, reload=not no_reload, **options))
+    saved, facts = SavedModel(folder), load_facts(card) if card else None
+    rendered = push_card(saved, repo_id, facts, evaluation, license)
+    return str(push(saved, repo_id, card=rendered, reload=not no_reload, **options))
 
 
 def run_verify(folder: str, repo_id: str, revision: str, runs: bool) -> str:

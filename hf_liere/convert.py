@@ -20,7 +20,7 @@ from .hub.cards import render_card
 from .hub.checked_facts import CONVERSION_FILE, facts_of_run
 from .models.transformer.configuration_liere import LieREConfig, LieREPixelConfig
 from .models.transformer.modeling_liere import LieREPreTrainedModel
-from .storage.saved_weights import file_digest, saved_weights_digest
+from .storage.saved_model import SavedModel, file_digest
 from .storage.targets import new_directory
 
 
@@ -130,10 +130,10 @@ def upgrade_checkpoint(
 
 
 def _write_card(directory: Path, title: str, origin: str, notes: str) -> None:
-    weights = saved_weights_digest(directory)
-    record = {"weights": weights, "converted_from": origin, "notes": notes}
+    saved = SavedModel(directory)
+    record = {"weights": saved.digest, "converted_from": origin, "notes": notes}
     (directory / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    render_card(facts_of_run(directory, weights, title=title)).write(directory)
+    render_card(facts_of_run(saved, title=title)).write(directory)
 
 
 def _save_processor(directory: Path, config: LieREConfig, statistics: Mapping[str, object]) -> None:

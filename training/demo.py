@@ -36,7 +36,7 @@ from hf_liere.hub.cards import render_card
 from hf_liere.hub.checked_facts import facts_of_run
 from hf_liere.hub.facts import Facts, load_facts
 from hf_liere.hub.run_records import RESULTS_FILE
-from hf_liere.storage.saved_weights import read_json, saved_weights_digest
+from hf_liere.storage.saved_model import SavedModel
 from hf_liere.storage.targets import new_directory, require_new_directory
 from training.common.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
 from training.data.arrows import BAG_OF_ARROWS_ACCURACY, LABELS, Arrows
@@ -210,7 +210,7 @@ def step_count(images: int) -> int:
 
 def is_same_run(output_dir: Path, images: int) -> bool:
     path = output_dir / CONFIG_FILE
-    return path.is_file() and read_json(path)["data"]["max_train_samples"] == images
+    return path.is_file() and SavedModel(path.parent).read_json(path.name)["data"]["max_train_samples"] == images
 
 
 def is_finished(output_dir: Path, images: int) -> bool:
@@ -222,7 +222,7 @@ def is_evaluated(folder: Path, name: str) -> bool:
     if not (larger_folder(folder, name) / RESULTS_FILE).is_file():
         return False
     own, evaluated = (
-        read_json(place / WEIGHTS_FILE)["sha256"] for place in (folder / name, larger_folder(folder, name))
+        SavedModel(place).read_json(WEIGHTS_FILE)["sha256"] for place in (folder / name, larger_folder(folder, name))
     )
     return own == evaluated
 
@@ -250,9 +250,9 @@ def read_result(folder: Path, name: str) -> dict:
     """
     The last metrics of a run. `larger` contains those with larger images, `history` pairs of images seen and accuracy.
     """
-    result = read_json(folder / name / "all_results.json")
-    result["larger"] = read_json(larger_folder(folder, name) / RESULTS_FILE)
-    state = read_json(folder / name / "trainer_state.json")
+    saved = SavedModel(folder / name)
+    result, state = saved.read_json("all_results.json"), saved.read_json("trainer_state.json")
+    result["larger"] = SavedModel(larger_folder(folder, name)).read_json(RESULTS_FILE)
     result["history"] = sorted(
         {
             entry["step"] * BATCH_SIZE: entry["eval_accuracy"]
@@ -323,19 +323,19 @@ def write_checkpoint(folder: Path, target: Path) -> None:
     Writes LieRE8 as stored in the repository: weights, configuration, processor, records of its run and a card, without
     the modeling code, which is in hf_liere.
     """
-    source, digest = folder / "liere8", saved_weights_digest(folder / "liere8")
+    source = SavedModel(folder / "liere8")
     about = load_facts("arrows_liere8")
     place = target.resolve()
     place = (place.relative_to(HERE.parent) if place.is_relative_to(HERE.parent) else place).as_posix()
     facts = Facts(about.title, about.encoding, intended_use=about.intended_use, license="apache-2.0")
     facts.notes = f"Made by `python training/demo.py --write_checkpoint {place}`."
-    facts = facts_of_run(source, digest, facts, [larger_folder(folder, "liere8")])
+    facts = facts_of_run(source, facts, [larger_folder(folder, "liere8")])
     # Two runs shared the machine, so their speed is not meaningful.
     facts.cost = {"parameters": facts.cost["parameters"]}
     with new_directory(target) as partial:
         for name in CHECKPOINT_FILES:
-            shutil.copyfile(source / name, partial / name)
-        config = read_json(source / "config.json")
+            shutil.copyfile(source.folder / name, partial / name)
+        config = source.configuration
         # auto_map would refer to missing code.
         del config["auto_map"]
         write_record(partial, "config.json", config)

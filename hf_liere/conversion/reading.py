@@ -1,6 +1,5 @@
 """Reads another project's checkpoint from a file, directory or Hub repository, without executing anything in it."""
 
-import json
 import os
 import pickle
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from ..auto import MODELS
 from ..models.patched.patched_configuration import TYPE_PREFIX
 from ..storage.client import translate_hub_errors
-from ..storage.loading import explain, loading_options, local_path, shards
+from ..storage.loading import explain, loading_options, local_path, parse_json, shards
 from .base import ConversionError
 
 
@@ -51,15 +50,7 @@ def read_checkpoint(
 def json_beside(path: Path, name: str) -> dict | None:
     """The content of a json file beside the weights; `None` if it does not exist."""
     file = (path if path.is_dir() else path.parent) / name
-    if not file.is_file():
-        return None
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConversionError(f"{name} beside the checkpoint is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConversionError(f"{name} beside the checkpoint is a {type(content).__name__}; accepted is an object.")
-    return content
+    return parse_json(file.read_bytes(), file) if file.is_file() else None
 
 
 def locate(checkpoint: str | os.PathLike, revision: str | None) -> Path:

@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..auto import model_class, models_of
 from ..errors import require_libraries
 from ..models.encoding.encoding_traits import ENCODING_TRAITS
-from ..storage.saved_weights import is_adapter, own_file
+from ..storage.saved_model import SavedModel
 from ..version import __version__
 from .checked_facts import facts_of_run
 from .facts import FOLDER, METRICS, Facts, FactsError, common_facts, format_inputs, format_size, height_and_width
@@ -57,31 +57,27 @@ class Card:
         return replace(self, text=str(card).replace(NO_LICENSE, _license_sentence(license)))
 
     @classmethod
-    def read(cls, folder: Path, weights: str | None = None) -> "Card":
-        """
-        Read the card in a folder.
-
-        Raises:
-            FactsError: if the card is missing, unreadable or rendered for weights with a digest other than `weights`.
-            ValueError: if one of its files is a link out of the folder.
-        """
-        if not (folder / CARD).is_file():
-            raise FactsError(f"{folder} contains no {CARD}; accepted: a card there, or facts for one (--card).")
+    def read(cls, saved: SavedModel) -> "Card":
+        """Read the card of a model. Raises [`FactsError`] if it is missing, not text or rendered for other weights."""
+        if not saved.has(CARD):
+            raise FactsError(f"{saved} contains no {CARD}; accepted: a card there, or facts for one (--card).")
         try:
-            text = own_file(folder / CARD).read_text(encoding="utf-8")
-            names = re.findall(r"!\[[^\]]*\]\(([A-Za-z0-9_.-]+)\)", text)
-            pictures = {name: own_file(folder / name).read_bytes() for name in names}
+            text = saved.read(CARD).decode("utf-8")
         except UnicodeDecodeError:
-            raise FactsError(f"{folder / CARD} is not UTF-8 text.") from None
-        except OSError as error:
-            raise FactsError(f"{error.filename} of the card cannot be read: {error.strerror}.") from None
-        rendered_for = re.search(r"Weights: SHA-256 `([0-9a-f]{64})`", text)
-        if weights and rendered_for and rendered_for[1] != weights:
+            raise FactsError(f"{saved.folder / CARD} is not UTF-8 text.") from None
+        names = re.findall(r"!\[[^\]]*\]\(([A-Za-z0-9_.-]+)\)", text)
+        card = cls(text, {name: saved.read(name) for name in names})
+        card.require_weights(saved)
+        return card
+
+    def require_weights(self, saved: SavedModel) -> None:
+        """Raise [`FactsError`] if the card was rendered for weights other than those of a saved model."""
+        rendered_for = re.search(r"Weights: SHA-256 `([0-9a-f]{64})`", self.text)
+        if rendered_for and rendered_for[1] != saved.digest:
             raise FactsError(
-                f"{folder / CARD} is for weights {rendered_for[1][:12]}…, not for {weights[:12]}… beside it; delete or "
+                f"The card is for weights {rendered_for[1][:12]}…, not for {saved.digest[:12]}… in {saved}; delete or "
                 "replace it."
             )
-        return cls(text, pictures)
 
 
 def render_card(facts: Facts, repo_id: str | None = None, folder: str | None = None) -> Card:
@@ -169,15 +165,14 @@ def _snippet(facts: Facts, repo_id: str | None) -> dict[str, Any]:
 
 
 def push_card(
-    folder: str | Path,
-    weights: str,
+    saved: SavedModel,
     repo_id: str,
     facts: Facts | None = None,
     evaluations: Iterable[str | Path] = (),
     license: str | None = None,
 ) -> Card:
     """
-    The card to publish a folder with: rendered from facts and records if there are any, else the card in the folder. An
+    The card to publish a model with: rendered from facts and records if there are any, else the card in the folder. An
     adapter without a card gets one that describes it.
 
     Args:
@@ -185,15 +180,16 @@ def push_card(
 
     Raises:
         FactsError: if the facts contain no figure of these weights, or contradict checkpoint, records or `license`.
-        ValueError: if the folder contains both a complete model and an adapter.
+        ValueError: if the weights cannot be read, or the folder contains both a complete model and an adapter.
     """
-    folder = Path(folder)
-    describes_itself = is_adapter(folder) and not (folder / CARD).is_file()
-    has_records = (folder / RESULTS_FILE).is_file() and is_describable(folder)
+    # Damaged weights are reported before a missing card.
+    saved.require_finite_weights()
+    describes_itself = saved.is_adapter and not saved.has(CARD)
+    has_records = saved.has(RESULTS_FILE) and is_describable(saved)
     if facts is None and not evaluations and not has_records and not describes_itself:
-        card = Card.read(folder, weights)
+        card = Card.read(saved)
         return card.with_license(license) if license else card
-    known = facts_of_run(folder, weights, facts, evaluations, title=repo_id.rpartition("/")[2])
+    known = facts_of_run(saved, facts, evaluations, title=repo_id.rpartition("/")[2])
     if known.status in ("not trained", "not evaluated") and known.architecture != "adapter":
         raise FactsError(
             f"{known.title} is {known.status}: no figure was measured with these weights. Evaluate them with "

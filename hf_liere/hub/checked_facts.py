@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..storage.saved_weights import saved_parameters
+from ..storage.saved_model import SavedModel
 from .facts import MODEL_FIELDS, Facts, FactsError, format_inputs, input_key
 from .run_records import (
     RESULTS_FILE,
@@ -35,8 +35,7 @@ DATA_DETAILS = ("config", "split", "files")
 
 
 def facts_of_run(
-    folder: str | Path,
-    weights: str,
+    saved: SavedModel,
     facts: Facts | None = None,
     evaluations: Iterable[str | Path] = (),
     title: str | None = None,
@@ -46,8 +45,7 @@ def facts_of_run(
     Facts of a finished run (with `progress`, of a running one) from its checkpoint and records.
 
     Args:
-        folder: Output folder of the training script.
-        weights: Digest of the weights that the card describes.
+        saved: Output of the training script.
         facts: What checkpoint and records do not contain.
         evaluations: Output folders of evaluations of the same weights, at other sizes.
         title: Heading, if `facts` has none.
@@ -56,31 +54,30 @@ def facts_of_run(
         FactsError: if a figure was measured with other or unknown weights, data or configuration, or if `facts`
             contradict the checkpoint or its records; the message lists each such fact.
     """
-    folder = Path(folder)
-    checkpoint, run = describe_checkpoint(folder), read_record(folder, RUN_FILE)
-    known = copy.deepcopy(facts) or Facts(title=title or folder.resolve().name, encoding=checkpoint["encoding"])
-    _add_conversion(known, folder, weights)
-    own = result_of_run(folder, progress["metrics"] or {}) if progress else result_of_run(folder)
-    measured = _read_evaluations(folder, own, evaluations, checkpoint, weights)
-    found = checkpoint | _facts_of_records(folder, run, measured, weights)
-    if differing := find_contradictions(known, folder, checkpoint, found, measured):
+    checkpoint, run = describe_checkpoint(saved), read_record(saved, RUN_FILE)
+    known = copy.deepcopy(facts) or Facts(title=title or saved.folder.resolve().name, encoding=checkpoint["encoding"])
+    _add_conversion(known, saved)
+    own = result_of_run(saved, progress["metrics"] or {}) if progress else result_of_run(saved)
+    measured = _read_evaluations(saved, own, evaluations, checkpoint)
+    found = checkpoint | _facts_of_records(saved, run, measured)
+    if differing := find_contradictions(known, saved, checkpoint, found, measured):
         raise FactsError(
-            f"The facts of {known.title!r} contradict {folder}: {'; '.join(differing)}. Correct the facts or leave "
+            f"The facts of {known.title!r} contradict {saved}: {'; '.join(differing)}. Correct the facts or leave "
             "them out; accepted are facts that agree, or that checkpoint and records do not contain."
         )
     inputs = [input_key(result) for result in measured]
     known.results = measured + [result for result in known.results if input_key(result) not in inputs]
     for result in known.results:
-        _require_weights(result, weights)
+        _require_weights(result, saved.digest)
     found["model"] = _select(found["model"], MODEL_FIELDS)
-    found["cost"] = {**(found["cost"] if run else known.cost), "parameters": saved_parameters(folder)}
+    found["cost"] = {**(found["cost"] if run else known.cost), "parameters": saved.parameters}
     for name, value in found.items():
         setattr(known, name, value)
     if run:
         # These fields describe a planned recipe, not the run.
         known.recipe_source, known.dataset = None, None
     known.progress = progress
-    known.has_processor = any((folder / name).is_file() for name in PROCESSOR_CONFIGS)
+    known.has_processor = any(map(saved.has, PROCESSOR_CONFIGS))
     if checkpoint["model"].get("num_labels", 6) <= 5:
         for result in known.results:
             for name in ("top5_accuracy", "top5_accuracy_low", "top5_accuracy_high"):
@@ -89,27 +86,27 @@ def facts_of_run(
     return known
 
 
-def _add_conversion(facts: Facts, folder: Path, weights: str) -> None:
+def _add_conversion(facts: Facts, saved: SavedModel) -> None:
     """Add the facts of a conversion, unless they are given."""
-    conversion = read_record(folder, CONVERSION_FILE)
-    if conversion.get("weights") == weights:
+    conversion = read_record(saved, CONVERSION_FILE)
+    if conversion.get("weights") == saved.digest:
         for name in ("converted_from", "notes", "license"):
             if getattr(facts, name) is None:
                 setattr(facts, name, conversion.get(name))
 
 
 def _read_evaluations(
-    folder: Path, own: dict | None, evaluations: Iterable[str | Path], checkpoint: Mapping[str, Any], weights: str
+    saved: SavedModel, own: dict | None, evaluations: Iterable[str | Path], checkpoint: Mapping[str, Any]
 ) -> list[dict]:
     """The evaluations of these weights; all must use the same data and the checkpoint's configuration."""
-    results = [] if own is None else [(folder, own)]
-    for place in map(Path, evaluations):
+    results = [] if own is None else [(saved, own)]
+    for place in map(SavedModel, evaluations):
         result = result_of_run(place)
         if result is None:
             raise FactsError(f"{place} contains no {RESULTS_FILE}: it is not the output of an evaluation.")
         results.append((place, result))
     for place, result in results:
-        _require_weights(result, weights)
+        _require_weights(result, saved.digest)
         then = record_group(read_record(place, RUN_FILE), "model")
         fields = [name for name in MODEL_FIELDS if name not in OF_TRAINING]
         if differing := _differences(_select(then, fields), checkpoint["model"], "config.json", str(place)):
@@ -129,23 +126,23 @@ def _require_weights(result: Mapping[str, Any], weights: str) -> None:
         )
 
 
-def _facts_of_records(folder: Path, run: Mapping[str, Any], measured: list[dict], weights: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"weights": weights, "cost": {}}
+def _facts_of_records(saved: SavedModel, run: Mapping[str, Any], measured: list[dict]) -> dict[str, Any]:
+    found: dict[str, Any] = {"weights": saved.digest, "cost": {}}
     if measured:
         found["evaluation_data"] = measured[0]["data"]
     if run:
-        metrics, training = read_record(folder, "all_results.json"), record_group(run, "training")
+        metrics, training = read_record(saved, "all_results.json"), record_group(run, "training")
         found["recipe"] = recipe_of_run(run)
         found["training_data"] = data_of_run(run, "train")
         found["seeds"] = [training["seed"]] if "seed" in training else []
-        environment = read_record(folder, "environment.json")
+        environment = read_record(saved, "environment.json")
         found["environment"] = environment if isinstance(environment.get("libraries"), dict) else {}
         found["cost"] = _select(metrics, COST_FIELDS)
     return found
 
 
 def find_contradictions(
-    facts: Facts, folder: Path, checkpoint: Mapping[str, Any], found: Mapping[str, Any], measured: list[dict]
+    facts: Facts, saved: SavedModel, checkpoint: Mapping[str, Any], found: Mapping[str, Any], measured: list[dict]
 ) -> list[str]:
     """
     Every fact that contradicts a checkpoint or the records beside it, with both values.
@@ -155,7 +152,7 @@ def find_contradictions(
         found: Facts of the records.
         measured: The evaluations for the card.
     """
-    model, run = checkpoint["model"], read_record(folder, RUN_FILE)
+    model = checkpoint["model"]
     differing = _differences({"position_encoding": facts.encoding}, {"position_encoding": checkpoint["encoding"]})
     for name in ("architecture", "class_names"):
         if getattr(facts, name) and name in checkpoint:
@@ -165,8 +162,8 @@ def find_contradictions(
         if name not in model:
             differing.append(f"{name} is {value!r} in the facts, and the checkpoint has no such field")
     stated = {"parameters": facts.cost.get("parameters"), "weights": facts.weights}
-    differing += _differences(_select(stated), {"parameters": saved_parameters(folder), "weights": found["weights"]})
-    differing += _contradictions_with_run(facts, folder, run, model)
+    differing += _differences(_select(stated), {"parameters": saved.parameters, "weights": saved.digest})
+    differing += _contradictions_with_run(facts, saved, model)
     differing += _contradictions_with_data(facts, model, found)
     for result in facts.results:
         at = f" at {format_inputs(result)}"
@@ -179,11 +176,11 @@ def find_contradictions(
     return list(dict.fromkeys(differing))
 
 
-def _contradictions_with_run(facts: Facts, folder: Path, run: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
-    if not run:
+def _contradictions_with_run(facts: Facts, saved: SavedModel, model: Mapping[str, Any]) -> list[str]:
+    if not (run := read_record(saved, RUN_FILE)):
         return []
-    training, metrics = record_group(run, "training"), read_record(folder, "all_results.json")
-    environment = read_record(folder, "environment.json")
+    training, metrics = record_group(run, "training"), read_record(saved, "all_results.json")
+    environment = read_record(saved, "environment.json")
     settings = {**model, **record_group(run, "data"), **record_group(run, "augmentation"), **training}
     if (training.get("max_steps") or 0) > 0 and "epoch" in metrics:
         settings["num_train_epochs"] = metrics["epoch"]

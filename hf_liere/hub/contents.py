@@ -13,41 +13,31 @@ from transformers import PreTrainedConfig
 
 from ..models.saved_code import find_code
 from ..storage.client import HubError
-from ..storage.saved_weights import (
-    WEIGHTS_INDEX,
-    files_by_name,
-    first_line,
-    read_json,
-    saved_weights_digest,
-    weight_files,
-)
+from ..storage.saved_model import CONFIG, WEIGHTS_INDEX, SavedModel, files_by_name, first_line
 from .staging import REPLACED
 
 
-CONFIG = "config.json"
-
-
-def require_known_code(folder: Path, known: Sequence[Path], place: str) -> Path:
+def require_known_code(theirs: SavedModel, known: Sequence[SavedModel], place: str) -> SavedModel:
     """
-    Require that all code in a folder is also in one of the `known` folders and that no file refers to code of other
+    Require that all code of a repository is also in one of the `known` folders and that no file refers to code of other
     repositories; returns the most similar known folder.
 
     Raises:
         HubError: naming the files of code that this known folder lacks or that differ.
     """
-    for path, references in _references(folder):
+    for path, references in _references(theirs):
         if foreign := [reference for reference in references if "--" in reference]:
             raise HubError(
                 f"{path} of {place} refers to code of another repository, {', '.join(foreign)}; accepted: code beside "
                 "it. None of it was run."
             )
     # transformers also looks for code in the folders of a repository.
-    theirs = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
+    code = {name: path.read_bytes() for name, path in files_by_name(theirs.folder).items() if path.suffix == ".py"}
     unknown, lacking = {}, {}
     for other in known:
-        ours = {path.name: path.read_bytes() for path in other.glob("*.py")}
-        unknown[other] = sorted(name for name in theirs if ours.get(name) != theirs[name])
-        lacking[other] = ours.keys() - theirs
+        ours = {path.name: path.read_bytes() for path in other.folder.glob("*.py")}
+        unknown[other] = sorted(name for name in code if ours.get(name) != code[name])
+        lacking[other] = ours.keys() - code
     nearest = min(known, key=lambda other: (len(unknown[other]), len(lacking[other])))
     if unknown[nearest]:
         raise HubError(
@@ -57,16 +47,18 @@ def require_known_code(folder: Path, known: Sequence[Path], place: str) -> Path:
     return nearest
 
 
-def _references(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+def _references(saved: SavedModel) -> Iterator[tuple[Path, list[str]]]:
     """The classes that transformers would import, by json file of a folder."""
-    for path in sorted(folder.rglob("*.json")):
+    for name, path in files_by_name(saved.folder).items():
+        if path.suffix != ".json":
+            continue
         try:
-            content = read_json(path)
+            content = saved.read_json(name)
         except ValueError:
             # transformers cannot read it either.
             continue
         parts = [content.get("auto_map"), content.get("custom_pipelines")]
-        yield path.relative_to(folder), [text for part in parts for text in _strings(part)]
+        yield Path(name), [text for part in parts for text in _strings(part)]
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -77,17 +69,19 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def require_same_weights(ours: Path, theirs: Path, place: str) -> None:
+def require_same_weights(ours: SavedModel, theirs: SavedModel, place: str) -> None:
     """Raise [`HubError`] unless two folders contain the same tensors by name, however these are split into files."""
     try:
-        digests = [saved_weights_digest(ours), saved_weights_digest(theirs)]
+        digests = [saved.digest[:12] for saved in (ours, theirs)]
     except ValueError:
         raise HubError(f"{place} contains no readable weights.") from None
-    if digests[0] != digests[1]:
-        raise HubError(f"{place} has other weights ({digests[1][:12]}…) than the local folder ({digests[0][:12]}…).")
+    if ours.digest != theirs.digest:
+        raise HubError(f"{place} has other weights ({digests[1]}…) than the local folder ({digests[0]}…).")
 
 
-def differences(staged: Path, coded: Path, theirs: Path, config_class: type[PreTrainedConfig] | None) -> list[str]:
+def differences(
+    staged: SavedModel, coded: SavedModel, theirs: SavedModel, config_class: type[PreTrainedConfig] | None
+) -> list[str]:
     """
     What a push would change, except the card, in a folder with known code and the same weights: phrases.
 
@@ -97,27 +91,27 @@ def differences(staged: Path, coded: Path, theirs: Path, config_class: type[PreT
         config_class: The model's class, which parses both configurations, so that equivalent configurations of
             different transformers releases are equal; `None` for an adapter.
     """
-    found = [f"it lacks {path.name}" for path in sorted(coded.glob("*.py")) if not (theirs / path.name).is_file()]
-    weights = {*(path.name for path in (*weight_files(staged), *weight_files(theirs))), WEIGHTS_INDEX}
-    for path in sorted(staged.iterdir()):
-        name = path.name
+    there, ours = files_by_name(theirs.folder), files_by_name(staged.folder)
+    found = [f"it lacks {path.name}" for path in sorted(coded.folder.glob("*.py")) if path.name not in there]
+    weights = {*(path.name for path in (*staged.weight_files, *theirs.weight_files)), WEIGHTS_INDEX}
+    for name, path in ours.items():
         if name in weights or path.suffix == ".py":
             continue
-        if not (theirs / name).is_file():
+        if name not in there:
             found.append(f"it lacks {name}")
         elif path.suffix != ".json":
-            if path.read_bytes() != (theirs / name).read_bytes():
+            if staged.read(name) != theirs.read(name):
                 found.append(f"{name} differs")
         else:
             both = [_settings(place, name, config_class) for place in (staged, theirs)]
             if name == CONFIG:
-                both[0]["auto_map"] = read_json(coded / CONFIG).get("auto_map")
+                both[0]["auto_map"] = coded.configuration.get("auto_map")
             found += _differing_fields(name, *both)
-    kept = {*weights, *(path.name for folder in (staged, coded) for path in folder.iterdir())}
-    return found + [f"{name} would go" for name in obsolete_files(files_by_name(theirs), kept, theirs)]
+    kept = {*weights, *ours, *(path.name for path in coded.folder.iterdir())}
+    return found + [f"{name} would go" for name in obsolete_files(there, kept, theirs)]
 
 
-def obsolete_files(names: Iterable[str], pushed: Collection[str], folder: Path) -> list[str]:
+def obsolete_files(names: Iterable[str], pushed: Collection[str], theirs: SavedModel) -> list[str]:
     """
     The files of a repository that a push deletes: earlier weights, records and states, and the code of json files that
     it replaces, with all that this code imports.
@@ -125,20 +119,22 @@ def obsolete_files(names: Iterable[str], pushed: Collection[str], folder: Path) 
     Args:
         names: All files of the repository.
         pushed: Files of the push.
-        folder: The json files and the code at the repository's root.
+        theirs: The json files and the code at the repository's root.
     """
     others = [name for name in names if name not in pushed]
     replaced: set[str] = set()
     used: set[str] = set()
-    for path, references in _references(folder):
+    for path, references in _references(theirs):
         if len(path.parts) == 1:
             stays = path.name in others and not REPLACED.search(path.name)
-            (used if stays else replaced).update(path.name for path, _ in find_code(references, folder.glob("*.py")))
+            (used if stays else replaced).update(
+                path.name for path, _ in find_code(references, theirs.folder.glob("*.py"))
+            )
     return [name for name in others if REPLACED.search(name) or name in replaced - used]
 
 
-def _settings(folder: Path, name: str, config_class: type[PreTrainedConfig] | None) -> dict[str, Any]:
-    content = read_json(folder / name)
+def _settings(saved: SavedModel, name: str, config_class: type[PreTrainedConfig] | None) -> dict[str, Any]:
+    content = saved.read_json(name)
     if name == CONFIG:
         assert config_class is not None, "a folder with a configuration has a class"
         try:

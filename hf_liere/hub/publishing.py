@@ -37,7 +37,7 @@ from ..storage.client import (
     translate_hub_errors,
     wait_to_retry,
 )
-from ..storage.saved_weights import differing_files, file_digest, files_by_name, saved_weights_digest
+from ..storage.saved_model import ModelFolder, SavedModel, file_digest, files_by_name
 from . import reload_check
 from .cards import Card
 from .contents import differences, obsolete_files, require_known_code, require_same_weights
@@ -83,7 +83,7 @@ class ConcurrentCommitError(HubError):
 
 
 def push(
-    folder: str | Path,
+    folder: ModelFolder,
     repo_id: str,
     *,
     card: Card | None = None,
@@ -117,18 +117,18 @@ def push(
         ConcurrentCommitError: if someone else committed meanwhile.
         HubError: if the Hub refuses a request, or the commit's files differ or do not load.
     """
-    api, folder = api or HfApi(), Path(folder)
+    api, saved = api or HfApi(), SavedModel.at(folder)
     # Fail early if the scanner is missing, before reading a large model.
     secret_scanner()
     with tempfile.TemporaryDirectory(prefix="hf_liere-") as temporary:
-        staged = Path(temporary) / "checkpoint"
-        model = stage(folder, staged, max_shard_size)
-        card = card or Card.read(folder, saved_weights_digest(folder))
-        card.write(staged)
-        refuse_private(staged, api, [folder.resolve(), Path(temporary)])
+        staged, model = stage(saved, Path(temporary) / "checkpoint", max_shard_size)
+        card = card or Card.read(saved)
+        card.require_weights(saved)
+        card.write(staged.folder)
+        refuse_private(staged.folder, api, [saved.folder.resolve(), Path(temporary)])
         kind = "rotations" if model is None else type(model).__name__
         options = {"revision": revision, "private": private, "parent_commit": parent_commit, "api": api}
-        published = publish(staged, repo_id, message=message or f"Publish {kind}", **options)
+        published = publish(staged.folder, repo_id, message=message or f"Publish {kind}", **options)
         if reload and model is not None:
             pulled = pull(repo_id, revision=published.commit, api=api, cache_dir=Path(temporary) / "hub")
             published = check_reload(model, published, pulled.folder)
@@ -158,7 +158,7 @@ def publish(
     Raises:
         ConcurrentCommitError, HubError: as [`push`].
     """
-    api, folder = api or HfApi(), Path(folder)
+    api = api or HfApi()
     with translate_hub_errors(api, repo_id, revision):
         repo_id = ensure_repository(api, repo_id, private)
         if revision != "main":
@@ -167,17 +167,30 @@ def publish(
         if parent_commit is not None and not head.startswith(parent_commit):
             raise ConcurrentCommitError(_describe_newer_commits(api, repo_id, revision, parent_commit))
         present = retry(lambda: remote_digests(api, repo_id, head))
-        files = files_by_name(folder)
+        # The client hashes each file here, and reads it once more to send it.
+        files = {name: CommitOperationAdd(name, path) for name, path in files_by_name(Path(folder)).items()}
         obsolete = _obsolete_files(api, repo_id, head, present, files)
-        if obsolete or differing_files(folder, files, present):
+        if obsolete or _differing(files, present):
             commit = commit_once(api, repo_id, files, obsolete, message, revision, head)
         else:
             logger.info(f"{repo_id} already contains these files, as commit {head}.")
             commit = head
         left = tuple(name for name in present if name not in (*files, *obsolete, ".gitattributes"))
         published = Published(repo_id, commit, f"{api.endpoint}/{repo_id}/tree/{commit}", tuple(files), left)
-        require_published_files(folder, published, api)
+        if wrong := _differing(files, retry(lambda: remote_digests(api, repo_id, commit))):
+            raise HubError(f"{repo_id} at {commit} differs from the push: {', '.join(wrong)}. Push again.")
     return published
+
+
+def _differing(files: Mapping[str, CommitOperationAdd], digests: Mapping[str, str]) -> list[str]:
+    """The files that `digests` lacks or lists with another hash."""
+    return [name for name, file in files.items() if not _has_digest(file, digests.get(name, ""))]
+
+
+def _has_digest(file: CommitOperationAdd, digest: str) -> bool:
+    if digest.startswith("git:"):
+        return digest == file_digest(Path(str(file.path_or_fileobj)), "git")
+    return digest == f"sha256:{file.upload_info.sha256.hex()}"
 
 
 def _obsolete_files(api: HfApi, repo_id: str, commit: str, names: Iterable[str], pushed: Collection[str]) -> list[str]:
@@ -186,7 +199,7 @@ def _obsolete_files(api: HfApi, repo_id: str, commit: str, names: Iterable[str],
         if any(re.fullmatch(r"[^/]+\.py", name) for name in names if name not in pushed):
             wanted = [name for name in names if re.fullmatch(r"[^/]+\.py|[^/]*config\.json", name)]
             retry(lambda: api.snapshot_download(repo_id, revision=commit, allow_patterns=wanted, local_dir=folder))
-        return obsolete_files(names, pushed, Path(folder))
+        return obsolete_files(names, pushed, SavedModel(folder))
 
 
 def ensure_repository(api: HfApi, repo_id: str, private: bool | None) -> str:
@@ -215,7 +228,7 @@ def ensure_repository(api: HfApi, repo_id: str, private: bool | None) -> str:
 def commit_once(
     api: HfApi,
     repo_id: str,
-    files: Mapping[str, Path],
+    files: Mapping[str, CommitOperationAdd],
     obsolete: Iterable[str],
     message: str,
     revision: str,
@@ -231,18 +244,16 @@ def commit_once(
         ConcurrentCommitError: if the branch has another newer commit.
     """
     contents = hashlib.sha256()
-    for name, path in files.items():
-        contents.update(f"{name} {file_digest(path, 'sha256')}\n".encode())
+    for name, file in files.items():
+        contents.update(f"{name} sha256:{file.upload_info.sha256.hex()}\n".encode())
     description = f"Contents sha256:{contents.hexdigest()}"
     attempt = 0
     while True:
         attempt += 1
-        operations = [CommitOperationAdd(name, path) for name, path in files.items()]
-        operations += [CommitOperationDelete(name, is_folder=False) for name in obsolete]
         try:
             return api.create_commit(
                 repo_id,
-                operations,
+                [*files.values(), *(CommitOperationDelete(name, is_folder=False) for name in obsolete)],
                 commit_message=message,
                 commit_description=description,
                 revision=revision,
@@ -272,15 +283,6 @@ def _describe_newer_commits(api: HfApi, repo_id: str, revision: str, parent: str
         f"{repo_id} ({revision}) has moved on from commit {parent[:8]}: {shown}. Nothing was written; look at what is "
         "there and push again."
     )
-
-
-def require_published_files(folder: Path, published: Published, api: HfApi) -> None:
-    """Raise [`HubError`] unless every file of the commit has the same hash on the Hub as in the folder."""
-    listed = retry(lambda: remote_digests(api, published.repo_id, published.commit))
-    if wrong := differing_files(folder, published.files, listed):
-        raise HubError(
-            f"{published.repo_id} at {published.commit} differs from the push: {', '.join(wrong)}. Push again."
-        )
 
 
 def check_reload(model: PreTrainedModel, published: Published, folder: Path) -> Published:
@@ -318,7 +320,7 @@ def _are_close(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
 
 
 def verify(
-    folder: str | Path, repo_id: str, *, revision: str = "main", run: bool = False, api: HfApi | None = None
+    folder: ModelFolder, repo_id: str, *, revision: str = "main", run: bool = False, api: HfApi | None = None
 ) -> Published:
     """
     Compare a repository with what [`push`] would write: code, tensors, configuration, processor and records.
@@ -333,16 +335,16 @@ def verify(
         HubError: naming the differences, or if the repository does not load or gives other outputs.
         ValueError: before any request, if the folder contains nothing that could be pushed.
     """
-    api, folder = api or HfApi(), Path(folder)
+    api, saved = api or HfApi(), SavedModel.at(folder)
     with tempfile.TemporaryDirectory(prefix="hf_liere-") as temporary:
-        staged = Path(temporary) / "staged"
-        model = stage(folder, staged)
+        staged, model = stage(saved, Path(temporary) / "staged")
         pulled = pull(repo_id, revision=revision, api=api, cache_dir=Path(temporary) / "hub")
         place = f"{repo_id} at {pulled.commit}"
-        coded = require_known_code(pulled.folder, (staged, folder), place)
-        require_same_weights(staged, pulled.folder, place)
-        if differing := differences(staged, coded, pulled.folder, model and type(model.config)):
-            raise HubError(f"{place} differs from what a push of {folder} would write: {'; '.join(differing)}.")
+        theirs = SavedModel(pulled.folder)
+        coded = require_known_code(theirs, (staged, saved), place)
+        require_same_weights(staged, theirs, place)
+        if differing := differences(staged, coded, theirs, model and type(model.config)):
+            raise HubError(f"{place} differs from what a push of {saved} would write: {'; '.join(differing)}.")
         url = f"{api.endpoint}/{repo_id}/tree/{pulled.commit}"
         published = Published(repo_id, pulled.commit, url, tuple(files_by_name(pulled.folder)))
         if run and model is not None:

@@ -15,7 +15,7 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers.utils import logging
 
 from ..storage.client import HubError, UnreachableError, remote_digests, retry, translate_hub_errors
-from ..storage.saved_weights import differing_files, file_digest, files_by_name
+from ..storage.saved_model import differing_files, file_digest, files_by_name
 from ..storage.targets import new_directory
 
 
@@ -98,11 +98,11 @@ def _download_snapshot(api: HfApi, repo_id: str, revision: str, path: str | None
             return _cached_snapshot(repo_id, revision, path, cache_dir, unreachable)
         # Download by the given name, so that the cache knows it offline; the branch may move in between.
         snapshot = download(revision, **_patterns(path))
-    if wrong := differing_files(snapshot, digests, digests):
+    if wrong := differing_files(snapshot, digests):
         logger.warning(f"{', '.join(wrong)} of {repo_id} arrived damaged or incomplete; downloading again.")
         _delete_from_cache(snapshot, wrong)
         download(commit, allow_patterns=wrong, force_download=True)
-        wrong = differing_files(snapshot, digests, digests)
+        wrong = differing_files(snapshot, digests)
     if wrong:
         _delete_from_cache(snapshot, wrong)
         raise HubError(

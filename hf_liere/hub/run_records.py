@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..auto import model_class
-from ..patching.adapters import read_adapter
-from ..storage.saved_weights import first_line, is_adapter, read_json
+from ..patching.adapters import parse_adapter
+from ..storage.saved_model import ADAPTER_CONFIG, CONFIG, SavedModel, first_line
 from .facts import METRICS, FactsError, common_facts
 
 
@@ -36,11 +36,10 @@ NOT_RECORDED = "not recorded"
 FOLDERS = ("image_folder", "video_folder", "volume_file")
 
 
-def is_describable(folder: Path) -> bool:
-    """Whether the model in a folder can have a card: image and video models can, unless they generate text."""
-    architectures = read_record(folder, "config.json").get("architectures") or [None]
+def is_describable(saved: SavedModel) -> bool:
+    """Whether a saved model can have a card: image and video models can, unless they generate text."""
     try:
-        cls = model_class(str(architectures[0]))
+        cls = model_class(saved.architecture)
     except ValueError:
         # `describe_checkpoint` reports models that are not ours.
         return True
@@ -49,16 +48,16 @@ def is_describable(folder: Path) -> bool:
     return bool({"image", "video"} & taken) and not cls.can_generate()
 
 
-def describe_checkpoint(folder: Path) -> dict[str, Any]:
+def describe_checkpoint(saved: SavedModel) -> dict[str, Any]:
     """
     Facts of a saved model or adapter, by the names of [`Facts`], with every configuration field in `model`.
 
     Raises:
         FactsError: if the configuration is unreadable, not one of ours, or that of a model without cards.
     """
-    if is_adapter(folder):
+    if saved.is_adapter:
         try:
-            patch, (base, *_), _ = read_adapter(folder)
+            patch, (base, *_) = parse_adapter(saved.configuration, saved.folder / ADAPTER_CONFIG)
         except ValueError as error:
             raise FactsError(str(error)) from None
         shapes = {"num_hidden_layers": base["layers"], "num_attention_heads": base["heads"]}
@@ -67,16 +66,15 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
             # Models with RoPE have no position table to keep.
             del model["keep_absolute"]
         return {"architecture": "adapter", "encoding": patch.position_encoding, "model": model}
-    architectures = read_record(folder, "config.json").get("architectures") or [None]
     try:
-        cls = model_class(architectures[0])
-        config = cls.config_class.from_pretrained(folder)
+        cls = model_class(saved.architecture)
+        config = cls.config_class.from_dict(saved.configuration)
     except Exception as error:
         # Errors of strict configurations name the field and what it accepts.
-        raise FactsError(f"{folder / 'config.json'} is not a configuration of hf_liere: {first_line(error)}") from None
-    if not is_describable(folder):
+        raise FactsError(f"{saved.folder / CONFIG} is not a configuration of hf_liere: {first_line(error)}") from None
+    if not is_describable(saved):
         raise FactsError(
-            f"{folder} contains a {cls.__name__}; cards are rendered for image and video models only. Write a "
+            f"{saved} contains a {cls.__name__}; cards are rendered for image and video models only. Write a "
             "README.md there; it is published as it is, without facts and evaluations."
         )
     values = config.to_dict()
@@ -89,7 +87,7 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
     return found
 
 
-def result_of_run(folder: str | Path, metrics: Mapping[str, Any] | None = None) -> dict | None:
+def result_of_run(saved: SavedModel, metrics: Mapping[str, Any] | None = None) -> dict | None:
     """
     The evaluation in the output folder of a training script, or `metrics` of that run; `None` without one.
 
@@ -101,23 +99,22 @@ def result_of_run(folder: str | Path, metrics: Mapping[str, Any] | None = None) 
     Raises:
         FactsError: if the record cannot be read, or the evaluation shuffled its patches or shifted their positions.
     """
-    folder = Path(folder)
-    metrics = read_record(folder, RESULTS_FILE) if metrics is None else metrics
+    metrics = read_record(saved, RESULTS_FILE) if metrics is None else metrics
     if not metrics:
         return None
-    run = read_record(folder, RUN_FILE)
+    run = read_record(saved, RUN_FILE)
     condition = record_group(run, "condition")
     changed = {name: condition.get(name) for name in ("evaluation_shuffle", "evaluation_offset")}
     if any(value not in (None, "none", 0) for value in changed.values()):
         shown = ", ".join(f"{name} {value}" for name, value in changed.items() if value not in (None, "none", 0))
-        raise FactsError(f"{folder} contains an evaluation with {shown}; accepted: evaluations of unchanged images.")
+        raise FactsError(f"{saved} contains an evaluation with {shown}; accepted: evaluations of unchanged images.")
     data, samples = data_of_run(run, "evaluation"), metrics.get("eval_samples")
     samples = (data or {}).get("samples") if samples is None else samples
     result = {
         "image_size": run.get("image_size"),
         # Unreadable examples are counted separately and do not enter any metric.
         "samples": samples and samples - metrics.get("eval_unreadable", 0),
-        "weights": read_record(folder, "weights.json").get("sha256"),
+        "weights": read_record(saved, "weights.json").get("sha256"),
         "data": data,
     }
     if (patches := record_group(run, "data").get("max_num_patches")) is not None:
@@ -195,11 +192,10 @@ def recipe_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     return chosen | used
 
 
-def read_record(folder: Path, name: str) -> dict[str, Any]:
-    """Read a record in a folder; empty if missing. Raises [`FactsError`] if it cannot be read."""
-    path = folder / name
+def read_record(saved: SavedModel, name: str) -> dict[str, Any]:
+    """Read a record beside a model; empty if missing. Raises [`FactsError`] if it cannot be read."""
     try:
-        return read_json(path) if path.exists() else {}
+        return saved.read_json(name) if saved.has(name) else {}
     except ValueError as error:
         raise FactsError(str(error)) from None
 

@@ -16,22 +16,18 @@ from transformers import PreTrainedModel
 from ..auto import load_checkpoint, model_class
 from ..errors import require_libraries
 from ..models.saved_code import write_code
-from ..patching.adapters import read_adapter
+from ..patching.adapters import parse_adapter
 from ..storage.client import TOKEN, token_in_use
 from ..storage.loading import CheckpointError
-from ..storage.saved_weights import (
+from ..storage.saved_model import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    CONFIG,
     WEIGHTS_INDEX,
+    SavedModel,
     files_by_name,
     first_line,
-    is_adapter,
-    own_file,
-    read_json,
-    require_finite_weights,
-    require_folder,
-    saved_weights_digest,
-    weight_files,
+    require_own_file,
 )
 from .cards import PICTURE
 from .checked_facts import CONVERSION_FILE
@@ -62,7 +58,7 @@ RECORD_FILES = (
 TEXTS = (".jinja", ".json", ".md", ".py", ".txt", ".yaml")
 STATES = (".bin", ".pt", ".pth")
 # The files of a folder that staging reads, besides the weights.
-READ_FILES = ("config.json", "generation_config.json", WEIGHTS_INDEX, ADAPTER_CONFIG, *PROCESSOR_FILES, *RECORD_FILES)
+READ_FILES = (CONFIG, "generation_config.json", WEIGHTS_INDEX, ADAPTER_CONFIG, *PROCESSOR_FILES, *RECORD_FILES)
 VIDEO_PROCESSOR = "video_processing_liere.LieREVideoProcessor"
 # Files of earlier pushes, ours or Trainer's. A new push deletes them, because they contradict the new weights.
 REPLACED = re.compile(
@@ -74,95 +70,97 @@ REPLACED = re.compile(
 )
 
 
-def stage(folder: str | Path, target: str | Path, max_shard_size: str | int = "5GB") -> PreTrainedModel | None:
+def stage(
+    saved: SavedModel, target: Path, max_shard_size: str | int = "5GB"
+) -> tuple[SavedModel, PreTrainedModel | None]:
     """
     Write the publishable files of a saved model or adapter into another folder.
 
     Args:
-        folder: Output of a training script, of `hf-liere convert`, of `save_pretrained` or of `save_rotary`.
+        saved: Output of a training script, of `hf-liere convert`, of `save_pretrained` or of `save_rotary`.
         target: The new folder, without a card.
         max_shard_size: Larger weights are split into several files.
 
     Returns:
-        The loaded model; `None` for an adapter.
+        The new folder and the loaded model; `None` for an adapter.
 
     Raises:
         ValueError: if the folder does not contain exactly one of our models, its weights do not match its
-            configuration, a file is a link out of the folder, or a weight or another file is invalid.
+            configuration, a file is a link out of the folder, a weight or another file is invalid, or weights or
+            configuration have changed since they were first read.
     """
-    folder, target = Path(folder), Path(target)
-    for path in (*weight_files(folder), *(folder / name for name in READ_FILES)):
-        own_file(path)
-    require_finite_weights(folder)
+    for path in saved.weight_files:
+        require_own_file(path)
+    # Later changes of these files do not reach the copy.
+    for name in filter(saved.has, READ_FILES):
+        saved.read(name)
+    saved.require_finite_weights()
     target.mkdir(parents=True, exist_ok=True)
-    if is_adapter(folder):
+    if saved.is_adapter:
         model = None
-        names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
-        check_adapter(folder)
+        check_adapter(saved)
+        shutil.copyfile(saved.folder / ADAPTER_WEIGHTS, target / ADAPTER_WEIGHTS)
     else:
-        model, names = load_complete(folder), []
+        model = load_complete(saved)
         model.save_pretrained(target, max_shard_size=max_shard_size)
-        if saved_weights_digest(folder) != saved_weights_digest(target):
-            raise ValueError(
-                f"Loading and saving changes the weights in {folder}, so figures measured with them would not apply to "
-                "the published ones. Save the loaded model with save_pretrained and evaluate that."
-            )
-    for name in (*names, *PROCESSOR_FILES, *RECORD_FILES):
-        if (folder / name).exists():
-            if name.endswith(".json"):
-                read_json(folder / name)
-            try:
-                shutil.copyfile(folder / name, target / name)
-            except OSError as error:
-                raise ValueError(f"{folder / name} cannot be read: {error.strerror}.") from None
+    staged = SavedModel(target)
+    require_copy(saved, staged)
+    for name in filter(saved.has, (ADAPTER_CONFIG, *PROCESSOR_FILES, *RECORD_FILES)):
+        if name.endswith(".json"):
+            saved.read_json(name)
+        (target / name).write_bytes(saved.read(name))
     complete_video_processor(target)
-    return model
+    return staged, model
 
 
-def check_adapter(folder: Path) -> None:
-    """
-    Require that an adapter contains the generators of its configuration.
-
-    Raises:
-        ValueError: if the configuration is invalid, or its vision towers and the tensors do not match.
-    """
-    _, towers, tensors = read_adapter(folder)
-    if {name.partition(".")[0] for name in tensors} != {str(index) for index in range(len(towers))}:
+def require_copy(saved: SavedModel, staged: SavedModel) -> None:
+    """Raise `ValueError` unless a copy has the weights of a saved model, and its configuration is still the same."""
+    now = SavedModel(saved.folder)
+    if now.configuration != saved.configuration or staged.digest != saved.digest != now.digest:
+        raise ValueError(f"{saved} has changed since it was first read; push when no training run saves there.")
+    if staged.digest != saved.digest:
         raise ValueError(
-            f"{folder / ADAPTER_WEIGHTS} contains {', '.join(sorted(tensors)) or 'no tensors'}; {ADAPTER_CONFIG} "
-            f"describes {len(towers)} vision towers."
+            f"Loading and saving changes the weights in {saved}, so figures measured with them would not apply to the "
+            "published ones. Save the loaded model with save_pretrained and evaluate that."
         )
 
 
-def load_complete(folder: Path) -> PreTrainedModel:
+def check_adapter(saved: SavedModel) -> None:
+    """Raise `ValueError` unless an adapter contains generators for the vision towers of its configuration."""
+    _, towers = parse_adapter(saved.configuration, saved.folder / ADAPTER_CONFIG)
+    if {name.partition(".")[0] for name in saved.shapes} != {str(index) for index in range(len(towers))}:
+        raise ValueError(
+            f"{saved.folder / ADAPTER_WEIGHTS} contains {', '.join(sorted(saved.shapes)) or 'no tensors'}; "
+            f"{ADAPTER_CONFIG} describes {len(towers)} vision towers."
+        )
+
+
+def load_complete(saved: SavedModel) -> PreTrainedModel:
     """
     Load one of our models from a folder with safetensors, as [`auto.load_checkpoint`].
 
     Raises:
         ValueError: if it is not one of our models or cannot be loaded, or its tensors do not fit.
     """
-    require_folder(folder)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} contains neither config.json nor {ADAPTER_CONFIG}: it is not a saved model.")
-    weight_files(folder)
-    architectures = read_json(folder / "config.json").get("architectures")
-    named = architectures[0] if isinstance(architectures, list) and architectures else architectures
-    model_class(str(named))
+    if saved.weight_files and not saved.has(CONFIG):
+        raise ValueError(f"{saved} contains neither {CONFIG} nor {ADAPTER_CONFIG}: it is not a saved model.")
+    model_class(saved.architecture)
     try:
-        model, _ = load_checkpoint(folder, dtype="auto")
+        model, _ = load_checkpoint(saved.folder, dtype="auto")
     except CheckpointError as error:
-        raise ValueError(f"{folder} does not load as {named}: {first_line(error)}") from None
+        raise ValueError(f"{saved} does not load as {saved.architecture}: {first_line(error)}") from None
     return model
 
 
 def complete_video_processor(folder: Path) -> None:
     """Write the code of our video processor beside a processor file that names it, and refer to it there."""
-    path = folder / "video_preprocessor_config.json"
-    if not path.is_file():
+    name, copied = "video_preprocessor_config.json", SavedModel(folder)
+    if not copied.has(name):
         return
-    content = read_json(path)
+    content = copied.read_json(name)
     if content.get("video_processor_type") == VIDEO_PROCESSOR.rpartition(".")[2]:
-        path.write_text(json.dumps(content | {"auto_map": {"AutoVideoProcessor": VIDEO_PROCESSOR}}, indent=2) + "\n")
+        content["auto_map"] = {"AutoVideoProcessor": VIDEO_PROCESSOR}
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
         write_code([VIDEO_PROCESSOR], folder)
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -16,8 +17,8 @@ from ..models.patched.modeling_patched import RotaryModelMixin
 from ..models.patched.module_inspection import linear_layer, projections
 from ..models.patched.rotary_patch import RotaryPatchConfig, plan
 from ..models.patched.tower_patch import TowerPatch, TowerPlan, patched_towers
-from ..storage.loading import local_path
-from ..storage.saved_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ..storage.loading import local_path, parse_json
+from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .apply import attach_plans, require_patched
 
 
@@ -171,26 +172,27 @@ def read_adapter(
         ValueError: if a file is missing, cannot be read, or was not written by [`save_rotary`].
     """
     path = _find_file(source, ADAPTER_CONFIG, revision)
+    config, bases = parse_adapter(parse_json(path.read_bytes(), path), path)
+    path = _find_file(source, ADAPTER_WEIGHTS, revision)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not json ({error}); save_rotary writes it.") from error
+        return config, bases, load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read ({error}): it is damaged or truncated.") from error
+
+
+def parse_adapter(content: dict[str, Any], path: Path) -> tuple[RotaryPatchConfig, list[dict]]:
+    """As [`read_adapter`], without tensors, from the content of the file `rotary_config.json` at `path`."""
     for name, kind in (("rotary_patch", dict), ("base", list)):
-        if not isinstance(content, dict) or not isinstance(content.get(name), kind):
+        if not isinstance(content.get(name), kind):
             raise ValueError(f"{path} has no {kind.__name__} {name!r}: it was not written by save_rotary.")
     for saved in content["base"]:
         missing = [name for name in FINGERPRINT if not isinstance(saved, dict) or name not in saved]
         if missing:
             raise ValueError(f"{path} does not identify its base model: base has no {', '.join(missing)}.")
     try:
-        config = RotaryPatchConfig.from_dict(content["rotary_patch"])
+        return RotaryPatchConfig.from_dict(content["rotary_patch"]), content["base"]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
-    path = _find_file(source, ADAPTER_WEIGHTS, revision)
-    try:
-        return config, content["base"], load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read ({error}): it is damaged or truncated.") from error
 
 
 def _fingerprint(tower: nn.Module, patch: TowerPatch) -> dict:

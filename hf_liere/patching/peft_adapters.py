@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 
 from ..models.patched.modeling_patched import auto_classes
 from ..models.patched.patched_configuration import TYPE_PREFIX
-from ..storage.saved_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ..storage.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .adapters import load_rotary, read_adapter, require_same_patch, stored_parameters, write_rotations
 from .apply import is_patched
 

@@ -43,7 +43,7 @@ class UnreachableError(HubError):
 
 
 def remote_digests(api: HfApi, repo_id: str, revision: str) -> dict[str, str]:
-    """Hashes of all files of a revision by path, in the format of `saved_weights.file_digest`."""
+    """Hashes of all files of a revision by path, in the format of `saved_model.file_digest`."""
     digests = {}
     for entry in api.list_repo_tree(repo_id, revision=revision, recursive=True):
         lfs = getattr(entry, "lfs", None)

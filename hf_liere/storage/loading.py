@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -97,6 +98,17 @@ def explain(error: Exception) -> str:
     return text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__}: {text}"
 
 
+def parse_json(content: bytes, path: Path) -> dict[str, Any]:
+    """The object in the content of a json file. Raises [`CheckpointError`] if it contains anything else."""
+    try:
+        parsed = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a json file: {error}.") from None
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path} contains a {type(parsed).__name__}; accepted: a json object.")
+    return parsed
+
+
 def shards(index: Path) -> list[Path]:
     """
     The files that the index of a sharded checkpoint names.
@@ -104,11 +116,7 @@ def shards(index: Path) -> list[Path]:
     Raises:
         CheckpointError: if the file is not an index, or a shard is missing or outside of the folder.
     """
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{index.name} is not JSON: {error}") from error
-    names = content.get("weight_map") if isinstance(content, dict) else None
+    names = parse_json(index.read_bytes(), index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise CheckpointError(f"{index} names no files of its folder: it has no weight_map from tensors to files.")
     files = sorted(set(names.values()))

@@ -21,7 +21,7 @@ from hf_liere.conversion.sources import require_options
 from hf_liere.convert import convert_checkpoint
 from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError
-from hf_liere.storage.saved_weights import saved_weights_digest
+from hf_liere.storage.saved_model import SavedModel
 
 
 # Two layers in float32, on logits of the order of one.
@@ -268,7 +268,7 @@ def test_directory_is_complete(converted):
     # That of the template: nothing is claimed of weights that nobody has evaluated, and nothing of where they lie.
     assert "**Not evaluated.**" in card and "Not measured." in card and "pipeline_tag: image-classification" in card
     assert "license:" not in card and "Licence and terms are those of the source" in card
-    assert saved_weights_digest(image) in card and "ViTForImageClassification" in card
+    assert SavedModel(image).digest in card and "ViTForImageClassification" in card
     assert [path for path in directory.iterdir() if path.name.startswith(".")] == []
 
 

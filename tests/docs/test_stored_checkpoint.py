@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import hf_liere
 from hf_liere.hub.staging import stage
-from hf_liere.storage.saved_weights import saved_weights_digest
+from hf_liere.storage.saved_model import SavedModel
 from training.data.arrows import LABELS, Arrows
 
 
@@ -56,14 +56,14 @@ def test_it_is_small_whole_and_the_one_that_was_measured(card):
     assert "auto_map" not in json.loads((STORED / "config.json").read_text())
     model = AutoModelForImageClassification.from_pretrained(STORED)
     assert isinstance(model, hf_liere.LieREViTForImageClassification)
-    digest = saved_weights_digest(STORED)
+    digest = SavedModel(STORED).digest
     assert json.loads((STORED / "weights.json").read_text())["sha256"] == digest
     assert f"Weights: SHA-256 `{digest}`" in card.text
     assert f"| parameters | {sum(parameter.numel() for parameter in model.parameters()):,} |" in card.text
 
 
 def test_what_is_published_of_it_has_the_code(tmp_path):
-    stage(STORED, tmp_path / "staged")
+    stage(SavedModel(STORED), tmp_path / "staged")
     config = json.loads((tmp_path / "staged" / "config.json").read_text())
     assert config["auto_map"]["AutoModelForImageClassification"] == "modeling_liere.LieREViTForImageClassification"
     assert (tmp_path / "staged" / "modeling_liere.py").is_file()

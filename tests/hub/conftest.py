@@ -4,6 +4,7 @@ import pytest
 from published_models import CARD, save_models
 
 from hf_liere.hub.staging import stage
+from hf_liere.storage.saved_model import SavedModel
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +16,6 @@ def saved(tmp_path_factory):
 def ready(saved, tmp_path):
     """A small folder as it is published, for tests of what happens on the way."""
     folder = tmp_path / "ready"
-    stage(saved["image"], folder)
+    stage(SavedModel(saved["image"]), folder)
     (folder / "README.md").write_text(CARD)
     return folder

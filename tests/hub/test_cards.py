@@ -23,7 +23,7 @@ from hf_liere.hub.facts import FOLDER, Facts, FactsError, common_facts, load_fac
 from hf_liere.hub.publishing import publish, push
 from hf_liere.hub.run_records import is_describable
 from hf_liere.storage.client import HubError
-from hf_liere.storage.saved_weights import saved_weights_digest
+from hf_liere.storage.saved_model import SavedModel
 
 
 FACTS = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "common")
@@ -104,7 +104,7 @@ def run(tiny, tmp_path):
     torch.manual_seed(0)
     model = hf_liere.LieREViTForImageClassification(tiny(block_size=4, num_labels=10))
     model.save_pretrained(folder)
-    digest = saved_weights_digest(folder)
+    digest = SavedModel(folder).digest
     records(folder, digest, accuracy=0.625, size=16)
     return folder, digest
 
@@ -141,7 +141,7 @@ def records(folder, digest, accuracy, size):
 
 def test_a_run_gives_its_card(run):
     folder, digest = run
-    text = push_card(folder, digest, "me/liere8-cifar10").text
+    text = push_card(SavedModel(folder), "me/liere8-cifar10").text
     parameters = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
     assert ModelCard(text).data.license is None
     assert validate_card(text) == ([], [])
@@ -182,36 +182,36 @@ def test_a_run_gives_its_card(run):
 def test_evaluations_at_other_sizes_make_a_table_and_a_plot(run, tmp_path):
     folder, digest = run
     records(tmp_path / "at_32", digest, accuracy=0.5, size=32)
-    card = push_card(folder, digest, "me/x", evaluations=[tmp_path / "at_32"])
+    card = push_card(SavedModel(folder), "me/x", evaluations=[tmp_path / "at_32"])
     rows = re.findall(r"^\| (\d+ × \d+)(?: \(as trained\))? \| 10,000 \| (\d+\.\d)%", card.text, re.M)
     assert rows == [("16 × 16", "62.5"), ("32 × 32", "50.0")]
     assert card.pictures[PICTURE].startswith(b"\x89PNG") and f"]({PICTURE})" in card.text
     assert len(ModelCard(card.text).data.eval_results) == 4
     card.write(folder)
-    assert Card.read(folder) == card
+    assert Card.read(SavedModel(folder)) == card
 
 
 def test_figures_of_other_weights_are_refused(run, tmp_path):
-    folder, digest = run
+    folder, _ = run
     records(tmp_path / "at_32", "0" * 64, accuracy=0.5, size=32)
     with pytest.raises(FactsError, match="32 × 32 px was measured with weights 000000000000…, the card is for"):
-        push_card(folder, digest, "me/x", evaluations=[tmp_path / "at_32"])
+        push_card(SavedModel(folder), "me/x", evaluations=[tmp_path / "at_32"])
     (folder / "weights.json").unlink()
     with pytest.raises(FactsError, match="was measured with unknown weights"):
-        push_card(folder, digest, "me/x")
+        push_card(SavedModel(folder), "me/x")
     with pytest.raises(FactsError, match="is not the output of an evaluation"):
-        push_card(folder, digest, "me/x", evaluations=[tmp_path])
+        push_card(SavedModel(folder), "me/x", evaluations=[tmp_path])
 
 
 def test_facts_without_figures_cannot_be_pushed(run, tmp_path, capsys):
-    folder, digest = run
+    folder, _ = run
     for name in ("eval_results.json", "all_results.json", "run_config.json"):
         (folder / name).unlink()
     (tmp_path / "planned.yaml").write_text("title: A plan\nencoding: liere\ndataset: cifar10\n")
     with pytest.raises(FactsError, match="A plan is not trained"):
-        push_card(folder, digest, "me/x", load_facts(tmp_path / "planned.yaml"))
+        push_card(SavedModel(folder), "me/x", load_facts(tmp_path / "planned.yaml"))
     with pytest.raises(FactsError, match="contains no README.md"):
-        push_card(folder, digest, "me/x")
+        push_card(SavedModel(folder), "me/x")
     assert main(["push", str(folder), "me/x", "--card", str(tmp_path / "planned.yaml")]) == 1
     error = capsys.readouterr().err
     assert error.startswith("hf-liere push: A plan is not trained") and error.count("\n") == 1
@@ -275,17 +275,17 @@ AGREEING = {
     ],
 )
 def test_every_fact_is_compared(run, tmp_path, change, message):
-    folder, digest = run
+    folder, _ = run
     (tmp_path / "facts.yaml").write_text(yaml.safe_dump(AGREEING | change))
     with pytest.raises(FactsError, match=f"The facts of 'Small' contradict .*{message}"):
-        push_card(folder, digest, "me/x", load_facts(tmp_path / "facts.yaml"))
+        push_card(SavedModel(folder), "me/x", load_facts(tmp_path / "facts.yaml"))
 
 
 def test_facts_that_agree_and_records_together(run, tmp_path):
     """The records tell what was run, the facts the rest; planned settings do not pass for those of the run."""
-    folder, digest = run
+    folder, _ = run
     (tmp_path / "facts.yaml").write_text(yaml.safe_dump(AGREEING))
-    known = facts_of_run(folder, digest, load_facts(tmp_path / "facts.yaml"))
+    known = facts_of_run(SavedModel(folder), load_facts(tmp_path / "facts.yaml"))
     assert known.title == "Small" and known.notes == "What no record knows."
     assert known.recipe["learning_rate"] == 1e-3 and "optimizer" not in known.recipe
     assert known.model["intermediate_size"] == 64 and known.evaluation_data["samples"] == 10_000
@@ -293,13 +293,13 @@ def test_facts_that_agree_and_records_together(run, tmp_path):
 
 def test_a_figure_is_attached_to_the_data_that_the_record_names_and_to_no_other(run, tmp_path):
     """Files have no other name than their own, whatever the facts call them."""
-    folder, digest = run
+    folder, _ = run
     content = json.loads((folder / "run_config.json").read_text())
     files = {"name": None, "files": ["test.parquet"], "split": None, "samples": 10_000}
     content["examples"]["evaluation"] = files
     content["examples"]["train"] = files | {"files": ["train.parquet"], "samples": 600}
     (folder / "run_config.json").write_text(json.dumps(content))
-    text = push_card(folder, digest, "me/x").text
+    text = push_card(SavedModel(folder), "me/x").text
     for line in ("| training | `train.parquet` |  | 600 |", "| evaluation | `test.parquet` |  | 10,000 |"):
         assert line in text
     data = ModelCard(text).data
@@ -308,13 +308,13 @@ def test_a_figure_is_attached_to_the_data_that_the_record_names_and_to_no_other(
     for dataset in ("cifar10", {"name": "CIFAR-10", "files": ["test.parquet"]}):
         (tmp_path / "facts.yaml").write_text(yaml.safe_dump({"title": "T", "encoding": "liere", "dataset": dataset}))
         with pytest.raises(FactsError, match="evaluation data is 'CIFAR-10' in the facts and 'test.parquet' in the re"):
-            push_card(folder, digest, "me/x", load_facts(tmp_path / "facts.yaml"))
+            push_card(SavedModel(folder), "me/x", load_facts(tmp_path / "facts.yaml"))
     (folder / "run_config.json").unlink()
     (tmp_path / "facts.yaml").write_text("title: T\nencoding: liere\ndataset: cifar10\n")
     with pytest.raises(
         FactsError, match="evaluation data is 'CIFAR-10' in the facts and 'not recorded' in the records"
     ):
-        push_card(folder, digest, "me/x", load_facts(tmp_path / "facts.yaml"))
+        push_card(SavedModel(folder), "me/x", load_facts(tmp_path / "facts.yaml"))
 
 
 def test_evaluations_of_other_data_or_under_a_condition_are_refused(run, tmp_path):
@@ -328,24 +328,24 @@ def test_evaluations_of_other_data_or_under_a_condition_are_refused(run, tmp_pat
 
     other = {"evaluation": content["examples"]["evaluation"] | {"name": "mnist"}}
     with changed(examples=other, match="data is 'CIFAR-10' in .* and 'mnist' in "):
-        push_card(folder, digest, "me/x", evaluations=[tmp_path / "at_32"])
+        push_card(SavedModel(folder), "me/x", evaluations=[tmp_path / "at_32"])
     with changed(condition={"evaluation_shuffle": "patches"}, match="with evaluation_shuffle patches; accepted: eval"):
-        push_card(folder, digest, "me/x", evaluations=[tmp_path / "at_32"])
+        push_card(SavedModel(folder), "me/x", evaluations=[tmp_path / "at_32"])
     with changed(model={"coordinates": "index"}, match="coordinates is 'index' in .* and 'train_grid' in config.json"):
-        push_card(folder, digest, "me/x", evaluations=[tmp_path / "at_32"])
+        push_card(SavedModel(folder), "me/x", evaluations=[tmp_path / "at_32"])
 
 
 def test_a_licence_is_chosen_or_said_not_to_be(run, tmp_path):
-    folder, digest = run
-    card = push_card(folder, digest, "me/x", license="mit")
+    folder, _ = run
+    card = push_card(SavedModel(folder), "me/x", license="mit")
     assert card.license == "mit" and "The licence of these weights is `mit`." in card.text
     (tmp_path / "facts.yaml").write_text("title: T\nencoding: liere\nlicense: apache-2.0\n")
     facts = load_facts(tmp_path / "facts.yaml")
-    assert push_card(folder, digest, "me/x", facts).license == "apache-2.0"
+    assert push_card(SavedModel(folder), "me/x", facts).license == "apache-2.0"
     with pytest.raises(FactsError, match="license is 'apache-2.0' in the facts and 'mit' was asked for"):
-        push_card(folder, digest, "me/x", facts, license="mit")
+        push_card(SavedModel(folder), "me/x", facts, license="mit")
     # A card that lies in the folder, of a user or rendered before.
-    for text in ("# Mine\n", push_card(folder, digest, "me/x").text):
+    for text in ("# Mine\n", push_card(SavedModel(folder), "me/x").text):
         card = Card(text).with_license("mit")
         assert card.license == "mit" and NO_LICENSE not in card.text and card.with_license("mit") == card
         with pytest.raises(FactsError, match="names the licence 'mit', not 'gpl-3.0'"):
@@ -356,29 +356,30 @@ def test_a_table_beside_the_rotations_is_told(tiny, tmp_path):
     for table in (False, True):
         config = tiny(position_encoding="rope_mixed", use_absolute_position_embeddings=table)
         hf_liere.LieREViTForImageClassification(config).save_pretrained(tmp_path / str(table))
-        facts = facts_of_run(tmp_path / str(table), saved_weights_digest(tmp_path / str(table)))
+        facts = facts_of_run(SavedModel(tmp_path / str(table)))
         assert ("adds a table of absolute positions" in render_card(facts).text) == table
 
 
 def test_a_card_of_other_weights_is_not_pushed_with_these(run):
     folder, digest = run
-    push_card(folder, digest, "me/x").write(folder)
+    push_card(SavedModel(folder), "me/x").write(folder)
     (folder / "eval_results.json").unlink()
-    assert push_card(folder, digest, "me/x").text
-    with pytest.raises(FactsError, match="is for weights .*, not for 0000"):
-        push_card(folder, "0" * 64, "me/x")
+    assert push_card(SavedModel(folder), "me/x").text
+    hf_liere.LieREViTModel(hf_liere.LieREViTConfig.from_pretrained(folder)).save_pretrained(folder)
+    with pytest.raises(FactsError, match=f"is for weights {digest[:12]}…, not for {SavedModel(folder).digest[:12]}…"):
+        push_card(SavedModel(folder), "me/x")
 
 
 def test_a_video_is_measured_at_its_height(tiny_video, tmp_path):
     """The size of a clip starts with its frames; a table and a plot by image size do not."""
     model = hf_liere.LieREVideoForVideoClassification(tiny_video(num_labels=10))
     model.save_pretrained(tmp_path / "run")
-    digest = saved_weights_digest(tmp_path / "run")
+    digest = SavedModel(tmp_path / "run").digest
     for name, size in (("run", 8), ("wide", 16)):
         records(tmp_path / name, digest, accuracy=0.5, size=size)
         path = tmp_path / name / "run_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"image_size": [4, size, size]}))
-    card = push_card(tmp_path / "run", digest, "me/x", evaluations=[tmp_path / "wide"])
+    card = push_card(SavedModel(tmp_path / "run"), "me/x", evaluations=[tmp_path / "wide"])
     assert "| 4 × 8 × 8 (as trained) |" in card.text and "| 4 × 16 × 16 |" in card.text and PICTURE in card.pictures
 
 
@@ -398,16 +399,16 @@ def test_a_video_is_measured_at_its_height(tiny_video, tmp_path):
     ],
 )
 def test_records_that_cannot_be_read(run, name, content, message):
-    folder, digest = run
+    folder, _ = run
     (folder / name).write_text(content)
     with pytest.raises(FactsError, match=message):
-        push_card(folder, digest, "me/x")
+        push_card(SavedModel(folder), "me/x")
 
 
 def test_a_card_of_a_run_that_goes_on(run):
-    folder, digest = run
+    folder, _ = run
     progress = {"step": 8, "max_steps": 100, "metrics": None}
-    text = render_card(facts_of_run(folder, digest, progress=progress), "me/x").text
+    text = render_card(facts_of_run(SavedModel(folder), progress=progress), "me/x").text
     assert "**In training**, step 8 of 100. These weights have not been evaluated." in text
     assert "62.5%" not in text and ModelCard(text).data.eval_results is None
 
@@ -417,12 +418,13 @@ def test_a_card_of_an_adapter(tmp_path):
     clip = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=16, patch_size=4))
     hf_liere.patch(clip, hf_liere.RotaryPatchConfig(position_encoding="comrope_ld"))
     hf_liere.save_rotary(clip, tmp_path)
-    digest = saved_weights_digest(tmp_path)
-    text = push_card(tmp_path, digest, "me/x", Facts("A", "comrope_ld", base_model="openai/clip-vit-base-patch16")).text
+    text = push_card(
+        SavedModel(tmp_path), "me/x", Facts("A", "comrope_ld", base_model="openai/clip-vit-base-patch16")
+    ).text
     assert 'load_rotary(AutoModel.from_pretrained("openai/clip-vit-base-patch16"), repository, revision=' in text
     assert "yu2025comrope" in text and "trust_remote_code" not in text and "adds a table" in text
     with pytest.raises(FactsError, match="position_encoding is 'liere' in the facts and 'comrope_ld' in"):
-        push_card(tmp_path, digest, "me/x", Facts("A", "liere"))
+        push_card(SavedModel(tmp_path), "me/x", Facts("A", "liere"))
 
 
 def test_a_card_of_an_adapter_says_what_its_files_say(tmp_path):
@@ -431,7 +433,7 @@ def test_a_card_of_an_adapter_says_what_its_files_say(tmp_path):
     llama = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50))
     hf_liere.patch(llama, hf_liere.RotaryPatchConfig(position_encoding="rope_mixed", rotary_init="pretrained"))
     hf_liere.save_rotary(llama, tmp_path)
-    text = push_card(tmp_path, saved_weights_digest(tmp_path), "me/x", license="mit").text
+    text = push_card(SavedModel(tmp_path), "me/x", license="mit").text
     parameters = sum(parameter.numel() for parameter in load_file(tmp_path / "rotary.safetensors").values())
     for line in (
         "license: mit",
@@ -458,14 +460,14 @@ def test_a_card_of_an_adapter_says_what_its_files_say(tmp_path):
 )
 def test_models_of_images_and_videos_have_cards(tmp_path, architecture, described):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    assert is_describable(tmp_path) == described
+    assert is_describable(SavedModel(tmp_path)) == described
 
 
 def test_a_card_of_a_model_that_no_auto_class_loads(run):
-    folder, digest = run
+    folder, _ = run
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LieREViTBackbone"]}))
-    text = push_card(folder, digest, "me/x").text
+    text = push_card(SavedModel(folder), "me/x").text
     assert '"modeling_liere.LieREViTBackbone", repository, revision=commit, code_revision=commit' in text
     assert "model = model_class.from_pretrained(repository, revision=commit)" in text
 
@@ -473,7 +475,7 @@ def test_a_card_of_a_model_that_no_auto_class_loads(run):
 def test_the_card_that_was_rendered_is_the_card_on_the_hub(run, hub, tmp_path):
     folder, digest = run
     records(tmp_path / "at_32", digest, accuracy=0.5, size=32)
-    card = push_card(folder, digest, "tester/model", evaluations=[tmp_path / "at_32"])
+    card = push_card(SavedModel(folder), "tester/model", evaluations=[tmp_path / "at_32"])
     push(folder, "tester/model", card=card, api=client(hub), reload=False)
     files = hub.files("tester/model")
     assert hub.repo("tester/model").read(files["README.md"]).decode() == card.text

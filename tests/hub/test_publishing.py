@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkout import SUPPORT
 from conversion_cases import liere_weights
+from counted_reads import count_reads
 from hub_client import client, finish, history, start
 from PIL import Image
 from published_models import CARD
@@ -30,7 +31,7 @@ from hf_liere.hub.publishing import check_reload, publish, push
 from hf_liere.hub.pulling import pull
 from hf_liere.hub.staging import load_complete
 from hf_liere.storage.client import HubError
-from hf_liere.storage.saved_weights import saved_weights_digest
+from hf_liere.storage.saved_model import SavedModel
 
 
 @pytest.mark.slow
@@ -43,7 +44,7 @@ def test_every_kind_of_model_from_one_process_to_another(saved, hub, storage, tm
         assert hub.repo(f"tester/{kind}").resolve("main") == published.commit
         commits[kind] = published.commit
         pulled = pull(f"tester/{kind}", tmp_path / "pulled" / kind, api=client(hub))
-        assert saved_weights_digest(pulled.folder) == saved_weights_digest(saved[kind])
+        assert SavedModel(pulled.folder).digest == SavedModel(saved[kind]).digest
     assert len(list((tmp_path / "pulled" / "image").glob("model-*.safetensors"))) > 1
     weights = {name: entry for name, entry in hub.files("tester/image").items() if name.endswith(".safetensors")}
     assert all(bool(entry.get("xet")) == (storage == "xet") for entry in weights.values())
@@ -80,11 +81,16 @@ def test_every_kind_of_model_from_one_process_to_another(saved, hub, storage, tm
 
 def test_the_command_pushes_reloads_verifies_and_pulls(saved, hub, tmp_path, capsys):
     """As a user: the reload happens in a third process, without this package."""
-    assert main(["push", str(saved["clip"]), "tester/model", "--private", "--message", "First"]) == 0
+    with count_reads() as reads:
+        assert main(["push", str(saved["clip"]), "tester/model", "--private", "--message", "First"]) == 0
+    times = {path.parent.name: round(share) for path, share in reads.items() if path.name == "model.safetensors"}
     output = capsys.readouterr().out
     assert "hashes compared, loaded in a separate process" in output and history(hub) == ["First"]
     commit = hub.repo("tester/model").resolve("main")
     assert commit in output and hub.repo("tester/model").meta["private"]
+    # The folder: digest with checks, and load. The copy: digest; the client hashes and sends it. The commit: hash.
+    assert set(times) == {"clip", "checkpoint", commit}
+    assert times["clip"] <= 2 and times["checkpoint"] <= 1 + 2 and times[commit] <= 1
     assert main(["pull", "tester/model", str(tmp_path / "pulled"), "--revision", commit[:10]]) == 0
     assert commit in capsys.readouterr().out
     assert main(["verify", str(saved["clip"]), "tester/model"]) == 0
@@ -125,7 +131,7 @@ def test_a_commit_that_does_not_load_is_no_success(ready, saved, hub):
     published = publish(ready, "tester/model", message="Broken", api=client(hub))
     pulled = pull("tester/model", api=client(hub))
     with pytest.raises(HubError, match="(?s)does not load.*broken"):
-        check_reload(load_complete(saved["image"]), published, pulled.folder)
+        check_reload(load_complete(SavedModel(saved["image"])), published, pulled.folder)
 
 
 def test_only_what_belongs_to_the_model_is_published(saved, hub, tmp_path):
@@ -223,7 +229,7 @@ def test_the_code_of_every_card_runs(saved, hub, tmp_path):
     for name in ("picture", *(f"frame{number}" for number in range(4))):
         Image.new("RGB", (20, 20)).save(home / f"{name}.png")
     for kind in ("image", "video", "backbone", "clip"):
-        card = render_card(facts_of_run(saved[kind], saved_weights_digest(saved[kind])), f"tester/{kind}")
+        card = render_card(facts_of_run(SavedModel(saved[kind])), f"tester/{kind}")
         push(saved[kind], f"tester/{kind}", card=card, api=client(hub), reload=False)
         blocks.append(re.search(r"```python\n(.*?)```", card.text, re.S)[1])
     code = "\n".join([*blocks, "import sys", "assert 'hf_liere' not in sys.modules"])
@@ -236,7 +242,7 @@ def test_a_converted_checkpoint_that_was_evaluated_is_still_called_converted(tmp
     source = tmp_path / "last.safetensors"
     save_file(liere_weights(), source)
     convert_checkpoint(source, tmp_path / "converted", "liere")
-    digest = saved_weights_digest(tmp_path / "converted")
+    digest = SavedModel(tmp_path / "converted").digest
     evaluation = tmp_path / "evaluation"
     evaluation.mkdir()
     size = json.loads((tmp_path / "converted" / "preprocessor_config.json").read_text())["size"]["height"]
@@ -248,6 +254,6 @@ def test_a_converted_checkpoint_that_was_evaluated_is_still_called_converted(tmp
         ("eval_results.json", {"eval_accuracy": 0.5, "eval_samples": 10}),
     ):
         (evaluation / name).write_text(json.dumps(content))
-    text = push_card(tmp_path / "converted", digest, "me/x", evaluations=[evaluation]).text
+    text = push_card(SavedModel(tmp_path / "converted"), "me/x", evaluations=[evaluation]).text
     assert "they are converted from the file `last.safetensors`" in text and "split `test`" in text
     assert "Licence and terms are those of the source" in text

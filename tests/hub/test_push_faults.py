@@ -10,7 +10,7 @@ from published_models import CARD
 from hf_liere.hub.publishing import ConcurrentCommitError, publish
 from hf_liere.hub.pulling import pull
 from hf_liere.storage.client import HubError
-from hf_liere.storage.saved_weights import saved_weights_digest
+from hf_liere.storage.saved_model import SavedModel
 
 
 COMMIT = "POST .*/commit/"
@@ -125,4 +125,4 @@ def test_two_processes_at_once(saved, hub, tmp_path):
     winner = ("image", "backbone")[[code for *_, code in results].index(0)]
     loser = next(errors for _, errors, code in results if code)
     assert "has moved on from commit" in loser and "Traceback" not in loser and history(hub) == [winner]
-    assert saved_weights_digest(pull("tester/model", api=client(hub)).folder) == saved_weights_digest(saved[winner])
+    assert SavedModel(pull("tester/model", api=client(hub)).folder).digest == SavedModel(saved[winner]).digest

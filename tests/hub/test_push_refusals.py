@@ -10,9 +10,11 @@ from published_models import CARD
 from safetensors.torch import load_file, save_file
 
 from hf_liere.cli import main
+from hf_liere.hub.cards import Card
 from hf_liere.hub.publishing import publish, push
 from hf_liere.hub.staging import load_complete
 from hf_liere.storage.client import HubError
+from hf_liere.storage.saved_model import SavedModel
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ BROKEN = {
         "image",
         "README.md",
         lambda path: path.write_text("![a](b.png)"),
-        "b.png of the card cannot be read",
+        "b.png cannot be read",
     ),
     "index": ("shards", "model.safetensors.index.json", lambda path: path.write_text("{}"), "names no files of"),
     "outside": ("shards", "model.safetensors.index.json", lambda path: escape(path), "names no files of"),
@@ -148,7 +150,7 @@ def test_a_broken_folder_is_one_sentence_and_nothing_is_sent(saved, hub, tmp_pat
     kind, name, change, message = BROKEN[case]
     folder = tmp_path / "broken"
     if kind == "shards":
-        load_complete(saved["image"]).save_pretrained(folder, max_shard_size="80KB")
+        load_complete(SavedModel(saved["image"])).save_pretrained(folder, max_shard_size="80KB")
         (folder / "README.md").write_text(CARD)
     else:
         shutil.copytree(saved[kind], folder)
@@ -162,6 +164,25 @@ def test_a_broken_folder_is_one_sentence_and_nothing_is_sent(saved, hub, tmp_pat
         assert main(command) == 1
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith(f"hf-liere {command[0]}: ") and message in error
+    assert not hub.requests
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_model_that_changed_since_its_card_was_made_is_refused(saved, hub, tmp_path, name):
+    """As if a training run had saved meanwhile."""
+    folder = tmp_path / "run"
+    shutil.copytree(saved["image"], folder)
+    known, card = SavedModel(folder), Card(f"Weights: SHA-256 `{SavedModel(folder).digest}`")
+    assert known.digest and known.architecture == "LieREViTForImageClassification"
+    if name == "config.json":
+        (folder / name).write_text(json.dumps(known.configuration | {"id2label": {"0": "a", "1": "b", "2": "c"}}))
+    else:
+        tensors = load_file(folder / name)
+        save_file(tensors | {"classifier.bias": tensors["classifier.bias"] + 1}, folder / name, {"format": "pt"})
+        with pytest.raises(ValueError, match="The card is for weights"):
+            push(folder, "tester/model", card=card, api=client(hub))
+    with pytest.raises(ValueError, match="has changed since it was first read"):
+        push(known, "tester/model", card=card, api=client(hub))
     assert not hub.requests
 
 

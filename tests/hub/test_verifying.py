@@ -14,14 +14,14 @@ from hf_liere.cli import main
 from hf_liere.hub.publishing import publish, push, verify
 from hf_liere.hub.staging import stage
 from hf_liere.storage.client import HubError
-from hf_liere.storage.saved_weights import saved_weights_digest, weights_digest
+from hf_liere.storage.saved_model import SavedModel, weights_digest
 
 
 def test_the_digest_of_weights_does_not_depend_on_files(saved, tmp_path):
     model = AutoModelForImageClassification.from_pretrained(saved["image"])
     model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
-    digests = {saved_weights_digest(tmp_path / "shards"), saved_weights_digest(saved["image"])}
+    digests = {SavedModel(tmp_path / "shards").digest, SavedModel(saved["image"]).digest}
     assert digests == {weights_digest(model.state_dict())}
     with torch.no_grad():
         model.classifier.bias[0] += 1e-7
@@ -107,7 +107,7 @@ CHANGED = {
 def test_verify_names_what_somebody_changed(saved, hub, tmp_path, case):
     kind, change, message = CHANGED[case]
     copy = tmp_path / "copy"
-    stage(saved[kind], copy)
+    stage(SavedModel(saved[kind]), copy)
     change(copy)
     publish(copy, "other/copy", message="A copy", api=client(hub, OTHER))
     with pytest.raises(HubError, match=message):
@@ -125,7 +125,7 @@ from huggingface_hub import get_token
 Path({str(tmp_path / "seen")!r}).write_text(json.dumps([dict(os.environ), get_token(), str(Path.home())]))
 """
     (folder / "modeling_liere.py").write_text((folder / "modeling_liere.py").read_text() + spy)
-    stage(folder, copy)
+    stage(SavedModel(folder), copy)
     shutil.copy(folder / "modeling_liere.py", copy)
     # What other releases of transformers write otherwise, and what a push leaves.
     configuration = json.loads((copy / "config.json").read_text()) | {"transformers_version": "5.17.0"}

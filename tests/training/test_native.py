@@ -16,7 +16,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Si
 
 import hf_liere
 from hf_liere.hub.cards import push_card
-from hf_liere.storage.saved_weights import saved_weights_digest
+from hf_liere.storage.saved_model import SavedModel
 from training.common.arguments import AugmentationArguments, InputError
 from training.data.augmentation import Augmentation
 from training.data.native_sizes import NativeSize, PatchCollator
@@ -132,7 +132,7 @@ def recorded(folder):
 
 def test_the_card_tells_the_number_of_patches(run, files, tmp_path):
     evaluate(run, files, tmp_path / "more", "--max_num_patches", 40)
-    text = push_card(run, saved_weights_digest(run), "me/native", evaluations=[tmp_path / "more"]).text
+    text = push_card(SavedModel(run), "me/native", evaluations=[tmp_path / "more"]).text
     assert "| up to 20 patches (as trained) | 12 |" in text and "| up to 40 patches | 12 |" in text
     assert "top-1 accuracy at up to 20 patches" in text and "max_num_patches: 40" in text
     assert "| `max_num_patches` | 20 |" in text and "| `image_size` | 16 |" in text

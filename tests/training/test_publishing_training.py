@@ -26,7 +26,7 @@ from training_helpers import (
 
 from hf_liere.hub.pulling import pull
 from hf_liere.storage.client import HubError
-from hf_liere.storage.saved_weights import saved_weights_digest
+from hf_liere.storage.saved_model import SavedModel
 from training.common.arguments import InputError
 from training.engine.pushing import warn_of_other_settings
 from training.engine.trainer import ClassificationTrainer
@@ -66,8 +66,8 @@ def test_every_commit_holds_the_step_it_names(hub, files, tmp_path):
     for step in steps:
         oid, tree = found[f"Training in progress, step {step}"]
         pulled = pull("tester/run", tmp_path / "at" / str(step), revision=oid, api=client(hub))
-        digest = saved_weights_digest(pulled.folder)
-        assert digest == saved_weights_digest(tmp_path / "run" / f"checkpoint-{step}")
+        digest = SavedModel(pulled.folder).digest
+        assert digest == SavedModel(tmp_path / "run" / f"checkpoint-{step}").digest
         assert content(hub, tree, "weights.json") == {"sha256": digest, "step": step}
         card = (pulled.folder / "README.md").read_text()
         assert f"**In training**, step {step} of 10. The figures below are of this step." in card and digest in card
@@ -189,7 +189,7 @@ def test_evaluation_records_the_weights_it_was_made_with(files, tmp_path):
     flags = ["--model_name_or_path", tmp_path / "run", "--do_eval", "--image_size", 24, *files[2:], *TINY_RUN]
     main([*map(str, flags), "--output_dir", str(tmp_path / "at_24")])
     recorded = [json.loads((tmp_path / name / "weights.json").read_text())["sha256"] for name in ("run", "at_24")]
-    assert recorded == [saved_weights_digest(tmp_path / "run")] * 2
+    assert recorded == [SavedModel(tmp_path / "run").digest] * 2
 
 
 def test_other_settings_are_named(tmp_path, caplog):

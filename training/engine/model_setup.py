@@ -31,7 +31,7 @@ from hf_liere.storage.loading import (
     require_loaded_keys,
     translate_loading_errors,
 )
-from hf_liere.storage.saved_weights import saved_shapes
+from hf_liere.storage.saved_model import SavedModel
 from training.common.arguments import CheckpointArguments, SampleArguments, ViewArguments
 from training.data.image_formats import height_and_width
 from training.data.sources import LabelledImages
@@ -355,7 +355,7 @@ def check_checkpoint_keys(checkpoint: str | Path, model: PreTrainedModel) -> Non
     if not any((folder / name).is_file() for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)):
         # An FSDP checkpoint in shards; its loader checks them.
         return
-    saved = {key: list(shape) for key, shape in saved_shapes(folder).items()}
+    saved = {key: list(shape) for key, shape in SavedModel(folder).shapes.items()}
     expected = {key: list(value.shape) for key, value in model.state_dict().items()}
     require_all_keys(set(expected) - set(saved), set(saved) - set(expected), str(checkpoint))
     for key, shape in expected.items():

@@ -15,7 +15,7 @@ from hf_liere import RotaryPatchConfig, is_patched, load_rotary, save_rotary, un
 from hf_liere.errors import InputError
 from hf_liere.models.patched.rotary_patch import plan
 from hf_liere.patching.adapters import read_adapter
-from hf_liere.storage.saved_weights import ADAPTER_CONFIG
+from hf_liere.storage.saved_model import ADAPTER_CONFIG
 from training.common.arguments import flag, require_numbers
 
 

@@ -29,7 +29,7 @@ from hf_liere.hub.publishing import Published, ensure_repository, publish, push
 from hf_liere.hub.pulling import pull
 from hf_liere.hub.staging import PROCESSOR_FILES, refuse_private, secret_scanner
 from hf_liere.storage.client import HubError, translate_hub_errors
-from hf_liere.storage.saved_weights import saved_weights_digest, weight_files
+from hf_liere.storage.saved_model import SavedModel
 from training.common.arguments import RunArguments
 from training.common.records import CONFIG_FILE, ENVIRONMENT_FILE, WEIGHTS_FILE, write_record
 
@@ -85,18 +85,18 @@ class HubPushes:
         shutil.rmtree(snapshot, ignore_errors=True)
         snapshot.mkdir(parents=True)
         output_dir, step = Path(self.args.output_dir), self.state.global_step
-        model_files = [*weight_files(checkpoint), *checkpoint.glob("*.py"), *checkpoint.glob("*.index.json")]
+        model_files = [*SavedModel(checkpoint).weight_files, *checkpoint.glob("*.py"), *checkpoint.glob("*.index.json")]
         model_files += [
             checkpoint / name for name in ("config.json", *PROCESSOR_FILES) if (checkpoint / name).is_file()
         ]
         model_files += [output_dir / CONFIG_FILE, output_dir / ENVIRONMENT_FILE]
         for path in model_files:
             _set_aside(path, snapshot / path.name)
-        digest = saved_weights_digest(snapshot)
-        write_record(snapshot, WEIGHTS_FILE, {"sha256": digest, "step": step})
+        saved = SavedModel(snapshot)
+        write_record(snapshot, WEIGHTS_FILE, {"sha256": saved.digest, "step": step})
         logged = [entry for entry in self.state.log_history if entry["step"] == step and "eval_accuracy" in entry]
         progress = {"step": step, "max_steps": self.state.max_steps, "metrics": logged[-1] if logged else None}
-        facts = facts_of_run(snapshot, digest, title=self.hub_model_id.rpartition("/")[2], progress=progress)
+        facts = facts_of_run(saved, title=self.hub_model_id.rpartition("/")[2], progress=progress)
         facts.license = self.args.hub_license
         render_card(facts, self.hub_model_id).write(snapshot)
         if self.args.hub_strategy == HubStrategy.CHECKPOINT:
@@ -143,12 +143,11 @@ class HubPushes:
             f"step {step} ({error})" for step, job in self._pushes.items() if (error := job.exception()) is not None
         ]
         try:
+            saved = SavedModel(output_dir)
             published = push(
-                output_dir,
+                saved,
                 self.hub_model_id,
-                card=push_card(
-                    output_dir, saved_weights_digest(output_dir), self.hub_model_id, license=self.args.hub_license
-                ),
+                card=push_card(saved, self.hub_model_id, license=self.args.hub_license),
                 revision=self.args.hub_revision or "main",
                 message=f"Trained model, step {self.state.global_step}",
                 api=api,

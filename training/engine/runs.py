@@ -14,7 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_liere.errors import InputError
 from hf_liere.storage.client import HubError
-from hf_liere.storage.saved_weights import saved_weights_digest, weights_digest
+from hf_liere.storage.saved_model import SavedModel, weights_digest
 from training.common.arguments import RunArguments
 from training.common.messages import is_lost_worker, reason
 from training.common.process_group import leave_process_group
@@ -181,7 +181,7 @@ def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
     if trainer.is_world_process_zero():
         folder, step = trainer.args.output_dir, trainer.state.global_step
         if trainer.leaves_whole_model:
-            write_record(folder, WEIGHTS_FILE, {"sha256": saved_weights_digest(folder), "step": step})
+            write_record(folder, WEIGHTS_FILE, {"sha256": SavedModel(folder).digest, "step": step})
     return metrics
 
 

@@ -26,7 +26,7 @@ from hf_liere.hub.pulling import pull
 from hf_liere.inspection.analysis import AttentionMaps, attention_maps, overlay
 from hf_liere.storage.client import HubError
 from hf_liere.storage.loading import require_loaded_keys
-from hf_liere.storage.saved_weights import first_line
+from hf_liere.storage.saved_model import first_line
 from training.data.arrows import CELL, LABELS, SMALLEST_GRID
 from training.data.image_formats import height_and_width
 
