@@ -3,6 +3,12 @@
 from . import kernels  # noqa: F401 (registers itself)
 from .auto import load_peft, register
 from .conversion.upgrades import upgrade_encoding
+from .geometry.orientations import (
+    matrix_to_rotation_vector,
+    quaternion_to_rotation_vector,
+    rotation_vector_to_matrix,
+    rotation_vector_to_quaternion,
+)
 from .geometry.pose_embedding import PoseEmbedding
 from .models.encoding.rotary_embedding import LieRotaryEmbedding, grid_positions
 from .models.patched.rotary_patch import RotaryPatchConfig
@@ -53,8 +59,12 @@ __all__ = [
     "is_patched",
     "load_peft",
     "load_rotary",
+    "matrix_to_rotation_vector",
     "patch",
+    "quaternion_to_rotation_vector",
     "rotary_parameters",
+    "rotation_vector_to_matrix",
+    "rotation_vector_to_quaternion",
     "save_rotary",
     "set_absolute_weight",
     "unpatch",

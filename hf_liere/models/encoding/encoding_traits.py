@@ -13,8 +13,12 @@ DRAWN = ("uniform", "normal", "zeros")
 # Fields for some encodings or values of `rotary_init` only, with their defaults.
 GOLDEN_GATE_FIELDS = {"min_frequency": 0.1, "max_frequency": 1.0, "unrotated_share": 0.0}
 AXIAL_FIELDS = {"axial_layout": "blocks", "axial_spectrum": "full"}
-OWN_FIELDS = {**GOLDEN_GATE_FIELDS, **AXIAL_FIELDS}
-START_FIELDS: dict[str | None, dict] = {"golden_gate": GOLDEN_GATE_FIELDS, AXIAL: AXIAL_FIELDS}
+# The default follows from the block size.
+SO3_FIELDS = {"spins": None}
+OWN_FIELDS = {**GOLDEN_GATE_FIELDS, **AXIAL_FIELDS, **SO3_FIELDS}
+START_FIELDS: dict[str | None, dict] = {"golden_gate": GOLDEN_GATE_FIELDS, AXIAL: AXIAL_FIELDS, "so3": SO3_FIELDS}
+# Block sizes with one irreducible representation of so(3), and its spin.
+SPINS = {3: 1, 5: 2, 7: 3}
 # Coordinates with ½ at the centre of the input (in `unit_width`, of its columns).
 CENTRED_COORDINATES = ("unit", "unit_width", "fixed_grid", "physical")
 # Fields that move patches in training, with the values that turn them off.
@@ -165,7 +169,7 @@ ENCODING_TRAITS = {
         description="LieRE: rotations R(p) = exp(Σ pₐ Aₐ) with free skew-symmetric generators Aₐ",
         block_sizes=ANY,
         commutes=False,
-        rotary_inits=(*DRAWN, *SPECTRA, AXIAL),
+        rotary_inits=(*DRAWN, *SPECTRA, AXIAL, "so3"),
         coordinates="train_grid",
         rope_theta=10.0,
     ),

@@ -266,6 +266,11 @@ class LieRotaryEmbedding(nn.Module):
         positions = positions.settle()
         if not isinstance(positions, GridPositions):
             check_coordinates(positions.coordinates)
+        elif self.config.rotary_init == "so3":
+            raise ValueError(
+                "positions are those of a grid of patches; with rotary_init='so3' they are orientations, rotation "
+                "vectors of shape (tokens, 3) or (batch, tokens, 3)."
+            )
         if len(positions.shape) not in (2, 3) or positions.shape[-1] != self.num_axes:
             raise ValueError(
                 f"positions of shape {tuple(positions.shape)} must be (tokens, {self.num_axes}) or (batch, tokens, "

@@ -9,10 +9,11 @@ from transformers import initialization as init
 from transformers.utils import logging
 
 from ..rotation.dispatch import values_are_unknown, working_dtype
-from ..rotation.exponential import layer_block_rotations, plane_rotations, skew
+from ..rotation.exponential import layer_block_rotations, plane_rotations, skew, skew_entries
 from ..rotation.grouped_rotation import GroupedRotation, Rotation
 from ..rotation.rotation import BlockRotation, PlaneRotation
 from ..rotation.scaling_and_squaring import Rays
+from ..rotation.spins import representation
 from .batch_positions import GroupedPositions
 from .positions import GridPositions, TokenPositions
 from .rotation_cache import RotationCache
@@ -269,6 +270,14 @@ class LieRE(RotaryEncoding):
 
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.generators
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.config.rotary_init != "so3":
+            super().reset_parameters()
+            return
+        entries = skew_entries(representation(self.config.spins)).to(self.generators)  # (3, b(b−1)/2)
+        init.copy_(self.generators, entries[:, None, None, None].expand_as(self.generators))
 
     def parameters_for_entries(self, entries: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"generators": entries}

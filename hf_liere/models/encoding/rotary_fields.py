@@ -11,6 +11,7 @@ from .encoding_traits import (
     ANY,
     ENCODING_TRAITS,
     OWN_FIELDS,
+    SPINS,
     accepted_inits,
     default_rope_theta,
     needs_exponential,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     CoordinateName = str
 else:
     EncodingName = Literal.__getitem__(("none", "absolute", *ENCODING_TRAITS))
-    InitName = Literal["uniform", "normal", "frequencies", "golden_gate", "zeros", "axial"]
+    InitName = Literal["uniform", "normal", "frequencies", "golden_gate", "zeros", "axial", "so3"]
     CoordinateName = Literal["index", "train_grid", "fixed_grid", "train_index", "unit", "unit_width", "physical"]
 
 FLOAT32_MAX = 3.4028234e38
@@ -81,9 +82,10 @@ class RotaryFields:
             scale: its frequencies are divided by the distance of neighbouring patches in `coordinates`; models of
             tokens and the layer take coordinates as given). `"axial"` needs blocks that contain the planes of
             `axial_rope` in place: `rope_mixed`, `cayley_string` and `liere` with an even block_size, `comrope_ld` if
-            every block rotates planes of one axis, `comrope_ap` if these blocks also serve the axes in turn. `None`
-            means the choice of the papers: `uniform` for `liere`, `frequencies` for `rope_mixed`, `normal` for ComRoPE
-            (from its code; the paper states none), `frequencies` for STRING (whose choice we do not know) and
+            every block rotates planes of one axis, `comrope_ap` if these blocks also serve the axes in turn; `"so3"`
+            (for `liere` on tokens whose positions are orientations, see `spins`). `None` means the choice of the
+            papers: `uniform` for `liere`, `frequencies` for `rope_mixed`, `normal` for ComRoPE (from its code; the
+            paper states none), `frequencies` for STRING (whose choice we do not know) and
             `spherical_rope`.
         rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
             `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1. The
@@ -103,6 +105,14 @@ class RotaryFields:
             Whether every axis of `axial_rope` has a whole spectrum (`"full"`, the default) or all planes of a head
             share one (`"shared"`): an axis then has a band of it in `"blocks"` (Qwen2-VL) and every A-th frequency
             `"interleaved"` (Qwen3-VL).
+        spins (`list[int]`, *optional*):
+            The representation of so(3) in every block at `rotary_init="so3"`: the direct sum of the irreducible ones
+            with these spins l, each of size 2l + 1, so that block_size is Σ (2l + 1). `[1, 2, 3]` needs blocks of 15;
+            spin 0 is a channel that does not rotate. `None` means `[1]`, `[2]` or `[3]` for a block_size of 3 (the
+            default there), 5 or 7. Positions are then rotation vectors p of three axes, that is, unit axis times
+            angle in radians, of orientations from body to world. R(p) represents the rotation, R(p)ᵀR(q) the relative
+            one p⁻¹q, and attention does not change when the world is turned, p → g·p. Training moves the generators,
+            and mixes the spins of a block, unless `requires_grad_(False)` keeps them.
     """
 
     position_encoding: EncodingName = "liere"
@@ -117,12 +127,15 @@ class RotaryFields:
     unrotated_share: float | int | None = None
     axial_layout: Literal["blocks", "interleaved"] | None = None
     axial_spectrum: Literal["full", "shared"] | None = None
+    spins: list[int] | tuple[int, ...] | None = None
 
     def fill_in_rotations(self) -> None:
         """Replace `None` by the default of the encoding, if it has one."""
         traits = traits_of(self)
         if traits is None:
             return
+        if self.rotary_init == "so3" and "so3" in traits.rotary_inits:
+            self._fill_in_spins()
         if self.block_size is None:
             self.block_size = traits.block_sizes.default or vars(self)["head_dim"]
         if self.rotary_init is None and traits.learned:
@@ -134,6 +147,14 @@ class RotaryFields:
         for name, value in own_fields(self).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+
+    def _fill_in_spins(self) -> None:
+        if self.spins is None:
+            self.block_size = self.block_size or min(SPINS)
+            self.spins = [SPINS[self.block_size]] if self.block_size in SPINS else None
+        elif self.block_size is None and isinstance(self.spins, (list, tuple)) and self.spins:
+            # Values of other types are refused later.
+            self.block_size = sum(2 * spin + 1 for spin in self.spins if isinstance(spin, int))
 
 
 @dataclass
@@ -281,6 +302,8 @@ def _accepted_sizes(config) -> str:
 def _check_rotary_init(config) -> None:
     encoding, name, block_size = config.position_encoding, config.rotary_init, config.block_size
     accepted = accepted_inits(config)
+    if name == "so3":
+        _check_so3(config, accepted)
     if name is None or name in accepted:
         return
     if not accepted:
@@ -298,13 +321,47 @@ def _check_rotary_init(config) -> None:
     )
 
 
+def _check_so3(config, accepted: tuple[str, ...]) -> None:
+    encoding, size, spins, scale = config.position_encoding, config.block_size, config.spins, config.rotary_init_scale
+    if "so3" not in accepted:
+        raise ValueError(
+            f"rotary_init='so3' needs free generators that do not commute, those of liere; {encoding} accepts "
+            f"{', '.join(accepted) or 'no rotary_init'}."
+        )
+    if hasattr(config, "coordinates"):
+        raise ValueError(
+            "rotary_init='so3' is for tokens whose positions are orientations, not for patches on a grid; accepted "
+            f"here: {', '.join(name for name in accepted if name != 'so3')}."
+        )
+    if config.num_axes != 3:
+        raise ValueError(
+            f"rotary_init='so3' rotates by rotation vectors, which have 3 axes; there are num_axes={config.num_axes}."
+        )
+    if spins is None:
+        blocks = ", ".join(f"{block} (spin {spin})" for block, spin in SPINS.items())
+        raise ValueError(
+            f"block_size={size} is not the size of one spin; accepted with rotary_init='so3' are {blocks}, and any "
+            "other together with spins, such as spins=[1, 2, 3] for 15 = 3 + 5 + 7."
+        )
+    if not any(spins) or min(spins) < 0:
+        raise ValueError(f"spins={spins} must be whole numbers of at least 0, and one of them above 0.")
+    if size != (needed := sum(2 * spin + 1 for spin in spins)):
+        raise ValueError(f"spins={spins} have 2l + 1 channels each, {needed} together; block_size={size} must be that.")
+    if scale != 1:
+        raise ValueError(
+            f"rotary_init_scale={scale}: multiples of the generators of rotary_init='so3' do not represent rotations, "
+            "because [sL_x, sL_y] = s² L_z is not sL_z; accepted: 1."
+        )
+
+
 def _check_own_fields(config) -> None:
     given = {name: value for name in OWN_FIELDS if (value := getattr(config, name)) is not None}
     if refused := {name: value for name, value in given.items() if name not in own_fields(config)}:
         raise ValueError(
             f"{refused} would do nothing with position_encoding={config.position_encoding!r} and rotary_init="
             f"{config.rotary_init!r}: axial_layout and axial_spectrum belong to axial_rope and to "
-            "rotary_init='axial', the others to golden_gate_rope and to rotary_init='golden_gate'."
+            "rotary_init='axial', spins to rotary_init='so3', the others to golden_gate_rope and to "
+            "rotary_init='golden_gate'."
         )
     if given.get("min_frequency", 0) > given.get("max_frequency", 0):
         raise ValueError(

@@ -6,7 +6,7 @@ against a model, and the hooks that a tower gets.
 import inspect
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -104,6 +104,11 @@ class RotaryPatchConfig(GridFields, RotaryFields):
             raise ValueError(
                 f"absolute_weight={self.absolute_weight} belongs to keep_absolute='fade', not {self.keep_absolute!r}."
             )
+        if self.rotary_init == "so3":
+            raise ValueError(
+                "rotary_init='so3' is for tokens whose positions are orientations, not for patches or words; accepted: "
+                "'zeros', 'pretrained' and others of RotaryFields."
+            )
         if not ENCODING_TRAITS[self.position_encoding].learned and self.rotary_init is not None:
             raise ValueError(
                 f"rotary_init={self.rotary_init!r}: {self.position_encoding} learns nothing and never starts neutral; "
@@ -136,9 +141,8 @@ class RotaryPatchConfig(GridFields, RotaryFields):
         elif self.layers is not None:
             raise ValueError(f"layers={self.layers!r} must be a list of indices from 0, or None.")
         for name, hint in get_type_hints(type(self)).items():
-            value, kinds = getattr(self, name), get_args(hint) or (hint,)
-            # A Literal accepts its values.
-            kinds = [kind for part in kinds for kind in (get_args(part) or (part,))]
+            value = getattr(self, name)
+            kinds = [kind for part in get_args(hint) or (hint,) for kind in _accepted_kinds(part)]
             # An int is accepted as a float, a bool is not accepted as a number.
             kind = float if type(value) is int and float in kinds else type(value)
             if name != "layers" and kind not in kinds and not (kind is str and value in kinds):
@@ -157,6 +161,12 @@ class RotaryPatchConfig(GridFields, RotaryFields):
         if unknown := set(values) - known:
             raise ValueError(f"{sorted(unknown)} are not fields of RotaryPatchConfig; accepted: {sorted(known)}.")
         return cls(**values)
+
+
+def _accepted_kinds(hint: Any) -> tuple[Any, ...]:
+    """The types that a part of a type hint accepts; of a Literal its values."""
+    container = get_origin(hint)
+    return (container,) if container in (list, tuple) else get_args(hint) or (hint,)
 
 
 @strict

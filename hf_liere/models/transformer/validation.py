@@ -149,6 +149,11 @@ def check_tokens(config) -> None:
             raise ValueError(
                 f"{name}={getattr(config, name)} would do nothing with position_encoding={config.position_encoding!r}."
             )
+        if config.rotary_init == "so3" and any(value != unused for value in config.by_axis(name)):
+            raise ValueError(
+                f"{name}={getattr(config, name)}: with rotary_init='so3' positions are rotation vectors, which cannot "
+                f"be moved or scaled: [sL_x, sL_y] = s² L_z is not sL_z. Accepted: {unused}."
+            )
     if config.folded_grids is not None and needs_exponential(config):
         raise ValueError(
             f"folded_grids={config.folded_grids}: {config.position_encoding} with block_size="

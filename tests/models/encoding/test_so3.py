@@ -1,0 +1,238 @@
+"""Orientations as positions: LieRE that starts at representations of so(3), in the layer and in models of tokens."""
+
+import math
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from scipy.spatial.transform import Rotation
+
+import hf_liere
+from hf_liere import (
+    LieRETokensConfig,
+    LieRETokensForSequenceClassification,
+    LieRETokensForTokenClassification,
+    LieRotaryEmbedding,
+    RotaryPatchConfig,
+    grid_positions,
+    patch,
+    reference,
+)
+from hf_liere.models.rotation.spins import representation
+
+
+# 24 channels: blocks of 7 and of 15 leave some over.
+HEADS, HEAD_DIM, TOKENS = 2, 24, 6
+KINDS = {
+    "spin 1": {},
+    "spin 2": {"block_size": 5},
+    "spin 3": {"block_size": 7},
+    "mixed": {"spins": (1, 2, 3)},
+    "constant channels": {"spins": [0, 1, 1, 3]},
+}
+# Of the largest logit. In float32 rotations are rounded; in float64 the exponential's polynomial is off by 2e-13, and
+# each of four squarings doubles that.
+INVARIANT = {torch.float32: 1e-5, torch.float64: 1e-11}
+
+
+@pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
+def dtype(request):
+    """The default type, in which layers and models are made."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+def build(**fields):
+    return LieRotaryEmbedding(HEADS, HEAD_DIM, 3, rotary_init="so3", **fields)
+
+
+def orientations(count=TOKENS):
+    """The orientations and their rotation vectors in float64; the last are half a turn and no turn."""
+    turned = Rotation.concatenate(
+        [Rotation.random(count - 2, random_state=0), Rotation.from_rotvec([[0, math.pi, 0], [0, 0, 0]])]
+    )
+    return turned, as_vectors(turned)
+
+
+def as_vectors(rotations):
+    return torch.from_numpy(rotations.as_rotvec())
+
+
+def logits(rotary, query, key, positions):
+    query, key = rotary(query, key, positions)
+    return query @ key.mT
+
+
+@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
+def test_logits_do_not_change_with_the_frame(dtype, fields, both_paths):
+    """p → G·p, by positions in float64, which are not rounded, and by those of the layer's type."""
+    rotary, (turned, positions) = build(**fields), orientations()
+    query, key = torch.randn(2, 1, HEADS, TOKENS, HEAD_DIM)
+    before = logits(rotary, query, key, positions)
+    for seed in range(3):
+        moved = as_vectors(Rotation.random(random_state=seed) * turned)
+        for given in (moved, moved.to(dtype)):
+            difference = (logits(rotary, query, key, given) - before).abs().max()
+            assert difference <= INVARIANT[dtype] * before.abs().max()
+    # And they depend on the relative orientations.
+    assert (logits(rotary, query, key, positions.roll(1, 0)) - before).abs().max() > 0.1 * before.abs().max()
+
+
+@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
+def test_rotations_are_representations(dtype, fields, both_paths):
+    """R(p)R(q) = R(pq), so R(p)ᵀR(q) = R(p⁻¹q); a full turn is none; those of the layer are the reference's."""
+    rotary, (turned, positions) = build(**fields), orientations()
+
+    def matrices(vectors):
+        """(N, D, D) from the images of unit vectors, (D, heads, N, D)."""
+        units = torch.eye(HEAD_DIM)[:, None, None].expand(-1, HEADS, len(vectors), -1)
+        return rotary.rotate(units, vectors)[:, 0].permute(1, 2, 0).double()
+
+    # Rotations in float32 are rounded, and their products as well.
+    close = {"atol": {torch.float32: 2e-6, torch.float64: 5e-12}[dtype], "rtol": 0}
+    found = matrices(positions)
+    generators = representation(rotary.config.spins)
+    blocks = [torch.block_diag(*[generator] * (HEAD_DIM // len(generator))) for generator in generators]
+    over = HEAD_DIM - len(blocks[0])
+    # Channels that are left over do not rotate.
+    blocks = torch.nn.functional.pad(torch.stack(blocks), (0, over, 0, over))
+    torch.testing.assert_close(found, reference.rotations(blocks, positions), **close)
+    first, second = turned[:-1], turned[1:]
+    relative = matrices(as_vectors(first.inv() * second))
+    torch.testing.assert_close(found[:-1].mT @ found[1:], relative, **close)
+    torch.testing.assert_close(found[:-1] @ found[1:], matrices(as_vectors(first * second)), **close)
+    lengths = positions[:-1].norm(dim=-1, keepdim=True)
+    for turns in (-1, 2):
+        torch.testing.assert_close(matrices(positions[:-1] * (1 + turns * 2 * math.pi / lengths)), found[:-1], **close)
+    quaternions = hf_liere.rotation_vector_to_quaternion(positions, "wxyz")
+    for sign in (1, -1):
+        vectors = hf_liere.quaternion_to_rotation_vector(sign * quaternions, "wxyz")
+        torch.testing.assert_close(matrices(vectors), found, **close)
+
+
+def test_generators_are_exact_to_the_type_of_the_layer(dtype):
+    for fields in KINDS.values():
+        rotary = build(num_layers=2, **fields)
+        generators = representation(rotary.config.spins)
+        size = generators.shape[-1]
+        row, column = torch.triu_indices(size, size, offset=1)
+        expected = generators[:, column, row].to(dtype).view(3, 1, 1, 1, -1)
+        assert torch.equal(rotary.encoding.generators, expected.expand_as(rotary.encoding.generators))
+        assert rotary.encoding.generators.dtype == dtype
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_generators_are_learned_unless_they_are_kept(frozen):
+    rotary = build(spins=[1, 2]).requires_grad_(not frozen)
+    before = rotary.encoding.generators.clone()
+    query, key = torch.randn(2, 1, HEADS, TOKENS, HEAD_DIM).requires_grad_()
+    optimizer = torch.optim.SGD(rotary.parameters(), lr=0.1)
+    logits(rotary, query, key, orientations()[1].float()).square().sum().backward()
+    optimizer.step()
+    assert torch.equal(rotary.encoding.generators, before) == frozen
+
+
+def test_positions_have_gradients():
+    """Of the relative rotation of spin 1, against finite differences."""
+    rotary = build().double()
+    query, key = torch.randn(2, 1, HEADS, 2, HEAD_DIM, dtype=torch.float64)
+    positions = torch.tensor([[0.3, -0.2, 0.9], [0.0, math.pi, 0.0]], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda moved: logits(rotary, query, key, moved), positions)
+
+
+def tokens_model(kind, **fields):
+    # Weights that are large enough for attention to tell tokens apart.
+    sizes = {"hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS, "num_hidden_layers": 2}
+    sizes |= {"intermediate_size": 64, "feature_size": 5, "num_labels": 3, "initializer_range": 0.3, "num_axes": 3}
+    # A class token would be in the frame of the world.
+    sizes |= {"use_class_token": False, "pooling": "mean", "rotary_init": "so3"}
+    return kind(LieRETokensConfig(**sizes | fields)).eval()
+
+
+@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", [LieRETokensForSequenceClassification, LieRETokensForTokenClassification])
+def test_outputs_of_models_do_not_change_with_the_frame(dtype, kind, fields):
+    model, (turned, positions) = tokens_model(kind, **fields), orientations()
+    features = torch.randn(1, TOKENS, 5)
+    with torch.no_grad():
+        before = model(features, positions).logits
+        for seed in range(3):
+            moved = as_vectors(Rotation.random(random_state=seed) * turned)
+            difference = (model(features, moved).logits - before).abs().max()
+            assert difference <= INVARIANT[dtype] * before.abs().max()
+        assert (model(features, positions.roll(1, 0)).logits - before).abs().max() > 1e-3 * before.abs().max()
+
+
+@pytest.mark.parametrize("has_orientation", [True, False])
+def test_a_class_token_without_an_orientation_is_in_the_frame_of_the_world(has_orientation):
+    fields = {"use_class_token": True, "pooling": "cls", "rotate_prefix": has_orientation}
+    model = tokens_model(LieRETokensForSequenceClassification, **fields)
+    features, (turned, positions) = torch.randn(1, TOKENS, 5), orientations()
+    moved = as_vectors(Rotation.random(random_state=1) * turned)
+    if has_orientation:
+        # That of the first body.
+        positions, moved = (torch.cat([given[:1], given]) for given in (positions, moved))
+    with torch.no_grad():
+        before, after = (model(features, given).logits for given in (positions, moved))
+    assert ((after - before).abs().max() <= INVARIANT[torch.float32] * before.abs().max()) == has_orientation
+
+
+@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
+def test_models_are_saved_with_their_representation(tmp_path, fields):
+    model = tokens_model(LieRETokensForTokenClassification, **fields)
+    with torch.no_grad():
+        for _, parameter in model.rotary_parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    loaded = LieRETokensForTokenClassification.from_pretrained(tmp_path)
+    assert list(loaded.config.spins) == list(model.config.spins) and loaded.config.rotary_init == "so3"
+    assert loaded.config.block_size == model.config.block_size
+    features, (_, positions) = torch.randn(1, TOKENS, 5), orientations()
+    assert torch.equal(loaded(features, positions).logits, model(features, positions).logits)
+
+
+REFUSED = [
+    ({"num_axes": 2}, "rotation vectors, which have 3 axes; there are num_axes=2"),
+    ({"block_size": 8}, r"block_size=8 is not the size of one spin; accepted .* 3 \(spin 1\), 5 .*together with spins"),
+    ({"block_size": 3, "spins": [2]}, r"spins=\[2\] have 2l \+ 1 channels each, 5 together; block_size=3 must be"),
+    ({"spins": []}, r"spins=\[\] must be whole numbers of at least 0, and one of them above 0"),
+    ({"spins": [0, 0, 0]}, r"spins=\[0, 0, 0\] must be .* one of them above 0"),
+    ({"spins": [-1, 2]}, r"spins=\[-1, 2\] must be whole numbers of at least 0"),
+    ({"spins": [1.5]}, r"spins.*1\.5"),
+    ({"spins": [6, 6]}, "block_size=26 does not fit a head_dim of 24"),
+    ({"rotary_init_scale": 0.5}, r"rotary_init_scale=0.5: .*\[sL_x, sL_y\] = s² L_z is not sL_z; accepted: 1"),
+    ({"rotary_init": "uniform", "spins": [1]}, r"'spins': \[1\]} would do nothing.*spins to rotary_init='so3'"),
+    *(
+        ({"position_encoding": name}, f"needs free generators that do not commute, those of liere; {name} accepts")
+        for name in ("rope_mixed", "comrope_ld", "axial_rope", "cayley_string")
+    ),
+]
+
+
+@pytest.mark.parametrize("fields, message", REFUSED)
+def test_what_is_no_representation_is_refused(fields, message):
+    fields = {"num_axes": 3, "rotary_init": "so3"} | fields
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        LieRotaryEmbedding(HEADS, HEAD_DIM, **fields)
+    with pytest.raises(StrictDataclassError, match=f"(?s){message}"):
+        LieRETokensConfig(hidden_size=48, num_attention_heads=HEADS, **fields)
+
+
+@pytest.mark.parametrize("fields", [{"position_scale": 2.0}, {"position_scale": [1, 1, 0.5]}, {"position_origin": 1.0}])
+def test_rotation_vectors_are_not_moved_or_scaled(fields):
+    name, value = next(iter(fields.items()))
+    with pytest.raises(StrictDataclassError, match=f"(?s){name}=.*rotation vectors, which cannot be moved or scaled"):
+        LieRETokensConfig(num_axes=3, rotary_init="so3", **fields)
+
+
+def test_places_on_a_grid_are_not_orientations():
+    for make in (hf_liere.LieREViTConfig, hf_liere.LieREVideoConfig):
+        with pytest.raises(StrictDataclassError, match="positions are orientations, not for patches on a grid"):
+            make(rotary_init="so3")
+    with pytest.raises(ValueError, match="positions are orientations, not for patches or words"):
+        patch(torch.nn.Linear(2, 2), RotaryPatchConfig(position_encoding="liere", rotary_init="so3", spins=[1]))
+    query, key = torch.randn(2, 1, HEADS, 8, HEAD_DIM)
+    with pytest.raises(ValueError, match="those of a grid of patches; .* rotation vectors of shape"):
+        build()(query, key, grid_positions((2, 2, 2)))
