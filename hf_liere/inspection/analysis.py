@@ -23,6 +23,7 @@ from ..models.encoding.folding import FoldedLieRE, FoldedPlanes
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.patched.module_inspection import head_shape
 from ..models.patched.vision_towers import Tower, position_table
+from ..models.transformer.modeling_liere_tokens import LieRETokensModel
 from ..patching.apply import is_patched
 from .attention import (
     AttentionMaps,
@@ -38,6 +39,10 @@ from .classes import class_names, class_probabilities
 from .costs import Cost, count_cost
 from .encodings import EncodingAnalysis, analyse_encoding, rotary_encoding
 from .output_change import OutputChange, output_change
+
+
+NO_ROTATIONS = "The model contains no rotations of this package, so there are no generators or frequencies to show."
+NO_GRID = "Attention, cost and relativity are not measured, because positions of tokens form no grid."
 
 
 @dataclass
@@ -126,20 +131,25 @@ def analyse(
     Args:
         model: A model of this package or of transformers, folded, patched or neither; it is not changed.
         inputs: `pixel_values` of each size, (B, C, H, W) or (B, T, C, H, W). Without inputs, costs are counted on a
-            black input of the trained size, and attention is not measured.
+            black input of the trained size, and attention is not measured. Of models of tokens, which take none, only
+            the encoding is measured.
         batch_size: Number of inputs in a batch.
         progress: Whether to show progress bars.
 
     Raises:
-        ValueError: if the model has no vision tower, contains weights that are not finite, or refuses an input.
+        ValueError: if the model has no vision tower and is not one of tokens, contains weights that are not finite, or
+            refuses an input.
     """
+    if (tokens := tokens_transformer(model)) is not None:
+        if inputs:
+            raise ValueError(f"{type(model).__name__} takes tokens with positions; no images or videos are accepted.")
+        _refuse_wrong_weights(tokens)
+        encoding = rotary_encoding(tokens)
+        found = None if encoding is None else analyse_encoding(encoding, progress)
+        remarks = [] if encoding is not None else [NO_ROTATIONS]
+        return Analysis(describe(model), found, remarks=[*remarks, NO_GRID])
     tower = vision_tower(model)
-    wrong = [name for name, parameter in tower.module.named_parameters() if not parameter.isfinite().all()]
-    if wrong:
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise ValueError(
-            f"{wrong[0]}{more} of {type(tower.module).__name__} contains NaN or infinity; accepted are finite weights."
-        )
+    _refuse_wrong_weights(tower.module)
     encoding = rotary_encoding(tower.module)
     analysis = Analysis(describe(model), None if encoding is None else analyse_encoding(encoding, progress))
     analysis.remarks += _remarks(tower, encoding, bool(inputs))
@@ -166,31 +176,57 @@ def analyse(
     return analysis
 
 
+def tokens_transformer(model: nn.Module) -> LieRETokensModel | None:
+    """The transformer of a model of tokens; `None` for other models."""
+    base = getattr(model, "base_model", model)
+    return base if isinstance(base, LieRETokensModel) else None
+
+
+def _refuse_wrong_weights(transformer: nn.Module) -> None:
+    wrong = [name for name, parameter in transformer.named_parameters() if not parameter.isfinite().all()]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"{wrong[0]}{more} of {type(transformer).__name__} contains NaN or infinity; accepted are finite weights."
+        )
+
+
 def describe(model: nn.Module) -> dict:
     """A description of a model, with the names of its configuration fields."""
-    tower = vision_tower(model)
-    heads, head_dim = head_shape(tower.attentions[0][1])
-    encoding = rotary_encoding(tower.module)
-    config = tower.module.config
-    names = class_names(model)
+    transformer = tokens_transformer(model)
+    if transformer is None:
+        tower = vision_tower(model)
+        transformer, layers = tower.module, len(tower.attentions)
+        heads, head_dim = head_shape(tower.attentions[0][1])
+        patch_size = None if tower.is_flexible else list(tower.patch_embedding.kernel_size)
+        absolute_table, train_grid = _reads_table(tower), list(tower.train_grid)
+    else:
+        fields = transformer.config
+        layers, heads, head_dim = fields.num_hidden_layers, fields.num_attention_heads, fields.head_dim
+        absolute_table, train_grid, patch_size = fields.use_absolute_position_embeddings, None, None
+    encoding, config, names = rotary_encoding(transformer), transformer.config, class_names(model)
     description = {
         "class": type(model).__name__,
         "model_type": getattr(getattr(model, "config", config), "model_type", None),
         "patched": is_patched(model),
         "position_encoding": getattr(config, "position_encoding", None),
-        "absolute_table": _reads_table(tower),
-        "layers": len(tower.attentions),
+        "absolute_table": absolute_table,
+        "layers": layers,
         "heads": heads,
         "head_dim": head_dim,
         "hidden_size": config.hidden_size,
-        "train_grid": list(tower.train_grid),
-        "patch_size": None if tower.is_flexible else list(tower.patch_embedding.kernel_size),
+        "train_grid": train_grid,
+        "patch_size": patch_size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "labels": len(names),
         "classes": names,
     }
+    if train_grid is None:
+        description["num_axes"] = config.num_axes
     if encoding is not None:
-        names = ("position_encoding", "block_size", "coordinates", "share_heads", "share_layers", "rotate_prefix")
+        names = ["position_encoding", "block_size", "share_heads", "share_layers", "rotate_prefix"]
+        names.append("position_scale" if train_grid is None else "coordinates")
+        names += ["spins"] if encoding.config.spins is not None else []
         description |= {name: getattr(encoding.config, name) for name in names}
         description["rotated_layers"] = encoding.num_layers
         description["folded"] = encoding.config.folded_grids is not None
@@ -210,9 +246,7 @@ def _remarks(tower: Tower, encoding: RotaryEncoding | None, has_inputs: bool) ->
     if encoding is None and getattr(tower.module, "rotary_patch", None) is not None:
         remarks.append("The rotations are learned from the model's own RoPE, whose generators are not shown here.")
     elif encoding is None:
-        remarks.append(
-            "The model contains no rotations of this package, so there are no generators or frequencies to show."
-        )
+        remarks.append(NO_ROTATIONS)
     if isinstance(encoding, FoldedPlanes):
         remarks.append(
             "The model is folded: its query and key weights contain the eigenbasis, so generators are shown in that "

@@ -12,7 +12,7 @@ from ..auto import load_checkpoint
 from ..errors import require_libraries
 from ..models.patched.vision_towers import Tower
 from ..storage.targets import new_directory
-from .analysis import InspectedModel, analyse, black_input, vision_tower
+from .analysis import InspectedModel, analyse, black_input, tokens_transformer, vision_tower
 from .attention import size_options
 from .comparison import compare
 from .inputs import InspectionError, Preparation, Sample, read_samples
@@ -43,7 +43,7 @@ def inspect_checkpoints(
 
     Args:
         checkpoints: (directory or repository on the Hub, revision) of one vision transformer that `from_pretrained`
-            reads, or of two, which are analysed on the same images.
+            reads, or model of tokens, or of two, which are analysed on the same images.
         output: New or empty directory.
         images: Images, videos or `.npy` clips.
         dataset, split, max_samples: Further inputs, see [`read_samples`].
@@ -88,12 +88,17 @@ def inspect_checkpoints(
 
 
 def _take_videos(models: Sequence[nn.Module]) -> bool:
-    take_videos = [len(vision_tower(model).train_grid) == 3 for model in models]
-    if len(set(take_videos)) > 1:
-        kinds = ("videos" if videos else "images" for videos in take_videos)
+    kinds = [_input_kind(model) for model in models]
+    if len(set(kinds)) > 1:
         described = " and ".join(f"{type(model).__name__} takes {kind}" for model, kind in zip(models, kinds))
         raise InspectionError(f"--compare: {described}; accepted are two models of one kind.")
-    return take_videos[0]
+    return kinds[0] == "videos"
+
+
+def _input_kind(model: nn.Module) -> str:
+    if tokens_transformer(model) is not None:
+        return "tokens"
+    return "videos" if len(vision_tower(model).train_grid) == 3 else "images"
 
 
 def _inspect(
@@ -105,6 +110,12 @@ def _inspect(
     batch_size: int,
     progress: bool,
 ) -> InspectedModel:
+    if tokens_transformer(model) is not None:
+        if samples:
+            raise InspectionError(
+                f"{type(model).__name__} takes tokens with positions: leave out --image and --dataset."
+            )
+        return InspectedModel(name, analyse(model, progress=progress))
     tower = vision_tower(model)
     samples = [] if tower.is_flexible else samples
     shown, inputs, remarks = [], [], []

@@ -13,7 +13,7 @@ from .encodings import Frequencies
 class Comparison:
     """
     Attributes:
-        frequencies: (A, layers, heads, planes) canonical frequencies of each model in radians per patch, see
+        frequencies: (A, layers, heads, planes) canonical frequencies `per_patch` of each model, see
             [`Frequencies`]; `None` if generators do not commute or the shapes differ.
         change: (layers, heads, planes) ‖f − g‖ of the planes f and g of the same rank.
         generators: (layers,) ‖A − B‖ / ‖A‖ in the Frobenius norm over all axes and heads; `None` if the encodings or

@@ -137,7 +137,8 @@ class Frequencies(NamedTuple):
 
     Attributes:
         per_coordinate: (A, layers, heads, planes) in radians per unit of a coordinate; 0 for unrotated channels.
-        per_patch: The same in radians per patch of the trained grid; the angle between patches p and q is f · (q − p).
+        per_patch: The same in radians per patch of the trained grid, or per unit of the positions of tokens; the angle
+            between patches p and q is f · (q − p).
     """
 
     per_coordinate: torch.Tensor
@@ -151,21 +152,25 @@ class EncodingAnalysis:
 
     Attributes:
         generators: (A, layers, heads, blocks, b, b).
-        positions: (P, A) coordinates of `rotations`: one patch from the origin along each axis, then along all axes.
+        positions: (P, A) coordinates of `rotations`: one patch from the origin along each axis, then along all axes;
+            for models of tokens, one unit of their positions.
         rotations: (layers, heads, blocks, P, b, b).
-        commutators, relativity, angles: See [`Commutators`], [`RelativityError`] and [`AngleStatistics`].
+        commutators, angles: See [`Commutators`] and [`AngleStatistics`].
+        relativity: See [`RelativityError`]; `None` for models of tokens, whose positions have no known range.
         frequencies: See [`learned_frequencies`].
         initialization: Elements of untrained generators; `None` for fixed encodings.
+        representation: See [`representation_error`].
     """
 
     generators: torch.Tensor
     positions: torch.Tensor
     rotations: torch.Tensor
     commutators: Commutators
-    relativity: RelativityError
+    relativity: RelativityError | None
     angles: AngleStatistics
     frequencies: Frequencies | None
     initialization: Initialization | None
+    representation: torch.Tensor | None
 
 
 def rotary_encoding(tower: nn.Module) -> RotaryEncoding | None:
@@ -192,8 +197,13 @@ def patch_positions(encoding: RotaryEncoding, grid: tuple[int, ...] | None = Non
     return TokenPositions.from_grid(grid or config.train_grid, config.train_grid, coordinates).coordinates
 
 
-def patch_steps(encoding: RotaryEncoding) -> torch.Tensor:
-    """(A,) distances of neighbouring patches of the trained grid in coordinates; 0 along an axis of one patch."""
+def step_sizes(encoding: RotaryEncoding) -> torch.Tensor:
+    """
+    (A,) distances in coordinates of neighbouring patches of the trained grid, 0 along an axis of one patch; for models
+    of tokens, of positions that differ by 1.
+    """
+    if encoding.config.train_grid is None:
+        return torch.tensor(encoding.config.by_axis("position_scale"), dtype=torch.float64)
     grid = torch.tensor(encoding.config.train_grid)
     steps = grid_steps(encoding.config.train_grid, encoding.config.coordinates)
     return torch.tensor(steps, dtype=torch.float64) * (grid > 1)
@@ -247,7 +257,7 @@ def relativity_error(
         longest = max(encoding.config.train_grid)
         offsets = torch.linspace(0, longest, min(longest, OFFSETS) + 1, dtype=torch.float64).tolist()
     offsets = torch.tensor(list(offsets), dtype=torch.float64)
-    steps = patch_steps(encoding)
+    steps = step_sizes(encoding)
     patches = patch_positions(encoding)
     chosen = torch.randint(len(patches), (2, pairs), generator=torch.Generator().manual_seed(0))
     chosen[:, 0] = torch.tensor([0, len(patches) - 1])
@@ -355,7 +365,27 @@ def learned_frequencies(encoding: RotaryEncoding) -> Frequencies | None:
     magnitudes = frequencies.norm(dim=0)
     rounding = 10 * COMMUTING * magnitudes.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     frequencies = _sort_planes((magnitudes / rounding).round(), frequencies)
-    return Frequencies(frequencies, frequencies * patch_steps(encoding).view(-1, 1, 1, 1))
+    return Frequencies(frequencies, frequencies * step_sizes(encoding).view(-1, 1, 1, 1))
+
+
+def representation_error(encoding: RotaryEncoding) -> torch.Tensor | None:
+    """
+    How far generators that started at `rotary_init="so3"` are from a representation of so(3): (layers, heads) largest
+    ‖[A_a, A_b] − A_c‖ / ‖A_c‖ over blocks and over (a, b, c) = (x, y, z), (y, z, x) and (z, x, y), in the Frobenius
+    norm. It is 0 where R(p)ᵀR(q) represents p⁻¹q, and infinite where A_c is zero and [A_a, A_b] is not; `None` for any
+    other start.
+    """
+    if encoding.config.rotary_init != "so3":
+        return None
+    found = []
+    matrices = generator_matrices(encoding)  # (3, layers, heads, blocks, b, b)
+    for axis in range(3):
+        first, second, third = matrices.roll(-axis, dims=0)
+        product = first @ second
+        # For skew-symmetric matrices, B A = (A B)ᵀ.
+        difference = (product - product.mT - third).flatten(-2).norm(dim=-1)
+        found.append((difference / third.flatten(-2).norm(dim=-1)).nan_to_num(0.0, posinf=torch.inf).amax(-1))
+    return torch.stack(found).amax(0)
 
 
 def _sort_planes(keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
@@ -367,15 +397,16 @@ def _sort_planes(keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
 def analyse_encoding(encoding: RotaryEncoding, progress: bool = False) -> EncodingAnalysis:
     """All measurements of this file."""
     matrices = generator_matrices(encoding)
-    steps = torch.diag(patch_steps(encoding))
+    steps = torch.diag(step_sizes(encoding))
     positions = torch.cat([steps, steps.sum(0, keepdim=True)])
     return EncodingAnalysis(
         generators=matrices.float(),
         positions=positions,
         rotations=reference.rotations(matrices, positions, rotary_traits(encoding.config).product).float(),
         commutators=commutators(matrices),
-        relativity=relativity_error(encoding, progress=progress),
+        relativity=None if encoding.config.train_grid is None else relativity_error(encoding, progress=progress),
         angles=angle_statistics(encoding),
         frequencies=learned_frequencies(encoding),
         initialization=initialization(encoding),
+        representation=representation_error(encoding),
     )

@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from ..models.encoding.positions import TokenPositions
 from .attention import size_options, vision_tower
-from .encodings import patch_steps, rotary_encoding
+from .encodings import rotary_encoding, step_sizes
 
 
 # Common offsets at which outputs are compared, in patches.
@@ -54,7 +54,7 @@ def output_change(
     encoding = rotary_encoding(tower.module)
     if encoding is None:
         raise ValueError(f"{type(model).__name__} has no rotations; accepted are models with rotations of hf_liere.")
-    steps, offset = patch_steps(encoding), 0.0
+    steps, offset = step_sizes(encoding), 0.0
 
     def move(module: nn.Module, inputs: tuple, options: dict) -> tuple[tuple, dict]:
         positions, *others = inputs

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from .analysis import Analysis
-from .encodings import EncodingAnalysis
+from .encodings import EncodingAnalysis, RelativityError
 from .output_change import OutputChange
 
 
@@ -145,9 +145,9 @@ def plot_generators(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str
     return plot_mosaics(panels, "element (radians per unit of the coordinate)")
 
 
-def plot_rotations(encoding: EncodingAnalysis, axes: Sequence[str]) -> dict[str, str]:
+def plot_rotations(encoding: EncodingAnalysis, axes: Sequence[str], step: str = "patch") -> dict[str, str]:
     first, *_, last = encoding.rotations.unbind(3)
-    panels = [(f"one patch along the {axes[0]} axis", first), ("one patch along every axis", last)]
+    panels = [(f"one {step} along the {axes[0]} axis", first), (f"one {step} along every axis", last)]
     return plot_mosaics(panels, "element of R, no unit", limit=1.0)
 
 
@@ -180,8 +180,7 @@ def layer_styles(count: int, theme: dict) -> list[dict]:
     return [{"color": colour, "label": label} for colour, label in zip(shades, labels)]
 
 
-def plot_relativity(encoding: EncodingAnalysis) -> dict[str, str]:
-    found = encoding.relativity
+def plot_relativity(found: RelativityError) -> dict[str, str]:
     offsets = found.offsets.numpy()
 
     def paint(figure: Figure, theme: dict) -> None:
@@ -268,9 +267,10 @@ def plot_frequencies(analysis: Analysis, models: Sequence[torch.Tensor]) -> dict
 
     Args:
         analysis: Analysis of either model, for the names of the axes.
-        models: (A, layers, heads, planes) frequencies of one or two models, in radians per patch.
+        models: (A, layers, heads, planes) frequencies of one or two models, in radians per step, see [`step_name`].
     """
     assert analysis.encoding is not None, "planes belong to an encoding"
+    step = step_name(analysis)
     axes, pairs = axis_names(analysis), analysis.encoding.commutators.axes
     bound = max(frequencies.abs().max().item() for frequencies in models) * 1.08 or 0.1
     size = 14 if models[-1][0].numel() < 500 else 5
@@ -291,7 +291,7 @@ def plot_frequencies(analysis: Analysis, models: Sequence[torch.Tensor]) -> dict
             axis.axhline(0, color=theme["line"], linewidth=0.6)
             axis.axvline(0, color=theme["line"], linewidth=0.6)
             axis.set(xlim=(-bound, bound), ylim=(bound, -bound), aspect="equal")
-            axis.set(xlabel=f"{axes[second]}: radians per patch", ylabel=f"{axes[first]}: radians per patch")
+            axis.set(xlabel=f"{axes[second]}: radians per {step}", ylabel=f"{axes[first]}: radians per {step}")
             few_ticks(axis.xaxis, axis.yaxis)
         panels[0].legend(fontsize=8, loc="upper right")
 
@@ -304,5 +304,12 @@ def size_name(size: tuple[int, ...]) -> str:
     return (f"{frames[0]} frames of " if frames else "") + f"{height} × {width} px"
 
 
+def step_name(analysis: Analysis) -> str:
+    """The displacement that rotations and frequencies are shown for."""
+    return "unit of the position" if analysis.model["train_grid"] is None else "patch"
+
+
 def axis_names(analysis: Analysis) -> list[str]:
+    if analysis.model["train_grid"] is None:
+        return ["first", "second", "third", "fourth", "fifth", "sixth"][: analysis.model["num_axes"]]
     return ["frame", "row", "column"][-len(analysis.model["train_grid"]) :]

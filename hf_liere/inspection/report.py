@@ -26,6 +26,7 @@ from .plots import (
     plot_relativity,
     plot_rotations,
     size_name,
+    step_name,
 )
 
 
@@ -34,6 +35,8 @@ IMAGES_SHOWN = 3
 CLASSES_SHOWN = 3
 # Accepted deviation of relative attention logits in nats: a thousand times their rounding error.
 RELATIVE_UP_TO = 1e-3
+# Relative deviation from a representation that rounding generators of spin 3 to float32 may cause.
+REPRESENTS_UP_TO = 1e-6
 ENCODINGS = {
     "none": "no positions at all",
     "absolute": "a learned table of absolute positions",
@@ -91,6 +94,7 @@ def _comparison_context(models: Sequence[InspectedModel], comparison: Comparison
     rows = [[name, *(each.get(name, "—") for each in described)] for name in dict.fromkeys(itertools.chain(*described))]
     differing = [[name, first, second] for name, first, second in rows if first != second]
     shown = {"remarks": comparison.remarks, "facts": differing, "plots": [], "layers": [], "columns": []}
+    shown["step"] = step_name(models[0].analysis)
     encoding = models[0].analysis.encoding
     if comparison.frequencies is not None and encoding is not None and encoding.commutators.axes:
         first, second = (model.name for model in models)
@@ -127,10 +131,13 @@ def data_uri(svg: str) -> str:
 def summary(analysis: Analysis) -> str:
     """The model in one or two sentences."""
     model = analysis.model
-    grid = " × ".join(map(str, model["train_grid"]))
+    if model["train_grid"] is None:
+        inputs = f"for tokens with positions on {model['num_axes']} {'axis' if model['num_axes'] == 1 else 'axes'}"
+    else:
+        inputs = f"trained on grids of {' × '.join(map(str, model['train_grid']))} patches"
     text = (
         f"{model['class']} with {model['parameters']:,} parameters: {model['layers']} layers, {model['heads']} heads, "
-        f"{model['hidden_size']} wide, trained on grids of {grid} patches. "
+        f"{model['hidden_size']} wide, {inputs}. "
     )
     encoding = model["position_encoding"]
     if encoding is None:
@@ -153,7 +160,8 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
     if analysis.encoding is not None:
         rows += [
             ("block_size", model["block_size"]),
-            ("coordinates", f"{model['coordinates']} ({COORDINATES[model['coordinates']]})"),
+            *((name, model[name]) for name in ("spins", "position_scale") if name in model),
+            *(("coordinates", f"{name} ({COORDINATES[name]})") for name in [model.get("coordinates")] if name),
             ("share_heads, share_layers", f"{model['share_heads']}, {model['share_layers']}"),
             ("rotate_prefix", model["rotate_prefix"]),
             ("absolute positions", "added to the patches" if model["absolute_table"] else "none"),
@@ -181,10 +189,10 @@ def learned_plots(analysis: Analysis) -> Iterator[Plot]:
     )
     yield Plot(
         "Rotations",
-        f"R(p) = {form} for a displacement of one patch, {blocks}. Matrices close to the identity hardly distinguish "
-        "neighbouring patches; matrices far from it resolve single patches.",
+        f"R(p) = {form} for a displacement of one {step_name(analysis)}, {blocks}. Matrices close to the identity "
+        "hardly distinguish such neighbours; matrices far from it tell them apart.",
         "Heat maps of rotation matrices by layer and head.",
-        plot_rotations(encoding, axes),
+        plot_rotations(encoding, axes, step_name(analysis)),
     )
     yield from _commutation_plots(analysis, axes)
     paper = ""
@@ -199,16 +207,16 @@ def learned_plots(analysis: Analysis) -> Iterator[Plot]:
         plot_angles(encoding),
     )
     if encoding.frequencies is not None and encoding.commutators.axes:
-        largest = encoding.frequencies.per_patch.abs().max().item()
+        largest, step = encoding.frequencies.per_patch.abs().max().item(), step_name(analysis)
         beyond = ""
         if largest > np.pi:
-            beyond = " Outside the dashed square, a plane rotates by more than π from patch to patch: it aliases."
+            beyond = f" Outside the dashed square, a plane rotates by more than π per {step}: it aliases."
         yield Plot(
             "Frequencies in the plane",
-            "Each point is a common plane of the generators, which rotates by f · (q − p) between patches p and q. "
+            "Each point is a common plane of the generators, which rotates by f · (q − p) between tokens p and q. "
             "These frequencies are the canonical form of the encoding: in the basis of the planes, which the query and "
             "key weights can absorb, it is RoPE-Mixed. So they allow comparing all encodings whose generators commute. "
-            f"The largest component is {largest:.3g} radians per patch.{beyond}",
+            f"The largest component is {largest:.3g} radians per {step}.{beyond}",
             "Scatter plot of the learned angular frequencies, by layer.",
             plot_frequencies(analysis, [encoding.frequencies.per_patch]),
         )
@@ -259,13 +267,18 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> Iterator[Plot]:
     assert encoding is not None, "plots are of an encoding"
     if encoding.commutators.axes:
         largest = encoding.commutators.relative.max().item()
-        verdict = (
-            f"The generators commute: these rotations depend only on the difference of two patches' positions. "
-            f"{describe_relativity(analysis)}"
-            if largest < 1e-9
-            else "The generators do not commute: attention between two patches depends on both positions, and no basis "
-            "turns these rotations into RoPE-Mixed."
-        )
+        if largest < 1e-9:
+            verdict = (
+                "The generators commute: these rotations depend only on the difference of two tokens' positions. "
+                f"{describe_relativity(analysis)}"
+            )
+        elif encoding.representation is not None:
+            verdict = describe_representation(encoding.representation)
+        else:
+            verdict = (
+                "The generators do not commute: attention between two tokens depends on both positions, and no basis "
+                "turns these rotations into RoPE-Mixed."
+            )
         yield Plot(
             "Commutators",
             f"‖AB − BA‖ / (‖A‖ ‖B‖) of the generators A and B of two axes, Frobenius norms over a head; at most "
@@ -273,6 +286,8 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> Iterator[Plot]:
             "Heat map of relative commutator norms by layer and head.",
             plot_commutators(encoding, axes),
         )
+    if encoding.relativity is None:
+        return
     largest = encoding.relativity.largest.max().item()
     price = (
         "Zero up to rounding in float64: these rotations are exactly relative."
@@ -284,7 +299,7 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> Iterator[Plot]:
         "e(c) = ‖R(p + c)ᵀR(q + c) − R(p)ᵀR(q)‖, the spectral norm, over pairs of patches (the RoPE equation, ComRoPE "
         f"eq. 2, requires 0). Lines are means over heads, blocks and pairs; the maximum is {largest:.2g}. {price}",
         "Curves of the relativity error over the offset, by layer.",
-        plot_relativity(encoding),
+        plot_relativity(encoding.relativity),
     )
     for entry in analysis.inputs:
         if entry.output_change is not None:
@@ -297,6 +312,18 @@ def _commutation_plots(analysis: Analysis, axes: list[str]) -> Iterator[Plot]:
                 "Curve of the relative change of the output over the offset.",
                 plot_output_change(entry.output_change),
             )
+
+
+def describe_representation(error: torch.Tensor) -> str:
+    """Describe the (layers, heads) distances of generators from a representation of so(3)."""
+    largest, mean = error.max().item(), error.mean().item()
+    measured = (
+        "The generators do not commute. They started at a representation of so(3), where [A₁, A₂] = A₃ and cyclically: "
+        f"‖[Aₐ, A_b] − A_c‖ / ‖A_c‖ is at most {largest:.2g}, and {mean:.2g} on average over layers and heads. "
+    )
+    if largest <= REPRESENTS_UP_TO:
+        return f"{measured}They are one up to rounding: these rotations depend only on relative orientations."
+    return f"{measured}They are no longer one, so that attention depends on the frame of the orientations."
 
 
 def describe_relativity(analysis: Analysis) -> str:
