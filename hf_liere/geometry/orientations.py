@@ -56,7 +56,7 @@ def matrix_to_rotation_vector(matrices: torch.Tensor) -> torch.Tensor:
 
 def rotation_vector_to_quaternion(vectors: torch.Tensor, order: str) -> torch.Tensor:
     """
-    The unit quaternions w + xi + yj + zk, w = cos(|p|/2), of (…, 3) rotation vectors p: (…, 4).
+    The unit quaternions w + xi + yj + zk, w = cos(‖p‖/2), of (…, 3) rotation vectors p: (…, 4).
 
     Args:
         order: `"wxyz"` or `"xyzw"`, the order of the four numbers. Libraries differ, so there is no default: scipy and
@@ -101,8 +101,8 @@ def quaternion_to_rotation_vector(quaternions: torch.Tensor, order: str) -> torc
 def check_rotation_matrices(matrices: torch.Tensor) -> None:
     """
     Raises:
-        ValueError: if matrices are not (…, 3, 3) in float32 or float64, not finite, not orthogonal (|RᵀR − I| above
-            1e-4 in any entry) or reflections.
+        ValueError: if matrices are not (…, 3, 3) in float32 or float64, not finite, not orthogonal (RᵀR − I above 1e-4
+            in any entry) or reflections.
     """
     _check_values("rotation matrices", matrices, (3, 3))
     if values_are_unknown(matrices) or not matrices.numel():

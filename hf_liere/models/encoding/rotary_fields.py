@@ -127,7 +127,7 @@ class RotaryFields:
     unrotated_share: float | int | None = None
     axial_layout: Literal["blocks", "interleaved"] | None = None
     axial_spectrum: Literal["full", "shared"] | None = None
-    spins: list[int] | tuple[int, ...] | None = None
+    spins: list[int] | None = None
 
     def fill_in_rotations(self) -> None:
         """Replace `None` by the default of the encoding, if it has one."""
@@ -152,7 +152,7 @@ class RotaryFields:
         if self.spins is None:
             self.block_size = self.block_size or min(SPINS)
             self.spins = [SPINS[self.block_size]] if self.block_size in SPINS else None
-        elif self.block_size is None and isinstance(self.spins, (list, tuple)) and self.spins:
+        elif self.block_size is None and isinstance(self.spins, list) and self.spins:
             # Values of other types are refused later.
             self.block_size = sum(2 * spin + 1 for spin in self.spins if isinstance(spin, int))
 

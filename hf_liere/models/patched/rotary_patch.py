@@ -145,7 +145,7 @@ class RotaryPatchConfig(GridFields, RotaryFields):
             kinds = [kind for part in get_args(hint) or (hint,) for kind in _accepted_kinds(part)]
             # An int is accepted as a float, a bool is not accepted as a number.
             kind = float if type(value) is int and float in kinds else type(value)
-            if name != "layers" and kind not in kinds and not (kind is str and value in kinds):
+            if kind not in kinds and not (kind is str and value in kinds):
                 accepted = ("None" if one is type(None) else getattr(one, "__name__", repr(one)) for one in kinds)
                 raise ValueError(f"{name}={value!r} must be {' or '.join(accepted)}.")
 

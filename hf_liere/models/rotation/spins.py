@@ -17,7 +17,7 @@ def representation(spins: Sequence[int]) -> torch.Tensor:
 def spin_generators(spin: int) -> torch.Tensor:
     """
     L_x, L_y, L_z of spin l: real skew-symmetric matrices with [L_x, L_y] = L_z, and cyclically, so that exp(p · L) is
-    the rotation by the angle |p| about p in the irreducible representation of size 2l + 1 (Hall 2015, §4.6).
+    the rotation by the angle ‖p‖ about p in the irreducible representation of size 2l + 1 (Hall 2015, §4.6).
 
     The entries are those of the ladder operators, ½√((l − m)(l + m + 1)) between m and m + 1. The basis consists of the
     real spherical harmonics: √2 (−1)ᵐ Re Yₗᵐ and √2 (−1)ᵐ Im Yₗᵐ for m = 1 … l, then Yₗ⁰. L_z rotates its pairs of

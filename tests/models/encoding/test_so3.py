@@ -27,7 +27,7 @@ KINDS = {
     "spin 1": {},
     "spin 2": {"block_size": 5},
     "spin 3": {"block_size": 7},
-    "mixed": {"spins": (1, 2, 3)},
+    "mixed": {"spins": [1, 2, 3]},
     "constant channels": {"spins": [0, 1, 1, 3]},
 }
 # Of the largest logit. In float32 rotations are rounded; in float64 the exponential's polynomial is off by 2e-13, and
@@ -187,7 +187,7 @@ def test_models_are_saved_with_their_representation(tmp_path, fields):
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(tmp_path)
     loaded = LieRETokensForTokenClassification.from_pretrained(tmp_path)
-    assert list(loaded.config.spins) == list(model.config.spins) and loaded.config.rotary_init == "so3"
+    assert loaded.config.spins == model.config.spins and loaded.config.rotary_init == "so3"
     assert loaded.config.block_size == model.config.block_size
     features, (_, positions) = torch.randn(1, TOKENS, 5), orientations()
     assert torch.equal(loaded(features, positions).logits, model(features, positions).logits)
