@@ -87,7 +87,7 @@ class AngleStatistics(NamedTuple):
 class Movement(NamedTuple):
     """
     How far training moved the generators A_a from the A_a⁰ with which they started, as Frobenius norms over a head in
-    radians per patch of the trained grid.
+    radians per patch of the trained grid, or per unit of the positions of tokens.
 
     Attributes:
         distance: (A, layers, heads), ‖A_a − A_a⁰‖_F.
@@ -333,7 +333,7 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
     movement, start = None, starts[0]
     comparable = not isinstance(encoding, FoldedPlanes) or not start.any()
     if comparable and all(torch.equal(start, other) for other in starts):
-        steps = patch_steps(encoding).view(-1, 1, 1)
+        steps = step_sizes(encoding).view(-1, 1, 1)
         distances = (matrices.flatten(-3).norm(dim=-1) * steps for matrices in (trained - start, start))
         movement = Movement(*distances)
     return Initialization(name, scale, std, edges, density, learned_density, distance, chance, movement)

@@ -201,7 +201,8 @@ def learned_plots(analysis: Analysis) -> Iterator[Plot]:
     yield Plot(
         "Elements of the angle matrices",
         "Distribution of the upper triangles of the generators (ComRoPE App. F, Fig. 8). Their standard deviation "
-        f"is {encoding.angles.std:.3g} radians per unit of the coordinate{paper}. {describe_start(encoding)}",
+        f"is {encoding.angles.std:.3g} radians per unit of the coordinate{paper}. "
+        f"{describe_start(encoding, step_name(analysis))}",
         "Density of the generators' elements on a linear and on a logarithmic scale, and their standard deviation by "
         "layer, compared with untrained ones.",
         plot_angles(encoding),
@@ -222,13 +223,13 @@ def learned_plots(analysis: Analysis) -> Iterator[Plot]:
         )
 
 
-def describe_start(encoding: EncodingAnalysis) -> str:
+def describe_start(encoding: EncodingAnalysis, step: str = "patch") -> str:
     """Compare the generators with untrained ones of the same configuration."""
     start = encoding.initialization
     if start is None:
         return "They are fixed, not learned."
     if start.movement is not None:
-        return _describe_movement(start.name, start.movement)
+        return _describe_movement(start.name, start.movement, step)
     drawn = (
         f"Untrained ones, drawn with rotary_init={start.name!r} and rotary_init_scale={start.scale:.4g}, have "
         f"{start.std:.3g}. The cumulative distributions of both differ by at most {start.distance:.2g} "
@@ -242,7 +243,7 @@ def describe_start(encoding: EncodingAnalysis) -> str:
     return f"{drawn}: the distribution has changed in training."
 
 
-def _describe_movement(name: str, movement: Movement) -> str:
+def _describe_movement(name: str, movement: Movement, step: str) -> str:
     """How far training moved the generators from a start that the configuration determines."""
     moved, start = (part.square().sum((0, 2)).sqrt() for part in movement)  # (layers,) each
     if not moved.any():
@@ -251,13 +252,13 @@ def _describe_movement(name: str, movement: Movement) -> str:
     if not start.any():
         return (
             f"They were initialised to zero (rotary_init={name!r}): all of this was learned. The Frobenius norm of a "
-            f"layer is now {moved.min():.2g} to {moved.max():.2g} radians per patch."
+            f"layer is now {moved.min():.2g} to {moved.max():.2g} radians per {step}."
         )
     relative = moved / start
     least, most = relative.argmin().item(), relative.argmax().item()
     return (
         f"Training moved them from their start, rotary_init={name!r}, by {moved.norm() / start.norm():.1%} of its "
-        f"Frobenius norm, in radians per patch: by {relative[least]:.1%} in layer {least + 1} to {relative[most]:.1%} "
+        f"Frobenius norm, in radians per {step}: by {relative[least]:.1%} in layer {least + 1} to {relative[most]:.1%} "
         f"in layer {most + 1}."
     )
 

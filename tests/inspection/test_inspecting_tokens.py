@@ -75,6 +75,8 @@ def test_the_report_says_how_far_generators_are_from_a_representation(tmp_path, 
     assert f"is at most {largest:.2g}, and" in text and "[0, 1, 2]" in text and "one unit of the position" in text
     assert ("attention depends on the frame" in text) == trained
     assert ("depend only on relative orientations" in text) == (not trained)
+    assert ("Training moved them from their start, rotary_init='so3'" in text) == trained
+    assert ("as initialised by rotary_init='so3': nothing has been learned" in text) == (not trained)
     assert "in blocks of 9 channels" in text and "positions on 3 axes" in text
 
 
