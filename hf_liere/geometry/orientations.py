@@ -11,9 +11,9 @@ import torch
 from ..models.rotation.dispatch import values_are_unknown
 
 
-# Largest |RᵀR − I| of accepted matrices: what rounding to four digits leaves is a rotation, scaled or sheared axes are
-# not.
-ORTHOGONAL = 1e-4
+# Largest |RᵀR − I| of accepted matrices: numbers in text files have few digits, and leave a rotation. Scaled or sheared
+# axes do not.
+TOLERANCE = 1e-3
 # Where the real part w is in a quaternion.
 REAL_PART = {"wxyz": 0, "xyzw": 3}
 
@@ -101,7 +101,7 @@ def quaternion_to_rotation_vector(quaternions: torch.Tensor, order: str) -> torc
 def check_rotation_matrices(matrices: torch.Tensor) -> None:
     """
     Raises:
-        ValueError: if matrices are not (…, 3, 3) in float32 or float64, not finite, not orthogonal (RᵀR − I above 1e-4
+        ValueError: if matrices are not (…, 3, 3) in float32 or float64, not finite, not orthogonal (RᵀR − I above 1e-3
             in any entry) or reflections.
     """
     _check_values("rotation matrices", matrices, (3, 3))
@@ -110,10 +110,10 @@ def check_rotation_matrices(matrices: torch.Tensor) -> None:
     matrices = matrices.detach()
     identity = torch.eye(3, dtype=matrices.dtype, device=matrices.device)
     deviation = (matrices.transpose(-1, -2) @ matrices - identity).abs().amax((-2, -1))  # (…)
-    if (largest := float(deviation.max())) > ORTHOGONAL:
+    if (largest := float(deviation.max())) > TOLERANCE:
         raise ValueError(
-            f"{int((deviation > ORTHOGONAL).sum())} of {deviation.numel()} matrices are not orthogonal: RᵀR differs "
-            f"from the identity by up to {largest:.3g}; accepted are {ORTHOGONAL:g}. Rotations have axes of length 1 "
+            f"{int((deviation > TOLERANCE).sum())} of {deviation.numel()} matrices are not orthogonal: RᵀR differs "
+            f"from the identity by up to {largest:.3g}; accepted are {TOLERANCE:g}. Rotations have axes of length 1 "
             "at right angles."
         )
     determinants = torch.linalg.det(matrices)  # (…)

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from ..models.rotation.dispatch import values_are_unknown
+from .orientations import TOLERANCE
 
 
-# Largest deviation of a pose from SE(3). Invariance does not depend on it: trajectories in text files have few digits.
-TOLERANCE = 1e-3
 # Rounding of a translation, in its scaled unit, above which a change of the world's frame changes attention noticeably.
 COARSE = 1e-5
 
