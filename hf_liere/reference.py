@@ -19,8 +19,9 @@ def generators(
     Args:
         parameters: Parameters of a rotary encoding, by name: `generators`, the entries of each block below its
             diagonal, column by column (LieRE §4, ComRoPE eq. 8), and `multipliers` θ (ComRoPE-LD, eq. 10); `skew`, the
-            same entries of S (Cayley-STRING). Circulant-STRING's `generators` are the entries of a row right of the
-            diagonal, Spherical RoPE's the frequencies of the blocks. Fixed encodings have none.
+            same entries of S (Cayley-STRING; LieRE product, for every axis). Circulant-STRING's `generators` are the
+            entries of a row right of the diagonal, Spherical RoPE's the frequencies of the blocks. Fixed encodings have
+            none.
         config: Configuration of the encoding.
     """
     learned = {name: values.detach().double().cpu() for name, values in parameters.items()}
@@ -46,10 +47,11 @@ def generators(
         below = entries.new_zeros(*entries.shape, 3)
         below[0, :, 0], below[1, :, 2] = entries
         entries = below
-    if encoding != "cayley_string":
+    if "skew" not in learned:
         return block_diagonal(entries, size, config.head_dim)
-    blocks = learned["skew"][layer % len(learned["skew"]), head % learned["skew"].shape[1]]  # (blocks, b(b−1)/2)
-    skew, identity = block_diagonal(blocks[None], size, config.head_dim)[0], torch.eye(config.head_dim).double()
+    skew = learned["skew"] if encoding == "liere_product" else learned["skew"].unsqueeze(0)  # (A or 1, layers or 1, …)
+    blocks = skew[:, layer % skew.shape[1], head % skew.shape[2]]  # (A or 1, blocks, b(b−1)/2)
+    skew, identity = block_diagonal(blocks, size, config.head_dim), torch.eye(config.head_dim).double()
     basis = (identity - skew) @ torch.linalg.inv(identity + skew)
     return basis @ block_diagonal(entries, 2, config.head_dim) @ basis.mT
 
@@ -111,7 +113,7 @@ def golden_gate_frequencies(config: Any, num_axes: int) -> torch.Tensor:
 def rotations(matrices: torch.Tensor, positions: torch.Tensor, product: bool = False) -> torch.Tensor:
     """
     R(p) of (A, …, n, n) generators at (N, A) positions: (…, N, n, n), or the `product` over axes of exp(p_a A_a)
-    (Spherical RoPE).
+    (Spherical RoPE, LieRE product).
     """
     if product:
         first, *others = (rotations(matrices[a : a + 1], positions[:, a : a + 1]) for a in range(len(matrices)))

@@ -8,6 +8,9 @@ from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 ENCODINGS = tuple(ENCODING_TRAITS)
 LEARNED = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.learned)
 COMMUTING = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.commutes)
+PRODUCTS = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.product)
+# Encodings that fold into the query and key weights, where they have a basis, and need no exponentials.
+FOLDABLE = (*COMMUTING, "liere_product")
 # Encodings that can start without any rotation.
 NEUTRAL = tuple(name for name, traits in ENCODING_TRAITS.items() if "zeros" in traits.rotary_inits)
 # Their basis is never the identity, so that even without any rotation queries and keys are rounded in it.

@@ -64,10 +64,10 @@ class EncodingInBasis(RotaryEncoding):
         basis, _ = self.spectrum(self.generators.device)
         return self.repeat_for_layers(list(basis))
 
-    def folded_frequencies(self) -> torch.Tensor:
-        """Angular frequency of every axis and plane, (A, layers or 1, heads or 1, planes)."""
+    def folded_parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters by name of a `FoldedPlanes` with these rotations."""
         _, frequencies = self.spectrum(self.generators.device)
-        return frequencies.flatten(-2)
+        return {"frequencies": frequencies.flatten(-2)}
 
 
 class ComRoPEAxialPartition(EncodingInBasis):
@@ -225,13 +225,13 @@ class CayleyString(EncodingInBasis):
         self.skew = self.new_parameter(self.layers, self.heads, self.num_blocks, self.num_entries)
 
     def sources(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, ...]:
-        return self.generators[:, layers], self.skew[layers]
+        return self.generators[:, layers], self.skew[..., layers, :, :, :]
 
     def spectrum(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = working_dtype(device)
         # (A, layers, heads, blocks, b/2)
         frequencies = self.generators[:, layers].to(dtype).squeeze(-1).unflatten(-1, (self.num_blocks, -1))
-        return cayley_map(skew(self.skew[layers].to(dtype), self.block_size)), frequencies
+        return cayley_map(skew(self.skew[..., layers, :, :, :].to(dtype), self.block_size)), frequencies
 
     def parameters_for_planes(self, frequencies: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"generators": frequencies.unsqueeze(-1), "skew": torch.zeros(self.skew.shape)}

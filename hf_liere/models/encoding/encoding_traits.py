@@ -227,6 +227,16 @@ ENCODING_TRAITS = {
         num_axes=2,
         pretrained="it rotates three channels, not pairs of channels as RoPE does",
     ),
+    "liere_product": EncodingTraits(
+        title="LieRE product",
+        description="LieRE product: R(p) = Π Uₐ rot(pₐ ωₐ) Uₐᵀ, planes of each axis in a learned basis",
+        block_sizes=EVEN_DIVISORS,
+        commutes=False,
+        rotary_inits=(*SPECTRA, *DRAWN),
+        coordinates="index",
+        rope_theta=10.0,
+        product=True,
+    ),
 }
 
 
@@ -253,7 +263,7 @@ def default_rotate_prefix(config) -> bool:
 def generators_commute(config) -> bool:
     """Whether the rotations of a rotary encoding are relative for any values of its parameters."""
     traits = rotary_traits(config)
-    return traits.commutes or (config.block_size == 2 and not traits.product)
+    return traits.commutes or config.block_size == 2
 
 
 def accepted_inits(config) -> tuple[str, ...]:

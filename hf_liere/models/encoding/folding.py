@@ -10,13 +10,13 @@ from torch import nn
 from transformers import initialization as init
 
 from ..rotation.grouped_rotation import Rotation
-from ..rotation.rotation import BlockRotation
+from ..rotation.rotation import BlockRotation, PlaneRotation
 from .batch_positions import GroupedPositions
 from .commuting_encodings import EncodingInBasis
 from .encoding_traits import TRAINING_ONLY, needs_exponential, rotary_traits, traits_of
 from .encodings import ENCODING_CLASSES
 from .positions import GridPositions, TokenPositions
-from .rotary_encoding import LieRE, RotaryEncoding
+from .rotary_encoding import ALL_LAYERS, LieRE, RotaryEncoding
 
 
 class FoldedLieRE(LieRE):
@@ -80,24 +80,50 @@ class FoldedLieRE(LieRE):
 class FoldedPlanes(RotaryEncoding):
     """
     An [`EncodingInBasis`] for inference: RoPE with a frequency per axis and plane. The basis is in the query and key
-    weights, which put the channels that odd blocks do not rotate after all planes of their head.
+    weights, which put the channels that odd blocks do not rotate after all planes of their head. Products of
+    exponentials keep the constant matrices between their factors.
 
     Attributes:
         frequencies: (A, layers or 1, heads or 1, planes).
+        inner: (A − 1, layers or 1, heads or 1, blocks, b, b) of products, see [`PlaneRotation`]; else `None`.
     """
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
         planes = self.num_blocks * (self.block_size // 2)
         self.frequencies = self.new_parameter(num_axes, self.layers, self.heads, planes).requires_grad_(False)
+        self.inner = None
+        if rotary_traits(config).product and num_axes > 1:
+            shape = (num_axes - 1, self.layers, self.heads, self.num_blocks, self.block_size, self.block_size)
+            self.inner = self.new_parameter(*shape).requires_grad_(False)
         self.block_size = 2
 
     def entries(self, device: torch.device) -> torch.Tensor:
         return self.frequencies.detach().unsqueeze(-1)
 
+    def sources(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, ...]:
+        inner = () if self.inner is None else (self.inner[:, layers],)
+        return *super().sources(device, layers), *inner
+
+    def layer_rotations(
+        self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
+    ) -> Iterable[Rotation]:
+        if self.inner is None:
+            return super().layer_rotations(positions, dtype, layers)
+        planes = self.axis_planes(positions.locate(), self.frequencies.detach()[:, layers])
+        inner = self.inner.detach()[:, layers].unbind(1)
+        return self.repeat_for_layers([PlaneRotation(cos_sin, inner=each) for cos_sin, each in zip(planes, inner)])
+
+    @torch.no_grad()
+    def copy_rotations(self, encoding: EncodingInBasis) -> None:
+        for name, values in encoding.folded_parameters().items():
+            getattr(self, name).copy_(values)
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         init.zeros_(self.frequencies)
+        if self.inner is not None:
+            init.copy_(self.inner, torch.eye(self.inner.shape[-1]).expand_as(self.inner))
 
 
 def grid_name(grid: tuple[int, ...]) -> str:
@@ -169,7 +195,7 @@ def fold_rotations(model: nn.Module, grids: Iterable[tuple[int, ...]] | None) ->
     if constant:
         encoder.rotary_encoding.copy_rotations(encoding, rotations)
     elif isinstance(encoding, EncodingInBasis):
-        encoder.rotary_encoding.frequencies.copy_(encoding.folded_frequencies())
+        encoder.rotary_encoding.copy_rotations(encoding)
         for layer, basis in zip(encoder.layers, encoding.bases()):
             layer.attention.fold(basis)
     else:

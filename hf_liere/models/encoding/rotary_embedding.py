@@ -187,8 +187,9 @@ class LieRotaryEmbedding(nn.Module):
     ) -> "LieRotaryEmbedding":
         """
         For inference: put the basis of commuting rotations into the projections, in place and permanently, so that they
-        cost as much as RoPE. Attention scores stay the same up to rounding; queries and keys do not. Keys rotated
-        before folding do not fit queries rotated after it.
+        cost as much as RoPE; of `liere_product` the basis that acts first, and a constant matrix for each further axis
+        remains. Attention scores stay the same up to rounding; queries and keys do not. Keys rotated before folding do
+        not fit queries rotated after it.
 
         Args:
             q_proj: The linear layer that computes the queries, or one for each of `num_layers` layers.
@@ -204,7 +205,7 @@ class LieRotaryEmbedding(nn.Module):
         encoding, config = self.encoding, self.config
         if config.folded_grids is not None:
             raise ValueError("The rotations are folded already.")
-        if not generators_commute(config):
+        if not (generators_commute(config) or isinstance(encoding, EncodingInBasis)):
             raise ValueError(
                 f"The generators of {config.position_encoding} with block_size={config.block_size} do not commute, so "
                 "no basis of the projections makes their rotations cheaper; keep the result of rotations(positions) "
@@ -220,7 +221,7 @@ class LieRotaryEmbedding(nn.Module):
         self.config = copy.deepcopy(config)
         self.config.folded_grids = []
         self.encoding = build_encoding(self.config, self.num_axes).to(encoding.generators.device)
-        self.encoding.frequencies.copy_(encoding.folded_frequencies())
+        self.encoding.copy_rotations(encoding)
         return self.eval()
 
     def train(self, mode: bool = True) -> "LieRotaryEmbedding":

@@ -172,6 +172,11 @@ class RotaryEncoding(LearnedRotations):
         )
         return [self.to_tokens(layer, positions, heads) for layer in angles]
 
+    def axis_planes(self, positions: TokenPositions, frequencies: torch.Tensor) -> list[torch.Tensor]:
+        """As [`planes`], for every axis alone, one after the other: (1 or B, heads, N, A · planes, 2)."""
+        by_axis = torch.diag_embed(frequencies.movedim(0, -1)).movedim(-1, 0)  # (A, layers, heads, planes, A)
+        return self.planes(positions, by_axis.transpose(-1, -2).flatten(3))
+
     def working_coordinates(self, positions: TokenPositions) -> torch.Tensor:
         """(B · N, A) coordinates in the working dtype."""
         coordinates = positions.coordinates

@@ -31,17 +31,23 @@ class PlaneRotation(NamedTuple):
     U cancels in the products of rotated queries and keys: attention changes both to the basis once, by [`change_basis`]
     of weights or states, and rotates planes.
 
+    With `inner`, R(p) = Π_a U_a rot(α_a) U_aᵀ is a product with a basis for each of A factors. The basis is that of the
+    last factor, which acts first; the others act between the rotations of planes, and that of the first one cancels.
+
     Attributes:
-        cos_sin: (1 or B, 1 or H, N, planes, 2) cos and sin of the angles.
+        cos_sin: (1 or B, 1 or H, N, planes, 2) cos and sin of the angles; of a product, with A times as many planes,
+            factor after factor.
         basis: (1 or H, blocks, b, b) orthogonal U, with a gradient if it is learned separately; `None` for I.
         generators: (1 or H, blocks, b, b), the value of UᵀSU with the gradient of S, or `None` if not needed.
         phases: (1 or B, 1 or H, N, blocks) the s(p), or `None` as `generators`.
+        inner: (A − 1, 1 or H, blocks, b, b) U_(a+1)ᵀ U_a of a product; `None` for one factor.
     """
 
     cos_sin: torch.Tensor
     basis: torch.Tensor | None = None
     generators: torch.Tensor | None = None
     phases: torch.Tensor | None = None
+    inner: torch.Tensor | None = None
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -55,10 +61,27 @@ class PlaneRotation(NamedTuple):
         Returns:
             The same shapes and types.
         """
+        *others, last = self._factors()
+        query, key = self._rotate_planes(query, key, last)
+        for cos_sin, basis in zip(reversed(others), self._inner_bases()):
+            query, key = self._rotate_planes(change_basis(query, basis), change_basis(key, basis), cos_sin)
+        return query, key
+
+    def _rotate_planes(
+        self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if in_portable_graph():
-            rotated = rotate_channels(drop_empty_key(query, key), self.cos_sin, portable=True)  # (B, H, N, D) each
+            rotated = rotate_channels(drop_empty_key(query, key), cos_sin, portable=True)  # (B, H, N, D) each
             return restore_empty_key(rotated, key)
-        return _rotate_planes(query, key, self.cos_sin, self.generators, self.phases, False)
+        return _rotate_planes(query, key, cos_sin, self.generators, self.phases, False)
+
+    def _factors(self) -> tuple[torch.Tensor, ...]:
+        """cos and sin of every factor of a product, (1 or B, 1 or H, N, planes, 2) each."""
+        return self.cos_sin.chunk(1 if self.inner is None else len(self.inner) + 1, dim=3)
+
+    def _inner_bases(self) -> list[torch.Tensor]:
+        """(1 or H, blocks, b, b) of `inner`, in the order in which they act."""
+        return [] if self.inner is None else list(reversed(self.inner.unbind()))
 
     def change_basis(self, states: torch.Tensor) -> torch.Tensor:
         """
@@ -66,6 +89,13 @@ class PlaneRotation(NamedTuple):
         the identity, the numbers stay exactly the same.
         """
         return states if self.basis is None else change_basis(states, self.basis)
+
+    def final_basis(self) -> torch.Tensor | None:
+        """(1 or H, blocks, b, b) basis of the rotated states: U, or U_0 of a product; `None` for I."""
+        basis = self.basis
+        for inner in self._inner_bases():
+            basis = inner if basis is None else basis @ inner
+        return basis
 
     def to(self, *args, **kwargs) -> "PlaneRotation":
         """A copy whose tensors are converted by `torch.Tensor.to`."""
@@ -98,20 +128,19 @@ class PlaneRotation(NamedTuple):
 
     def matrices(self) -> torch.Tensor:
         """
-        R(p) in the basis of the model: (1 or B, 1 or H, N, planes, 2, 2) without a basis, and with one
+        R(p) in the basis of the model: (1 or B, 1 or H, N, planes, 2, 2) without any basis, and with one
         (1 or B, 1 or H, N, blocks, b, b) in float64, detached.
         """
-        if self.basis is None:
+        final = self.final_basis()
+        if final is None:
             cos, sin = self.cos_sin.unbind(-1)  # (1 or B, 1 or H, N, planes)
             return torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
-        size, basis = self.basis.shape[-1], self.basis.detach().double().unsqueeze(1)  # (1 or H, 1, blocks, b, b)
-        planes = PlaneRotation(self.cos_sin.detach().double()).matrices()  # (1 or B, 1 or H, N, planes, 2, 2)
-        planes = planes.unflatten(3, (-1, size // 2))
-        rotations = planes.new_zeros(*planes.shape[:4], size, size)  # (1 or B, 1 or H, N, blocks, b, b)
-        for plane in range(size // 2):
-            channels = slice(2 * plane, 2 * plane + 2)
-            rotations[..., channels, channels] = planes[..., plane, :, :]  # (…, blocks, 2, 2)
-        return basis @ rotations @ basis.transpose(-1, -2)
+        *others, product = (_fill_blocks(cos_sin.detach().double(), final.shape[-1]) for cos_sin in self._factors())
+        if self.basis is not None:
+            product = product @ _of_tokens(self.basis).transpose(-1, -2)
+        for rotations, inner in zip(reversed(others), self._inner_bases()):
+            product = rotations @ _of_tokens(inner).transpose(-1, -2) @ product
+        return _of_tokens(final) @ product
 
     def _map_tokens(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PlaneRotation":
         phases = None if self.phases is None else change(self.phases)
@@ -168,6 +197,21 @@ class BlockRotation(NamedTuple):
 
 
 TokenRotation = PlaneRotation | BlockRotation
+
+
+def _of_tokens(basis: torch.Tensor) -> torch.Tensor:
+    """(1 or H, blocks, b, b) → (1 or H, 1, blocks, b, b) in float64, detached."""
+    return basis.detach().double().unsqueeze(1)
+
+
+def _fill_blocks(cos_sin: torch.Tensor, size: int) -> torch.Tensor:
+    """(1 or B, 1 or H, N, planes, 2) cos and sin → (1 or B, 1 or H, N, blocks, b, b) with planes on the diagonals."""
+    planes = PlaneRotation(cos_sin).matrices().unflatten(3, (-1, size // 2))  # (…, blocks, b/2, 2, 2)
+    rotations = planes.new_zeros(*planes.shape[:4], size, size)  # (1 or B, 1 or H, N, blocks, b, b)
+    for plane in range(size // 2):
+        channels = slice(2 * plane, 2 * plane + 2)
+        rotations[..., channels, channels] = planes[..., plane, :, :]  # (…, blocks, 2, 2)
+    return rotations
 
 
 def _save_rotated(ctx, inputs, output):

@@ -8,6 +8,7 @@ from encoding_cases import (
     ENCODINGS,
     LEARNED,
     NEUTRAL,
+    PRODUCTS,
     ROUNDED,
     block_size,
     block_sizes,
@@ -24,6 +25,8 @@ from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.folding import build_rotary_encoding
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.encoding.starting_values import golden_gate_frequencies
+from hf_liere.models.rotation.exponential import skew
+from hf_liere.models.rotation.model_basis import rotate_pair
 
 
 GRIDS = {1: (5,), 2: (2, 3), 3: (2, 1, 3)}
@@ -172,6 +175,7 @@ def test_parameter_counts_of_the_other_encodings():
         "cayley_string": {"generators": 9_216, "skew": 290_304},
         "circulant_string": {"generators": 8_064},
         "spherical_rope": {"generators": 6_048},
+        "liere_product": {"generators": 9_216, "skew": 580_608},
     }
     for encoding, counts in expected.items():
         with torch.device("meta"):
@@ -183,14 +187,112 @@ def pairs_of(module, positions, config):
     return [r.transpose(-1, -2).unsqueeze(-3) @ r.unsqueeze(-4) for r in rotations_of(module, positions, config)]
 
 
-def test_spherical_rope_is_relative_in_its_first_coordinate_alone():
-    """R_x(−ω q₁) R_z(ω (q₀ − p₀)) R_x(ω p₁): a shift of the second coordinate matters."""
-    config, module = build("spherical_rope", 2)
-    positions = 3 * torch.rand(6, 2).double()
+@pytest.mark.parametrize("encoding, axes", [(name, axes) for axes in (2, 3) for name in on_axes(axes, PRODUCTS)])
+def test_products_are_relative_in_their_first_coordinate_alone(encoding, axes):
+    """R_x(−ω q₁) R_z(ω (q₀ − p₀)) R_x(ω p₁): a shift of another coordinate matters."""
+    config, module = build(encoding, axes)
+    perturb(module)
+    positions = 3 * torch.rand(6, axes).double()
     expected = pairs_of(module, positions, config)[0]
-    first = pairs_of(module, positions + torch.tensor([0.7, 0.0]), config)[0]
-    torch.testing.assert_close(first, expected, rtol=0, atol=2e-6)
-    assert (pairs_of(module, positions + torch.tensor([0.0, 0.7]), config)[0] - expected).abs().max() > 0.1
+    for axis, shift in enumerate(0.7 * torch.eye(axes)):
+        shifted = pairs_of(module, positions + shift, config)[0]
+        if axis == 0:
+            torch.testing.assert_close(shifted, expected, rtol=0, atol=2e-6)
+        else:
+            assert (shifted - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("layout", ["blocks", "interleaved"])
+@pytest.mark.parametrize("axes", GRIDS)
+def test_the_product_starts_at_axial_rope(axes, layout):
+    """With its frequencies and bases at zero: the same bits, of rotations and of rotated states."""
+    axial = build("axial_rope", axes, axial_layout=layout)[1]
+    product = build("liere_product", axes)[1]
+    # The product stores its frequencies in float32.
+    entries = axial.entries(torch.device("cpu")).float()  # (A, 1, 1, planes, 1)
+    axial.entries = lambda device: entries
+    with torch.no_grad():
+        for name, values in product.parameters_for_planes(entries.squeeze(-1).expand(-1, 2, 2, -1)).items():
+            getattr(product, name).copy_(values)
+    positions = TokenPositions.from_coordinates(9 * torch.randn(5, axes))
+    states = torch.randn(2, 3, 2, 5, 24)
+    for one, other in zip(product(positions), axial(positions), strict=True):
+        rotated = one.rotate(*map(one.change_basis, states))
+        assert all(map(torch.equal, rotated, other.rotate(*states)))
+
+
+def inverse_cayley(basis):
+    """Entries below the diagonal, column by column, of the S with U = (I − S)(I + S)⁻¹."""
+    identity = torch.eye(len(basis), dtype=basis.dtype)
+    skew = torch.linalg.solve(identity + basis, identity - basis)
+    return torch.cat([skew[column + 1 :, column] for column in range(len(basis))])
+
+
+def test_spherical_rope_is_a_product_of_exponentials():
+    """Planes (0, 1) and (1, 2) of every three channels are the first columns of one basis of the head for each axis."""
+    config, spherical = build("spherical_rope", 2, share_layers=True, share_heads=True)
+    product_config, product = build("liere_product", 2, share_layers=True, share_heads=True)
+    with torch.no_grad():
+        for parameter in product.parameters():
+            parameter.zero_()
+        for axis in range(2):
+            # Eight planes of two channels, and the channels that the axis does not rotate.
+            order = [3 * block + axis + channel for block in range(8) for channel in (0, 1)]
+            basis = torch.eye(24).double()[:, order + [3 * block + 2 - 2 * axis for block in range(8)]]
+            # The basis of a plane may turn; so none has the eigenvalue −1, which a permutation may have.
+            turn = torch.matrix_exp(skew(torch.linspace(0.3, 1.9, 12).double().unsqueeze(-1), 2))
+            basis = basis @ torch.block_diag(*turn) * torch.linalg.det(basis).sign()
+            product.skew[axis] = inverse_cayley(basis)
+            product.generators[axis, 0, 0, :8, 0] = spherical.generators[axis, 0, 0] * torch.linalg.det(basis).sign()
+    positions = 3 * torch.randn(5, 2)
+    for one, other in zip(rotations_of(product, positions, product_config), rotations_of(spherical, positions, config)):
+        # Entries of S are rounded to float32.
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+def test_a_product_on_one_axis_is_cayley_string():
+    config, product = build("liere_product", 1, block_size=8)
+    string_config, string = build("cayley_string", 1, block_size=8)
+    perturb(product)
+    with torch.no_grad():
+        string.generators.copy_(product.generators)
+        string.skew.copy_(product.skew[0])
+    positions = 3 * torch.randn(5, 1)
+    for one, other in zip(rotations_of(product, positions, config), rotations_of(string, positions, string_config)):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("scale", [0.1, 10.0, 1e4])
+def test_bases_of_a_product_are_orthogonal_for_any_parameters(scale):
+    config, module = build("liere_product", 3, rotary_init="zeros")
+    perturb(module, scale)
+    bases, _ = module.spectrum(torch.device("cpu"))
+    # Solved in float64, with condition numbers of I + S up to the norm of S.
+    gram = bases.transpose(-1, -2) @ bases
+    torch.testing.assert_close(gram, torch.eye(24).double().expand_as(gram), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_gradients_of_a_product_are_those_of_its_definition(axes):
+    """Π U rot(p ω) Uᵀ by exponentials of matrices in float64."""
+    config, module = build("liere_product", axes, block_size=8)
+    perturb(module).double()
+    positions = torch.randn(5, axes).double()
+    query, key, *weights = torch.randn(4, 3, 2, 5, 24).double()
+
+    def score(query, key):
+        return sum((states * weight).sum() for states, weight in zip((query, key), weights))
+
+    rotation = list(module(TokenPositions.from_coordinates(positions)))[1]
+    gradients = torch.autograd.grad(score(*rotate_pair(rotation, query, key)), list(module.parameters()))
+    generators = skew(module.entries(torch.device("cpu"))[:, 1], 8)  # (A, H, blocks, b, b)
+    matrices = torch.eye(8).double()
+    for axis in range(axes):
+        matrices = matrices @ torch.matrix_exp(positions[:, axis].view(1, -1, 1, 1, 1) * generators[axis].unsqueeze(1))
+    rotated = [(matrices @ x.unflatten(-1, (3, 8, 1))).flatten(-3) for x in (query, key)]
+    expected = torch.autograd.grad(score(*rotated), list(module.parameters()))
+    for one, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
 
 
 def test_cayley_string_leaves_the_planes_of_rope_mixed_when_it_learns():

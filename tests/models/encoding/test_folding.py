@@ -3,7 +3,7 @@
 import accelerate
 import pytest
 import torch
-from encoding_cases import COMMUTING, block_size, perturb
+from encoding_cases import FOLDABLE, block_size, perturb
 from fresh_process import run_code
 from huggingface_hub.errors import StrictDataclassError
 from torch.nn.utils.prune import l1_unstructured
@@ -31,6 +31,8 @@ CASES = [
     ("circulant_string", {"block_size": 8, "qkv_bias": False}),
     ("circulant_string", {"block_size": 3, "rotate_prefix": True}),
     ("spherical_rope", {"rotate_prefix": True}),
+    ("liere_product", {"rotate_prefix": True}),
+    ("liere_product", {"block_size": 8, "share_heads": True, "share_layers": True, "qkv_bias": False}),
 ]
 
 
@@ -78,8 +80,8 @@ def test_constants_are_used_for_the_grids_that_were_asked_for(tiny, monkeypatch)
         folded(torch.randn(1, 3, 16, 20))
 
 
-@pytest.mark.parametrize("encoding", COMMUTING)
-def test_commuting_encodings_fold_into_cosines_alone(tiny, monkeypatch, encoding):
+@pytest.mark.parametrize("encoding", FOLDABLE)
+def test_bases_fold_into_the_weights_and_leave_cosines(tiny, monkeypatch, encoding):
     folded = model_of(tiny, encoding, {"block_size": block_size(encoding)}).fold_rotations()
     assert folded.config.folded_grids == []
     monkeypatch.setattr("hf_liere.models.encoding.rotary_encoding.layer_block_rotations", None)

@@ -5,7 +5,7 @@ import copy
 import layer_worker
 import pytest
 import torch
-from encoding_cases import COMMUTING, ENCODINGS, block_size, on_axes, perturb
+from encoding_cases import COMMUTING, ENCODINGS, FOLDABLE, block_size, on_axes, perturb
 from fresh_process import run_two_processes
 from pairwise import pairwise
 from torch import nn
@@ -46,7 +46,7 @@ def expected(rotary, x, positions, layer=0):
     heads = []
     for head in range(x.shape[1]):
         generators = reference.generators(parameters, rotary.config, rotary.num_axes, layer, head // groups)
-        product = rotary.config.position_encoding == "spherical_rope"
+        product = ENCODING_TRAITS[rotary.config.position_encoding].product
         heads.append([reference.rotations(generators, sample, product) for sample in positions])
     matrices = torch.stack([torch.stack(samples) for samples in heads], dim=1)  # (B, H, N, D, D)
     return reference.rotate(x, matrices)
@@ -295,12 +295,14 @@ def test_keys_that_were_rotated_once_and_kept(encoding):
 
 
 @pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("encoding", COMMUTING)
-def test_folding_keeps_the_scores(encoding, size):
-    size = block_size(encoding, HEAD_DIM, 2, size)
-    rotary = LieRotaryEmbedding(HEADS, HEAD_DIM, 2, encoding, size, num_key_value_heads=KEY_HEADS)
+@pytest.mark.parametrize(
+    "encoding, axes", [*((name, 2) for name in FOLDABLE), ("liere_product", 1), ("liere_product", 3)]
+)
+def test_folding_keeps_the_scores(encoding, axes, size):
+    size = block_size(encoding, HEAD_DIM, axes, size)
+    rotary = LieRotaryEmbedding(HEADS, HEAD_DIM, axes, encoding, size, num_key_value_heads=KEY_HEADS)
     attention = Attention(perturb(rotary)).eval()
-    x, positions = torch.randn(3, 6, HEADS * HEAD_DIM), torch.randn(6, 2)
+    x, positions = torch.randn(3, 6, HEADS * HEAD_DIM), torch.randn(6, axes)
     folded = copy.deepcopy(attention)
     assert folded.rotary.fold(folded.q_proj, folded.k_proj) is folded.rotary
     with torch.no_grad():
