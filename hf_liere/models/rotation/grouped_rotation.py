@@ -28,6 +28,9 @@ class GroupedRotation(NamedTuple):
     def change_basis(self, states: torch.Tensor) -> torch.Tensor:
         return self.rotations[0].change_basis(states)
 
+    def final_basis(self) -> torch.Tensor | None:
+        return self.rotations[0].final_basis()
+
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         groups = []
         for rotation, samples in zip(self.rotations, self.samples):

@@ -9,10 +9,9 @@ from .rotation import TokenRotation
 
 def rotate_pair(rotation: Rotation, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """R(p) q and R(p) k as [`PlaneRotation.rotate`], of queries and keys in the basis of the model."""
-    if rotation.basis is None:
-        return rotation.rotate(query, key)
     final = rotation.final_basis()
-    assert final is not None, "rotated states are in a basis"
+    if rotation.basis is None or final is None:
+        return rotation.rotate(query, key)
     # In half types the two changes of basis would round the states twice more.
     wide = torch.promote_types(query.dtype, torch.float32)
     rotated = rotation.rotate(*(change_basis(states.to(wide), rotation.basis) for states in (query, key)))

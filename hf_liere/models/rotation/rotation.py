@@ -169,6 +169,9 @@ class BlockRotation(NamedTuple):
     def change_basis(self, states: torch.Tensor) -> torch.Tensor:
         return states
 
+    def final_basis(self) -> None:
+        return None
+
     def to(self, *args, **kwargs) -> "BlockRotation":
         return BlockRotation(self.blocks.to(*args, **kwargs))
 
