@@ -22,6 +22,7 @@ UPGRADED_ENCODINGS = {
     "comrope_ld": 8,
     "cayley_string": None,
     "circulant_string": 16,
+    "liere_product": None,
 }
 _ALL_BUT_LIERE, _TIMM, _DINOV3 = SOURCES[1:], ("naver", "timm"), ("dinov3",)
 # For each option of `convert`, the kinds of source that take it and the values that each accepts.

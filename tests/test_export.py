@@ -23,6 +23,7 @@ ANY_SIZE = [
     ("golden_gate_rope", 2, ".onnx"),
     ("cayley_string", 24, ".onnx"),
     ("spherical_rope", 3, ".onnx"),
+    ("liere_product", 24, ".onnx"),
     *(
         pytest.param(encoding, block_size, suffix, marks=pytest.mark.slow)
         for encoding, block_size in (("none", None), *IMAGE_CASES)

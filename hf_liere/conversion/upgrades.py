@@ -14,7 +14,7 @@ as the old one does:
 
 | to | planes that fit |
 |---|---|
-| rope_mixed, cayley_string, liere b | all, if the blocks have room for all rotated planes |
+| rope_mixed, cayley_string, liere_product, liere b | all, if the blocks have room for all rotated planes |
 | circulant_string b | ⌊(b−1)/2⌋ for each block |
 | comrope_ld b | planes of one block rotate with the same ratio of the axes |
 | comrope_ap b | every plane rotates with one axis alone; each block serves one axis, in turn |
@@ -24,7 +24,8 @@ RoPE-Mixed becomes ComRoPE or Circulant-STRING if its spectrum allows. From `non
 0.
 
 No exact upgrade exists if generators do not commute and b does not divide b′, if planes do not fit, or for encodings
-without learned rotations. Spherical RoPE is a product of rotations, unlike any other encoding.
+without learned rotations. From Spherical RoPE and the LieRE product, which are products of exponentials, there is one
+only while their generators commute.
 """
 
 from collections.abc import Iterator
@@ -34,7 +35,15 @@ import torch
 
 from ..inspection.common_planes import find_common_planes
 from ..models.encoding.commuting_encodings import ROUNDING, EncodingInBasis
-from ..models.encoding.encoding_traits import AXIAL, AXIAL_FIELDS, ENCODING_TRAITS, OWN_FIELDS, rotary_traits, traits_of
+from ..models.encoding.encoding_traits import (
+    AXIAL,
+    AXIAL_FIELDS,
+    ENCODING_TRAITS,
+    OWN_FIELDS,
+    TRIPLES,
+    rotary_traits,
+    traits_of,
+)
 from ..models.encoding.encodings import ENCODING_CLASSES
 from ..models.encoding.rotary_encoding import RotaryEncoding
 from ..models.rotation.exponential import skew, skew_entries
@@ -44,7 +53,10 @@ from .base import ConversionError
 from .rebuilding import change_config, find_encoder, rebuild
 
 
-LEARNED_ENCODINGS = tuple(name for name, traits in ENCODING_TRAITS.items() if traits.learned and not traits.product)
+# Blocks of three channels cannot contain the planes of another encoding.
+LEARNED_ENCODINGS = tuple(
+    name for name, traits in ENCODING_TRAITS.items() if traits.learned and traits.block_sizes is not TRIPLES
+)
 
 
 def upgrade_encoding(

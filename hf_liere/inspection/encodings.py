@@ -183,7 +183,8 @@ def generator_matrices(encoding: RotaryEncoding) -> torch.Tensor:
     """
     The skew-symmetric A_a, (A, layers, heads, blocks, b, b) in float64.
 
-    For folded ComRoPE and STRING, they are in the eigenbasis that the weights contain: plane rotations, b = 2.
+    For folded ComRoPE and STRING, they are in the eigenbasis that the weights contain: plane rotations, b = 2; for a
+    folded LieRE product, in the basis of its last axis.
     """
     device = next((parameter.device for parameter in encoding.parameters()), torch.device("cpu"))
     return skew(encoding.entries(device).detach().to("cpu", torch.float64), encoding.block_size)
@@ -319,8 +320,9 @@ def initialization(encoding: RotaryEncoding) -> Initialization | None:
         torch.manual_seed(0)
         for _ in range(DRAWS):
             untrained.reset_parameters()
-            if isinstance(encoding, FoldedPlanes):
-                matrices = skew(untrained.folded_frequencies().detach().double().unsqueeze(-1), 2)
+            if isinstance(encoding, FoldedPlanes) and encoding.inner is None:
+                frequencies = untrained.folded_parameters()["frequencies"]  # (A, layers, heads, planes)
+                matrices = skew(frequencies.detach().double().unsqueeze(-1), 2)
             else:
                 matrices = generator_matrices(untrained)
             draws.append(_sample(_elements(matrices, traits).flatten()))

@@ -283,6 +283,7 @@ RESIZED = [
     ("comrope_ld", {"coordinates": "train_grid"}),
     ("comrope_ld", {"use_absolute_position_embeddings": True}),
     ("cayley_string", {"coordinates": "train_grid"}),
+    ("liere_product", {"coordinates": "train_grid"}),
     ("circulant_string", {"block_size": 8, "coordinates": "train_grid"}),
 ]
 

@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "rotary_family.md"
 ROW = re.compile(r"^\| `(\w+)` \| [^|]+ \| (\d+) \| ([\d,]+) \| (yes|no) \|", re.MULTILINE)
 ROWS = {name: rest for name, *rest in ROW.findall(PAGE.read_text(encoding="utf-8"))}
 # Those whose outputs are compared have these blocks in heads of 24 channels.
-BLOCKS = {"comrope_ap": 4, "comrope_ld": 8, "cayley_string": 24, "circulant_string": 8, "liere": 8}
+BLOCKS = {"comrope_ap": 4, "comrope_ld": 8, "cayley_string": 24, "circulant_string": 8, "liere": 8, "liere_product": 24}
 
 
 def classifier(tiny, encoding):
@@ -58,6 +58,7 @@ ARROWS = [
     *((encoding, "rope_mixed") for encoding in ENCODING_TRAITS if ROWS[encoding][2] == "yes"),
     *((encoding, "cayley_string") for encoding in ENCODING_TRAITS if ROWS[encoding][2] == "yes"),
     *((encoding, "liere") for encoding in ENCODING_TRAITS if ROWS[encoding][2] == "yes"),
+    *((encoding, "liere_product") for encoding in ENCODING_TRAITS if ROWS[encoding][2] == "yes"),
     ("axial_rope", "comrope_ap"),
 ]
 
@@ -81,6 +82,9 @@ def test_an_encoding_contains_another(tiny, old, new):
         ("rope_mixed", "circulant_string"),
         ("spherical_rope", "rope_mixed"),
         ("spherical_rope", "liere"),
+        ("liere_product", "rope_mixed"),
+        ("liere_product", "liere"),
+        ("liere", "liere_product"),
     ],
 )
 def test_an_encoding_does_not_contain_another(tiny, old, new):

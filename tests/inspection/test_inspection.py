@@ -110,7 +110,7 @@ def test_a_model_without_rotations(tiny, tmp_path):
     assert [image["alt"].split()[0] for image in page.images] == ["Attention", "Attention"]
 
 
-@pytest.mark.parametrize("encoding", ["cayley_string", "spherical_rope"])
+@pytest.mark.parametrize("encoding", ["cayley_string", "spherical_rope", "liere_product"])
 def test_rotations_in_a_learned_basis_and_products_of_rotations(tiny, tmp_path, encoding):
     """Planes in a learned basis commute; products of rotations do not, and are not the exponential of a sum."""
     model = perturb(hf_liere.LieREViTForImageClassification(tiny(position_encoding=encoding)))

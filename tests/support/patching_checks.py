@@ -42,6 +42,9 @@ def check_cached_steps(model, inputs, cache=None):
     """The logits of each of three generated tokens, and of one forward pass over all of them."""
     length = inputs["input_ids"].shape[1]
     options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    if hasattr(model.config, "image_token_id"):
+        # A token that stands for a patch needs an image.
+        options["suppress_tokens"] = [model.config.image_token_id]
     generated = model.generate(
         **inputs, max_new_tokens=3, min_new_tokens=3, **options, **({"cache_implementation": cache} if cache else {})
     )

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from ..rotation.bases import skew_from_planes
+from ..rotation.exponential import skew_entries
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import BlockRotation, PlaneRotation
 from .batch_positions import GroupedPositions
@@ -96,10 +98,19 @@ class FoldedPlanes(RotaryEncoding):
         if rotary_traits(config).product and num_axes > 1:
             shape = (num_axes - 1, self.layers, self.heads, self.num_blocks, self.block_size, self.block_size)
             self.inner = self.new_parameter(*shape).requires_grad_(False)
-        self.block_size = 2
+        else:
+            self.block_size = 2
 
     def entries(self, device: torch.device) -> torch.Tensor:
-        return self.frequencies.detach().unsqueeze(-1)
+        """In the basis that the weights contain, which is that of the last axis."""
+        frequencies = self.frequencies.detach()
+        if self.inner is None:
+            return frequencies.unsqueeze(-1)
+        bases = [torch.eye(self.block_size, dtype=self.inner.dtype, device=self.inner.device).expand_as(self.inner[0])]
+        for inner in reversed(self.inner.detach().unbind()):
+            bases.insert(0, bases[0] @ inner)
+        planes = frequencies.unflatten(-1, (self.num_blocks, -1))
+        return skew_entries(skew_from_planes(planes, torch.stack(bases)))
 
     def sources(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, ...]:
         inner = () if self.inner is None else (self.inner[:, layers],)

@@ -63,30 +63,31 @@ class RotaryFields:
             `"rope_mixed"` (learned 2-D rotations, RoPE-Mixed), `"liere"` (LieRE: free generators), `"comrope_ap"` or
             `"comrope_ld"` (ComRoPE: generators that commute), `"cayley_string"` (RoPE-Mixed in a learned basis) or
             `"circulant_string"` (circulant generators; STRING), `"spherical_rope"` (products of rotations about two
-            axes, for images).
+            axes, for images), `"liere_product"` (products of rotations of planes, with a learned basis for every axis;
+            relative along the first axis).
         block_size (`int`, *optional*):
             Size b of the diagonal blocks of the generators. `None` means 2 for `axial_rope`, `golden_gate_rope` and
             `rope_mixed`, 3 for `spherical_rope` (no other value is possible there), 8 for `liere`, `comrope_ap` and
-            `comrope_ld`, 16 for `circulant_string` and head_dim for `cayley_string`. LieRE takes 2 … head_dim and
-            leaves the last `head_dim % block_size` channels unrotated; `comrope_ld`, `cayley_string` (even sizes) and
-            `circulant_string` (above 2) need block_size to divide head_dim, `comrope_ap` needs block_size · axes to
-            divide it.
+            `comrope_ld`, 16 for `circulant_string` and head_dim for `cayley_string` and `liere_product`. LieRE takes 2
+            … head_dim and leaves the last `head_dim % block_size` channels unrotated; `comrope_ld`, `cayley_string` and
+            `liere_product` (even sizes) and `circulant_string` (above 2) need block_size to divide head_dim,
+            `comrope_ap` needs block_size · axes to divide it.
         share_heads (`bool`, defaults to `False`): One set of generators for all heads of a layer.
         share_layers (`bool`, defaults to `False`): One set of generators for all layers.
         rotary_init (`str`, *optional*):
             `"uniform"` U[0, scale); `"normal"` N(0, scale²); `"frequencies"` (geometric RoPE-Mixed spectrum times
-            scale, for `rope_mixed`, STRING and `liere` with even block_size; for `spherical_rope` that of `axial_rope`)
-            and `"golden_gate"` (golden gate RoPE's times scale, for the same except `spherical_rope`); `"zeros"` (the
-            initial model has no rotations; the multipliers of `comrope_ld` are normal, so that the generators get
-            gradients); `"axial"` (the rotations of `axial_rope` with `index` coordinates on the training grid, times
-            scale: its frequencies are divided by the distance of neighbouring patches in `coordinates`; models of
-            tokens and the layer take coordinates as given). `"axial"` needs blocks that contain the planes of
-            `axial_rope` in place: `rope_mixed`, `cayley_string` and `liere` with an even block_size, `comrope_ld` if
-            every block rotates planes of one axis, `comrope_ap` if these blocks also serve the axes in turn; `"so3"`
-            (for `liere` on tokens whose positions are orientations, see `spins`). `None` means the choice of the
-            papers: `uniform` for `liere`, `frequencies` for `rope_mixed`, `normal` for ComRoPE (from its code; the
-            paper states none), `frequencies` for STRING (whose choice we do not know) and
-            `spherical_rope`.
+            scale, for `rope_mixed`, STRING, `liere_product` and `liere` with even block_size; for `spherical_rope` that
+            of `axial_rope`) and `"golden_gate"` (golden gate RoPE's times scale, for the same except `spherical_rope`);
+            `"zeros"` (the initial model has no rotations; the multipliers of `comrope_ld` are normal, so that the
+            generators get gradients); `"axial"` (the rotations of `axial_rope` with `index` coordinates on the training
+            grid, times scale: its frequencies are divided by the distance of neighbouring patches in `coordinates`;
+            models of tokens and the layer take coordinates as given). `"axial"` needs blocks that contain the planes of
+            `axial_rope` in place: `rope_mixed`, `cayley_string`, `liere_product` and `liere` with an even block_size,
+            `comrope_ld` if every block rotates planes of one axis, `comrope_ap` if these blocks also serve the axes in
+            turn; `"so3"` (for `liere` on tokens whose positions are orientations, see `spins`). Bases of
+            `cayley_string` and `liere_product` start at the identity. `None` means the choice of the papers: `uniform`
+            for `liere`, `frequencies` for `rope_mixed`, `normal` for ComRoPE (from its code; the paper states none),
+            `frequencies` for STRING (whose choice we do not know), `spherical_rope` and `liere_product`.
         rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
             `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1. The
             fixed frequencies of `axial_rope` and `golden_gate_rope` are multiplied by it (`None` means 1).

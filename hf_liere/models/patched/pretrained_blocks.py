@@ -1,5 +1,5 @@
 """
-Learned blocks inside models with RoPE: generators of LieRE and ComRoPE that start as the planes of the pretrained
+Learned blocks inside models with RoPE: generators and bases that start as the planes of the pretrained
 rotation, b/2 planes in a block of b channels.
 """
 
@@ -224,7 +224,7 @@ def _require_common_heads(tower: RopeTower, layers: list[int], head_dim: int) ->
 def order_planes(layout: RopeLayout, position_encoding: str, block_size: int, label: str) -> tuple[int, ...]:
     """
     The planes of a head, ordered so that each run of b/2 makes a block of the encoding: of any axes for LieRE and
-    Cayley-STRING, of one axis for ComRoPE-LD (eq. 10), of axis j mod A in block j for ComRoPE-AP (eq. 8).
+    encodings with a basis, of one axis for ComRoPE-LD (eq. 10), of axis j mod A in block j for ComRoPE-AP (eq. 8).
 
     Raises:
         ValueError: if there is no such order.
@@ -251,7 +251,7 @@ def order_planes(layout: RopeLayout, position_encoding: str, block_size: int, la
         if len(set(counts)) > 1:
             raise ValueError(
                 f"{label} rotates {counts} planes by its axes, but {position_encoding} needs equally many for each; "
-                "accepted: comrope_ld, liere and cayley_string."
+                "accepted: comrope_ld, liere, cayley_string and liere_product."
             )
         # The axes take turns.
         blocks = [[block] for turn in zip(*blocks) for block in turn]

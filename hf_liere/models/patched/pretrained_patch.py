@@ -105,6 +105,11 @@ def _plan_tower(tower: RopeTower, config) -> TowerPlan[RopeTower]:
     layers = tower.choose_layers(config.layers)
     tower.sources = find_key_sources(tower)
     layers = choose_rotating_layers(tower, layers, config.layers is not None)
+    if rotary_traits(config).product and tower.layouts[layers[0]].num_axes == 1:
+        raise ValueError(
+            f"position_encoding={config.position_encoding!r}: {tower.label} rotates with one axis, and a product of "
+            "one factor rotates planes in a basis, as cayley_string does; accepted: cayley_string, liere and others."
+        )
     if rotary_traits(config).pretrained == "planes":
         build = partial(PretrainedPlanes, tower, layers, config)
     else:

@@ -59,9 +59,10 @@ class RotaryPatchConfig(GridFields, RotaryFields):
         rotary_init: `"zeros"` leaves a model without rotations exactly as it is: zero generators, exp(0) = I (ComRoPE
             §4.4); `circulant_string`, whose basis is never the identity, within rounding. `"pretrained"` is for models
             that already rotate (RoPE) and starts at their rotations: `rope_mixed` learns the frequencies of every
-            layer and computes the same bits at the start, `liere`, `comrope_ld`, `comrope_ap` and `cayley_string` learn
-            blocks of each key head and start within rounding. Any other (`"frequencies"`, `"normal"`, …, `None` for the
-            encoding's own, see `RotaryFields`) is **not neutral**: it changes what the pretrained model computes.
+            layer and computes the same bits at the start, `liere`, `comrope_ld`, `comrope_ap`, `cayley_string` and, on
+            several axes, `liere_product` learn blocks of each key head and start within rounding. Any other
+            (`"frequencies"`, `"normal"`, …, `None` for the encoding's own, see `RotaryFields`) is **not neutral**: it
+            changes what the pretrained model computes.
             `axial_rope` and `golden_gate_rope` learn nothing and take only `None`.
         rotate_prefix: Whether class and register tokens are rotated as tokens at the centre; `None` becomes yes for
             ComRoPE in its own coordinates and others of a fixed range, else no, see `LieREConfig`.

@@ -16,11 +16,13 @@ from hf_liere import RotaryPatchConfig, patch, reference, rotary_parameters
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 
 
+ONE_AXIS = [name for name, case in CASES.items() if case.inputs is tokens]
 DENSE = [name for name, traits in ENCODING_TRAITS.items() if traits.pretrained == "blocks"]
 # Why a family cannot have blocks; by encoding where the others can.
 REFUSED = {
     "gpt_neox": "has no q_proj and k_proj, query and key, or one projection for",
     ("qwen3_vl", "comrope_ap"): "must divide head_dim=128 for comrope_ap",
+    **{(name, "liere_product"): "rotates with one axis, and a product of one factor" for name in ONE_AXIS},
 }
 ALL = list(itertools.product(CASES, DENSE))
 FITTING = [(name, encoding) for name, encoding in ALL if not {name, (name, encoding)} & set(REFUSED)]
@@ -51,11 +53,15 @@ def test_blocks_start_at_the_pretrained_rotation_and_learn(name, encoding):
     found = outputs(model, inputs)
     close_to_start(found, expected)
     sum(tensor.square().sum() for tensor in found if tensor.requires_grad).backward()
-    kinds = {"generators"} | {"comrope_ld": {"multipliers"}, "cayley_string": {"skew"}}.get(encoding, set())
+    others = {"comrope_ld": {"multipliers"}, "cayley_string": {"skew"}, "liere_product": {"skew"}}
+    kinds = {"generators"} | others.get(encoding, set())
     assert {key.rpartition(".")[2] for key, _ in rotary_parameters(model)} == kinds
     for name, value in rotary_parameters(model):
         # The entry of S between the channels of a plane rotates the plane in itself, which changes nothing.
         reached = value.grad.abs().amax(-1) if name.endswith("skew") else value.grad.abs()
+        if name.endswith("skew") and encoding == "liere_product":
+            # Nor does the basis of an axis that rotates no plane of the block.
+            reached = reached.amax(0)
         assert reached.min() > 0, name
     randomize(model)
     assert not same_bits(outputs(model, inputs), expected)
@@ -75,7 +81,7 @@ def test_outputs_depend_on_differences_of_positions(name, encoding):
 def test_families_that_blocks_do_not_fit(name, encoding):
     model, inputs = build(name)
     expected = outputs(model, inputs)
-    with pytest.raises(ValueError, match=REFUSED.get(name) or REFUSED[name, encoding]):
+    with pytest.raises(ValueError, match=REFUSED.get((name, encoding)) or REFUSED[name]):
         patch(model, blocks(encoding))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert same_bits(outputs(model, inputs), expected)
@@ -330,7 +336,7 @@ def test_queries_and_keys_are_rotated_as_the_reference_does(name, encoding):
                 found = reference.generators(learned, described, positions.shape[-1], layer, key_head)
                 matrices = found.new_zeros(len(found), 16, 16)
                 matrices[:, torch.tensor(channels).unsqueeze(-1), torch.tensor(channels)] = found
-                rotations = reference.rotations(matrices, positions)
+                rotations = reference.rotations(matrices, positions, ENCODING_TRAITS[encoding].product)
                 expected = reference.rotate(raw[:, head], rotations)
                 # Angles of up to ten full rotations and products are float32.
                 torch.testing.assert_close(states[:, head], expected, rtol=0, atol=5e-5)

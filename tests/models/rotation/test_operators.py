@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from encoding_cases import IMAGE_CASES
+from encoding_cases import FOLDABLE, IMAGE_CASES
 from rotating import rotate_query_key
 from torch.func import functional_call, grad, stack_module_state, vmap
 
@@ -232,7 +232,7 @@ def test_the_profiler_names_operators(tiny, implementation, encoding, block_size
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(pixels).logits.sum().backward()
     names = {event.key for event in profile.key_averages()}
-    applied = "planes" if ENCODING_TRAITS[encoding].commutes else "blocks"
+    applied = "planes" if encoding in FOLDABLE else "blocks"
     expected = {f"hf_liere::rotate_{applied}"}
     if ENCODING_TRAITS[encoding].learned:
         expected |= {f"hf_liere::rotate_{applied}_backward"}

@@ -48,7 +48,14 @@ def test_a_traced_model_gives_the_same_logits(tiny, encoding, block_size):
 
 @pytest.mark.parametrize(
     "encoding, block_size",
-    [("liere", 8), ("comrope_ap", 4), ("rope_mixed", 2), ("cayley_string", 8), ("spherical_rope", 3)],
+    [
+        ("liere", 8),
+        ("comrope_ap", 4),
+        ("rope_mixed", 2),
+        ("cayley_string", 8),
+        ("spherical_rope", 3),
+        ("liere_product", 8),
+    ],
 )
 def test_an_exported_program_runs_where_gradients_are_recorded(tiny, tmp_path, encoding, block_size):
     model = classifier(tiny, encoding, block_size)

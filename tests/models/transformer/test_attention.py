@@ -28,7 +28,7 @@ def test_rotate_is_the_block_diagonal_product(tiny, encoding, block_size, batch,
     expected = (matrices @ states.double().unsqueeze(-1)).squeeze(-1)
     rotated = rotate(rotation.change_basis(states), rotation)
     if rotation.basis is not None:
-        rotated = rotation._replace(basis=rotation.basis.transpose(-1, -2)).change_basis(rotated)
+        rotated = rotation._replace(basis=rotation.final_basis().transpose(-1, -2)).change_basis(rotated)
     torch.testing.assert_close(rotated.double(), expected, rtol=0, atol=2e-6)
 
 

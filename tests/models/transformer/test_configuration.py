@@ -34,6 +34,7 @@ def test_a_slip_in_the_name_of_a_field_is_told(tmp_path, caplog, monkeypatch):
         ("cayley_string", 64, "index", "frequencies", 1.0, False),
         ("circulant_string", 16, "index", "frequencies", 1.0, False),
         ("spherical_rope", 3, "index", "frequencies", 1.0, False),
+        ("liere_product", 64, "index", "frequencies", 1.0, False),
     ],
 )
 def test_defaults_of_each_encoding(encoding, block_size, coordinates, rotary_init, scale, table):
@@ -119,6 +120,7 @@ BAD = [
     ({"position_encoding": "spherical_rope", "block_size": 4}, r"its only block_size is 3; accepted here: \[3\]"),
     ({"position_encoding": "circulant_string"}, r"block_size=16 must be above 2 and divide .*\[3, 4, 6, 8, 12, 24\]"),
     ({"position_encoding": "cayley_string", "block_size": 3}, r"block_size=3 must be even .*\[2, 4, 6, 8, 12, 24\]"),
+    ({"position_encoding": "liere_product", "block_size": 3}, r"block_size=3 must be even .*\[2, 4, 6, 8, 12, 24\]"),
     ({"position_encoding": "cayley_string", "head_dim": 9}, "block_size=9 must be even .*none, choose another"),
     ({"position_encoding": "none", "block_size": 8}, "'none' has no rotations.*'block_size': 8"),
     ({"position_encoding": "absolute", "share_heads": True}, "'absolute' has no rotations.*'share_heads'"),

@@ -133,6 +133,9 @@ def test_padding_with_flex_attention():
         ("cayley_string", 3, 24, True),
         ("circulant_string", 3, 8, True),
         ("spherical_rope", 2, None, False),
+        ("liere_product", 3, 24, False),
+        ("liere_product", 3, 2, True),
+        ("liere_product", 1, 24, True),
     ],
 )
 def test_only_differences_of_positions_matter_where_that_is_promised(encoding, num_axes, block_size, relative):
