@@ -140,7 +140,8 @@ def test_padding_with_flex_attention():
 )
 def test_only_differences_of_positions_matter_where_that_is_promised(encoding, num_axes, block_size, relative):
     options = {} if block_size is None else {"block_size": block_size}
-    model = build(HEADS[0], encoding, num_axes, use_class_token=False, pooling="mean", **options).double()
+    # Bases that are not the identity, where they start.
+    model = perturb(build(HEADS[0], encoding, num_axes, use_class_token=False, pooling="mean", **options)).double()
     features, positions = tokens(num_axes)
     features, positions = features.double(), positions.double()
     shift = torch.linspace(0.3, 0.7, num_axes, dtype=torch.float64)
