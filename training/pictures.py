@@ -5,6 +5,7 @@
 It writes to training/figures, or `--output_dir`:
 
 - rotations_*.svg: the effect of four encodings on a query and on attention logits, computed by [`LieRotaryEmbedding`]
+- products_*.svg: which moves of all tokens the attention logits of two encodings see, computed likewise
 - resolutions_*.svg: accuracy against image size, from training/results
 - costs_*.svg: time that encodings add to a step against the number of tokens, from the table of docs/speed.md
 """
@@ -43,6 +44,11 @@ SHOWN = {
     "ComRoPE-LD": {"position_encoding": "comrope_ld", "block_size": 8},
     "LieRE8": {"position_encoding": "liere", "block_size": 8},
 }
+# The same for pictures of moves along one axis, which ends at another row or column of the query.
+MOVED = {"LieRE product": {"position_encoding": "liere_product"}, "LieRE8": SHOWN["LieRE8"]}
+START, MOVES = (8, 8), {"all moved by 11 rows": (19, 8), "all moved by 11 columns": (8, 19)}
+# Standard deviation of the entries of bases, which start at the identity.
+BASES_STD = 0.05
 GRID, HEAD_DIM, REACH = 28, 64, 8
 # Points per patch of a path.
 FINE = 8
@@ -70,9 +76,13 @@ LINES = {
 
 
 def rotary_layer(settings: dict) -> LieRotaryEmbedding:
-    """One head of a newly initialised encoding, the same in every run."""
+    """One head of a newly initialised encoding, the same in every run, with drawn bases."""
     torch.manual_seed(0)
-    return LieRotaryEmbedding(num_heads=1, head_dim=HEAD_DIM, num_axes=2, **settings)
+    layer = LieRotaryEmbedding(num_heads=1, head_dim=HEAD_DIM, num_axes=2, **settings)
+    for name, parameter in layer.named_parameters():
+        if name.endswith("skew"):
+            torch.nn.init.normal_(parameter, std=BASES_STD)
+    return layer
 
 
 def positions_of(settings: dict, patches: torch.Tensor) -> torch.Tensor:
@@ -137,6 +147,29 @@ def draw_rotations() -> dict[str, str]:
         figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3, handlelength=5)
 
     return draw(paint, 9.0, 7.2)
+
+
+def draw_products() -> dict[str, str]:
+    squares = {
+        title: [logits(settings, place) for place in (START, *MOVES.values())] for title, settings in MOVED.items()
+    }
+
+    def paint(figure, theme: dict) -> None:
+        panels = figure.subplots(len(MOVED), 1 + len(MOVES))
+        for line, (title, (first, *others)) in zip(panels, squares.items()):
+            shown = paint_square(line[0], first, theme, 1.0)
+            figure.colorbar(shown, ax=line[0], label="attention logit", ticks=[-1, 0, 1])
+            for axis, moved in zip(line[1:], others):
+                shown = paint_square(axis, moved - first, theme, LARGEST_CHANGE)
+            ticks = [-LARGEST_CHANGE, 0, LARGEST_CHANGE]
+            figure.colorbar(shown, ax=line[1:].tolist(), label="change of the logit", ticks=ticks)
+            line[0].set_ylabel(f"{title}\nrows to the key")
+        for axis, title in zip(panels[0], (f"query in row {START[0]}, column {START[1]}", *MOVES)):
+            axis.set_title(title, fontsize=10)
+        for axis in panels[-1]:
+            axis.set_xlabel("columns to the key")
+
+    return draw(paint, 9.0, 5.0)
 
 
 def paint_square(axis, values: torch.Tensor, theme: dict, bound: float):
@@ -241,7 +274,8 @@ def main(arguments: list[str] | None = None) -> list[Path]:
     folder = parser.parse_args(arguments).output_dir
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    drawn = {"rotations": draw_rotations(), "resolutions": draw_resolutions(), "costs": draw_costs()}
+    drawn = {"rotations": draw_rotations(), "products": draw_products()}
+    drawn |= {"resolutions": draw_resolutions(), "costs": draw_costs()}
     for name, pictures in drawn.items():
         for theme, svg in pictures.items():
             written.append(folder / f"{name}_{theme}.svg")

@@ -44,7 +44,7 @@ def version(svg: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [f"{name}_{theme}.svg" for name in ("rotations", "resolutions", "costs") for theme in THEMES]
+    "name", [f"{name}_{theme}.svg" for name in ("rotations", "products", "resolutions", "costs") for theme in THEMES]
 )
 def test_the_script_draws_the_stored_pictures(drawn, name):
     stored = (FIGURES / name).read_text()
@@ -77,6 +77,14 @@ def test_rotations_are_those_that_the_page_describes():
         change = (second - first).abs().max()
         # Rounding of float32 against a change that the colours can show, and that they do not cut off.
         assert 0.1 < change <= pictures.LARGEST_CHANGE if title == "LieRE8" else change < 1e-5, title
+
+
+def test_a_product_sees_no_move_along_the_first_axis():
+    for title, settings in pictures.MOVED.items():
+        start = pictures.logits(settings, pictures.START)
+        by_rows, by_columns = ((pictures.logits(settings, at) - start).abs().max() for at in pictures.MOVES.values())
+        assert 0.1 < by_columns <= pictures.LARGEST_CHANGE
+        assert by_rows < 1e-5 if title == "LieRE product" else by_rows > 0.1
 
 
 def test_walks_of_comrope_follow_one_curve_and_those_of_liere_do_not():

@@ -19,7 +19,7 @@ from training.speed.models import Row, build_model, compile_function, register_a
 
 
 ROWS = ("axial_rope", "rope_mixed", "comrope_ap8", "comrope_ld8", "liere8")
-ROWS += ("golden_gate_rope", "cayley_string", "circulant_string", "spherical_rope")
+ROWS += ("golden_gate_rope", "cayley_string", "circulant_string", "spherical_rope", "liere_product")
 
 
 def addition_of(name, training=False, keeps_rotations=True, **overrides):

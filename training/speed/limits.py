@@ -52,12 +52,15 @@ def needed_work(addition: Addition) -> Work:
     learned = addition.training and any(parameter.requires_grad for parameter in encoding.parameters())
     # Gradients of learned frequencies come from planes, those of block matrices from outer products over the blocks.
     of_planes = planes and getattr(rotation, "generators", None) is None
-    work = application_work(addition, encoding, planes, learned, 2 if of_planes else encoding.block_size)
+    inner = getattr(rotation, "inner", None)
+    factors = 1 if inner is None else 1 + len(inner)
+    outer_size = 2 if of_planes else encoding.block_size
+    work = application_work(addition, encoding, planes // factors, learned, outer_size, factors)
     constant = encoding.config.folded_grids is not None and not planes
     if constant or not (addition.training or addition.settings.compile or not addition.keeps_rotations):
         return work
     if planes:
-        work += plane_work(encoding, positions, planes)
+        work += plane_work(encoding, positions, planes, axes=positions.shape[-1] // factors)
     elif traits_of(encoding.config).product:
         work += product_work(encoding, positions)
     else:
@@ -68,7 +71,9 @@ def needed_work(addition: Addition) -> Work:
     return work
 
 
-def application_work(addition: Addition, encoding: RotaryEncoding, planes: int, learned: bool, outer_size: int) -> Work:
+def application_work(
+    addition: Addition, encoding: RotaryEncoding, planes: int, learned: bool, outer_size: int, factors: int
+) -> Work:
     """
     Rotations of queries and keys (B, H, N, C) in L layers, with C rotated channels and n = BHNC.
 
@@ -76,11 +81,16 @@ def application_work(addition: Addition, encoding: RotaryEncoding, planes: int, 
     (1 if shared), rotations have 2 numbers per plane or b² per block. A layer takes 2nb multiply-adds, with b = 2 for
     planes. Backward, gradients take the same. If generators are learned, 2n rotated states are read again, and Σ g qᵀ
     over blocks of `outer_size` takes that number of further multiply-adds per state.
+
+    A product of `factors` rotates planes as often, and takes b multiply-adds for a state between two of them, and as
+    many for the gradient of their bases.
     """
     query, _ = addition.states.layers[0]
     batch, heads, tokens, _ = query.shape
     blocks, size = encoding.num_blocks, encoding.block_size
     channels, numbers, applied = (2 * planes, 2 * planes, 2) if planes else (blocks * size, blocks * size**2, size)
+    between = (factors - 1) * size
+    numbers, applied, outer_size = factors * numbers, factors * applied + between, factors * outer_size + between
     states, layers = 2 * batch * heads * tokens * channels, encoding.num_layers
     once = Work(
         layers * (2 * states * query.element_size() + tokens * encoding.heads * numbers * NUMBER_BYTES),
@@ -92,9 +102,12 @@ def application_work(addition: Addition, encoding: RotaryEncoding, planes: int, 
     return work
 
 
-def plane_work(encoding: RotaryEncoding, positions: TokenPositions, planes: int) -> Work:
-    """Computes and writes cos and sin of N · planes angles Σ_a p_a f_a, for all layers and heads with frequencies."""
-    tokens, axes = positions.shape[-2:]
+def plane_work(encoding: RotaryEncoding, positions: TokenPositions, planes: int, axes: int) -> Work:
+    """
+    Computes and writes cos and sin of N · planes angles Σ_a p_a f_a of `axes` terms, for all layers and heads with
+    frequencies.
+    """
+    tokens = positions.shape[-2]
     angles = tokens * planes * encoding.heads * encoding.layers
     return Work(2 * angles * NUMBER_BYTES, angles * (axes + CIRCLE_PRODUCTS))
 
