@@ -96,7 +96,7 @@ def test_basis_of_weights_is_changed_where_the_model_changes_it(name):
     """By projections of no tokens, which have the gradients of nothing."""
     addition = addition_of(name, training=not name.startswith("folded"))
     addition.run(addition.rotate)
-    changes = name.startswith(("comrope", "cayley", "circulant"))
+    changes = name.startswith(("comrope", "cayley", "circulant", "liere_product"))
     assert addition.changes_basis == changes
     gradients = [layer.attention.q_proj.weight.grad for layer in addition.encoder.layers]
     if changes:

@@ -84,15 +84,24 @@ def eigenbasis(generators: torch.Tensor) -> torch.Tensor:
     return torch.where(norms > 0, basis, identity).to(generators)
 
 
-def change_basis(states: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Uᵀ applied to (B, H, N, D) states, U of shape (1 or H, blocks, b, b)."""
+def change_basis(states: torch.Tensor, basis: torch.Tensor, tokens_first: bool = True) -> torch.Tensor:
+    """
+    Uᵀ applied to (B, H, N, D) states, U of shape (1 or H, blocks, b, b).
+
+    Args:
+        tokens_first: Whether tokens come before heads in memory, as projections leave them. Without it, blocks of whole
+            heads save a copy.
+    """
     batch, heads, tokens, width = states.shape
     _, blocks, size, _ = basis.shape
     with maybe_autocast(states.device.type, enabled=False):
         # One product per head and block, with all tokens of all samples as rows.
         rows = states.unflatten(-1, (blocks, size)).permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
         basis = basis.to(states.dtype).expand(heads, blocks, size, size).flatten(0, 1)  # (H·blocks, b, b)
-        changed = torch.bmm(rows, basis).view(heads, blocks, batch, tokens, size).permute(2, 3, 0, 1, 4)
+        product = torch.bmm(rows, basis).view(heads, blocks, batch, tokens, size)
+    if not tokens_first and blocks == 1:
+        return product.squeeze(1).transpose(0, 1)
+    changed = product.permute(2, 3, 0, 1, 4)
     return changed.reshape(batch, tokens, heads, width).transpose(1, 2)
 
 

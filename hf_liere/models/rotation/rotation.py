@@ -64,7 +64,8 @@ class PlaneRotation(NamedTuple):
         *others, last = self._factors()
         query, key = self._rotate_planes(query, key, last)
         for cos_sin, basis in zip(reversed(others), self._inner_bases()):
-            query, key = self._rotate_planes(change_basis(query, basis), change_basis(key, basis), cos_sin)
+            query, key = (change_basis(states, basis, tokens_first=False) for states in (query, key))
+            query, key = self._rotate_planes(query, key, cos_sin)
         return query, key
 
     def _rotate_planes(
