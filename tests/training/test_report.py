@@ -177,7 +177,7 @@ def test_a_report_tells_ours_beside_the_paper(results, tmp_path):
     command = f"--mini --output_dir outputs/{path.parent.name} --train_files cifar.parquet\n"
     assert f"    python training/evaluate_sweep.py training/sweeps/shuffling.yaml {command}" in text
     assert "Not measured yet: no positions; Axial RoPE; RoPE-Mixed; LieRE32; ComRoPE-AP; ComRoPE-LD; " in text
-    assert "; Golden gate RoPE; Cayley-STRING; Circulant-STRING; Spherical RoPE." in text
+    assert "; Golden gate RoPE; Cayley-STRING; Circulant-STRING; Spherical RoPE; LieRE product." in text
     shuffled = 100 * np.mean([entry["metrics"]["eval_accuracy"] for entry in lines[5::2]])
     # The paper's 12.3 of 70.3, its Table 5.
     assert f"| LieRE8 | {100 * (accuracy - shuffled) / accuracy:.1f}% | 82.5% |" in text

@@ -232,7 +232,7 @@ ENCODING_TRAITS = {
         description="LieRE product: R(p) = Π Uₐ rot(pₐ ωₐ) Uₐᵀ, planes of each axis in a learned basis",
         block_sizes=EVEN_DIVISORS,
         commutes=False,
-        rotary_inits=(*SPECTRA, *DRAWN),
+        rotary_inits=(*SPECTRA, *DRAWN, AXIAL),
         coordinates="index",
         rope_theta=10.0,
         product=True,

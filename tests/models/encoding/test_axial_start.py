@@ -27,7 +27,11 @@ PLANES = [
     ("comrope_ap", 2, "interleaved"),
     ("comrope_ap", 12, "blocks"),
     ("cayley_string", 24, "interleaved"),
+    ("liere_product", 24, "interleaved"),
+    ("liere_product", 8, "blocks"),
 ]
+# Upgrades to these may turn their planes.
+WITH_BASES = ("cayley_string", "liere_product")
 ON_GRIDS = ("index", "train_grid", "fixed_grid", "train_index")
 
 
@@ -132,7 +136,7 @@ def test_centred_coordinates_place_prefix_tokens_in_the_middle():
     torch.testing.assert_close(model(pixels)[0], fixed(pixels)[0], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("encoding, size, layout", [case for case in PLANES if case[0] != "cayley_string"])
+@pytest.mark.parametrize("encoding, size, layout", [case for case in PLANES if case[0] not in WITH_BASES])
 def test_an_upgrade_has_the_parameters_of_the_start(encoding, size, layout):
     model = hf_liere.LieREViTModel(image_config(position_encoding="axial_rope", axial_layout=layout))
     upgraded = hf_liere.upgrade_encoding(model, position_encoding=encoding, block_size=size)
