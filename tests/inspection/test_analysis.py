@@ -488,7 +488,7 @@ def test_what_cannot_be_measured_is_said():
 
 
 @pytest.mark.parametrize("reload", [False, True])
-@pytest.mark.parametrize("encoding", ["liere", "comrope_ap", "rope_mixed"])
+@pytest.mark.parametrize("encoding", ["liere", "comrope_ap", "rope_mixed", "liere_product"])
 def test_folded_models(classifier, encoding, reload, tmp_path):
     model = classifier(position_encoding=encoding, block_size=2 if encoding == "rope_mixed" else 4)
     images = torch.randn(2, 3, 16, 16)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from encoding_cases import COMMUTING, ENCODINGS
+from encoding_cases import COMMUTING, ENCODINGS, perturb
 from encoding_cases import fields as encoding_fields
 from training_helpers import TINY_MODEL, TINY_RUN, main, train, weights, write_parquet
 
@@ -60,12 +60,13 @@ def test_a_model_without_positions_sees_no_shuffle(tiny):
 @pytest.mark.parametrize("rotate_prefix", [False, True])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_commuting_encodings_see_no_common_offset(encoding, rotate_prefix, tiny):
-    """Exactly so, in float64, without class token or with one that has a place; LieRE and Spherical RoPE see it."""
+    """Exactly so, in float64, without class token or with one that has a place; LieRE and products see it."""
     torch.manual_seed(0)
     fields = {"use_class_token": True, "rotate_prefix": True} if rotate_prefix else {"use_class_token": False}
     fields |= encoding_fields(encoding, head_dim=32, wanted=8)
     config = tiny(**fields, pooling="mean", initializer_range=0.2, hidden_size=64, image_size=16)
-    model = hf_liere.LieREViTForImageClassification(config).double().eval()
+    # A LieRE product starts at RoPE-Mixed.
+    model = perturb(hf_liere.LieREViTForImageClassification(config)).double().eval()
     pixels = torch.randn(2, 3, 24, 16, dtype=torch.float64)
     positions = shifted_positions(model.base_model, (6, 4), 2.0, seed=0)
     assert positions.shape == (24 + rotate_prefix, 2)
