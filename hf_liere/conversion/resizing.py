@@ -77,7 +77,8 @@ def resize_input(model: LieREPreTrainedModel, image_size: int | list[int] | tupl
 
 def _coordinate_ratio(coordinates: str | None, size: int, trained: int) -> float:
     """Coordinates of `size` patches on an axis trained with `trained`, divided by those if trained with `size`."""
-    return {"train_grid": size / trained, "train_index": trained / size}.get(str(coordinates), 1.0)
+    factors = dict.fromkeys(("train_grid", "centred_grid"), size / trained) | {"train_index": trained / size}
+    return factors.get(str(coordinates), 1.0)
 
 
 def _check_scalable(config: LieREConfig) -> None:
@@ -85,7 +86,7 @@ def _check_scalable(config: LieREConfig) -> None:
     reason = None
     if config.position_table_size is not None:
         reason = "its table is read at these coordinates"
-    elif config.rotate_prefix:
+    elif config.rotate_prefix and config.prefix[1]:
         reason = "its class token has coordinates too"
     elif config.position_encoding not in LEARNED_ENCODINGS:
         reason = f"only the generators of {', '.join(LEARNED_ENCODINGS)} can absorb another scale"

@@ -45,6 +45,7 @@ ENCODINGS = {
 COORDINATES = {
     "index": "patch indices 0, 1, 2, …",
     "train_grid": "0 … 1 over the trained grid",
+    "centred_grid": "−½ … ½ over the trained grid",
     "fixed_grid": "0 … 1 from the first to the last patch of any grid",
     "train_index": "indices scaled to the trained grid",
     "unit": "0 … 1 over any grid",

@@ -8,7 +8,7 @@ Queries, keys and their gradients are float32 or bfloat16; rotations, their grad
 
 import torch
 
-from ..models.rotation.scaling_and_squaring import POLYNOMIAL, SAVE_INTERVAL, first_square, num_saved
+from ..models.rotation.scaling_and_squaring import POLYNOMIAL, SAVE_INTERVAL, RayTokens, first_square, num_saved
 from .cpu_interface import Monomials, Pair, Rays, Shape, Shared, Sizes, Strides
 from .cpu_library import failure, library
 from .layout import Tensors, contiguous_channels, empty_like, is_planes, shared_strides
@@ -72,7 +72,7 @@ def outer_products(
 def block_rotations(
     positions: torch.Tensor,
     generators: torch.Tensor,
-    tokens: torch.Tensor,
+    rays: RayTokens,
     squarings: torch.Tensor,
     squares: torch.Tensor | None,
     dtype: torch.dtype,
@@ -82,29 +82,32 @@ def block_rotations(
         raise ValueError(f"Positions in {positions.dtype}; accepted are torch.float64 and torch.float32.")
     axes, groups, blocks, size, _ = generators.shape
     positions, generators = positions.contiguous(), generators.to(positions.dtype).contiguous()
-    tokens, squarings = _check_rays(tokens, squarings, squares, len(positions))
-    in_no_ray = torch.ones(len(positions), dtype=torch.bool, device="cpu").index_fill_(0, tokens[tokens >= 0], False)
+    rays, squarings = _check_rays(rays, squarings, squares, len(positions))
+    on_ray = rays.indices[rays.indices >= 0]
+    on_no_ray = torch.ones(len(positions), dtype=torch.bool, device="cpu").index_fill_(0, on_ray, False)
+    if rays.mirror >= 0:
+        on_no_ray[rays.mirror - on_ray] = False
     rotations = tuple(_empty(len(positions), blocks, size, size) for _ in range(groups))
     identity = torch.eye(size, dtype=torch.float32, device="cpu")
     for rotation in rotations:
-        rotation[in_no_ray] = identity
+        rotation[on_no_ray] = identity
     sizes, offsets = Sizes(axes, groups, blocks, size), first_square(squarings)
-    rays, is_double = _rays(tokens, squarings, offsets, squares), positions.dtype == torch.float64
+    structure, is_double = _rays(rays, squarings, offsets, squares), positions.dtype == torch.float64
     polynomial = torch.tensor(POLYNOMIAL, dtype=torch.float64, device="cpu")
-    _call(size, "block_rotations", sizes, rays, is_double, positions, generators, polynomial, rotations)
+    _call(size, "block_rotations", sizes, structure, is_double, positions, generators, polynomial, rotations)
     return rotations
 
 
 def block_tangents(
-    rotations: Tensors, gradients: Tensors, tokens: torch.Tensor, squarings: torch.Tensor, squares: torch.Tensor
+    rotations: Tensors, gradients: Tensors, rays: RayTokens, squarings: torch.Tensor, squares: torch.Tensor
 ) -> torch.Tensor:
     """As [`exponential_gradient.ray_tangents`]."""
     _, blocks, size, _ = rotations[0].shape
     rotations, gradients = (tuple(x.to(torch.float32).contiguous() for x in pair) for pair in (rotations, gradients))
-    tokens, squarings = _check_rays(tokens, squarings, squares, len(rotations[0]))
-    tangents = _empty(len(rotations), len(tokens), blocks * (size * (size - 1) // 2))
+    rays, squarings = _check_rays(rays, squarings, squares, len(rotations[0]))
+    tangents = _empty(len(rotations), len(squarings), blocks * (size * (size - 1) // 2))
     sizes, offsets = Sizes(groups=len(rotations), blocks=blocks, size=size), first_square(squarings)
-    _call(size, "block_tangents", sizes, _rays(tokens, squarings, offsets, squares), rotations, gradients, tangents)
+    _call(size, "block_tangents", sizes, _rays(rays, squarings, offsets, squares), rotations, gradients, tangents)
     return tangents
 
 
@@ -179,9 +182,10 @@ def _prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_rays(
-    tokens: torch.Tensor, squarings: torch.Tensor, squares: torch.Tensor | None, num_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rays: RayTokens, squarings: torch.Tensor, squares: torch.Tensor | None, num_tokens: int
+) -> tuple[RayTokens, torch.Tensor]:
     """Validated, contiguous int64 rays: the kernels do not check bounds when they write to tokens and squares."""
+    tokens = rays.indices
     if tokens.ndim != 2 or squarings.shape != tokens.shape[:1]:
         raise ValueError(
             f"Rays must be (rays, longest ray) and squarings (rays,); they are {tuple(tokens.shape)} and "
@@ -195,6 +199,11 @@ def _check_rays(
             f"Rays must contain tokens from 0 to {num_tokens - 1}, at least one, and -1 beyond the end of a ray; in a "
             f"tensor of shape {tuple(tokens.shape)} they contain {tokens.unique().tolist()}."
         )
+    mirrored = rays.mirror - tokens[tokens >= 0]
+    if rays.mirror >= 0 and len(mirrored) and (mirrored.min() < 0 or mirrored.max() >= num_tokens):
+        raise ValueError(
+            f"mirror={rays.mirror} must lead to tokens from 0 to {num_tokens - 1}; it leads to {mirrored.tolist()}."
+        )
     if len(squarings) and squarings.min() < 0:
         raise ValueError(f"Squarings must not be negative; they are {squarings.tolist()}.")
     if squares is not None and (not squares.is_contiguous() or num_saved(squarings).sum() > squares.shape[1]):
@@ -202,13 +211,13 @@ def _check_rays(
             f"{int(num_saved(squarings).sum())} squares of each group need contiguous memory, not "
             f"{tuple(squares.shape)} with strides {squares.stride()}."
         )
-    return tokens, squarings
+    return rays._replace(indices=tokens), squarings
 
 
-def _rays(tokens: torch.Tensor, squarings: torch.Tensor, offsets: torch.Tensor, squares: torch.Tensor | None) -> Rays:
+def _rays(rays: RayTokens, squarings: torch.Tensor, offsets: torch.Tensor, squares: torch.Tensor | None) -> Rays:
     address, saved = (None, 0) if squares is None else (squares.data_ptr(), squares.shape[1])
-    addresses = (tensor.data_ptr() for tensor in (tokens, squarings, offsets))
-    return Rays(*addresses, address, *tokens.shape, saved, SAVE_INTERVAL)
+    addresses = (tensor.data_ptr() for tensor in (rays.indices, squarings, offsets))
+    return Rays(*addresses, address, *rays.indices.shape, saved, SAVE_INTERVAL, rays.step, rays.mirror)
 
 
 def _contiguous_blocks(rotation: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 
 # Must equal the version in cpu.cpp.
-INTERFACE = 3
+INTERFACE = 4
 # Blocks up to the first size are padded if necessary. Sizes between the two are not supported: padded to the second,
 # they are slower than plain operations.
 LARGEST_PADDED_SIZE, LARGEST_SIZE = 64, 128
@@ -45,7 +45,7 @@ class Sizes(ctypes.Structure):
 
 class Rays(ctypes.Structure):
     _fields_ = _fields(ctypes.c_void_p, "tokens squarings offsets saved_squares")
-    _fields_ += _fields(ctypes.c_int64, "count longest saved interval")
+    _fields_ += _fields(ctypes.c_int64, "count longest saved interval step mirror")
 
 
 class Monomials(ctypes.Structure):

@@ -18,13 +18,13 @@ struct Sizes {
     int64_t entries() const { return size * (size - 1) / 2; }
 };
 
-// Tokens whose positions are multiples of the first token's, and the squares that lead to its rotation.
+// As RayTokens of models/rotation/scaling_and_squaring.py, with the squares that lead to a ray's first rotation.
 struct Rays {
     const int64_t* tokens;     // (count, longest), −1 beyond the end of a ray
     const int64_t* squarings;  // (count,)
     const int64_t* offsets;    // (count,) index of a ray's first saved square
     float* saved_squares;      // (groups, saved, blocks, b, b), or null
-    int64_t count, longest, saved, interval;
+    int64_t count, longest, saved, interval, step, mirror;
 
     int64_t length(int64_t ray) const {
         const int64_t* first = tokens + ray * longest;
@@ -76,7 +76,7 @@ struct Exponential {
 
 template <int SIZE>
 struct TangentScratch {
-    Matrix<SIZE, float> rotation, gradient, tangent, total, first, tail, spare, squares[2];
+    Matrix<SIZE, float> rotation, gradient, tangent, total, first, step, tail, spare, squares[2];
 };
 
 template <int SIZE>
@@ -123,14 +123,24 @@ bool block_rotations(const Sizes& sizes, const Rays& rays, const T* positions, c
                 multiply(*spare, *square, *square);
                 std::swap(square, spare);
             }
-            const Matrix<SIZE, T>& first = *square;
+            const Matrix<SIZE, T>&first = *square, *step = square;
             Matrix<SIZE, T>*rotation = spare, *next = &scratch.combinations[2];
-            for (int64_t k = 0, length = rays.length(ray); k < length; ++k) {
+            const int64_t length = rays.length(ray);
+            if (rays.step == 2 && length > 1) {
+                multiply(scratch.combinations[3], first, first);
+                step = &scratch.combinations[3];
+            }
+            for (int64_t k = 0; k < length; ++k) {
                 if (k > 0) {
-                    multiply(*next, k == 1 ? first : *rotation, first);
+                    multiply(*next, k == 1 ? first : *rotation, *step);
                     std::swap(rotation, next);
                 }
-                (k ? *rotation : first).write(rotations[group] + (tokens[k] * blocks + block) * numel, sizes.size);
+                const Matrix<SIZE, T>& result = k ? *rotation : first;
+                result.write(rotations[group] + (tokens[k] * blocks + block) * numel, sizes.size);
+                if (rays.mirror < 0) continue;
+                Matrix<SIZE, T>& transposed = scratch.combinations[4];
+                transposed.read_transposed(result.values, SIZE);
+                transposed.write(rotations[group] + ((rays.mirror - tokens[k]) * blocks + block) * numel, sizes.size);
             }
         }
     };
@@ -143,16 +153,23 @@ bool block_tangents(const Sizes& sizes, const Rays& rays, const float* const* ro
                     const float* const* gradients, float* tangents, int threads) {
     const int64_t blocks = sizes.blocks, size = sizes.size;
     const auto compute = [&](int64_t work, TangentScratch<SIZE>& scratch) {
-        auto& [rotation, gradient, tangent, total, first, tail, spare, squares] = scratch;
+        auto& [rotation, gradient, tangent, total, first, step, tail, spare, squares] = scratch;
         const int64_t group = work / rays.count, ray = work % rays.count, squarings = rays.squarings[ray];
         const int64_t *tokens = rays.tokens + ray * rays.longest, length = rays.length(ray);
         for (int64_t block = 0; block < blocks; ++block) {
             // As exponential_gradient._tangent_of_first, for one ray.
             first.read_transposed(rotations[group] + (tokens[0] * blocks + block) * sizes.numel(), size);
+            const bool pairs = rays.step == 2 && length > 1;
+            if (pairs) multiply(step, first, first);
             for (int64_t k = length - 1; k >= 0; --k) {
                 const int64_t offset = (tokens[k] * blocks + block) * sizes.numel();
                 rotation.read(rotations[group] + offset, size);
                 gradient.read(gradients[group] + offset, size);
+                if (rays.mirror >= 0) {
+                    const int64_t opposite = ((rays.mirror - tokens[k]) * blocks + block) * sizes.numel();
+                    spare.read_transposed(gradients[group] + opposite, size);
+                    gradient += spare;
+                }
                 multiply<true>(tangent, rotation, gradient);
                 subtract_transpose(tangent, spare);
                 if (k == length - 1) {
@@ -160,8 +177,16 @@ bool block_tangents(const Sizes& sizes, const Rays& rays, const float* const* ro
                     continue;
                 }
                 tail += tangent;
+                if (pairs && k == 0) {
+                    std::fill_n(tangent.values, tangent.NUMEL, 0.0f);
+                    add_conjugated(tangent, total, first, spare);
+                    total = tail;
+                    total += tangent;
+                    add_conjugated(total, tangent, first, spare);
+                    continue;
+                }
                 tangent = tail;
-                add_conjugated(tangent, total, first, spare);
+                add_conjugated(tangent, total, pairs ? step : first, spare);
                 total = tangent;
             }
             // As exponential_gradient._conjugate, for one ray.

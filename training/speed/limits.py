@@ -123,24 +123,26 @@ def block_work(encoding: RotaryEncoding, positions: TokenPositions, learned: boo
     """
     Computes and writes exp(Σ_a p_a A_a) of b×b blocks at N tokens, for all layers and heads with generators.
 
-    In float64, an exponential takes five products and one for each halving of its norm down to `POLYNOMIAL_NORM`. On a
-    grid that starts at zero, where R(kp) = R(p)ᵏ, tokens with k > 1 take one product instead. The gradient takes two
-    float32 products for each of these.
+    In float64, an exponential takes five products and one for each halving of its norm down to `POLYNOMIAL_NORM`. On
+    the rays of a grid, see [`RayTokens`], tokens after the first take one product instead, and transposes none. The
+    gradient takes two float32 products for each of these.
     """
     placed = positions.locate().coordinates
     coordinates = placed.double().cpu()
     tokens, size = coordinates.shape[-2], encoding.block_size
-    multiples = coordinates.any(-1).long()
-    if isinstance(positions, GridPositions) and positions.facts.proportional:
-        indices = itertools.product(*map(range, positions.grid))
-        multiples[positions.num_prefix_tokens :] = torch.tensor([math.gcd(*index) for index in indices])
+    first, powers = coordinates.any(-1).nonzero().squeeze(-1), 0
+    if isinstance(positions, GridPositions) and (rays := positions.facts.rays):
+        indices, step, _ = rays.tokens()
+        first, lengths = indices[:, 0], (indices >= 0).sum(1)
+        # Where multiples are 1, 3, 5, …, a ray with several tokens also needs R(p)².
+        powers = int((lengths - 1).sum()) + (int((lengths > 1).sum()) if step == 2 else 0)
     entries = encoding.entries(placed.device).double().cpu()  # (A, layers, heads, blocks, b(b−1)/2)
     products = 0
     for layer in entries.flatten(2, 3).unbind(1):
-        exponents = torch.einsum("pa,akij->pkij", coordinates[multiples == 1], skew(layer, size))
+        exponents = torch.einsum("pa,akij->pkij", coordinates[first], skew(layer, size))
         squarings = (norms(exponents) / POLYNOMIAL_NORM).clamp(min=1).log2().ceil()
-        powers = (multiples > 1).sum().item() * layer.shape[1]
-        products += (EXPONENTIAL_PRODUCTS * squarings.numel() + squarings.sum().item() + powers) * size**3
+        count = EXPONENTIAL_PRODUCTS * squarings.numel() + squarings.sum().item() + powers * layer.shape[1]
+        products += count * size**3
     numbers = tokens * encoding.layers * encoding.heads * encoding.num_blocks * size**2
     return Work(numbers * NUMBER_BYTES, 2 * products if learned else 0, products)
 

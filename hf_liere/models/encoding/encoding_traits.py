@@ -250,6 +250,11 @@ def rotary_traits(config) -> EncodingTraits:
     return ENCODING_TRAITS[config.position_encoding]
 
 
+def rotated_prefix(coordinates: str | None, coordinate: float = 0.5) -> float:
+    """The coordinate of rotated class and register tokens on every axis: the given one, if the centre is not 0."""
+    return 0.0 if coordinates == "centred_grid" else coordinate
+
+
 def default_rotate_prefix(config) -> bool:
     """The default of `rotate_prefix` for images and videos."""
     traits = traits_of(config)

@@ -60,7 +60,7 @@ class FoldedLieRE(LieRE):
             train_grid=config.train_grid,
             convention=config.coordinates,
             num_prefix_tokens=config.num_prefix_tokens,
-            prefix_coordinate=config.prefix_coordinate if config.rotate_prefix else 0.0,
+            prefix_coordinate=config.prefix[1] if config.rotate_prefix else 0.0,
         )
         return grid_name(facts.grid) in self.grids and facts == own
 

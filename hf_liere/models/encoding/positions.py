@@ -6,23 +6,29 @@ from typing import NamedTuple
 import torch
 
 from ..rotation.dispatch import values_are_unknown, working_dtype
+from ..rotation.scaling_and_squaring import Rays
 
 
 def _at_least_one(size: int | torch.Tensor) -> int | torch.Tensor:
     return size.clamp(min=1) if isinstance(size, torch.Tensor) else max(size, 1)
 
 
+def _place_on_train_grid(index, size, trained, width):
+    return index * (size / trained / _at_least_one(size - 1))
+
+
 # (index of a patch, size n of its axis, n₀ of training, size of the last axis), see `TokenPositions.from_grid`.
 COORDINATES = {
     "index": lambda index, size, trained, width: index,
-    "train_grid": lambda index, size, trained, width: index * (size / trained / _at_least_one(size - 1)),
+    "train_grid": _place_on_train_grid,
+    "centred_grid": lambda index, size, *others: _place_on_train_grid(index - (size - 1) / 2, size, *others),
     "train_index": lambda index, size, trained, width: index * (trained / size),
     "fixed_grid": lambda index, size, trained, width: index * (1 / _at_least_one(size - 1)),
     "unit": lambda index, size, trained, width: (index + 0.5) / size,
     "unit_width": lambda index, size, trained, width: (index + 0.5) / width,
 }
-# Conventions that multiply the index.
-PROPORTIONAL = ("index", "train_grid", "train_index", "fixed_grid")
+# Conventions that multiply the index, or its distance from the middle.
+PROPORTIONAL = ("index", "train_grid", "centred_grid", "train_index", "fixed_grid")
 
 
 class TokenPositions:
@@ -163,9 +169,11 @@ class GridFacts(NamedTuple):
         return prepend_prefix(patches, self.num_prefix_tokens, self.prefix_coordinate)  # (P + N, A)
 
     @property
-    def proportional(self) -> bool:
-        """Whether prefix tokens sit at zero and patches at multiples of their index in the grid."""
-        return self.convention in PROPORTIONAL and (self.prefix_coordinate == 0 or self.num_prefix_tokens == 0)
+    def rays(self) -> Rays | None:
+        """Rays from the origin, if prefix tokens sit there and the first patch or the middle of the grid does."""
+        if self.convention not in PROPORTIONAL or (self.prefix_coordinate != 0 and self.num_prefix_tokens):
+            return None
+        return Rays(self.grid, self.num_prefix_tokens, self.convention == "centred_grid")
 
     def match(self, coordinates: torch.Tensor) -> bool:
         """Whether `coordinates` have the values of this grid and need no gradient."""

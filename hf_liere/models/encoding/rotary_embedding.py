@@ -332,8 +332,9 @@ def grid_positions(
 
     Args:
         grid: Patches per axis.
-        coordinates: A convention of [`LieREPixelConfig`]: `"train_grid"` (LieRE's), `"index"` (RoPE's), `"unit"`
-            (ComRoPE's), `"train_index"`, `"fixed_grid"` or `"unit_width"`.
+        coordinates: A convention of [`LieREPixelConfig`]: `"train_grid"` (LieRE's), `"centred_grid"` (the
+            fastest for LieRE's rotations), `"index"` (RoPE's), `"unit"` (ComRoPE's), `"train_index"`, `"fixed_grid"` or
+            `"unit_width"`.
         num_prefix_tokens: Number of tokens before the patches.
         train_grid: Patches per axis of a training input; `None` means `grid`.
         prefix_coordinate: Coordinate of prefix tokens on every axis; at 0 they are not rotated.

@@ -295,13 +295,14 @@ class LieRE(RotaryEncoding):
         self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS
     ) -> Iterable[Rotation]:
         """
-        On a grid that starts at zero, rotations at multiples of a position are powers, see `scaling_and_squaring.Rays`.
+        On a grid that starts at zero or has its middle there, rotations at multiples of a position are powers, and
+        those at its negative multiples their transposes, see `scaling_and_squaring.Rays`.
         Above `ALL_LAYERS_BYTES`, each layer's rotations are computed when they are needed.
         """
         settled, rays = positions.settle(), None
         placed = settled.locate()
-        if isinstance(settled, GridPositions) and settled.facts.proportional:
-            rays = Rays(settled.facts.grid, settled.num_prefix_tokens)
+        if isinstance(settled, GridPositions):
+            rays = settled.facts.rays
         entries = self.entries(placed.coordinates.device)[:, layers]  # (A, layers, heads, blocks, b(b−1)/2)
         num_layers = entries.shape[1]
         elements = num_layers * self.heads * self.num_blocks * self.block_size**2 * placed.coordinates[..., 0].numel()

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 else:
     EncodingName = Literal.__getitem__(("none", "absolute", *ENCODING_TRAITS))
     InitName = Literal["uniform", "normal", "frequencies", "golden_gate", "zeros", "axial", "so3"]
-    CoordinateName = Literal["index", "train_grid", "fixed_grid", "train_index", "unit", "unit_width", "physical"]
+    CoordinateName = Literal[
+        "index", "train_grid", "centred_grid", "fixed_grid", "train_index", "unit", "unit_width", "physical"
+    ]
 
 FLOAT32_MAX = 3.4028234e38
 MAX_AXES = 6
@@ -166,8 +168,10 @@ class GridFields:
     Args:
         coordinates (`str`, *optional*):
             The coordinate of the patch with index i on an axis of n patches that had n₀ in training: `"index"` i;
-            `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"fixed_grid"` i/(n−1), that is
-            linspace(0, 1, n) (LieRE §5.6); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n;
+            `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"centred_grid"` the same minus the middle,
+            (i−(n−1)/2)·(n/n₀)/(n−1): half of LieRE's rotations are then transposes of others, R(−p) = R(p)ᵀ, and class
+            and register tokens are in the middle, which rotates nothing, with or without `rotate_prefix`;
+            `"fixed_grid"` i/(n−1), that is linspace(0, 1, n) (LieRE §5.6); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n;
             `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on video); `"physical"` ½ +
             (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times the `spacing` of the
             input. The centre of the input is at ½, the same tissue in the same field of view has the same coordinates

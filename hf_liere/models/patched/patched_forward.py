@@ -17,6 +17,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..encoding.displacements import draw_displacements
+from ..encoding.encoding_traits import rotated_prefix
 from ..encoding.positions import TokenPositions
 from ..rotation.dispatch import product_dtype, working_dtype
 from ..rotation.grouped_rotation import Rotation
@@ -284,7 +285,7 @@ def compute_rotations(embeddings: nn.Module, args, kwargs, output) -> None:
         raise RuntimeError(
             f"Got {tokens.shape[1]} tokens from {num_patches} patches and cannot tell which patches were kept."
         )
-    centre = 0.5 if rotary_patch.config.rotate_prefix else 0.0
+    centre = rotated_prefix(rotary_patch.coordinates) if rotary_patch.config.rotate_prefix else 0.0
     if patches is None:
         positions = _place_grid(tower, grid, device, prefix_length, centre)
     else:

@@ -117,15 +117,15 @@ def layer_block_rotations(
     """[`block_rotations`] of (A, G, K, b, b) generators, as a (P, K, b, b) tensor for each of the G."""
     if in_portable_graph():
         return portable_rotations(positions, generators, dtype)
-    grid, num_prefix_tokens = rays or (None, 0)
+    grid, num_prefix_tokens, centred = rays or (None, 0, False)
     squarings, saved = _squarings(positions.detach(), generators.detach()), 0
     if torch.is_grad_enabled() and (positions.requires_grad or generators.requires_grad):
         # In a graph the number of squarings is unknown: reserve two per token, enough up to norm 819.
         saved = 2 * positions.shape[0]
         if not values_are_unknown(positions, squarings):
-            tokens = ray_tokens(grid, num_prefix_tokens, len(positions))  # (rays, longest ray)
+            tokens = ray_tokens(grid, num_prefix_tokens, centred, len(positions)).indices  # (rays, longest ray)
             saved = int(num_saved(ray_squarings(tokens, squarings)).sum())
-    place = squarings, grid, num_prefix_tokens
+    place = squarings, grid, num_prefix_tokens, centred
     *rotations, _ = _block_rotations(positions, generators, *place, saved, dtype, query_dtype or dtype)
     return rotations
 
@@ -141,14 +141,15 @@ def _squarings(positions, generators):
     return (norms / largest_norm(positions.shape[1])).clamp(min=1.0).log2().ceil().long()
 
 
-def _fake_rotations(positions, generators, squarings, grid, num_prefix_tokens, saved, dtype, query_dtype):
+def _fake_rotations(positions, generators, squarings, grid, num_prefix_tokens, centred, saved, dtype, query_dtype):
     _, groups, blocks, size, _ = generators.shape
     shapes = [*[(positions.shape[0], blocks, size, size)] * groups, (groups, saved, blocks, size, size)]
     return [positions.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
 def _save_results(ctx, inputs, output):
-    positions, generators, squarings, ctx.grid, ctx.num_prefix_tokens, *_ = inputs
+    positions, generators, squarings, *place = inputs
+    ctx.place = place[:3]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(positions, generators, squarings, *output)
 
@@ -156,9 +157,9 @@ def _save_results(ctx, inputs, output):
 def _gradients(ctx, *gradients):
     positions, generators, squarings, *results = ctx.saved_tensors
     gradients = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients[:-1], results)]
-    place, needs_positions = (squarings, ctx.grid, ctx.num_prefix_tokens), ctx.needs_input_grad[0]
-    found = block_rotations_backward(positions, generators, *place, results, gradients, needs_positions)
-    return *(x if needed else None for x, needed in zip(found, ctx.needs_input_grad)), *[None] * 6
+    needs_positions = ctx.needs_input_grad[0]
+    found = block_rotations_backward(positions, generators, squarings, *ctx.place, results, gradients, needs_positions)
+    return *(x if needed else None for x, needed in zip(found, ctx.needs_input_grad)), *[None] * 7
 
 
 @operator(
@@ -168,11 +169,11 @@ def _gradients(ctx, *gradients):
     save=_save_results,
     reads_values=True,
 )
-def _block_rotations(positions, generators, squarings, grid, num_prefix_tokens, saved, dtype, query_dtype):
+def _block_rotations(positions, generators, squarings, grid, num_prefix_tokens, centred, saved, dtype, query_dtype):
     """G rotations (P, K, b, b), and squares for the backward pass (G, `saved`, K, b, b) if there is room for all."""
-    tokens = ray_tokens(grid, num_prefix_tokens, len(positions))  # (rays, longest ray)
+    rays = ray_tokens(grid, num_prefix_tokens, centred, len(positions))
     dtypes = product_dtypes(positions, squarings, query_dtype)
-    squarings = ray_squarings(tokens, squarings)  # (rays,)
+    squarings = ray_squarings(rays.indices, squarings)  # (rays,)
     squares = positions.new_empty(generators.shape[1], saved, *generators.shape[2:], dtype=dtype)
     room = squares if 0 < saved >= int(num_saved(squarings).sum()) else None
-    return [*ray_rotations(positions, generators, tokens, squarings, room, dtype, dtypes), squares]
+    return [*ray_rotations(positions, generators, rays, squarings, room, dtype, dtypes), squares]

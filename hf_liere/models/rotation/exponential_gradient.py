@@ -16,6 +16,7 @@ import torch
 from .dispatch import find_backend, operator
 from .scaling_and_squaring import (
     SAVE_INTERVAL,
+    RayTokens,
     find_exponential_backend,
     first_square,
     largest_norm,
@@ -23,6 +24,7 @@ from .scaling_and_squaring import (
     ray_rotations,
     ray_squarings,
     ray_tokens,
+    rotation_of_step,
     split_rays,
 )
 
@@ -32,7 +34,7 @@ MOST_MOMENT_AXES = 3
 # Elements that are processed at a time, to limit memory.
 SLICE_ELEMENTS = 1 << 22
 # Of the operators of the rotations and of their gradients.
-ARGUMENTS = "Tensor positions, Tensor generators, Tensor squarings, SymInt[]? grid, SymInt num_prefix_tokens"
+ARGUMENTS = "Tensor positions, Tensor generators, Tensor squarings, SymInt[]? grid, SymInt num_prefix_tokens, bool centred"
 
 
 @operator(
@@ -41,23 +43,23 @@ ARGUMENTS = "Tensor positions, Tensor generators, Tensor squarings, SymInt[]? gr
     reads_values=True,
 )
 def block_rotations_backward(
-    positions, generators, squarings, grid, num_prefix_tokens, results, gradients, needs_positions
+    positions, generators, squarings, grid, num_prefix_tokens, centred, results, gradients, needs_positions
 ):
     """Gradients of positions, zeros unless they are needed, and of generators."""
     *rotations, squares = results
-    tokens = ray_tokens(grid, num_prefix_tokens, len(positions))
-    squarings = ray_squarings(tokens, squarings)
+    rays = ray_tokens(grid, num_prefix_tokens, centred, len(positions))
+    squarings = ray_squarings(rays.indices, squarings)
     offsets = num_saved(squarings).cumsum(0)
     if len(squarings) and int(offsets[-1]) > squares.shape[1]:
         # In a graph there was not enough room.
         squares = squares.new_empty(squares.shape[0], int(offsets[-1]), *squares.shape[2:])
-        ray_rotations(positions, generators, tokens, squarings, squares, squares.dtype, (positions.dtype,) * 2)
-    first = tokens[:, 0].to(positions.device)
+        ray_rotations(positions, generators, rays, squarings, squares, squares.dtype, (positions.dtype,) * 2)
+    first = rays.indices[:, 0].to(positions.device)
     scales = torch.ldexp(torch.ones_like(squarings, dtype=positions.dtype), -squarings).to(positions.device)
     coordinates = positions[first] * scales.unsqueeze(-1)  # (rays, A)
     backend = find_exponential_backend(positions, generators, squares.dtype)
     find_tangents = backend.block_tangents if backend else ray_tangents
-    entries = find_tangents(rotations, gradients, tokens, squarings, squares)  # (G, rays, K·b(b−1)/2)
+    entries = find_tangents(rotations, gradients, rays, squarings, squares)  # (G, rays, K·b(b−1)/2)
     positions_gradient = torch.zeros_like(positions).contiguous()
     if needs_positions or positions.shape[1] > MOST_MOMENT_AXES:
         coordinates_gradient, generators_gradient = gradients_by_token(coordinates, generators, entries)
@@ -71,27 +73,31 @@ def block_rotations_backward(
 def ray_tangents(
     rotations: list[torch.Tensor],
     gradients: list[torch.Tensor],
-    tokens: torch.Tensor,
+    rays: RayTokens,
     squarings: torch.Tensor,
     squares: torch.Tensor,
 ) -> torch.Tensor:
     """
-    Gradients of the tangents of the scaled exponents, from the results and gradients of [`ray_rotations`].
+    Gradients of the tangents of the scaled exponents, from the results and gradients of [`ray_rotations`]. Those of
+    R(−p) = R(p)ᵀ are transposed and added to those of R(p).
 
     Returns:
         (G, rays, K·b(b−1)/2) [`upper_entries`] of M, whose skew part is the gradient.
     """
     blocks, size = rotations[0].shape[1], rotations[0].shape[-1]
-    entries = squares.new_empty(len(rotations), len(tokens), blocks * (size * (size - 1) // 2))
+    entries = squares.new_empty(len(rotations), len(squarings), blocks * (size * (size - 1) // 2))
     places = first_square(squarings).to(squares.device)
-    chunks = split_rays(tokens, squarings, blocks * size**2, squares.device)
+    chunks = split_rays(rays.indices, squarings, blocks * size**2, squares.device)
     for group, chunk in itertools.product(range(len(rotations)), chunks):
         chosen = [rotations[group].index_select(0, multiple) for multiple in chunk.multiples]
-        tangents = [
-            rotation.transpose(-1, -2) @ gradients[group].index_select(0, multiple)
-            for rotation, multiple in zip(chosen, chunk.multiples)
-        ]
-        tangents = _tangent_of_first(chosen[0], tangents).flatten(0, 1)
+        tangents = []
+        for rotation, multiple in zip(chosen, chunk.multiples):
+            gradient = gradients[group].index_select(0, multiple)
+            if rays.mirror >= 0:
+                gradient += gradients[group].index_select(0, rays.mirror - multiple).transpose(-1, -2)
+            tangents.append(rotation.transpose(-1, -2) @ gradient)
+        step = rotation_of_step(chosen[0], chunk, rays.step)
+        tangents = _tangent_of_first(chosen[0], step, tangents).flatten(0, 1)
         for squaring in range(0, chunk.squarings, SAVE_INTERVAL):
             square = squares[group].index_select(0, places[chunk.rays] + squaring // SAVE_INTERVAL).flatten(0, 1)
             tangents = _conjugate(tangents, square, min(SAVE_INTERVAL, chunk.squarings - squaring))
@@ -100,24 +106,32 @@ def ray_tangents(
     return entries
 
 
-def _tangent_of_first(first: torch.Tensor, tangents: list[torch.Tensor]) -> torch.Tensor:
+def _tangent_of_first(first: torch.Tensor, step: torch.Tensor, tangents: list[torch.Tensor]) -> torch.Tensor:
     """
     The gradient of a tangent Ω of R, R → R(1 + Ω), from the gradients Wₖ = (Rᵏ)ᵀ dL/d(Rᵏ) of tangents of R, R², …:
-    Σₖ Σ_{j<k} Rʲ Wₖ R⁻ʲ, by Horner's rule.
+    Σₖ Σ_{j<k} Rʲ Wₖ R⁻ʲ, by Horner's rule. For R, R³, … the sums over pairs of j are those of R² and Wₖ + R Wₖ R⁻¹.
 
     Args:
         first: (rays, K, b, b), R.
+        step: R, or (rays with several multiples, K, b, b) R².
         tangents: (rays, K, b, b) for each multiple, of the rays that are long enough; overwritten.
     """
-    tail, *shorter = reversed(tangents)
-    total = tail
-    for tangent in shorter:
-        longer = first[: len(tail)]
-        tangent[: len(tail)] += tail
-        conjugated = longer @ total @ longer.transpose(-1, -2)
+    tail = total = tangents[-1]
+    for multiple in range(len(tangents) - 2, -1, -1):
+        tangent, longer = tangents[multiple], slice(len(tail))
+        tangent[longer] += tail
+        is_pair = multiple == 0 and step is not first
+        conjugated = _rotate_tangents((first if is_pair else step)[longer], total)
         tail, total = tangent, tangent.clone()
-        total[: len(longer)] += conjugated
+        total[longer] += conjugated
+        if is_pair:
+            total[longer] += _rotate_tangents(first[longer], conjugated)
     return total
+
+
+def _rotate_tangents(rotations: torch.Tensor, tangents: torch.Tensor) -> torch.Tensor:
+    """R W R⁻¹; (rays, K, b, b)."""
+    return rotations @ tangents @ rotations.transpose(-1, -2)
 
 
 def _conjugate(tangents: torch.Tensor, square: torch.Tensor, squarings: int) -> torch.Tensor:

@@ -42,53 +42,77 @@ CHUNK_ELEMENTS = 1 << 16
 DEVICE_CHUNK_ELEMENTS = 1 << 22
 
 
-class Rays(NamedTuple):
+class RayTokens(NamedTuple):
     """
-    Tokens at the multiples 1, 2, … of a position: R(kp) = R(p)ᵏ, one product instead of an exponential. On a grid that
-    starts at zero these are all tokens but those with coprime indices.
+    Tokens by the ray from the origin that they are on: R(kp) = R(p)ᵏ, one product instead of an exponential. Tokens at
+    the origin are on no ray.
 
     Attributes:
-        grid: Patches per axis, whose positions are proportional to their indices.
+        indices: (rays, longest ray) index of the token at each multiple, −1 beyond the end of a ray.
+        step: 1 for the multiples 1, 2, 3, …; 2 for 1, 3, 5, …, where R((k + 2)p) = R(kp) R(p)².
+        mirror: Token `mirror` − i is at the negative position of token i: R(−p) = R(p)ᵀ. −1 without such tokens.
+    """
+
+    indices: torch.Tensor
+    step: int = 1
+    mirror: int = -1
+
+
+class Rays(NamedTuple):
+    """
+    A grid with tokens on rays. If it starts at the origin, rays start at tokens with coprime indices. If the origin is
+    its middle, the second half of the tokens is on rays and the first half is their mirror image; positions along axes
+    of even size are odd multiples of half a step, and so are those along rays.
+
+    Attributes:
+        grid: Patches per axis, with equal steps along each axis.
         num_prefix_tokens: Tokens before the patches, at position zero.
+        centred: Whether the origin is the middle of the grid and not the first patch.
     """
 
     grid: tuple[int, ...]
     num_prefix_tokens: int = 0
+    centred: bool = False
 
-    def tokens(self) -> torch.Tensor:
-        """
-        (rays, longest ray) index of the token at each multiple, −1 beyond the end of a ray. Tokens at position zero are
-        in no ray.
-        """
+    def tokens(self) -> RayTokens:
+        """The tokens on the rays."""
         return _grid_rays(*self)
 
 
 @functools.lru_cache(maxsize=64)
-def _grid_rays(grid: tuple[int, ...], num_prefix_tokens: int) -> torch.Tensor:
+def _grid_rays(grid: tuple[int, ...], num_prefix_tokens: int, centred: bool) -> RayTokens:
     rays: dict[tuple[int, ...], list[int]] = {}
     for token, index in enumerate(itertools.product(*map(range, grid)), start=num_prefix_tokens):
+        if centred:
+            # In half steps.
+            index = tuple(2 * i - size + 1 for i, size in zip(index, grid))
         multiple = math.gcd(*index)
-        if multiple:
-            # Raster order meets the multiples in order.
+        # Raster order is that of tuples: those above zero are the second half, and multiples come in order.
+        if index > (0,) * len(grid):
             rays.setdefault(tuple(i // multiple for i in index), []).append(token)
     longest = max(map(len, rays.values()), default=1)
     rows = [ray + [-1] * (longest - len(ray)) for ray in rays.values()]
     # Training cannot use tensors that inference mode made.
     with torch.inference_mode(False):
-        return torch.tensor(rows, dtype=torch.long, device="cpu").view(len(rows), longest)
+        indices = torch.tensor(rows, dtype=torch.long, device="cpu").view(len(rows), longest)
+    if not centred:
+        return RayTokens(indices)
+    step = 2 if any(size % 2 == 0 for size in grid) else 1
+    return RayTokens(indices, step, mirror=2 * num_prefix_tokens + math.prod(grid) - 1)
 
 
-def ray_tokens(grid: Sequence[int] | None, num_prefix_tokens: int, num_tokens: int) -> torch.Tensor:
+def ray_tokens(grid: Sequence[int] | None, num_prefix_tokens: int, centred: bool, num_tokens: int) -> RayTokens:
     """The tokens of [`Rays`], or every token as a separate ray without a grid."""
     if grid is None:
-        return torch.arange(num_tokens, device="cpu").unsqueeze(-1)
-    return Rays(tuple(grid), num_prefix_tokens).tokens()
+        return RayTokens(torch.arange(num_tokens, device="cpu").unsqueeze(-1))
+    return Rays(tuple(grid), num_prefix_tokens, centred).tokens()
 
 
 def ray_squarings(tokens: torch.Tensor, squarings: torch.Tensor) -> torch.Tensor:
     """
-    (rays,) how often the first rotation of each ray is squared, from the (P,) squarings of the tokens. Small groups
-    join the next number: one more squaring costs less than a separate group.
+    (rays,) how often the first rotation of each ray is squared, from the (P,) squarings of all tokens and the (rays,
+    longest ray) `tokens` of [`RayTokens`]. Small groups join the next number: one more squaring costs less than a
+    separate group.
     """
     squarings = squarings[tokens[:, 0]]  # (rays,)
     counts, done = squarings.unique(), -1
@@ -125,7 +149,7 @@ class Chunk(NamedTuple):
 
 
 def split_rays(tokens: torch.Tensor, squarings: torch.Tensor, elements: int, device: torch.device) -> list[Chunk]:
-    """Chunks of rays, for rotations of `elements` numbers each."""
+    """Chunks of rays, (rays, longest ray) `tokens`, for rotations of `elements` numbers each."""
     lengths = (tokens >= 0).sum(1)  # (rays,)
     most = max(1, (CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS) // elements)
     chunks = []
@@ -172,7 +196,7 @@ def find_exponential_backend(positions: torch.Tensor, generators: torch.Tensor, 
 def ray_rotations(
     positions: torch.Tensor,
     generators: torch.Tensor,
-    tokens: torch.Tensor,
+    rays: RayTokens,
     squarings: torch.Tensor,
     squares: torch.Tensor | None,
     dtype: torch.dtype,
@@ -184,7 +208,7 @@ def ray_rotations(
     Args:
         positions: (P, A) in the working type.
         generators: (A, G, K, b, b).
-        tokens: (rays, longest ray), see [`Rays`].
+        rays: The tokens at positions other than zero, or those that the others mirror.
         squarings: (rays,), how often each ray's first rotation is squared.
         squares: (G, saved, K, b, b) for every `SAVE_INTERVAL`-th square, those of a ray from `first_square` on; it is
             overwritten. `None` saves nothing.
@@ -195,15 +219,15 @@ def ray_rotations(
         For each of the G groups (P, K, b, b).
     """
     if backend := find_exponential_backend(positions, generators, dtype):
-        return backend.block_rotations(positions.to(dtypes[0]), generators, tokens, squarings, squares, dtype)
+        return backend.block_rotations(positions.to(dtypes[0]), generators, rays, squarings, squares, dtype)
     _, groups, blocks, size, _ = generators.shape
-    # Tokens at the origin belong to no ray: their rotation stays the identity.
+    # Tokens at the origin are on no ray: their rotation stays the identity.
     identity = torch.eye(size, dtype=dtype, device=positions.device).expand(len(positions), blocks, size, size)
     # `clone` copies even where nothing is repeated.
     rotations = tuple(identity.clone(memory_format=torch.contiguous_format) for _ in range(groups))
     memory, spare = (torch.empty(0, dtype=dtype, device=positions.device) for dtype in dtypes)
     places = first_square(squarings).to(positions.device)  # (rays,)
-    chunks = split_rays(tokens, squarings, generators[0, 0].numel(), positions.device)
+    chunks = split_rays(rays.indices, squarings, generators[0, 0].numel(), positions.device)
     for group, chunk in itertools.product(range(groups), chunks):
         exponents = _exponents(positions[chunk.multiples[0]], generators[:, group], chunk.squarings)  # (rays · K, b, b)
         # Buffers are reused: small products spend most of their time on allocations.
@@ -216,11 +240,23 @@ def ray_rotations(
                 squares[group].index_copy_(0, places[chunk.rays] + squaring // SAVE_INTERVAL, saved)
             square, other = torch.bmm(square, square, out=other), square
         first = rotation = square.view(-1, blocks, size, size)  # (rays, K, b, b)
-        rotations[group].index_copy_(0, chunk.multiples[0], first.to(dtype))
-        for multiple in chunk.multiples[1:]:
-            rotation = rotation[: len(multiple)] @ first[: len(multiple)]
-            rotations[group].index_copy_(0, multiple, rotation.to(dtype))
+        step = rotation_of_step(first, chunk, rays.step)
+        for number, multiple in enumerate(chunk.multiples):
+            if number:
+                rotation = rotation[: len(multiple)] @ step[: len(multiple)]
+            result = rotation.to(dtype)
+            rotations[group].index_copy_(0, multiple, result)
+            if rays.mirror >= 0:
+                rotations[group].index_copy_(0, rays.mirror - multiple, result.transpose(-1, -2))
     return rotations
+
+
+def rotation_of_step(first: torch.Tensor, chunk: Chunk, step: int) -> torch.Tensor:
+    """(rays, K, b, b) rotations that lead from a multiple to the next one, for rays with more than one token."""
+    if step == 1 or len(chunk.multiples) == 1:
+        return first
+    longer = first[: len(chunk.multiples[1])]
+    return longer @ longer
 
 
 def portable_rotations(positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
 from transformers.utils import logging
 
-from ..encoding.encoding_traits import ENCODING_TRAITS, default_rotate_prefix
+from ..encoding.encoding_traits import ENCODING_TRAITS, default_rotate_prefix, rotated_prefix
 from ..encoding.rotary_fields import GridFields, RotaryFields
 from ..saved_code import SavesItsCode
 from .validation import FORMAT_VERSION, check_architecture, check_pixels, check_tokens
@@ -39,7 +39,8 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
             on differences of coordinates too. Otherwise it means no (LieRE, RoPE-Mixed; models of tokens, whose
             positions have no common centre).
         prefix_coordinate (`float`, defaults to 0.5):
-            Coordinate of class and register tokens on every axis, for `rotate_prefix` and `position_table_size`.
+            Coordinate of class and register tokens on every axis, for `rotate_prefix` and `position_table_size`;
+            in `centred_grid` it is 0.
         use_class_token (`bool`, defaults to `True`): Whether a class token precedes the patches.
         num_register_tokens (`int`, defaults to 0): Number of register tokens, placed after the class token.
         pooling (`str`, defaults to `"cls"`):
@@ -215,6 +216,12 @@ class LieREPixelConfig(GridFields, LieREConfig):
     @property
     def num_axes(self) -> int:
         return len(self.patch_shape)
+
+    @property
+    def prefix(self) -> tuple[int, float]:
+        """As [`LieREConfig.prefix`]."""
+        number, coordinate = super().prefix
+        return number, rotated_prefix(self.coordinates, coordinate)
 
     @property
     def train_grid(self) -> tuple[int, ...]:

@@ -83,6 +83,12 @@ def check_pixels(config) -> None:
         raise ValueError(
             "position_table_resize='antialias' exists for images only; accepted here: 'interpolate', 'truncate'."
         )
+    if config.coordinates == "centred_grid" and (size is not None or config.prefix_coordinate != 0.5):
+        raise ValueError(
+            f"position_table_size={size} and prefix_coordinate={config.prefix_coordinate} contradict "
+            "coordinates='centred_grid': a table is read at coordinates from 0 to 1, half of these are negative, and "
+            "class and register tokens are at their origin; accepted: position_table_size=None, prefix_coordinate=0.5."
+        )
     _check_augmentation(config)
     _check_physical_unit(config)
 
