@@ -79,10 +79,14 @@ def test_images_of_one_size(tiny, tmp_path, encoding, block_size, suffix):
         run_exported(path, torch.randn(1, 3, 24, 24))
 
 
-@pytest.mark.parametrize("suffix", [".onnx", pytest.param(".pt2", marks=pytest.mark.slow)])
-def test_liere_of_any_size(tiny, tmp_path, suffix):
+@pytest.mark.parametrize(
+    "suffix, coordinates",
+    [(".onnx", "centred_grid"), pytest.param(".pt2", "train_grid", marks=pytest.mark.slow)],
+)
+def test_liere_of_any_size(tiny, tmp_path, suffix, coordinates):
     """The exponential itself is in the graph, in float64."""
-    model = hf_liere.LieREViTForImageClassification(tiny(position_encoding="liere", num_hidden_layers=1))
+    config = tiny(position_encoding="liere", num_hidden_layers=1, coordinates=coordinates)
+    model = hf_liere.LieREViTForImageClassification(config)
     path = export_model(model, tmp_path / f"model{suffix}", dynamic_size=True)
     assert_same(model, path, torch.randn(1, 3, 16, 16), torch.randn(2, 3, 8, 24))
 

@@ -67,6 +67,7 @@ from training.speed.tables import (
 
 ENCODING_ROWS = "absolute none axial_rope golden_gate_rope rope_mixed comrope_ap8 comrope_ld8".split()
 ENCODING_ROWS += "cayley_string circulant_string spherical_rope liere_product liere8 liere64".split()
+ENCODING_ROWS += "centred_liere8 centred_liere64".split()
 # naive_liere64 is measured only where --rows names it: a step takes minutes.
 REFERENCE_ROWS = "naive_liere8 naive_comrope_ld8".split()
 TIMM_ROWS = "timm_absolute timm_rope_mixed".split()

@@ -41,6 +41,7 @@ from ..models.encoding.encoding_traits import (
     ENCODING_TRAITS,
     OWN_FIELDS,
     TRIPLES,
+    generators_commute,
     rotary_traits,
     traits_of,
 )
@@ -66,6 +67,7 @@ def upgrade_encoding(
     block_size: int | None = None,
     share_heads: bool | None = None,
     share_layers: bool | None = None,
+    coordinates: str | None = None,
 ) -> LieREPreTrainedModel:
     """
     A model with a more general position encoding that computes the same function; see the top of this file.
@@ -76,10 +78,13 @@ def upgrade_encoding(
         block_size: Size of its blocks; `None` means the configuration's default.
         share_heads: Whether all heads share generators; `None` keeps the model's choice (`False` without rotations).
         share_layers: Whether all layers share generators, likewise.
+        coordinates: Coordinates of the new model; `None` keeps the model's. `train_grid` and `centred_grid` differ by a
+            shift, which changes nothing if generators commute and there are no class and register tokens, at which the
+            shift would be seen; a model that rotates nothing takes any.
 
     Returns:
-        A new model of the same class, dtype, device and mode. It keeps coordinates, `rotate_prefix` and tables; if
-        nothing was rotated before, it has the default coordinates and `rotate_prefix`.
+        A new model of the same class, dtype, device and mode. It keeps `rotate_prefix` and tables; if nothing was
+        rotated before, it has the default coordinates and `rotate_prefix`.
 
     Raises:
         ConversionError: if no model of the new encoding computes the same function, with the mathematical reason.
@@ -88,7 +93,10 @@ def upgrade_encoding(
         raise ConversionError(
             f"position_encoding={position_encoding!r} learns no rotations; accepted are {', '.join(LEARNED_ENCODINGS)}."
         )
-    changes = {"block_size": block_size, "share_heads": share_heads, "share_layers": share_layers}
+    changes: dict[str, object] = {"block_size": block_size, "share_heads": share_heads, "share_layers": share_layers}
+    if coordinates is not None:
+        _check_coordinates(model.config, coordinates)
+        changes["coordinates"] = coordinates
     config = _upgrade_config(model.config, {"position_encoding": position_encoding, **changes})
     encoder, prefix = find_encoder(model)
     parameters, bases = _upgrade_parameters(encoder.rotary_encoding, model.config, config)
@@ -101,6 +109,26 @@ def upgrade_encoding(
         for index, layer in enumerate(find_encoder(upgraded)[0].layers):
             layer.attention.fold(bases[index % len(bases)].unsqueeze(1).to(device))
     return upgraded
+
+
+def _check_coordinates(config: LieREConfig, coordinates: str) -> None:
+    """Raise [`ConversionError`] if a model of these rotations computes something else in other coordinates."""
+    old, reason = getattr(config, "coordinates", None), None
+    if config.train_grid is None:
+        reason = "positions come with every input"
+    elif config.position_table_size is not None:
+        reason = "the table is read at coordinates"
+    elif traits_of(config) is None or old == coordinates:
+        return
+    elif {old, coordinates} != {"train_grid", "centred_grid"}:
+        reason = "only 'train_grid' and 'centred_grid' differ by a shift"
+    elif not generators_commute(config):
+        reason = f"generators of {config.position_encoding} need not commute, so a shift changes what they compute"
+    elif config.num_prefix_tokens:
+        reason = "patches would move relative to class and register tokens"
+    else:
+        return
+    raise ConversionError(f"No exact change of coordinates from {old!r} to {coordinates!r}: {reason}.")
 
 
 def _upgrade_config(config: LieREConfig, changes: dict[str, object]) -> LieREConfig:

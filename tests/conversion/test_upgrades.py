@@ -268,6 +268,45 @@ def test_what_has_no_exact_upgrade_is_refused_with_the_reason(tiny, old, fields,
         upgrade_encoding(model, position_encoding=new, block_size=block_size)
 
 
+WITHOUT_CLASS_TOKEN = {"use_class_token": False, "pooling": "mean"}
+
+
+@pytest.mark.parametrize("old, new", [("rope_mixed", "liere"), ("comrope_ld", "rope_mixed"), ("axial_rope", "liere")])
+@pytest.mark.parametrize("coordinates", [("train_grid", "centred_grid"), ("centred_grid", "train_grid")])
+@torch.no_grad()
+def test_commuting_generators_may_be_centred(tiny, old, new, coordinates):
+    """Attention depends on differences of positions alone, at every size."""
+    model = classifier(tiny(position_encoding=old, coordinates=coordinates[0], **WITHOUT_CLASS_TOKEN))
+    upgraded = upgrade_encoding(model, position_encoding=new, block_size=2, coordinates=coordinates[1])
+    assert upgraded.config.coordinates == coordinates[1]
+    for size in ((16, 16), (8, 24)):
+        pixels = images(2, 3, *size)
+        torch.testing.assert_close(upgraded(pixels).logits, model(pixels).logits, **EXACT)
+
+
+@torch.no_grad()
+def test_a_model_without_rotations_takes_any_coordinates(tiny):
+    model = classifier(tiny(position_encoding="absolute"))
+    upgraded = upgrade_encoding(model, position_encoding="liere", coordinates="centred_grid")
+    assert upgraded.config.coordinates == "centred_grid"
+    pixels = images(2, 3, 16, 16)
+    torch.testing.assert_close(upgraded(pixels).logits, model(pixels).logits, **EXACT)
+
+
+@pytest.mark.parametrize(
+    "fields, coordinates, reason",
+    [
+        ({"position_encoding": "liere", **WITHOUT_CLASS_TOKEN}, "centred_grid", "generators of liere need not commute"),
+        ({"position_encoding": "rope_mixed", "coordinates": "train_grid"}, "centred_grid", "relative to class"),
+        ({"position_encoding": "rope_mixed", **WITHOUT_CLASS_TOKEN}, "centred_grid", "'index' to .*differ by a shift"),
+        ({"position_encoding": "absolute", "position_table_size": [3, 3]}, "centred_grid", "table is read at"),
+    ],
+)
+def test_coordinates_that_change_the_function_are_refused(tiny, fields, coordinates, reason):
+    with pytest.raises(ConversionError, match=reason):
+        upgrade_encoding(classifier(tiny(**fields)), position_encoding="liere", coordinates=coordinates)
+
+
 RESIZED = [
     ("none", {}),
     ("absolute", {}),
@@ -279,8 +318,10 @@ RESIZED = [
     ("liere", {"block_size": 4}),
     ("liere", {"share_layers": True}),
     ("liere", {"coordinates": "unit", "rotate_prefix": True}),
+    ("liere", {"coordinates": "centred_grid", "rotate_prefix": True}),
     ("comrope_ap", {"block_size": 4, "coordinates": "train_grid"}),
     ("comrope_ld", {"coordinates": "train_grid"}),
+    ("comrope_ld", {"coordinates": "centred_grid"}),
     ("comrope_ld", {"use_absolute_position_embeddings": True}),
     ("cayley_string", {"coordinates": "train_grid"}),
     ("liere_product", {"coordinates": "train_grid"}),
@@ -314,9 +355,12 @@ def test_sizes_that_no_model_computes_the_same_at(tiny, fields, size, reason):
         resize_input(classifier(tiny(**fields)), size)
 
 
-@pytest.mark.parametrize("encoding, block_size", [("rope_mixed", None), ("liere", 4), ("comrope_ap", 4)])
+@pytest.mark.parametrize(
+    "encoding, block_size, coordinates",
+    [("rope_mixed", None, None), ("liere", 4, "centred_grid"), ("comrope_ap", 4, None)],
+)
 @torch.no_grad()
-def test_the_command_upgrades_a_plain_vit_to_other_images(tmp_path, capsys, encoding, block_size):
+def test_the_command_upgrades_a_plain_vit_to_other_images(tmp_path, capsys, encoding, block_size, coordinates):
     """Against transformers' own ViT, which resizes its table when it is called."""
     fields = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
     torch.manual_seed(0)
@@ -326,11 +370,13 @@ def test_the_command_upgrades_a_plain_vit_to_other_images(tmp_path, capsys, enco
     plain.save_pretrained(tmp_path / "vit")
     transformers.ViTImageProcessor(image_mean=[0.1, 0.2, 0.3]).save_pretrained(tmp_path / "vit")
     blocks = [] if block_size is None else ["--block_size", str(block_size)]
-    command = [str(tmp_path / "vit"), str(tmp_path / "upgraded"), "--position_encoding", encoding, *blocks]
+    places = [] if coordinates is None else ["--coordinates", coordinates]
+    command = [str(tmp_path / "vit"), str(tmp_path / "upgraded"), "--position_encoding", encoding, *blocks, *places]
     assert main(["upgrade", *command, "--image_size", "32"]) == 0
     assert f"LieREViTForImageClassification with position_encoding='{encoding}'" in capsys.readouterr().out
     upgraded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "upgraded")
     assert upgraded.config.image_size == 32 and upgraded.config.position_encoding == encoding
+    assert coordinates is None or upgraded.config.coordinates == coordinates
     assert sum(parameter.numel() for _, parameter in upgraded.liere.rotary_parameters()) > 0
     pixels = images(2, 3, 32, 32)
     expected = plain(pixels, interpolate_pos_encoding=True).logits

@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_liere.kernels import cpu as cpu_kernels
 from hf_liere.kernels import cpu_library
+from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.rotation.exponential import block_rotations, skew
 from hf_liere.models.rotation.exponential_gradient import GradientMoments
-from hf_liere.models.rotation.scaling_and_squaring import num_saved
+from hf_liere.models.rotation.scaling_and_squaring import RayTokens, num_saved
 
 
 needs_kernels = pytest.mark.usefixtures("compiled_kernels")
@@ -41,7 +42,8 @@ def test_the_number_of_threads_changes_no_bit():
 
 def saved(positions, generators):
     """What the backward pass gets."""
-    rays, squarings = torch.arange(len(positions)).unsqueeze(-1), torch.full((len(positions),), 6)
+    rays = RayTokens(torch.arange(len(positions)).unsqueeze(-1))
+    squarings = torch.full((len(positions),), 6)
     squares = torch.empty(1, int(num_saved(squarings).sum()), *generators.shape[1:])
     rotations = cpu_kernels.block_rotations(positions, generators.unsqueeze(1), rays, squarings, squares, torch.float32)
     return rotations, tuple(rotation.flip(0) for rotation in rotations), rays, squarings, squares
@@ -127,6 +129,27 @@ def test_bfloat16_is_rounded_once(every_library, shape):
 
 
 @needs_kernels
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 12, 23, 64])
+@pytest.mark.parametrize("grid", [(4, 5), (5, 5)])
+def test_mirrored_rays(every_library, grid, size):
+    """Odd multiples where a size of the grid is even, all multiples where none is."""
+    placed = TokenPositions.from_grid(grid, grid, "centred_grid", 1)
+    positions, blocks = placed.coordinates, 1 + (size < 64)
+    entries = torch.randn(2, blocks, size * (size - 1) // 2, dtype=torch.float64) * 6 / size**0.5
+    weight = torch.randn(blocks, len(positions), size, size, dtype=torch.float64)
+
+    def step(rotations_of, dtype):
+        learned = entries.to(dtype).requires_grad_()
+        rotations = rotations_of(positions, skew(learned, size))
+        return rotations, *torch.autograd.grad((rotations * weight.to(dtype)).sum(), learned)
+
+    found = step(lambda *given: block_rotations(*given, rays=placed.facts.rays), torch.float32)
+    for ours, exact in zip(found, step(exact_rotations, torch.float64), strict=True):
+        # As in the test above.
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=4e-6 * exact.abs().max().item())
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 2, 5, 11, 2), (1, 1, 5, 11, 2), (3, 2, 5, 8, 2)])
 def test_one_pass_gives_what_two_give(every_library, shape, dtype):
@@ -143,7 +166,7 @@ def test_one_pass_gives_what_two_give(every_library, shape, dtype):
 def test_exponentials_in_float32(every_library, size):
     positions, squarings = torch.rand(7, 2), 4
     generators = skew(torch.randn(2, 1, 2, size * (size - 1) // 2) / size**0.5, size)
-    rays = torch.arange(7).unsqueeze(-1)
+    rays = RayTokens(torch.arange(7).unsqueeze(-1))
     counts = torch.full((7,), squarings)
     (found,) = cpu_kernels.block_rotations(positions, generators, rays, counts, None, torch.float32)
     exact = exact_rotations(positions.double(), generators[:, 0].double()).transpose(0, 1)
@@ -175,7 +198,12 @@ def test_types_that_would_be_misread_are_refused():
     with pytest.raises(ValueError, match="Positions in torch.float16"):
         generators = skew(torch.randn(2, 1, 3, 28), 8)
         cpu_kernels.block_rotations(
-            torch.rand(4, 2).half(), generators, torch.zeros(1, 1).long(), torch.ones(1).long(), None, torch.float32
+            torch.rand(4, 2).half(),
+            generators,
+            RayTokens(torch.zeros(1, 1).long()),
+            torch.ones(1).long(),
+            None,
+            torch.float32,
         )
 
 
@@ -243,21 +271,23 @@ def test_what_does_not_fit_is_refused():
 
 @needs_kernels
 @pytest.mark.parametrize(
-    "rays, squarings, message",
+    "rays, mirror, squarings, message",
     [
-        ([[0, 4]], [6], r"from 0 to 3, .* they contain \[0, 4\]"),
-        ([[0, -2]], [6], r"they contain \[-2, 0\]"),
-        ([[-1, 1]], [6], r"they contain \[-1, 1\]"),
-        ([[]], [6], r"shape \(1, 0\)"),
-        ([0, 1], [6, 6], r"they are \(2,\) and \(2,\)"),
-        ([[0], [1]], [6], r"they are \(2, 1\) and \(1,\)"),
-        ([[0], [1]], [6, -1], r"negative; they are \[6, -1\]"),
+        ([[0, 4]], -1, [6], r"from 0 to 3, .* they contain \[0, 4\]"),
+        ([[0, -2]], -1, [6], r"they contain \[-2, 0\]"),
+        ([[-1, 1]], -1, [6], r"they contain \[-1, 1\]"),
+        ([[]], -1, [6], r"shape \(1, 0\)"),
+        ([0, 1], -1, [6, 6], r"they are \(2,\) and \(2,\)"),
+        ([[0], [1]], -1, [6], r"they are \(2, 1\) and \(1,\)"),
+        ([[0], [1]], -1, [6, -1], r"negative; they are \[6, -1\]"),
+        ([[2, 0]], 4, [6], r"mirror=4 must lead to tokens from 0 to 3; it leads to \[2, 4\]"),
+        ([[2, 3]], 2, [6], r"mirror=2 .* it leads to \[0, -1\]"),
     ],
 )
-def test_rays_that_lead_elsewhere_are_refused(rays, squarings, message):
+def test_rays_that_lead_elsewhere_are_refused(rays, mirror, squarings, message):
     """Kernels would read and write beyond the rotations."""
     generators = skew(torch.randn(2, 1, 3, 28), 8)
-    rays, squarings = torch.tensor(rays, dtype=torch.long), torch.tensor(squarings)
+    rays, squarings = RayTokens(torch.tensor(rays, dtype=torch.long), mirror=mirror), torch.tensor(squarings)
     with pytest.raises(ValueError, match=message):
         cpu_kernels.block_rotations(torch.rand(4, 2).double(), generators, rays, squarings, None, torch.float32)
     rotations, gradients, _, _, squares = saved(torch.rand(4, 2).double(), generators[:, 0])

@@ -198,6 +198,7 @@ def test_class_tokens_are_rotated_by_default_with_comrope_only():
         (True, {}),
         (True, {"coordinates": "fixed_grid"}),
         (False, {"coordinates": "index"}),
+        (False, {"coordinates": "centred_grid"}),
         (False, {"position_encoding": "liere"}),
         (False, {"rotary_init": "pretrained"}),
     ):
@@ -264,13 +265,15 @@ def test_rotated_prefix_sits_at_the_centre(name):
         # Rotations are float32.
         torch.testing.assert_close(found[layer, head], expected, rtol=0, atol=1e-6)
     assert (found[:, :, 0] - torch.eye(16)).abs().amax() > 1e-2
-    unpatch(model)
-    patch(model, replace(SHARED_CONFIG, rotate_prefix=False))
-    randomize(model)
-    (tower,) = (module for module in model.modules() if hasattr(module, "rotary_encoding"))
-    for rotation in explicit_rotations(tower, model, inputs):
-        still = rotation.cos_sin[:, :, :prefix]
-        assert torch.equal(still, torch.tensor([1.0, 0.0]).expand_as(still))
+    # The centre of a centred grid is the origin.
+    for unrotated in ({"rotate_prefix": False}, {"rotate_prefix": True, "coordinates": "centred_grid"}):
+        unpatch(model)
+        patch(model, replace(SHARED_CONFIG, **unrotated))
+        randomize(model)
+        (tower,) = (module for module in model.modules() if hasattr(module, "rotary_encoding"))
+        for rotation in explicit_rotations(tower, model, inputs):
+            still = rotation.cos_sin[:, :, :prefix]
+            assert torch.equal(still, torch.tensor([1.0, 0.0]).expand_as(still))
 
 
 @pytest.mark.parametrize("name", ["clip_vision", "siglip2", "vit_mae", "vivit"])

@@ -49,7 +49,7 @@ def test_pseudo_code_is_the_reference(tiny, tiny_video, encoding, video):
     "name",
     "axial_rope comrope_ap8 comrope_ld16 liere8 liere64 naive_liere8 folded_rope_mixed folded_comrope_ld8".split()
     + "golden_gate_rope cayley_string cayley_string8 circulant_string spherical_rope folded_cayley_string".split()
-    + "liere_product liere_product8 folded_liere_product folded_liere8".split(),
+    + "liere_product liere_product8 folded_liere_product folded_liere8 centred_liere8 centred_comrope_ld8".split(),
 )
 def test_error_of_rotations(name):
     """Float32 rotations are within the 1e-5 the library promises (pseudo-code: twice that), bfloat16 ones are not."""
@@ -227,6 +227,7 @@ def test_output_is_never_overwritten(tmp_path, capsys):
         ("rope_mixed4", "no block size"),
         ("naive_absolute", "no rotations"),
         ("timm_liere8", "timm has no such model"),
+        ("centred_absolute", "no rotations"),
         ("comrope_ld7", "comrope_ld7: "),
         ("spherical_rope4", "spherical_rope has no block size; accepted is 'spherical_rope'"),
         ("naive_cayley_string", "pseudo-code is not implemented; accepted is 'cayley_string'"),

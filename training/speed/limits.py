@@ -1,8 +1,6 @@
 """A lower limit for the cost of an encoding: the bytes and products of its mathematics at the machine's rates."""
 
 import dataclasses
-import itertools
-import math
 
 import torch
 

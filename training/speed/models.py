@@ -39,7 +39,7 @@ BLOCKWISE = tuple(name for name in ENCODING_TRAITS if name not in ONE_SIZE)
 # Encodings of the papers with pseudo-code, LieRE and ComRoPE.
 WITH_PSEUDO_CODE = ("axial_rope", "rope_mixed", "liere", "comrope_ap", "comrope_ld")
 TIMM_MODELS = {"absolute": "vit_small_patch16_224", "rope_mixed": "vit_small_patch16_rope_mixed_224"}
-ROW_NAME = re.compile(rf"(?:(folded|naive|timm)_)?({'|'.join(UNROTATED + tuple(ENCODING_TRAITS))})(\d+)?")
+ROW_NAME = re.compile(rf"(?:(folded|centred|naive|timm)_)?({'|'.join(UNROTATED + tuple(ENCODING_TRAITS))})(\d+)?")
 NUM_LABELS = 1000
 MOST_GRAPHS = 1 << 12
 TUBELET_SIZE = 2
@@ -88,7 +88,7 @@ class Settings:
 class Row:
     """
     A model by name: `liere8`, `comrope_ld16` (the number is the block size), `folded_liere8` (rotations folded for
-    inference), `naive_liere8` (papers' pseudo-code), `timm_rope_mixed`.
+    inference), `centred_liere8` (coordinates `centred_grid`), `naive_liere8` (papers' pseudo-code), `timm_rope_mixed`.
     """
 
     name: str
@@ -102,13 +102,14 @@ class Row:
         if match is None:
             raise BenchmarkError(
                 f"{name!r} is not a model; accepted are {', '.join(UNROTATED + ONE_SIZE)}, {', '.join(BLOCKWISE)} with "
-                f"or without a block size (liere64), rotating ones after folded_, {', '.join(WITH_PSEUDO_CODE)} after "
-                f"naive_, and {', '.join('timm_' + encoding for encoding in TIMM_MODELS)}."
+                f"or without a block size (liere64), rotating ones after folded_ or centred_, "
+                f"{', '.join(WITH_PSEUDO_CODE)} after naive_, and "
+                f"{', '.join('timm_' + encoding for encoding in TIMM_MODELS)}."
             )
         kind, encoding, size = match[1] or "own", match[2], match[3]
         if size and encoding not in BLOCKWISE:
             raise BenchmarkError(f"{name!r}: {encoding} has no block size; accepted is {name.rstrip('0123456789')!r}.")
-        if kind in ("folded", "naive") and encoding in UNROTATED:
+        if kind in ("folded", "centred", "naive") and encoding in UNROTATED:
             raise BenchmarkError(f"{name!r}: {encoding} has no rotations; accepted is {encoding!r}.")
         if kind == "naive" and encoding not in WITH_PSEUDO_CODE:
             raise BenchmarkError(f"{name!r}: its paper's pseudo-code is not implemented; accepted is {encoding!r}.")
@@ -128,7 +129,7 @@ class Row:
     @property
     def rotates(self) -> bool:
         """Whether it is one of our models and rotates queries and keys."""
-        return self.kind in ("own", "folded") and self.encoding not in UNROTATED
+        return self.kind in ("own", "folded", "centred") and self.encoding not in UNROTATED
 
     @property
     def learns(self) -> bool:
@@ -155,6 +156,7 @@ def build_config(settings: Settings, row: Row, **overrides) -> LieREConfig:
         "num_labels": NUM_LABELS,
         "position_encoding": row.encoding,
         "block_size": row.block_size,
+        "coordinates": "centred_grid" if row.kind == "centred" else None,
         **overrides,
     }
     try:
@@ -246,8 +248,8 @@ def has_timm() -> bool:
 
 def _positions(config) -> torch.Tensor:
     """(N, A) coordinates of all tokens of a training input. Class and register tokens at 0 are not rotated."""
-    centre = config.prefix_coordinate if config.rotate_prefix else 0.0
-    grid, coordinates, count = config.train_grid, config.coordinates, config.num_prefix_tokens
+    count, placed = config.prefix
+    grid, coordinates, centre = config.train_grid, config.coordinates, placed if config.rotate_prefix else 0.0
     return TokenPositions.from_grid(grid, grid, coordinates, count, centre).coordinates
 
 

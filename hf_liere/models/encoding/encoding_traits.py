@@ -250,9 +250,9 @@ def rotary_traits(config) -> EncodingTraits:
     return ENCODING_TRAITS[config.position_encoding]
 
 
-def rotated_prefix(coordinates: str | None, coordinate: float = 0.5) -> float:
-    """The coordinate of rotated class and register tokens on every axis: the given one, if the centre is not 0."""
-    return 0.0 if coordinates == "centred_grid" else coordinate
+def rotated_prefix(config, coordinate: float = 0.5) -> float:
+    """The coordinate of rotated class and register tokens on every axis: 0 if that is the centre, or the given one."""
+    return 0.0 if getattr(config, "coordinates", None) == "centred_grid" else coordinate
 
 
 def default_rotate_prefix(config) -> bool:

@@ -169,14 +169,15 @@ class GridFields:
         coordinates (`str`, *optional*):
             The coordinate of the patch with index i on an axis of n patches that had n₀ in training: `"index"` i;
             `"train_grid"` i·(n/n₀)/(n−1), that is linspace(0, n/n₀, n); `"centred_grid"` the same minus the middle,
-            (i−(n−1)/2)·(n/n₀)/(n−1): half of LieRE's rotations are then transposes of others, R(−p) = R(p)ᵀ, and class
-            and register tokens are in the middle, which rotates nothing, with or without `rotate_prefix`;
-            `"fixed_grid"` i/(n−1), that is linspace(0, 1, n) (LieRE §5.6); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n;
+            (i−(n−1)/2)·(n/n₀)/(n−1), which saves LieRE half of its exponentials: R(−p) = R(p)ᵀ; `"fixed_grid"` i/(n−1),
+            that is linspace(0, 1, n) (LieRE §5.6); `"train_index"` i·n₀/n (timm's reference grid); `"unit"` (i+½)/n;
             `"unit_width"` (i+½)/w on every axis, w the number of columns (ComRoPE's code on video); `"physical"` ½ +
             (i+½−n/2)·e, where e is the extent of a patch in `physical_unit`: its pixels times the `spacing` of the
-            input. The centre of the input is at ½, the same tissue in the same field of view has the same coordinates
-            for any size of voxels, and an input with an extent of one unit has `unit` coordinates. `None` means `index`
-            for the RoPE encodings and STRING, `train_grid` for `liere`, `unit` for ComRoPE, as in the papers.
+            input. In `centred_grid` class and register tokens are at 0, the middle, where nothing is rotated, with or
+            without `rotate_prefix`. In `physical` the centre of the input is at ½, the same tissue in the same field of
+            view has the same coordinates for any size of voxels, and an input with an extent of one unit has `unit`
+            coordinates. `None` means `index` for the RoPE encodings and STRING, `train_grid` for `liere`, `unit` for
+            ComRoPE, as in the papers.
         position_perturbation (`float`, defaults to 0.0):
             σ of ComRoPE eq. (11): during training, the coordinates of patches are drawn from a normal distribution
             around the centre of the patch with a standard deviation of σ patch extents, truncated to the patch.

@@ -285,7 +285,7 @@ def compute_rotations(embeddings: nn.Module, args, kwargs, output) -> None:
         raise RuntimeError(
             f"Got {tokens.shape[1]} tokens from {num_patches} patches and cannot tell which patches were kept."
         )
-    centre = rotated_prefix(rotary_patch.coordinates) if rotary_patch.config.rotate_prefix else 0.0
+    centre = rotated_prefix(rotary_patch) if rotary_patch.config.rotate_prefix else 0.0
     if patches is None:
         positions = _place_grid(tower, grid, device, prefix_length, centre)
     else:

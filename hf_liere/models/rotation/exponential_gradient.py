@@ -34,7 +34,9 @@ MOST_MOMENT_AXES = 3
 # Elements that are processed at a time, to limit memory.
 SLICE_ELEMENTS = 1 << 22
 # Of the operators of the rotations and of their gradients.
-ARGUMENTS = "Tensor positions, Tensor generators, Tensor squarings, SymInt[]? grid, SymInt num_prefix_tokens, bool centred"
+ARGUMENTS = (
+    "Tensor positions, Tensor generators, Tensor squarings, SymInt[]? grid, SymInt num_prefix_tokens, bool centred"
+)
 
 
 @operator(

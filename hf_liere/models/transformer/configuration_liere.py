@@ -147,7 +147,7 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
     @property
     def prefix(self) -> tuple[int, float]:
         """Number of class and register tokens, and their coordinate on every axis; at zero they are not rotated."""
-        return self.num_prefix_tokens, self.prefix_coordinate if self.places_prefix else 0.0
+        return self.num_prefix_tokens, rotated_prefix(self, self.prefix_coordinate) if self.places_prefix else 0.0
 
     @property
     def pooled_size(self) -> int:
@@ -216,12 +216,6 @@ class LieREPixelConfig(GridFields, LieREConfig):
     @property
     def num_axes(self) -> int:
         return len(self.patch_shape)
-
-    @property
-    def prefix(self) -> tuple[int, float]:
-        """As [`LieREConfig.prefix`]."""
-        number, coordinate = super().prefix
-        return number, rotated_prefix(self.coordinates, coordinate)
 
     @property
     def train_grid(self) -> tuple[int, ...]:

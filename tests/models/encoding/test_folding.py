@@ -19,6 +19,8 @@ CASES = [
     ("liere", {"block_size": 5}),
     ("liere", {"block_size": 8, "rotate_prefix": True, "num_register_tokens": 2}),
     ("liere", {"block_size": 8, "share_layers": True, "share_heads": True}),
+    ("liere", {"block_size": 8, "coordinates": "centred_grid", "rotate_prefix": True}),
+    ("comrope_ld", {"block_size": 8, "coordinates": "centred_grid"}),
     ("comrope_ap", {"block_size": 4}),
     ("comrope_ap", {"block_size": 3, "rotate_prefix": True}),
     ("comrope_ld", {"block_size": 8, "qkv_bias": False}),

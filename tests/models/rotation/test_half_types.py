@@ -6,18 +6,18 @@ import torch
 from hf_liere.models.encoding.positions import TokenPositions
 from hf_liere.models.rotation.dispatch import plain_operations
 from hf_liere.models.rotation.exponential import block_rotations, skew
-from hf_liere.models.rotation.scaling_and_squaring import Rays, product_dtypes
+from hf_liere.models.rotation.scaling_and_squaring import product_dtypes
 
 
 @pytest.mark.parametrize("states", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block_size", [8, 64])
 @pytest.mark.parametrize("times", [0.02, 0.1, 0.4, 1, 10])
-@pytest.mark.parametrize("coordinates", ["train_grid", "index"])
+@pytest.mark.parametrize("coordinates", ["train_grid", "centred_grid", "index"])
 def test_half_types_get_rotations_that_are_exact_for_them(states, block_size, times, coordinates):
     """Around LieRE's initial norms, errors are less than a tenth of what rounding causes."""
     placed = TokenPositions.from_grid((14, 14), (14, 14), coordinates)
     generators = skew(2 * torch.pi * times * torch.rand(2, 1, 2, block_size * (block_size - 1) // 2), block_size)
-    rays = Rays(placed.grid)
+    rays = placed.facts.rays
     exact = block_rotations(placed.coordinates, generators.double(), torch.float64, rays)
     found = [block_rotations(placed.coordinates, generators, torch.float32, rays, states)]
     with plain_operations():

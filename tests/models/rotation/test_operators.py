@@ -45,10 +45,10 @@ def rotations_of(shape, layout):
     return torch.nn.functional.normalize(torch.randn(shape), dim=-1)
 
 
-def exponential_arguments(size, dtype, grid=(3, 4)):
-    placed = TokenPositions.from_grid(grid, grid, "index", 1)
+def exponential_arguments(size, dtype, centred=False, grid=(3, 4)):
+    placed = TokenPositions.from_grid(grid, grid, "centred_grid" if centred else "index", 1)
     generators = skew(torch.randn(2, 3, 2, size * (size - 1) // 2), size).to(dtype)
-    return placed.coordinates, generators.requires_grad_(), list(grid), 1, dtype
+    return placed.coordinates, generators.requires_grad_(), list(grid), 1, centred, dtype
 
 
 @pytest.mark.parametrize("size, batch, transposed", [(3, 1, True), (8, 2, True), (8, 1, False)])
@@ -108,13 +108,19 @@ def test_a_query_by_itself(implementation, size, eigen, batch):
 
 
 @pytest.mark.parametrize(
-    "size, dtype, is_trained", [(3, torch.float32, True), (8, torch.float32, False), (16, torch.float64, True)]
+    "size, dtype, is_trained, centred",
+    [
+        (3, torch.float32, True, False),
+        (8, torch.float32, False, False),
+        (8, torch.float32, True, True),
+        (16, torch.float64, True, True),
+    ],
 )
-def test_opcheck_of_exponentials(implementation, size, dtype, is_trained):
-    positions, generators, *place, dtype = exponential_arguments(size, dtype)
+def test_opcheck_of_exponentials(implementation, size, dtype, is_trained, centred):
+    positions, generators, *place, dtype = exponential_arguments(size, dtype, centred)
     torch.library.opcheck(exponential._squarings, (positions, generators.detach()))
     squarings = exponential._squarings(positions, generators.detach())
-    of_rays = squarings[Rays((3, 4), 1).tokens()[:, 0]]
+    of_rays = squarings[Rays((3, 4), 1, centred).tokens().indices[:, 0]]
     saved = int(num_saved(of_rays).sum()) if is_trained else 0
     arguments = positions, generators.requires_grad_(is_trained), squarings, *place, saved, dtype, dtype
     torch.library.opcheck(exponential._block_rotations.operator, arguments)
@@ -124,10 +130,10 @@ def test_opcheck_of_exponentials(implementation, size, dtype, is_trained):
     torch.library.opcheck(block_rotations_backward, arguments)
 
 
-@pytest.mark.parametrize("rays", [None, Rays((3, 4), 1)])
+@pytest.mark.parametrize("rays", [None, Rays((3, 4), 1), Rays((3, 4), 1, centred=True)])
 @pytest.mark.parametrize("size, scale", [(3, 0.01), (8, 1.0), (16, 30.0)])
 def test_exponentials_in_a_graph_are_those_outside(implementation, fresh_compiler, rays, size, scale):
-    positions, generators, *_ = exponential_arguments(size, torch.float32)
+    positions, generators, *_ = exponential_arguments(size, torch.float32, rays is not None and rays.centred)
     generators = (generators.detach() * scale).requires_grad_()
     weight = torch.randn(13, 2, size, size)
 

@@ -67,6 +67,7 @@ def test_defaults_of_each_encoding(encoding, block_size, coordinates, rotary_ini
         # Without such tokens, and where the centre of the image is elsewhere.
         (False, {"position_encoding": "comrope_ld", "use_class_token": False, "pooling": "mean"}),
         (False, {"position_encoding": "comrope_ap", "coordinates": "index"}),
+        (False, {"position_encoding": "comrope_ld", "coordinates": "centred_grid"}),
         (False, {"position_encoding": "liere", "coordinates": "unit"}),
         (True, {"position_encoding": "liere", "rotate_prefix": True}),
         (False, {"position_encoding": "absolute"}),
@@ -153,6 +154,14 @@ BAD = [
         "'truncate' has no meaning with position_table_size",
     ),
     ({"position_encoding": "absolute", "position_table_resize": "nearest"}, "antialias.*got nearest"),
+    (
+        {"coordinates": "centred_grid", "rotate_prefix": True, "prefix_coordinate": 0.25},
+        "prefix_coordinate=0.25 contradict coordinates='centred_grid'",
+    ),
+    (
+        {"coordinates": "centred_grid", "use_absolute_position_embeddings": True, "position_table_size": [4, 4]},
+        r"position_table_size=\[4, 4\] .*half of these are negative",
+    ),
     ({"prefix_coordinate": 0.25}, "prefix_coordinate=0.25 would do nothing without rotate_prefix=True"),
     ({"prefix_coordinate": float("inf"), "rotate_prefix": True}, "prefix_coordinate=inf must be finite"),
     ({"prefix_coordinate": 1e308, "rotate_prefix": True}, "prefix_coordinate=1e.308 must be finite in float32"),

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import ViTConfig, ViTForImageClassification
 
 import hf_liere
-from hf_liere.models.encoding.displacements import draw_augmentation
+from hf_liere.models.encoding.displacements import draw_augmentation, draw_perturbation
 from hf_liere.models.encoding.positions import TokenPositions
 
 
@@ -141,6 +141,41 @@ def test_patch_order_matters_only_with_positions(tiny, encoding):
     shuffled = pixel_values.unflatten(2, (4, 4)).flip(2).flatten(2, 3)
     deviation = (model(shuffled).logits - model(pixel_values).logits).abs().max()
     assert deviation < 1e-5 if encoding == "none" else deviation > 1e-2
+
+
+@pytest.mark.parametrize("size", [(16, 16), (12, 20), (12, 16), (4, 24), (4, 4)])
+def test_a_centred_grid_is_that_of_its_positions(tiny, size):
+    """Half of the rotations are transposes of others; given positions get exponentials, every one."""
+    model = classifier(tiny(coordinates="centred_grid", **fields_of("liere"))).train()
+    grid, pixel_values, results = tuple(side // 4 for side in size), images(2, 3, *size), []
+    for positions in (None, TokenPositions.from_grid(grid, (4, 4), "centred_grid").coordinates):
+        model.zero_grad()
+        outputs = model(pixel_values, positions=positions, labels=torch.tensor([0, 2]))
+        outputs.loss.backward()
+        results.append((outputs.logits, model.liere.rotary_encoding.generators.grad))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
+
+
+def test_patches_of_a_centred_grid_are_perturbed_in_training(tiny):
+    model = classifier(tiny(coordinates="centred_grid", position_perturbation=0.5, **fields_of("liere")))
+    pixel_values = images(2, 3, 16, 12)
+    torch.manual_seed(7)
+    perturbed = model.train()(pixel_values).logits
+    torch.manual_seed(7)
+    offsets = draw_perturbation((4, 3), 0.5, None)
+    positions = TokenPositions.from_grid((4, 3), (4, 4), "centred_grid", offsets=offsets).coordinates
+    torch.testing.assert_close(perturbed, model.eval()(pixel_values, positions=positions).logits)
+
+
+@pytest.mark.parametrize("encoding", ["liere", "comrope_ld"])
+def test_the_centre_of_a_centred_grid_rotates_no_class_token(tiny, encoding):
+    models = [
+        classifier(tiny(coordinates="centred_grid", rotate_prefix=rotated, **fields_of(encoding)))
+        for rotated in (False, True)
+    ]
+    pixel_values = images(2, 3, 16, 12)
+    unrotated, rotated = (model(pixel_values).logits for model in models)
+    assert torch.equal(unrotated, rotated)
 
 
 def test_rotate_prefix_puts_the_class_token_at_the_centre(tiny):

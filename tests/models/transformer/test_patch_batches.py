@@ -90,6 +90,7 @@ def test_padded_as_alone_with_flex_attention():
         {"coordinates": "unit_width"},
         {"coordinates": "train_index"},
         {"coordinates": "fixed_grid"},
+        {"coordinates": "centred_grid", "rotate_prefix": True},
         {"coordinates": "index", "rotate_prefix": True},
         {"share_layers": True, "share_heads": True},
         {"final_norm": "pooled", "pooling": "mean"},
@@ -186,7 +187,13 @@ def test_physical_positions(spacing):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"coordinates": "unit"}, {"position_encoding": "comrope_ap", "rotate_prefix": True}]
+    "fields",
+    [
+        {},
+        {"coordinates": "unit"},
+        {"coordinates": "centred_grid"},
+        {"position_encoding": "comrope_ap", "rotate_prefix": True},
+    ],
 )
 def test_one_graph_for_all_shapes(fields, fresh_compiler):
     fields = dict(fields)
