@@ -22,7 +22,7 @@ from hf_liere.models.encoding.folding import build_rotary_encoding
 from training import benchmark_speed
 from training.clip.comparison import Comparison
 from training.common.arguments import InputError, architecture_fields
-from training.common.command_line import parse_arguments
+from training.common.command_line import parse_arguments, to_flags
 from training.data.augmentation import IGNORED_LABEL
 from training.detection import detectors
 from training.engine.model_setup import resolve_config, resolve_image_size
@@ -355,7 +355,7 @@ def test_sweeps_name_models_that_exist(path, mini):
                 assert RotaryPatchConfig(**given).position_encoding == settings["position_encoding"]
             continue
         for condition in sweeps.combinations(sweep.get("evaluate", [])):
-            model_args = parse_arguments([*flags, *sweeps.to_flags(condition)], classes)[0]
+            model_args = parse_arguments([*flags, *to_flags(condition, classes)], classes)[0]
             config = model_args.config_class(**model_args.architecture())
             assert config.position_encoding == settings.get("position_encoding", config.position_encoding)
 

@@ -40,10 +40,8 @@ def parse_arguments(arguments: list[str] | None, argument_classes: tuple[type, .
     known = {action.dest for action in parser._actions}
     recipe, arguments = _take_recipe(sys.argv[1:] if arguments is None else list(arguments))
     if recipe is not None:
-        # A list in a model's configuration is one json value; any other list becomes several words.
-        configurations = [part.config_class for part in argument_classes if hasattr(part, "config_class")]
-        whole = {name for config_class in configurations for name in architecture_fields(config_class)}
-        arguments = _recipe_flags(Path(recipe), known, whole) + arguments + ["--recipe", recipe]
+        content = _read_recipe(Path(recipe), known)
+        arguments = to_flags(content, argument_classes) + arguments + ["--recipe", recipe]
     *parsed, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
         raise InputError(_unknown_message("flag", unknown[0], known))
@@ -61,20 +59,32 @@ def _take_recipe(arguments: list[str]) -> tuple[str | None, list[str]]:
     return None, arguments
 
 
-def _recipe_flags(recipe: Path, known: set[str], whole: set[str]) -> list[str]:
+def _read_recipe(recipe: Path, known: set[str]) -> dict[str, Any]:
     if not recipe.is_file():
         raise InputError(
             f"There is no recipe {str(recipe)!r}; accepted: a yaml file such as training/recipes/arrows_mini.yaml."
         )
     content = read_yaml(recipe)
-    flags = []
-    for key, value in content.items():
+    for key in content:
         if key not in known:
             raise InputError(_unknown_message(f"key in {recipe.name}", str(key), known))
-        if value is None:
-            continue
-        values = value if isinstance(value, list) and key not in whole else [value]
-        flags += [f"--{key}", *(item if isinstance(item, str) else json.dumps(item) for item in values)]
+    return {key: value for key, value in content.items() if value is not None}
+
+
+def to_flags(settings: dict[str, Any], argument_classes: tuple[type, ...]) -> list[str]:
+    """
+    Settings as the words of a command line. A list in a model's configuration is one json value; any other list becomes
+    several words.
+    """
+    configurations = [part.config_class for part in argument_classes if hasattr(part, "config_class")]
+    whole = {name for config_class in configurations for name in architecture_fields(config_class)}
+    flags = []
+    for name, value in settings.items():
+        values = value if isinstance(value, list) and name not in whole else [value]
+        flags += [
+            f"--{name}",
+            *("None" if item is None else item if isinstance(item, str) else json.dumps(item) for item in values),
+        ]
     return flags
 
 

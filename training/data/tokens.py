@@ -8,21 +8,23 @@ import torch
 from torch.utils.data import Dataset
 
 from hf_liere.errors import InputError
-from training.common.arguments import LimitArguments, flag
+from training.common.arguments import LimitArguments, flag, require_numbers
 from training.common.messages import abbreviate
-from training.data import solids
+from training.data import poses, solids
 from training.data.augmentation import IGNORED_LABEL, PADDING
 from training.data.sources import LabelledImages
 from training.data.token_files import Columns, read_columns
 
 
 TASKS = ("sequence", "token")
-FEATURES, POSITIONS = "features", "positions"
+FEATURES, POSITIONS, LABELS = "features", "positions", "labels"
 
 
 @dataclass
 class TokenDataArguments(LimitArguments):
-    dataset_name: str | None = flag(None, "`solids` for points on generated solids; else pass files.")
+    dataset_name: str | None = flag(
+        None, "`solids` for points on generated solids, `poses` for generated orientations; else pass files."
+    )
     train_files: list[str] | None = flag(None, "npz, parquet or ts files to train on.")
     validation_files: list[str] | None = flag(None, "npz, parquet or ts files to evaluate.")
     feature_columns: list[str] | None = flag(
@@ -32,17 +34,21 @@ class TokenDataArguments(LimitArguments):
         None,
         "Columns of positions, concatenated; by default `positions`, or the token's index without such a column.",
     )
-    label_column: str = flag("labels", "Column of classes, one per sample or one per token.")
+    label_column: str = flag(LABELS, "Column of classes, one per sample or one per token.")
     task: str | None = flag(None, "Expected task, `sequence` or `token`; by default decided by the labels.")
     training_points: list[int] = flag([16, 48], "Smallest and largest number of points of a solid to train on.")
     evaluation_points: int = flag(72, "Points of a solid to evaluate.")
+    training_angle: float = flag(
+        30.0, "Largest angle of the query of `poses` to train on from the world's axes, in degrees; 180 for all."
+    )
+    evaluation_angle: float = flag(30.0, "The same of the queries to evaluate.")
 
     def __post_init__(self):
         super().__post_init__()
-        if self.dataset_name not in (None, "solids"):
-            raise InputError(f"--dataset_name {self.dataset_name!r}; accepted: solids, or files.")
+        if self.dataset_name not in (None, *GENERATED):
+            raise InputError(f"--dataset_name {self.dataset_name!r}; accepted: {', '.join(GENERATED)}, or files.")
         if self.dataset_name and (self.train_files or self.validation_files):
-            raise InputError("--dataset_name solids takes no files: its points are generated.")
+            raise InputError(f"--dataset_name {self.dataset_name} takes no files: its tokens are generated.")
         if self.task not in (None, *TASKS):
             raise InputError(f"--task {self.task!r}; accepted: {', '.join(TASKS)}.")
         points = self.training_points
@@ -51,6 +57,7 @@ class TokenDataArguments(LimitArguments):
                 f"--training_points {points} --evaluation_points {self.evaluation_points}; accepted: two numbers, the "
                 "smaller first, and one number, all at least 1."
             )
+        require_numbers(self, "training_angle", "evaluation_angle", highest=180)
 
 
 @dataclass
@@ -125,7 +132,8 @@ def load_tokens(arguments: TokenDataArguments, parts: tuple[str, ...], seed: int
         if limit is not None and limit < 1:
             raise InputError(f"{limit} examples of the {part} data; accepted: 1 and above.")
         if arguments.dataset_name:
-            tables[part] = _solids(arguments, part, limit)
+            columns = GENERATED[arguments.dataset_name](arguments, part, limit)
+            tables[part] = _from_columns(arguments, columns, arguments.dataset_name)
         else:
             tables[part] = _from_files(arguments, part).select(slice(limit))
     train, evaluation = tables["training"], tables["evaluation"]
@@ -139,19 +147,36 @@ def load_tokens(arguments: TokenDataArguments, parts: tuple[str, ...], seed: int
     )
 
 
-def _solids(arguments: TokenDataArguments, part: str, limit: int | None) -> TokenTable:
+def _solids(arguments: TokenDataArguments, part: str, limit: int | None) -> Columns:
     split = solids.SPLITS[part == "evaluation"]
     count = limit or solids.DEFAULT_SIZES[split]
     points = tuple(arguments.training_points) if part == "training" else (arguments.evaluation_points,) * 2
     features, positions, labels = zip(*(solids.solid(split, index, points) for index in range(count)))
-    return TokenTable(list(features), list(positions), [solids.LABELS[label] for label in labels])
+    return {
+        FEATURES: list(features),
+        POSITIONS: list(positions),
+        LABELS: [solids.LABELS[label] for label in labels],
+    }
+
+
+def _poses(arguments: TokenDataArguments, part: str, limit: int | None) -> Columns:
+    split = poses.SPLITS[part == "evaluation"]
+    count = limit or poses.DEFAULT_SIZES[split]
+    columns = poses.pose_columns(split, count, getattr(arguments, f"{part}_angle"))
+    return {name: list(values) for name, values in columns.items()}
+
+
+# Columns of a part of the data, at most so many samples, by the name of the generated data set.
+GENERATED = {"solids": _solids, "poses": _poses}
 
 
 def _from_files(arguments: TokenDataArguments, part: str) -> TokenTable:
     infix = "train" if part == "training" else "validation"
     names = getattr(arguments, f"{infix}_files")
     if not names:
-        raise InputError(f"There are no {part} data; accepted: --{infix}_files, or --dataset_name solids.")
+        raise InputError(
+            f"There are no {part} data; accepted: --{infix}_files, or --dataset_name {' or '.join(GENERATED)}."
+        )
     tables = [_from_file(arguments, name) for name in names]
     joined = TokenTable(*(sum((getattr(table, column) for table in tables), []) for column in vars(tables[0])))
     for name, table in zip(names, tables):
@@ -160,9 +185,17 @@ def _from_files(arguments: TokenDataArguments, part: str) -> TokenTable:
 
 
 def _from_file(arguments: TokenDataArguments, name: str) -> TokenTable:
+    wanted = {
+        *(arguments.feature_columns or [FEATURES]),
+        *(arguments.position_columns or [POSITIONS]),
+        arguments.label_column,
+    }
+    return _from_columns(arguments, read_columns(name, wanted), name)
+
+
+def _from_columns(arguments: TokenDataArguments, columns: Columns, name: str) -> TokenTable:
+    """The features, positions and labels that the arguments choose among the columns of the data `name`."""
     features = arguments.feature_columns or [FEATURES]
-    wanted = {*features, *(arguments.position_columns or [POSITIONS]), arguments.label_column}
-    columns = read_columns(name, wanted)
     positions = arguments.position_columns or ([POSITIONS] if POSITIONS in columns else [])
     for column in (*features, *positions, arguments.label_column):
         if column not in columns:
@@ -183,8 +216,8 @@ def _from_file(arguments: TokenDataArguments, name: str) -> TokenTable:
         made.features.append(tokens)
         made.positions.append(placed)
         made.labels.append(_label(label, len(tokens), where))
-    for index in range(len(made)):
-        _require_alike(made, made.select(slice(index, index + 1)), f"{name}, samples 0 and {index}")
+    for index, sample in enumerate(zip(made.features, made.positions, made.labels)):
+        _require_alike(made, TokenTable(*([cell] for cell in sample)), f"{name}, samples 0 and {index}")
     return made
 
 

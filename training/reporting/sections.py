@@ -21,7 +21,7 @@ from training.reporting.result_table import (
     method,
 )
 from training.reporting.significance import PairedTest, holm, paired_test, paired_test_over_seeds
-from training.reporting.sweeps import TRAINING, combinations, read_sweep, to_flags
+from training.reporting.sweeps import TRAINING, combinations, read_sweep
 
 
 # With at least this number of seeds, tests are over seeds; with fewer they would have almost no power.
@@ -173,8 +173,9 @@ def _command(folder: str, result: dict[str, Any]) -> str:
     """The command that ran the sweep. Files outside the repository are named without their folders."""
     if "command" in result:
         return f"    {shlex.join(['python', 'training/evaluate_sweep.py', *result['command']])}"
-    # Older results lack the command. The passed flags are between the recipe and the flags of the sweep.
-    passed = result["flags"][1 : -len(to_flags({**result["settings"], "do_eval": True}))]
+    # Older results lack the command. The passed flags are between the recipe and the flags of the sweep, two words for
+    # every setting and for do_eval.
+    passed = result["flags"][1 : -2 * (len(result["settings"]) + 1)]
     mini = ["--mini"] if _is_mini(result) else []
     words = ["python", "training/evaluate_sweep.py", f"training/sweeps/{result['sweep']}.yaml", *mini]
     return f"    {shlex.join([*words, '--output_dir', f'outputs/{folder}', *passed])}"

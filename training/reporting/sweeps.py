@@ -5,13 +5,14 @@ import itertools
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from accelerate import PartialState
 from safetensors.numpy import load_file
 
 from hf_liere.errors import InputError
-from training.common.command_line import read_yaml
+from training.common.command_line import read_yaml, to_flags
 from training.common.records import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -85,12 +86,12 @@ def train_and_evaluate(
     Raises:
         InputError: if the model's folder contains another run.
     """
-    script = importlib.import_module(f"training.{sweep['script']}").main
+    script = _script(sweep)
     folder = output_dir / (slug(settings) or "recipe")
     flags = build_flags(sweep, settings, passed)
     go_on = _remaining_flags(folder, flags)
     if go_on is not None:
-        script([*flags, "--output_dir", str(folder), *go_on])
+        script.main([*flags, "--output_dir", str(folder), *go_on])
     model = _model_folder(folder)
     shared = {
         "sweep": name,
@@ -109,10 +110,11 @@ def train_and_evaluate(
         place = folder
         if condition:
             place = folder / "conditions" / slug(condition)
-            evaluation = [*flags, *to_flags(condition), "--do_train", "false", "--output_dir", str(place)]
+            changed = to_flags({**condition, "do_train": False}, script.ARGUMENT_CLASSES)
+            evaluation = [*flags, *changed, "--output_dir", str(place)]
             go_on = _remaining_flags(place, evaluation)
             if go_on is not None:
-                script([*evaluation, "--model_name_or_path", str(folder), *go_on])
+                script.main([*evaluation, "--model_name_or_path", str(folder), *go_on])
         evaluated = _read_evaluation(place)
         further = _split_lengths(condition, evaluated["metrics"])
         results += [{**shared, "condition": condition, **evaluated, **of_length} for of_length in ({}, *further)]
@@ -122,15 +124,11 @@ def train_and_evaluate(
 def build_flags(sweep: dict[str, Any], settings: dict[str, Any], passed: list[str]) -> list[str]:
     recipe = Path(sweep["recipe"])
     recipe = recipe if recipe.suffix else TRAINING / "recipes" / f"{recipe}.yaml"
-    return [str(recipe), *passed, *to_flags({**settings, "do_eval": True})]
+    return [str(recipe), *passed, *to_flags({**settings, "do_eval": True}, _script(sweep).ARGUMENT_CLASSES)]
 
 
-def to_flags(settings: dict[str, Any]) -> list[str]:
-    return [
-        word
-        for name, value in settings.items()
-        for word in (f"--{name}", value if isinstance(value, str) else "None" if value is None else json.dumps(value))
-    ]
+def _script(sweep: dict[str, Any]) -> ModuleType:
+    return importlib.import_module(f"training.{sweep['script']}")
 
 
 def _remaining_flags(folder: Path, flags: list[str]) -> list[str] | None:
