@@ -11,7 +11,9 @@ asked in all directions has to know this.
 import math
 
 import numpy as np
+import torch
 
+from hf_liere import matrix_to_rotation_vector, quaternion_to_rotation_vector, rotation_vector_to_matrix
 from training.data.augmentation import IGNORED_LABEL
 
 
@@ -44,14 +46,15 @@ def pose_columns(split: str, count: int, largest_angle: float) -> dict[str, np.n
 
 def _chunk(split: str, chunk: int, largest_angle: float) -> dict[str, np.ndarray]:
     rng = np.random.default_rng((SPLITS.index(split), chunk))
-    # Normalised, four normal numbers are uniformly distributed rotations.
-    orientations = rng.standard_normal((CHUNK, TOKENS, 4))  # quaternions, the real part first
-    orientations /= np.linalg.norm(orientations, axis=-1, keepdims=True)
-    query = quaternions(rotation_vectors(orientations[:, 0]) * (largest_angle / 180))  # (CHUNK, 4)
+    # Four normal numbers are a quaternion of a uniformly distributed rotation.
+    numbers = torch.from_numpy(rng.standard_normal((CHUNK, TOKENS, 4)))
+    vectors = quaternion_to_rotation_vector(numbers, "wxyz")  # (CHUNK, N, 3)
+    vectors[:, 0] *= largest_angle / 180
+    rotations = rotation_vector_to_matrix(vectors)  # (CHUNK, N, 3, 3)
     targets, samples = rng.integers(1, TOKENS, CHUNK), np.arange(CHUNK)
-    noise = quaternions(NOISE * rng.standard_normal((CHUNK, 3)))
-    orientations[:, 0] = query
-    orientations[samples, targets] = compose(compose(query, quaternions(np.array(RELATIVE))), noise)
+    noise = torch.from_numpy(NOISE * rng.standard_normal((CHUNK, 3)))
+    relative = rotation_vector_to_matrix(torch.tensor(RELATIVE, dtype=noise.dtype)) @ rotation_vector_to_matrix(noise)
+    rotations[samples, targets] = rotations[:, 0] @ relative
     classes = rng.integers(CLASSES, size=(CHUNK, TOKENS))
     features = np.zeros((CHUNK, TOKENS, CLASSES + 1), np.float32)
     features[..., :CLASSES] = np.eye(CLASSES)[classes]
@@ -60,41 +63,7 @@ def _chunk(split: str, chunk: int, largest_angle: float) -> dict[str, np.ndarray
     labels[:, 0] = classes[samples, targets]
     return {
         "features": features,
-        "positions": rotation_vectors(orientations).astype(np.float32),
-        "matrices": matrices(orientations).reshape(CHUNK, TOKENS, 9).astype(np.float32),
+        "positions": matrix_to_rotation_vector(rotations).float().numpy(),
+        "matrices": rotations.flatten(-2).float().numpy(),
         "labels": labels,
     }
-
-
-def quaternions(vectors: np.ndarray) -> np.ndarray:
-    """Unit quaternions (…, 4), the real part first, of rotation vectors (…, 3)."""
-    half = np.linalg.norm(vectors, axis=-1, keepdims=True) / 2
-    # NumPy's sinc(x) is sin(πx) / (πx), finite at zero.
-    return np.concatenate([np.cos(half), vectors / 2 * np.sinc(half / math.pi)], axis=-1)
-
-
-def rotation_vectors(rotations: np.ndarray) -> np.ndarray:
-    """Rotation vectors (…, 3), at most π long, of unit quaternions (…, 4)."""
-    rotations = np.where(rotations[..., :1] < 0, -rotations, rotations)
-    sines = np.linalg.norm(rotations[..., 1:], axis=-1, keepdims=True)
-    half = np.arctan2(sines, rotations[..., :1])
-    return 2 * rotations[..., 1:] / np.sinc(half / math.pi)
-
-
-def compose(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The product of unit quaternions (…, 4): the rotation `second`, then `first`."""
-    a, b = first[..., :1], second[..., :1]
-    u, v = first[..., 1:], second[..., 1:]
-    real = a * b - (u * v).sum(axis=-1, keepdims=True)
-    return np.concatenate([real, a * v + b * u + np.cross(u, v)], axis=-1)
-
-
-def matrices(rotations: np.ndarray) -> np.ndarray:
-    """Rotation matrices (…, 3, 3) of unit quaternions (…, 4)."""
-    real, vector = rotations[..., :1, None], rotations[..., 1:]
-    turned = np.cross(vector[..., None, :], np.eye(3))  # row i is vector × eᵢ
-    return (
-        (2 * real**2 - 1) * np.eye(3)
-        + 2 * vector[..., :, None] * vector[..., None, :]
-        + 2 * real * turned.swapaxes(-1, -2)
-    )

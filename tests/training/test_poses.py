@@ -1,0 +1,124 @@
+"""Generated orientations: what the data are, that their labels are right, and what turning the world does to models."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from checkout import ROOT
+
+from hf_liere import LieRETokensForTokenClassification, matrix_to_rotation_vector
+from training import token_classification
+from training.common.command_line import parse_arguments, to_flags
+from training.data import poses
+from training.data.augmentation import IGNORED_LABEL
+from training.data.tokens import TokenDataArguments, load_tokens
+
+
+RECIPE = str(ROOT / "training" / "recipes" / "poses_mini.yaml")
+FEW = ["--max_train_samples", "640", "--max_eval_samples", "50", "--use_cpu", "true", "--disable_tqdm", "true"]
+
+
+def run(folder, *flags):
+    return token_classification.main([RECIPE, "--output_dir", str(folder), *FEW, *flags])
+
+
+def exponentials(vectors):
+    """Rotation matrices (…, 3, 3) of rotation vectors (…, 3), in float64."""
+    vectors = torch.as_tensor(vectors, dtype=torch.float64)
+    x, y, z = vectors.unbind(-1)
+    zero = torch.zeros_like(x)
+    skew = torch.stack([zero, -z, y, z, zero, -x, -y, x, zero], dim=-1)
+    return torch.linalg.matrix_exp(skew.unflatten(-1, (3, 3)))
+
+
+def angles(rotations):
+    """Angles of rotation matrices, by their trace."""
+    return ((rotations.diagonal(dim1=-2, dim2=-1).sum(-1) - 1) / 2).clamp(-1, 1).acos()
+
+
+def test_samples_depend_on_their_split_and_number_alone():
+    many, few = (poses.pose_columns("train", count, 30) for count in (poses.CHUNK + 7, 5))
+    assert all(len(values) == poses.CHUNK + 7 for values in many.values())
+    for name, values in few.items():
+        np.testing.assert_array_equal(values, many[name][:5])
+    assert not np.array_equal(few["positions"], many["positions"][poses.CHUNK : poses.CHUNK + 5])
+    assert not np.array_equal(few["positions"], poses.pose_columns("validation", 5, 30)["positions"])
+
+
+@pytest.mark.parametrize("largest", [30.0, 180.0])
+def test_the_target_is_turned_from_the_query_and_its_class_is_the_label(largest):
+    columns = poses.pose_columns("validation", 1000, largest)
+    rotations = exponentials(columns["positions"])  # (1000, N, 3, 3)
+    # Both columns are the same orientations, rounded to float32.
+    torch.testing.assert_close(
+        rotations.flatten(-2), torch.tensor(columns["matrices"], dtype=torch.float64), atol=1e-6, rtol=0
+    )
+    assert angles(rotations[:, 0]).max() <= math.radians(largest) + 1e-3
+    wanted = rotations[:, :1] @ exponentials(poses.RELATIVE)
+    distances = angles(wanted.mT @ rotations)[:, 1:]
+    nearest = distances.argmin(dim=1) + 1
+    classes, labels = columns["features"][:, :, : poses.CLASSES], columns["labels"]
+    np.testing.assert_array_equal(classes.sum(axis=-1), np.arange(poses.TOKENS)[None] > np.zeros((1000, 1)))
+    np.testing.assert_array_equal(columns["features"][..., -1], 1 - classes.sum(axis=-1))
+    assert (labels[:, 1:] == IGNORED_LABEL).all()
+    right = classes[np.arange(1000), nearest].argmax(axis=-1) == labels[:, 0]
+    # Another token is nearer than the target by chance in less than one sample of a hundred.
+    assert right.mean() > 0.99 and distances.min(dim=1).values.max() < 6 * poses.NOISE
+    assert np.bincount(labels[:, 0], minlength=poses.CLASSES).min() > 200
+    if largest == 180:
+        # The mean angle of uniformly distributed rotations; their matrices average to zero.
+        assert angles(rotations[:, 0]).mean() == pytest.approx(math.pi / 2 + 2 / math.pi, abs=0.06)
+        assert rotations[:, 0].mean(dim=0).abs().max() < 0.07
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Models of the recipe after a few steps, by the name of their encoding."""
+    models = {}
+    for name, changed in {
+        "so3": ["--rotary_learning_rate_factor", "0"],
+        "rope_mixed": ["--position_encoding", "rope_mixed", "--block_size", "None", "--rotary_init", "None"],
+    }.items():
+        folder = tmp_path_factory.mktemp(name) / "run"
+        run(folder, *changed)
+        models[name] = LieRETokensForTokenClassification.from_pretrained(folder).double().eval()
+    return models
+
+
+def test_answers_of_relative_rotations_do_not_change_when_the_world_turns(trained):
+    """Trained in one frame; the generators of so(3) are kept. Commuting rotations see the frame."""
+    columns = poses.pose_columns("validation", 200, 30)
+    features, positions = (torch.tensor(columns[name], dtype=torch.float64) for name in ("features", "positions"))
+    turned = matrix_to_rotation_vector(exponentials([1.0, -2.0, 1.5]) @ exponentials(positions))
+    changes = {}
+    for name, model in trained.items():
+        with torch.no_grad():
+            before, after = (model(features, some).logits[:, 0] for some in (positions, turned))
+        changes[name] = ((after - before).abs().max() / before.abs().max()).item()
+        if name == "so3":
+            assert torch.equal(before.argmax(dim=-1), after.argmax(dim=-1))
+    # Float64 products of the exponentials; commuting encodings change by as much as the logits are large.
+    assert changes["so3"] < 1e-10 and changes["rope_mixed"] > 1e-2
+
+
+def test_orientations_can_be_features(tmp_path):
+    columns = ["--feature_columns", "features", "matrices", "--max_steps", "1"]
+    unused = ["--block_size", "None", "--rotary_init", "None"]
+    metrics = run(tmp_path / "run", *columns, "--position_encoding", "none", *unused)
+    config = LieRETokensForTokenClassification.from_pretrained(tmp_path / "run").config
+    assert (config.feature_size, config.num_labels, metrics["eval_samples"]) == (5 + 9, 4, 50)
+    arguments = TokenDataArguments(dataset_name="poses", feature_columns=["matrices"], max_train_samples=3)
+    table = load_tokens(arguments, ("training",), 0).train
+    np.testing.assert_array_equal(table.features[2], poses.pose_columns("train", 3, 30)["matrices"][2])
+
+
+def test_settings_of_a_sweep_are_flags():
+    """Lists of columns are several words, and lists of a configuration one."""
+    settings = {"feature_columns": ["features", "matrices"], "position_table_size": [2, 3, 4], "block_size": None}
+    flags = to_flags({**settings, "training_points": [3, 5]}, token_classification.ARGUMENT_CLASSES)
+    model, data, _ = parse_arguments(
+        [*flags, "--do_train", "--output_dir", "unused"], token_classification.ARGUMENT_CLASSES
+    )
+    assert data.feature_columns == ["features", "matrices"] and data.training_points == [3, 5]
+    assert model.architecture() == {"position_table_size": [2, 3, 4], "block_size": None}
