@@ -6,6 +6,7 @@ It writes to training/figures, or `--output_dir`:
 
 - rotations_*.svg: the effect of four encodings on a query and on attention logits, computed by [`LieRotaryEmbedding`]
 - products_*.svg: which moves of all tokens the attention logits of two encodings see, computed likewise
+- orientations_*.svg: attention logits of four encodings of orientations while the world turns, computed by it too
 - resolutions_*.svg: accuracy against image size, from training/results
 - costs_*.svg: time that encodings add to a step against the number of tokens, from the table of docs/speed.md
 """
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from matplotlib.patches import Circle
 
-from hf_liere import LieRotaryEmbedding
+from hf_liere import LieRotaryEmbedding, matrix_to_rotation_vector, rotation_vector_to_matrix
 from hf_liere.inspection.plots import COLOURS, draw
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.positions import TokenPositions
@@ -57,6 +58,16 @@ PLANE = 38
 # Row and column of the query, before and after it moves together with the key; largest change on the colour scale.
 PLACES = ((8, 19), (19, 8))
 LARGEST_CHANGE = 0.25
+# Encodings of orientations, in rotation vectors as they are, by the title of their panel.
+TURNED = {
+    "RoPE-Mixed": SHOWN["RoPE-Mixed"],
+    "ComRoPE-LD": SHOWN["ComRoPE-LD"],
+    "LieRE8": SHOWN["LieRE8"],
+    "LieRE3 from so(3)": {"position_encoding": "liere", "block_size": 3, "rotary_init": "so3"},
+}
+# Rotation vectors of the keys as the query sees them, in radians, by name; the axis and the angles of the world's turn.
+SEEN = {"turned by 29°": (0.0, 0.0, 0.5), "by 69°": (0.0, 1.2, 0.0), "by 115°": (2.0, 0.0, 0.0)}
+WORLD_AXIS, WORLD_ANGLES = (1 / 3, 2 / 3, 2 / 3), torch.linspace(0, 2 * torch.pi, 240, dtype=torch.float64)
 WALKS = {
     "along a row": ((0, 1), {"color": COLOURS[0], "linestyle": "-", "linewidth": 3.6, "marker": "o"}),
     "along a column": ((1, 0), {"color": COLOURS[1], "linestyle": "--", "linewidth": 2.2, "marker": "s"}),
@@ -75,14 +86,20 @@ LINES = {
 }
 
 
-def rotary_layer(settings: dict) -> LieRotaryEmbedding:
+def rotary_layer(settings: dict, num_axes: int = 2) -> LieRotaryEmbedding:
     """One head of a newly initialised encoding, the same in every run, with drawn bases."""
     torch.manual_seed(0)
-    layer = LieRotaryEmbedding(num_heads=1, head_dim=HEAD_DIM, num_axes=2, **settings)
+    layer = LieRotaryEmbedding(num_heads=1, head_dim=HEAD_DIM, num_axes=num_axes, **settings)
     for name, parameter in layer.named_parameters():
         if name.endswith("skew"):
             torch.nn.init.normal_(parameter, std=BASES_STD)
     return layer
+
+
+def unit_query() -> torch.Tensor:
+    """(1, 1, 1, head_dim): a query of length 1, the same in every run."""
+    query = torch.randn(HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    return (query / query.norm()).view(1, 1, 1, HEAD_DIM)
 
 
 def positions_of(settings: dict, patches: torch.Tensor) -> torch.Tensor:
@@ -108,8 +125,7 @@ def logits(settings: dict, place: tuple[int, int]) -> torch.Tensor:
     (2 · reach + 1, 2 · reach + 1): q · R(p)ᵀ R(p′) q for a q of length 1, the query's patch p at `place` and the
     keys' patches p′ in the square around it; 1 at the centre.
     """
-    query = torch.randn(HEAD_DIM, generator=torch.Generator().manual_seed(1))
-    query = (query / query.norm()).view(1, 1, 1, HEAD_DIM)
+    query = unit_query()
     rows, columns = (torch.arange(at - REACH, at + REACH + 1) for at in place)
     keys = torch.cartesian_prod(rows, columns)
     layer = rotary_layer(settings)
@@ -181,6 +197,42 @@ def paint_square(axis, values: torch.Tensor, theme: dict, bound: float):
     if values.abs().max() < 1e-5:
         axis.text(0, 0, "unchanged", ha="center", va="center", color=theme["text"])
     return axis.imshow(values.numpy(), extent=(-edge, edge, edge, -edge), **style)
+
+
+@torch.no_grad()
+def turned_logits(settings: dict) -> torch.Tensor:
+    """
+    (angles, keys): q · R(p)ᵀ R(p′) q for a q of length 1, the query's orientation p and the keys' p′, while the world
+    turns.
+    """
+    seen = torch.tensor([(0.0, 0.0, 0.0), *SEEN.values()], dtype=torch.float64)
+    world = rotation_vector_to_matrix(WORLD_ANGLES[:, None] * torch.tensor(WORLD_AXIS, dtype=torch.float64))
+    orientations = world[:, None] @ rotation_vector_to_matrix(seen)  # (angles, 1 + keys, 3, 3)
+    positions = matrix_to_rotation_vector(orientations).float()
+    states = unit_query().expand(*positions.shape[:1], 1, len(seen), HEAD_DIM)
+    rotated = rotary_layer(settings, num_axes=3).rotate(states, positions)[:, 0]  # (angles, 1 + keys, head_dim)
+    return (rotated[:, 1:] @ rotated[:, :1].mT).squeeze(-1)
+
+
+def draw_orientations() -> dict[str, str]:
+    curves = {title: turned_logits(settings) for title, settings in TURNED.items()}
+
+    def paint(figure, theme: dict) -> None:
+        panels = figure.subplots(1, len(TURNED), sharey=True)
+        for axis, (title, logits_of) in zip(panels, curves.items()):
+            for values, label, (_, style) in zip(logits_of.mT, SEEN, WALKS.values()):
+                line = {"color": style["color"], "linestyle": style["linestyle"], "linewidth": 1.8}
+                axis.plot(torch.rad2deg(WORLD_ANGLES).numpy(), values.numpy(), label=label, **line)
+            axis.set_title(title, fontsize=11)
+            axis.set(xlim=(0, 360), ylim=(-1.05, 1.05), xticks=[0, 180, 360], yticks=[-1, 0, 1])
+            axis.set_xlabel("turn of the world (degrees)")
+        panels[0].set_ylabel("attention logit")
+        legend = figure.legend(
+            *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, handlelength=5
+        )
+        legend.set_title("the key as the query sees it")
+
+    return draw(paint, 9.0, 3.4)
 
 
 def resolutions() -> dict[str, dict[int, Cell]]:
@@ -274,8 +326,13 @@ def main(arguments: list[str] | None = None) -> list[Path]:
     folder = parser.parse_args(arguments).output_dir
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    drawn = {"rotations": draw_rotations(), "products": draw_products()}
-    drawn |= {"resolutions": draw_resolutions(), "costs": draw_costs()}
+    drawn = {
+        "rotations": draw_rotations(),
+        "products": draw_products(),
+        "orientations": draw_orientations(),
+        "resolutions": draw_resolutions(),
+        "costs": draw_costs(),
+    }
     for name, pictures in drawn.items():
         for theme, svg in pictures.items():
             written.append(folder / f"{name}_{theme}.svg")

@@ -93,6 +93,15 @@ def test_layer(ran):
     assert accuracies["liere"] > 0.95 and accuracies["no positions"] < 0.5
 
 
+def test_orientations(ran):
+    names = ran("orientations")
+    changes, accuracies = names["changes"], names["accuracies"]
+    # Rounding of float32.
+    assert changes["LieRE from so(3)"] < 1e-5 < 1e-3 < changes["RoPE-Mixed"]
+    assert all(accuracy[30] > 0.9 for accuracy in accuracies.values())
+    assert accuracies["LieRE from so(3)"][180] > 0.95 and accuracies["RoPE-Mixed"][180] < 0.7
+
+
 def test_a_notebook_imports_in_a_fresh_kernel(tmp_path):
     """The first cell after the installation, in a process that starts in the folder of the notebook."""
     code = cells(ROOT / "docs" / "notebooks" / "arrows.ipynb")[1]
