@@ -142,7 +142,10 @@ def condition(given: dict[str, Any]) -> str:
 
 
 def _named(values: dict[str, Any]) -> list[str]:
-    return [
-        name if value is True else f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in values.items()
-    ]
+    return [name if value is True else f"{name} {_shown(value)}" for name, value in values.items()]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return " + ".join(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

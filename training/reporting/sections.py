@@ -146,7 +146,7 @@ def _about(results: list[dict[str, Any]], common: list[str]) -> str:
     seeds = sorted({result["settings"].get("seed", training.get("seed", 0)) for result in results})
     libraries = first["environment"].get("libraries", {})
     parts = [
-        f"{model.get('num_hidden_layers', 12)} layers of {model.get('hidden_size', 768)} channels",
+        f"{_count(model.get('num_hidden_layers', 12), 'layer')} of {model.get('hidden_size', 768)} channels",
         *common,
         f"{_count(epochs, 'epoch')} of {round(examples):,} examples in batches of {batch}",
         f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
