@@ -27,6 +27,7 @@ TYPES = ("float32", "bfloat16", "float16", "float64")
 # (function, block size); planes have block size 2.
 FUNCTIONS = (("apply_rotation", 2), ("apply_rotation", 8), ("angle_gradients", 2), ("outer_products", 8))
 FUNCTIONS += (("block_rotations", 8), ("block_tangents", 8), ("moments_gradient", 8))
+FUNCTIONS += (("quaternion_rotations", 4), ("quaternion_gradients", 4))
 # Kernels may depend on the width of a head; this is the usual one.
 HEAD_DIM = 64
 PLAIN = "plain operations"

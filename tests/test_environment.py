@@ -18,7 +18,7 @@ from hf_liere.models.rotation.dispatch import find_backend
 
 LAUNCH = "import runpy, sys; sys.exit(runpy.run_path(sys.argv.pop(1))['main']())"
 ASKED = {"apply_rotation", "angle_gradients", "outer_products", "block_rotations", "block_tangents"}
-ASKED |= {"moments_gradient"}
+ASKED |= {"moments_gradient", "quaternion_rotations", "quaternion_gradients"}
 
 
 def run(*arguments, **environment):

@@ -5,6 +5,7 @@
 //   exponential.h  rotations from generators, and the gradients of generators
 //   rotation.h     query and key rotated by blocks, and the gradients of blocks
 //   planes.h       query and key rotated by planes, and the gradients of angles
+//   quaternions.h  rotations of blocks of 3 and 4 channels in closed form
 //
 // Memory, C-contiguous unless strides are given; G groups (layers or heads that share positions), K blocks per group:
 //
@@ -12,6 +13,7 @@
 //   generators     (axes, G, K, b, b)               the same, and float32 in the backward pass
 //   rotations      G × (tokens, K, b, b)            float32, one allocation per group
 //   saved squares  (G, saved, K, b, b)              float32, those of a ray from its offset on
+//   quaternions    (G, axes, 1 or 2, 3, K)          float64, of generators; gradients (G, tokens, 1 or 2, 3, K) float32
 //   tangents       (G, rays, K, b(b−1)/2)           float32, the entries above the diagonal, row by row
 //   moments        (G, monomials, K, b(b−1)/2)      float32, likewise
 //   states         (batch, heads, tokens, head_dim) float32 or bfloat16, query or key, strided but for their channels
@@ -30,6 +32,7 @@
 
 #include "exponential.h"
 #include "planes.h"
+#include "quaternions.h"
 #include "rotation.h"
 
 namespace {
@@ -55,7 +58,7 @@ bool with_rows(const Shape& shape, Body body) {
 extern "C" {
 
 // Increase this, here and in cpu_interface.py, whenever arguments or block sizes change.
-int hf_liere_interface() { return 4; }
+int hf_liere_interface() { return 5; }
 
 // Page faults cost more than the writes to fresh memory.
 void hf_liere_prefer_huge_pages(void* memory, int64_t bytes) {
@@ -91,6 +94,20 @@ int hf_liere_moments_gradient(const Sizes* sizes, const Monomials* monomials, co
     return with_compiled_size(sizes->size, [=](auto size) {
         return moments_gradient<size>(*sizes, *monomials, generators, moments, out, threads);
     });
+}
+
+int hf_liere_quaternion_rotations(const Sizes* sizes, int64_t tokens, const double* positions,
+                                  const double* generators, float* rotations, int threads) {
+    const auto compute = sizes->size == 3 ? quaternion_rotations<3> : quaternion_rotations<4>;
+    compute(*sizes, tokens, positions, generators, rotations, threads);
+    return true;
+}
+
+int hf_liere_quaternion_gradients(const Sizes* sizes, int64_t tokens, const double* positions,
+                                  const double* generators, const float* gradients, float* out, int threads) {
+    const auto compute = sizes->size == 3 ? quaternion_gradients<3> : quaternion_gradients<4>;
+    compute(*sizes, tokens, positions, generators, gradients, out, threads);
+    return true;
 }
 
 int hf_liere_rotate_blocks(const Shape* shape, const Pair* states, const Pair* out, const Shared* rotation,

@@ -143,6 +143,32 @@ def moments_gradient(
     return out.to(dtype)
 
 
+def quaternion_rotations(positions: torch.Tensor, generators: torch.Tensor) -> torch.Tensor:
+    """
+    As [`closed_forms.quaternion_rotations`], for the (A, G, K, 1 or 2, 3) quaternions of generators: (G, P, K, b, b) in
+    float32.
+    """
+    sizes, *factors = _quaternions(positions, generators)
+    rotations = _empty(sizes.groups, len(positions), sizes.blocks, sizes.size, sizes.size)
+    _call(sizes.size, "quaternion_rotations", sizes, len(positions), *factors, rotations)
+    return rotations
+
+
+def quaternion_gradients(positions: torch.Tensor, generators: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradients (G, P, K, 1 or 2, 3) of the exponents, from those (G, P, K, b, b) of [`quaternion_rotations`]."""
+    sizes, *factors = _quaternions(positions, generators)
+    out = _empty(sizes.groups, len(positions), sizes.size - 2, 3, sizes.blocks)
+    gradient = gradient.to(torch.float32).contiguous()
+    _call(sizes.size, "quaternion_gradients", sizes, len(positions), *factors, gradient, out)
+    return out.permute(0, 1, 4, 2, 3)
+
+
+def _quaternions(positions: torch.Tensor, generators: torch.Tensor) -> tuple[Sizes, torch.Tensor, torch.Tensor]:
+    axes, groups, blocks, halves, _ = generators.shape
+    sizes = Sizes(axes, groups, blocks, 2 + halves)
+    return sizes, positions.contiguous(), generators.to(torch.float64).permute(1, 0, 3, 4, 2).contiguous()
+
+
 def _call(block_size: int, name: str, *arguments: object) -> None:
     """
     Raises:

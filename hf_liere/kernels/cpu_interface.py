@@ -7,7 +7,7 @@ import torch
 
 
 # Must equal the version in cpu.cpp.
-INTERFACE = 4
+INTERFACE = 5
 # Blocks up to the first size are padded if necessary. Sizes between the two are not supported: padded to the second,
 # they are slower than plain operations.
 LARGEST_PADDED_SIZE, LARGEST_SIZE = 64, 128
@@ -66,12 +66,15 @@ _POWERS, _RAYS, _STATES = (
     [ctypes.POINTER(structure) for structure in structures]
     for structures in ((Sizes, Monomials), (Sizes, Rays), (Shape, Pair, Pair, Shared))
 )
+_QUATERNIONS = [ctypes.POINTER(Sizes), ctypes.c_int64, Values, Values]
 # Arguments of each function. Kernels take the number of threads last and return whether memory sufficed.
 ARGUMENTS = {
     "hf_liere_prefer_huge_pages": [Values, ctypes.c_int64],
     "hf_liere_block_rotations": [*_RAYS, ctypes.c_int, Values, Values, Values, Values, ctypes.c_int],
     "hf_liere_block_tangents": [*_RAYS, Values, Values, Values, ctypes.c_int],
     "hf_liere_moments_gradient": [*_POWERS, Values, Values, Values, ctypes.c_int],
+    "hf_liere_quaternion_rotations": [*_QUATERNIONS, Values, ctypes.c_int],
+    "hf_liere_quaternion_gradients": [*_QUATERNIONS, Values, Values, ctypes.c_int],
     "hf_liere_rotate_blocks": [*_STATES, ctypes.c_int, ctypes.c_int],
     "hf_liere_rotate_planes": [*_STATES, ctypes.c_int, ctypes.c_int],
     "hf_liere_outer_products": [*_STATES, ctypes.POINTER(Shared), ctypes.c_int],

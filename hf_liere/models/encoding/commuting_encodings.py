@@ -8,8 +8,9 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from ..rotation.bases import cayley_map, eigenbasis, fourier_basis, skew_from_planes
+from ..rotation.closed_forms import cos_sin
 from ..rotation.dispatch import working_dtype
-from ..rotation.exponential import cos_sin, skew, skew_entries
+from ..rotation.exponential import skew, skew_entries
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.rotation import PlaneRotation
 from .positions import TokenPositions

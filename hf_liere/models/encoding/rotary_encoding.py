@@ -8,8 +8,9 @@ from torch import nn
 from transformers import initialization as init
 from transformers.utils import logging
 
+from ..rotation.closed_forms import plane_rotations
 from ..rotation.dispatch import values_are_unknown, working_dtype
-from ..rotation.exponential import layer_block_rotations, plane_rotations, skew, skew_entries
+from ..rotation.exponential import layer_block_rotations, skew, skew_entries
 from ..rotation.grouped_rotation import GroupedRotation, Rotation
 from ..rotation.rotation import BlockRotation, PlaneRotation
 from ..rotation.scaling_and_squaring import Rays

@@ -1,10 +1,8 @@
 """Generators and the rotations they generate: of planes in closed form, of dense blocks by the matrix exponential."""
 
-import math
-
 import torch
-from transformers.utils.generic import maybe_autocast
 
+from .closed_forms import has_closed_form, quaternion_rotations
 from .dispatch import in_portable_graph, operator, values_are_unknown
 from .exponential_gradient import ARGUMENTS, block_rotations_backward, ray_tokens
 from .scaling_and_squaring import (
@@ -52,32 +50,6 @@ def skew_entries(matrices: torch.Tensor) -> torch.Tensor:
     return matrices[..., column, row]
 
 
-def plane_rotations(
-    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """
-    exp(Σ_a p_a A_a) for b = 2, in closed form: a rotation by the angle Σ_a p_a f_a (RoPE-Mixed, Heo et al., eq. 6).
-
-    Args:
-        positions: (P, A) in the working type.
-        frequencies: (A, K), one per axis and plane.
-        dtype: Type of the result.
-
-    Returns:
-        (K, P, 2) cos and sin, in `dtype`.
-    """
-    with maybe_autocast(positions.device.type, enabled=False):
-        return cos_sin(positions @ frequencies.to(positions.dtype), dtype).transpose(0, 1)
-
-
-def cos_sin(angles: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """(…, 2) cos and sin, in `dtype`, of (…) angles in the working type."""
-    # Whole revolutions are subtracted in the working type, so that the arguments of float32 cos and sin are small.
-    revolutions = (angles.detach() / (2 * math.pi)).round_().mul_(2 * math.pi)  # (…)
-    angles = (angles - revolutions).to(dtype)
-    return torch.stack([angles.cos(), angles.sin()], dim=-1)
-
-
 def block_rotations(
     positions: torch.Tensor,
     generators: torch.Tensor,
@@ -86,8 +58,8 @@ def block_rotations(
     query_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """
-    exp(Σ_a p_a A_a) for b > 2 (LieRE eq. 4, ComRoPE eq. 3), by scaling and squaring; the gradient is that of
-    `exponential_gradient`.
+    exp(Σ_a p_a A_a) for b > 2 (LieRE eq. 4, ComRoPE eq. 3), in closed form for b = 3 and 4, and by scaling and squaring
+    with the gradient of `exponential_gradient` for others.
 
     Args:
         positions: (P, A) in the working type.
@@ -115,6 +87,8 @@ def layer_block_rotations(
     query_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """[`block_rotations`] of (A, G, K, b, b) generators, as a (P, K, b, b) tensor for each of the G."""
+    if has_closed_form(generators.shape[-1]):
+        return list(quaternion_rotations(positions, generators, dtype))
     if in_portable_graph():
         return portable_rotations(positions, generators, dtype)
     grid, num_prefix_tokens, centred = rays or (None, 0, False)
