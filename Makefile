@@ -4,6 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+PACKAGING := .venv-packaging
 # The least that pyproject.toml admits. Triton's interpreter of that time takes arrays of one element for integers, which
 # numpy 2.4 refuses.
 OLDEST_RELEASES := "torch==2.9.*" "transformers==5.17.*" "peft==0.18.*" "numpy<2.4"
@@ -15,7 +16,7 @@ BUILT_FROM := pyproject.toml $(wildcard hf_liere/kernels/*.cpp hf_liere/kernels/
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo docs gpu lint test test-all test-oldest test-newest format clean
+.PHONY: demo dist docs gpu lint test test-all test-oldest test-newest release-check format clean
 
 demo: $(READY)
 	$(BIN)/python training/demo.py
@@ -48,12 +49,26 @@ test-newest:
 	$(if $(NEWER_PYTHON),$(MAKE) $(NEWEST)/ready,@echo "Skipped: no Python newer than $(PYTHON) to test the newest releases on, looked for: $(NEWER).")
 	$(if $(NEWER_PYTHON),$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow or common")
 
+# The source distribution, and the wheel of this machine's system, built from it. The kernels do not depend on Python: one
+# wheel serves all versions.
+dist: $(PACKAGING)/ready
+	rm -rf dist
+	$(PACKAGING)/bin/python -m build
+	$(PACKAGING)/bin/wheel tags --remove --python-tag py3 --abi-tag none dist/*.whl
+	$(if $(filter Linux,$(shell uname)),PATH="$(CURDIR)/$(PACKAGING)/bin:$$PATH" auditwheel repair --wheel-dir dist dist/*-linux_*.whl)
+	rm -f dist/*-linux_*.whl
+	$(PACKAGING)/bin/twine check --strict dist/*
+
+# TAG is the tag of the release, such as v0.1.0.
+release-check:
+	$(PYTHON) .ci/check_release.py
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) docs/_build outputs build dist *.egg-info hf_liere/kernels/*.so
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(PACKAGING) docs/_build outputs build dist *.egg-info hf_liere/kernels/*.so
 
 # Pythons of the versions $(1), the first that runs: of the path, where pyenv puts names that run nothing, or of pyenv.
 define python_of
@@ -81,3 +96,9 @@ $(OLDEST)/ready: $(BUILT_FROM)
 
 $(NEWEST)/ready: $(BUILT_FROM)
 	$(call environment,$(NEWEST),$(NEWER_PYTHON))
+
+$(PACKAGING)/ready: pyproject.toml
+	$(PYTHON) -m venv $(PACKAGING)
+	$(PACKAGING)/bin/pip install --quiet --upgrade pip
+	$(PACKAGING)/bin/pip install --quiet --group packaging
+	touch $@
