@@ -126,7 +126,7 @@ def _save_inputs(ctx, inputs, output):
 
 
 def _gradients(ctx, gradient):
-    found = quaternions_backward(*ctx.saved_tensors, gradient, ctx.needs_input_grad[0])
+    found = quaternion_rotations_backward(*ctx.saved_tensors, gradient, ctx.needs_input_grad[0])
     return *(x if needed else None for x, needed in zip(found, ctx.needs_input_grad)), None
 
 
@@ -147,7 +147,7 @@ def _quaternion_rotations(positions, generators, dtype):
     "(Tensor positions, Tensor generators, Tensor gradient, bool needs_positions) -> (Tensor, Tensor)",
     fake=lambda positions, generators, *_: tuple(torch.empty_like(x).contiguous() for x in (positions, generators)),
 )
-def quaternions_backward(positions, generators, gradient, needs_positions):
+def quaternion_rotations_backward(positions, generators, gradient, needs_positions):
     """Gradients of positions, zeros unless they are needed, and of the quaternions of the generators."""
     if backend := _find_backend("quaternion_gradients", positions, generators, gradient.dtype):
         exponents_gradient = backend.quaternion_gradients(positions, generators, gradient)
@@ -159,7 +159,7 @@ def quaternions_backward(positions, generators, gradient, needs_positions):
     if needs_positions:
         factors = generators.flatten(2).permute(1, 2, 0)  # (G, K · 3 or 6, A)
         positions_gradient += (flat.to(factors.dtype) @ factors).sum(0)
-    return positions_gradient, generators_gradient.reshape(generators.shape).to(generators.dtype)
+    return positions_gradient, generators_gradient.reshape(generators.shape).to(generators.dtype).contiguous()
 
 
 def _exponents_gradient(positions: torch.Tensor, generators: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

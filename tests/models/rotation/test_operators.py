@@ -11,7 +11,8 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 import hf_liere
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.positions import TokenPositions
-from hf_liere.models.rotation import exponential
+from hf_liere.models.rotation import closed_forms, exponential
+from hf_liere.models.rotation.closed_forms import has_closed_form, quaternion_rotations_backward
 from hf_liere.models.rotation.dispatch import plain_operations
 from hf_liere.models.rotation.exponential import layer_block_rotations, skew
 from hf_liere.models.rotation.exponential_gradient import block_rotations_backward
@@ -91,7 +92,9 @@ def test_a_query_by_itself(implementation, size, eigen, batch):
         rotation = BlockRotation(rotations_of((batch, 3, 5, 17 // size, size, size), "blocks").requires_grad_())
         operator = _rotate_blocks
     query = states(2, 3, 5, 17, transposed=True).requires_grad_()
-    tensors = rotation[:1] + rotation[2:]  # the operator takes no basis
+    tensors = (
+        rotation[:1] if operator is _rotate_blocks else rotation[:1] + rotation[2:4]
+    )  # the operator takes no basis
     learned = [x for x in (query, *tensors) if x is not None and x.requires_grad]
     constant = [x if x is None else x.detach() for x in (query, query[:0], *tensors)]
     for arguments in ((query, query[:0], *tensors), constant):
@@ -105,6 +108,16 @@ def test_a_query_by_itself(implementation, size, eigen, batch):
     for ours, other in zip(found, expected):
         # Sums of two products each in another order.
         torch.testing.assert_close(ours, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("halves, dtype", [(1, torch.float32), (2, torch.float32), (2, torch.float64)])
+def test_opcheck_of_closed_forms(implementation, halves, dtype):
+    positions, generators = torch.randn(5, 2, dtype=torch.float64), torch.randn(2, 3, 4, halves, 3).double()
+    leaves = positions.requires_grad_(), generators.requires_grad_()
+    torch.library.opcheck(closed_forms._quaternion_rotations.operator, (*leaves, dtype))
+    gradient = torch.randn(3, 5, 4, 2 + halves, 2 + halves, dtype=dtype)
+    constant = [leaf.detach() for leaf in leaves]
+    torch.library.opcheck(quaternion_rotations_backward, (*constant, gradient, True))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +256,8 @@ def test_the_profiler_names_operators(tiny, implementation, encoding, block_size
     if ENCODING_TRAITS[encoding].learned:
         expected |= {f"hf_liere::rotate_{applied}_backward"}
     if encoding == "liere":
-        expected |= {"hf_liere::block_rotations", "hf_liere::block_rotations_backward"}
+        computed = "quaternion" if has_closed_form(block_size) else "block"
+        expected |= {f"hf_liere::{computed}_rotations", f"hf_liere::{computed}_rotations_backward"}
     assert expected <= names
 
 
