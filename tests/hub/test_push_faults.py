@@ -6,8 +6,10 @@ import threading
 import pytest
 from hub_client import client, history, start
 from published_models import CARD
+from safetensors.torch import load_file
 
-from hf_liere.hub.publishing import ConcurrentCommitError, publish
+from hf_liere.hub.cards import Card
+from hf_liere.hub.publishing import ConcurrentCommitError, publish, push
 from hf_liere.hub.pulling import pull
 from hf_liere.storage.client import HubError
 from hf_liere.storage.saved_model import SavedModel
@@ -107,6 +109,45 @@ def test_a_lost_response_and_someone_else_right_after(ready, hub, tmp_path):
     thread.join()
     assert history(hub) == ["Ours", "Theirs"]
     assert result[0].commit != hub.repo("tester/model").resolve("main")
+
+
+SAVE_AGAIN_AND_AGAIN = """
+import itertools, os, sys, time
+from safetensors.torch import load_file, save_file
+path = sys.argv[1]
+tensors = load_file(path)
+for step in itertools.count():
+    save_file({name: tensor * 0 + step for name, tensor in tensors.items()}, path + ".new", {"format": "pt"})
+    os.replace(path + ".new", path)
+    time.sleep(1)
+"""
+
+
+def test_a_push_while_a_training_run_saves(saved, hub, tmp_path):
+    """What arrives is one of the saved models, with its card, or nothing."""
+    folder, arrived = tmp_path / "run", []
+    shutil.copytree(saved["image"], folder)
+    run = start(["-c", SAVE_AGAIN_AND_AGAIN, str(folder / "model.safetensors")], hub, tmp_path)
+    try:
+        for _ in range(4):
+            known = SavedModel(folder)
+            try:
+                card = Card(f"Weights: SHA-256 `{known.digest}`")
+                commit = push(known, "tester/model", card=card, reload=False, api=client(hub)).commit
+                arrived.append((known.digest, commit))
+            except ValueError as error:
+                assert "has changed since it was first read" in str(error)
+    finally:
+        run.kill()
+        run.communicate()
+    assert len(history(hub) or []) == len(arrived)
+    for digest, commit in arrived:
+        pulled = pull("tester/model", revision=commit, api=client(hub)).folder
+        values = {float(tensor.flatten()[0]) for tensor in load_file(pulled / "model.safetensors").values()}
+        assert SavedModel(pulled).digest == digest and len(values) == 1
+        assert digest in (pulled / "README.md").read_text()
+    card = Card(f"Weights: SHA-256 `{SavedModel(folder).digest}`")
+    assert push(folder, "tester/model", card=card, reload=False, api=client(hub)).commit
 
 
 @pytest.mark.slow
