@@ -13,7 +13,7 @@ from hf_liere import load_rotary
 from hf_liere.auto import load_checkpoint
 from hf_liere.conversion.reading import read_checkpoint
 from hf_liere.patching.peft_adapters import restore_rotations
-from hf_liere.storage.saved_weights import require_finite_weights, saved_shapes, saved_weights_digest
+from hf_liere.storage.saved_model import SavedModel
 
 
 STORED = TESTS / "checkpoints" / "format_1"
@@ -59,9 +59,9 @@ LIES = {
     ),
 }
 READERS = {
-    "digest": ("rope_mixed", "model.safetensors", saved_weights_digest),
-    "shapes": ("rope_mixed", "model.safetensors", saved_shapes),
-    "finite": ("rope_mixed", "model.safetensors", require_finite_weights),
+    "digest": ("rope_mixed", "model.safetensors", lambda folder: SavedModel(folder).digest),
+    "shapes": ("rope_mixed", "model.safetensors", lambda folder: SavedModel(folder).shapes),
+    "finite": ("rope_mixed", "model.safetensors", lambda folder: SavedModel(folder).require_finite_weights()),
     "model": ("rope_mixed", "model.safetensors", load_checkpoint),
     "conversion": ("rope_mixed", "model.safetensors", lambda folder: read_checkpoint(folder / "model.safetensors")),
     "adapter": ("rotary_vit/adapter", "rotary.safetensors", lambda folder: load_rotary(base(), folder)),

@@ -117,7 +117,7 @@ def _product_table(size: int) -> torch.Tensor:
 
 def _fake_rotations(positions, generators, dtype):
     _, groups, blocks, halves, _ = generators.shape
-    return positions.new_empty(groups, len(positions), blocks, 2 + halves, 2 + halves, dtype=dtype)
+    return positions.new_empty(groups, positions.shape[0], blocks, 2 + halves, 2 + halves, dtype=dtype)
 
 
 def _save_inputs(ctx, inputs, output):
