@@ -7,7 +7,8 @@ import math
 import torch
 from transformers.utils.generic import maybe_autocast
 
-from .dispatch import find_backend, in_portable_graph, operator
+from .dispatch import in_portable_graph, operator
+from .scaling_and_squaring import find_exponential_backend
 
 
 # Products of the units 1, i, j, k of the quaternions: row · column = (sign, unit).
@@ -69,7 +70,7 @@ def quaternion_rotations(positions: torch.Tensor, generators: torch.Tensor, dtyp
     generators = _imaginary_quaternions(generators.to(positions.dtype))  # (A, G, K, 1 or 2, 3)
     if in_portable_graph():
         with maybe_autocast(positions.device.type, enabled=False):
-            return _multiply_units(_exponentials(positions, generators, dtype)[0])
+            return _multiply_units(_exponentials(positions, generators)[0]).to(dtype)
     return _quaternion_rotations(positions, generators, dtype)
 
 
@@ -83,17 +84,15 @@ def _imaginary_quaternions(generators: torch.Tensor) -> torch.Tensor:
     return 0.5 * torch.stack([real + imaginary, real - imaginary], dim=-2)
 
 
-def _exponentials(positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _exponentials(positions: torch.Tensor, generators: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     exp(u) of u = Σ_a p_a u_a for the (A, G, K, 1 or 2, 3) u_a: (G, P, K, 1 or 2, 4) unit quaternions, the u (…, 3),
-    |u| and sin |u| / |u| (…, 1), in `dtype`.
+    |u| and sin |u| / |u| (…, 1), all in the working type: products in float32 may be rounded to TF32.
     """
     generators = generators.transpose(0, 1)  # (G, A, K, 1 or 2, 3)
     exponents = (positions @ generators.flatten(2)).unflatten(-1, generators.shape[2:])  # (G, P, K, 1 or 2, 3)
-    angles = exponents.square().sum(-1).clamp(min=_LEAST_SQUARE).sqrt()  # (G, P, K, 1 or 2)
-    cos, sin = cos_sin(angles, dtype).split(1, dim=-1)  # (G, P, K, 1 or 2, 1) each
-    exponents, angles = exponents.to(dtype), angles.unsqueeze(-1).to(dtype)
-    sinc = sin / angles
+    angles = exponents.square().sum(-1, keepdim=True).clamp(min=_LEAST_SQUARE).sqrt()  # (G, P, K, 1 or 2, 1)
+    cos, sinc = angles.cos(), angles.sin() / angles
     return torch.cat([cos, exponents * sinc], dim=-1), exponents, angles, sinc
 
 
@@ -138,9 +137,10 @@ def _gradients(ctx, gradient):
 )
 def _quaternion_rotations(positions, generators, dtype):
     """(G, P, K, b, b) of (A, G, K, 1 or 2, 3) quaternions of generators."""
-    if backend := _find_backend("quaternion_rotations", positions, generators, dtype):
+    size = 2 + generators.shape[-2]
+    if backend := find_exponential_backend("quaternion_rotations", positions, generators, size, dtype):
         return backend.quaternion_rotations(positions, generators)
-    return _multiply_units(_exponentials(positions, generators, dtype)[0])
+    return _multiply_units(_exponentials(positions, generators)[0]).to(dtype)
 
 
 @operator(
@@ -149,7 +149,8 @@ def _quaternion_rotations(positions, generators, dtype):
 )
 def quaternion_rotations_backward(positions, generators, gradient, needs_positions):
     """Gradients of positions, zeros unless they are needed, and of the quaternions of the generators."""
-    if backend := _find_backend("quaternion_gradients", positions, generators, gradient.dtype):
+    size = gradient.shape[-1]
+    if backend := find_exponential_backend("quaternion_gradients", positions, generators, size, gradient.dtype):
         exponents_gradient = backend.quaternion_gradients(positions, generators, gradient)
     else:
         exponents_gradient = _exponents_gradient(positions, generators, gradient)
@@ -164,7 +165,7 @@ def quaternion_rotations_backward(positions, generators, gradient, needs_positio
 
 def _exponents_gradient(positions: torch.Tensor, generators: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """(G, P, K, 1 or 2, 3) gradients of the u of [`_exponentials`], from those of the rotations."""
-    units, exponents, angles, sinc = _exponentials(positions, generators, gradient.dtype)
+    units, exponents, angles, sinc = (part.to(gradient.dtype) for part in _exponentials(positions, generators))
     size = gradient.shape[-1]
     products = (gradient.flatten(-2) @ _product_table(size).T.to(gradient)).unflatten(-1, (4, 4))
     left = (products * units[..., -1, None, :]).sum(-1)  # (G, P, K, 4)
@@ -175,10 +176,3 @@ def _exponents_gradient(positions: torch.Tensor, generators: torch.Tensor, gradi
     curvature = torch.where(angles < 1e-3, -1 / 3, (units[..., :1] - sinc) / angles.square())
     along = (imaginary * exponents).sum(-1, keepdim=True) * curvature - sinc * real
     return sinc * imaginary + exponents * along
-
-
-def _find_backend(function: str, positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype):
-    """The backend for float32 results from positions in float64, if any."""
-    if positions.dtype != torch.float64 or dtype != torch.float32:
-        return None
-    return find_backend(function, generators, 2 + generators.shape[-2], dtype)

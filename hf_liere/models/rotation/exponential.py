@@ -1,4 +1,4 @@
-"""Generators and the rotations they generate: of planes in closed form, of dense blocks by the matrix exponential."""
+"""Generators, and the rotations of dense blocks that they generate: the matrix exponential."""
 
 import torch
 

@@ -59,7 +59,7 @@ def block_rotations_backward(
     first = rays.indices[:, 0].to(positions.device)
     scales = torch.ldexp(torch.ones_like(squarings, dtype=positions.dtype), -squarings).to(positions.device)
     coordinates = positions[first] * scales.unsqueeze(-1)  # (rays, A)
-    backend = find_exponential_backend(positions, generators, squares.dtype)
+    backend = find_exponential_backend("block_tangents", positions, generators, generators.shape[-1], squares.dtype)
     find_tangents = backend.block_tangents if backend else ray_tangents
     entries = find_tangents(rotations, gradients, rays, squarings, squares)  # (G, rays, K·b(b−1)/2)
     positions_gradient = torch.zeros_like(positions).contiguous()

@@ -186,11 +186,13 @@ def product_dtypes(positions: torch.Tensor, squarings: torch.Tensor, dtype: torc
     return tuple(torch.float32 if most <= limit else positions.dtype for limit in limits)
 
 
-def find_exponential_backend(positions: torch.Tensor, generators: torch.Tensor, dtype: torch.dtype):
-    """The backend for float32 results from positions in float64, if any."""
+def find_exponential_backend(
+    function: str, positions: torch.Tensor, generators: torch.Tensor, block_size: int, dtype: torch.dtype
+):
+    """The backend that computes a function with float32 results from positions in float64, if any."""
     if positions.dtype != torch.float64 or dtype != torch.float32:
         return None
-    return find_backend("block_rotations", generators, generators.shape[-1], torch.float32)
+    return find_backend(function, generators, block_size, torch.float32)
 
 
 def ray_rotations(
@@ -218,7 +220,7 @@ def ray_rotations(
     Returns:
         For each of the G groups (P, K, b, b).
     """
-    if backend := find_exponential_backend(positions, generators, dtype):
+    if backend := find_exponential_backend("block_rotations", positions, generators, generators.shape[-1], dtype):
         return backend.block_rotations(positions.to(dtypes[0]), generators, rays, squarings, squares, dtype)
     _, groups, blocks, size, _ = generators.shape
     # Tokens at the origin are on no ray: their rotation stays the identity.
