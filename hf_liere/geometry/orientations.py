@@ -9,6 +9,7 @@ which are finite everywhere; at an angle of π, where p and −p are the same or
 import torch
 
 from ..models.rotation.dispatch import values_are_unknown
+from ..models.rotation.exponential import skew
 
 
 # Largest |RᵀR − I| of accepted matrices: numbers in text files have few digits, and leave a rotation. Scaled or sheared
@@ -27,7 +28,8 @@ def rotation_vector_to_matrix(vectors: torch.Tensor) -> torch.Tensor:
     """
     quaternions = rotation_vector_to_quaternion(vectors, "wxyz")
     real, imaginary = quaternions[..., :1, None], quaternions[..., 1:]  # (…, 1, 1), (…, 3)
-    cross = _cross_matrix(imaginary)
+    x, y, z = imaginary.unbind(-1)
+    cross = skew(torch.stack([z, -y, x], dim=-1), 3)  # (…, 3, 3), with [v]× w = v × w
     # Rodrigues' formula at half the angle: sin θ = 2 sin(θ/2) cos(θ/2), 1 − cos θ = 2 sin²(θ/2).
     return torch.eye(3, dtype=vectors.dtype, device=vectors.device) + 2 * (real * cross + cross @ cross)
 
@@ -107,21 +109,24 @@ def check_rotation_matrices(matrices: torch.Tensor) -> None:
     _check_values("rotation matrices", matrices, (3, 3))
     if values_are_unknown(matrices) or not matrices.numel():
         return
-    matrices = matrices.detach()
-    identity = torch.eye(3, dtype=matrices.dtype, device=matrices.device)
-    deviation = (matrices.transpose(-1, -2) @ matrices - identity).abs().amax((-2, -1))  # (…)
+    deviation, determinants = measure_rotations(matrices.detach())  # (…) each
     if (largest := float(deviation.max())) > TOLERANCE:
         raise ValueError(
             f"{int((deviation > TOLERANCE).sum())} of {deviation.numel()} matrices are not orthogonal: RᵀR differs "
             f"from the identity by up to {largest:.3g}; accepted are {TOLERANCE:g}. Rotations have axes of length 1 "
             "at right angles."
         )
-    determinants = torch.linalg.det(matrices)  # (…)
     if (least := float(determinants.min())) < 0:
         raise ValueError(
             f"{int((determinants < 0).sum())} of {determinants.numel()} matrices are reflections, with determinant "
             f"{least:.3g}; accepted are rotations, with determinant 1."
         )
+
+
+def measure_rotations(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest entry of |RᵀR − I| and the determinant of (…, 3, 3) matrices: (…) each."""
+    identity = torch.eye(3, dtype=matrices.dtype, device=matrices.device)
+    return (matrices.mT @ matrices - identity).abs().amax((-2, -1)), torch.linalg.det(matrices)
 
 
 def _check_order(order: str) -> None:
@@ -138,14 +143,6 @@ def _check_values(name: str, values: torch.Tensor, shape: tuple[int, ...]) -> No
         raise ValueError(f"{name} are {values.dtype}; float32 or float64 is needed.")
     if not values_are_unknown(values) and not torch.isfinite(values).all():
         raise ValueError(f"{name} contain {int((~torch.isfinite(values)).sum())} values that are not finite.")
-
-
-def _cross_matrix(vectors: torch.Tensor) -> torch.Tensor:
-    """(…, 3) → (…, 3, 3) with [v]× x = v × x."""
-    x, y, z = vectors.unbind(-1)
-    zero = torch.zeros_like(x)
-    rows = ((zero, -z, y), (z, zero, -x), (-y, x, zero))
-    return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
 
 
 def _shortest_vector(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..models.rotation.dispatch import values_are_unknown
-from .orientations import TOLERANCE
+from .orientations import TOLERANCE, measure_rotations
 
 
 # Rounding of a translation, in its scaled unit, above which a change of the world's frame changes attention noticeably.
@@ -67,11 +67,9 @@ def check_poses(name: str, poses: torch.Tensor) -> None:
     if values_are_unknown(poses):
         return
     matrices = poses.detach().double() if poses.device.type != "mps" else poses.detach()
-    rotation = matrices[..., :3, :3]
-    identity = torch.eye(4, dtype=matrices.dtype, device=matrices.device)
-    skewed = (rotation.mT @ rotation - identity[:3, :3]).abs().amax(dim=(-2, -1))  # (…,)
-    bottom = (matrices[..., 3, :] - identity[3]).abs().amax(dim=-1)  # (…,)
-    mirrored = torch.linalg.det(rotation) < 0
+    skewed, determinants = measure_rotations(matrices[..., :3, :3])  # (…,) each
+    bottom = (matrices[..., 3, :] - matrices.new_tensor([0, 0, 0, 1])).abs().amax(dim=-1)  # (…,)
+    mirrored = determinants < 0
     # Comparisons with NaN are false.
     accepted = (skewed <= TOLERANCE) & (bottom <= TOLERANCE) & ~mirrored & matrices.isfinite().all(-1).all(-1)
     if accepted.all():
