@@ -7,6 +7,7 @@ import torch
 from hf_liere.models.encoding.encoding_traits import traits_of
 from hf_liere.models.encoding.positions import GridPositions, TokenPositions
 from hf_liere.models.encoding.rotary_encoding import RotaryEncoding
+from hf_liere.models.rotation.closed_forms import has_closed_form
 from hf_liere.models.rotation.exponential import skew
 from hf_liere.models.rotation.scaling_and_squaring import POLYNOMIAL_NORM
 from training.speed.additions import Addition
@@ -61,6 +62,8 @@ def needed_work(addition: Addition) -> Work:
         work += plane_work(encoding, positions, planes, axes=positions.shape[-1] // factors)
     elif traits_of(encoding.config).product:
         work += product_work(encoding, positions)
+    elif has_closed_form(encoding.block_size):
+        work += quaternion_work(encoding, positions, learned)
     else:
         work += block_work(encoding, positions, learned)
     if addition.changes_basis:
@@ -115,6 +118,17 @@ def product_work(encoding: RotaryEncoding, positions: TokenPositions) -> Work:
     tokens = positions.shape[-2]
     blocks = tokens * encoding.num_blocks * encoding.heads * encoding.layers
     return Work(blocks * 9 * NUMBER_BYTES, blocks * (2 * (1 + CIRCLE_PRODUCTS) + 4))
+
+
+def quaternion_work(encoding: RotaryEncoding, positions: TokenPositions, learned: bool) -> Work:
+    """
+    Computes and writes blocks of three and four channels in closed form: cos and sin of the length of one or two sums
+    Σ_a p_a u_a of three numbers, and four products for each entry. The gradient takes twice as many.
+    """
+    (tokens, axes), size = positions.shape[-2:], encoding.block_size
+    blocks = tokens * encoding.num_blocks * encoding.heads * encoding.layers
+    products = blocks * ((size - 2) * (3 * (axes + 1) + CIRCLE_PRODUCTS) + 4 * size**2)
+    return Work(blocks * size**2 * NUMBER_BYTES, 3 * products if learned else products)
 
 
 def block_work(encoding: RotaryEncoding, positions: TokenPositions, learned: bool) -> Work:
