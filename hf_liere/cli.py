@@ -25,8 +25,8 @@ UPGRADED_ENCODINGS = {
     "liere_product": None,
 }
 _ALL_BUT_LIERE, _TIMM, _DINOV3 = SOURCES[1:], ("naver", "timm"), ("dinov3",)
-# For each option of `convert`, the kinds of source that take it and the values that each accepts.
 Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+# For each option of `convert`, the kinds of source that take it and the values that each accepts.
 CONVERT_OPTIONS: dict[str, dict[tuple[str, ...], str]] = {
     "axis_order": {_TIMM: "columns_first or rows_first"},
     "axis_scale": {("comrope",): "true or false"},
