@@ -30,13 +30,22 @@ FREQUENCY_TOLERANCE = 0.008
 FINGERPRINT = ("model_type", "layers", "heads", "head_dim", "train_grid", "weights")
 
 
-def save_rotary(model: nn.Module, directory: str | Path) -> None:
+def save_rotary(model: nn.Module, directory: str | Path, overwrite: bool = False) -> None:
     """
     Write only the rotations, a few kilobytes for [`load_rotary`]: `rotary_config.json` and `rotary.safetensors`.
 
+    Args:
+        overwrite: Whether to replace the rotations that the directory contains.
+
     Raises:
-        ValueError: if the model is not patched, or its towers are patched differently.
+        ValueError: if the model is not patched, its towers are patched differently, or the directory contains rotations
+            and `overwrite` is not set.
     """
+    found = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if (Path(directory) / name).exists()]
+    if found and not overwrite:
+        raise ValueError(
+            f"{directory} already contains {' and '.join(found)}; accepted: another directory, or overwrite=True."
+        )
     write_rotations(model, directory)
 
 

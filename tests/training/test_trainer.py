@@ -128,6 +128,15 @@ def test_a_rotary_factor_leaves_a_model_without_rotations_alone(tmp_path):
         assert {group["lr"] for group in groups} == {5e-5}
 
 
+@pytest.mark.parametrize("warmup, is_told", [(20, True), (0.1, False), (19, False)])
+def test_a_warmup_longer_than_the_run_is_told_before_the_first_step(warmup, is_told, tmp_path, caplog):
+    trainer = tiny_trainer(tmp_path)
+    trainer.args.warmup_steps = warmup
+    with caplog.at_level("WARNING"):
+        trainer.create_optimizer_and_scheduler(num_training_steps=20)
+    assert ("--warmup_steps 20: the run has 20 steps" in caplog.text) == is_told
+
+
 class Breaks(torch.autograd.Function):
     """A loss that is fine with a gradient that is not."""
 

@@ -140,7 +140,7 @@ def save_patched(model: nn.Module, folder: Path) -> None:
         model: a transformers model, patched or not, or a peft model around it.
     """
     if is_patched(model):
-        save_rotary(model, folder / ROTARY)
+        save_rotary(model, folder / ROTARY, overwrite=True)
     model.save_pretrained(folder if unwrap_peft(model) is model else folder / LORA)
 
 

@@ -83,6 +83,15 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
                 _regroup(optimizer, chosen, self.args.learning_rate * factor)
         return optimizer
 
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        warmup_steps = self.args.get_warmup_steps(num_training_steps)
+        if warmup_steps >= num_training_steps > 1:
+            logger.warning(
+                f"--warmup_steps {warmup_steps}: the run has {num_training_steps} steps, so that it ends before it reaches "
+                "--learning_rate. A share of the steps, such as --warmup_steps 0.1, fits runs of any length."
+            )
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def learning_rate_groups(self, model: nn.Module) -> list[tuple[str, float, list[nn.Parameter]]]:
         """(flag, factor of the learning rate, parameters) of each group with a separate learning rate."""
         # By name: wrappers such as FSDP and detectors lack the model's method `rotary_parameters`.
