@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import zipfile
@@ -210,6 +211,13 @@ def test_every_command_without_any_extra(installed, tiny, tmp_path):
         assert found_status == status and message in (errors if status else output), (command, output, errors)
         if status:
             assert errors.splitlines()[-1].startswith(f"hf-liere {command[0]}: "), errors
+
+
+def test_scripts_name_the_extra_after_a_plain_installation(installed, tmp_path):
+    for script, extra in {"image_classification": "train", "app": "app"}.items():
+        process = run([installed / "python", ROOT / "training" / f"{script}.py", "--help"], tmp_path)
+        message = rf"error: \w+ is not installed; pip install -e '\.\[{extra}\]' installs it\.\n"
+        assert process.returncode == 1 and re.fullmatch(message, process.stderr), process.stderr
 
 
 HELP = """

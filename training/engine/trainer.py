@@ -87,7 +87,7 @@ class RotaryTrainer(HubPushes, WholeCheckpoints, Trainer):
         warmup_steps = self.args.get_warmup_steps(num_training_steps)
         if warmup_steps >= num_training_steps > 1:
             logger.warning(
-                f"--warmup_steps {warmup_steps}: the run has {num_training_steps} steps, so that it ends before it reaches "
+                f"--warmup_steps {warmup_steps}: the run has {num_training_steps} steps and ends before it reaches "
                 "--learning_rate. A share of the steps, such as --warmup_steps 0.1, fits runs of any length."
             )
         return super().create_scheduler(num_training_steps, optimizer)

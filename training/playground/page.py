@@ -7,11 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-
-try:
-    import gradio as gr
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("This script needs gradio: pip install -e '.[app]'") from error
+import gradio as gr
 from PIL import Image
 
 from hf_liere.errors import InputError

@@ -44,8 +44,8 @@ class LearnedRotations(nn.Module):
         if rounded:
             logger.warning_once(
                 f"The generators of {self.config.position_encoding} were rounded to {rounded.pop()}: rotations of "
-                "distant patches are off by up to 0.1 on a 64 × 64 grid. Keep them in float32: from_pretrained(…, dtype=…) "
-                "does so for models, autocast in training; a layer in float32 takes queries and keys of any type."
+                "distant patches are off by up to 0.1 on a 64 × 64 grid. Keep them in float32: from_pretrained(…, "
+                "dtype=…) does so for models and autocast in training. Layers in float32 take queries of every type."
             )
         return result
 
