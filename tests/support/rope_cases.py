@@ -115,6 +115,17 @@ def language(name, config=None, rotating_layers=2, **fields):
     return Case(built, tokens, ("model",), generates=True, rotating_layers=rotating_layers)
 
 
+# The first layer has linear attention, which takes cos and sin and does not read them.
+HYBRID = {
+    **HEADS,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    **rope(partial_rotary_factor=0.5),
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 2}
 YARN = rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = rope(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
@@ -165,6 +176,15 @@ CASES = {
     ),
     # The last two layers read the keys of the first two.
     "gemma3n": language("Gemma3n", "Gemma3nText", **SHARED_KEYS, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4),
+    # The projection of queries also makes a gate.
+    "qwen3_5": language(
+        "Qwen3_5",
+        "Qwen3_5Text",
+        rotating_layers=1,
+        **{**HYBRID, **rope(partial_rotary_factor=0.75, mrope_section=[2, 2, 2])},
+    ),
+    "qwen3_next": language("Qwen3Next", rotating_layers=1, **HYBRID, **EXPERTS),
+    "olmo_hybrid": language("OlmoHybrid", rotating_layers=1, **{**HYBRID, **rope()}),
     # Vectors that are made on the CPU whatever the default device is.
     "diffllama": language("DiffLlama", **HEADS),
     # One projection for queries, keys and values after each other.

@@ -3,6 +3,8 @@ Learned blocks inside models with RoPE: generators and bases that start as the p
 rotation, b/2 planes in a block of b channels.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -14,7 +16,7 @@ from ..rotation.dispatch import product_dtype
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import TokenRotation
-from .module_inspection import projection_widths, projections
+from .module_inspection import projections
 from .pretrained_rope import PretrainedRope
 from .rope_layout import RopeLayout, RopeTower, frequency_buffers
 from .rope_pairs import HeadPlanes, Probe
@@ -42,9 +44,15 @@ class PretrainedBlocks(PretrainedRope):
                 f"share_layers=True: the attention layers of {tower.label} rotate with different frequencies, "
                 f"{sorted({buffer for buffer, _ in starts})}."
             )
-        heads, key_heads = self.heads = _require_common_heads(tower, layers, head_planes.head_dim)
+        shapes = {layer: _find_head_shape(Probe(tower, layer)) for layer in self.place}
+        counts = {shapes[layer].heads for layer in layers}
+        if len(counts) > 1:
+            raise ValueError(
+                f"The layers of {tower.label} have different numbers of heads, {sorted(counts)}; name equal ones."
+            )
+        heads, key_heads = self.heads = counts.pop()
         self.head_planes = head_planes
-        self.tokens_first = {layer: _puts_tokens_first(Probe(tower, layer)) for layer in self.place}
+        self.tokens_first = {layer: shape.tokens_first for layer, shape in shapes.items()}
         self.rotary = LieRotaryEmbedding(
             heads,
             2 * layout.num_planes,
@@ -160,26 +168,59 @@ def _put_tokens_first(states: torch.Tensor, state_dims: int) -> torch.Tensor:
     return states.transpose(-3, -2)
 
 
+@dataclass(frozen=True)
+class HeadShape:
+    """
+    What the modules make that [`find_state_modules`] returns.
+
+    Attributes:
+        heads: Numbers of query and of key heads; of a layer that reads keys, of query heads alone.
+        tokens_first: As in [`PretrainedBlocks`].
+    """
+
+    heads: tuple[int, ...]
+    tokens_first: bool
+
+
 @torch.no_grad()
-def _puts_tokens_first(probe: Probe) -> bool:
-    """Whether the norm of queries makes (…, N, H, D), not (…, H, N, D); neither shape nor strides tell if N = H."""
-    made: list[torch.Tensor] = []
-    module = next(iter(find_state_modules(probe.attention, probe.layer in probe.tower.sources).values()))
-    handle = module.register_forward_hook(lambda module, args, output: made.append(output.float().cpu()))
+def _find_head_shape(probe: Probe) -> HeadShape:
+    """
+    Found by a call, because a projection may also make gates, and neither shape nor strides of (…, N, H, D) and
+    (…, H, N, D) differ if N = H.
+
+    Raises:
+        ValueError: if one of the modules makes anything but heads, or runs more than once.
+    """
+    made: dict[str, list[torch.Tensor]] = {}
+    modules = find_state_modules(probe.attention, probe.layer in probe.tower.sources)
+    handles = [
+        module.register_forward_hook(lambda module, args, output, part=part: made.setdefault(part, []).append(output))
+        for part, module in modules.items()
+    ]
     try:
         # With an angle of zero queries stay as they were made.
-        query, _ = probe.capture(torch.ones_like(probe.coordinates), torch.zeros_like(probe.coordinates))
+        query, key = (states[0] for states in probe.capture(*probe.make_quarters()))  # (H, N, D), (key H, N, D)
     finally:
-        handle.remove()
-    if made[-1].ndim < 3 or made[-1].shape[-1] != query.shape[-1]:
-        # (…, N, H · D)
-        return True
-    query, states = query[0], made[-1].reshape(made[-1].shape[-3:])  # (H, N, D), and (N, H, D) or (H, N, D)
-    if query.shape != states.shape:
-        return True
-    return query.shape[0] == query.shape[1] and bool(
-        (states.transpose(0, 1) - query).abs().sum() < (states - query).abs().sum()
-    )
+        for handle in handles:
+            handle.remove()
+    widths = [sum(states.numel() for states in made.get(part, [])) / query[0].numel() for part in modules]
+    if "all" in modules:
+        widths = [len(query), (widths[0] - len(query)) / 2]
+    # Keys of fewer heads may have been repeated.
+    if widths[0] != len(query) or any(width < 1 or width % 1 or len(key) % width for width in widths[1:]):
+        raise probe.make_error(
+            f"has {len(query)} heads of {query.shape[-1]} channels, and before its rotation makes queries and keys of "
+            f"{' and '.join(f'{width:g}' for width in widths)} heads"
+        )
+    first = made[next(iter(modules))][0].float().cpu()
+    tokens_first = True
+    if first.ndim >= 3 and first.shape[-1] == query.shape[-1]:
+        states = first.reshape(first.shape[-3:])  # (N, H, D) or (H, N, D)
+        tokens_first = states.shape != query.shape or (
+            query.shape[0] == query.shape[1]
+            and bool((states.transpose(0, 1) - query).abs().sum() < (states - query).abs().sum())
+        )
+    return HeadShape(tuple(int(width) for width in widths), tokens_first)
 
 
 def find_state_modules(attention: nn.Module, reads_keys: bool) -> dict[str, nn.Module]:
@@ -195,30 +236,6 @@ def find_state_modules(attention: nn.Module, reads_keys: bool) -> dict[str, nn.M
         return dict(zip(parts, norms))
     found = projections(attention, reads_keys)
     return dict(zip(parts, found)) if len(found) == len(parts) else {"all": found[0]}
-
-
-def _require_common_heads(tower: RopeTower, layers: list[int], head_dim: int) -> tuple[int, int]:
-    """
-    Numbers of query and key heads.
-
-    Raises:
-        ValueError: if the projections do not have the widths of heads with `head_dim` channels.
-    """
-    found = set()
-    for layer in layers:
-        name, attention = tower.attentions[layer]
-        heads, widths = projection_widths(attention, head_dim)
-        if widths[0] != (heads or 0) * head_dim or not widths[-1] or widths[-1] % head_dim:
-            raise ValueError(
-                f"{name} ({type(attention).__name__}) has {heads} heads of {head_dim} channels, and projects to widths "
-                f"{widths}: blocks need projections to these heads; accepted: position_encoding='rope_mixed'."
-            )
-        found.add((widths[0] // head_dim, int(widths[-1]) // head_dim))
-    if len(found) > 1:
-        raise ValueError(
-            f"The layers of {tower.label} have different numbers of heads, {sorted(found)}; name equal ones."
-        )
-    return found.pop()
 
 
 def order_planes(layout: RopeLayout, position_encoding: str, block_size: int, label: str) -> tuple[int, ...]:

@@ -19,7 +19,8 @@ from .module_inspection import forward_arguments, projection_widths
 from .pretrained_blocks import PretrainedBlocks, find_state_modules
 from .pretrained_rope import PretrainedPlanes
 from .rope_layout import RopeLayout, RopeTower, find_rope_towers
-from .rope_pairs import Probe, choose_rotating_layers, find_common_planes, find_key_sources
+from .rope_pairs import Probe, find_common_planes, find_key_sources
+from .rotating_layers import choose_rotating_layers
 from .tower_patch import TowerPatch, TowerPlan, detach, thread
 
 
@@ -42,11 +43,12 @@ class RopePatch(TowerPatch[RopeTower]):
         """With the frequencies that the rotations start from."""
         attention, rope = self.attentions(module)[0], module.get_submodule(self.rope_name)
         head_dim = getattr(attention, "head_dim", len(self.layouts[0].planes))
-        _, widths = projection_widths(attention, head_dim)
+        stated, widths = projection_widths(attention, head_dim)
         heads = [(width or 0) // head_dim or None for width in widths or [None]]
         frequencies = [rope._buffers[layout.buffer].flatten().tolist() for layout in self.layouts]
         return {
-            "heads": heads[0],
+            # The projection of queries may also make gates.
+            "heads": heads[0] and stated or heads[0],
             "key_heads": heads[-1],
             "head_dim": head_dim,
             "train_grid": [],

@@ -5,6 +5,7 @@ pair channels, leave some channels as they are, or rotate nothing in some layers
 """
 
 import copy
+import inspect
 import itertools
 from collections import UserDict
 from dataclasses import dataclass
@@ -21,12 +22,12 @@ from .rope_layout import RopeTower, find_positions
 DIGIT = 16
 
 
-class CapturedStates(Exception):
-    """Ends a call of an attention module, with its query and key."""
+class Captured(Exception):
+    """Ends a call of a module, with what the call was made for."""
 
 
 def capture_states(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs):
-    raise CapturedStates(query.float().cpu(), key.float().cpu())  # 2 × (B, H, N, head_dim)
+    raise Captured(query.float().cpu(), key.float().cpu())  # 2 × (B, H, N, head_dim)
 
 
 CAPTURE_ATTENTION = f"capture:{__name__}"
@@ -94,22 +95,28 @@ class Probe:
             shared = SharedStates()
             if self.layer in self.tower.sources:
                 Probe(self.tower, self.tower.sources[self.layer]).capture(cos, sin, shared)
-        attention = _fill_values(self.attention) if self.is_meta else self.attention
-        captured = _call_attention(attention, cos, sin, self.arguments, shared)
-        if captured is None:
+        response = self.call(cos, sin, shared)
+        if response is None or not response.is_captured:
             raise self.make_error("could not be called with a few tokens to see what it rotates")
-        return captured
+        query, key = response.values
+        return query, key
 
-    @torch.no_grad()
-    def rotate_quarter(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-        """Queries and keys, (B · H · N, head_dim) each, by an angle of zero and by one of π/2."""
+    def call(self, cos: torch.Tensor, sin: torch.Tensor, shared: "SharedStates") -> "Response | None":
+        """Queries and keys as [`Probe.capture`], else the outputs of attention; `None` if it cannot be called alone."""
+        attention = fill_values(self.attention) if self.is_meta else self.attention
+        config = getattr(attention, "config", None)
+        if config is None:
+            return call_module(attention, cos, sin, self.arguments, shared)
+        attention.config = View(config, _attn_implementation=CAPTURE_ATTENTION)
+        try:
+            return call_module(attention, cos, sin, self.arguments, shared)
+        finally:
+            attention.config = config
+
+    def make_quarters(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ones and zeros, (…, N, D): cos and sin of an angle of zero, and sin and cos of π/2."""
         ones, zeros = (torch.full(self.coordinates.shape, value, device="cpu") for value in (1.0, 0.0))
-        # cos and sin of 0, then of π/2
-        plain, rotated = self.capture(ones, zeros), self.capture(zeros, ones)
-        return (
-            (plain[0].flatten(0, -2), plain[1].flatten(0, -2)),
-            (rotated[0].flatten(0, -2), rotated[1].flatten(0, -2)),
-        )
+        return ones, zeros
 
     def find_planes(self) -> HeadPlanes:
         """
@@ -124,9 +131,11 @@ class Probe:
                 "projection for queries, then keys, then values: where its queries and keys can be rotated is unknown; "
                 "accepted: position_encoding='rope_mixed'."
             )
-        (plain, _), (rotated, _) = self.rotate_quarter()  # 2 × (B · H · N, head_dim)
         with torch.device("cpu"), torch.no_grad():
-            zeros, planes = torch.zeros(self.coordinates.shape), torch.tensor(self.layout.planes)  # (N, D), (D,)
+            ones, zeros = self.make_quarters()  # 2 × (…, N, D)
+            # 2 × (B · H · N, head_dim)
+            plain, rotated = (self.capture(*angle)[0].flatten(0, -2) for angle in ((ones, zeros), (zeros, ones)))
+            planes = torch.tensor(self.layout.planes)  # (D,)
             # sin = 1 + digit: 2 × (B, H, N, head_dim), each channel multiplied by the digit of its plane
             digits = [self.capture(zeros, zeros + part + 1)[0] for part in (planes % DIGIT, planes // DIGIT)]
             scale = rotated.square().sum(0).clamp_min(1e-30)  # (head_dim,)
@@ -199,29 +208,41 @@ def find_key_sources(tower: RopeTower) -> dict[int, int]:
     return shared.sources
 
 
-def _fill_values(attention: nn.Module) -> nn.Module:
+@dataclass(frozen=True)
+class Response:
+    """
+    What a module did with a few tokens.
+
+    Attributes:
+        values: What a [`Captured`] contains, else the floating point tensors of the output, in float32 on the CPU.
+        is_captured: Which of the two.
+    """
+
+    values: tuple
+    is_captured: bool
+
+
+def fill_values(module: nn.Module) -> nn.Module:
     """A copy of a module on the meta device with values, distinct in every row of a weight, that take little memory."""
-    copied = copy.deepcopy(attention)
-    for module in copied.modules():
-        for tensors in (module._parameters, module._buffers):
+    copied = copy.deepcopy(module)
+    for inner in copied.modules():
+        for tensors in (inner._parameters, inner._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     rows = tensor.shape[0] if tensor.ndim else 1
                     values = (torch.arange(rows, device="cpu", dtype=torch.float32) * 0.7).sin() + 2  # (rows,)
-                    values = values.to(tensor.dtype).view(-1, *[1] * (tensor.ndim - 1)).expand(tensor.shape)
-                    tensors[name] = nn.Parameter(values, False) if tensors is module._parameters else values
+                    values = values.view(rows, *[1] * (tensor.ndim - 1)) if tensor.ndim else values[0]
+                    values = values.to(tensor.dtype).expand(tensor.shape)
+                    tensors[name] = nn.Parameter(values, False) if tensors is inner._parameters else values
     return copied
 
 
-def _call_attention(
-    attention: nn.Module, cos: torch.Tensor, coordinates: torch.Tensor, arguments: tuple, shared: SharedStates
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Query and key that attention passes to transformers' interface for a few tokens; `None` if it fails."""
-    config = getattr(attention, "config", None)
-    if config is None:
-        return None
-    weight = next(attention.parameters(), torch.empty(0))
-    device, dtype = device_of(attention), weight.dtype if weight.is_floating_point() else torch.float32
+def call_module(
+    module: nn.Module, cos: torch.Tensor, coordinates: torch.Tensor, arguments: tuple, shared: SharedStates
+) -> Response | None:
+    """A call of attention, or of a module around it, with a few tokens; `None` if it fails."""
+    weight = next(module.parameters(), torch.empty(0))
+    device, dtype = device_of(module), weight.dtype if weight.is_floating_point() else torch.float32
     tokens = coordinates.shape[-2]
     known = {
         "position_embeddings": (cos.to(device, dtype), coordinates.to(device)),  # 2 × (…, N, D)
@@ -229,71 +250,37 @@ def _call_attention(
         "position_ids": arguments[-1].to(device),  # (…, N) or (…, N, A)
         "shared_kv_states": shared,
     }
-    parameters = forward_arguments(attention)
-    parameters.pop("hidden_states", None)
-    options = {name: value for name, value in known.items() if name in parameters}
-    for name, parameter in parameters.items():
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            options.setdefault(name, None)
     # The width of the hidden states is one of these.
-    widths = dict.fromkeys(module.in_features for module in attention.modules() if hasattr(module, "in_features"))
-    attention.config = View(config, _attn_implementation=CAPTURE_ATTENTION)
-    try:
-        for width, batch in itertools.product(widths, ((), (1,)) if coordinates.ndim == 2 else ((1,),)):
-            try:
-                # Attention modules may make tensors, and the default device is meta during construction.
-                with device:
-                    states = (torch.arange(tokens * width).float() * 0.7).sin().to(dtype)  # (N · width,)
-                    attention(states.view(*batch, tokens, width), **options)  # (1, N, width) or (N, width)
-            except CapturedStates as captured:
-                return captured.args
-            except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-                continue
-    finally:
-        attention.config = config
+    widths = dict.fromkeys(inner.in_features for inner in module.modules() if hasattr(inner, "in_features"))
+    for width, batch in itertools.product(widths, ((), (1,)) if coordinates.ndim == 2 else ((1,),)):
+        try:
+            # Attention modules may make tensors, and the default device is meta during construction.
+            with device:
+                states = (torch.arange(tokens * width).float() * 0.7).sin().to(dtype)  # (N · width,)
+                states = states.view(*batch, tokens, width)  # (1, N, width) or (N, width)
+                output = module(states, **_propose_options(module, known, states))
+        except Captured as captured:
+            return Response(captured.args, True)
+        except Exception:
+            # What code of other packages raises is not known.
+            continue
+        values = output if isinstance(output, (tuple, list)) else (output,)
+        floats = (value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
+        return Response(tuple(value.float().cpu() for value in floats), False)
     return None
 
 
-def choose_rotating_layers(tower: RopeTower, layers: list[int], are_named: bool) -> list[int]:
-    """
-    Those of `layers` that make keys and rotate them; a layer that cannot be called counts as rotating.
-
-    Args:
-        are_named: Whether all of `layers` have to rotate.
-
-    Raises:
-        ValueError: if one of the named ones does not, or none does, or one rotates its queries and not its keys.
-    """
-    reading = [layer for layer in layers if layer in tower.sources]
-    if reading and are_named:
-        layer = reading[0]
-        name, source = tower.attentions[layer][0], tower.sources[layer]
-        raise ValueError(
-            f"layers={layers}: {name} reads the keys of {tower.attentions[source][0]} and rotates its queries as that "
-            f"layer does; name layer {source}, and leave out {reading}."
-        )
-    layers = [layer for layer in layers if layer not in reading]
-    unrotated = [layer for layer in layers if not _rotates(tower, layer)]
-    if unrotated and (are_named or len(unrotated) == len(layers)):
-        names = ", ".join(tower.attentions[layer][0] for layer in unrotated)
-        raise ValueError(f"layers={unrotated}: the model does not rotate in {names}; accepted: layers that it rotates.")
-    return [layer for layer in layers if layer not in unrotated]
-
-
-def _rotates(tower: RopeTower, layer: int) -> bool:
-    try:
-        # (B · H · N, head_dim) each
-        (query, key), (rotated_query, rotated_key) = Probe(tower, layer).rotate_quarter()
-    except ValueError:
-        return True
-    # All keys of a new model may be zero.
-    if key.any() and torch.equal(key, rotated_key) and not torch.equal(query, rotated_query):
-        name, attention = tower.attentions[layer]
-        raise ValueError(
-            f"{name} ({type(attention).__name__}) rotates its queries and not its keys: with which frequencies these "
-            "are rotated is unknown."
-        )
-    return not torch.equal(query, rotated_query)
+def _propose_options(module: nn.Module, known: dict, states: torch.Tensor) -> dict:
+    """The arguments of a module after its hidden states: what is known, states of others, an empty mask, and `None`."""
+    parameters = forward_arguments(module)
+    parameters.pop("hidden_states", None)
+    required = {name: parameter for name, parameter in parameters.items() if parameter.default is parameter.empty}
+    options = {name: None for name in required if required[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    options |= {name: states for name in options if name.endswith("_states")}
+    if "attention_mask" in options:
+        # Attention that does not use transformers' interface adds it to scores: (1, 1, N, N).
+        options["attention_mask"] = states.new_zeros(1, 1, states.shape[-2], states.shape[-2])
+    return options | {name: value for name, value in known.items() if name in parameters}
 
 
 def find_common_planes(tower: RopeTower, layers: list[int]) -> HeadPlanes:

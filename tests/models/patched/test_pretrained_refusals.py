@@ -92,6 +92,31 @@ class TestRefusals:
         )
         self.refuse(build("gemma3n")[0], message, patch, config)
 
+    def test_layers_that_could_not_be_called(self):
+        """Parameters of a layer that does not rotate would learn nothing."""
+        model, _ = build("llama")
+
+        class Unknown(type(model.model.layers[1].self_attn)):
+            def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+                raise NotImplementedError
+
+        model.model.layers[1].self_attn.__class__ = Unknown
+        message = "layers.1.self_attn .Unknown. could not be called with a few tokens to see whether it rotates"
+        self.refuse(model, message, patch, PLANES)
+
+    def test_planes_that_attention_does_not_use(self):
+        model, _ = build("llama")
+
+        class Partial(type(model.model.layers[1].self_attn)):
+            def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+                cos, sin = (x.clone() for x in position_embeddings)
+                for x, neutral in ((cos, 1), (sin, 0)):
+                    x.unflatten(-1, (2, 8))[..., 4:] = neutral
+                return super().forward(hidden_states, (cos, sin), attention_mask, **kwargs)
+
+        model.model.layers[1].self_attn.__class__ = Partial
+        self.refuse(model, "rotates 8 channels of each head, and rotary_emb has 8 planes", patch, PLANES)
+
     def test_layers_that_read_keys_of_another_model(self):
         """As the assistants of Gemma 4 do."""
         model, _ = build("gemma3n")

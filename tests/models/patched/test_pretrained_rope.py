@@ -71,6 +71,7 @@ def test_attention_that_is_called_without_rotations():
     inputs = {"input_values": torch.randn(1, 4000), "decoder_input_ids": torch.tensor([[1, 5, 6, 7]])}
     expected = outputs(model, inputs)
     patch(model, PLANES)
+    assert [value.shape[0] for _, value in rotary_parameters(model)] == [1, 1]
     assert same_bits(outputs(model, inputs), expected)
     randomize(model)
     assert not same_bits(outputs(model, inputs), expected)
