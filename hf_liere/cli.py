@@ -158,6 +158,7 @@ def _add_upgrade(subcommands: Subcommands) -> None:
     add("--share_heads", type=parse_value, metavar="true|false", help="one set of generators for all heads")
     add("--share_layers", type=parse_value, metavar="true|false", help="one set for all layers")
     add("--coordinates", metavar="CONVENTION", help="of the patches, such as centred_grid (as before)")
+    add("--relative_axis", type=int, metavar="AXIS", help="along which liere_product stays relative (0, the rows)")
     add("--image_size", type=int, nargs="+", metavar="SIZE", help="of the images (or height, width)")
     add("--revision", help="branch, tag or commit of the repository")
 

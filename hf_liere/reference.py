@@ -43,9 +43,9 @@ def generators(
     if encoding == "circulant_string":
         return torch.stack([torch.block_diag(*map(circulant, blocks, [size] * len(blocks))) for blocks in entries])
     if encoding == "spherical_rope":
-        # The first axis rotates channels 0 and 1, the second channels 1 and 2.
-        below = entries.new_zeros(*entries.shape, 3)
-        below[0, :, 0], below[1, :, 2] = entries
+        # The axis of the first factor rotates channels 0 and 1, the other one channels 1 and 2.
+        below, first = entries.new_zeros(*entries.shape, 3), config.relative_axis
+        below[first, :, 0], below[1 - first, :, 2] = entries[first], entries[1 - first]
         entries = below
     if "skew" not in learned:
         return block_diagonal(entries, size, config.head_dim)
@@ -110,13 +110,14 @@ def golden_gate_frequencies(config: Any, num_axes: int) -> torch.Tensor:
     return frequencies
 
 
-def rotations(matrices: torch.Tensor, positions: torch.Tensor, product: bool = False) -> torch.Tensor:
+def rotations(matrices: torch.Tensor, positions: torch.Tensor, relative_axis: int | None = None) -> torch.Tensor:
     """
-    R(p) of (A, …, n, n) generators at (N, A) positions: (…, N, n, n), or the `product` over axes of exp(p_a A_a)
-    (Spherical RoPE, LieRE product).
+    R(p) of (A, …, n, n) generators at (N, A) positions: (…, N, n, n). For a product (Spherical RoPE, LieRE product),
+    exp(p_r A_r) exp(p_(r+1) A_(r+1)) … exp(p_(r−1) A_(r−1)) with the `relative_axis` r, axis 0 after the last.
     """
-    if product:
-        first, *others = (rotations(matrices[a : a + 1], positions[:, a : a + 1]) for a in range(len(matrices)))
+    if relative_axis is not None:
+        axes = [(relative_axis + offset) % len(matrices) for offset in range(len(matrices))]
+        first, *others = (rotations(matrices[a : a + 1], positions[:, a : a + 1]) for a in axes)
         for other in others:
             first = first @ other
         return first

@@ -68,6 +68,7 @@ def upgrade_encoding(
     share_heads: bool | None = None,
     share_layers: bool | None = None,
     coordinates: str | None = None,
+    relative_axis: int | None = None,
 ) -> LieREPreTrainedModel:
     """
     A model with a more general position encoding that computes the same function; see the top of this file.
@@ -81,6 +82,7 @@ def upgrade_encoding(
         coordinates: Coordinates of the new model; `None` keeps the model's. `train_grid` and `centred_grid` differ by a
             shift, which changes nothing if generators commute and there are no class and register tokens, at which the
             shift would be seen; a model that rotates nothing takes any.
+        relative_axis: The axis along which `liere_product` stays relative; `None` means the first.
 
     Returns:
         A new model of the same class, dtype, device and mode. It keeps `rotate_prefix` and tables; if nothing was
@@ -97,7 +99,8 @@ def upgrade_encoding(
     if coordinates is not None:
         _check_coordinates(model.config, coordinates)
         changes["coordinates"] = coordinates
-    config = _upgrade_config(model.config, {"position_encoding": position_encoding, **changes})
+    changes |= {"position_encoding": position_encoding, "relative_axis": relative_axis}
+    config = _upgrade_config(model.config, changes)
     encoder, prefix = find_encoder(model)
     parameters, bases = _upgrade_parameters(encoder.rotary_encoding, model.config, config)
     state_dict = {name: tensor for name, tensor in model.state_dict().items() if "rotary_encoding." not in name}
@@ -138,7 +141,8 @@ def _upgrade_config(config: LieREConfig, changes: dict[str, object]) -> LieRECon
         if changes[name] is None:
             changes[name] = learned and getattr(config, name)
     # Reset fields for which the new encoding has its own defaults.
-    changes |= dict.fromkeys(("rotary_init", "rotary_init_scale", "rope_theta", *OWN_FIELDS))
+    reset = dict.fromkeys(("rotary_init", "rotary_init_scale", "rope_theta", *OWN_FIELDS))
+    changes = reset | changes
     if traits is None:
         # Generators that start at zero do not rotate class tokens, whatever their position.
         changes["rotate_prefix"] = None

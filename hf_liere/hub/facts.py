@@ -17,6 +17,7 @@ METRICS = {"accuracy": "top-1 accuracy", "top5_accuracy": "top-5 accuracy", "los
 MODEL_FIELDS = (
     "position_encoding",
     "block_size",
+    "relative_axis",
     "coordinates",
     "physical_unit",
     "use_absolute_position_embeddings",

@@ -185,7 +185,7 @@ def generator_matrices(encoding: RotaryEncoding) -> torch.Tensor:
     The skew-symmetric A_a, (A, layers, heads, blocks, b, b) in float64.
 
     For folded ComRoPE and STRING, they are in the eigenbasis that the weights contain: plane rotations, b = 2; for a
-    folded LieRE product, in the basis of its last axis.
+    folded LieRE product, in the basis of its last factor.
     """
     device = next((parameter.device for parameter in encoding.parameters()), torch.device("cpu"))
     return skew(encoding.entries(device).detach().to("cpu", torch.float64), encoding.block_size)
@@ -211,19 +211,22 @@ def step_sizes(encoding: RotaryEncoding) -> torch.Tensor:
     return torch.tensor(steps, dtype=torch.float64) * (grid > 1)
 
 
-def rotation_matrices(matrices: torch.Tensor, positions: torch.Tensor, product: bool = False) -> torch.Tensor:
+def rotation_matrices(
+    matrices: torch.Tensor, positions: torch.Tensor, relative_axis: int | None = None
+) -> torch.Tensor:
     """
-    R(p) = exp(Σ_a p_a A_a) (LieRE eq. 4, ComRoPE eq. 3), or Π_a exp(p_a A_a) if `product`.
+    R(p) = exp(Σ_a p_a A_a) (LieRE eq. 4, ComRoPE eq. 3), or Π_a exp(p_a A_a) with the `relative_axis` of a product.
 
     Args:
         matrices: (A, …, blocks, b, b) generators in float64.
         positions: (P, A) in float64.
+        relative_axis: The axis of the first factor, which those after it and then those before it follow.
 
     Returns:
         (…, blocks, P, b, b) in float64.
     """
-    if product:
-        axes = zip(matrices.split(1), positions.split(1, dim=-1))
+    if relative_axis is not None:
+        axes = zip(matrices.roll(-relative_axis, 0).split(1), positions.roll(-relative_axis, -1).split(1, dim=-1))
         return functools.reduce(torch.matmul, (rotation_matrices(*axis) for axis in axes))
     if matrices.shape[-1] > 2:
         return block_rotations(positions, matrices, torch.float64)
@@ -263,13 +266,14 @@ def relativity_error(
     patches = patch_positions(encoding)
     chosen = torch.randint(len(patches), (2, pairs), generator=torch.Generator().manual_seed(0))
     chosen[:, 0] = torch.tensor([0, len(patches) - 1])
-    matrices, product = generator_matrices(encoding), rotary_traits(encoding.config).product
+    matrices, relative_axis = generator_matrices(encoding), encoding.config.relative_axis
     largest = matrices.new_zeros(len(offsets), *matrices.shape[1:3])
     mean = largest.clone()
 
     def between(generators: torch.Tensor, offset: torch.Tensor | float) -> torch.Tensor:
         """R(p + c)ᵀR(q + c) of every pair."""
-        first, second = (rotation_matrices(generators, points + offset * steps, product) for points in patches[chosen])
+        moved = (points + offset * steps for points in patches[chosen])
+        first, second = (rotation_matrices(generators, points, relative_axis) for points in moved)
         return first.mT @ second
 
     with tqdm(total=largest[..., 0].numel(), desc="relativity", disable=not progress) as bar:
@@ -405,7 +409,7 @@ def analyse_encoding(encoding: RotaryEncoding, progress: bool = False) -> Encodi
     return EncodingAnalysis(
         generators=matrices.float(),
         positions=positions,
-        rotations=reference.rotations(matrices, positions, rotary_traits(encoding.config).product).float(),
+        rotations=reference.rotations(matrices, positions, encoding.config.relative_axis).float(),
         commutators=commutators(matrices),
         relativity=None if encoding.config.train_grid is None else relativity_error(encoding, progress=progress),
         angles=angle_statistics(encoding),

@@ -2,14 +2,13 @@
 
 import torch
 
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.reference import generators, rotate, rotations
 
 
 def head_rotation(position, parameters, config, num_axes, layer, head):
     """(head_dim, head_dim) rotation of one token in one head; channels without a block keep the identity."""
     matrices = generators(parameters, config, num_axes, layer, head)
-    return rotations(matrices, position.cpu().view(1, -1), ENCODING_TRAITS[config.position_encoding].product)[0]
+    return rotations(matrices, position.cpu().view(1, -1), config.relative_axis)[0]
 
 
 def exponential(matrices):

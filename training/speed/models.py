@@ -263,13 +263,13 @@ class PlainRotation(nn.Module):
 
     def __init__(self, config, parameters: dict[str, torch.Tensor], layer: int):
         super().__init__()
-        heads, self.product = range(config.num_attention_heads), ENCODING_TRAITS[config.position_encoding].product
+        heads, self.relative_axis = range(config.num_attention_heads), config.relative_axis
         of_heads = [reference.generators(parameters, config, config.num_axes, layer, head) for head in heads]
         self.generators, self.positions = torch.stack(of_heads, dim=1), _positions(config)  # (A, heads, D, D), (N, A)
 
     def dense(self) -> torch.Tensor:
         """(N, heads, head_dim, head_dim)."""
-        return reference.rotations(self.generators, self.positions, self.product).transpose(0, 1)
+        return reference.rotations(self.generators, self.positions, self.relative_axis).transpose(0, 1)
 
 
 class NaiveRotation(nn.Module):

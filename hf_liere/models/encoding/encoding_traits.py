@@ -15,7 +15,8 @@ GOLDEN_GATE_FIELDS = {"min_frequency": 0.1, "max_frequency": 1.0, "unrotated_sha
 AXIAL_FIELDS = {"axial_layout": "blocks", "axial_spectrum": "full"}
 # The default follows from the block size.
 SO3_FIELDS = {"spins": None}
-OWN_FIELDS = {**GOLDEN_GATE_FIELDS, **AXIAL_FIELDS, **SO3_FIELDS}
+PRODUCT_FIELDS = {"relative_axis": 0}
+OWN_FIELDS = {**GOLDEN_GATE_FIELDS, **AXIAL_FIELDS, **SO3_FIELDS, **PRODUCT_FIELDS}
 START_FIELDS: dict[str | None, dict] = {"golden_gate": GOLDEN_GATE_FIELDS, AXIAL: AXIAL_FIELDS, "so3": SO3_FIELDS}
 # Block sizes with one irreducible representation of so(3), and its spin.
 SPINS = {3: 1, 5: 2, 7: 3}
@@ -96,7 +97,7 @@ class EncodingTraits:
         coordinates: Default of `coordinates`.
         rope_theta: Default of `rope_theta`; `None` if the encoding does not use it.
         rotate_prefix: Default of `rotate_prefix` in `CENTRED_COORDINATES`.
-        product: R(p) = Π_a exp(p_a A_a) instead of exp(Σ_a p_a A_a).
+        product: R(p) = Π_a exp(p_a A_a) instead of exp(Σ_a p_a A_a), the factor of `relative_axis` first.
         serves_one_axis: Whether every block has a generator for one axis only.
         proportional: Whether the generators of a block are multiples of one matrix.
         num_axes: The only number of axes for which the encoding is defined; `None` means any.
@@ -226,6 +227,7 @@ ENCODING_TRAITS = {
         product=True,
         num_axes=2,
         pretrained="it rotates three channels, not pairs of channels as RoPE does",
+        fields=tuple(PRODUCT_FIELDS),
     ),
     "liere_product": EncodingTraits(
         title="LieRE product",
@@ -236,6 +238,7 @@ ENCODING_TRAITS = {
         coordinates="index",
         rope_theta=10.0,
         product=True,
+        fields=tuple(PRODUCT_FIELDS),
     ),
 }
 

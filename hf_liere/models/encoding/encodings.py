@@ -62,11 +62,13 @@ class LieREProduct(CayleyString):
     """
     R(p) = Π_a U_a rot(p_a ω_a) U_aᵀ: Cayley-STRING for every axis alone, each with a learned basis U_a. Rotations of
     different axes do not commute and mix all channels of a block, without an exponential for each token: R(p)ᵀR(q)
-    depends on q₀ − p₀ alone in the first coordinate, and on both positions in the others. We know no published form;
-    [`SphericalRoPE`] is a case of it, with one plane in blocks of three channels and fixed bases.
+    depends on q₀ − p₀ alone in the first coordinate, and on both positions in the others; `relative_axis` chooses the
+    axis that comes first. We know no published form; [`SphericalRoPE`] is a case of it, with one plane in blocks of
+    three channels and fixed bases.
 
-    In attention U_0 cancels next to its neighbour, the last basis acts on queries and keys first and folds into their
-    weights, and the A − 1 products U_(a+1)ᵀU_a between them are one matrix for each head, see [`PlaneRotation`].
+    In attention the basis of the first factor cancels next to its neighbour, that of the last factor acts on queries
+    and keys first and folds into their weights, and the A − 1 products U_(a+1)ᵀU_a between them are one matrix for each
+    head, see [`PlaneRotation`].
 
     The bases are Cayley maps, so that any values of their parameters are orthogonal: one linear system for each basis
     and step, where an exponential takes about ten products. They are exactly I at zero, where the encoding is
@@ -91,6 +93,7 @@ class LieREProduct(CayleyString):
         device = placed.coordinates.device
         with maybe_autocast(device.type, enabled=False):
             bases, frequencies = self.spectrum(device, layers)
+            bases = self.to_factors(bases)
             planes = self.axis_planes(placed, frequencies.flatten(3))  # (1 or B, heads, N, A · planes, 2) per layer
             last, inner = bases[-1].to(self.rotation_dtype), inner_bases(bases).to(self.rotation_dtype)
             of_layers = zip(planes, last, inner.unbind(1))
@@ -100,17 +103,17 @@ class LieREProduct(CayleyString):
     def bases(self) -> list[torch.Tensor]:
         """The last basis of every layer, which acts first, (1 or H, blocks, b, b) each."""
         bases, _ = self.spectrum(self.generators.device)
-        return self.repeat_for_layers(list(bases[-1]))
+        return self.repeat_for_layers(list(self.to_factors(bases)[-1]))
 
     def folded_parameters(self) -> dict[str, torch.Tensor]:
         if self.num_axes == 1:
             return super().folded_parameters()
         bases, _ = self.spectrum(self.generators.device)
-        return super().folded_parameters() | {"inner": inner_bases(bases)}
+        return super().folded_parameters() | {"inner": inner_bases(self.to_factors(bases))}
 
 
 def inner_bases(bases: torch.Tensor) -> torch.Tensor:
-    """U_(a+1)ᵀU_a of (A, …, b, b) bases: (A − 1, …, b, b)."""
+    """U_(a+1)ᵀU_a of (A, …, b, b) bases in the order of the factors: (A − 1, …, b, b)."""
     return bases[1:].transpose(-1, -2) @ bases[:-1]
 
 
@@ -122,8 +125,9 @@ class SphericalRoPE(RotaryEncoding):
     head_dim mod 3 channels are not rotated.
 
     We know only the form for images, and that second-hand, with fixed frequencies. Here they start at θ^(−i/K) for
-    block i of K on both axes, as in Axial RoPE, and are learned; `requires_grad_(False)` keeps them. Which coordinate
-    the first rotation uses is our choice. We know no published form for other numbers of axes.
+    block i of K on both axes, as in Axial RoPE, and are learned; `requires_grad_(False)` keeps them. That R_z uses the
+    first coordinate is our choice; with `relative_axis=1` it uses the second, and R_x the first. We know no published
+    form for other numbers of axes.
 
     Attributes:
         generators: (2, layers or 1, heads or 1, blocks), the ω; 6,048 numbers for ViT-B.
@@ -134,10 +138,12 @@ class SphericalRoPE(RotaryEncoding):
         self.generators = self.new_parameter(num_axes, self.layers, self.heads, self.num_blocks)
 
     def entries(self, device: torch.device) -> torch.Tensor:
-        # Pairs (0, 1), (0, 2), (1, 2) of channels: the first axis rotates the first, the second axis the last.
-        first, second = self.generators.unbind(0)  # (layers or 1, heads or 1, blocks)
+        # Pairs (0, 1), (0, 2), (1, 2) of channels: the first factor rotates the first, the second factor the last.
+        first, second = self.to_factors(self.generators).unbind(0)  # (layers or 1, heads or 1, blocks)
         zero = torch.zeros_like(first)
-        return torch.stack([torch.stack([first, zero, zero], -1), torch.stack([zero, zero, second], -1)])
+        factors = torch.stack([torch.stack([first, zero, zero], -1), torch.stack([zero, zero, second], -1)])
+        # The order of two factors is its own inverse.
+        return self.to_factors(factors)
 
     def layer_rotations(
         self, positions: TokenPositions, dtype: torch.dtype | None = None, layers: slice = ALL_LAYERS

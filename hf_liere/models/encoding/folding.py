@@ -87,7 +87,8 @@ class FoldedPlanes(RotaryEncoding):
 
     Attributes:
         frequencies: (A, layers or 1, heads or 1, planes).
-        inner: (A − 1, layers or 1, heads or 1, blocks, b, b) of products, see [`PlaneRotation`]; else `None`.
+        inner: (A − 1, layers or 1, heads or 1, blocks, b, b) of products, in the order of the factors, see
+            [`PlaneRotation`]; else `None`.
     """
 
     def __init__(self, config, num_axes: int):
@@ -102,15 +103,16 @@ class FoldedPlanes(RotaryEncoding):
             self.block_size = 2
 
     def entries(self, device: torch.device) -> torch.Tensor:
-        """In the basis that the weights contain, which is that of the last axis."""
+        """In the basis that the weights contain, which is that of the last factor."""
         frequencies = self.frequencies.detach()
         if self.inner is None:
             return frequencies.unsqueeze(-1)
         bases = [torch.eye(self.block_size, dtype=self.inner.dtype, device=self.inner.device).expand_as(self.inner[0])]
         for inner in reversed(self.inner.detach().unbind()):
             bases.insert(0, bases[0] @ inner)
-        planes = frequencies.unflatten(-1, (self.num_blocks, -1))
-        return skew_entries(skew_from_planes(planes, torch.stack(bases)))
+        planes = self.to_factors(frequencies).unflatten(-1, (self.num_blocks, -1))
+        entries = skew_entries(skew_from_planes(planes, torch.stack(bases)))  # factor after factor
+        return entries.roll(self.config.relative_axis, 0)
 
     def sources(self, device: torch.device, layers: slice = ALL_LAYERS) -> tuple[torch.Tensor, ...]:
         inner = () if self.inner is None else (self.inner[:, layers],)

@@ -174,9 +174,14 @@ class RotaryEncoding(LearnedRotations):
         return [self.to_tokens(layer, positions, heads) for layer in angles]
 
     def axis_planes(self, positions: TokenPositions, frequencies: torch.Tensor) -> list[torch.Tensor]:
-        """As [`planes`], for every axis alone, one after the other: (1 or B, heads, N, A · planes, 2)."""
+        """As [`planes`], for every axis alone, factor after factor of a product: (1 or B, heads, N, A · planes, 2)."""
         by_axis = torch.diag_embed(frequencies.movedim(0, -1)).movedim(-1, 0)  # (A, layers, heads, planes, A)
-        return self.planes(positions, by_axis.transpose(-1, -2).flatten(3))
+        return self.planes(positions, self.to_factors(by_axis.transpose(-1, -2), dim=3).flatten(3))
+
+    def to_factors(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Values of every axis, in the order of the factors of a product, which starts at `relative_axis`."""
+        first = self.config.relative_axis
+        return values.roll(-first, dim) if first else values
 
     def working_coordinates(self, positions: TokenPositions) -> torch.Tensor:
         """(B · N, A) coordinates in the working dtype."""

@@ -66,7 +66,7 @@ class RotaryFields:
             `"comrope_ld"` (ComRoPE: generators that commute), `"cayley_string"` (RoPE-Mixed in a learned basis) or
             `"circulant_string"` (circulant generators; STRING), `"spherical_rope"` (products of rotations about two
             axes, for images), `"liere_product"` (products of rotations of planes, with a learned basis for every axis;
-            relative along the first axis).
+            relative along one axis, see `relative_axis`).
         block_size (`int`, *optional*):
             Size b of the diagonal blocks of the generators. `None` means 2 for `axial_rope`, `golden_gate_rope` and
             `rope_mixed`, 3 for `spherical_rope` (no other value is possible there), 8 for `liere`, `comrope_ap` and
@@ -116,6 +116,10 @@ class RotaryFields:
             angle in radians, of orientations from body to world. R(p) represents the rotation, R(p)ᵀR(q) the relative
             one p⁻¹q, and attention does not change when the world is turned, p → g·p. Training moves the generators,
             and mixes the spins of a block, unless `requires_grad_(False)` keeps them.
+        relative_axis (`int`, *optional*):
+            The axis r whose factor comes first in a product, `spherical_rope` or `liere_product`; the axes r + 1, …,
+            A − 1, 0, …, r − 1 follow. Along this axis attention depends on differences alone. `None` means 0, the rows
+            of images, the frames of videos.
     """
 
     position_encoding: EncodingName = "liere"
@@ -131,6 +135,7 @@ class RotaryFields:
     axial_layout: Literal["blocks", "interleaved"] | None = None
     axial_spectrum: Literal["full", "shared"] | None = None
     spins: list[int] | None = None
+    relative_axis: int | None = None
 
     def fill_in_rotations(self) -> None:
         """Replace `None` by the default of the encoding, if it has one."""
@@ -366,9 +371,11 @@ def _check_own_fields(config) -> None:
         raise ValueError(
             f"{refused} would do nothing with position_encoding={config.position_encoding!r} and rotary_init="
             f"{config.rotary_init!r}: axial_layout and axial_spectrum belong to axial_rope and to "
-            "rotary_init='axial', spins to rotary_init='so3', the others to golden_gate_rope and to "
-            "rotary_init='golden_gate'."
+            "rotary_init='axial', spins to rotary_init='so3', relative_axis to spherical_rope and liere_product, the "
+            "others to golden_gate_rope and to rotary_init='golden_gate'."
         )
+    if not 0 <= (axis := given.get("relative_axis", 0)) < config.num_axes:
+        raise ValueError(f"relative_axis={axis} must be one of {config.num_axes} axes, 0 … {config.num_axes - 1}.")
     if given.get("min_frequency", 0) > given.get("max_frequency", 0):
         raise ValueError(
             f"min_frequency={config.min_frequency} must not be above max_frequency={config.max_frequency}."

@@ -64,6 +64,7 @@ class PretrainedBlocks(PretrainedRope):
             share_heads=config.share_heads,
             share_layers=config.share_layers,
             rotary_init="zeros",
+            relative_axis=config.relative_axis,
         )
         self.planes = order_planes(layout, config.position_encoding, self.rotary.encoding.block_size, tower.label)
         self.order: torch.Tensor

@@ -121,15 +121,16 @@ class RotaryPatchConfig(GridFields, RotaryFields):
             self._check_pretrained()
 
     def _check_pretrained(self) -> None:
-        reason = ENCODING_TRAITS[self.position_encoding].pretrained
+        chosen = ENCODING_TRAITS[self.position_encoding]
         starting = [name for name, traits in ENCODING_TRAITS.items() if traits.pretrained in ("planes", "blocks")]
         if self.position_encoding not in starting:
             raise ValueError(
-                f"rotary_init='pretrained' does not exist for {self.position_encoding}: {reason}; accepted: "
+                f"rotary_init='pretrained' does not exist for {self.position_encoding}: {chosen.pretrained}; accepted: "
                 f"{', '.join(starting)}."
             )
         defaults = {field.name: field.default for field in fields(self)} | {"rotate_prefix": False}
-        given = [name for name in PLACEMENT_FIELDS if getattr(self, name) != defaults[name]]
+        refused = [name for name in PLACEMENT_FIELDS if name not in chosen.fields]
+        given = [name for name in refused if getattr(self, name) != defaults[name]]
         if given:
             raise ValueError(
                 f"{', '.join(f'{name}={getattr(self, name)!r}' for name in given)}: with rotary_init='pretrained' the "

@@ -46,8 +46,8 @@ def expected(rotary, x, positions, layer=0):
     heads = []
     for head in range(x.shape[1]):
         generators = reference.generators(parameters, rotary.config, rotary.num_axes, layer, head // groups)
-        product = ENCODING_TRAITS[rotary.config.position_encoding].product
-        heads.append([reference.rotations(generators, sample, product) for sample in positions])
+        axis = rotary.config.relative_axis
+        heads.append([reference.rotations(generators, sample, axis) for sample in positions])
     matrices = torch.stack([torch.stack(samples) for samples in heads], dim=1)  # (B, H, N, D, D)
     return reference.rotate(x, matrices)
 
