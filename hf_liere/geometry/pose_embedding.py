@@ -233,7 +233,7 @@ class PoseEmbedding(nn.Module):
         self._check_states("output", output, frames)
         patches = frames.patches
         if patches is not None:
-            patches = PlaneRotation(patches.cos_sin * patches.cos_sin.new_tensor([1.0, -1.0]))
+            patches = patches.transpose()
         return self._transform(output, frames.to_camera, patches)
 
     def extra_repr(self) -> str:

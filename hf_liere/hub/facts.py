@@ -18,6 +18,7 @@ MODEL_FIELDS = (
     "position_encoding",
     "block_size",
     "relative_axis",
+    "rotate_values",
     "coordinates",
     "physical_unit",
     "use_absolute_position_embeddings",

@@ -227,6 +227,7 @@ def describe(model: nn.Module) -> dict:
         names = ["position_encoding", "block_size", "share_heads", "share_layers", "rotate_prefix"]
         names.append("position_scale" if train_grid is None else "coordinates")
         names += [name for name in ("spins", "relative_axis") if getattr(encoding.config, name) is not None]
+        names += ["rotate_values"] if getattr(encoding.config, "rotate_values", False) else []
         description |= {name: getattr(encoding.config, name) for name in names}
         description["rotated_layers"] = encoding.num_layers
         description["folded"] = encoding.config.folded_grids is not None

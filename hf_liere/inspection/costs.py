@@ -34,7 +34,7 @@ class Cost:
         table_parameters: Those of its learned table of absolute positions.
         operations: Operations of a forward pass, including rotations.
         rotation_operations: Those for computing the rotations of all layers, independent of the batch size.
-        rotating_operations: Those for applying them to queries and keys.
+        rotating_operations: Those for applying them to queries and keys, with `rotate_values` to values and outputs.
     """
 
     parameters: int
@@ -124,9 +124,10 @@ def count_cost(model: nn.Module, pixels: torch.Tensor, **options: Any) -> Cost:
         encoding.cache.clear()
         learned = sum(parameter.numel() for parameter in encoding.parameters())
         making = count_products(lambda: rotations.extend(encoding(*calls[0])))
-        # Rotating planes does not use matrix products: count 2 multiply-accumulates per channel of query and key.
+        # Rotating planes does not use matrix products: count 2 multiply-accumulates per channel of each state.
         planes = sum(rotation.num_tokens() * rotation.num_planes() for rotation in rotations)
-        rotating = planes * encoding.config.num_attention_heads * 2 * 2 * 2
+        states = 4 if getattr(encoding.config, "rotate_values", False) else 2
+        rotating = planes * encoding.config.num_attention_heads * states * 2 * 2
         plain_products, _ = count_forward(plain, pixels, **options)
     return Cost(
         parameters=parameters,

@@ -165,6 +165,7 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
             *(("coordinates", f"{name} ({COORDINATES[name]})") for name in [model.get("coordinates")] if name),
             ("share_heads, share_layers", f"{model['share_heads']}, {model['share_layers']}"),
             ("rotate_prefix", model["rotate_prefix"]),
+            *((name, model[name]) for name in ("rotate_values",) if name in model),
             ("absolute positions", "added to the patches" if model["absolute_table"] else "none"),
             ("rotated layers", f"{model['rotated_layers']} of {model['layers']}"),
             ("folded", model["folded"]),

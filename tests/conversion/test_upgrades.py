@@ -56,7 +56,7 @@ EXACT_UPGRADES = [
     ("comrope_ld", {"block_size": 4}, "comrope_ld", 4),
     ("comrope_ld", {"block_size": 2}, "rope_mixed", None),
     # In another basis.
-    ("comrope_ld", {"block_size": 8}, "rope_mixed", None),
+    ("comrope_ld", {"block_size": 8, "rotate_values": True}, "rope_mixed", None),
     ("comrope_ld", {"block_size": 3}, "rope_mixed", None),
     ("comrope_ld", {"block_size": 8, "share_heads": True, "share_layers": True}, "liere", 6),
     ("comrope_ld", {"block_size": 8}, "comrope_ld", 4),

@@ -63,6 +63,10 @@ def attention(hidden_states, attention_module, rotations):
             )
             rotation = rotations[min(sample, len(rotations) - 1), head]
             query, key = rotate(query, rotation), rotate(key, rotation)
-            attended.append(torch.softmax(query @ key.T / head_dim**0.5, dim=-1) @ value)
+            weights = torch.softmax(query @ key.T / head_dim**0.5, dim=-1)
+            if config.rotate_values:
+                attended.append(rotate(weights @ rotate(value, rotation), rotation.mT))
+            else:
+                attended.append(weights @ value)
         output[sample] = torch.cat(attended, -1) @ parameters["o_proj.weight"].T + parameters["o_proj.bias"]
     return output

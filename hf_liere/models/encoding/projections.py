@@ -39,30 +39,37 @@ def check_foldable(projections: Iterable[nn.Module]) -> None:
 
 
 @torch.no_grad()
-def fold_into(projections: Sequence[nn.Module], basis: torch.Tensor) -> None:
+def fold_into(projections: Sequence[nn.Module], basis: torch.Tensor, output: nn.Module | None = None) -> None:
     """
-    Change the weights of query and key projections to the eigenbasis of their rotations, permanently. Channels that odd
-    blocks do not rotate go to the end of a head.
+    Change the weights of query, key or value projections to the eigenbasis of their rotations, permanently. Channels
+    that odd blocks do not rotate go to the end of a head.
 
     Args:
         projections: Linear layers to (heads · head_dim) channels.
         basis: (1 or key heads, blocks, b, b); a key head serves a group of neighbouring query heads.
+        output: Linear layer from as many channels, which takes rotated values in this basis.
 
     Raises:
         ValueError: as [`check_foldable`].
     """
-    check_foldable(projections)
+    check_foldable([*projections, *([] if output is None else [output])])
     key_heads, blocks, size, _ = basis.shape
     channels = torch.arange(blocks * size, device=basis.device).view(blocks, size)  # (blocks, b)
     in_planes = size - size % 2
     order = torch.cat([channels[:, :in_planes].flatten(), channels[:, in_planes:].flatten()])  # (D,)
-    for projection in projections:
-        heads = projection.out_features // len(order)
+
+    def change(rows: torch.Tensor) -> torch.Tensor:
+        """(H · D, …) of all heads."""
+        heads = len(rows) // len(order)
         head_basis = basis if key_heads == 1 else basis.repeat_interleave(heads // key_heads, dim=0)
+        return to_basis(rows, head_basis).unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+
+    for projection in projections:
         for parameter in (projection.weight, projection.bias):
             if parameter is not None:
-                changed = to_basis(parameter, head_basis)  # (H · D, channels) or (H · D,)
-                parameter.copy_(changed.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1))
+                parameter.copy_(change(parameter))
+    if output is not None:
+        output.weight.copy_(change(output.weight.T).T)
 
 
 def _obstacle(projection: nn.Module) -> str | None:

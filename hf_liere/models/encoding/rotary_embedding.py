@@ -181,6 +181,32 @@ class LieRotaryEmbedding(nn.Module):
         self._check_states("states", states, (self.num_heads, self.num_key_value_heads))
         return rotate_one(self._rotation(positions, layer, states), states, self.num_key_value_heads)
 
+    def undo(
+        self,
+        output: torch.Tensor,
+        positions: torch.Tensor | TokenPositions | Sequence[Rotation],
+        *,
+        layer: int | None = None,
+    ) -> torch.Tensor:
+        """
+        R(p)ᵀ x: what attention returns for values that [`rotate`] rotated, in the frame of each query's token. Token i
+        then receives Σⱼ wᵢⱼ R(pᵢ)ᵀR(pⱼ) vⱼ (GTA, Miyato et al., ICLR 2024, eq. 6).
+
+        Args:
+            output: (B, num_heads, N, head_dim).
+            positions, layer: Those of the queries, as in `forward`.
+
+        Returns:
+            The same shape and type.
+
+        Raises:
+            ValueError: as `forward`, or if the rotations are folded.
+        """
+        self._check_states("output", output, (self.num_heads,))
+        if self.config.folded_grids is not None:
+            raise ValueError("These rotations are folded into the projections of queries and keys, not into values.")
+        return rotate_one(self._rotation(positions, layer, output).transpose(), output, self.num_key_value_heads)
+
     @torch.no_grad()
     def fold(
         self, q_proj: nn.Linear | Sequence[nn.Linear], k_proj: nn.Linear | Sequence[nn.Linear]

@@ -34,11 +34,16 @@ class GroupedRotation(NamedTuple):
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         groups = []
         for rotation, samples in zip(self.rotations, self.samples):
-            tokens, grouped = rotation.num_tokens(), [states[samples] for states in (query, key)]
+            # An empty key has no samples.
+            tokens, grouped = rotation.num_tokens(), [states[samples[: len(states)]] for states in (query, key)]
             rotated = rotation.rotate(*(states[:, :, :tokens] for states in grouped))  # (samples, H, tokens, D)
             groups.append([torch.cat([x, states[:, :, tokens:]], 2) for x, states in zip(rotated, grouped)])
         order = torch.cat(self.samples).argsort()  # (B,)
-        return tuple(torch.cat(parts)[order] for parts in zip(*groups))
+        joined = (torch.cat(parts) for parts in zip(*groups))
+        return tuple(states[order[: len(states)]] for states in joined)
+
+    def transpose(self) -> "GroupedRotation":
+        return self._replace(rotations=tuple(each.transpose() for each in self.rotations))
 
     def select(self, kept: torch.Tensor) -> "GroupedRotation":
         """Padding, which nothing attends to, gets the rotation of the last token."""

@@ -19,6 +19,12 @@ def rotate_pair(rotation: Rotation, query: torch.Tensor, key: torch.Tensor) -> t
     return tuple(change_basis(states, back).to(query.dtype) for states in rotated)
 
 
+def rotate_back(rotation: Rotation, states: torch.Tensor) -> torch.Tensor:
+    """U R(p)ᵀ x, in the basis of the model, of (B, H, N, D) states that [`PlaneRotation.rotate`] rotated."""
+    states, _ = rotation.transpose().rotate(states, states[:0])
+    return states if rotation.basis is None else change_basis(states, rotation.basis.transpose(-1, -2))
+
+
 def rotate_one(rotation: TokenRotation, states: torch.Tensor, heads: int) -> torch.Tensor:
     """
     R(p) x of queries or keys alone, in the basis of the model.

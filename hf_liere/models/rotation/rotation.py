@@ -98,6 +98,14 @@ class PlaneRotation(NamedTuple):
             basis = inner if basis is None else basis @ inner
         return basis
 
+    def transpose(self) -> "PlaneRotation":
+        """R(p)ᵀ, which takes what `rotate` returned back into the basis that it came in."""
+        backwards = [cos_sin * cos_sin.new_tensor([1.0, -1.0]) for cos_sin in reversed(self._factors())]
+        inner = None if self.inner is None else self.inner.flip(0).transpose(-1, -2)
+        phases = None if self.phases is None else -self.phases
+        cos_sin = backwards[0] if len(backwards) == 1 else torch.cat(backwards, dim=3)
+        return PlaneRotation(cos_sin, self.final_basis(), self.generators, phases, inner)
+
     def to(self, *args, **kwargs) -> "PlaneRotation":
         """A copy whose tensors are converted by `torch.Tensor.to`."""
         return PlaneRotation(*(None if tensor is None else tensor.to(*args, **kwargs) for tensor in self))
@@ -172,6 +180,9 @@ class BlockRotation(NamedTuple):
 
     def final_basis(self) -> None:
         return None
+
+    def transpose(self) -> "BlockRotation":
+        return BlockRotation(self.blocks.transpose(-1, -2))
 
     def to(self, *args, **kwargs) -> "BlockRotation":
         return BlockRotation(self.blocks.to(*args, **kwargs))

@@ -41,6 +41,10 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
         prefix_coordinate (`float`, defaults to 0.5):
             Coordinate of class and register tokens on every axis, for `rotate_prefix` and `position_table_size`;
             in `centred_grid` it is 0.
+        rotate_values (`bool`, defaults to `False`):
+            Whether attention also rotates values, and its outputs back: token i receives R(pᵢ)ᵀ Σⱼ wᵢⱼ R(pⱼ) vⱼ, as in
+            GTA (Miyato et al., ICLR 2024, eq. 6). Where R(p)ᵀR(q) is relative, what a token receives is so too, in the
+            frame of that token. Class and register tokens that are not rotated receive values in the common frame.
         use_class_token (`bool`, defaults to `True`): Whether a class token precedes the patches.
         num_register_tokens (`int`, defaults to 0): Number of register tokens, placed after the class token.
         pooling (`str`, defaults to `"cls"`):
@@ -99,6 +103,7 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
     position_table_size: list[int] | tuple[int, ...] | None = None
     rotate_prefix: bool | None = None
     prefix_coordinate: float | int = 0.5
+    rotate_values: bool = False
     folded_grids: list[list[int]] | None = None
     format_version: int = FORMAT_VERSION
 

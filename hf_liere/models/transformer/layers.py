@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..encoding.projections import fold_into, project
 from ..rotation.grouped_rotation import GroupedRotation, Rotation
+from ..rotation.model_basis import rotate_back
 from ..rotation.rotation import TokenRotation
 from .configuration_liere import LieREConfig
 
@@ -39,7 +40,8 @@ def eager_attention_forward(
 
 class LieREAttention(nn.Module):
     """
-    Multi-head self-attention that rotates query and key before the attention function of the configuration.
+    Multi-head self-attention that rotates query and key before the attention function of the configuration. With
+    `rotate_values` it also rotates values, and token i receives R(pᵢ)ᵀ Σⱼ wᵢⱼ R(pⱼ) vⱼ (GTA, eq. 6).
 
     Commuting rotations act in the eigenbasis of their generators. Where `q_proj` and `k_proj` are plain linear layers,
     their weights are multiplied by this basis. Modules with hooks, adapters, parametrizations, or quantized, offloaded
@@ -71,16 +73,16 @@ class LieREAttention(nn.Module):
         """(B, N, hidden_size) states and this layer's rotation → states and attention weights."""
         input_shape = hidden_states.shape[:-1]  # (B, N)
         hidden_shape = (*input_shape, self.config.num_attention_heads, self.head_dim)
-        query, key = (
-            projection(hidden_states)
-            if rotation is None or rotation.basis is None
-            else project(projection, hidden_states, rotation)
-            for projection in (self.q_proj, self.k_proj)
+        of_values = rotation if self.config.rotate_values else None
+        query, key, value = (
+            projection(hidden_states) if by is None or by.basis is None else project(projection, hidden_states, by)
+            for projection, by in ((self.q_proj, rotation), (self.k_proj, rotation), (self.v_proj, of_values))
         )
-        query, key = (states.view(hidden_shape).transpose(1, 2) for states in (query, key))  # (B, H, N, D)
-        value = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)  # (B, H, N, D)
+        query, key, value = (x.view(hidden_shape).transpose(1, 2) for x in (query, key, value))  # (B, H, N, D)
         if rotation is not None:
             query, key = rotation.rotate(query, key)
+        if of_values is not None:
+            value, _ = of_values.rotate(value, value[:0])
 
         # The implementations of transformers refuse empty batches.
         implementation = self.config._attn_implementation if input_shape[0] else "eager"
@@ -95,11 +97,16 @@ class LieREAttention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
+        if of_values is not None:
+            attended = rotate_back(of_values, attended.transpose(1, 2)).transpose(1, 2)  # (B, N, H, D)
         return self.o_proj(attended.flatten(2)), weights  # (B, N, hidden_size), (B, H, N, N) or None
 
     def fold(self, basis: torch.Tensor) -> None:
-        """Multiply the basis into the query and key projections, see [`fold_into`]."""
-        fold_into((self.q_proj, self.k_proj), basis)
+        """Multiply the basis into the projections of what is rotated, see [`fold_into`]."""
+        if self.config.rotate_values:
+            fold_into((self.q_proj, self.k_proj, self.v_proj), basis, self.o_proj)
+        else:
+            fold_into((self.q_proj, self.k_proj), basis)
 
 
 class LieREMLP(nn.Module):

@@ -205,7 +205,8 @@ def _refuse_rotary_fields(config) -> None:
     if config.position_table_size is not None:
         # A table with `position_table_size` is read at coordinates.
         refused.pop("coordinates", None)
-    refused |= {name: True for name in ("share_heads", "share_layers", "rotate_prefix") if getattr(config, name)}
+    flags = ("share_heads", "share_layers", "rotate_prefix", "rotate_values")
+    refused |= {name: True for name in flags if getattr(config, name)}
     if refused:
         raise ValueError(
             f"position_encoding={config.position_encoding!r} has no rotations, so {refused} would do nothing; these "

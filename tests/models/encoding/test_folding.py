@@ -18,11 +18,11 @@ CASES = [
     ("liere", {"block_size": 2}),
     ("liere", {"block_size": 5}),
     ("liere", {"block_size": 8, "rotate_prefix": True, "num_register_tokens": 2}),
-    ("liere", {"block_size": 8, "share_layers": True, "share_heads": True}),
+    ("liere", {"block_size": 8, "share_layers": True, "share_heads": True, "rotate_values": True}),
     ("liere", {"block_size": 8, "coordinates": "centred_grid", "rotate_prefix": True}),
     ("comrope_ld", {"block_size": 8, "coordinates": "centred_grid"}),
     ("comrope_ap", {"block_size": 4}),
-    ("comrope_ap", {"block_size": 3, "rotate_prefix": True}),
+    ("comrope_ap", {"block_size": 3, "rotate_prefix": True, "rotate_values": True}),
     ("comrope_ld", {"block_size": 8, "qkv_bias": False}),
     ("comrope_ld", {"block_size": 3}),
     ("comrope_ld", {"block_size": 6, "share_layers": True, "share_heads": True}),
@@ -33,7 +33,7 @@ CASES = [
     ("circulant_string", {"block_size": 8, "qkv_bias": False}),
     ("circulant_string", {"block_size": 3, "rotate_prefix": True}),
     ("spherical_rope", {"rotate_prefix": True}),
-    ("liere_product", {"rotate_prefix": True, "relative_axis": 1}),
+    ("liere_product", {"rotate_prefix": True, "relative_axis": 1, "rotate_values": True}),
     ("liere_product", {"block_size": 8, "share_heads": True, "share_layers": True, "qkv_bias": False}),
 ]
 

@@ -151,7 +151,7 @@ def tokens_model(kind, **fields):
     return kind(LieRETokensConfig(**sizes | fields)).eval()
 
 
-@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("fields", [*KINDS.values(), {"rotate_values": True}], ids=[*KINDS, "values"])
 @pytest.mark.parametrize("kind", [LieRETokensForSequenceClassification, LieRETokensForTokenClassification])
 def test_outputs_of_models_do_not_change_with_the_frame(dtype, kind, fields):
     model, (turned, positions) = tokens_model(kind, **fields), orientations()

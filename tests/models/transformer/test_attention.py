@@ -1,7 +1,7 @@
 import pytest
 import reference
 import torch
-from encoding_cases import COMMUTING, ENCODINGS, IMAGE_CASES, fields, perturb
+from encoding_cases import COMMUTING, ENCODINGS, IMAGE_CASES, LEARNED, fields, perturb
 from rotating import rotate
 
 from hf_liere.models.encoding.folding import build_rotary_encoding
@@ -40,13 +40,38 @@ def test_rotate_keeps_the_tail_and_the_type(tiny):
     assert not torch.equal(rotated[..., :20], states[..., :20])
 
 
+@pytest.mark.parametrize("rotate_values", [False, True])
 @pytest.mark.parametrize("encoding, block_size", IMAGE_CASES)
-def test_attention_matches_the_reference(tiny, encoding, block_size):
-    config, rotation = layer_inputs(tiny, encoding, block_size=block_size)
+def test_attention_matches_the_reference(tiny, encoding, block_size, rotate_values):
+    config, rotation = layer_inputs(tiny, encoding, block_size=block_size, rotate_values=rotate_values)
     module = LieREAttention(config)
     states = torch.randn(2, 6, 48)
     expected = reference.attention(states, module, reference.dense(rotation, 24, 2))
     torch.testing.assert_close(module(states, rotation)[0].double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("encoding, block_size", [case for case in IMAGE_CASES if case[0] in LEARNED])
+def test_rotations_of_values_have_gradients(tiny, encoding, block_size):
+    """Along a random direction of all parameters of rotations, against a central difference."""
+    config = tiny(position_encoding=encoding, block_size=block_size, rotate_values=True)
+    config._attn_implementation = "eager"
+    encoding = perturb(build_rotary_encoding(config, 2)).double()
+    module, positions = LieREAttention(config).double(), TokenPositions.from_coordinates(torch.rand(6, 2).double())
+    states, weight = torch.randn(2, 2, 6, 48).double()
+    parameters = list(encoding.parameters())
+    start, direction = [p.detach().clone() for p in parameters], [torch.randn_like(p) for p in parameters]
+
+    def loss(step=0.0):
+        with torch.no_grad():
+            for parameter, value, along in zip(parameters, start, direction):
+                parameter.copy_(value + step * along)
+        return (module(states, list(encoding(positions))[0])[0] * weight).sum()
+
+    gradients = torch.autograd.grad(loss(), parameters)
+    slope = sum((gradient * along).sum() for gradient, along in zip(gradients, direction))
+    # Rounding of float64 over the step, and the step squared.
+    difference = (loss(1e-5) - loss(-1e-5)) / 2e-5
+    torch.testing.assert_close(slope, difference.detach(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

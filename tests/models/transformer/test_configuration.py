@@ -128,6 +128,7 @@ BAD = [
     ({"position_encoding": "cayley_string", "head_dim": 9}, "block_size=9 must be even .*none, choose another"),
     ({"position_encoding": "none", "block_size": 8}, "'none' has no rotations.*'block_size': 8"),
     ({"position_encoding": "absolute", "share_heads": True}, "'absolute' has no rotations.*'share_heads'"),
+    ({"position_encoding": "none", "rotate_values": True}, "'none' has no rotations.*'rotate_values': True"),
     ({"position_encoding": "absolute", "use_absolute_position_embeddings": False}, "contradicts"),
     ({"position_encoding": "none", "position_perturbation": 0.5}, "0.5 has nothing to perturb"),
     ({"position_perturbation": -1.0}, "position_perturbation=-1.0"),

@@ -93,6 +93,7 @@ def test_padded_as_alone_with_flex_attention():
         {"coordinates": "centred_grid", "rotate_prefix": True},
         {"coordinates": "index", "rotate_prefix": True},
         {"share_layers": True, "share_heads": True},
+        {"position_encoding": "comrope_ld", "rotate_values": True},
         {"final_norm": "pooled", "pooling": "mean"},
     ],
 )

@@ -76,6 +76,8 @@ def test_the_layer_is_the_plain_reference(encoding, axes, key_heads, shared_posi
         # Rotations are rounded to float32; norms of states are near seven.
         torch.testing.assert_close(result.double(), expected(rotary, x, positions), atol=2e-5, rtol=0)
         torch.testing.assert_close(rotary.rotate(x, positions), result, atol=5e-6, rtol=0)
+    # Rotated there and back in float32.
+    torch.testing.assert_close(rotary.undo(rotated[0], positions), query, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("distance", [1e3, -1e6])
