@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from fresh_process import run_code
+from fresh_process import run_code, run_python
 from patching_cases import build, randomize, same_bits
 from rope_cases import outputs
 
-from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters, unpatch
+from hf_liere import RotaryPatchConfig, is_patched, patch, rotary_parameters, save_rotary, unpatch
 
 
 SHARED_CONFIG = RotaryPatchConfig(position_encoding="comrope_ld", block_size=4)
@@ -36,6 +36,39 @@ def check_unpatched(model, inputs, before, expected):
     assert list(after) == list(before) and all(torch.equal(after[key], before[key]) for key in before)
     assert same_bits(outputs(model, inputs), expected)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def close_to_start(found, expected):
+    """Of blocks, whose angles are float64 and whose products are others in float32."""
+    for value, start in zip(found, expected, strict=True):
+        scale = max(1.0, float(start.detach().abs().max()))
+        torch.testing.assert_close(value, start, rtol=0, atol=1e-5 * scale)
+
+
+FRESH_PROCESS = """
+import sys, torch
+from rope_cases import build, outputs
+from hf_liere import load_rotary
+
+folder = sys.argv[1]
+for name in sys.argv[2:]:
+    model, _ = build(name)
+    inputs, expected = torch.load(f"{folder}/{name}.pt")
+    load_rotary(model, f"{folder}/{name}")
+    with torch.no_grad():
+        found = outputs(model, inputs)
+    assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected)), name
+"""
+
+
+def check_adapters(models, folder):
+    """{name of a case: (patched model, inputs)}: their adapters give the same bits in a fresh process."""
+    for name, (model, inputs) in models.items():
+        save_rotary(model, folder / name)
+        assert sum(path.stat().st_size for path in (folder / name).iterdir()) < 60_000
+        with torch.no_grad():
+            torch.save((inputs, outputs(model, inputs)), folder / f"{name}.pt")
+    run_python("-c", FRESH_PROCESS, folder, *models)
 
 
 def check_cached_steps(model, inputs, cache=None):

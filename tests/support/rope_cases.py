@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 
 import torch
-from patching_cases import IMAGE, model, part, randomize, run, widen
+from patching_cases import IMAGE, SMALL, model, part, randomize, run, widen
 from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -236,17 +236,112 @@ if importlib.util.find_spec("transformers.models.gemma4"):
     CASES["gemma4"] = language("Gemma4", "Gemma4Text", **SHARED_KEYS, global_head_dim=16, **GEMMA_ROPE)
 
 
+LATENT = {
+    **TEXT,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+}
+EXPERTS = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+LLAMA4 = {"num_hidden_layers": 4, "intermediate_size_mlp": 48, "num_local_experts": 2}
+SAM3 = {"image_size": 24, "pretrain_image_size": 16, "patch_size": 4, "window_size": 3, "global_attn_indexes": [1]}
+MEMORY = {
+    "memory_attention_hidden_size": 64,
+    "memory_attention_num_layers": 2,
+    "memory_attention_num_attention_heads": 2,
+    "memory_attention_feed_forward_hidden_size": 48,
+    "memory_attention_rope_feat_sizes": [3, 4],
+}
+LONGROPE = rope(
+    rope_type="longrope", factor=2.0, short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=8
+)
+
+
+def grids():
+    return {"pixel_values": torch.randn(2, 3, 24, 24)}
+
+
+def memories():
+    """Features of 3 × 4 positions, and of two earlier frames with two tokens without a position."""
+    names = ("current_vision_features", "current_vision_position_embeddings")
+    current = {name: torch.randn(12, 1, 64) for name in names}
+    # As the model spells it.
+    earlier = {name: torch.randn(26, 1, 64) for name in ("memory", "memory_posision_embeddings")}
+    return {**current, **earlier, "num_object_pointer_tokens": 2}
+
+
+class MemoryAttention(nn.Module):
+    """The part of SAM 2 for videos that rotates."""
+
+    def __init__(self):
+        super().__init__()
+        models = importlib.import_module("transformers.models.sam2_video.modeling_sam2_video")
+        self.attention = models.Sam2VideoMemoryAttention(models.Sam2VideoConfig(**MEMORY))
+
+    def can_generate(self):
+        return False
+
+    def forward(self, **inputs):
+        return (self.attention(**inputs),)
+
+
+# Families that rotate in another form than those above: complex numbers, rotary modules in every layer or inside
+# attention modules, several ones, other frequencies for longer inputs, norms after the rotation, heads of keys that all
+# queries share, one projection for queries, keys and values of each head in turn.
+FAMILIES = {
+    "llama4": language("Llama4", "Llama4Text", rotating_layers=3, **{**TEXT, **HEADS, **LLAMA4}),
+    "deepseek_v2": language("DeepseekV2", **LATENT, **EXPERTS),
+    "deepseek_v3": language("DeepseekV3", **LATENT, **EXPERTS),
+    "minicpm3": language("MiniCPM3", **{**LATENT, "q_lora_rank": 16}),
+    "sam3": Case(part("sam3", "Sam3ViTConfig", "Sam3ViTModel", **SMALL, **SAM3), grids, ("",)),
+    "sam2_video": Case(MemoryAttention, memories, ("attention",), rotating_layers=4),
+    "recurrent_gemma": language("RecurrentGemma", **HEADS, num_hidden_layers=6, attention_window_size=32, lru_width=48),
+    "moshi": language("Moshi", **HEADS, ffn_dim=64),
+    "molmo2": Case(
+        model("Molmo2TextConfig", "Molmo2TextModel", **TEXT, **HEADS, rope_scaling_layers=[0], **YARN),
+        lambda: {**tokens(), "use_cache": False},
+        ("",),
+    ),
+    "granite_swa": language("GraniteSWA"),
+    "nanochat": language("NanoChat", **HEADS),
+    "falcon": Case(
+        model("FalconConfig", "FalconForCausalLM", **{**TEXT, "hidden_size": 64}),
+        tokens,
+        ("transformer",),
+        generates=True,
+    ),
+    "llama_dynamic": language("Llama", **HEADS, **rope(rope_type="dynamic", factor=4.0)),
+    "llama_longrope": language("Llama", **HEADS, **LONGROPE),
+}
+
+
 def blocks(encoding="liere", **fields):
     return RotaryPatchConfig(position_encoding=encoding, block_size=4, rotary_init="pretrained", **fields)
+
+
+def find_case(name):
+    return CASES.get(name) or FAMILIES[name]
 
 
 def build(name, implementation="sdpa"):
     """A model in evaluation mode with wide weights, and its inputs."""
     torch.manual_seed(0)
-    built = widen(CASES[name].build().eval())
-    built.set_attn_implementation(implementation)
+    built = widen(find_case(name).build().eval())
+    if getattr(built, f"_supports_{implementation}", implementation == "eager"):
+        built.set_attn_implementation(implementation)
     torch.manual_seed(1)
-    return built, CASES[name].inputs()
+    return built, find_case(name).inputs()
 
 
 def build_patched(name, config, std=0.3):
@@ -268,18 +363,19 @@ def changed_positions(built, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     """The rotary modules of a patched model get other positions, or make other coordinates of pixels."""
     handles = []
     for _, tower in patched_towers(built):
-        rope = tower.get_submodule(tower.rotary_patch.rope_name)
-        names = list(inspect.signature(type(rope).forward).parameters)[1:]
+        for rope_name, probe in zip(tower.rotary_encoding.rope_names, tower.rotary_encoding.probes):
+            rope = tower.get_submodule(rope_name)
+            names = list(inspect.signature(type(rope).forward).parameters)[1:]
 
-        def changed(module, args, kwargs, names=names):
-            given = {**dict(zip(names, args)), **kwargs}
-            return (), {**given, "position_ids": change(given["position_ids"])}
+            def changed(module, args, kwargs, names=names):
+                given = {**dict(zip(names, args)), **kwargs}
+                return (), {**given, "position_ids": change(given["position_ids"])}
 
-        if "position_ids" in names:
-            handles.append(rope.register_forward_pre_hook(changed, with_kwargs=True))
-        else:
-            probe = tower.rotary_encoding.probe
-            handles.append(probe.register_forward_hook(lambda module, args, output: change(output)))
+            is_inside = rope_name.rpartition(".")[0] in tower.rotary_patch.attention_names
+            if "position_ids" in names and not is_inside:
+                handles.append(rope.register_forward_pre_hook(changed, with_kwargs=True))
+            else:
+                handles.append(probe.register_forward_hook(lambda module, args, output: change(output)))
     yield
     for handle in handles:
         handle.remove()
@@ -299,7 +395,7 @@ def check_relative(name, config):
     Outputs of a model whose rotations were changed do not change when all positions move together, whatever prefix
     tokens see: these stay where they are.
     """
-    case, (built, inputs) = CASES[name], build(name)
+    case, (built, inputs) = find_case(name), build(name)
     randomize(patch(built, config))
     if case.prefix:
         built.set_attn_implementation("without_prefix")

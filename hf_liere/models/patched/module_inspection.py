@@ -33,6 +33,17 @@ def takes(module: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(type(module).forward).parameters
 
 
+def is_rotation(argument: str) -> bool:
+    """Whether an argument gets cos and sin; some modules take those of queries and of keys."""
+    return argument.startswith("position_embeddings")
+
+
+def required_arguments(module: nn.Module) -> list[str]:
+    """Names of the arguments of forward without defaults, after the first one, which gets the hidden states."""
+    _, *others = forward_arguments(module).values()
+    return [each.name for each in others if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+
+
 def forward_code(module: nn.Module) -> CodeType | None:
     return getattr(inspect.unwrap(type(module).forward), "__code__", None)
 

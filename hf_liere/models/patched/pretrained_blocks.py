@@ -3,7 +3,7 @@ Learned blocks inside models with RoPE: generators and bases that start as the p
 rotation, b/2 planes in a block of b channels.
 """
 
-from dataclasses import dataclass
+import math
 
 import torch
 from torch import nn
@@ -13,13 +13,13 @@ from ..encoding.encoding_traits import ENCODING_TRAITS
 from ..encoding.positions import TokenPositions
 from ..encoding.rotary_embedding import LieRotaryEmbedding
 from ..rotation.dispatch import product_dtype
-from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
-from ..rotation.rotation import TokenRotation
-from .module_inspection import projections
-from .pretrained_rope import PretrainedRope
-from .rope_layout import RopeLayout, RopeTower, frequency_buffers
-from .rope_pairs import HeadPlanes, Probe
+from .attention_probe import Probe
+from .coordinate_probe import frequency_buffers
+from .pretrained_rope import PositionEmbeddings, PretrainedRope, TokensRotation
+from .rope_layout import RopeLayout, RopeTower
+from .rope_pairs import find_pairs_of_layers
+from .state_makers import RotatedChannels, StateMaker, find_makers
 
 
 class PretrainedBlocks(PretrainedRope):
@@ -27,32 +27,19 @@ class PretrainedBlocks(PretrainedRope):
     R(p) = exp(Σ_a p_a A_a) of every key head and layer, on channels that are reordered so that blocks are contiguous.
 
     Attributes:
-        heads: Numbers of query and of key heads.
-        rotary: The [`LieRotaryEmbedding`] with the parameters, for channels in the order of `order`.
-        order: (head_dim,) the model's channel at every place; the two of a plane are neighbours, and channels that are
-            not rotated come last.
-        tokens_first: By attention module, whether its norms of queries and keys get (…, N, H, D), not (…, H, N, D).
-        inverse: (head_dim,) the place of every channel of the model.
+        rotary: The [`LieRotaryEmbedding`] with the parameters.
+        makers: By attention module, and by name of a module inside that makes queries or keys, its
+            [`RotatedChannels`].
     """
 
-    def __init__(self, tower: RopeTower, layers: list[int], config, head_planes: HeadPlanes):
+    def __init__(self, tower: RopeTower, layers: list[int], config):
         super().__init__(tower, layers, config)
         layout = tower.layouts[layers[0]]
-        starts = {(tower.layouts[index].buffer, tower.layouts[index].factor) for index in layers}
-        if config.share_layers and len(starts) > 1:
-            raise ValueError(
-                f"share_layers=True: the attention layers of {tower.label} rotate with different frequencies, "
-                f"{sorted({buffer for buffer, _ in starts})}."
-            )
-        shapes = {layer: _find_head_shape(Probe(tower, layer)) for layer in self.place}
-        counts = {shapes[layer].heads for layer in layers}
-        if len(counts) > 1:
-            raise ValueError(
-                f"The layers of {tower.label} have different numbers of heads, {sorted(counts)}; name equal ones."
-            )
-        heads, key_heads = self.heads = counts.pop()
-        self.head_planes = head_planes
-        self.tokens_first = {layer: shape.tokens_first for layer, shape in shapes.items()}
+        if config.share_layers:
+            _require_equal_start(tower, layers)
+        pairs = find_pairs_of_layers(tower, layers)
+        found = {layer: find_makers(Probe.of(tower, layer), pairs[layer]) for layer in self.place}
+        heads, key_heads = _require_common_heads(tower, {layer: found[layer] for layer in layers})
         self.rotary = LieRotaryEmbedding(
             heads,
             2 * layout.num_planes,
@@ -67,176 +54,102 @@ class PretrainedBlocks(PretrainedRope):
             relative_axis=config.relative_axis,
         )
         self.planes = order_planes(layout, config.position_encoding, self.rotary.encoding.block_size, tower.label)
-        self.order: torch.Tensor
-        for name in ("order", "inverse"):
-            self.register_buffer(name, torch.empty(0), persistent=False)
-        self.reset_parameters(tower.rope)
+        distinct = list(dict.fromkeys(maker for makers in found.values() for maker in makers))
+        self.channels = nn.ModuleList(RotatedChannels(maker, self.planes) for maker in distinct)
+        self.makers = {
+            layer: {maker.name: distinct.index(maker) for maker in makers} for layer, makers in found.items()
+        }
+        self.reset_parameters(tower.module)
 
     @torch.no_grad()
-    def reset_parameters(self, rope: nn.Module) -> None:
-        super().reset_parameters(rope)
-        rotated = [channel for plane in self.planes for channel in self.head_planes.pairs[plane]]
-        device = "cpu" if self.order.is_meta else self.order.device
-        self.order = torch.tensor([*rotated, *self.head_planes.unrotated], device=device)  # (head_dim,)
-        self.inverse = self.order.argsort()  # (head_dim,)
-        if not any(rope._buffers[name].is_meta for name in frequency_buffers(rope)):
-            for name, values in self.compute_start(rope).items():
+    def reset_parameters(self, module: nn.Module) -> None:
+        super().reset_parameters(module)
+        for channels in self.channels:
+            channels.reset_parameters()
+        ropes = [module.get_submodule(name) for name in self.rope_names]
+        if not any(rope._buffers[name].is_meta for rope in ropes for name in frequency_buffers(rope)):
+            for name, values in self.compute_start(module).items():
                 init.copy_(getattr(self.rotary.encoding, name), values.to(getattr(self.rotary.encoding, name)))
 
-    def compute_start(self, rope: nn.Module) -> dict[str, torch.Tensor]:
+    def compute_start(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Parameters with which the encoding rotates the planes as the pretrained model does."""
         encoding, layer_frequencies = self.rotary.encoding, []
         every_axis = torch.arange(encoding.num_axes).unsqueeze(-1)  # (A, 1)
         for layer in self.layers[: encoding.layers]:
             planes, order = self.layouts[self.layout_of_layer[layer]], list(self.planes)
             serves = planes.axes.cpu()[order] == every_axis  # (A, planes)
+            rope = module.get_submodule(planes.layout.rope_name)
             layer_frequencies.append(serves * planes.read_frequencies(rope).cpu()[order])
         frequencies = torch.stack(layer_frequencies, dim=1).unsqueeze(2)  # (A, layers, 1, planes)
         return encoding.parameters_for_planes(frequencies.expand(-1, -1, encoding.heads, -1))
 
     def forward(
-        self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module, states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, Rotation | None]:
+        self,
+        layer: int,
+        layout: int,
+        dtype: torch.dtype,
+        coordinates: torch.Tensor,
+        module: nn.Module,
+        states: torch.Tensor,
+    ) -> tuple[PositionEmbeddings, TokensRotation | None]:
         """As [`PretrainedRope.forward`]; tokens before those with coordinates are not rotated."""
         if layer not in self.place:
-            return self.compute_pretrained(layer, cos, coordinates, rope)
-        layout = self.layouts[self.layout_of_layer[layer]].layout
+            return self.compute_pretrained(layout, dtype, coordinates, module), None
         # The model's own rotation becomes the identity, times its factor.
-        ones = cos.new_full((*coordinates.shape[:-1], len(layout.planes)), layout.factor)  # (…, N, D)
-        prefix = states.shape[-2] - coordinates.shape[-2]
+        identity = self.layouts[layout].identity(coordinates, dtype)
+        # Hidden states are (N, hidden_size), (B, N, hidden_size) or a grid of tokens, (B, …, hidden_size).
+        samples = states.shape[0] if states.ndim > 2 else 1
+        tokens = math.prod(states.shape[min(1, states.ndim - 2) : -1])
+        prefix = tokens - coordinates.shape[-2]
         # Coordinates move to the generators, unless these are offloaded and move to the coordinates.
         device = next(self.rotary.parameters()).device
         coordinates = coordinates if device.type == "meta" else coordinates.to(device)
         # (…, prefix + N, A)
         positions = TokenPositions(nn.functional.pad(coordinates, (0, 0, prefix, 0)) if prefix else coordinates)
         rotations = self.rotary.encoding(positions, product_dtype(states), self.place[layer])
-        return ones, torch.zeros_like(ones), next(iter(rotations))
+        return identity, TokensRotation(next(iter(rotations)), samples, tokens)
 
-    def rotate(
-        self, rotation: TokenRotation, layer: int, part: str, states: torch.Tensor, state_dims: int
-    ) -> torch.Tensor:
-        """
-        R(p) applied to queries or keys in any layout; the layout is kept.
-
-        Args:
-            layer: Index of the attention module.
-            part: `"query"`, `"key"`, or `"all"` for queries, then keys, then values, which are not rotated.
-            states: (…, N, H · D), (…, N, H, D) or (…, H, N, D).
-            state_dims: Number of dimensions of the hidden states, (…, N, hidden_size).
-        """
-        rotation = rotation.to(states.device)
-        order, inverse = self.order.to(states.device), self.inverse.to(states.device)
-        head_dim = self.head_planes.head_dim
-        flat = states.ndim == state_dims
-        if flat and part == "all":
-            heads, key_heads = (count * head_dim for count in self.heads)
-            query, key, value = states.split([heads, key_heads, states.shape[-1] - heads - key_heads], dim=-1)
-            query, key = (_put_heads_first(x.unflatten(-1, (-1, head_dim)), state_dims) for x in (query, key))
-            query, key = self._rotate_channels(rotation, order, inverse, query, key)  # (B, H, N, D) each
-            query, key = (_put_tokens_first(x, state_dims).flatten(-2) for x in (query, key))  # (…, N, H · D) each
-            return torch.cat([query, key, value], dim=-1)
-        heads = states.unflatten(-1, (-1, head_dim)) if flat else states  # (…, N, H, D) or (…, H, N, D)
-        tokens_first = flat or self.tokens_first[layer]
-        heads = _put_heads_first(heads, state_dims) if tokens_first else heads  # (B, H, N, D)
-        (heads,) = self._rotate_channels(rotation, order, inverse, heads)
-        heads = _put_tokens_first(heads, state_dims) if tokens_first else heads
-        return heads.flatten(-2) if flat else heads
-
-    def _rotate_channels(
-        self, rotation: TokenRotation, order: torch.Tensor, inverse: torch.Tensor, *states: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """(B, H, N, head_dim) states with their rotated channels multiplied by R(p)."""
-        ordered, width = [x.index_select(-1, order) for x in states], self.rotary.head_dim
-        rotated = [x[..., :width] for x in ordered]  # (B, H, N, rotated channels) each
-        if len(states) == 2 and self.heads[0] == self.heads[1]:
-            rotated = rotate_pair(rotation, *rotated)
+    def rotate(self, rotation: TokensRotation, layer: int, name: str, states: torch.Tensor) -> torch.Tensor:
+        """R(p) applied to the queries and keys in what a module inside an attention module returns."""
+        channels = self.channels[self.makers[layer][name]]
+        taken, others = channels.take(states, rotation.samples, rotation.tokens)  # (B, H, N, rotated channels) each
+        moved = rotation.rotation.to(states.device)
+        if len(taken) == 2 and taken[0].shape == taken[1].shape:
+            rotated = rotate_pair(moved, *taken)
         else:
-            rotated = [rotate_one(rotation, x, self.rotary.num_key_value_heads) for x in rotated]
-        if width < len(order):
-            rotated = [torch.cat([x, whole[..., width:]], dim=-1) for x, whole in zip(rotated, ordered)]
-        return tuple(x.index_select(-1, inverse) for x in rotated)
+            rotated = [rotate_one(moved, x, self.rotary.num_key_value_heads) for x in taken]
+        return channels.put(list(rotated), others, states)
 
 
-def _put_heads_first(states: torch.Tensor, state_dims: int) -> torch.Tensor:
-    """(…, N, H, D) → (B, H, N, D)."""
-    states = states.transpose(-3, -2)
-    return states.unsqueeze(0) if state_dims == 2 else states
+def _require_equal_start(tower: RopeTower, layers: list[int]) -> None:
+    """Layers that share their generators must start at the same rotation."""
+    starts = {}
+    for layer in layers:
+        layout, rope = tower.layouts[layer], tower.rope(layer)
+        values = rope._buffers[layout.buffer]
+        kept = (layout.buffer, layout.factor, None if values.is_meta else tuple(values.flatten().tolist()))
+        starts[kept] = layout.buffer
+    if len(starts) > 1:
+        raise ValueError(
+            f"share_layers=True: the attention layers of {tower.label} rotate with different frequencies, "
+            f"{sorted(starts.values())}."
+        )
 
 
-def _put_tokens_first(states: torch.Tensor, state_dims: int) -> torch.Tensor:
-    """The inverse of [`_put_heads_first`]."""
-    states = states.squeeze(0) if state_dims == 2 else states
-    return states.transpose(-3, -2)
-
-
-@dataclass(frozen=True)
-class HeadShape:
+def _require_common_heads(tower: RopeTower, found: dict[int, list[StateMaker]]) -> tuple[int, int]:
     """
-    What the modules make that [`find_state_modules`] returns.
-
-    Attributes:
-        heads: Numbers of query and of key heads; of a layer that reads keys, of query heads alone.
-        tokens_first: As in [`PretrainedBlocks`].
-    """
-
-    heads: tuple[int, ...]
-    tokens_first: bool
-
-
-@torch.no_grad()
-def _find_head_shape(probe: Probe) -> HeadShape:
-    """
-    Found by a call, because a projection may also make gates, and neither shape nor strides of (…, N, H, D) and
-    (…, H, N, D) differ if N = H.
+    Numbers of query and key heads.
 
     Raises:
-        ValueError: if one of the modules makes anything but heads, or runs more than once.
+        ValueError: if layers have different ones.
     """
-    made: dict[str, list[torch.Tensor]] = {}
-    modules = find_state_modules(probe.attention, probe.layer in probe.tower.sources)
-    handles = [
-        module.register_forward_hook(lambda module, args, output, part=part: made.setdefault(part, []).append(output))
-        for part, module in modules.items()
-    ]
-    try:
-        # With an angle of zero queries stay as they were made.
-        query, key = (states[0] for states in probe.capture(*probe.make_quarters()))  # (H, N, D), (key H, N, D)
-    finally:
-        for handle in handles:
-            handle.remove()
-    widths = [sum(states.numel() for states in made.get(part, [])) / query[0].numel() for part in modules]
-    if "all" in modules:
-        widths = [len(query), (widths[0] - len(query)) / 2]
-    # Keys of fewer heads may have been repeated.
-    if widths[0] != len(query) or any(width < 1 or width % 1 or len(key) % width for width in widths[1:]):
-        raise probe.make_error(
-            f"has {len(query)} heads of {query.shape[-1]} channels, and before its rotation makes queries and keys of "
-            f"{' and '.join(f'{width:g}' for width in widths)} heads"
+    heads = {tuple(count for maker in makers for count in maker.heads) for makers in found.values()}
+    if len(heads) > 1:
+        raise ValueError(
+            f"The layers of {tower.label} have different numbers of heads, {sorted(heads)}; name equal ones."
         )
-    first = made[next(iter(modules))][0].float().cpu()
-    tokens_first = True
-    if first.ndim >= 3 and first.shape[-1] == query.shape[-1]:
-        states = first.reshape(first.shape[-3:])  # (N, H, D) or (H, N, D)
-        tokens_first = states.shape != query.shape or (
-            query.shape[0] == query.shape[1]
-            and bool((states.transpose(0, 1) - query).abs().sum() < (states - query).abs().sum())
-        )
-    return HeadShape(tuple(int(width) for width in widths), tokens_first)
-
-
-def find_state_modules(attention: nn.Module, reads_keys: bool) -> dict[str, nn.Module]:
-    """
-    The last modules before queries and keys are rotated, by part, see [`PretrainedBlocks.rotate`].
-
-    Args:
-        reads_keys: Whether another module makes and rotates the keys.
-    """
-    parts = ("query",) if reads_keys else ("query", "key")
-    norms = [getattr(attention, f"{part[0]}_norm", None) for part in parts]
-    if all(isinstance(norm, nn.Module) for norm in norms):
-        return dict(zip(parts, norms))
-    found = projections(attention, reads_keys)
-    return dict(zip(parts, found)) if len(found) == len(parts) else {"all": found[0]}
+    query_heads, key_heads = heads.pop()
+    return query_heads, key_heads
 
 
 def order_planes(layout: RopeLayout, position_encoding: str, block_size: int, label: str) -> tuple[int, ...]:
@@ -247,8 +160,8 @@ def order_planes(layout: RopeLayout, position_encoding: str, block_size: int, la
     Raises:
         ValueError: if there is no such order.
     """
-    axis_of_plane = [layout.axes[channel] for channel in layout.first_channels()]
-    planes_of_axis = [[p for p, axis in enumerate(axis_of_plane) if axis == a] for a in range(layout.num_axes)]
+    axes = layout.axes_of_planes
+    planes_of_axis = [[plane for plane, axis in enumerate(axes) if axis == a] for a in range(layout.num_axes)]
     counts, size = [len(planes) for planes in planes_of_axis], block_size // 2
     if block_size % 2:
         raise ValueError(f"block_size={block_size}: a block is made of planes, two channels each; pass an even size.")

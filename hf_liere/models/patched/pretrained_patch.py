@@ -4,7 +4,8 @@ Rotary patches of models with RoPE: the plan, which is checked before the model 
 In a forward pass, a hook on the rotary module replaces its cos and sin by the coordinates of the tokens, so whatever
 the model does with these (windows, slices of tokens) is done with the coordinates. A hook on every attention module
 computes cos and sin from them, with the frequencies of its layer. Blocks of more than one plane rotate queries and keys
-where they are made, before the model's own rotation, which then gets cos = 1 and sin = 0; cached keys are rotated.
+where they are made, before the model's own rotation, which then gets cos = 1 and sin = 0; cached keys are rotated. A
+rotary module inside an attention module serves that one alone, and the hook on it returns cos and sin of that layer.
 """
 
 from dataclasses import dataclass, field
@@ -15,12 +16,13 @@ import torch
 from torch import nn
 
 from ..encoding.encoding_traits import rotary_traits
+from .attention_probe import Probe
+from .coordinate_probe import changes_frequencies, split_cos_sin
 from .module_inspection import forward_arguments, projection_widths
-from .pretrained_blocks import PretrainedBlocks, find_state_modules
+from .pretrained_blocks import PretrainedBlocks
 from .pretrained_rope import PretrainedPlanes
 from .rope_layout import RopeLayout, RopeTower, find_rope_towers
-from .rope_pairs import Probe, find_common_planes, find_key_sources
-from .rotating_layers import choose_rotating_layers
+from .rope_pairs import choose_rotating_layers, find_key_sources
 from .tower_patch import TowerPatch, TowerPlan, detach, thread
 
 
@@ -30,60 +32,82 @@ class RopePatch(TowerPatch[RopeTower]):
     The patch of a [`RopeTower`].
 
     Attributes:
-        rope_name: Name of the rotary module inside the tower.
         layouts: The distinct layouts of its attention modules.
-        rotating: By layer and part, the module whose output [`rotate_states`] rotates, and the handle of that hook.
+        rotating: By layer and name, the module whose output [`rotate_states`] rotates, and the handle of that hook.
     """
 
-    rope_name: str
     layouts: list[RopeLayout]
     rotating: dict[tuple[int, str], tuple[nn.Module, Any]] = field(default_factory=dict)
 
     def describe_base(self, module: nn.Module) -> dict:
         """With the frequencies that the rotations start from."""
-        attention, rope = self.attentions(module)[0], module.get_submodule(self.rope_name)
+        attention = self.attentions(module)[0]
         head_dim = getattr(attention, "head_dim", len(self.layouts[0].planes))
         stated, widths = projection_widths(attention, head_dim)
         heads = [(width or 0) // head_dim or None for width in widths or [None]]
-        frequencies = [rope._buffers[layout.buffer].flatten().tolist() for layout in self.layouts]
+        frequencies = [read_start(module, layout).flatten().tolist() for layout in self.layouts]
         return {
             # The projection of queries may also make gates.
-            "heads": heads[0] and stated or heads[0],
+            "heads": heads[0] and (stated or heads[0]),
             "key_heads": heads[-1],
             "head_dim": head_dim,
             "train_grid": [],
-            "frequencies": [[float(f"{value:.5g}") for value in values] for values in frequencies],
+            # Layers with a rotary module each usually have the same frequencies.
+            "frequencies": [list(kind) for kind in dict.fromkeys(map(_round_to_digits, frequencies))],
         }
 
     def reset_parameters(self, module: nn.Module) -> None:
-        module.rotary_encoding.reset_parameters(module.get_submodule(self.rope_name))
+        module.rotary_encoding.reset_parameters(module)
 
     def add_hooks(self, tower: RopeTower) -> None:
         module, encoding = tower.module, tower.module.rotary_encoding
-        self.handles.append(tower.rope.register_forward_hook(partial(replace_cos_sin, module), with_kwargs=True))
+        inner = {layer: tower.inner_rope(layer) for layer in range(len(tower.attentions))}
+        for name in encoding.rope_names:
+            if name not in {tower.layouts[layer].rope_name for layer in inner if inner[layer]}:
+                hook = partial(replace_cos_sin, module, name)
+                self.handles.append(module.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
         for layer, (_, attention) in enumerate(tower.attentions):
-            hook = partial(prepare_layer, module, layer, tuple(forward_arguments(attention)))
-            self.handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
-            if layer in encoding.place and isinstance(encoding, PretrainedBlocks):
+            names, has_blocks = tuple(forward_arguments(attention)), isinstance(encoding, PretrainedBlocks)
+            if inner[layer]:
+                hook = partial(rotate_inside, module, layer)
+                self.handles.append(tower.rope(layer).register_forward_hook(hook, with_kwargs=True))
+            if not inner[layer] or (has_blocks and layer in encoding.place):
+                prepare = prepare_inside if inner[layer] else prepare_layer
+                hook = partial(prepare, module, layer, names)
+                self.handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
+            if layer in encoding.place and has_blocks:
                 self.hook_projections(module, layer, attention)
                 self.handles.append(attention.register_forward_hook(clear_rotation))
 
     def hook_projections(self, module: nn.Module, layer: int, attention: nn.Module) -> None:
         """Rotate the outputs of the current projections: adapters such as LoRA put other modules around them."""
-        for part, projection in find_state_modules(attention, layer in module.rotary_encoding.sources).items():
-            known, handle = self.rotating.get((layer, part), (None, None))
+        for name in module.rotary_encoding.makers[layer]:
+            projection = attention.get_submodule(name)
+            known, handle = self.rotating.get((layer, name), (None, None))
             if known is projection:
                 continue
             if handle is not None:
                 handle.remove()
-            handle = projection.register_forward_hook(partial(rotate_states, module, layer, part))
-            self.rotating[layer, part] = (projection, handle)
+            handle = projection.register_forward_hook(partial(rotate_states, module, layer, name))
+            self.rotating[layer, name] = (projection, handle)
 
     def remove_hooks(self, module: nn.Module) -> None:
         super().remove_hooks(module)
         while self.rotating:
             _, (_, handle) = self.rotating.popitem()
             handle.remove()
+
+
+def read_start(module: nn.Module, layout: RopeLayout) -> torch.Tensor:
+    """The frequencies that a rotary module of a tower has at the start, in the order of its buffer."""
+    buffers = module.get_submodule(layout.rope_name)._buffers
+    # Types that compute other frequencies for longer inputs keep the first ones.
+    start = buffers.get(layout.buffer.replace("inv_freq", "original_inv_freq"))
+    return buffers[layout.buffer] if start is None else start
+
+
+def _round_to_digits(values: list[float]) -> tuple[float, ...]:
+    return tuple(float(f"{value:.5g}") for value in values)
 
 
 def plan_rope(model: nn.Module, config) -> list[TowerPlan[RopeTower]]:
@@ -115,9 +139,33 @@ def _plan_tower(tower: RopeTower, config) -> TowerPlan[RopeTower]:
     if rotary_traits(config).pretrained == "planes":
         build = partial(PretrainedPlanes, tower, layers, config)
     else:
-        build = partial(PretrainedBlocks, tower, layers, config, find_common_planes(tower, layers))
-    layouts = list(dict.fromkeys(tower.layouts))
-    return TowerPlan(tower, RopePatch(config, tower.attention_names(layers), tower.rope_name, layouts), build)
+        refuse_blocks(tower)
+        build = partial(PretrainedBlocks, tower, layers, config)
+    return TowerPlan(tower, RopePatch(config, tower.attention_names(layers), tower.distinct_layouts), build)
+
+
+def refuse_blocks(tower: RopeTower) -> None:
+    """
+    Raises:
+        ValueError: if the frequencies that a layer rotates with are known only when the model runs: generators contain
+            the frequencies, and learned factors multiply them.
+    """
+    accepted = "accepted: position_encoding='rope_mixed'."
+    if tower.others:
+        names = ", ".join(dict.fromkeys(layout.rope_name for layout in tower.distinct_layouts))
+        raise ValueError(
+            f"{tower.label} has several modules that compute rotations, {names}: which attention module uses which is "
+            f"unknown, and blocks start at the frequencies of one; {accepted}"
+        )
+    for layer in range(len(tower.attentions)):
+        rope, layout = tower.rope(layer), tower.layouts[layer]
+        kind = getattr(rope, "rope_type", None)
+        kind = kind.get(layout.layer_type) if isinstance(kind, dict) else kind
+        if changes_frequencies(kind):
+            raise ValueError(
+                f"{layout.rope_name} ({type(rope).__name__}) has rope_type={kind!r}, which computes other frequencies "
+                f"for longer inputs, and blocks have fixed ones; {accepted}"
+            )
 
 
 def check_start(planned: TowerPlan[RopeTower], encoding: PretrainedBlocks) -> None:
@@ -128,17 +176,18 @@ def check_start(planned: TowerPlan[RopeTower], encoding: PretrainedBlocks) -> No
         ValueError: if they differ, or the attention module cannot be called alone.
     """
     tower, layer = planned.tower, encoding.layers[0]
-    probe = Probe(tower, layer)
+    probe = Probe.of(tower, layer)
     if probe.is_meta:
         # A model that is constructed before its weights are loaded was checked when it was patched.
         return
     with torch.no_grad():
-        coordinates = encoding.coordinates(probe.layout.layer_type, *probe.arguments, **probe.options)
-        cos, sin, _ = encoding.compute_pretrained(layer, coordinates[:0], coordinates, tower.rope)
-        before = probe.capture(cos, sin)
+        layout = encoding.layout_of_layer[layer]
+        coordinates = encoding.coordinates(layout, *probe.arguments, **probe.options)
+        pretrained = encoding.compute_pretrained(layout, coordinates.dtype, coordinates, tower.module)
+        before = probe.capture(*split_cos_sin(pretrained))
         planned.attach(encoding)
         try:
-            after = probe.capture(cos[..., :1], coordinates)
+            after = probe.call(encoding.make_carrier(layout, coordinates.dtype, coordinates))
         finally:
             detach(tower.module)
             thread.rotation = None
@@ -147,49 +196,92 @@ def check_start(planned: TowerPlan[RopeTower], encoding: PretrainedBlocks) -> No
         raise probe.make_error("pairs channels in another way")
 
 
-def replace_cos_sin(tower: nn.Module, rope: nn.Module, args, kwargs, output):
-    """Forward hook of a rotary module: returns A channels of cos, for its dtype, and (…, N, A) coordinates for sin."""
+def replace_cos_sin(tower: nn.Module, rope_name: str, rope: nn.Module, args, kwargs, output):
+    """Forward hook of a rotary module: returns the coordinates that it computes cos and sin of."""
     layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
-    coordinates = tower.rotary_encoding.coordinates(layer_type, *args, **kwargs)
-    return output[0][..., : coordinates.shape[-1]], coordinates
+    encoding = tower.rotary_encoding
+    layout = encoding.find_layout(rope_name, layer_type)
+    coordinates = encoding.coordinates(layout, *args, **kwargs)
+    return encoding.make_carrier(layout, split_cos_sin(output)[0].dtype, coordinates)
 
 
 def prepare_layer(tower: nn.Module, layer: int, names: tuple[str, ...], attention: nn.Module, args, kwargs):
     """Forward pre-hook of an attention module whose arguments have these names: passes cos and sin of its layer."""
     options = {**dict(zip(names, args)), **kwargs}
-    if options.get("position_embeddings") is None:
-        # Some models do not rotate in every layer.
-        return None
-    cos, coordinates = options["position_embeddings"]
-    encoding, rope = tower.rotary_encoding, tower.get_submodule(tower.rotary_patch.rope_name)
-    num_axes = encoding.layouts[encoding.layout_of_layer[layer]].layout.num_axes
-    if coordinates.shape[-1] != num_axes or coordinates.dtype != torch.float32:
-        raise RuntimeError(
-            f"{tower.rotary_patch.rope_name} returned float32 coordinates of {num_axes} axes, but attention layer "
-            f"{layer} got {coordinates.dtype} of shape {tuple(coordinates.shape)}: the model computes with cos and sin "
-            "before attention, or they do not come from it; unpatch the model."
-        )
-    states = options[names[0]]  # (…, prefix + N, hidden_size)
-    *replaced, rotation = encoding(layer, cos, coordinates, rope, states)
+    carriers = [name for name in options if name.startswith("position_embeddings") and options[name] is not None]
     thread.rotation = None
-    if rotation is not None:
-        tower.rotary_patch.hook_projections(tower, layer, attention)
-        thread.rotation = (layer, rotation, states.ndim)
-    options["position_embeddings"] = tuple(replaced)
+    states = options[names[0]]  # (…, prefix + N, hidden_size)
+    # Some models do not rotate in every layer.
+    for name in carriers:
+        layout, dtype, coordinates = _read_carrier(tower, layer, options[name])
+        options[name], rotation = tower.rotary_encoding(layer, layout, dtype, coordinates, tower, states)
+        if rotation is not None:
+            tower.rotary_patch.hook_projections(tower, layer, attention)
+            thread.rotation = (layer, rotation)
     positional = names[: len(args)]
     return tuple(options.pop(name) for name in positional), options
 
 
-def rotate_states(tower: nn.Module, layer: int, part: str, module: nn.Module, args, output: torch.Tensor):
-    """Forward hook of the module that makes the queries or keys of an attention module, or both."""
+def _read_carrier(tower: nn.Module, layer: int, carrier) -> tuple[int, torch.dtype, torch.Tensor]:
+    """Layout, dtype and coordinates, from what [`replace_cos_sin`] returned."""
+    encoding = tower.rotary_encoding
+    layout = encoding.layout_of_layer[layer]
+    own = encoding.layouts[layout].layout
+    if isinstance(carrier, torch.Tensor):
+        found, dtype, coordinates = layout, carrier.dtype, carrier
+    else:
+        cos, coordinates = carrier
+        found, dtype = cos.shape[-1] - 1, cos.dtype
+    if coordinates.shape[-1] != own.num_axes or coordinates.dtype != torch.float32:
+        raise RuntimeError(
+            f"{own.rope_name} returned float32 coordinates of {own.num_axes} axes, but attention layer {layer} got "
+            f"{coordinates.dtype} of shape {tuple(coordinates.shape)}: the model computes with cos and sin before "
+            "attention, or they do not come from it; unpatch the model."
+        )
+    if found != layout and not encoding.may_differ:
+        raise RuntimeError(
+            f"Attention layer {layer} got cos and sin of another type of layers than {own.layer_type!r} of "
+            f"{own.rope_name}; unpatch the model."
+        )
+    return found, dtype, coordinates
+
+
+def rotate_inside(tower: nn.Module, layer: int, rope: nn.Module, args, kwargs, output):
+    """Forward hook of a rotary module inside an attention module: returns cos and sin of that layer."""
+    encoding = tower.rotary_encoding
+    layout = encoding.layout_of_layer[layer]
+    dtype = split_cos_sin(output)[0].dtype
+    coordinates = encoding.coordinates(layout, *args, **kwargs)
+    current = getattr(thread, "rotation", None)
+    if current is not None and current[0] == layer:
+        # Queries and keys are rotated already.
+        return encoding.layouts[layout].identity(coordinates, dtype)
+    return encoding(layer, layout, dtype, coordinates, tower, coordinates)[0]
+
+
+def prepare_inside(tower: nn.Module, layer: int, names: tuple[str, ...], attention: nn.Module, args, kwargs) -> None:
+    """Forward pre-hook of an attention module with a rotary module inside, whose queries and keys are rotated."""
+    options = {**dict(zip(names, args)), **kwargs}
+    encoding, states = tower.rotary_encoding, options[names[0]]
+    thread.rotation = None
+    if options.get("position_ids") is None:
+        raise RuntimeError(f"Attention layer {layer} got no position_ids, by which its queries and keys are rotated.")
+    layout = encoding.layout_of_layer[layer]
+    coordinates = encoding.coordinates(layout, states, options["position_ids"])
+    _, rotation = encoding(layer, layout, states.dtype, coordinates, tower, states)
+    tower.rotary_patch.hook_projections(tower, layer, attention)
+    thread.rotation = (layer, rotation)
+
+
+def rotate_states(tower: nn.Module, layer: int, name: str, module: nn.Module, args, output: torch.Tensor):
+    """Forward hook of the module of this name, which makes the queries or keys of an attention module, or both."""
     current = getattr(thread, "rotation", None)
     if current is None or current[0] != layer:
         raise RuntimeError(
             f"{type(module).__name__} of attention layer {layer} ran outside its attention module, so the positions "
             "of its tokens are unknown. Call the model around it, or unpatch the model."
         )
-    _, rotation, state_dims = current
-    return tower.rotary_encoding.rotate(rotation, layer, part, output, state_dims)
+    return tower.rotary_encoding.rotate(current[1], layer, name, output)
 
 
 def clear_rotation(attention: nn.Module, args, output) -> None:

@@ -3,13 +3,30 @@ Learned rotations inside models with RoPE, starting at the pretrained rotation e
 planes that rotate with the pretrained frequencies ω. `pretrained_patch` attaches them.
 """
 
+from dataclasses import dataclass
+from typing import TypeAlias
+
 import torch
 from torch import nn
 from transformers import initialization as init
 
 from ..encoding.rotary_encoding import LearnedRotations
-from ..rotation.grouped_rotation import Rotation
-from .rope_layout import CoordinateProbe, RopeLayout, RopeTower
+from ..rotation.rotation import TokenRotation
+from .coordinate_probe import CoordinateProbe
+from .rope_layout import RopeLayout, RopeTower
+
+
+# (…, N, D) cos and sin, or cos + i sin.
+PositionEmbeddings: TypeAlias = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
+
+
+@dataclass(frozen=True)
+class TokensRotation:
+    """The rotation of the queries and keys of an attention module, and their numbers of samples and tokens."""
+
+    rotation: TokenRotation
+    samples: int
+    tokens: int
 
 
 class RopePlanes(nn.Module):
@@ -38,15 +55,22 @@ class RopePlanes(nn.Module):
         values = values.to(self.frequencies.device, torch.promote_types(values.dtype, torch.float32))
         return values.flatten().index_select(0, self.frequencies)  # (planes,)
 
-    def forward(
-        self, coordinates: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(…, N, A) coordinates and (planes,) frequencies → (…, N, D) cos and sin."""
+    def forward(self, coordinates: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> PositionEmbeddings:
+        """(…, N, A) coordinates and (planes,) frequencies → (…, N, D) cos and sin, or cos + i sin."""
         axes, channels = self.axes.to(coordinates.device), self.channels.to(coordinates.device)
         angles = coordinates.index_select(-1, axes) * frequencies  # (…, N, planes)
         factor = self.layout.factor
-        # 2 × (…, N, D)
-        return tuple((x * factor).to(dtype).index_select(-1, channels) for x in (angles.cos(), angles.sin()))
+        if self.layout.is_complex:
+            return (torch.polar(torch.ones_like(angles), angles) * factor).index_select(-1, channels)  # (…, N, D)
+        cos, sin = ((x * factor).to(dtype).index_select(-1, channels) for x in (angles.cos(), angles.sin()))
+        return cos, sin  # 2 × (…, N, D)
+
+    def identity(self, coordinates: torch.Tensor, dtype: torch.dtype) -> PositionEmbeddings:
+        """Of angles of zero: the factor alone."""
+        ones = coordinates.new_full((*coordinates.shape[:-1], len(self.channels)), self.layout.factor)  # (…, N, D)
+        if self.layout.is_complex:
+            return torch.complex(ones, torch.zeros_like(ones))
+        return ones.to(dtype), torch.zeros_like(ones, dtype=dtype)
 
 
 class PretrainedRope(LearnedRotations):
@@ -67,37 +91,62 @@ class PretrainedRope(LearnedRotations):
         self.config, self.layers, self.sources = config, layers, tower.sources
         self.place = {layer: place for place, layer in enumerate(layers)}
         self.place |= {layer: self.place[source] for layer, source in tower.sources.items() if source in self.place}
-        distinct = list(dict.fromkeys(tower.layouts))
+        distinct = tower.distinct_layouts
         self.layouts = nn.ModuleList(RopePlanes(layout) for layout in distinct)
         self.layout_of_layer = [distinct.index(layout) for layout in tower.layouts]
-        self.layout_of_type = {layout.layer_type: index for index, layout in enumerate(distinct)}
-        self.probe = CoordinateProbe(tower.rope)
+        self.may_differ = bool(tower.others)
+        self.rope_names = list(dict.fromkeys(layout.rope_name for layout in distinct))
+        self.probes = nn.ModuleList(CoordinateProbe(tower.module.get_submodule(name)) for name in self.rope_names)
 
-    def coordinates(self, layer_type: str | None, /, *arguments, **options) -> torch.Tensor:
+    def find_layout(self, rope_name: str, layer_type: str | None) -> int:
+        """The index in `layouts` of what a rotary module computes for a type of layers."""
+        return next(
+            index
+            for index, planes in enumerate(self.layouts)
+            if (planes.layout.rope_name, planes.layout.layer_type) == (rope_name, layer_type)
+        )
+
+    def coordinates(self, layout: int, /, *arguments, **options) -> torch.Tensor:
         """The arguments of the rotary module → (…, N, A) coordinates of tokens, float32."""
-        coordinates = self.probe(*arguments, **options)  # (…, N, D)
-        axis_channels = self.layouts[self.layout_of_type[layer_type]].axis_channels  # (A,)
-        return coordinates.index_select(-1, axis_channels.to(coordinates.device))
+        planes = self.layouts[layout]
+        coordinates = self.probes[self.rope_names.index(planes.layout.rope_name)](*arguments, **options)  # (…, N, D)
+        return coordinates.index_select(-1, planes.axis_channels.to(coordinates.device))
+
+    def make_carrier(self, layout: int, dtype: torch.dtype, coordinates: torch.Tensor) -> PositionEmbeddings:
+        """
+        What goes to attention instead of cos and sin of this dtype: (…, N, A) coordinates for sin, and for cos as many
+        channels as tell the index of the layout; coordinates alone for cos + i sin.
+        """
+        if self.layouts[layout].layout.is_complex:
+            return coordinates
+        return coordinates[..., :1].to(dtype).expand(*coordinates.shape[:-1], layout + 1), coordinates
 
     def compute_pretrained(
-        self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module
-    ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """As `forward`, for layers that learn nothing: the model's own cos and sin."""
-        planes = self.layouts[self.layout_of_layer[layer]]
-        # 2 × (…, N, D)
-        return *planes(coordinates, planes.read_frequencies(rope).to(coordinates.device), cos.dtype), None
+        self, layout: int, dtype: torch.dtype, coordinates: torch.Tensor, module: nn.Module
+    ) -> PositionEmbeddings:
+        """The model's own cos and sin; see `forward`."""
+        planes = self.layouts[layout]
+        frequencies = planes.read_frequencies(module.get_submodule(planes.layout.rope_name))
+        return planes(coordinates, frequencies.to(coordinates.device), dtype)
 
     def forward(
-        self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module, states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, Rotation | None]:
+        self,
+        layer: int,
+        layout: int,
+        dtype: torch.dtype,
+        coordinates: torch.Tensor,
+        module: nn.Module,
+        states: torch.Tensor,
+    ) -> tuple[PositionEmbeddings, TokensRotation | None]:
         """
         The rotations of an attention module.
 
         Args:
             layer: Its index.
-            cos: A tensor with the dtype of the model's own cos and sin.
+            layout: The index in `layouts` of what its rotary module computes.
+            dtype: That of the model's own cos and sin.
             coordinates: (…, N, A), float32.
-            rope: The rotary module.
+            module: The tower.
             states: (…, prefix + N, hidden_size), the input of attention.
 
         Returns:
@@ -105,10 +154,10 @@ class PretrainedRope(LearnedRotations):
         """
         raise NotImplementedError
 
-    def reset_parameters(self, rope: nn.Module) -> None:
+    def reset_parameters(self, module: nn.Module) -> None:
         """Restore the initial values after a construction without values; loaded parameters stay."""
-        for module in (self.probe, *self.layouts):
-            module.reset_parameters()
+        for part in (*self.probes, *self.layouts):
+            part.reset_parameters()
 
 
 class PretrainedPlanes(PretrainedRope):
@@ -130,21 +179,27 @@ class PretrainedPlanes(PretrainedRope):
                 f"equal ones in layers: {[layout.num_planes for layout in tower.layouts]}."
             )
         self.log_factors = self.new_parameter(1 if config.share_layers else len(layers), counts.pop())
-        self.reset_parameters(tower.rope)
+        self.reset_parameters(tower.module)
 
     @torch.no_grad()
-    def reset_parameters(self, rope: nn.Module) -> None:
-        super().reset_parameters(rope)
+    def reset_parameters(self, module: nn.Module) -> None:
+        super().reset_parameters(module)
         init.zeros_(self.log_factors)
 
     def forward(
-        self, layer: int, cos: torch.Tensor, coordinates: torch.Tensor, rope: nn.Module, states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        self,
+        layer: int,
+        layout: int,
+        dtype: torch.dtype,
+        coordinates: torch.Tensor,
+        module: nn.Module,
+        states: torch.Tensor,
+    ) -> tuple[PositionEmbeddings, None]:
         """As [`PretrainedRope.forward`]."""
         if layer not in self.place:
-            return self.compute_pretrained(layer, cos, coordinates, rope)
-        planes = self.layouts[self.layout_of_layer[layer]]
-        frequencies = planes.read_frequencies(rope)  # (planes,)
+            return self.compute_pretrained(layout, dtype, coordinates, module), None
+        planes = self.layouts[layout]
+        frequencies = planes.read_frequencies(module.get_submodule(planes.layout.rope_name))  # (planes,)
         rank = 0 if self.config.share_layers else self.place[layer]
         frequencies = frequencies * self.log_factors[rank].to(frequencies.device).exp()
-        return *planes(coordinates, frequencies.to(coordinates.device), cos.dtype), None
+        return planes(coordinates, frequencies.to(coordinates.device), dtype), None

@@ -4,22 +4,30 @@ Models with RoPE: the modules that compute cos and sin, the attention modules th
 the modules with known positions and frequencies, never by the name of a class.
 """
 
-import copy
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from .module_inspection import forward_arguments, forward_code, names_in_forward, takes
+from .coordinate_probe import (
+    TOKENS,
+    UNIT,
+    CoordinateProbe,
+    find_positions,
+    frequency_buffers,
+    replace_frequencies,
+    split_cos_sin,
+)
+from .module_inspection import forward_code, names_in_forward, takes
 from .tower_patch import AttentionTower
 
 
-# sin(x) is x in every floating point type for angles this small: with this frequency, sin is the coordinate itself.
-UNIT = 2.0**-60
-TOKENS = 7
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True)
@@ -28,20 +36,24 @@ class RopeLayout:
     How a rotary module computes cos and sin for one type of layers: of p_a ω_f for each of D channels, times a factor.
 
     Attributes:
+        rope_name: Name of the rotary module inside its [`RopeTower`].
         buffer: Name of the buffer with the frequencies.
         layer_type: Argument that selects this type of layers, or `None` where there is only one.
         frequencies: For every channel, the index f of its frequency in the buffer.
         axes: For every channel, its axis a, numbered as they appear.
         planes: For every channel, its plane: the channels with the same frequency and axis.
         factor: By which cos and sin are multiplied (YaRN's attention scaling).
+        is_complex: Whether the rotary module returns cos + i sin, not cos and sin.
     """
 
+    rope_name: str
     buffer: str
     layer_type: str | None
     frequencies: tuple[int, ...]
     axes: tuple[int, ...]
     planes: tuple[int, ...]
     factor: float
+    is_complex: bool
 
     @property
     def num_axes(self) -> int:
@@ -50,6 +62,10 @@ class RopeLayout:
     @property
     def num_planes(self) -> int:
         return max(self.planes) + 1
+
+    @property
+    def axes_of_planes(self) -> tuple[int, ...]:
+        return tuple(self.axes[channel] for channel in self.first_channels())
 
     def first_channels(self) -> list[int]:
         """The first channel of every plane."""
@@ -62,84 +78,30 @@ class RopeTower(AttentionTower):
     The module around a rotary module, with the attention modules that it serves.
 
     Attributes:
-        rope_name: Name of the rotary module inside.
-        layouts: The layout of every attention module.
+        layouts: The layout of every attention module; where `others` is not empty, a possible one.
+        others: Layouts of the same channels that an attention module may get instead of its own.
         sources: By index of an attention module that reads the keys of another one, the index of that one.
+        probes: By index of an attention module, what is known from calling it.
     """
 
-    rope_name: str
     layouts: list[RopeLayout]
+    others: tuple[RopeLayout, ...] = ()
     sources: dict[int, int] = field(default_factory=dict)
+    probes: dict[int, Any] = field(default_factory=dict)
 
     @property
-    def rope(self) -> nn.Module:
-        return self.module.get_submodule(self.rope_name)
+    def distinct_layouts(self) -> list[RopeLayout]:
+        return list(dict.fromkeys((*self.layouts, *self.others)))
 
+    def rope(self, layer: int) -> nn.Module:
+        """The rotary module of an attention module."""
+        return self.module.get_submodule(self.layouts[layer].rope_name)
 
-class CoordinateProbe(nn.Module):
-    """
-    A copy of a rotary module whose frequencies are [`UNIT`]: for every channel it returns the coordinate of its axis,
-    exactly as the rotary module multiplies it with frequencies.
-    """
-
-    def __init__(self, rope: nn.Module):
-        super().__init__()
-        self.module = _replace_frequencies(rope, lambda values: torch.full_like(values, UNIT), neutral_factor=True)
-        self.states_name = next(iter(forward_arguments(rope)))
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "CoordinateProbe":
-        result = super()._apply(fn, recurse)
-        # Half types round the unit to zero.
-        self.reset_parameters()
-        return result
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Fill the buffers again, in float32, after a conversion or a construction without values."""
-        for name, buffer in self.module._buffers.items():
-            self.module._buffers[name] = torch.full_like(buffer, UNIT, dtype=torch.float32)
-
-    def forward(self, *arguments, **options) -> torch.Tensor:
-        """The arguments of the rotary module → (…, N, D) coordinates, without a gradient, float32."""
-        if self.states_name in options:
-            options = dict(options)
-            arguments = (options.pop(self.states_name), *arguments)
-        states, *arguments = arguments
-        # Rotary modules read only the dtype, shape and device of their first argument, and return its dtype.
-        if states.dtype != torch.float32:
-            states = torch.empty((), dtype=torch.float32, device=states.device).expand(states.shape)
-        for name, buffer in self.module._buffers.items():
-            if buffer.device != states.device:
-                self.module._buffers[name] = buffer.to(states.device)
-        # Frameworks may have replaced `forward` on the instance that was copied.
-        _, sin = type(self.module).forward(self.module, states, *arguments, **options)  # (…, N, D)
-        return sin.float() * (1 / UNIT)
-
-
-def _replace_frequencies(
-    rope: nn.Module, value: Callable[[torch.Tensor], torch.Tensor], neutral_factor: bool = False
-) -> nn.Module:
-    """A copy of a rotary module with other frequencies, in float32 on the CPU, and without hooks."""
-    copied = copy.copy(rope)
-    state = vars(copied)
-    for name in list(state):
-        if name.endswith("_hooks") or "_hooks_" in name:
-            state[name] = OrderedDict()
-        elif neutral_factor and name.endswith("attention_scaling"):
-            state[name] = 1.0
-    for name in ("forward", "_hf_hook", "_old_forward"):
-        state.pop(name, None)
-    state["_parameters"], state["_modules"] = {}, {}
-    names = [name for name, buffer in rope._buffers.items() if buffer is not None and name.endswith("inv_freq")]
-    blank = (torch.zeros(rope._buffers[name].shape, dtype=torch.float32, device="cpu") for name in names)
-    state["_buffers"] = {name: value(values) for name, values in zip(names, blank)}
-    state["_non_persistent_buffers_set"] = set(names)
-    return copied.eval()
-
-
-def frequency_buffers(module: nn.Module) -> list[str]:
-    """Names of the frequencies that a module multiplies positions with, without its copies of the original ones."""
-    return [name for name in module._buffers if name.endswith("inv_freq") and "original" not in name]
+    def inner_rope(self, layer: int) -> str | None:
+        """The name of the rotary module inside an attention module, if it is there."""
+        (name,) = self.attention_names([layer])
+        rope_name = self.layouts[layer].rope_name
+        return rope_name.removeprefix(f"{name}.") if rope_name.startswith(f"{name}.") else None
 
 
 def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTower]:
@@ -153,36 +115,99 @@ def find_rope_towers(model: nn.Module, target: str | None = None) -> list[RopeTo
         ValueError: if there is none, or its frequencies cannot be learned; the message names the module.
     """
     modules = dict(model.named_modules())
-    ropes = {name: module for name, module in modules.items() if name and frequency_buffers(module)}
-    owners: dict[str, list[str]] = {}
-    for name in ropes:
-        owners.setdefault(name.rpartition(".")[0], []).append(name)
-    if not owners:
+    ropes = [name for name, module in modules.items() if name and frequency_buffers(module)]
+    if not ropes:
         raise ValueError(
             f"{type(model).__name__} has no module with frequencies (inv_freq) to compute rotations from, so "
             "rotary_init='pretrained' has nothing to start from; pass rotary_init='zeros' for models of images that do "
             "not rotate."
         )
-    if target is not None and target not in owners:
-        raise ValueError(f"target={target!r} computes no rotations; modules that do: {sorted(owners)}.")
-    served: dict[str, list[tuple[str, nn.Module]]] = {owner: [] for owner in owners}
-    users = {module: name for name, module in modules.items() if takes(module, "position_embeddings")}
-    for attention, name in users.items():
+    towers = _group_ropes(modules, ropes)
+    if target is not None and target not in towers:
+        raise ValueError(f"target={target!r} computes no rotations; modules that do: {sorted(towers)}.")
+    served = _find_served(modules, towers)
+    chosen = towers if target is None else [target]
+    _refuse_common_weights(modules, served, chosen)
+    return [_make_tower(modules, tower, sum(towers[tower].values(), []), served[tower]) for tower in chosen]
+
+
+def _group_ropes(modules: dict[str, nn.Module], ropes: list[str]) -> dict[str, dict[str, list[str]]]:
+    """
+    By name of a tower, and then of each module around rotary modules, the names of these. Where every layer of a stack
+    has a rotary module, the module around the stack is the tower.
+    """
+    around: dict[str, list[str]] = {}
+    for name in ropes:
+        around.setdefault(_skip_containers(modules, name.rpartition(".")[0]), []).append(name)
+    users = _find_users(modules)
+    stacks: dict[tuple[str, int], list[str]] = {}
+    for owner in around:
+        count = sum(name.startswith(f"{owner}.") for name in users)
+        stacks.setdefault((re.sub(r"\d+", "*", owner), 0) if owner and count < 2 else (owner, count), []).append(owner)
+    towers: dict[str, dict[str, list[str]]] = {}
+    for (_, count), owners in stacks.items():
+        paths = [owner.split(".") for owner in owners]
+        tower = owners[0]
+        if len(owners) > 1:
+            common = next(i for i, names in enumerate(zip(*paths)) if len(set(names)) > 1)
+            tower = _skip_containers(modules, ".".join(paths[0][:common]))
+        elif tower and not count:
+            tower = _skip_containers(modules, tower.rpartition(".")[0])
+        towers.setdefault(tower, {}).update({owner: around[owner] for owner in owners})
+    return towers
+
+
+def _find_served(
+    modules: dict[str, nn.Module], towers: dict[str, dict[str, list[str]]]
+) -> dict[str, dict[str, list[str]]]:
+    """
+    By name of a tower, and then of an attention module, the names of the rotary modules that may serve it: those of the
+    innermost module around, or its own.
+    """
+    owners = {owner: tower for tower, found in towers.items() for owner in found}
+    served: dict[str, dict[str, list[str]]] = {tower: {} for tower in towers}
+    serving = set()
+    for name in _find_users(modules):
         inside = [owner for owner in owners if not owner or name.startswith(f"{owner}.")]
-        # Modules around attention may take cos and sin only to pass them on.
-        if inside and not any(inner in users for inner in attention.modules() if inner is not attention):
-            served[max(inside, key=len)].append((name, attention))
-    chosen = owners if target is None else [target]
-    _refuse_common_weights(served, chosen)
-    return [_make_tower(modules, owner, owners[owner], served[owner]) for owner in chosen]
+        if inside:
+            owner = max(inside, key=len)
+            serving.add(owner)
+            served[owners[owner]][name] = towers[owners[owner]][owner]
+    for owner, tower in owners.items():
+        module = modules[owner]
+        may_attend = takes(module, "position_ids") and hasattr(module, "config")
+        if owner not in serving and may_attend and not isinstance(module, PreTrainedModel):
+            served[tower][owner] = towers[tower][owner]
+    order = {name: place for place, name in enumerate(modules)}
+    return {tower: dict(sorted(found.items(), key=lambda pair: order[pair[0]])) for tower, found in served.items()}
 
 
-def _refuse_common_weights(served: dict[str, list[tuple[str, nn.Module]]], chosen: Collection[str]) -> None:
+def _skip_containers(modules: dict[str, nn.Module], name: str) -> str:
+    """The name of the innermost module around that runs by itself."""
+    while name and isinstance(modules[name], CONTAINERS):
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _find_users(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """By name, the modules that take cos and sin and do not pass them to modules inside."""
+    takers = {name: module for name, module in modules.items() if takes(module, "position_embeddings")}
+    found = set(takers.values())
+    return {
+        name: module
+        for name, module in takers.items()
+        if not any(inner in found for inner in module.modules() if inner is not module)
+    }
+
+
+def _refuse_common_weights(
+    modules: dict[str, nn.Module], served: dict[str, dict[str, list[str]]], chosen: Collection[str]
+) -> None:
     """Towers that share weights read each other's keys, as decoders do that attend to cached inputs."""
     first_with: dict[nn.Parameter, tuple[str, str]] = {}
     for owner, attentions in served.items():
-        for name, attention in attentions:
-            for parameter in attention.parameters():
+        for name in attentions:
+            for parameter in modules[name].parameters():
                 other_owner, other = first_with.setdefault(parameter, (owner, name))
                 if other_owner != owner and (other_owner in chosen or owner in chosen):
                     raise ValueError(
@@ -192,52 +217,63 @@ def _refuse_common_weights(served: dict[str, list[tuple[str, nn.Module]]], chose
                     )
 
 
-def _make_tower(
-    modules: dict[str, nn.Module], owner: str, ropes: list[str], attentions: list[tuple[str, nn.Module]]
-) -> RopeTower:
+def _make_tower(modules: dict[str, nn.Module], owner: str, ropes: list[str], served: dict[str, list[str]]) -> RopeTower:
+    """
+    Args:
+        ropes: Names of all rotary modules of the tower.
+        served: By name of its attention modules, the rotary modules that may serve them.
+    """
     module = modules[owner]
-    tower = RopeTower(owner, module, attentions, ropes[0][len(owner) + 1 :] if owner else ropes[0], [])
-    if not attentions:
+    tower = RopeTower(owner, module, [(name, modules[name]) for name in served], [])
+    unused = [name for name in ropes if not any(name in found for found in served.values())]
+    if unused:
         raise ValueError(
-            f"{ropes[0]} ({type(modules[ropes[0]]).__name__}) computes rotations, but no module in {tower.label} takes "
-            "them as position_embeddings: how they are applied is unknown."
+            f"{unused[0]} ({type(modules[unused[0]]).__name__}) computes rotations, but no module in {tower.label} "
+            "takes them as position_embeddings: how they are applied is unknown."
         )
     if {"cos", "sin"} <= set(names_in_forward(module)):
         raise ValueError(
             f"{tower.label} computes cos and sin in its forward pass, beside those of {ropes[0]}: its rotations do not "
             "follow from coordinates and frequencies alone."
         )
-    if len(ropes) > 1:
-        raise ValueError(
-            f"{tower.label} has several modules that compute rotations, {', '.join(ropes)}: which attention module "
-            "uses which is unknown; accepted: one, which may take the type of a layer as an argument."
-        )
-    rope, name = modules[ropes[0]], ropes[0]
-    _refuse_changing_frequencies(rope, name)
-    _refuse_rotating_around(modules, owner, attentions)
-    _refuse_unknown_axes(rope, name, attentions[0][1])
-    if not takes(rope, "layer_type"):
-        tower.layouts = [examine(rope, name, frequency_buffers(rope)[0], None)] * len(attentions)
-    else:
-        types = getattr(getattr(module, "config", None), "layer_types", None) or []
-        if len(types) != len(attentions):
-            raise ValueError(
-                f"{name} rotates types of layers differently, but the configuration of {tower.label} has {len(types)} "
-                f"layer_types for {len(attentions)} attention modules."
-            )
-        found = {kind: examine(rope, name, f"{kind}_inv_freq", kind) for kind in dict.fromkeys(types)}
-        tower.layouts = [found[kind] for kind in types]
+    _refuse_rotating_around(modules, owner, tower.attentions)
+    found: dict[str, list[RopeLayout]] = {}
+    for name in ropes:
+        attention = next(attention for attention, names in served.items() if name in names)
+        _refuse_unknown_axes(modules[name], name, modules[attention])
+        found[name] = _examine_all(modules, owner, name, sum(name in names for names in served.values()))
+    for place, names in enumerate(served.values()):
+        layouts = [found[name][min(place, len(found[name]) - 1)] for name in names]
+        tower.layouts.append(layouts[0])
+        tower.others += tuple(layouts[1:])
+    _refuse_different_channels(tower, ropes)
     return tower
 
 
-def _refuse_changing_frequencies(rope: nn.Module, name: str) -> None:
-    kinds = getattr(rope, "rope_type", None)
-    for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-        if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+def _examine_all(modules: dict[str, nn.Module], owner: str, name: str, count: int) -> list[RopeLayout]:
+    """The layouts of a rotary module for each of the `count` attention modules that it serves."""
+    module, rope = modules[owner], modules[name]
+    inner = name[len(owner) + 1 :] if owner else name
+    if not takes(rope, "layer_type"):
+        return [examine(rope, name, inner, frequency_buffers(rope)[0], None)]
+    types = getattr(getattr(module, "config", None), "layer_types", None) or []
+    if len(types) != count:
+        raise ValueError(
+            f"{name} rotates types of layers differently, but the configuration of {owner or type(module).__name__} "
+            f"has {len(types)} layer_types for {count} attention modules."
+        )
+    found = {kind: examine(rope, name, inner, f"{kind}_inv_freq", kind) for kind in dict.fromkeys(types)}
+    return [found[kind] for kind in types]
+
+
+def _refuse_different_channels(tower: RopeTower, ropes: list[str]) -> None:
+    """Where an attention module may get the rotations of one of several modules, these must serve the same channels."""
+    if tower.others:
+        kinds = {(layout.axes, layout.planes, layout.is_complex) for layout in tower.distinct_layouts}
+        if len(kinds) > 1 or any(layout.is_complex for layout in tower.others):
             raise ValueError(
-                f"{name} ({type(rope).__name__}) has rope_type={kind!r}, which computes other frequencies for longer "
-                "inputs and would overwrite learned ones. Accepted: types with fixed frequencies, such as default, "
-                "linear, llama3, yarn and axial."
+                f"{tower.label} has several modules that compute rotations, {', '.join(ropes)}: which attention module "
+                "uses which is unknown; accepted: modules that rotate the same channels."
             )
 
 
@@ -274,9 +310,13 @@ def _refuse_unknown_axes(rope: nn.Module, name: str, attention: nn.Module) -> No
         )
 
 
-def examine(rope: nn.Module, name: str, buffer: str, layer_type: str | None) -> RopeLayout:
+def examine(rope: nn.Module, name: str, inner_name: str, buffer: str, layer_type: str | None) -> RopeLayout:
     """
     The layout of a rotary module, from what it returns for known positions and frequencies.
+
+    Args:
+        name: Its name in the model.
+        inner_name: Its name in the tower.
 
     Raises:
         ValueError: if some channel is not the cos and sin of one coordinate times one frequency.
@@ -293,8 +333,8 @@ def examine(rope: nn.Module, name: str, buffer: str, layer_type: str | None) -> 
         coordinates = found.flatten(0, -2)  # (N, D)
 
         def compute_cos_sin(value, neutral_factor=False):
-            changed = _replace_frequencies(rope, value, neutral_factor)
-            cos, sin = type(changed).forward(changed, *arguments, **options)
+            changed = replace_frequencies(rope, value, neutral_factor)
+            cos, sin = split_cos_sin(type(changed).forward(changed, *arguments, **options))
             return cos.flatten(0, -2), sin.flatten(0, -2)  # (N, D)
 
         _, sin = compute_cos_sin(lambda values: _count_from(1, values.shape).mul(UNIT), neutral_factor=True)
@@ -304,16 +344,20 @@ def examine(rope: nn.Module, name: str, buffer: str, layer_type: str | None) -> 
         count = rope._buffers[buffer].numel()
         if (numbers < 0).any() or (numbers >= count).any():
             raise refusal
-        factor, _ = compute_cos_sin(lambda values: values)
+        unchanged = replace_frequencies(rope, lambda values: values)
+        output = type(unchanged).forward(unchanged, *arguments, **options)
+        factor = float(split_cos_sin(output)[0].flatten()[0])
         found_cos, found_sin = compute_cos_sin(lambda values: _count_from(2, values.shape).rsqrt())
         angles = coordinates * _count_from(2, (count,)).rsqrt()[numbers]  # (N, D)
-        expected = (angles.cos() * factor[0, 0], angles.sin() * factor[0, 0])
+        expected = (angles.cos() * factor, angles.sin() * factor)
         # The operations are the same, but a processor may round differently at the end of a row.
         if any((x - y).abs().max() > 1e-6 for x, y in zip((found_cos, found_sin), expected)):
             raise refusal
     axes = _number_groups([tuple(column) for column in coordinates.T.tolist()])
     planes = _number_groups(list(zip(axes, numbers.tolist())))
-    return RopeLayout(buffer, layer_type, tuple(numbers.tolist()), axes, planes, float(factor[0, 0]))
+    return RopeLayout(
+        inner_name, buffer, layer_type, tuple(numbers.tolist()), axes, planes, factor, isinstance(output, torch.Tensor)
+    )
 
 
 def _count_from(start: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -324,36 +368,3 @@ def _number_groups(values: list) -> tuple[int, ...]:
     """Equal values get the same number, in the order in which they appear."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)
-
-
-def find_positions(rope: nn.Module, options: dict, refusal: ValueError) -> tuple[tuple, torch.Tensor]:
-    """Arguments with positions in a form that a rotary module takes, and its (…, N, D) coordinates for them."""
-    probe = CoordinateProbe(rope)
-    for arguments, shape in _propose_arguments(rope):
-        try:
-            coordinates = probe(*arguments, **options)
-        except Exception:
-            # What code of other packages raises is not known.
-            continue
-        if coordinates.shape[:-1] == shape and coordinates.isfinite().all():
-            return arguments, coordinates
-    raise refusal
-
-
-def _propose_arguments(rope: nn.Module) -> Iterator[tuple[tuple, tuple[int, ...]]]:
-    """Arguments in the forms in which models pass positions, and the shape of tokens that must result."""
-    if not takes(rope, "position_ids"):
-        patch = getattr(getattr(rope, "config", None), "patch_size", None)
-        if patch is not None and len(forward_arguments(rope)) == 1:
-            rows, columns = patch if isinstance(patch, (list, tuple)) else (patch, patch)
-            yield (torch.zeros(1, 3, 2 * rows, 3 * columns, dtype=torch.float32),), (6,)
-        return
-    states = torch.zeros(1, 1, dtype=torch.float32)
-    # Distinct for all tokens and axes: (3, N).
-    positions = torch.arange(1, 3 * TOKENS + 1).view(3, TOKENS) * 5 % 23
-    yield (states, positions.unsqueeze(1)), (1, TOKENS)
-    # Modules of two axes would also take three.
-    for axes in (2, 3):
-        yield (states, positions[:axes].T.unsqueeze(0)), (1, TOKENS)
-        yield (states, positions[:axes].T), (TOKENS,)
-    yield (states, positions[:1]), (1, TOKENS)

@@ -1,186 +1,58 @@
 """
-Which channels of a head an attention module rotates together, by which angle and in which direction: found by calling
-it with known cos and sin. The output of rotary modules does not show this, because attention modules differ in how they
-pair channels, leave some channels as they are, or rotate nothing in some layers.
+Which attention modules rotate, and which channels of a head they rotate together, by which angle and in which
+direction: found by calling them with known cos and sin. The output of rotary modules does not show this, because
+attention modules differ in how they pair channels, and leave some channels as they are. Some modules do not read cos
+and sin that they get, as layers with linear attention, and some do not get them, as attention to the output of an
+encoder: parameters of these would change nothing.
 """
 
 import copy
-import inspect
-import itertools
-from collections import UserDict
-from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from transformers.modeling_utils import AttentionInterface
 
-from .module_inspection import View, device_of, forward_arguments, projections, takes
-from .rope_layout import RopeTower, find_positions
+from .attention_probe import CapturedStates, Probe, SharedStates, call_module, fill_values, propose_forms
+from .module_inspection import forward_arguments, is_rotation, required_arguments, takes
+from .rope_layout import RopeTower
 
 
 # Two numbers from 1 to 16 identify a plane; half types represent these exactly.
 DIGIT = 16
+# By plane of the layout, the two channels (c, d) of a head that it rotates: c to c·cos − d·sin.
+Pairs: TypeAlias = tuple[tuple[int, int], ...]
 
 
-class Captured(Exception):
-    """Ends a call of a module, with what the call was made for."""
-
-
-def capture_states(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs):
-    raise Captured(query.float().cpu(), key.float().cpu())  # 2 × (B, H, N, head_dim)
-
-
-CAPTURE_ATTENTION = f"capture:{__name__}"
-AttentionInterface.register(CAPTURE_ATTENTION, capture_states)
-
-
-@dataclass(frozen=True)
-class HeadPlanes:
+@torch.no_grad()
+def find_pairs(probe: Probe) -> Pairs:
     """
-    Attributes:
-        head_dim: All channels of a head.
-        pairs: By plane of the [`RopeLayout`], the two channels (c, d) that it rotates: c to c·cos − d·sin.
+    The channels of a head that the attention module rotates.
+
+    Raises:
+        ValueError: if it cannot be called, or does not rotate every plane in exactly two channels.
     """
-
-    head_dim: int
-    pairs: tuple[tuple[int, int], ...]
-
-    @property
-    def unrotated(self) -> tuple[int, ...]:
-        """The channels that are not rotated."""
-        rotated = {channel for pair in self.pairs for channel in pair}
-        return tuple(channel for channel in range(self.head_dim) if channel not in rotated)
-
-
-@dataclass
-class Probe:
-    """One attention module of a tower, with the arguments to call it for a few tokens."""
-
-    tower: RopeTower
-    layer: int
-
-    def __post_init__(self):
-        tower, layer = self.tower, self.layer
-        self.name, self.attention = tower.attentions[layer]
-        self.layout = tower.layouts[layer]
-        self.options = {} if self.layout.layer_type is None else {"layer_type": self.layout.layer_type}
-        refusal = self.make_error("has unknown positions")
-        with torch.device("cpu"):
-            self.arguments, self.coordinates = find_positions(tower.rope, self.options, refusal)  # …, (…, N, D)
-
-    def make_error(self, reason: str) -> ValueError:
-        return ValueError(
-            f"{self.name} ({type(self.attention).__name__}) {reason}: blocks start from queries and keys that are "
-            f"rotated by the cos and sin of {self.tower.rope_name}; accepted: position_encoding='rope_mixed'."
-        )
-
-    @property
-    def is_meta(self) -> bool:
-        return any(tensor.is_meta for tensor in (*self.attention.parameters(), *self.attention.buffers()))
-
-    def capture(
-        self, cos: torch.Tensor, sin: torch.Tensor, shared: "SharedStates | None" = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Query and key, (B, H, N, head_dim) in float32 on the CPU, that attention passes to transformers' attention
-        interface.
-
-        Args:
-            shared: Keys of other attention modules; `None` computes those that this one reads.
-
-        Raises:
-            ValueError: if the attention module cannot be called alone.
-        """
-        if shared is None:
-            shared = SharedStates()
-            if self.layer in self.tower.sources:
-                Probe(self.tower, self.tower.sources[self.layer]).capture(cos, sin, shared)
-        response = self.call(cos, sin, shared)
-        if response is None or not response.is_captured:
-            raise self.make_error("could not be called with a few tokens to see what it rotates")
-        query, key = response.values
-        return query, key
-
-    def call(self, cos: torch.Tensor, sin: torch.Tensor, shared: "SharedStates") -> "Response | None":
-        """Queries and keys as [`Probe.capture`], else the outputs of attention; `None` if it cannot be called alone."""
-        attention = fill_values(self.attention) if self.is_meta else self.attention
-        config = getattr(attention, "config", None)
-        if config is None:
-            return call_module(attention, cos, sin, self.arguments, shared)
-        attention.config = View(config, _attn_implementation=CAPTURE_ATTENTION)
-        try:
-            return call_module(attention, cos, sin, self.arguments, shared)
-        finally:
-            attention.config = config
-
-    def make_quarters(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ones and zeros, (…, N, D): cos and sin of an angle of zero, and sin and cos of π/2."""
-        ones, zeros = (torch.full(self.coordinates.shape, value, device="cpu") for value in (1.0, 0.0))
-        return ones, zeros
-
-    def find_planes(self) -> HeadPlanes:
-        """
-        The channels that the attention module rotates.
-
-        Raises:
-            ValueError: if it cannot be called, or does not rotate every plane in exactly two channels.
-        """
-        if not projections(self.attention, self.layer in self.tower.sources):
-            raise ValueError(
-                f"{self.name} ({type(self.attention).__name__}) has no q_proj and k_proj, query and key, or one "
-                "projection for queries, then keys, then values: where its queries and keys can be rotated is unknown; "
-                "accepted: position_encoding='rope_mixed'."
-            )
-        with torch.device("cpu"), torch.no_grad():
-            ones, zeros = self.make_quarters()  # 2 × (…, N, D)
-            # 2 × (B · H · N, head_dim)
-            plain, rotated = (self.capture(*angle)[0].flatten(0, -2) for angle in ((ones, zeros), (zeros, ones)))
-            planes = torch.tensor(self.layout.planes)  # (D,)
-            # sin = 1 + digit: 2 × (B, H, N, head_dim), each channel multiplied by the digit of its plane
-            digits = [self.capture(zeros, zeros + part + 1)[0] for part in (planes % DIGIT, planes // DIGIT)]
-            scale = rotated.square().sum(0).clamp_min(1e-30)  # (head_dim,)
-            # (head_dim,) each
-            low, high = (((x.flatten(0, -2) * rotated).sum(0) / scale).round().long() - 1 for x in digits)
-        pairs: list[list[tuple[int, int]]] = [[] for _ in range(self.layout.num_planes)]
-        for channel in (~(plain == rotated).all(0)).nonzero().flatten().tolist():
-            opposite = (rotated[:, channel, None] + plain).abs().amax(0)  # (head_dim,)
-            if opposite.min() <= 1e-6 * plain.abs().max():
-                plane = int(low[channel] + DIGIT * high[channel])
-                other = int(opposite.argmin())
-                if 0 <= plane < len(pairs) and torch.equal(rotated[:, other], plain[:, channel]):
-                    pairs[plane].append((channel, other))
-        used = [channel for found in pairs for pair in found for channel in pair]
-        if any(len(found) != 1 for found in pairs) or len(set(used)) != len(used):
-            raise self.make_error("does not rotate every plane in two channels of each head")
-        return HeadPlanes(plain.shape[-1], tuple(pair for found in pairs for pair in found))
-
-
-class SharedStates(UserDict):
-    """
-    Keys and values that attention modules share with later ones (`shared_kv_states`), and who made and read them.
-
-    Attributes:
-        layer: Index of the attention module that is called.
-        makers: By name of shared states, the last attention module that made them.
-        sources: By attention module that read shared states, the one that made them, or `None` if there was none.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.makers, self.sources = None, {}, {}
-
-    def __setitem__(self, name, states) -> None:
-        super().__setitem__(name, states)
-        self.makers[name] = self.layer
-
-    def __getitem__(self, name):
-        self.sources[self.layer] = self.makers.get(name)
-        return super().__getitem__(name)
-
-    def to(self, device: torch.device, **options) -> "SharedStates":
-        """In place, as the class of transformers: hooks of accelerate turn other mappings into a dictionary."""
-        self.data = {name: tuple(x.to(device, **options) for x in states) for name, states in self.data.items()}
-        return self
+    replace = probe.later_modules
+    (plain, _), (rotated, _) = probe.rotate_quarter(replace)  # 2 × (B · H · N, head_dim)
+    with torch.device("cpu"), torch.no_grad():
+        zeros, planes = torch.zeros(probe.coordinates.shape), torch.tensor(probe.layout.planes)  # (N, D), (D,)
+        # sin = 1 + digit: 2 × (B, H, N, head_dim), each channel multiplied by the digit of its plane
+        parts = (planes % DIGIT, planes // DIGIT)
+        digits = [probe.capture(zeros, zeros + part + 1, None, replace)[0] for part in parts]
+        scale = rotated.square().sum(0).clamp_min(1e-30)  # (head_dim,)
+        # (head_dim,) each
+        low, high = (((x.flatten(0, -2) * rotated).sum(0) / scale).round().long() - 1 for x in digits)
+    pairs: list[list[tuple[int, int]]] = [[] for _ in range(probe.layout.num_planes)]
+    for channel in (~(plain == rotated).all(0)).nonzero().flatten().tolist():
+        opposite = (rotated[:, channel, None] + plain).abs().amax(0)  # (head_dim,)
+        if opposite.min() <= 1e-6 * plain.abs().max():
+            plane = int(low[channel] + DIGIT * high[channel])
+            other = int(opposite.argmin())
+            if 0 <= plane < len(pairs) and torch.equal(rotated[:, other], plain[:, channel]):
+                pairs[plane].append((channel, other))
+    used = [channel for found in pairs for pair in found for channel in pair]
+    if any(len(found) != 1 for found in pairs) or len(set(used)) != len(used):
+        raise probe.make_error("does not rotate every plane in two channels of each head")
+    return tuple(pair for found in pairs for pair in found)
 
 
 @torch.no_grad()
@@ -194,7 +66,7 @@ def find_key_sources(tower: RopeTower) -> dict[int, int]:
     shared = SharedStates()
     for layer, (name, attention) in enumerate(tower.attentions):
         if takes(attention, "shared_kv_states"):
-            shared.layer, probe = layer, Probe(tower, layer)
+            shared.layer, probe = layer, Probe.of(tower, layer)
             try:
                 probe.capture(torch.ones_like(probe.coordinates), torch.zeros_like(probe.coordinates), shared)
             except ValueError as error:
@@ -208,93 +80,180 @@ def find_key_sources(tower: RopeTower) -> dict[int, int]:
     return shared.sources
 
 
-@dataclass(frozen=True)
-class Response:
+def find_pairs_of_layers(tower: RopeTower, layers: list[int]) -> dict[int, Pairs]:
     """
-    What a module did with a few tokens.
+    [`find_pairs`] of these attention modules, and of those that read their keys.
 
-    Attributes:
-        values: What a [`Captured`] contains, else the floating point tensors of the output, in float32 on the CPU.
-        is_captured: Which of the two.
+    Raises:
+        ValueError: if they cannot be called, or do not rotate as many planes by the same axes.
     """
-
-    values: tuple
-    is_captured: bool
-
-
-def fill_values(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device with values, distinct in every row of a weight, that take little memory."""
-    copied = copy.deepcopy(module)
-    for inner in copied.modules():
-        for tensors in (inner._parameters, inner._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    rows = tensor.shape[0] if tensor.ndim else 1
-                    values = (torch.arange(rows, device="cpu", dtype=torch.float32) * 0.7).sin() + 2  # (rows,)
-                    values = values.view(rows, *[1] * (tensor.ndim - 1)) if tensor.ndim else values[0]
-                    values = values.to(tensor.dtype).expand(tensor.shape)
-                    tensors[name] = nn.Parameter(values, False) if tensors is inner._parameters else values
-    return copied
+    rotating = [layer for layer in range(len(tower.attentions)) if tower.sources.get(layer, layer) in layers]
+    if len({tower.layouts[layer].axes_of_planes for layer in rotating}) > 1:
+        raise ValueError(
+            f"The attention layers of {tower.label} rotate different planes, but blocks need as many planes of every "
+            "axis in all layers; name equal ones in layers."
+        )
+    return {layer: find_pairs(Probe.of(tower, layer)) for layer in rotating}
 
 
-def call_module(
-    module: nn.Module, cos: torch.Tensor, coordinates: torch.Tensor, arguments: tuple, shared: SharedStates
-) -> Response | None:
-    """A call of attention, or of a module around it, with a few tokens; `None` if it fails."""
-    weight = next(module.parameters(), torch.empty(0))
-    device, dtype = device_of(module), weight.dtype if weight.is_floating_point() else torch.float32
-    tokens = coordinates.shape[-2]
-    known = {
-        "position_embeddings": (cos.to(device, dtype), coordinates.to(device)),  # 2 × (…, N, D)
-        "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32, device=device),  # (2,)
-        "position_ids": arguments[-1].to(device),  # (…, N) or (…, N, A)
-        "shared_kv_states": shared,
-    }
-    # The width of the hidden states is one of these.
-    widths = dict.fromkeys(inner.in_features for inner in module.modules() if hasattr(inner, "in_features"))
-    for width, batch in itertools.product(widths, ((), (1,)) if coordinates.ndim == 2 else ((1,),)):
+class WatchedPair(tuple):
+    """A pair of cos and sin that records whether it was read."""
+
+    is_read = False
+
+    def __iter__(self):
+        self.is_read = True
+        return super().__iter__()
+
+    def __getitem__(self, index):
+        self.is_read = True
+        return super().__getitem__(index)
+
+
+class PassThrough(nn.Module):
+    """Returns the first tensor that it gets. Cos and sin count as read where they are passed to it."""
+
+    def forward(self, *args, **kwargs) -> torch.Tensor:
+        given = (*args, *kwargs.values())
+        for pair in given:
+            if isinstance(pair, WatchedPair):
+                pair.is_read = True
+        return next(value for value in given if isinstance(value, torch.Tensor))
+
+
+def choose_rotating_layers(tower: RopeTower, layers: list[int], are_named: bool) -> list[int]:
+    """
+    Those of `layers` that make keys and rotate them.
+
+    Args:
+        are_named: Whether all of `layers` have to rotate.
+
+    Raises:
+        ValueError: if one of the named ones does not, or none does, or one rotates its queries and not its keys, or not
+            with all planes, or cannot be called to see it.
+    """
+    reading = [layer for layer in layers if layer in tower.sources]
+    if reading and are_named:
+        layer = reading[0]
+        name, source = tower.attentions[layer][0], tower.sources[layer]
+        raise ValueError(
+            f"layers={layers}: {name} reads the keys of {tower.attentions[source][0]} and rotates its queries as that "
+            f"layer does; name layer {source}, and leave out {reading}."
+        )
+    layers = [layer for layer in layers if layer not in reading]
+    unrotated = [layer for layer in layers if not _rotates(Probe.of(tower, layer))]
+    if unrotated and (are_named or len(unrotated) == len(layers)):
+        names = ", ".join(tower.attentions[layer][0] for layer in unrotated)
+        raise ValueError(f"layers={unrotated}: the model does not rotate in {names}; accepted: layers that it rotates.")
+    return [layer for layer in layers if layer not in unrotated]
+
+
+@torch.no_grad()
+def _rotates(probe: Probe) -> bool:
+    if not probe.inner_rope and (_reads_nothing(probe) or _gets_nothing(probe)):
+        return False
+    label = f"{probe.name} ({type(probe.attention).__name__})"
+    try:
+        # (B · H · N, head_dim) each
+        (query, key), (rotated_query, rotated_key) = probe.rotate_quarter()
+    except ValueError as error:
+        differs = None if probe.inner_rope else _changes_outputs(probe)
+        if differs is None:
+            raise ValueError(
+                f"{label} could not be called with a few tokens to see whether it rotates by the cos and sin of "
+                f"{probe.layout.rope_name}: what it would learn might change nothing. Accepted: layers that can be "
+                "called with hidden states, cos and sin alone."
+            ) from error
+        return differs
+    rotates = not torch.equal(query, rotated_query)
+    # All keys of a new model may be zero.
+    if key.any() and torch.equal(key, rotated_key) and rotates:
+        raise ValueError(
+            f"{label} rotates its queries and not its keys: with which frequencies these are rotated is unknown."
+        )
+    # Channels that differ, or that are zero under every angle.
+    channels, planes = int(((query != rotated_query) | (query == 0)).any(0).sum()), probe.layout.num_planes
+    if rotates and channels < 2 * planes:
+        raise ValueError(
+            f"{label} rotates {channels} channels of each head, and {probe.layout.rope_name} has {planes} planes of "
+            "two channels: some of these would learn nothing."
+        )
+    return rotates
+
+
+def _changes_outputs(probe: Probe) -> bool | None:
+    """Whether other cos and sin change the output of attention that no interface computes; `None` if it fails."""
+    attention = probe.filled if probe.is_meta else probe.attention
+    for form in propose_forms(attention, probe.coordinates):
+        outputs = []
         try:
-            # Attention modules may make tensors, and the default device is meta during construction.
-            with device:
-                states = (torch.arange(tokens * width).float() * 0.7).sin().to(dtype)  # (N · width,)
-                states = states.view(*batch, tokens, width)  # (1, N, width) or (N, width)
-                output = module(states, **_propose_options(module, known, states))
-        except Captured as captured:
-            return Response(captured.args, True)
+            for angle in _make_angles(probe):
+                output = call_module(form, attention, angle, probe.coordinates.shape[-2], probe.arguments)
+                output = output if isinstance(output, (tuple, list)) else (output,)
+                outputs.append([value for value in output if isinstance(value, torch.Tensor)])
         except Exception:
-            # What code of other packages raises is not known.
+            # With other arguments than those of its model, code of any kind fails in any way.
             continue
-        values = output if isinstance(output, (tuple, list)) else (output,)
-        floats = (value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
-        return Response(tuple(value.float().cpu() for value in floats), False)
+        return not all(torch.equal(plain, rotated) for plain, rotated in zip(*outputs))
     return None
 
 
-def _propose_options(module: nn.Module, known: dict, states: torch.Tensor) -> dict:
-    """The arguments of a module after its hidden states: what is known, states of others, an empty mask, and `None`."""
-    parameters = forward_arguments(module)
-    parameters.pop("hidden_states", None)
-    required = {name: parameter for name, parameter in parameters.items() if parameter.default is parameter.empty}
-    options = {name: None for name in required if required[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    options |= {name: states for name in options if name.endswith("_states")}
-    if "attention_mask" in options:
-        # Attention that does not use transformers' interface adds it to scores: (1, 1, N, N).
-        options["attention_mask"] = states.new_zeros(1, 1, states.shape[-2], states.shape[-2])
-    return options | {name: value for name, value in known.items() if name in parameters}
+def _make_angles(probe: Probe) -> list:
+    """What attention gets as `position_embeddings` for an angle of zero and for one of π/2."""
+    ones, zeros = (torch.full(probe.coordinates.shape, value, device="cpu") for value in (1.0, 0.0))
+    angles = [(ones, zeros), (zeros, ones)]  # cos and sin, (…, N, D)
+    return [torch.complex(*angle) for angle in angles] if probe.layout.is_complex else angles
 
 
-def find_common_planes(tower: RopeTower, layers: list[int]) -> HeadPlanes:
+def _reads_nothing(probe: Probe) -> bool:
     """
-    The channels that these attention modules, and those that read their keys, rotate.
-
-    Raises:
-        ValueError: if they cannot be called, or do not rotate the same channels.
+    Whether a module does not read cos and sin, as a layer around linear attention. The modules inside pass their input
+    through here, because some run on a GPU alone; where the module does not get along with that, the answer is no.
     """
-    rotating = [layer for layer in range(len(tower.attentions)) if tower.sources.get(layer, layer) in layers]
-    found = {(Probe(tower, n).find_planes(), tower.layouts[n].planes, tower.layouts[n].axes) for n in rotating}
-    if len(found) > 1:
-        raise ValueError(
-            f"The attention layers of {tower.label} pair channels differently, but blocks need the same channels in "
-            "all layers; name equal ones in layers."
-        )
-    return found.pop()[0]
+    copied = copy.copy(probe.attention)
+    modules = copied._modules.items()
+    vars(copied)["_modules"] = {name: None if module is None else PassThrough() for name, module in modules}
+    pair, parameters = WatchedPair(_make_angles(probe)), forward_arguments(copied)
+    states = torch.zeros(1, probe.coordinates.shape[-2], 8, device="cpu")  # (1, N, width)
+    options: dict[str, Any] = dict.fromkeys(required_arguments(copied))
+    options |= {name: pair for name in parameters if is_rotation(name)}
+    try:
+        type(copied).forward(copied, **{next(iter(parameters)): states, **options})
+    except Exception:
+        return False
+    return not pair.is_read
+
+
+def _gets_nothing(probe: Probe) -> bool:
+    """Whether the module around attention does not pass cos and sin on; no where it cannot be called alone."""
+    tower = probe.tower
+    *around, _ = tower.attention_names([probe.layer])[0].split(".")
+    paths = (".".join(around[:length]) for length in range(len(around), 0, -1))
+    path = next((path for path in paths if any(map(is_rotation, _arguments(tower.module, path)))), None)
+    if path is None:
+        return False
+    outer = tower.module.get_submodule(path)
+    inner = next(name for name, module in outer.named_modules() if module is probe.attention)
+    outer = fill_values(outer) if any(value.is_meta for value in (*outer.parameters(), *outer.buffers())) else outer
+
+    def capture(module, args, kwargs):
+        given = {**dict(zip(forward_arguments(module), args)), **kwargs}
+        raise CapturedStates(any(is_rotation(name) and value is not None for name, value in given.items()))
+
+    handle = outer.get_submodule(inner).register_forward_pre_hook(capture, with_kwargs=True, prepend=True)
+    try:
+        for form in propose_forms(outer, probe.coordinates):
+            try:
+                call_module(form, outer, _make_angles(probe)[0], probe.coordinates.shape[-2], probe.arguments)
+            except CapturedStates as captured:
+                return not captured.args[0]
+            except Exception:
+                continue
+            return True
+    finally:
+        handle.remove()
+    return False
+
+
+def _arguments(tower: nn.Module, path: str) -> dict:
+    return forward_arguments(tower.get_submodule(path))

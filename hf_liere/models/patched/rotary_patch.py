@@ -17,6 +17,7 @@ from ..encoding.encoding_traits import ENCODING_TRAITS, OWN_FIELDS, default_rota
 from ..encoding.folding import build_rotary_encoding
 from ..encoding.rotary_fields import EncodingConfig, GridFields, RotaryFields, check_format_version
 from ..transformer.layers import eager_attention_forward
+from .coordinate_probe import frequency_buffers
 from .module_inspection import View, head_shape
 from .patched_forward import (
     ROTARY_ATTENTION,
@@ -30,7 +31,6 @@ from .patched_forward import (
     resize_tables,
 )
 from .pretrained_patch import plan_rope
-from .rope_layout import frequency_buffers
 from .tower_patch import TowerPatch, TowerPlan, patched_towers
 from .vision_towers import Tower, find_towers, position_table, refuse_other_tokens, refuse_rotating, table_method
 

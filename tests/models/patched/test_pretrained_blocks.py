@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from patching_cases import randomize, same_bits
-from patching_checks import check_cached_steps, check_unpatched
+from patching_checks import check_cached_steps, check_unpatched, close_to_start
 from rope_cases import CASES, GRIDS, blocks, build, build_patched, check_relative, outputs, tokens
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -21,7 +21,6 @@ ONE_AXIS = [name for name, case in CASES.items() if case.inputs is tokens and na
 DENSE = [name for name, traits in ENCODING_TRAITS.items() if traits.pretrained == "blocks"]
 # Why a family cannot have blocks; by encoding where the others can.
 REFUSED = {
-    "gpt_neox": "has no q_proj and k_proj, query and key, or one projection for",
     ("qwen3_vl", "comrope_ap"): "must divide head_dim=128 for comrope_ap",
     **{(name, "liere_product"): "rotates with one axis, and a product of one factor" for name in ONE_AXIS},
 }
@@ -36,13 +35,6 @@ def one_each(pairs):
         encodings = [encoding for family, encoding in pairs if family == name]
         fast |= {name: encodings[number % len(encodings)]} if encodings else {}
     return [pair if fast[pair[0]] == pair[1] else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
-
-
-def close_to_start(found, expected):
-    for value, start in zip(found, expected, strict=True):
-        # Angles in float64 and other products in float32.
-        scale = max(1.0, float(start.detach().abs().max()))
-        torch.testing.assert_close(value, start, rtol=0, atol=1e-5 * scale)
 
 
 @pytest.mark.parametrize("name, encoding", FITTING)

@@ -27,25 +27,6 @@ class TestRefusals:
         "build, message",
         [
             (
-                model_of("LlamaConfig", "LlamaForCausalLM", **TEXT, **rope(rope_type="dynamic", factor=2.0)),
-                "model.rotary_emb .LlamaRotaryEmbedding. has rope_type='dynamic', which computes other frequencies",
-            ),
-            (
-                model_of(
-                    "LlamaConfig",
-                    "LlamaForCausalLM",
-                    **TEXT,
-                    **rope(
-                        rope_type="longrope",
-                        factor=2.0,
-                        short_factor=[1.0] * 6,
-                        long_factor=[2.0] * 6,
-                        original_max_position_embeddings=32,
-                    ),
-                ),
-                "has rope_type='longrope'",
-            ),
-            (
                 model_of("CLIPVisionConfig", "CLIPVisionModel", hidden_size=36, num_hidden_layers=1),
                 "CLIPVisionModel has no module with frequencies .*pass rotary_init='zeros'",
             ),

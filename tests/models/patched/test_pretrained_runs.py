@@ -3,11 +3,16 @@
 import pytest
 import torch
 import transformers
-from fresh_process import run_python
-from patching_checks import check_cached_steps, check_copies, check_offloading, compute_checkpointed_gradients
+from patching_checks import (
+    check_adapters,
+    check_cached_steps,
+    check_copies,
+    check_offloading,
+    compute_checkpointed_gradients,
+)
 from rope_cases import CASES, PLANES, blocks, build, build_patched, outputs
 
-from hf_liere import patch, rotary_parameters, save_rotary
+from hf_liere import patch, rotary_parameters
 
 
 CONFIGS = pytest.mark.parametrize("config", [pytest.param(PLANES, id="planes"), pytest.param(blocks(), id="blocks")])
@@ -26,38 +31,15 @@ def test_static_cache_and_padding_on_the_left(name, config):
     check_cached_steps(model, {**inputs, "attention_mask": mask})
 
 
-FRESH_PROCESS = """
-import sys, torch
-from rope_cases import build, outputs
-from hf_liere import load_rotary
-
-folder = sys.argv[1]
-for name in sys.argv[2:]:
-    model, _ = build(name)
-    inputs, expected = torch.load(f"{folder}/{name}.pt")
-    load_rotary(model, f"{folder}/{name}")
-    with torch.no_grad():
-        found = outputs(model, inputs)
-    assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected)), name
-"""
-
-
 @pytest.mark.parametrize(
     "names, config",
     [
         pytest.param(list(CASES), PLANES, id="planes"),
-        # GPT-NeoX has one projection for query, key and value.
-        pytest.param([name for name in CASES if name != "gpt_neox"], blocks(), id="blocks", marks=pytest.mark.slow),
+        pytest.param(list(CASES), blocks(), id="blocks", marks=pytest.mark.slow),
     ],
 )
 def test_adapters_of_every_family_in_a_fresh_process(names, config, tmp_path):
-    for name in names:
-        model, inputs = build_patched(name, config)
-        save_rotary(model, tmp_path / name)
-        assert sum(path.stat().st_size for path in (tmp_path / name).iterdir()) < 60_000
-        with torch.no_grad():
-            torch.save((inputs, outputs(model, inputs)), tmp_path / f"{name}.pt")
-    run_python("-c", FRESH_PROCESS, tmp_path, *names)
+    check_adapters({name: build_patched(name, config) for name in names}, tmp_path)
 
 
 @CONFIGS

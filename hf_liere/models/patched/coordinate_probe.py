@@ -1,0 +1,140 @@
+"""
+Rotary modules: modules with frequencies that return cos and sin of positions, or the complex numbers cos + i sin. A
+copy with other frequencies shows the coordinates that a rotary module multiplies with them.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from .module_inspection import forward_arguments, takes
+
+
+# sin(x) is x in every floating point type for angles this small: with this frequency, sin is the coordinate itself.
+UNIT = 2.0**-60
+TOKENS = 7
+
+
+class CoordinateProbe(nn.Module):
+    """
+    A copy of a rotary module whose frequencies are [`UNIT`]: for every channel it returns the coordinate of its axis,
+    exactly as the rotary module multiplies it with frequencies.
+    """
+
+    def __init__(self, rope: nn.Module):
+        super().__init__()
+        self.module = replace_frequencies(rope, lambda values: torch.full_like(values, UNIT), neutral_factor=True)
+        self.states_name = next(iter(forward_arguments(rope)))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "CoordinateProbe":
+        result = super()._apply(fn, recurse)
+        # Half types round the unit to zero.
+        self.reset_parameters()
+        return result
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill the buffers again, in float32, after a conversion or a construction without values."""
+        for name, buffer in self.module._buffers.items():
+            self.module._buffers[name] = torch.full_like(buffer, UNIT, dtype=torch.float32)
+
+    def forward(self, *arguments, **options) -> torch.Tensor:
+        """The arguments of the rotary module → (…, N, D) coordinates, without a gradient, float32."""
+        if self.states_name in options:
+            options = dict(options)
+            arguments = (options.pop(self.states_name), *arguments)
+        states, *arguments = arguments
+        # Rotary modules read only the dtype, shape and device of their first argument, and return its dtype.
+        if states.dtype != torch.float32:
+            states = torch.empty((), dtype=torch.float32, device=states.device).expand(states.shape)
+        for name, buffer in self.module._buffers.items():
+            if buffer.device != states.device:
+                self.module._buffers[name] = buffer.to(states.device)
+        # Frameworks may have replaced `forward` on the instance that was copied.
+        _, sin = split_cos_sin(type(self.module).forward(self.module, states, *arguments, **options))  # (…, N, D)
+        return sin.float() * (1 / UNIT)
+
+
+def replace_frequencies(
+    rope: nn.Module, value: Callable[[torch.Tensor], torch.Tensor], neutral_factor: bool = False
+) -> nn.Module:
+    """A copy of a rotary module with other frequencies, in float32 on the CPU, and without hooks."""
+    copied = copy.copy(rope)
+    state = vars(copied)
+    for name in list(state):
+        if name.endswith("_hooks") or "_hooks_" in name:
+            state[name] = OrderedDict()
+        elif neutral_factor and name.endswith("attention_scaling"):
+            state[name] = 1.0
+        elif name == "rope_type":
+            state[name] = _fix_frequencies(state[name])
+    for name in ("forward", "_hf_hook", "_old_forward"):
+        state.pop(name, None)
+    state["_parameters"], state["_modules"] = {}, {}
+    names = [name for name, buffer in rope._buffers.items() if buffer is not None and name.endswith("inv_freq")]
+    blank = (torch.zeros(rope._buffers[name].shape, dtype=torch.float32, device="cpu") for name in names)
+    state["_buffers"] = {name: value(values) for name, values in zip(names, blank)}
+    state["_non_persistent_buffers_set"] = set(names)
+    return copied.eval()
+
+
+def _fix_frequencies(rope_type):
+    """The type, or the types by type of layers, for a copy that does not compute its frequencies again."""
+    if isinstance(rope_type, dict):
+        return {name: _fix_frequencies(kind) for name, kind in rope_type.items()}
+    return "default" if changes_frequencies(rope_type) else rope_type
+
+
+def changes_frequencies(rope_type) -> bool:
+    """Whether a rotary module of this type computes other frequencies for longer inputs."""
+    return isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope")
+
+
+def split_cos_sin(output) -> tuple[torch.Tensor, torch.Tensor]:
+    """(…, N, D) cos and sin that a rotary module returns, also as complex numbers cos + i sin."""
+    if isinstance(output, torch.Tensor):
+        return output.real, output.imag
+    cos, sin = output
+    return cos, sin
+
+
+def frequency_buffers(module: nn.Module) -> list[str]:
+    """Names of the frequencies that a module multiplies positions with, without its copies of the original ones."""
+    return [name for name in module._buffers if name.endswith("inv_freq") and "original" not in name]
+
+
+def find_positions(rope: nn.Module, options: dict, refusal: ValueError) -> tuple[tuple, torch.Tensor]:
+    """Arguments with positions in a form that a rotary module takes, and its (…, N, D) coordinates for them."""
+    probe = CoordinateProbe(rope)
+    for arguments, shapes in _propose_arguments(rope):
+        try:
+            coordinates = probe(*arguments, **options)
+        except Exception:
+            # What code of other packages raises is not known.
+            continue
+        if tuple(coordinates.shape[:-1]) in shapes and coordinates.isfinite().all():
+            return arguments, coordinates
+    raise refusal
+
+
+def _propose_arguments(rope: nn.Module) -> Iterator[tuple[tuple, tuple[tuple[int, ...], ...]]]:
+    """Arguments in the forms in which models pass positions, and shapes of tokens of which one must result."""
+    if not takes(rope, "position_ids"):
+        patch = getattr(getattr(rope, "config", None), "patch_size", None)
+        if patch is not None and len(forward_arguments(rope)) == 1:
+            rows, columns = patch if isinstance(patch, (list, tuple)) else (patch, patch)
+            yield (torch.zeros(1, 3, 2 * rows, 3 * columns, dtype=torch.float32),), ((6,),)
+        return
+    states = torch.zeros(1, 1, dtype=torch.float32)
+    # Distinct for all tokens and axes: (3, N).
+    positions = torch.arange(1, 3 * TOKENS + 1).view(3, TOKENS) * 5 % 23
+    samples, packed = ((1, TOKENS),), ((TOKENS,), (1, TOKENS))
+    yield (states, positions.unsqueeze(1)), samples
+    # Modules of two axes would also take three.
+    for axes in (2, 3):
+        yield (states, positions[:axes].T.unsqueeze(0)), samples
+        yield (states, positions[:axes].T), packed
+    yield (states, positions[:1]), samples

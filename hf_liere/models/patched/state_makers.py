@@ -1,0 +1,201 @@
+"""
+The modules that make the queries and keys of an attention module, and where their outputs contain the channels that are
+rotated later: found by replacing the outputs of all modules inside by numbers, which tell where queries and keys come
+from. So projections may have any name, and contain the channels of several heads in any order, of queries, keys and
+values together, or of one head of keys that all heads of queries share (multi-head latent attention).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .attention_probe import Probe
+from .rope_pairs import Pairs
+
+
+# The digits of a number, plus one, are numbers that half types represent exactly.
+BASE = 64
+
+
+@dataclass(frozen=True)
+class StateMaker:
+    """
+    Attributes:
+        name: Name of the module inside the attention module.
+        is_heads_first: Whether it returns (…, H, N, D), not (…, N, H, D) or (…, N, channels).
+        width: Channels of a token, of all heads.
+        places: By part (queries, keys, or both), head and plane, the two channels of a token that are rotated.
+    """
+
+    name: str
+    is_heads_first: bool
+    width: int
+    places: tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """By part, the number of heads."""
+        return tuple(len(part) for part in self.places)
+
+
+class RotatedChannels(nn.Module):
+    """
+    Takes the rotated channels of queries and keys out of what a [`StateMaker`] returns, and puts them back.
+
+    Args:
+        planes: The planes of a head, in the order in which blocks contain them.
+
+    Attributes:
+        order: (width,) the channel at every place: those of queries, of keys, then those that are not rotated; heads
+            contain planes, whose two channels are neighbours.
+        inverse: (width,) the place of every channel.
+    """
+
+    def __init__(self, maker: StateMaker, planes: tuple[int, ...]):
+        super().__init__()
+        self.maker, self.planes = maker, planes
+        self.order: torch.Tensor
+        for name in ("order", "inverse"):
+            self.register_buffer(name, torch.empty(0), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the buffers again, after a construction without values."""
+        device = "cpu" if self.order.is_meta else self.order.device
+        heads = [head for part in self.maker.places for head in part]
+        rotated = [channel for head in heads for plane in self.planes for channel in head[plane]]
+        others = sorted(set(range(self.maker.width)) - set(rotated))
+        self.order = torch.tensor([*rotated, *others], device=device)  # (width,)
+        self.inverse = self.order.argsort()  # (width,)
+
+    def take(self, states: torch.Tensor, samples: int, tokens: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """States → (B, H, N, rotated channels) of queries, of keys or of both, and (B, N, other channels)."""
+        states = states.transpose(-3, -2) if self.maker.is_heads_first else states
+        ordered = states.reshape(samples, tokens, self.maker.width)  # (B, N, width)
+        ordered = ordered.index_select(-1, self.order.to(states.device))
+        widths = [2 * len(self.planes) * heads for heads in self.maker.heads]
+        *rotated, others = ordered.split([*widths, self.maker.width - sum(widths)], dim=-1)
+        return [x.unflatten(-1, (-1, 2 * len(self.planes))).transpose(1, 2) for x in rotated], others
+
+    def put(self, rotated: list[torch.Tensor], others: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """The inverse of `take`: as `states`, with other rotated channels."""
+        ordered = torch.cat([*(x.transpose(1, 2).flatten(-2) for x in rotated), others], dim=-1)  # (B, N, width)
+        found = ordered.index_select(-1, self.inverse.to(states.device))
+        if not self.maker.is_heads_first:
+            return found.reshape(states.shape)
+        return found.reshape(states.transpose(-3, -2).shape).transpose(-3, -2)
+
+
+@torch.no_grad()
+def find_makers(probe: Probe, pairs: Pairs) -> list[StateMaker]:
+    """
+    The modules whose outputs become the rotated channels of queries and keys unchanged; of queries alone where another
+    attention module makes the keys.
+
+    Raises:
+        ValueError: if there is none, or if it makes the channels of a token from several tokens or several times.
+    """
+    if probe.has_other_keys():
+        raise ValueError(
+            f"{probe.name} ({type(probe.attention).__name__}) may attend to other tokens than those of its queries, "
+            "whose positions are unknown to blocks; accepted: position_encoding='rope_mixed', and layers whose queries "
+            "and keys belong to the same tokens, named in layers."
+        )
+    numbers = _Numbers(probe)
+    zeros = torch.zeros(probe.coordinates.shape, device="cpu")  # (…, N, D)
+    replace = probe.later_modules, numbers.replace
+    captured = []
+    while numbers.digit < numbers.count_digits():
+        states = probe.capture(zeros + 1, zeros, None, lambda *call: _first(*replace, *call))
+        captured.append(states[: 1 if probe.layer in probe.tower.sources else 2])
+        numbers.digit += 1
+    found: dict[str, list[StateMaker]] = {}
+    channels = torch.tensor(pairs)  # (planes, 2)
+    for states in zip(*captured):
+        # (1 + digits, H, N, planes, 2)
+        maker = numbers.decode(torch.stack([x[0][..., channels] for x in states]))
+        found.setdefault(maker.name, []).append(maker)
+    makers = []
+    for name, same in found.items():
+        if len({(maker.is_heads_first, maker.width) for maker in same}) > 1:
+            raise numbers.refusal
+        makers.append(StateMaker(name, same[0].is_heads_first, same[0].width, tuple(x.places[0] for x in same)))
+    return makers
+
+
+def _first(later, replace, name: str, module: nn.Module, args, output):
+    found = later(name, module, args, output)
+    return replace(name, module, args, output) if found is None else found
+
+
+class _Numbers:
+    """
+    Every value that a module inside an attention module returns gets a number; in call k of the attention module, all
+    return the k-th digit of these, negative, and in the first call ones.
+    """
+
+    def __init__(self, probe: Probe):
+        self.digit, self.total, self.tokens = 0, 0, probe.coordinates.shape[-2]
+        self.starts: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self.calls: dict[str, int] = {}
+        self.refusal = probe.make_error("makes queries or keys in a way that is unknown")
+
+    def count_digits(self) -> int:
+        """With the first call."""
+        return 1 if not self.digit else 2 + next(n for n in range(9) if BASE ** (n + 1) > self.total)
+
+    def replace(self, name: str, module: nn.Module, args, output):
+        """See [`Replacement`]."""
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return None
+        if not self.digit:
+            self.calls[name] = self.calls.get(name, 0) + 1
+            self.starts[name] = (self.total, tuple(output.shape))
+            self.total += output.numel()
+            return torch.ones_like(output)
+        if self.calls[name] > 1:
+            # Queries and keys cannot be distinguished.
+            return torch.zeros_like(output)
+        start, shape = self.starts[name]
+        numbers = torch.arange(start, start + output.numel(), device=output.device)
+        digits = numbers // BASE ** (self.digit - 1) % BASE
+        return -(digits + 1).to(output.dtype).view(shape)
+
+    def decode(self, states: torch.Tensor) -> StateMaker:
+        """(1 + digits, H, N, planes, 2) states of all calls → the module that makes them, with one part."""
+        scale, digits = states[:1], -states[1:] / states[:1] - 1
+        # One factor for all channels of a head and token commutes with rotations; NaN fails both.
+        has_factor = ((scale / scale[..., :1, :1] - 1).abs() < 1e-3).all()
+        if not has_factor or not ((digits - digits.round()).abs() < 0.1).all():
+            raise self.refusal
+        powers = torch.tensor([BASE**n for n in range(len(digits))]).view(-1, 1, 1, 1, 1)
+        numbers = (digits.round().long() * powers).sum(0)  # (H, N, planes, 2)
+        for name, (start, shape) in self.starts.items():
+            local, count = numbers - start, torch.Size(shape).numel()
+            if ((local >= 0) & (local < count)).all():
+                return self._locate(name, local, shape)
+        raise self.refusal
+
+    def _locate(self, name: str, local: torch.Tensor, shape: tuple[int, ...]) -> StateMaker:
+        """
+        Args:
+            local: (H, N, planes, 2) indices into what the module returns, flattened.
+        """
+        width, tokens = torch.Size(shape).numel() // self.tokens, torch.arange(self.tokens).view(-1, 1, 1)
+        last, is_heads_first = shape[-1], False
+        places = local % width  # (H, N, planes, 2)
+        if not (local // width == tokens).all():
+            # (…, H, N, D)
+            is_heads_first = True
+            places = local // (self.tokens * last) * last + local % last
+            if not (local // last % self.tokens == tokens).all():
+                raise self.refusal
+        if not (places == places[:, :1]).all():
+            raise self.refusal
+        # Heads of queries may share one of keys.
+        heads = torch.unique_consecutive(places[:, 0], dim=0)  # (key heads, planes, 2)
+        if heads.unique().numel() != heads.numel() or len(places) % len(heads):
+            raise self.refusal
+        part = tuple(tuple(tuple(pair) for pair in head) for head in heads.tolist())
+        return StateMaker(name, is_heads_first, width, (part,))

@@ -1,0 +1,104 @@
+"""Families that rotate in other forms than most: each one from its start over a step of training to its adapter."""
+
+import pytest
+import torch
+from patching_cases import same_bits
+from patching_checks import check_adapters, check_cached_steps, check_unpatched, close_to_start
+from rope_cases import FAMILIES, PLANES, blocks, build, check_relative, find_case, outputs, tokens
+
+from hf_liere import RotaryPatchConfig, patch, rotary_parameters
+
+
+CONFIGS = {"planes": PLANES, "blocks": blocks()}
+# Why a family cannot have blocks in all layers.
+WITHOUT_BLOCKS = {
+    "sam2_video": "may attend to other tokens than those of its queries, .* named in layers",
+    "molmo2": "several modules that compute rotations, rotary_emb, rotary_emb_unscaled: which attention module uses",
+    "granite_swa": "several modules that compute rotations, .*: which attention module uses which is unknown",
+    "llama_dynamic": "rope_type='dynamic', which computes other frequencies for longer inputs, and blocks have fixed",
+    "llama_longrope": "rope_type='longrope', which computes other frequencies for longer inputs, and blocks have fixed",
+}
+RUNS = [(name, kind) for name in FAMILIES for kind in CONFIGS if kind == "planes" or name not in WITHOUT_BLOCKS]
+
+
+def take_step(model, inputs):
+    """One step against the gradient, which must reach every number."""
+    torch.manual_seed(2)
+    found = [value for value in outputs(model.train(), inputs) if value.requires_grad]
+    sum((value * torch.randn_like(value)).sum() for value in found).backward()
+    with torch.no_grad():
+        for name, value in rotary_parameters(model):
+            assert value.grad.abs().min() > 0, name
+            value -= 0.1 * value.grad / value.grad.abs().max()
+    model.zero_grad()
+    model.eval()
+
+
+@pytest.mark.parametrize("name, kind", RUNS)
+def test_start_training_and_unpatching(name, kind):
+    case, (model, inputs) = find_case(name), build(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = outputs(model, inputs)
+    patch(model, CONFIGS[kind])
+    if kind == "planes":
+        assert same_bits(outputs(model, inputs), expected)
+        assert [value.shape[0] for _, value in rotary_parameters(model)] == [case.rotating_layers] * len(case.towers)
+    close_to_start(outputs(model, inputs), expected)
+    take_step(model, inputs)
+    trained = outputs(model, inputs)
+    assert not same_bits(trained, expected)
+    if case.generates and name != "llama_dynamic":
+        # Dynamic frequencies change with every token; transformers' own caches contain keys of earlier ones.
+        check_cached_steps(model, inputs)
+    check_unpatched(model, inputs, before, expected)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_adapters_in_a_fresh_process(kind, tmp_path):
+    models = {name: build(name) for name, found in RUNS if found == kind}
+    for model, inputs in models.values():
+        take_step(patch(model, CONFIGS[kind]), inputs)
+    check_adapters(models, tmp_path)
+
+
+@pytest.mark.parametrize(
+    # Blocks of two axes depend on more than differences, as do memories with tokens that have no position, and
+    # frequencies that follow from the largest position.
+    "name, kind",
+    [
+        (name, kind)
+        for name, kind in RUNS
+        if (kind == "planes" or FAMILIES[name].inputs is tokens) and name not in ("sam2_video", "llama_dynamic")
+    ],
+)
+def test_outputs_depend_on_differences_of_positions(name, kind):
+    check_relative(name, CONFIGS[kind])
+
+
+@pytest.mark.parametrize("name", WITHOUT_BLOCKS)
+def test_blocks_that_would_not_start_at_the_rotation(name):
+    model, inputs = build(name)
+    expected = outputs(model, inputs)
+    with pytest.raises(ValueError, match=WITHOUT_BLOCKS[name]):
+        patch(model, blocks())
+    assert same_bits(outputs(model, inputs), expected)
+
+
+def test_blocks_in_the_self_attention_of_sam2_video():
+    model, inputs = build("sam2_video")
+    expected = outputs(model, inputs)
+    patch(model, RotaryPatchConfig(position_encoding="liere", block_size=4, rotary_init="pretrained", layers=[0, 2]))
+    close_to_start(outputs(model, inputs), expected)
+    take_step(model, inputs)
+    assert not same_bits(outputs(model, inputs), expected)
+
+
+@pytest.mark.parametrize("length", [6, 11])
+@pytest.mark.parametrize("name", ["llama_dynamic", "llama_longrope"])
+def test_frequencies_that_change_with_the_length(name, length):
+    """Learned factors multiply those that the model computes for an input, short or long, and after another one."""
+    model, inputs = build(name)
+    short = {"input_ids": inputs["input_ids"][:, :length]}
+    patched = patch(build(name)[0], PLANES)
+    for given in (inputs, short, inputs):
+        assert same_bits(outputs(patched, given), outputs(model, given))
