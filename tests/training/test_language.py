@@ -350,6 +350,13 @@ def test_a_sweep_leaves_a_line_for_every_length_and_a_report(llama, data, tmp_pa
     saved = json.loads((tmp_path / "out/position_encoding=rope_mixed,seed=1/eval_results.json").read_text())
     keys = ("eval_perplexity", "eval_32_perplexity", "eval_64_perplexity")
     assert [line["metrics"]["eval_perplexity"] for line in lines[-3:]] == [saved[key] for key in keys]
+    for line in lines:
+        losses, sizes = (result_lines.decode_numbers(line, key) for key in ("losses", "sizes"))
+        # The last token of a block predicts nothing.
+        length = line["condition"].get("max_length", 16)
+        assert sizes.sum() % (length - 1) == 0 and len(sizes) > 1
+        # In half precision.
+        assert np.average(losses, weights=sizes) == pytest.approx(line["metrics"]["eval_loss"], rel=1e-3)
     text = report.main([str(results), "--output_dir", str(tmp_path / "report")]).read_text()
     rows = [line for line in text.splitlines() if line.startswith(("| RoPE as it was", "| RoPE-Mixed"))]
     assert len(rows) == 2 and all(row.count("perplexity") == 3 for row in rows)

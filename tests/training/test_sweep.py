@@ -182,9 +182,11 @@ def test_a_sweep_leaves_a_line_for_every_model_and_condition(swept):
     assert swept.name == "tiny_sweep.jsonl" and len(results) == 2 * 2 * 3
     assert len({json.dumps([result["settings"], result["condition"]], sort_keys=True) for result in results}) == 12
     for result in results:
-        assert set(result) == set(result_lines.RESULT_KEYS)
-        correct = result_lines.correct_examples(result)
-        assert correct.shape == (13,) and correct.mean() == result["metrics"]["eval_accuracy"]
+        assert set(result) == set(result_lines.RESULT_KEYS) - {"sizes", "right"}
+        correct, losses = result_lines.correct_examples(result), result_lines.decode_numbers(result, "losses")
+        assert correct.shape == losses.shape == (13,) and correct.mean() == result["metrics"]["eval_accuracy"]
+        # In half precision.
+        assert losses.mean() == pytest.approx(result["metrics"]["eval_loss"], rel=1e-3)
         assert [epoch for epoch, _ in result["history"]] == [1.0, 2.0]
         assert result["run"]["model"]["position_encoding"] == result["settings"]["position_encoding"]
         assert result["run"]["training"]["seed"] == result["settings"]["seed"]
@@ -241,6 +243,10 @@ def test_sweeps_are_listed_and_checked(sweep_file, tmp_path, capsys):
     for content, message in (
         ({"script": "x", "recipe": "y", "train": []}, "script 'x'; accepted: image_classification"),
         ({"script": "image_classification", "recipe": "y"}, "contains script, recipe; accepted: script, recipe, train"),
+        (
+            {"script": "image_classification", "recipe": "y", "train": [], "compare": [{"rows": []}]},
+            "compare {'rows': .*accepted: against or against_condition, with others of rows",
+        ),
     ):
         (tmp_path / "bad.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
         with pytest.raises(InputError, match=message):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkout import ROOT
 from matplotlib.path import Path as Outline
+from safetensors.numpy import load_file
 from training_helpers import assert_same_weights, run_script_twice
 
 from hf_liere import LieRETokensForSequenceClassification, LieRETokensForTokenClassification
@@ -205,7 +206,13 @@ def test_a_run_and_an_evaluation_of_its_model(per_token, tmp_path):
         "samples": 30,
         "split": None,
     }
-    assert (tmp_path / "run" / "eval_examples.safetensors").exists() != per_token
+    kept = load_file(tmp_path / "run" / "eval_examples.safetensors")
+    if per_token:
+        assert kept["right"].tolist() == [sample.sum() for sample in right]
+        assert kept["sizes"].tolist() == [len(sample) for sample in right]
+        assert np.average(kept["losses"], weights=kept["sizes"]) == pytest.approx(metrics["eval_loss"], rel=1e-6)
+    else:
+        assert (kept["ranks"] == 0).tolist() == np.concatenate(right).tolist()
 
 
 def test_positions_are_learned_from(tmp_path):

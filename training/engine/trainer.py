@@ -251,8 +251,9 @@ class ClassificationMetrics:
     `loss` replaces Trainer's own, which gives batches of different sizes equal weight. Unreadable examples are excluded
     and counted. `examples` contains the last ranks and losses by example.
 
-    If labels are per token, (samples, tokens), tokens without a label are excluded, intervals resample whole samples
-    because their tokens are dependent, and `examples` is empty.
+    If labels are per token, (samples, tokens), tokens without a label are excluded, and intervals resample whole
+    samples because their tokens are dependent: `examples` contains the number of labelled tokens of each sample
+    (`sizes`), the number of correct ones (`right`) and the mean of their losses.
 
     Args:
         num_classes: With five or fewer, top-5 accuracy is always 1 and is omitted.
@@ -276,8 +277,9 @@ class ClassificationMetrics:
         self.examples = {"ranks": ranks.astype(np.int32), "losses": losses.astype(np.float32)}
         counted = {"ranks": ranks.astype(np.int64), "losses": losses, "num_classes": self.num_classes}
         if labels.ndim == 2:
-            self.examples = {}
-            return self.metric.compute(**counted, groups=self.groups(read))
+            groups = self.groups(read)
+            self.examples = summarise_groups(ranks < 1, losses, groups)
+            return self.metric.compute(**counted, groups=groups)
         metrics = self.metric.compute(**counted)
         if scores and 0 < labels[read].sum() < read.sum():
             positive = labels[read] == 1
@@ -287,6 +289,17 @@ class ClassificationMetrics:
     def groups(self, read: np.ndarray) -> np.ndarray:
         """The resampling unit, its sample, of every labelled token, where `read` (samples, tokens) is true."""
         return np.nonzero(read)[0]
+
+
+def summarise_groups(correct: np.ndarray, losses: np.ndarray, groups: np.ndarray) -> dict[str, np.ndarray]:
+    """(tokens,) each → `sizes`, `right` and mean `losses` by group, in the order of the groups' numbers."""
+    _, members, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    right, totals = (np.bincount(members, weights=values) for values in (correct, losses))
+    return {
+        "sizes": sizes.astype(np.int32),
+        "right": right.astype(np.int32),
+        "losses": (totals / sizes).astype(np.float32),
+    }
 
 
 def area_under_curve(

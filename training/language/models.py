@@ -140,7 +140,9 @@ def _freeze(model: LanguageModel, trainable: str) -> None:
 
 class LanguageMetrics(ClassificationMetrics):
     """
-    Metrics of next-token prediction, and the perplexity exp(loss) with its interval.
+    Metrics of next-token prediction, and the perplexity exp(loss) with its interval. `examples` contains the results of
+    the resampling units, documents unless these are few, for every length that was evaluated: `losses` of the first
+    length, and `<length>_losses` of others.
 
     Args:
         vocab_size: Vocabulary size of the model.
@@ -153,7 +155,10 @@ class LanguageMetrics(ClassificationMetrics):
         self.units = {length: stream.units(length, max(lengths)) for length in lengths}
 
     def __call__(self, results: EvalPrediction) -> dict[str, float]:
+        others, length = self.examples, np.asarray(results.label_ids).shape[1]
         metrics = super().__call__(results)
+        prefix = "" if length == next(iter(self.units)) else f"{length}_"
+        self.examples = others | {f"{prefix}{name}": values for name, values in self.examples.items()}
         bounds = {bound: float(np.exp(metrics[f"loss{bound}"])) for bound in ("", "_low", "_high")}
         return metrics | {f"perplexity{bound}": value for bound, value in bounds.items()}
 

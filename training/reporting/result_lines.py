@@ -18,7 +18,8 @@ from training.common.records import write_text
 
 # Sweep, settings and condition; flags of the training and the resolved run; metrics of training and of this evaluation;
 # accuracies by epoch; correctly classified examples, as bits in base64; versions and hardware; arguments of
-# evaluate_sweep.py, which older lines lack.
+# evaluate_sweep.py; cross entropies of the examples, or means of the tokens of each sample or document, with the number
+# of these tokens and of the correct ones. Older lines lack the last four.
 RESULT_KEYS = (
     "sweep",
     "script",
@@ -33,8 +34,11 @@ RESULT_KEYS = (
     "correct",
     "environment",
     "command",
+    "losses",
+    "sizes",
+    "right",
 )
-OPTIONAL_KEYS = ("command",)
+OPTIONAL_KEYS = ("command", "losses", "sizes", "right")
 # Written completely if they change, because the names of their entries differ between lines.
 NOT_ENTRY_BY_ENTRY = ("settings", "condition", "metrics")
 
@@ -86,6 +90,17 @@ def correct_examples(result: dict[str, Any]) -> np.ndarray:
 def encode_examples(correct: np.ndarray) -> str:
     """Encodes (examples,) for `correct_examples`."""
     return base64.b64encode(np.packbits(correct).tobytes()).decode()
+
+
+def encode_numbers(values: np.ndarray) -> str:
+    """Encodes (units,) for `decode_numbers`, losses in half precision: rounded by at most one in 2,000."""
+    kind = "<f2" if np.issubdtype(values.dtype, np.floating) else "<u4"
+    return base64.b64encode(values.astype(kind).tobytes()).decode()
+
+
+def decode_numbers(result: dict[str, Any], key: str) -> np.ndarray:
+    """(units,): `losses`, `sizes` or `right` of a line of results."""
+    return np.frombuffer(base64.b64decode(result[key]), "<f2" if key == "losses" else "<u4").astype(np.float64)
 
 
 def _select_keys(result: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from training.common.records import (
     write_record,
 )
 from training.engine.saving import last_complete_checkpoint
-from training.reporting.result_lines import encode_examples
+from training.reporting.result_lines import encode_examples, encode_numbers
 
 
 TRAINING = Path(__file__).resolve().parents[1]
@@ -31,7 +31,8 @@ SCRIPTS = (
     *("image_classification", "video_classification", "token_classification", "object_detection"),
     *("clip_finetuning", "language_modeling"),
 )
-SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "report", "mini")
+SWEEP_KEYS = ("script", "recipe", "train", "evaluate", "report", "compare", "chance", "solved_at", "mini")
+COMPARE_KEYS = ("against", "against_condition", "rows", "beside", "under", "within")
 # Additional tables in the reports of some sweeps.
 REPORT_TABLES = ("epochs", "peak", "losses", "precisions", "balanced")
 
@@ -60,6 +61,12 @@ def read_sweep(path: Path, mini: bool) -> dict[str, Any]:
     unknown = set(sweep.get("report", [])) - set(REPORT_TABLES)
     if unknown:
         raise InputError(f"{path.name}: report {', '.join(unknown)}; accepted: {', '.join(REPORT_TABLES)}.")
+    for entry in sweep.get("compare", []):
+        if not isinstance(entry, dict) or set(entry) - set(COMPARE_KEYS) or not {*entry} & {*COMPARE_KEYS[:2]}:
+            raise InputError(
+                f"{path.name}: compare {entry}; accepted: {' or '.join(COMPARE_KEYS[:2])}, with others of "
+                f"{', '.join(COMPARE_KEYS[2:])}."
+            )
     return sweep
 
 
@@ -115,8 +122,9 @@ def train_and_evaluate(
             go_on = _remaining_flags(place, evaluation)
             if go_on is not None:
                 script.main([*evaluation, "--model_name_or_path", str(folder), *go_on])
-        evaluated = _read_evaluation(place)
-        further = _split_lengths(condition, evaluated["metrics"])
+        # Where outcomes have two modes, no mean of losses describes them.
+        evaluated = _read_evaluation(place, "solved_at" not in sweep)
+        further = _split_lengths(condition, evaluated["metrics"], place)
         results += [{**shared, "condition": condition, **evaluated, **of_length} for of_length in ({}, *further)]
     return results
 
@@ -176,15 +184,16 @@ def _read_sizes(folder: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _split_lengths(condition: dict[str, Any], metrics: dict[str, float]) -> list[dict[str, Any]]:
-    """Moves the metrics of further block lengths out of `metrics`; returns these with their conditions."""
+def _split_lengths(condition: dict[str, Any], metrics: dict[str, float], folder: Path) -> list[dict[str, Any]]:
+    """Moves the metrics of further block lengths out of `metrics`; returns these with conditions and single losses."""
     lengths = [match[1] for name in metrics if (match := re.fullmatch(r"eval_(\d+)_perplexity", name))]
     found = []
     for length in sorted(lengths, key=int):
         prefix = f"eval_{length}_"
         names = [name for name in metrics if name.startswith(prefix)]
         own = {f"eval_{name.removeprefix(prefix)}": metrics.pop(name) for name in names}
-        found.append({"condition": {**condition, "max_length": int(length)}, "metrics": own})
+        given = {"condition": {**condition, "max_length": int(length)}, "metrics": own}
+        found.append(given | _read_examples(folder, f"{length}_"))
     return found
 
 
@@ -199,12 +208,22 @@ def _history(folder: Path) -> list[list[float]]:
     ]
 
 
-def _read_evaluation(folder: Path) -> dict[str, Any]:
+def _read_evaluation(folder: Path, with_losses: bool) -> dict[str, Any]:
     evaluated = {"metrics": _read(folder / "eval_results.json"), "examples": None, "correct": None}
-    if (folder / EXAMPLES_FILE).is_file():
-        ranks = load_file(folder / EXAMPLES_FILE)["ranks"]
-        evaluated |= {"examples": len(ranks), "correct": encode_examples(ranks == 0)}
-    return evaluated
+    found = _read_examples(folder)
+    return evaluated | {name: value for name, value in found.items() if with_losses or name != "losses"}
+
+
+def _read_examples(folder: Path, prefix: str = "") -> dict[str, Any]:
+    """What an evaluation left of single examples, or of samples and documents with several tokens, encoded."""
+    if not (folder / EXAMPLES_FILE).is_file():
+        return {}
+    arrays = load_file(folder / EXAMPLES_FILE)
+    found = {
+        name: encode_numbers(arrays[prefix + name]) for name in ("losses", "sizes", "right") if prefix + name in arrays
+    }
+    ranks = arrays.get(f"{prefix}ranks")
+    return found if ranks is None else found | {"examples": len(ranks), "correct": encode_examples(ranks == 0)}
 
 
 def _read(path: Path) -> dict[str, Any]:
