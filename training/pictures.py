@@ -27,7 +27,7 @@ from hf_liere.inspection.plots import COLOURS, draw
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
 from hf_liere.models.encoding.positions import TokenPositions
 from training.engine.runs import start
-from training.reporting.plots import styles
+from training.reporting.plots import reaches, styles
 from training.reporting.result_lines import read_results
 from training.reporting.result_table import AS_TRAINED, Cell, arrange
 
@@ -256,18 +256,16 @@ def draw_resolutions() -> dict[str, str]:
     def paint(figure, theme: dict) -> None:
         axis = figure.subplots()
         for place, (row, cells) in enumerate(table.items()):
-            intervals = [cell.interval for cell in cells.values()]
-            means = [100 * interval.mean for interval in intervals]
-            errors = [
-                [100 * (interval.mean - interval.low) for interval in intervals],
-                [100 * (interval.high - interval.mean) for interval in intervals],
-            ]
-            # Shift models sideways, so that their intervals do not overlap.
+            means, errors = [100 * cell.mean for cell in cells.values()], reaches(list(cells.values()), 100)
+            # Shift models sideways, so that their intervals and seeds do not overlap.
             places = [size + 0.55 * (place - (len(table) - 1) / 2) for size in cells]
             # Replace black by the text colour, which is light on a dark page.
             color = looks[row]["color"].replace("#000000", theme["text"])
             style = looks[row] | {"color": color, "linestyle": LINES[row]}
             axis.errorbar(places, means, errors, label=row, capsize=2, markersize=5, linewidth=1.4, **style)
+            for at, cell in zip(places, cells.values()):
+                seeds = [100 * value for value in cell.by_seed().values()]
+                axis.plot([at] * len(seeds), seeds, "o", markerfacecolor="none", color=color, markersize=2.5)
         axis.set_xticks(list(cells), [f"{size} px" for size in cells])
         axis.set(xlabel="size of the images in the evaluation; trained at 32 px", ylabel="accuracy (%)")
         axis.grid(axis="y", alpha=0.4)

@@ -2,10 +2,10 @@
 
     python training/report.py outputs/cifar100/*.jsonl --output_dir outputs/report
 
-Writes report.md and a picture for every sweep. Paired tests compare models with Absolute (or the first model of the
-sweep) and with RoPE-Mixed. A paper's figure is in the row of the same settings; the text above the table describes its
-data. `--keep_results` stores compact results beside the report. training/results was written in this way, and is
-rewritten from itself by
+Writes report.md and a picture for every sweep. A sentence above each table says what it shows. The comparisons that the
+file of a sweep names are tested from five seeds on. A paper's figure is in the row of the same settings; the text above
+the table describes its data. `--keep_results` stores compact results beside the report. training/results was written in
+this way, and is rewritten from itself by
 
     python training/report.py training/results/*/*.jsonl --output_dir training/results
 """
@@ -29,13 +29,22 @@ from training.reporting.sections import section, title_of
 PAPER_RESULTS = Path(__file__).with_name("paper_results.yaml")
 REPORT = "report.md"
 HOW_TO_READ = """
-Accuracies are means over seeds, in percent; the single seeds stand beside them. Intervals are 95%, bootstrapped from
-the evaluated examples: they say how far another test set could move a figure, and nothing of how far other seeds would.
-An AUC or a perplexity has the mean of the intervals of its seeds. A mAP has no interval but [lowest, highest seed].
-Where all of n examples are right the bootstrap has no width: by the rule of three, 3/n of others could be wrong. p is
-that of a paired z-test over the examples, two-sided; with five seeds or more, of a paired t-test over the seeds, which
-contains what other seeds would change; its z or t stands before it as the statistic. "Holm" is p corrected for the
-number of tests in the table. Pictures show single seeds as small circles.
+The bold sentences say what a table shows; they are generated from its tests. Accuracies are means over seeds, in
+percent, with the single seeds below them.
+
+**Fewer than five seeds show no more than themselves**: there are neither intervals nor tests. From five seeds on,
+intervals are 95% and resample seeds, then draws of an offset if there are five, then examples, so that they say how far
+other seeds and other examples could move a figure. Tests are t-tests that contain the variances of all three (Welch's
+degrees of freedom). The file of a sweep names the comparisons that are tested. "Holm" is p corrected for the number of
+distinct tests of the sweep. Baselines at chance are left out.
+
+**On some tasks a run finds the solution or does not**, so that a mean describes no run. The files of their sweeps name
+the accuracy from which a task counts as solved. For these, the report has the share of seeds that solve the task with
+the interval of Clopper and Pearson and, from 20 seeds on, Fisher's test of this share and the log-rank test of the
+examples until then.
+
+Where all of n examples are right an interval has no width: by the rule of three, 3/n of others could be wrong. Pictures
+show single seeds as small circles.
 """.strip()
 
 

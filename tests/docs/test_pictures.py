@@ -132,7 +132,7 @@ def test_costs_are_those_of_the_page_and_their_intervals_hold_them():
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/orientations_and_poses.md", "docs/rotary_family.md", "docs/choosing.md", "docs/speed.md"],
+    ["README.md", "docs/orientations_and_poses.md", "docs/rotary_family.md", "docs/evidence.md", "docs/speed.md"],
 )
 def test_pages_have_a_picture_for_each_theme(page):
     text = (ROOT / page).read_text()

@@ -1,5 +1,6 @@
 """Pictures of sweeps, by [`plot`]. An encoding has the same colour and marker in all of them."""
 
+import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import matplotlib
 from matplotlib import pyplot
 
 from training.reporting.result_table import AS_TRAINED, METRICS, SEEDS, Cell, Table, condition, method
+from training.reporting.significance import Interval
 
 
 matplotlib.use("Agg")
@@ -151,20 +153,24 @@ def _plot_rows(axes, table: Table, label: str) -> int:
 def _draw(
     axes, places: Sequence[float], cells: Sequence[Cell], label: str, style: dict, name: str, line: str, across=False
 ) -> None:
-    """Draws means with intervals, and single seeds. With `across`, places are on the vertical axis."""
+    """Draws means, intervals if there are any, and single seeds. With `across`, places are on the vertical axis."""
     scale = 100 if label == "accuracy" else 1
-    intervals = [cell.interval for cell in cells]
-    means = [interval.mean * scale for interval in intervals]
-    below = [max(interval.mean - interval.low, 0) * scale for interval in intervals]
-    above = [max(interval.high - interval.mean, 0) * scale for interval in intervals]
+    means = [cell.mean * scale for cell in cells]
     x, y = (means, places) if across else (places, means)
-    bars = {"xerr" if across else "yerr": (below, above)}
+    bars = {"xerr" if across else "yerr": reaches(cells, scale)}
     axes.errorbar(x, y, **bars, **style, label=name, linestyle=line, capsize=2.5, markersize=5, linewidth=1.2)
     seeds = [(place, value * scale) for place, cell in zip(places, cells) for value in cell.by_seed().values()]
     if len(seeds) > len(cells):
         places, values = zip(*seeds)
         x, y = (values, places) if across else (places, values)
         axes.plot(x, y, linestyle="", marker="o", markerfacecolor="none", color=style["color"], markersize=3)
+
+
+def reaches(cells: Sequence[Cell], scale: float) -> tuple[list[float], list[float]]:
+    """How far intervals reach below and above the means; NaN, which is not drawn, without one."""
+    intervals = [cell.interval or Interval(cell.mean, math.nan, math.nan) for cell in cells]
+    below = [scale * (interval.mean - interval.low) for interval in intervals]
+    return below, [scale * (interval.high - interval.mean) for interval in intervals]
 
 
 def styles(rows: list[str]) -> dict[str, dict[str, Any]]:

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
-from training.reporting.result_lines import correct_examples
-from training.reporting.significance import Interval, bootstrap_mean
+from training.reporting.result_lines import correct_examples, decode_numbers
+from training.reporting.significance import FEWEST_SEEDS, Interval, Outcomes, bootstrap_mean
 
 
 METRICS = {"eval_accuracy": "accuracy", "eval_auc": "AUC", "eval_map": "mAP", "eval_perplexity": "perplexity"}
+LOWER_IS_BETTER = ("eval_perplexity", "eval_loss")
 AS_TRAINED = "as trained"
+# Half the width of a 95% interval, in standard errors.
+QUANTILE = 1.959964
 # Results are averaged over these settings.
 SEEDS = ("seed", "evaluation_seed")
 # Settings that the name of the encoding implies.
@@ -28,51 +31,115 @@ TELLING = ("coordinates", "rotary_init", "rotate_prefix")
 
 @dataclass
 class Cell:
-    """All results of one row under one condition."""
+    """
+    All results of one row under one condition.
+
+    Attributes:
+        of: the metric, by default the one of [`METRICS`] that tells most.
+    """
 
     results: list[dict[str, Any]] = field(default_factory=list)
+    of: str | None = None
 
     def metric(self) -> str:
-        return max((name for name in METRICS if name in self.results[0]["metrics"]), key=list(METRICS).index)
+        return self.of or max((name for name in METRICS if name in self.results[0]["metrics"]), key=list(METRICS).index)
 
-    def correct(self) -> np.ndarray | None:
-        """(runs, examples) of 0 and 1, if every run stored them."""
-        if any(result["correct"] is None for result in self.results):
-            return None
-        runs = [correct_examples(result) for result in self.results]
-        return np.stack(runs) if len({len(run) for run in runs}) == 1 else None
-
-    def has_interval(self) -> bool:
-        return f"{self.metric()}_low" in self.results[0]["metrics"]
+    def has(self, metric: str) -> bool:
+        return all(metric in result["metrics"] for result in self.results)
 
     @cached_property
-    def interval(self) -> Interval:
-        """Bootstrapped from examples for accuracies; else the mean of the runs' intervals, or the range of the runs."""
-        name, correct = self.metric(), self.correct()
-        if name == "eval_accuracy" and correct is not None:
-            return bootstrap_mean(correct)
-        means = [result["metrics"][name] for result in self.results]
-        if not self.has_interval():
-            return Interval(float(np.mean(means)), min(means), max(means))
-        low, high = (
-            np.mean([result["metrics"][f"{name}_{bound}"] for result in self.results]) for bound in ("low", "high")
+    def outcomes(self) -> Outcomes:
+        """What is compared: the metric, but the logarithm of a perplexity, which is the mean of losses."""
+        runs: dict[Any, dict[Any, dict[str, Any]]] = defaultdict(dict)
+        for result in self.results:
+            runs[result["settings"].get("seed")][result["condition"].get("evaluation_seed")] = result
+        if len({tuple(some) for some in runs.values()}) > 1:
+            # Seeds with different draws are compared by their means.
+            return Outcomes(
+                np.array([[[np.mean([self._mean(run) for run in some.values()])]] for some in runs.values()])
+            )
+        single = [[self._single(run) for run in some.values()] for some in runs.values()]
+        lengths = {None if values is None else len(values) for some in single for values in some}
+        if len(lengths) == 1 and None not in lengths:
+            return Outcomes(np.array(single))
+        return Outcomes(
+            np.array([[[self._mean(run)] for run in some.values()] for some in runs.values()]), self._error()
         )
-        return Interval(float(np.mean(means)), float(low), float(high))
+
+    def _transform(self, value: Any) -> Any:
+        return np.log(value) if self.metric() == "eval_perplexity" else value
+
+    def shown(self, value: float) -> float:
+        """An outcome as the metric, which may have bounds."""
+        if self.metric() == "eval_perplexity":
+            return float(np.exp(value))
+        return value if self.metric() == "eval_loss" else min(max(value, 0.0), 1.0)
+
+    def _mean(self, result: dict[str, Any]) -> float:
+        return float(self._transform(result["metrics"][self.metric()]))
+
+    def _single(self, result: dict[str, Any]) -> np.ndarray | None:
+        """The outcomes of the examples, if they were stored; their mean is that of the run."""
+        metric = self.metric()
+        if metric == "eval_accuracy" and result["correct"] is not None:
+            return correct_examples(result)
+        sizes = decode_numbers(result, "sizes") if "sizes" in result else 1.0
+        if metric == "eval_accuracy" and "right" in result:
+            values = decode_numbers(result, "right") / sizes
+        elif metric in ("eval_loss", "eval_perplexity") and "losses" in result:
+            values = decode_numbers(result, "losses")
+        else:
+            return None
+        weights = sizes / np.mean(sizes)
+        # Documents weigh as much as they have tokens; linearised, so that the mean of the values is the weighted one.
+        mean = np.mean(weights * values)
+        return mean + weights * (values - mean)
+
+    def _error(self) -> float:
+        """The standard error due to the choice of examples, from the intervals of the runs."""
+        name = self.metric()
+        if not (self.has(f"{name}_low") and self.has(f"{name}_high")):
+            return 0.0
+        bounds = [[result["metrics"][f"{name}_{bound}"] for bound in ("low", "high")] for result in self.results]
+        return float(np.mean([np.ptp(self._transform(np.array(pair))) for pair in bounds])) / (2 * QUANTILE)
+
+    @property
+    def mean(self) -> float:
+        return self.shown(self.outcomes.mean)
+
+    @cached_property
+    def interval(self) -> Interval | None:
+        """For other seeds, draws and examples; `None` if seeds or draws are too few to know how they vary."""
+        seeds, draws, _ = self.outcomes.values.shape
+        if seeds < FEWEST_SEEDS or 1 < draws < FEWEST_SEEDS:
+            return None
+        interval = bootstrap_mean(self.outcomes)
+        return Interval(*(self.shown(value) for value in (interval.mean, interval.low, interval.high)))
 
     def by_seed(self) -> dict[int | None, float]:
-        values = defaultdict(list)
-        for result in self.results:
-            values[result["settings"].get("seed")].append(result["metrics"][self.metric()])
-        return {seed: float(np.mean(some)) for seed, some in values.items()}
+        seeds = dict.fromkeys(result["settings"].get("seed") for result in self.results)
+        return dict(zip(seeds, map(self.shown, self.outcomes.values.mean(axis=(1, 2)))))
+
+    def by_draw(self) -> list[float]:
+        return [self.shown(value) for value in self.outcomes.values.mean(axis=(0, 2))]
+
+    def number(self, value: float) -> str:
+        return f"{100 * value:.1f}" if self.metric() == "eval_accuracy" else f"{value:.3f}"
 
     def __str__(self) -> str:
-        interval, name = self.interval, self.metric()
-        if name == "eval_accuracy":
-            return f"{100 * interval.mean:.1f} ({100 * interval.low:.1f} – {100 * interval.high:.1f})"
-        bounds = f"({interval.low:.3f} – {interval.high:.3f})"
-        if not self.has_interval():
-            bounds = f"[{interval.low:.3f}, {interval.high:.3f}]"
-        return f"{METRICS[name]} {interval.mean:.3f} {bounds}"
+        """The mean with its interval if there is one, the single seeds, and the range of draws."""
+        number, interval = self.number, self.interval
+        parts = [number(self.mean)]
+        if interval is not None:
+            parts[0] += f" ({number(interval.low)} – {number(interval.high)})"
+        if self.metric() in METRICS and self.metric() != "eval_accuracy":
+            parts[0] = f"{METRICS[self.metric()]} {parts[0]}"
+        if len(seeds := self.by_seed()) > 1:
+            parts.append(", ".join(map(number, seeds.values())))
+        draws = [number(bound(self.by_draw())) for bound in (min, max)]
+        if draws[0] != draws[1]:
+            parts.append(f"draws {draws[0]} – {draws[1]}")
+        return "<br>".join(parts)
 
 
 # Rows by the names of settings, columns by those of conditions.

@@ -1,45 +1,55 @@
 """The section of a report on one sweep: a table beside the paper's figures, tests between models, missing models."""
 
-import json
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS, EncodingTraits
+from training.reporting.comparisons import (
+    columns_of,
+    conclude,
+    is_at_chance,
+    make_comparisons,
+    solved_table,
+    tests_table,
+    train_examples,
+)
 from training.reporting.markdown import markdown
 from training.reporting.result_table import (
     AS_IN_PAPER,
     AS_TRAINED,
-    SEEDS,
+    QUANTILE,
     Cell,
     Table,
     distinguishing_settings,
     drop_common,
     method,
 )
-from training.reporting.significance import PairedTest, holm, paired_test, paired_test_over_seeds
 from training.reporting.sweeps import TRAINING, combinations, read_sweep
 
 
-# With at least this number of seeds, tests are over seeds; with fewer they would have almost no power.
-SEEDS_TO_TEST = 5
+# A conclusion and the table below it.
+Part = tuple[str, str]
 
 
 def title_of(folder: str, results: list[dict[str, Any]], table: Table, common: list[str]) -> str:
     numbers = sorted({len(next(iter(cells.values())).by_seed()) for cells in table.values()})
     seeds = "1 seed" if numbers == [1] else f"{' or '.join(map(str, numbers))} seeds"
-    epochs, examples = _epochs(results[0]), results[0]["metrics"]["eval_samples"]
+    epochs, examples = _num_epochs(results[0]), results[0]["metrics"]["eval_samples"]
     budget = "".join(f"{part}, " for part in common) + f"{_count(epochs, 'epoch')}, {seeds}, {examples:,} examples"
     return f"{folder}: {results[0]['sweep']} ({budget})"
 
 
 def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dict[str, Any], common: list[str]) -> str:
-    """The section on one sweep, as markdown. Settings that all models have in `common` are above the table."""
-    lines = [f"## {folder}: {results[0]['sweep']}", _about(results, common), _command(folder, results[0])]
-    conditions = list(dict.fromkeys(column for cells in table.values() for column in cells))
+    """
+    The section on one sweep, as markdown: tables, each below a sentence of conclusion. Settings that all models have in
+    `common` are above the first one.
+    """
+    sweep = _sweep(results)
+    found = make_comparisons(sweep, table)
+    lines = [f"## {folder}: {results[0]['sweep']}", f"**{conclude(found, table)}**"]
+    lines += [_about(results, table, common), _command(folder, results[0])]
+    conditions = columns_of(table)
     papers = _rename_rows(paper.get("rows", {}), common)
     figures = {row: cells for row, cells in papers.items() if row in table}
     shown = [column for column in conditions if any(column in row for row in figures.values())]
@@ -50,24 +60,17 @@ def section(folder: str, results: list[dict[str, Any]], table: Table, paper: dic
     lines.append(_results_table(table, conditions, figures, shown))
     if missing := _missing_models(results, table, common):
         lines.append(f"Not measured yet: {'; '.join(missing)}.")
-    first = next(iter(table.values()))
-    metric = next(iter(first.values())).metric()
-    is_accuracy = metric == "eval_accuracy"
-    further = [("Relative loss of accuracy under the condition:", _drops(table, conditions, figures))]
-    for title, pairing in PAIRINGS.items() if is_accuracy else ():
-        further.append((title, _tests(table, pairing.rows(table), conditions)))
-    for name in _sweep(results).get("report", []):
-        title, make = FURTHER_TABLES[name]
-        further.append((title, make(table, _rename_rows(paper.get(name, {}), common))))
-    references = [next((row for row in table if row.startswith("Absolute")), next(iter(table)))]
-    references += [row for row in table if row.startswith("RoPE-Mixed")][:1]
-    for against in dict.fromkeys(references if is_accuracy else []):
-        pairs = {row: against for row in table if row != against}
-        further.append((f"Against {against}, in points:", _tests(table, pairs, conditions)))
-    if conditions == [AS_TRAINED] and metric in ("eval_accuracy", "eval_map"):
-        goal = "the accuracy that Absolute has at the end" if is_accuracy else "the highest mAP of Absolute"
-        further.append((f"Epochs until {goal}:", _epochs_to_baseline(table, is_accuracy)))
-    return "\n\n".join([*lines, *(part for title, made in further if made for part in (title, made))])
+    further = [_drops(table, conditions, figures), tests_table(found, table)]
+    if found.solved_at is not None:
+        further.insert(0, solved_table(table, found.solved_at))
+    further += [
+        FURTHER_TABLES[name](table, _rename_rows(paper.get(name, {}), common), sweep.get("chance"))
+        for name in sweep.get("report", [])
+    ]
+    metric = next(iter(next(iter(table.values())).values())).metric()
+    if conditions == [AS_TRAINED] and metric in ("eval_accuracy", "eval_map") and found.solved_at is None:
+        further.append(_epochs(table, sweep.get("chance")))
+    return "\n\n".join([*lines, *(part for made in further if made for part in made)])
 
 
 def _rename_rows(papers: dict[str, Any], common: list[str]) -> dict[str, Any]:
@@ -109,7 +112,7 @@ def _missing_models(results: list[dict[str, Any]], table: Table, common: list[st
 
 
 def _results_table(table: Table, conditions: list[str], figures: dict[str, dict], shown: list[str]) -> str:
-    header = ["", "parameters", "seeds", *(["single seeds"] if _seeds_differ(table) else [])]
+    header = ["", "parameters", "seeds"]
     for column in conditions:
         header += [column, *(["paper"] if column in shown else [])]
     rows = []
@@ -117,9 +120,6 @@ def _results_table(table: Table, conditions: list[str], figures: dict[str, dict]
         some = next(iter(cells.values()))
         parameters, by_seed = some.results[0]["train_metrics"].get("parameters"), some.by_seed()
         line = [row, f"{parameters:,}" if parameters else "", str(len(by_seed))]
-        if _seeds_differ(table):
-            form = "{:.1%}" if some.metric() == "eval_accuracy" else "{:.3f}"
-            line.append(", ".join(form.format(value).rstrip("%") for value in by_seed.values()))
         for column in conditions:
             line.append(str(cells[column]) if column in cells else "not measured")
             if column in shown:
@@ -128,19 +128,11 @@ def _results_table(table: Table, conditions: list[str], figures: dict[str, dict]
     return markdown(header, rows, "---:")
 
 
-def _seeds_differ(table: Table) -> bool:
-    return any(len(cell.by_seed()) > 1 for cells in table.values() for cell in cells.values())
-
-
-def _about(results: list[dict[str, Any]], common: list[str]) -> str:
-    """Model, data and machine, from the records of the first run."""
+def _about(results: list[dict[str, Any]], table: Table, common: list[str]) -> str:
+    """Model, data and machine, from the records of the first run, and what the examples leave open."""
     first = results[0]
     model, training = (first["run"].get(key, {}) for key in ("model", "training"))
     model = model.get("backbone_config") or model
-    epochs, trained = _epochs(first), first["train_metrics"]
-    examples = trained.get("train_samples_per_second", 0) * trained.get("train_runtime", 0) / (epochs or 1)
-    # The recorded time of a resumed run covers only its last part.
-    examples = first["run"].get("examples", {}).get("train", {}).get("samples", examples)
     processes = first["environment"].get("world_size", 1)
     batch = training.get("per_device_train_batch_size", 0) * training.get("gradient_accumulation_steps", 1) * processes
     seeds = sorted({result["settings"].get("seed", training.get("seed", 0)) for result in results})
@@ -148,16 +140,30 @@ def _about(results: list[dict[str, Any]], common: list[str]) -> str:
     parts = [
         f"{_count(model.get('num_hidden_layers', 12), 'layer')} of {model.get('hidden_size', 768)} channels",
         *common,
-        f"{_count(epochs, 'epoch')} of {round(examples):,} examples in batches of {batch}",
+        f"{_count(_num_epochs(first), 'epoch')} of {round(train_examples(first)):,} examples in batches of {batch}",
         f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
         f"evaluated on {first['metrics']['eval_samples']:,} examples",
         f"{first['environment'].get('accelerator') or first['environment'].get('device', '')}, "
         f"torch {libraries.get('torch')}, transformers {libraries.get('transformers')}",
     ]
-    return f"Ours: {'; '.join(parts)}."
+    return f"Ours: {'; '.join(parts)}.{_reach_of_examples(table)}"
 
 
-def _epochs(result: dict[str, Any]) -> float:
+def _reach_of_examples(table: Table) -> str:
+    """How far another choice of examples could move a figure."""
+    cells = [cell for some in table.values() for cell in some.values()]
+    errors = []
+    for cell in cells:
+        means = cell.outcomes.values.mean(axis=(0, 1))
+        errors.append(means.std(ddof=1) / len(means) ** 0.5 if len(means) > 1 else cell.outcomes.error)
+    reach = QUANTILE * float(max(errors))
+    if reach == 0:
+        return ""
+    shown = {"eval_accuracy": f"{100 * reach:.1f} points", "eval_perplexity": f"{100 * np.expm1(reach):.0f}%"}
+    return f" Other test examples alone would move a figure by up to ±{shown.get(cells[0].metric(), f'{reach:.3f}')}."
+
+
+def _num_epochs(result: dict[str, Any]) -> float:
     return result["run"].get("training", {}).get("num_train_epochs", 0)
 
 
@@ -181,125 +187,86 @@ def _command(folder: str, result: dict[str, Any]) -> str:
     return f"    {shlex.join([*words, '--output_dir', f'outputs/{folder}', *passed])}"
 
 
-def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> str | None:
+def _drops(table: Table, conditions: list[str], figures: dict[str, dict]) -> Part | None:
     """(before − after) / before for evaluations with shuffled patches or frames, as in LieRE's Table 5."""
     shuffles = [column for column in conditions if "evaluation_shuffle" in column]
     if not shuffles or AS_TRAINED not in conditions:
         return None
 
-    def drop(row: dict[str, Any], column: str, value) -> str:
+    def drop(row: dict[str, Any], column: str, value) -> float | None:
         if AS_TRAINED not in row or column not in row or not (before := value(row[AS_TRAINED])):
-            return "–"
-        return f"{100 * (before - value(row[column])) / before:.1f}%".replace("-", "−")
+            return None
+        return 100 * (before - value(row[column])) / before
 
-    header, rows = [""], [[row] for row in table]
+    header, rows, said = [""], [[row] for row in table], []
     for column in shuffles:
         header += [column, "paper"]
-        for line, (row, cells) in zip(rows, table.items()):
+        lost = {row: drop(cells, column, lambda cell: cell.mean) for row, cells in table.items()}
+        for line, row in zip(rows, table):
             of_paper = {name: float(str(value).split()[0]) for name, value in figures.get(row, {}).items()}
-            line += [drop(cells, column, lambda cell: cell.interval.mean), drop(of_paper, column, float)]
-    return markdown(header, rows, "---:")
+            line += ["–" if share is None else _percent(share) for share in (lost[row], drop(of_paper, column, float))]
+        known = {row: share for row, share in lost.items() if share is not None}
+        if known:
+            most, least = max(known, key=known.get), min(known, key=known.get)
+            said.append(
+                f"{column}: {most} loses most ({_percent(known[most])}), {least} least ({_percent(known[least])})"
+            )
+    return f"Relative loss of accuracy under {'; '.join(said)}.", markdown(header, rows, "---:")
 
 
-UNKNOWN = object()
+def _percent(value: float) -> str:
+    return f"{value:.1f}%".replace("-", "−")
 
 
-@dataclass(frozen=True)
-class Pairing:
-    """
-    Tests of rows against the row that differs only in having the `reference` value of a setting. Rows whose value is
-    unknown are skipped.
-
-    Attributes:
-        default: The value of an unstated setting, by the row's encoding, if any.
-        beside: Related settings that may differ too.
-    """
-
-    setting: str
-    reference: object
-    default: Callable[[EncodingTraits | None], object] = lambda traits: UNKNOWN
-    beside: tuple[str, ...] = ()
-
-    def rows(self, table: Table) -> dict[str, str]:
-        """The reference of every row that has one."""
-        references: dict[str, str] = {}
-        others: dict[str, str] = {}
-        for row, cells in table.items():
-            settings = dict(next(iter(cells.values())).results[0]["settings"])
-            default = self.default(ENCODING_TRAITS.get(settings.get("position_encoding")))
-            value = settings.pop(self.setting, default)
-            if value is UNKNOWN:
-                continue
-            for name in (*SEEDS, *self.beside):
-                settings.pop(name, None)
-            rest = json.dumps(settings, sort_keys=True)
-            if value == self.reference:
-                references[rest] = row
-            else:
-                others[row] = rest
-        return {row: references[rest] for row, rest in others.items() if rest in references}
-
-
-# Tests in addition to those against the baselines, by their titles.
-PAIRINGS = {
-    "Images at their own aspect ratios against the same model of images squeezed into squares, in points:": Pairing(
-        "max_num_patches", None, lambda traits: None
-    ),
-    "Coordinates against `index`, with the same encoding, in points:": Pairing(
-        "coordinates",
-        "index",
-        lambda traits: traits.coordinates if traits else UNKNOWN,
-        # The scale of the initial generators depends on the unit of the coordinates.
-        beside=("rotary_init_scale",),
-    ),
-    "`rotary_init_scale` against 1, with the same encoding, in points:": Pairing("rotary_init_scale", 1.0),
-    "Rotated class tokens against class tokens that are not rotated, with the same encoding, in points:": Pairing(
-        "rotate_prefix", False
-    ),
-    "Pooling against the class token, with the same encoding, in points:": Pairing("pooling", "cls"),
-    "Perturbation against none, with the same encoding, in points:": Pairing("position_perturbation", 0.0),
-}
-
-
-def _peaks(table: Table, papers: dict[str, Any]) -> str | None:
+def _peaks(table: Table, papers: dict[str, Any], chance: float | None) -> Part | None:
     """The highest accuracy of all epochs, as in LieRE's Figure 4, beside the last."""
-    rows = []
+    rows, highest = [], {}
     for row, cells in table.items():
         runs = [result["history"] for result in next(iter(cells.values())).results]
         if all(runs):
-            highest = [max(accuracy for _, accuracy in run) for run in runs]
-            last = [run[-1][1] for run in runs]
-            rows.append([row, *(f"{100 * np.mean(values):.1f}" for values in (highest, last))])
-    return markdown(["", "highest of all epochs", "last epoch"], rows, "---:") if rows else None
+            both = [max(accuracy for _, accuracy in run) for run in runs], [run[-1][1] for run in runs]
+            highest[row] = float(np.mean(both[0]))
+            rows.append([row, *(f"{100 * np.mean(values):.1f}" for values in both)])
+    if not rows:
+        return None
+    said = f"Accuracies of epochs, means over seeds: the highest is that of {_first(highest)}."
+    return said, markdown(["", "highest of all epochs", "last epoch"], rows, "---:")
 
 
-def _losses(table: Table, papers: dict[str, Any]) -> str | None:
-    """Cross entropies with the means of the runs' intervals, as in LieRE's Table 9."""
-    return _means(table, papers, "eval_loss", "loss")
+def _first(values: dict[str, float], form: str = "{:.1%}", lowest: bool = False) -> str:
+    """The row with the highest or lowest value, and this value."""
+    row = (min if lowest else max)(values, key=values.get)
+    return f"{row} ({form.format(values[row])})"
 
 
-def _balanced(table: Table, papers: dict[str, Any]) -> str | None:
-    """Balanced accuracies with the means of the runs' intervals."""
-    return _means(table, papers, "eval_balanced_accuracy", "balanced accuracy")
+def _losses(table: Table, papers: dict[str, Any], chance: float | None) -> Part | None:
+    """Cross entropies, as in LieRE's Table 9."""
+    return _further_metric(table, papers, "eval_loss", "Losses of the evaluation: the lowest is that of {}.", "loss")
 
 
-def _means(table: Table, papers: dict[str, Any], metric: str, title: str) -> str | None:
-    header, rows = ["", title, *(["paper"] if papers else [])], []
+def _balanced(table: Table, papers: dict[str, Any], chance: float | None) -> Part | None:
+    said = "Means of the accuracies of both classes, one half for a constant answer: the highest is that of {}."
+    return _further_metric(table, papers, "eval_balanced_accuracy", said, "balanced accuracy")
+
+
+def _further_metric(table: Table, papers: dict[str, Any], metric: str, said: str, title: str) -> Part | None:
+    header, rows, means = ["", title, *(["paper"] if papers else [])], [], {}
     for row, cells in table.items():
-        metrics = [result["metrics"] for result in next(iter(cells.values())).results]
-        names = (metric, f"{metric}_low", f"{metric}_high")
-        if all(name in some for some in metrics for name in names):
-            mean, low, high = (np.mean([some[name] for some in metrics]) for name in names)
-            rows.append([row, f"{mean:.3f} ({low:.3f} – {high:.3f})", *([str(papers.get(row, "–"))] if papers else [])])
-    return markdown(header, rows, "---:") if rows else None
+        cell = Cell(next(iter(cells.values())).results, metric)
+        if cell.has(metric):
+            means[row] = cell.mean
+            rows.append([row, str(cell), *([str(papers.get(row, "–"))] if papers else [])])
+    if not rows:
+        return None
+    return said.format(_first(means, "{:.3f}", metric == "eval_loss")), markdown(header, rows, "---:")
 
 
-def _precisions(table: Table, papers: dict[str, list[float]]) -> str | None:
+def _precisions(table: Table, papers: dict[str, list[float]], chance: float | None) -> Part | None:
     """COCO's average precisions in percent, as in ComRoPE's Table 2, without sizes that no object has."""
     names = ("map", "map_50", "map_75", "map_small", "map_medium", "map_large")
     some = [result["metrics"] for cells in table.values() for cell in cells.values() for result in cell.results]
     shown = [index for index, name in enumerate(names) if any(f"eval_{name}" in metrics for metrics in some)]
-    header, rows = [""], []
+    header, rows, means = [""], [], {}
     for index in shown:
         header += [("AP", "AP50", "AP75", "APs", "APm", "APl")[index], *(["paper"] if papers else [])]
     for row, cells in table.items():
@@ -307,72 +274,22 @@ def _precisions(table: Table, papers: dict[str, list[float]]) -> str | None:
         for index in shown:
             results = next(iter(cells.values())).results
             values = [metrics[f"eval_{names[index]}"] for metrics in (result["metrics"] for result in results)]
+            means.setdefault(row, float(np.mean(values)))
             line.append(f"{100 * np.mean(values):.1f}")
             if papers:
                 line.append(str(papers[row][index]) if row in papers else "–")
         rows.append(line)
-    return markdown(header, rows, "---:") if shown else None
-
-
-FURTHER_TABLES = {
-    "epochs": (
-        "Epochs until the accuracy that Absolute has at the end:",
-        lambda table, _: _epochs_to_baseline(table, True),
-    ),
-    "peak": ("Accuracies of epochs, means over seeds:", _peaks),
-    "losses": ("Losses of the evaluation:", _losses),
-    "precisions": ("Average precisions, means over seeds:", _precisions),
-    "balanced": ("Means of the accuracies of both classes, one half for a constant answer:", _balanced),
-}
-
-
-def _tests(table: Table, references: dict[str, str], conditions: list[str]) -> str | None:
-    """Paired tests of rows against their references under every condition, corrected for the number of tests."""
-    tests = {
-        (row, column): test
-        for row, against in references.items()
-        for column in conditions
-        if (test := _test(table[against].get(column), table[row].get(column))) is not None
-    }
-    corrected = dict(zip(tests, holm([test.p_value for test in tests.values()])))
-    rows = [
-        [row, *(_format_test(tests.get((row, column)), corrected.get((row, column))) for column in conditions)]
-        for row in references
-        if any((row, column) in tests for column in conditions)
-    ]
-    return markdown(["", *conditions], rows, "---:") if rows else None
-
-
-def _test(base: Cell | None, other: Cell | None) -> PairedTest | None:
-    """A test over seeds if both have the same seeds and enough of them; else over examples if both stored the same."""
-    if base is None or other is None:
+    if not shown:
         return None
-    seeds = [cell.by_seed() for cell in (base, other)]
-    if set(seeds[0]) == set(seeds[1]) and len(seeds[0]) >= SEEDS_TO_TEST:
-        return paired_test_over_seeds(*(np.array([some[seed] for seed in sorted(seeds[0])]) for some in seeds))
-    examples = [cell.correct() for cell in (base, other)]
-    if any(some is None for some in examples) or examples[0].shape[1] != examples[1].shape[1]:
-        return None
-    return paired_test(*examples)
+    return f"Average precisions, means over seeds: the highest is that of {_first(means)}.", markdown(
+        header, rows, "---:"
+    )
 
 
-def _format_test(test: PairedTest | None, corrected: float | None) -> str:
-    if test is None:
-        return "–"
-    bounds = (100 * value for value in (test.difference.mean, test.difference.low, test.difference.high))
-    mean, low, high = (f"{value:+.1f}".replace("-", "−") for value in bounds)
-    statistic = f"{test.statistic:+.2f}".replace("-", "−")
-    return f"{mean} ({low} – {high}), statistic {statistic}, p {_p_value(test.p_value)}, Holm {_p_value(corrected)}"
-
-
-def _p_value(value: float) -> str:
-    return f"= {value:.2g}" if value >= 1e-99 else "< 1e-99"
-
-
-def _epochs_to_baseline(table: Table, is_accuracy: bool) -> str | None:
+def _epochs(table: Table, chance: float | None) -> Part | None:
     """
     The epochs after which each model reaches Absolute's last accuracy, as in LieRE's Figure 9, or its highest mAP, as
-    in ComRoPE's Figure 4, which counts iterations of equal batches.
+    in ComRoPE's Figure 4, which counts iterations of equal batches. There is nothing to reach if Absolute is at chance.
     """
     histories = {}
     for row, cells in table.items():
@@ -382,12 +299,28 @@ def _epochs_to_baseline(table: Table, is_accuracy: bool) -> str | None:
             histories[row] = [(epoch, float(np.mean([run[epoch] for run in runs]))) for epoch in epochs]
     if len(histories) < 2 or "Absolute" not in histories:
         return None
+    cell = next(iter(table["Absolute"].values()))
+    if is_at_chance(cell, chance):
+        return None
+    is_accuracy = cell.metric() == "eval_accuracy"
     last, goal = histories["Absolute"][-1] if is_accuracy else max(histories["Absolute"], key=lambda point: point[1])
-    rows = []
+    rows, sooner = [], []
     for row, history in histories.items():
         reached = next((epoch for epoch, value in history if value >= goal), None)
         fewer = "–"
         if reached:
             fewer = f"{last / reached:.1f}×" if is_accuracy else f"{100 * (1 - reached / last):.0f}%".replace("-", "−")
+            sooner += [row] if reached < last and row != "Absolute" else []
         rows.append([row, "never" if reached is None else f"{reached:g}", fewer])
-    return markdown(["", "epochs", "fewer than Absolute's"], rows, "---:")
+    goal = "the accuracy that Absolute has at the end" if is_accuracy else "the highest mAP of Absolute"
+    said = f"Epochs until {goal}, by the means over seeds: sooner than Absolute: {', '.join(sooner) or 'no other'}."
+    return said, markdown(["", "epochs", "fewer than Absolute's"], rows, "---:")
+
+
+FURTHER_TABLES = {
+    "epochs": lambda table, _, chance: _epochs(table, chance),
+    "peak": _peaks,
+    "losses": _losses,
+    "precisions": _precisions,
+    "balanced": _balanced,
+}

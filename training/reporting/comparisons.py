@@ -1,0 +1,404 @@
+"""The comparisons that a sweep names before it runs, tested where seeds are enough, and what they say in words."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from training.reporting.markdown import markdown
+from training.reporting.result_table import LOWER_IS_BETTER, METRICS, SEEDS, Cell, Table, condition
+from training.reporting.significance import (
+    FEWEST_SEEDS,
+    FEWEST_SEEDS_OF_SHARES,
+    LEVEL,
+    Duration,
+    Test,
+    compare,
+    compare_durations,
+    compare_shares,
+    holm,
+    share,
+)
+
+
+# A row and a condition.
+Place = tuple[str, str]
+# Settings that belong to an encoding: two encodings may differ in them.
+OF_ENCODING = (
+    *("position_encoding", "block_size", "coordinates", "position_table_size", "rope_theta", "rotate_prefix"),
+    *("rotary_init", "rotary_init_scale", "rotary_learning_rate_factor", "share_heads", "share_layers"),
+)
+# The folder of the weights may contain the seed.
+NEVER_COMPARED = ("model_name_or_path",)
+# Standard errors that an accuracy exceeds chance by, unless the model is at chance.
+ABOVE_CHANCE = 3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    A test of a row against another one.
+
+    Attributes:
+        kind: "mean", "equal" (within a margin), "share" (of the seeds that solve the task) or "examples" (until then).
+        p_value: corrected for the number of distinct tests of the sweep.
+    """
+
+    kind: str
+    row: str
+    against: str
+    column: str
+    test: Test
+    p_value: float
+
+    @property
+    def resolved(self) -> bool:
+        return self.p_value < LEVEL
+
+
+@dataclass
+class Comparisons:
+    """
+    Attributes:
+        named: the number of pairs of rows under a condition that the sweep names.
+        distinct: the number of different tests among those that were made.
+        resolved: the number of these that are significant.
+        at_chance: baselines that were left out, and other rows at chance.
+        solved_at: the accuracy from which a task counts as solved, if its outcomes have two modes.
+    """
+
+    made: list[Comparison] = field(default_factory=list)
+    named: int = 0
+    distinct: int = 0
+    resolved: int = 0
+    at_chance: list[str] = field(default_factory=list)
+    solved_at: float | None = None
+
+    @property
+    def fewest_seeds(self) -> int:
+        return FEWEST_SEEDS if self.solved_at is None else FEWEST_SEEDS_OF_SHARES
+
+
+def is_at_chance(cell: Cell | None, chance: float | None) -> bool:
+    """Whether every seed's accuracy could be that of an answer without positions."""
+    if chance is None or cell is None or cell.metric() != "eval_accuracy":
+        return False
+    error = math.sqrt(chance * (1 - chance) / cell.results[0]["metrics"]["eval_samples"])
+    return max(cell.by_seed().values()) <= chance + ABOVE_CHANCE * error
+
+
+def make_comparisons(sweep: dict[str, Any], table: Table) -> Comparisons:
+    """The tests of the pairs that `compare` of the sweep names, corrected together."""
+    chance, columns = sweep.get("chance"), columns_of(table)
+    found = Comparisons(solved_at=sweep.get("solved_at"))
+    found.at_chance = [row for row, cells in table.items() if is_at_chance(cells.get(columns[0]), chance)]
+    tests: dict[tuple, tuple[Any, Test]] = {}
+    for entry in sweep.get("compare", []):
+        by_condition = "against_condition" in entry
+        for (row, column), (base_row, base_column) in (condition_pairs if by_condition else row_pairs)(entry, table):
+            base, other = table[base_row].get(base_column), table[row].get(column)
+            if base is None or other is None or is_at_chance(base, chance):
+                continue
+            found.named += 1
+            for kind, test in _tests(base, other, found, entry.get("within"), by_condition):
+                identity = kind, frozenset(cell.outcomes.values.tobytes() for cell in (base, other))
+                tests[kind, row, base_column if by_condition else base_row, column] = identity, test
+    # What several pairs share, such as a condition under two names, counts once.
+    p_values = {identity: test.p_value for identity, test in tests.values()}
+    corrected = dict(zip(p_values, holm(list(p_values.values()))))
+    found.distinct, found.resolved = len(p_values), sum(p_value < LEVEL for p_value in corrected.values())
+    found.made = [Comparison(*where, test, corrected[identity]) for where, (identity, test) in tests.items()]
+    return found
+
+
+def columns_of(table: Table) -> list[str]:
+    return list(dict.fromkeys(column for cells in table.values() for column in cells))
+
+
+def row_pairs(entry: dict[str, Any], table: Table) -> Iterable[tuple[Place, Place]]:
+    """
+    Every row beside the row that has the settings `against` and otherwise the same, but for those `beside` them and, if
+    encodings are compared, all that belong to an encoding; under every condition, or those of `under`.
+    """
+    given = {row: next(iter(cells.values())).results[0]["settings"] for row, cells in table.items()}
+    ignored = {*SEEDS, *NEVER_COMPARED, *entry.get("beside", ())}
+    if "position_encoding" in entry["against"]:
+        ignored |= {*OF_ENCODING}
+    under = [condition(one) for one in entry["under"]] if "under" in entry else columns_of(table)
+    pairs = pair({row: _with_coordinates(settings) for row, settings in given.items()}, entry["against"], ignored)
+    for row, base in pairs.items():
+        if any(wanted.items() <= given[row].items() for wanted in entry.get("rows", [{}])):
+            yield from (((row, column), (base, column)) for column in under)
+
+
+def condition_pairs(entry: dict[str, Any], table: Table) -> Iterable[tuple[Place, Place]]:
+    """The same models under every condition beside the one that differs only in having `against_condition`."""
+    given = {column: cell.results[0]["condition"] for cells in table.values() for column, cell in cells.items()}
+    against = entry["against_condition"]
+    pairs = pair(
+        {column: dict.fromkeys(against) | conditions for column, conditions in given.items()}, against, {*SEEDS}
+    )
+    for row, cells in table.items():
+        if any(
+            wanted.items() <= next(iter(cells.values())).results[0]["settings"].items()
+            for wanted in entry.get("rows", [{}])
+        ):
+            yield from (((row, column), (row, base)) for column, base in pairs.items())
+
+
+def pair(given: dict[str, dict[str, Any]], against: dict[str, Any], ignored: set[str]) -> dict[str, str]:
+    """
+    For each name the first one that has the values `against` and is otherwise equal. Names that do not state these
+    settings are skipped, unless the value is `None`.
+    """
+    references: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for name, values in given.items():
+        if any(key not in values and value is not None for key, value in against.items()):
+            continue
+        rest = {key: value for key, value in values.items() if key not in (*against, *ignored) and value is not None}
+        described = json.dumps(rest, sort_keys=True)
+        if described not in references and all(values.get(key) == value for key, value in against.items()):
+            references[described] = name
+        else:
+            others[name] = described
+    return {name: references[rest] for name, rest in others.items() if rest in references}
+
+
+def _with_coordinates(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the coordinates that an encoding has unless they are stated."""
+    traits = ENCODING_TRAITS.get(settings.get("position_encoding"))
+    stated = settings if settings.get("coordinates") else {**settings, "coordinates": traits and traits.coordinates}
+    return {key: value for key, value in stated.items() if key != "coordinates" or value is not None}
+
+
+def _tests(
+    base: Cell, other: Cell, found: Comparisons, margin: float | None, same_models: bool
+) -> Iterable[tuple[str, Test]]:
+    """The tests of a pair by their kinds; none with too few seeds."""
+    if min(len(cell.by_seed()) for cell in (base, other)) < found.fewest_seeds:
+        return
+    if found.solved_at is None:
+        yield "mean", compare(base.outcomes, other.outcomes, None, same_models)
+    else:
+        yield "share", compare_shares(*(solved(cell, found.solved_at) for cell in (base, other)))
+        durations = [examples_until(cell, found.solved_at) for cell in (base, other)]
+        if all(durations) and not base.results[0]["condition"]:
+            yield "examples", compare_durations(*durations)
+    if margin is not None:
+        yield "equal", compare(base.outcomes, other.outcomes, margin, same_models)
+
+
+def solved(cell: Cell, goal: float) -> list[bool]:
+    """Whether each seed solves the task."""
+    return [value >= goal for value in cell.by_seed().values()]
+
+
+def examples_until(cell: Cell, goal: float) -> list[Duration]:
+    """
+    The training examples of each seed until its first evaluation at `goal` or above, or all of them and `False`; empty
+    without evaluations during training.
+    """
+    durations = []
+    for result in cell.results:
+        if not result["history"]:
+            return []
+        reached = next((epoch for epoch, accuracy in result["history"] if accuracy >= goal), None)
+        epochs = result["history"][-1][0] if reached is None else reached
+        durations.append((round(epochs * train_examples(result)), reached is not None))
+    return durations
+
+
+def train_examples(result: dict[str, Any]) -> float:
+    """The number of training examples in an epoch."""
+    trained, epochs = result["train_metrics"], result["run"].get("training", {}).get("num_train_epochs", 0)
+    # The recorded time of a resumed run covers only its last part.
+    counted = trained.get("train_samples_per_second", 0) * trained.get("train_runtime", 0) / (epochs or 1)
+    return result["run"].get("examples", {}).get("train", {}).get("samples", counted)
+
+
+def solved_table(table: Table, goal: float) -> tuple[str, str]:
+    """Shares of the seeds that solve the task, and the examples until then."""
+    columns = columns_of(table)
+    rows = [
+        [
+            row,
+            *(_share(solved(cells[column], goal)) if column in cells else "not measured" for column in columns),
+            _median(examples_until(next(iter(cells.values())), goal)),
+        ]
+        for row, cells in table.items()
+    ]
+    said = f"Seeds that solve the task, with {goal:.0%} or more, and the median of the examples until then:"
+    return said, markdown(["", *columns, f"examples until {goal:.0%}"], rows, "---:")
+
+
+def _who_solves(table: Table, goal: float) -> str:
+    groups: dict[str, list[str]] = {"every seed": [], "some seeds": [], "no seed": []}
+    for row, cells in table.items():
+        seeds = solved(next(iter(cells.values())), goal)
+        name = "every seed" if all(seeds) else "some seeds" if any(seeds) else "no seed"
+        groups[name].append(f"{in_prose(row)} {sum(seeds)} of {len(seeds)}" if name == "some seeds" else in_prose(row))
+    by = "; by ".join(f"{name}: {', '.join(some)}" for name, some in groups.items() if some)
+    return f"Solved ({goal:.0%} or more, {columns_of(table)[0]}) by {by}."
+
+
+def _share(seeds: list[bool]) -> str:
+    text = f"{sum(seeds)} of {len(seeds)}"
+    if len(seeds) < FEWEST_SEEDS:
+        return text
+    interval = share(sum(seeds), len(seeds))
+    return f"{text} ({interval.low:.0%} – {interval.high:.0%})"
+
+
+def _median(durations: list[Duration]) -> str:
+    """The median, which is known if more than half of the seeds reach the goal."""
+    if not durations:
+        return "not recorded"
+    median = float(np.median([time if reached else math.inf for time, reached in durations]))
+    return f"{median:,.0f}" if math.isfinite(median) else "not reached"
+
+
+def tests_table(found: Comparisons, table: Table) -> tuple[str, str] | None:
+    """All tests, with how many of them are significant; `None` without a test."""
+    if not found.made:
+        return None
+    lines: dict[tuple[str, str], dict[tuple[str, str], Comparison]] = defaultdict(dict)
+    for comparison in found.made:
+        lines[comparison.row, comparison.against][comparison.column, comparison.kind] = comparison
+    columns = list(dict.fromkeys((comparison.column, comparison.kind) for comparison in found.made))
+    titles = {"mean": "", "equal": ": equivalence", "share": ": share solved", "examples": ": examples until solved"}
+    header = ["", "against", *(f"{column}{titles[kind]}" for column, kind in columns)]
+    rows = []
+    for (row, against), some in lines.items():
+        cell = next(iter(table[row].values()))
+        rows.append([row, against, *(_shown(some.get(column), cell) for column in columns)])
+    tests = "distinct test is" if found.distinct == 1 else "distinct tests are"
+    said = f"{found.resolved} of {found.distinct} {tests} significant at 5% after Holm's correction."
+    return said, markdown(header, rows, "---:")
+
+
+def _shown(comparison: Comparison | None, cell: Cell) -> str:
+    if comparison is None:
+        return "–"
+    interval = comparison.test.difference
+    text = difference(comparison, cell)
+    if comparison.kind in ("mean", "equal"):
+        text += f" ({_signed(interval.low, cell)} – {_signed(interval.high, cell)})"
+    return f"{text}, p {_p_value(comparison.test.p_value)}, Holm {_p_value(comparison.p_value)}"
+
+
+def difference(comparison: Comparison, cell: Cell) -> str:
+    """The difference with its sign, in the unit of the metric, or in seeds or examples."""
+    value = comparison.test.difference.mean
+    if comparison.kind == "share":
+        return _minus(f"{100 * value:+.0f}% of the seeds")
+    if comparison.kind == "examples":
+        return _minus(f"{value:+,.0f}")
+    return _signed(value, cell)
+
+
+def _signed(value: float, cell: Cell) -> str:
+    if cell.metric() == "eval_accuracy":
+        return _minus(f"{100 * value:+.1f}")
+    if cell.metric() == "eval_perplexity":
+        return _minus(f"{100 * math.expm1(value):+.1f}%")
+    return _minus(f"{value:+.3f}")
+
+
+def _minus(text: str) -> str:
+    return text.replace("-", "−")
+
+
+def _p_value(value: float) -> str:
+    return f"= {value:.2g}" if value >= 1e-4 else "< 0.0001"
+
+
+def conclude(found: Comparisons, table: Table) -> str:
+    """What the tests say, or why there are none and what the table shows without them, in one paragraph."""
+    groups: dict[tuple[str, str, str], list[Comparison]] = defaultdict(list)
+    for one in found.made:
+        groups[one.kind, one.column, one.against].append(one)
+    parts = [_verdicts(some, next(iter(table[some[0].row].values()))) for some in groups.values()]
+    seeds = sorted({len(cell.by_seed()) for cells in table.values() for cell in cells.values()})
+    if not found.made:
+        if seeds[0] < found.fewest_seeds:
+            counted = " or ".join(map(str, seeds)) + (" seed" if seeds == [1] else " seeds")
+            parts.append(f"Not tested: {counted}, and a test needs {found.fewest_seeds}.")
+        parts.append(_best(table) if found.solved_at is None else _who_solves(table, found.solved_at))
+        parts.append(_spread(table))
+    if found.at_chance:
+        parts.append(f"At chance, and no baseline: {_listed(found.at_chance)}.")
+    return " ".join(part for part in parts if part)
+
+
+TITLES = {
+    "mean": "Against {}",
+    "equal": "Equal within the margin to {}",
+    "share": "Share of seeds that solve the task, against {}",
+    "examples": "Examples until the task is solved, against {}",
+}
+
+
+def _verdicts(some: list[Comparison], cell: Cell) -> str:
+    """The rows that differ, by direction and size, and those that no test tells apart."""
+    lower = cell.metric() in LOWER_IS_BETTER or some[0].kind == "examples"
+    verdicts: dict[str, list[str]] = {"better": [], "worse": [], "not resolved": []}
+    for one in sorted(some, key=lambda one: one.test.difference.mean, reverse=not lower):
+        is_better = (one.test.difference.mean < 0) if lower else (one.test.difference.mean > 0)
+        name = "not resolved" if not one.resolved else "better" if is_better else "worse"
+        row = in_prose(one.row)
+        verdicts[name].append(row if name == "not resolved" else f"{row} {difference(one, cell)}")
+    if some[0].kind == "equal":
+        verdicts = {"yes": [*verdicts["better"], *verdicts["worse"]], "not shown": verdicts["not resolved"]}
+    said = "; ".join(f"{name}: {', '.join(rows)}" for name, rows in verdicts.items() if rows)
+    unit = ", in points" if some[0].kind in ("mean", "equal") and cell.metric() == "eval_accuracy" else ""
+    return f"{TITLES[some[0].kind].format(in_prose(some[0].against))} ({some[0].column}{unit}): {said}."
+
+
+def in_prose(row: str) -> str:
+    """A row's name for sentences: its settings in parentheses."""
+    name, *settings = row.split(", ")
+    return f"{name} ({', '.join(settings)})" if settings else name
+
+
+def _listed(rows: list[str], most: int = 4) -> str:
+    """Names in prose, the first `most` of many."""
+    shown = ", ".join(map(in_prose, rows[:most]))
+    return shown if len(rows) <= most else f"{shown} and {len(rows) - most} more"
+
+
+def _best(table: Table) -> str:
+    """The best rows under every condition, and the worst if there is one condition."""
+    parts, columns = [], columns_of(table)
+    for column in columns:
+        cells = {row: some[column] for row, some in table.items() if column in some}
+        if len(cells) < 2:
+            continue
+        first = next(iter(cells.values()))
+        sign = -1 if first.metric() in LOWER_IS_BETTER else 1
+        order = sorted((sign * cell.mean, row) for row, cell in cells.items())
+        shown = {row: first.number(cell.mean) for row, cell in cells.items()}
+        best, worst = (shown[order[end][1]] for end in (-1, 0))
+        text = f"{_listed([row for row in cells if shown[row] == best])} ({best})"
+        if len(columns) == 1:
+            text += f"; worst: {_listed([row for row in cells if shown[row] == worst])} ({worst})"
+        parts.append(f"{column}: {text}" if len(columns) > 1 else text)
+    if not parts:
+        return ""
+    metric = METRICS[next(iter(next(iter(table.values())).values())).metric()]
+    return f"Best mean {metric}: {'; '.join(parts)}."
+
+
+def _spread(table: Table) -> str:
+    """How far seeds of one row differ."""
+    cells = [cell for some in table.values() for cell in some.values() if len(cell.by_seed()) > 1]
+    if not cells:
+        return ""
+    widest = max(float(np.ptp(list(cell.by_seed().values()))) for cell in cells)
+    unit = " points" if cells[0].metric() == "eval_accuracy" else ""
+    return f"Seeds of one row differ by up to {cells[0].number(widest)}{unit}."
