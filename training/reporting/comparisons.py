@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hf_liere.models.encoding.encoding_traits import ENCODING_TRAITS
+from hf_liere.models.encoding.rotary_fields import RotaryFields
 from training.reporting.markdown import markdown
 from training.reporting.result_table import LOWER_IS_BETTER, METRICS, SEEDS, Cell, Table, condition
 from training.reporting.significance import (
@@ -30,8 +31,8 @@ from training.reporting.significance import (
 Place = tuple[str, str]
 # Settings that belong to an encoding: two encodings may differ in them.
 OF_ENCODING = (
-    *("position_encoding", "block_size", "coordinates", "position_table_size", "rope_theta", "rotate_prefix"),
-    *("rotary_init", "rotary_init_scale", "rotary_learning_rate_factor", "share_heads", "share_layers"),
+    *RotaryFields.__annotations__,
+    *("coordinates", "position_table_size", "rotate_prefix", "rotate_values", "rotary_learning_rate_factor"),
 )
 # The folder of the weights may contain the seed.
 NEVER_COMPARED = ("model_name_or_path",)

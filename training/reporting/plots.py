@@ -38,6 +38,8 @@ NOT_ON_AXES = ("max_num_patches",)
 LEAST_SPAN = {"accuracy": 5.0, "AUC": 0.05, "mAP": 0.05, "perplexity": 0.05}
 # Characters per line above a picture.
 TITLE_WIDTH = 90
+# The same in the names beside rows.
+ROW_WIDTH = 42
 # The axis is logarithmic if the largest number is this many times the smallest.
 LOGARITHMIC = 8
 
@@ -145,7 +147,7 @@ def _plot_rows(axes, table: Table, label: str) -> int:
         ]
         heights, cells = zip(*places)
         _draw(axes, heights, cells, label, STYLES[index % len(STYLES)], column, "", across=True)
-    axes.set_yticks(range(len(table)), list(table))
+    axes.set_yticks(range(len(table)), [textwrap.fill(row, ROW_WIDTH) for row in table])
     axes.set_ylim(len(table) - 0.5, -0.5)
     return len(conditions)
 
