@@ -10,7 +10,8 @@ from .geometry.orientations import (
     rotation_vector_to_quaternion,
 )
 from .geometry.pose_embedding import PoseEmbedding
-from .models.encoding.rotary_embedding import LieRotaryEmbedding, grid_positions
+from .layer.embedding import LieRotaryEmbedding
+from .layer.grids import grid_positions
 from .models.patched.rotary_patch import RotaryPatchConfig
 from .models.transformer.configuration_liere import LieRETokensConfig, LieREVideoConfig, LieREViTConfig
 from .models.transformer.modeling_liere import (

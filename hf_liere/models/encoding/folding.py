@@ -18,7 +18,7 @@ from .commuting_encodings import EncodingInBasis
 from .encoding_traits import TRAINING_ONLY, needs_exponential, rotary_traits, traits_of
 from .encodings import ENCODING_CLASSES
 from .positions import GridPositions, TokenPositions
-from .rotary_encoding import ALL_LAYERS, LieRE, RotaryEncoding
+from .rotary_encoding import ALL_LAYERS, LieRE, RotaryEncoding, RoundedPlanes
 
 
 class FoldedLieRE(LieRE):
@@ -167,8 +167,12 @@ def build_encoding(config, num_axes: int) -> RotaryEncoding:
     traits = rotary_traits(config)
     if traits.num_axes not in (None, num_axes):
         raise ValueError(f"{config.position_encoding} is defined on {traits.num_axes} axes, not on {num_axes}.")
-    folded = config.folded_grids is not None
-    encoding = (choose_folded_class(config) if folded else ENCODING_CLASSES[config.position_encoding])(config, num_axes)
+    if config.folded_grids is not None:
+        kind = choose_folded_class(config)
+    else:
+        rounded = getattr(config, "round_angles", False)
+        kind = RoundedPlanes if rounded else ENCODING_CLASSES[config.position_encoding]
+    encoding = kind(config, num_axes)
     encoding.reset_parameters()
     return encoding
 

@@ -72,6 +72,14 @@ def fold_into(projections: Sequence[nn.Module], basis: torch.Tensor, output: nn.
         output.weight.copy_(change(output.weight.T).T)
 
 
+@torch.no_grad()
+def reorder_channels(projection: nn.Module, order: torch.Tensor) -> None:
+    """Put the (D,) channels `order` of every head one after the other."""
+    for parameter in (projection.weight, projection.bias):
+        if parameter is not None:
+            parameter.copy_(parameter.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1))
+
+
 def _obstacle(projection: nn.Module) -> str | None:
     """Why a projection is more than a weight and a bias, or `None` if it is not."""
     if type(projection) is not nn.Linear:

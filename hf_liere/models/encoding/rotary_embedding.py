@@ -1,13 +1,13 @@
 """Learned rotations as a layer for anybody's attention: queries, keys and the positions of their tokens."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from ..rotation.dispatch import working_dtype
 from ..rotation.grouped_rotation import Rotation
 from ..rotation.model_basis import rotate_one, rotate_pair
 from ..rotation.rotation import TokenRotation
@@ -16,8 +16,9 @@ from .encoding_traits import ENCODING_TRAITS, generators_commute
 from .folding import build_encoding
 from .given_positions import check_coordinates
 from .positions import GridPositions, TokenPositions
-from .projections import check_foldable, fold_into
+from .projections import check_foldable, fold_into, reorder_channels
 from .rotary_fields import EncodingConfig
+from .starting_values import channel_pairs, check_start, start_at
 
 
 class LieRotaryEmbedding(nn.Module):
@@ -41,6 +42,9 @@ class LieRotaryEmbedding(nn.Module):
     query, key = rotary(query, key, rotations, layer=3)
     ```
 
+    Rotations start at those of any RoPE if they get its `frequencies` and its `pairing` of channels; `like` of the
+    public class finds both.
+
     Train its parameters, see `rotary_parameters`, in float32 and without weight decay.
 
     Args:
@@ -52,14 +56,25 @@ class LieRotaryEmbedding(nn.Module):
         num_key_value_heads: Number of key heads, a divisor of `num_heads`; `None` means `num_heads`. Generators belong
             to key heads: queries use those of the key head that they attend to.
         num_layers: Number of layers with separate generators.
+        frequencies: Start: radians per unit of every coordinate, (A, planes), (A, num_key_value_heads, planes) or
+            (A, num_layers, num_key_value_heads, planes), or (planes,) with one axis. `requires_grad_(False)` keeps
+            them. Channels that have no plane are never rotated. `None` starts as `rotary_init` says.
+        pairing: The channels of plane i of K: `"adjacent"` is 2i and 2i + 1 (GPT-J, diffusers), `"halves"` is i and
+            i + K (GPT-NeoX, Llama); or a list of (c, d), where c becomes c·cos − d·sin. A block of b channels is made
+            of b/2 consecutive planes; those of ComRoPE are reordered so that each block has planes of one axis.
+        round_angles: Round angles, their cos and sin, and products with queries and keys to float32, as most
+            implementations of RoPE do: the same bits as theirs, and less exact for distant positions. For planes only.
         fields: Other fields of [`RotaryFields`].
 
     Attributes:
         encoding: The [`RotaryEncoding`] with the parameters, of the class that the models use.
+        order: (head_dim,) the channel at every place where blocks are contiguous, and channels that are never rotated
+            come last; `None` if that is the order of the channels.
 
     Raises:
         TypeError: for fields that are not in [`RotaryFields`].
-        ValueError: if key heads do not divide query heads, or the encoding does not support these sizes.
+        ValueError: if key heads do not divide query heads, or the encoding does not support these sizes, pairs of
+            channels or frequencies.
     """
 
     def __init__(
@@ -72,6 +87,9 @@ class LieRotaryEmbedding(nn.Module):
         *,
         num_key_value_heads: int | None = None,
         num_layers: int = 1,
+        frequencies: torch.Tensor | None = None,
+        pairing: str | Sequence[tuple[int, int]] = "adjacent",
+        round_angles: bool = False,
         **fields,
     ):
         super().__init__()
@@ -85,6 +103,13 @@ class LieRotaryEmbedding(nn.Module):
             )
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         self.num_axes, self.num_layers = num_axes, num_layers
+        pairs = None
+        if frequencies is not None:
+            check_start(position_encoding, fields)
+            fields["rotary_init"] = "zeros"
+            pairs = channel_pairs(pairing, head_dim, frequencies.shape[-1])
+        elif pairing != "adjacent":
+            pairs = channel_pairs(pairing, head_dim, None)
         try:
             self.config = EncodingConfig(
                 position_encoding=position_encoding,
@@ -92,12 +117,24 @@ class LieRotaryEmbedding(nn.Module):
                 num_axes=num_axes,
                 num_hidden_layers=num_layers,
                 num_attention_heads=num_key_value_heads,
-                head_dim=head_dim,
+                head_dim=head_dim if pairs is None else 2 * len(pairs),
+                round_angles=round_angles,
                 **fields,
             )
         except StrictDataclassError as error:
             raise ValueError(f"These rotations do not exist. {error.__cause__ or error}") from error
         self.encoding = build_encoding(self.config, num_axes)
+        order = channels = list(range(head_dim))
+        if pairs is not None:
+            planes = range(len(pairs)) if frequencies is None else start_at(self.encoding, frequencies)
+            order = [channel for plane in planes for channel in pairs[plane]]
+            order += [channel for channel in channels if channel not in order]
+        partial_width = self.config.head_dim < head_dim
+        self._set_order(torch.tensor(order) if order != channels or partial_width else None)
+
+    def _set_order(self, order: torch.Tensor | None) -> None:
+        self.register_buffer("order", order, persistent=False)
+        self.register_buffer("inverse", None if order is None else order.argsort(), persistent=False)
 
     def rotary_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of generators and multipliers: train them without weight decay."""
@@ -152,11 +189,8 @@ class LieRotaryEmbedding(nn.Module):
                 f"There are {query.shape[2]} queries and {key.shape[2]} keys: pass the keys' own key_positions."
             )
         if rotation is key_rotation and query.shape == key.shape and query.dtype == key.dtype:
-            return rotate_pair(rotation, query, key)
-        return tuple(
-            rotate_one(one, states, self.num_key_value_heads)
-            for one, states in ((rotation, query), (key_rotation, key))
-        )
+            return self._in_order(partial(rotate_pair, rotation), query, key)
+        return self._rotate_one(rotation, query), self._rotate_one(key_rotation, key)
 
     def rotate(
         self,
@@ -179,7 +213,20 @@ class LieRotaryEmbedding(nn.Module):
             ValueError: as `forward`.
         """
         self._check_states("states", states, (self.num_heads, self.num_key_value_heads))
-        return rotate_one(self._rotation(positions, layer, states), states, self.num_key_value_heads)
+        return self._rotate_one(self._rotation(positions, layer, states), states)
+
+    def _rotate_one(self, rotation: TokenRotation, states: torch.Tensor) -> torch.Tensor:
+        return self._in_order(lambda states: (rotate_one(rotation, states, self.num_key_value_heads),), states)[0]
+
+    def _in_order(self, rotate: Callable, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """A function of (B, H, N, D) states applied to their rotated channels, in the order of blocks."""
+        if self.order is None:
+            return rotate(*states)
+        width, ordered = self.config.head_dim, [x.index_select(-1, self.order) for x in states]
+        rotated = rotate(*(x[..., :width] for x in ordered))
+        if width < self.head_dim:
+            rotated = [torch.cat([x, whole[..., width:]], dim=-1) for x, whole in zip(rotated, ordered)]
+        return tuple(x.index_select(-1, self.inverse) for x in rotated)
 
     def undo(
         self,
@@ -205,7 +252,7 @@ class LieRotaryEmbedding(nn.Module):
         self._check_states("output", output, (self.num_heads,))
         if self.config.folded_grids is not None:
             raise ValueError("These rotations are folded into the projections of queries and keys, not into values.")
-        return rotate_one(self._rotation(positions, layer, output).transpose(), output, self.num_key_value_heads)
+        return self._rotate_one(self._rotation(positions, layer, output).transpose(), output)
 
     @torch.no_grad()
     def fold(
@@ -214,8 +261,8 @@ class LieRotaryEmbedding(nn.Module):
         """
         For inference: put the basis of commuting rotations into the projections, in place and permanently, so that they
         cost as much as RoPE; of `liere_product` the basis that acts first, and a constant matrix for each further axis
-        remains. Attention scores stay the same up to rounding; queries and keys do not. Keys rotated before folding do
-        not fit queries rotated after it.
+        remains. The order of channels of another `pairing` folds as well. Attention scores stay the same up to
+        rounding; queries and keys do not. Keys rotated before folding do not fit queries rotated after it.
 
         Args:
             q_proj: The linear layer that computes the queries, or one for each of `num_layers` layers.
@@ -239,15 +286,24 @@ class LieRotaryEmbedding(nn.Module):
             )
         layers = [self._projections(*given) for given in (("q_proj", q_proj), ("k_proj", k_proj))]
         check_foldable([projection for projections in layers for projection in projections])
-        if not isinstance(encoding, EncodingInBasis):
-            # Rotations of planes of channels have no basis to fold.
+        if self.order is not None:
+            if config.head_dim < self.head_dim and isinstance(encoding, EncodingInBasis):
+                raise ValueError(
+                    f"{self.head_dim - config.head_dim} channels of a head are never rotated, so no basis folds."
+                )
+            for projection in (projection for projections in layers for projection in projections):
+                reorder_channels(projection, self.order)
+        elif not isinstance(encoding, EncodingInBasis):
+            # Rotations of planes of neighbouring channels have nothing to fold.
             return self
-        for projections, basis in zip(zip(*layers), encoding.bases()):
-            fold_into(projections, basis)
+        self._set_order(None)
         self.config = copy.deepcopy(config)
         self.config.folded_grids = []
-        self.encoding = build_encoding(self.config, self.num_axes).to(encoding.generators.device)
-        self.encoding.copy_rotations(encoding)
+        if isinstance(encoding, EncodingInBasis):
+            for projections, basis in zip(zip(*layers), encoding.bases()):
+                fold_into(projections, basis)
+            self.encoding = build_encoding(self.config, self.num_axes).to(encoding.generators.device)
+            self.encoding.copy_rotations(encoding)
         return self.eval()
 
     def train(self, mode: bool = True) -> "LieRotaryEmbedding":
@@ -341,46 +397,3 @@ class LieRotaryEmbedding(nn.Module):
             )
         if not states.is_floating_point():
             raise ValueError(f"{name} are {states.dtype}; a floating point type is needed.")
-
-
-def grid_positions(
-    grid: Sequence[int],
-    coordinates: str = "train_grid",
-    num_prefix_tokens: int = 0,
-    *,
-    train_grid: Sequence[int] | None = None,
-    prefix_coordinate: float = 0.0,
-    device: torch.device | str | None = None,
-) -> GridPositions:
-    """
-    Positions of the patches of an image, video or volume for [`LieRotaryEmbedding`], first axis slowest, after class
-    and register tokens. Rotations of a grid are computed faster than those of arbitrary points.
-
-    Args:
-        grid: Patches per axis.
-        coordinates: A convention of [`LieREPixelConfig`]: `"train_grid"` (LieRE's), `"centred_grid"` (the
-            fastest for LieRE's rotations), `"index"` (RoPE's), `"unit"` (ComRoPE's), `"train_index"`, `"fixed_grid"` or
-            `"unit_width"`.
-        num_prefix_tokens: Number of tokens before the patches.
-        train_grid: Patches per axis of a training input; `None` means `grid`.
-        prefix_coordinate: Coordinate of prefix tokens on every axis; at 0 they are not rotated.
-
-    Returns:
-        Positions with (P + N, A) `coordinates`. Changing these in place moves the tokens, which are then no longer
-        treated as a grid.
-
-    Raises:
-        ValueError: if `grid` contains a number below 1, the lengths of `grid` and `train_grid` differ, or the
-            convention is unknown.
-    """
-    grid, train_grid = tuple(grid), tuple(grid if train_grid is None else train_grid)
-    if not grid or min(grid + train_grid) < 1 or len(grid) != len(train_grid):
-        raise ValueError(
-            f"grid={grid} and train_grid={train_grid} must have one length, and numbers of patches of at least 1."
-        )
-    device = torch.device(device or "cpu")
-    positions = TokenPositions.from_grid(
-        grid, train_grid, coordinates, num_prefix_tokens, prefix_coordinate, device=device, dtype=working_dtype(device)
-    )
-    assert isinstance(positions, GridPositions), "nothing moves the patches"
-    return positions

@@ -1,5 +1,6 @@
 """The base of all rotary encodings: parameters, starting values, and the rotations of every layer."""
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ from ..rotation.closed_forms import plane_rotations
 from ..rotation.dispatch import values_are_unknown, working_dtype
 from ..rotation.exponential import layer_block_rotations, skew, skew_entries
 from ..rotation.grouped_rotation import GroupedRotation, Rotation
-from ..rotation.rotation import BlockRotation, PlaneRotation
+from ..rotation.rotation import BlockRotation, PlaneRotation, RoundedPlaneRotation
 from ..rotation.scaling_and_squaring import Rays
 from ..rotation.spins import representation
 from .batch_positions import GroupedPositions
@@ -317,3 +318,30 @@ class LieRE(RotaryEncoding):
         # Copies, because frameworks that shard parameters free them when this module returns.
         parts = [part.clone() for part in entries.split(1, dim=1)]
         return (self.rotations_from(placed, part, dtype, rays)[0] for part in parts)
+
+
+class RoundedPlanes(LieRE):
+    """
+    Planes whose angles, cosines and sines are rounded to float32, as those of most rotary modules: with their
+    frequencies, the same bits. Angles of RoPE-Mixed are p_1 f_1 + p_2 f_2 + … in this order.
+    """
+
+    def __init__(self, config, num_axes: int):
+        if config.position_encoding not in ("rope_mixed", "liere") or config.block_size != 2:
+            raise ValueError(
+                f"round_angles=True is for planes, not for {config.position_encoding} with block_size="
+                f"{config.block_size}; accepted: rope_mixed, and liere with block_size=2."
+            )
+        super().__init__(config, num_axes)
+
+    def rotations_from(
+        self, positions: TokenPositions, entries: torch.Tensor, dtype: torch.dtype | None, rays: Rays | None = None
+    ) -> list[Rotation]:
+        coordinates = positions.coordinates.float().reshape(-1, self.num_axes)  # (B · N, A)
+        rotations: list[Rotation] = []
+        for layer in entries.squeeze(-1).float().unbind(1):  # (A, heads, planes)
+            products = (p.unsqueeze(-1) * f.flatten() for p, f in zip(coordinates.unbind(-1), layer))
+            angles = functools.reduce(torch.add, products)  # (B · N, H · planes)
+            planes = torch.stack([angles.cos(), angles.sin()], dim=-1)  # (B · N, H · planes, 2)
+            rotations.append(RoundedPlaneRotation(self.to_tokens(planes, positions, layer.shape[1])))
+        return self.repeat_for_layers(rotations)

@@ -223,6 +223,7 @@ class EncodingConfig(RotaryFields):
         num_axes: Number A of axes of a position.
         num_hidden_layers, num_attention_heads, head_dim: Sizes of the attention whose keys are rotated.
         folded_grids: See [`LieREConfig`].
+        round_angles: See [`LieRotaryEmbedding`].
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: if a field has the wrong type or the fields do not fit together.
@@ -233,6 +234,7 @@ class EncodingConfig(RotaryFields):
     num_attention_heads: int = 12
     head_dim: int = 64
     folded_grids: list[list[int]] | None = None
+    round_angles: bool = False
 
     def __post_init__(self):
         self.fill_in_rotations()

@@ -1,12 +1,13 @@
-"""Spectra of frequencies that encodings start from, or keep."""
+"""Spectra of frequencies that encodings start from, or keep, and the order of planes in blocks."""
 
 import math
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
 from ..rotation.dispatch import working_dtype
-from .encoding_traits import axis_of_plane
+from .encoding_traits import ENCODING_TRAITS, axis_of_plane
 from .positions import grid_steps
 
 
@@ -87,3 +88,130 @@ def axial_start(config, num_axes: int, layers: int, heads: int, planes: int) -> 
 
 # Values of `rotary_init` that give every plane a frequency: (A, layers, heads, planes) from config and these numbers.
 FREQUENCIES = {"frequencies": geometric_frequencies, "golden_gate": golden_gate_frequencies, "axial": axial_start}
+
+
+def order_planes(axes: Sequence[int], position_encoding: str, block_size: int, label: str) -> tuple[int, ...]:
+    """
+    The planes of a head, ordered so that each run of b/2 makes a block of the encoding: of any axes for LieRE and
+    encodings with a basis, of one axis for ComRoPE-LD (eq. 10), of axis j mod A in block j for ComRoPE-AP (eq. 8).
+
+    Args:
+        axes: By plane, the axis with which it rotates, 0 … A − 1.
+        label: Of the rotations, for errors.
+
+    Raises:
+        ValueError: if there is no such order.
+    """
+    planes_of_axis = [[p for p, axis in enumerate(axes) if axis == a] for a in range(max(axes) + 1)]
+    counts, size = [len(planes) for planes in planes_of_axis], block_size // 2
+    if block_size % 2:
+        raise ValueError(f"block_size={block_size}: a block is made of planes, two channels each; pass an even size.")
+    traits = ENCODING_TRAITS[position_encoding]
+    if not traits.proportional:
+        if sum(counts) % size:
+            raise ValueError(
+                f"block_size={block_size} does not divide the {2 * sum(counts)} rotated channels of {label}."
+            )
+        return tuple(range(sum(counts)))
+    blocks = [[planes[i : i + size] for i in range(0, len(planes), size)] for planes in planes_of_axis]
+    if any(count % size for count in counts):
+        raise ValueError(
+            f"block_size={block_size}: {label} rotates {counts} planes by its axes, and a block of {position_encoding} "
+            f"has {size} of one axis; accepted: sizes that divide twice these numbers, and liere for any axes."
+        )
+    if traits.serves_one_axis:
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"{label} rotates {counts} planes by its axes, but {position_encoding} needs equally many for each; "
+                "accepted: comrope_ld, liere, cayley_string and liere_product."
+            )
+        # The axes take turns.
+        blocks = [[block] for turn in zip(*blocks) for block in turn]
+    return tuple(plane for blocks_of_axis in blocks for block in blocks_of_axis for plane in block)
+
+
+def channel_pairs(pairing: str | Sequence[tuple[int, int]], head_dim: int, planes: int | None) -> list[tuple[int, int]]:
+    """
+    The two channels (c, d) of every plane, see [`LieRotaryEmbedding`].
+
+    Args:
+        planes: Their number; `None` means as many as there are channels for.
+
+    Raises:
+        ValueError: if `pairing` is unknown, names a channel twice or one that does not exist, or has another number of
+            planes.
+    """
+    if isinstance(pairing, str):
+        count = head_dim // 2 if planes is None else planes
+        kinds = {
+            "adjacent": [(2 * i, 2 * i + 1) for i in range(count)],
+            "halves": [(i, i + count) for i in range(count)],
+        }
+        if pairing not in kinds:
+            raise ValueError(f"pairing={pairing!r}: accepted are adjacent, halves, or a list of two channels a plane.")
+        pairs = kinds[pairing]
+    else:
+        pairs = [(int(first), int(second)) for first, second in pairing]
+    channels = [channel for pair in pairs for channel in pair]
+    if len(set(channels)) < len(channels) or not set(channels) <= set(range(head_dim)):
+        raise ValueError(
+            f"pairing of {len(pairs)} planes, {pairs[:4]} …, must name channels from 0 to {head_dim - 1}, each once at "
+            "most."
+        )
+    if planes not in (None, len(pairs)):
+        raise ValueError(f"frequencies are of {planes} planes, and pairing names the channels of {len(pairs)}.")
+    return pairs
+
+
+def check_start(position_encoding: str, fields: Collection[str]) -> None:
+    """Raises `ValueError` if an encoding cannot start with given frequencies, or other `fields` name its start."""
+    traits = ENCODING_TRAITS[position_encoding]
+    if traits.pretrained not in ("planes", "blocks"):
+        accepted = [name for name, other in ENCODING_TRAITS.items() if other.pretrained in ("planes", "blocks")]
+        raise ValueError(
+            f"frequencies cannot start {position_encoding}: {traits.pretrained}; accepted: {', '.join(accepted)}. "
+            "requires_grad_(False) keeps the frequencies of rope_mixed."
+        )
+    if named := sorted({"rotary_init", "rotary_init_scale"} & set(fields)):
+        raise ValueError(f"{', '.join(named)} would do nothing with frequencies, which are where rotations start.")
+
+
+@torch.no_grad()
+def start_at(encoding, frequencies: torch.Tensor) -> Sequence[int]:
+    """
+    Set the parameters of an encoding so that the planes of its heads start with the given frequencies.
+
+    Args:
+        encoding: A [`RotaryEncoding`].
+        frequencies: See [`LieRotaryEmbedding`].
+
+    Returns:
+        The planes in the order in which they make blocks.
+
+    Raises:
+        ValueError: if the frequencies have another shape or are not finite, or the encoding cannot rotate so.
+    """
+    values, config = frequencies.detach().to(torch.float64), encoding.config
+    if values.ndim == encoding.num_axes == 1:
+        values = values.unsqueeze(0)
+    while 2 <= values.ndim < 4:
+        values = values.unsqueeze(1)
+    shape = (encoding.num_axes, encoding.layers, encoding.heads, frequencies.shape[-1])
+    fits = values.ndim == 4 and all(size in (1, full) for size, full in zip(values.shape[1:3], shape[1:3]))
+    if not fits or len(values) != encoding.num_axes or not values.isfinite().all():
+        raise ValueError(
+            f"frequencies of shape {tuple(frequencies.shape)} must be finite, and have the shape (axes, planes), "
+            f"(axes, heads, planes) or (axes, layers, heads, planes), which is {shape} here, or 1 for equal ones."
+        )
+    serves = (values != 0).flatten(1, 2).any(1)  # (A, planes)
+    planes: Sequence[int] = range(shape[-1])
+    if (serves.sum(0) <= 1).all() or not ENCODING_TRAITS[config.position_encoding].proportional:
+        axes = serves.int().argmax(0).tolist()
+        planes = order_planes(axes, config.position_encoding, encoding.block_size, "the start")
+    try:
+        start = encoding.parameters_for_planes(values.expand(shape)[..., list(planes)])
+    except ValueError as error:
+        raise ValueError(f"{config.position_encoding} cannot start with these frequencies: {error}.") from error
+    for name, parameter in start.items():
+        getattr(encoding, name).copy_(parameter)
+    return planes

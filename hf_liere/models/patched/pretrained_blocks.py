@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..encoding.encoding_traits import ENCODING_TRAITS
 from ..encoding.positions import TokenPositions
 from ..encoding.rotary_embedding import LieRotaryEmbedding
+from ..encoding.starting_values import order_planes
 from ..rotation.dispatch import product_dtype
 from ..rotation.model_basis import rotate_one, rotate_pair
 from .attention_probe import Probe
 from .coordinate_probe import frequency_buffers
 from .pretrained_rope import PositionEmbeddings, PretrainedRope, TokensRotation
-from .rope_layout import RopeLayout, RopeTower
+from .rope_layout import RopeTower
 from .rope_pairs import find_pairs_of_layers
 from .state_makers import RotatedChannels, StateMaker, find_makers
 
@@ -53,7 +53,8 @@ class PretrainedBlocks(PretrainedRope):
             rotary_init="zeros",
             relative_axis=config.relative_axis,
         )
-        self.planes = order_planes(layout, config.position_encoding, self.rotary.encoding.block_size, tower.label)
+        axes = [layout.axes[channel] for channel in layout.first_channels()]
+        self.planes = order_planes(axes, config.position_encoding, self.rotary.encoding.block_size, tower.label)
         distinct = list(dict.fromkeys(maker for makers in found.values() for maker in makers))
         self.channels = nn.ModuleList(RotatedChannels(maker, self.planes) for maker in distinct)
         self.makers = {
@@ -150,40 +151,3 @@ def _require_common_heads(tower: RopeTower, found: dict[int, list[StateMaker]]) 
         )
     query_heads, key_heads = heads.pop()
     return query_heads, key_heads
-
-
-def order_planes(layout: RopeLayout, position_encoding: str, block_size: int, label: str) -> tuple[int, ...]:
-    """
-    The planes of a head, ordered so that each run of b/2 makes a block of the encoding: of any axes for LieRE and
-    encodings with a basis, of one axis for ComRoPE-LD (eq. 10), of axis j mod A in block j for ComRoPE-AP (eq. 8).
-
-    Raises:
-        ValueError: if there is no such order.
-    """
-    axes = layout.axes_of_planes
-    planes_of_axis = [[plane for plane, axis in enumerate(axes) if axis == a] for a in range(layout.num_axes)]
-    counts, size = [len(planes) for planes in planes_of_axis], block_size // 2
-    if block_size % 2:
-        raise ValueError(f"block_size={block_size}: a block is made of planes, two channels each; pass an even size.")
-    traits = ENCODING_TRAITS[position_encoding]
-    if not traits.proportional:
-        if sum(counts) % size:
-            raise ValueError(
-                f"block_size={block_size} does not divide the {2 * sum(counts)} rotated channels of {label}."
-            )
-        return tuple(range(sum(counts)))
-    blocks = [[planes[i : i + size] for i in range(0, len(planes), size)] for planes in planes_of_axis]
-    if any(count % size for count in counts):
-        raise ValueError(
-            f"block_size={block_size}: {label} rotates {counts} planes by its axes, and a block of {position_encoding} "
-            f"has {size} of one axis; accepted: sizes that divide twice these numbers, and liere for any axes."
-        )
-    if traits.serves_one_axis:
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"{label} rotates {counts} planes by its axes, but {position_encoding} needs equally many for each; "
-                "accepted: comrope_ld, liere, cayley_string and liere_product."
-            )
-        # The axes take turns.
-        blocks = [[block] for turn in zip(*blocks) for block in turn]
-    return tuple(plane for blocks_of_axis in blocks for block in blocks_of_axis for plane in block)

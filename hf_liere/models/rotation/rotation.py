@@ -108,7 +108,7 @@ class PlaneRotation(NamedTuple):
 
     def to(self, *args, **kwargs) -> "PlaneRotation":
         """A copy whose tensors are converted by `torch.Tensor.to`."""
-        return PlaneRotation(*(None if tensor is None else tensor.to(*args, **kwargs) for tensor in self))
+        return type(self)(*(None if tensor is None else tensor.to(*args, **kwargs) for tensor in self))
 
     def select(self, kept: torch.Tensor) -> "PlaneRotation":
         """The rotations of the tokens (B, kept) of every sample."""
@@ -154,6 +154,16 @@ class PlaneRotation(NamedTuple):
     def _map_tokens(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PlaneRotation":
         phases = None if self.phases is None else change(self.phases)
         return self._replace(cos_sin=change(self.cos_sin), phases=phases)
+
+
+class RoundedPlaneRotation(PlaneRotation):
+    """Planes that are rotated by two products and one sum, each rounded, as most implementations of RoPE do."""
+
+    def _rotate_planes(
+        self, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rotated = rotate_channels(drop_empty_key(query, key), cos_sin, portable=True)  # (B, H, N, D) each
+        return restore_empty_key(rotated, key)
 
 
 class BlockRotation(NamedTuple):

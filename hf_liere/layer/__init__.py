@@ -1,0 +1,5 @@
+"""
+What [`LieRotaryEmbedding`] needs in somebody's own code and no checkpoint contains. `embedding.py` has the public
+class, whose `like` starts at the rotations of another implementation, which `module_probe.py` finds; `grids.py` places
+patches.
+"""

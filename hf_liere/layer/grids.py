@@ -1,0 +1,51 @@
+"""Positions of patches for attention that is not ours."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..models.encoding.positions import GridPositions, TokenPositions
+from ..models.rotation.dispatch import working_dtype
+
+
+def grid_positions(
+    grid: Sequence[int],
+    coordinates: str = "train_grid",
+    num_prefix_tokens: int = 0,
+    *,
+    train_grid: Sequence[int] | None = None,
+    prefix_coordinate: float = 0.0,
+    device: torch.device | str | None = None,
+) -> GridPositions:
+    """
+    Positions of the patches of an image, video or volume for [`LieRotaryEmbedding`], first axis slowest, after class
+    and register tokens. Rotations of a grid are computed faster than those of arbitrary points.
+
+    Args:
+        grid: Patches per axis.
+        coordinates: A convention of [`LieREPixelConfig`]: `"train_grid"` (LieRE's), `"centred_grid"` (the
+            fastest for LieRE's rotations), `"index"` (RoPE's), `"unit"` (ComRoPE's), `"train_index"`, `"fixed_grid"` or
+            `"unit_width"`.
+        num_prefix_tokens: Number of tokens before the patches.
+        train_grid: Patches per axis of a training input; `None` means `grid`.
+        prefix_coordinate: Coordinate of prefix tokens on every axis; at 0 they are not rotated.
+
+    Returns:
+        Positions with (P + N, A) `coordinates`. Changing these in place moves the tokens, which are then no longer
+        treated as a grid.
+
+    Raises:
+        ValueError: if `grid` contains a number below 1, the lengths of `grid` and `train_grid` differ, or the
+            convention is unknown.
+    """
+    grid, train_grid = tuple(grid), tuple(grid if train_grid is None else train_grid)
+    if not grid or min(grid + train_grid) < 1 or len(grid) != len(train_grid):
+        raise ValueError(
+            f"grid={grid} and train_grid={train_grid} must have one length, and numbers of patches of at least 1."
+        )
+    device = torch.device(device or "cpu")
+    positions = TokenPositions.from_grid(
+        grid, train_grid, coordinates, num_prefix_tokens, prefix_coordinate, device=device, dtype=working_dtype(device)
+    )
+    assert isinstance(positions, GridPositions), "nothing moves the patches"
+    return positions

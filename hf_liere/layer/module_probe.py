@@ -1,0 +1,314 @@
+"""
+Which channels any implementation of RoPE rotates, and with which frequencies: found by calling it with known positions,
+never by the name of a class. `models/patched` does so for models of transformers, whose modules say more of themselves.
+"""
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..models.encoding.starting_values import channel_pairs
+
+
+# Positions on one axis, each at most twice the one before, so that angles are known without whole revolutions.
+DYADIC = [2.0**power for power in range(-8, 12)]
+# The same for modules that count tokens, of tables with 4,096 and with 64 places.
+LONG, SHORT = ([2.0**power for power in range(last)] for last in (12, 6))
+# How far the nearest float32 number to a measured frequency may be off, in units of the last place.
+NEIGHBOURS = sorted(range(-8, 9), key=abs)
+
+
+Pairing = str | Sequence[tuple[int, int]] | None
+# cos and sin, (layers or 1, heads or 1, N, planes) each, and the two channels of every plane.
+Table = tuple[torch.Tensor, torch.Tensor, list[tuple[int, int]]]
+
+
+class FoundPlanes(NamedTuple):
+    """
+    Attributes:
+        frequencies: (A, layers or 1, heads or 1, planes) in float64, radians per unit.
+        pairs: By plane, the two channels (c, d) that it rotates: c to c·cos − d·sin.
+        rounded: Whether the module rounds angles to float32, so that float32 frequencies give the same bits.
+    """
+
+    frequencies: torch.Tensor
+    pairs: list[tuple[int, int]]
+    rounded: bool
+
+
+class Sizes(NamedTuple):
+    """Of the attention, see [`LieRotaryEmbedding`]."""
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    axes: int
+    layers: int
+
+
+class Reader(NamedTuple):
+    """
+    One way to call a module.
+
+    Attributes:
+        steps: Positions on one axis that it takes, ascending.
+        read: (N, A) positions → [`Table`].
+    """
+
+    steps: list[float]
+    read: Callable[[torch.Tensor], Table]
+
+
+class NotARotation(ValueError):
+    """The reason why a module that can be called does not rotate by angles Σ_a p_a ω_a."""
+
+
+@torch.no_grad()
+def find_planes(module: Callable, sizes: Sizes, pairing: Pairing) -> FoundPlanes:
+    """
+    See [`LieRotaryEmbedding.like`].
+
+    Raises:
+        ValueError: if the module cannot be called, or does not rotate pairs of channels by Σ_a p_a ω_a.
+    """
+    if isinstance(module, nn.Module):
+        # Neither its state nor its caches change, and nothing is drawn.
+        module = copy.deepcopy(module).eval()
+    reason = None
+    for reader in _propose_readers(module, sizes, pairing):
+        try:
+            return _measure(reader, sizes)
+        except NotARotation as error:
+            # Later ways to call it may take rotated states for a table.
+            reason = reason or str(error)
+        except Exception:
+            # Another way to call it may succeed; any error is possible in somebody's own code.
+            continue
+    name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
+    raise ValueError(
+        f"The rotations of {name} with head_dim={sizes.head_dim} and {sizes.axes} axes were not found: "
+        f"{reason or 'it could not be called'}. "
+        "Accepted are (query, key, positions), (states, positions), (positions) and timm's get_embed; pass a function "
+        "of the first kind around others, or frequencies and pairing."
+    )
+
+
+def _measure(reader: Reader, sizes: Sizes) -> FoundPlanes:
+    """
+    Raises:
+        NotARotation: if its angles are not Σ_a p_a ω_a.
+    """
+    steps = torch.tensor(reader.steps)  # (T,)
+    along = [torch.eye(sizes.axes)[axis] * steps.unsqueeze(-1) for axis in range(sizes.axes)]  # (T, A) each
+    cos, sin, pairs = reader.read(torch.cat([torch.zeros(1, sizes.axes), *along]))
+    if (cos[:, :, 0] != 1).any() or sin[:, :, 0].any():
+        raise NotARotation("it does not leave states at position 0 as they are, and positions must be its coordinates")
+    found = []
+    for cos_axis, sin_axis in zip(cos[:, :, 1:].chunk(sizes.axes, 2), sin[:, :, 1:].chunk(sizes.axes, 2)):
+        angles = torch.atan2(sin_axis.double(), cos_axis.double())  # (layers, heads, T, planes)
+        frequency = angles[:, :, 0] / steps[0]
+        for step, angle in zip(steps.double(), angles.unbind(2)):
+            revolutions = ((frequency * step - angle) / (2 * math.pi)).round()
+            frequency = (angle + 2 * math.pi * revolutions) / step
+        found.append((frequency, _nearest_float32(frequency, steps, cos_axis, sin_axis)))
+    exact, rounded = (torch.stack(values) for values in zip(*found))  # (A, layers, heads, planes) each
+    positions = torch.rand(63, sizes.axes, generator=torch.Generator().manual_seed(0)) * min(16, steps[-1])
+    positions = positions.floor() if steps[0] >= 1 else positions
+    measured = reader.read(positions)[:2]  # 2 × (layers, heads, N, planes)
+    same = torch.cat([(x == y).flatten() for x, y in zip(_rounded_cos_sin(positions, rounded), measured)])
+    angles = torch.einsum("na,alhp->lhnp", positions.double(), exact)
+    tolerance = 1e-5 * max(1.0, exact.abs().max().item())
+    if any((x - y).abs().max() > tolerance for x, y in zip((angles.cos(), angles.sin()), measured)):
+        raise NotARotation("its angles are not sums of coordinates times frequencies")
+    # A processor may round differently at the end of a row.
+    is_rounded = same.float().mean().item() > 0.99
+    return FoundPlanes(rounded.double() if is_rounded else exact, pairs, is_rounded)
+
+
+def _nearest_float32(
+    frequency: torch.Tensor, steps: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """The float32 number near a frequency whose cos and sin at most steps have the measured bits."""
+    nearest = frequency.float()  # (layers, heads, planes)
+    bits = nearest.view(torch.int32)
+    candidates = torch.stack([(bits + offset).view(torch.float32) for offset in NEIGHBOURS])
+    candidates = candidates.where(nearest != 0, nearest)  # (neighbours, layers, heads, planes)
+    angles = candidates.unsqueeze(-2) * steps.unsqueeze(-1)  # (neighbours, layers, heads, T, planes)
+    same = ((angles.cos() == cos).float() + (angles.sin() == sin)).sum(-2)  # (neighbours, layers, heads, planes)
+    return candidates.gather(0, same.argmax(0, keepdim=True)).squeeze(0)
+
+
+def _rounded_cos_sin(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    products = (p[:, None] * f.unsqueeze(-2) for p, f in zip(positions.unbind(-1), frequencies))
+    angles = sum(products)  # (layers, heads, N, planes)
+    return torch.cos(angles), torch.sin(angles)
+
+
+def _propose_readers(module: Any, sizes: Sizes, pairing: Pairing) -> Iterator[Reader]:
+    if hasattr(module, "get_embed"):
+        yield _read_grid(module, sizes, pairing)
+        return
+    one_axis: list[Callable] = [lambda p: p[None, :, 0], lambda p: p[:, 0]] if sizes.axes == 1 else []
+    shapes: list[Callable] = [*one_axis, lambda p: p.unsqueeze(0), lambda p: p]
+    layouts: list[Callable] = [lambda x: x, lambda x: x.transpose(1, 2), lambda x: x[0].transpose(0, 1)]
+    styles = [(DYADIC, torch.float32), (LONG, torch.float32), (LONG, torch.int64), (SHORT, torch.int64)]
+    for (steps, dtype), shape in itertools.product(styles, shapes):
+        place = partial(_place, shape, dtype)
+        yield Reader(steps, partial(_read_positions, module, place, sizes, pairing))
+        for layout, call in itertools.product(layouts, (_call_pair, _call_one, _call_named)):
+            yield Reader(steps, partial(_read_states, _Rotate(module, call, layout, place, sizes), sizes, pairing))
+
+
+def _place(shape: Callable, dtype: torch.dtype, positions: torch.Tensor) -> torch.Tensor:
+    """(N, A) positions in the shape and type of a module's argument."""
+    return shape(positions.to(dtype))
+
+
+def _call_pair(module: Callable, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor) -> Any:
+    return module(query, key, positions)
+
+
+def _call_one(module: Callable, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor) -> Any:
+    return module(key, positions)
+
+
+def _call_named(module: Callable, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor) -> Any:
+    # torchtune.
+    return module(key, input_pos=positions)
+
+
+class _Rotate(NamedTuple):
+    """A module called with states: (N, head_dim) for every head, and (N, A) positions."""
+
+    module: Callable
+    call: Callable
+    layout: Callable
+    place: Callable
+    sizes: Sizes
+
+    def __call__(self, states: torch.Tensor, positions: torch.Tensor) -> Any:
+        """(1, H, N, head_dim) rotated states of the key heads, or whatever else the module returns."""
+        query, key = (
+            self.layout(states.expand(1, heads, *states.shape)).clone()
+            for heads in (self.sizes.heads, self.sizes.key_heads)
+        )
+        result = self.call(self.module, query, key, self.place(positions))
+        rotated = result[1] if self.call is _call_pair else result
+        if not isinstance(rotated, torch.Tensor) or rotated.shape != key.shape:
+            return result
+        return self.layout(rotated.transpose(0, 1).unsqueeze(0)) if rotated.ndim == 3 else self.layout(rotated)
+
+
+def _read_positions(
+    module: Callable, place: Callable, sizes: Sizes, pairing: Pairing, positions: torch.Tensor
+) -> Table:
+    """As [`Reader.read`], from a module that makes a table for positions alone."""
+    return _read_table(module(place(positions)), len(positions), sizes, pairing)
+
+
+def _read_states(rotate: _Rotate, sizes: Sizes, pairing: Pairing, positions: torch.Tensor) -> Table:
+    """As [`Reader.read`], from a module that rotates states, or makes a table for them."""
+    tokens, width = len(positions), sizes.head_dim
+    result = rotate(torch.zeros(tokens, width), positions)
+    if not isinstance(result, torch.Tensor) or result.shape[-2:] != (tokens, width) or result.is_complex():
+        return _read_table(result, tokens, sizes, pairing)
+    # Distinct on all axes, and whole numbers, which every module takes.
+    place = torch.arange(1.0, sizes.axes + 1).expand(width, sizes.axes)
+    columns = rotate(torch.eye(width), place)[0]  # (H, D, D): R e_c by head and c
+    others = columns.masked_fill(torch.eye(width, dtype=torch.bool), 0).abs().amax(0)  # (D, D)
+    pairs = [(c, int(others[c].argmax())) for c in range(width) if others[c].any()]
+    pairs = [(c, d) for c, d in pairs if c < d and (d, c) in pairs and others[c].count_nonzero() == 1]
+    if not pairs or 2 * len(pairs) < others.any(1).sum():
+        raise NotARotation("it does not rotate every channel with one other")
+    first, second = (list(channels) for channels in zip(*pairs))
+    states = torch.zeros(tokens, width)
+    states[:, first] = 1
+    rotated = rotate(states, positions)  # (1, H, N, D)
+    return rotated[..., first], rotated[..., second], pairs
+
+
+def _read_grid(module: Any, sizes: Sizes, pairing: Pairing) -> Reader:
+    """timm's tables of a grid, whose positions are indices of patches."""
+    known = getattr(module, "feat_shape", None) or getattr(module, "ref_feat_shape", None)
+    shape = tuple(known or [64 if sizes.axes <= 2 else 16] * sizes.axes)
+    steps = [step for step in LONG if step < min(shape)]
+
+    def read(positions: torch.Tensor) -> Table:
+        places = torch.zeros(len(positions), dtype=torch.long)
+        for size, index in zip(shape, positions.long().unbind(-1)):
+            places = places * size + index
+        return _read_table(module.get_embed(shape), math.prod(shape), sizes, pairing, places)
+
+    return Reader(steps, read)
+
+
+def _read_table(
+    result: Any, tokens: int, sizes: Sizes, pairing: Pairing, places: torch.Tensor | slice = slice(None)
+) -> Table:
+    """
+    As [`Reader.read`], from cos and sin, in any order or after each other, complex numbers or angles.
+
+    Args:
+        tokens: Number of tokens in the table. The first is at position 0, unless cos comes first.
+        places: Those to return.
+    """
+    is_complex = isinstance(result, torch.Tensor) and result.is_complex()
+    if is_complex:
+        cos, sin = result.real, result.imag
+    elif not isinstance(result, torch.Tensor):
+        cos, sin = result
+        cos, sin = (sin, cos) if cos.reshape(-1)[0] == 0 else (cos, sin)
+    elif result.shape[-1] == 2 * sizes.head_dim:
+        # timm.
+        sin, cos = result.chunk(2, dim=-1)
+    else:
+        cos, sin = result.cos(), result.sin()
+    cos, sin = (_arrange(x, tokens, sizes)[:, :, places] for x in (cos, sin))  # (layers, heads, N, D or D/2) each
+    if 2 * cos.shape[-1] != sizes.head_dim:
+        pairs = _pair_equal_columns(torch.cat([cos, sin], dim=-2).flatten(0, 2), pairing)
+        first = [channel for channel, _ in pairs]
+        return cos[..., first], sin[..., first], pairs
+    if pairing is None and not is_complex:
+        raise NotARotation("cos and sin of half the channels do not show which two a plane has, pass pairing")
+    return cos, sin, channel_pairs(pairing or "adjacent", sizes.head_dim, cos.shape[-1])
+
+
+def _arrange(values: torch.Tensor, tokens: int, sizes: Sizes) -> torch.Tensor:
+    """Cos or sin of some shape → (layers or 1, heads or 1, N, channels), float32."""
+    values = values.squeeze().float().cpu()
+    if values.ndim == 3 and values.shape[0] == tokens:
+        values = values.transpose(0, 1)
+    if values.shape[-2] != tokens or values.shape[-1] > sizes.head_dim:
+        raise NotARotation(f"its cos and sin have the shape {tuple(values.shape)}, for {tokens} tokens")
+    while values.ndim < 4:
+        values = values.unsqueeze(1 if values.ndim == 3 and values.shape[0] != sizes.key_heads else 0)
+    if values.shape[0] not in (1, sizes.layers) or values.shape[1] not in (1, sizes.key_heads):
+        raise NotARotation(
+            f"it rotates {values.shape[0]} layers of {values.shape[1]} heads, but num_layers={sizes.layers} and "
+            f"num_key_value_heads={sizes.key_heads}"
+        )
+    return values
+
+
+def _pair_equal_columns(table: torch.Tensor, pairing: Pairing) -> list[tuple[int, int]]:
+    """The channels of every plane, from a (rows, channels) table in which both have the same values."""
+    width = table.shape[-1]
+    _, group, counts = table.unique(dim=1, return_inverse=True, return_counts=True)  # (channels,), (groups,)
+    if pairing is None and (counts == 2).all():
+        channels = group.argsort(stable=True).view(-1, 2).tolist()
+        return sorted((first, second) for first, second in channels)
+    # Planes of equal frequencies.
+    fitting = []
+    for name in ("adjacent", "halves") if pairing is None else (pairing,):
+        pairs = channel_pairs(name, width, width // 2 if isinstance(name, str) else None)
+        if all(torch.equal(table[:, first], table[:, second]) for first, second in pairs):
+            fitting.append(pairs)
+    if len(fitting) != 1:
+        raise NotARotation("which two channels a plane has does not follow from its cos and sin, pass pairing")
+    return fitting[0]

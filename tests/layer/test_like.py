@@ -1,0 +1,300 @@
+"""The layer started at rotations of other implementations: found by calling these, and given as frequencies."""
+
+import math
+
+import pytest
+import torch
+from timm.layers import RotaryEmbeddingCat, RotaryEmbeddingMixed, apply_rot_embed_cat
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from hf_liere import LieRotaryEmbedding, grid_positions, reference
+
+
+HEADS, HEAD_DIM, TOKENS = 4, 48, 33
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def rotate_half(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def rotate_adjacent(x):
+    return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+
+
+class TableInAttention(nn.Module):
+    """Called with values and positions, as Chronos-2's; returns cos and sin of halves."""
+
+    def __init__(self, dim=HEAD_DIM):
+        super().__init__()
+        self.register_buffer("inv_freq", 10_000 ** -(torch.arange(0, dim, 2).float() / dim), persistent=False)
+
+    def forward(self, values, position_ids):
+        angles = position_ids[:, :, None].float() * self.inv_freq
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos().to(values.dtype), angles.sin().to(values.dtype)
+
+    def rotate(self, states, positions):
+        cos, sin = (table.unsqueeze(1) for table in self(states, positions[..., 0]))
+        return states * cos + rotate_half(states) * sin
+
+
+class PointRope(nn.Module):
+    """Called with queries, keys and points, as Utonia's: a third of the channels for each axis, halves in each."""
+
+    def forward(self, query, key, points):
+        return self.rotate(query, points), self.rotate(key, points)
+
+    def rotate(self, states, positions):
+        thirds = []
+        for axis, x in enumerate(states.chunk(3, dim=-1)):
+            frequencies = 100 ** -(torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])
+            angles = (positions[..., axis, None] * frequencies).unsqueeze(-3).repeat(1, 1, 1, 2)
+            thirds.append(x * angles.cos() + rotate_half(x) * angles.sin())
+        return torch.cat(thirds, dim=-1)
+
+
+class Lookup(nn.Module):
+    """A table of whole positions up to 100 for (batch, tokens, heads, channels), named as torchtune's argument."""
+
+    def __init__(self):
+        super().__init__()
+        angles = torch.arange(100.0)[:, None] * 100 ** -(torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
+        self.register_buffer("cos_sin", torch.stack([angles.cos(), angles.sin()]).repeat_interleave(2, -1))
+
+    def forward(self, states, *, input_pos):
+        cos, sin = self.cos_sin[:, input_pos].unsqueeze(-2)
+        return states * cos + rotate_adjacent(states) * sin
+
+    def rotate(self, states, positions):
+        return self(states.transpose(1, 2), input_pos=positions[..., 0].long()).transpose(1, 2)
+
+
+class Partial(nn.Module):
+    """Called with states and positions; rotates ten channels of each head."""
+
+    def forward(self, states, positions):
+        angles = (positions[..., 0, None] * torch.logspace(0, -2, 5)).unsqueeze(1).repeat(1, 1, 1, 2)
+        rotated, others = states[..., :10], states[..., 10:]
+        return torch.cat([rotated * angles.cos() + rotate_half(rotated) * angles.sin(), others], dim=-1)
+
+    rotate = forward
+
+
+# (module, its axes)
+MODULES = [(TableInAttention, 1), (PointRope, 3), (Lookup, 1), (Partial, 1)]
+
+
+def inputs(axes):
+    """Queries, keys of half as many heads, and whole positions, which tables need."""
+    query, key = torch.randn(2, HEADS, TOKENS, HEAD_DIM), torch.randn(2, HEADS // 2, TOKENS, HEAD_DIM)
+    return query, key, torch.randint(100, (2, TOKENS, axes)).float()
+
+
+@pytest.mark.parametrize("module, axes", MODULES)
+def test_planes_start_with_the_same_bits(module, axes):
+    module = module()
+    query, key, positions = inputs(axes)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    rotary = LieRotaryEmbedding.like(module, HEADS, HEAD_DIM, axes, num_key_value_heads=HEADS // 2)
+    for rotated, states in zip(rotary(query, key, positions), (query, key)):
+        assert torch.equal(rotated, module.rotate(states, positions))
+        assert torch.equal(rotary.rotate(states, positions), rotated)
+        assert not torch.equal(rotated, states)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
+
+
+@pytest.mark.parametrize(
+    "encoding, block_size", [("liere", 8), ("comrope_ld", 4), ("comrope_ap", 8), ("cayley_string", None), ("liere", 2)]
+)
+@pytest.mark.parametrize("module, axes", MODULES[:2])
+def test_blocks_start_within_rounding_and_learn(module, axes, encoding, block_size):
+    module = module()
+    query, key, positions = inputs(axes)
+    rotary = LieRotaryEmbedding.like(
+        module, HEADS, HEAD_DIM, axes, encoding, block_size, num_key_value_heads=HEADS // 2
+    )
+    rotated = rotary(query, key, positions)
+    for found, states in zip(rotated, (query, key)):
+        # The module rounds angles up to 100 to float32.
+        torch.testing.assert_close(found, module.rotate(states, positions), atol=5e-5, rtol=0)
+    sum((x * torch.randn_like(x)).sum() for x in rotated).backward()
+    for name, parameter in rotary.named_parameters():
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"ref_feat_shape": [6, 9]}, {"feat_shape": [6, 9]}, {"grid_indexing": "xy"}])
+def test_tables_of_timm(half, fields):
+    rope = RotaryEmbeddingCat(HEAD_DIM, in_pixels=False, rotate_half=half, **fields)
+    rotary = LieRotaryEmbedding.like(rope, HEADS, HEAD_DIM, 2)
+    states = torch.randn(2, HEADS, 54, HEAD_DIM)
+    expected = apply_rot_embed_cat(states, rope.get_embed((6, 9)), half=half)
+    assert torch.equal(rotary.rotate(states, grid_positions((6, 9), "index")), expected)
+
+
+def test_the_mixed_table_of_timm():
+    """Frequencies of both axes in every plane, other ones for every head and layer."""
+    rope = RotaryEmbeddingMixed(HEADS * HEAD_DIM, depth=2, num_heads=HEADS)
+    rotary = LieRotaryEmbedding.like(rope, HEADS, HEAD_DIM, 2, num_layers=2)
+    states, positions = torch.randn(2, HEADS, 54, HEAD_DIM), grid_positions((6, 9), "index")
+    for layer, table in enumerate(rope.get_embed((6, 9))):
+        assert torch.equal(rotary.rotate(states, positions, layer=layer), apply_rot_embed_cat(states, table))
+    # timm has columns first here.
+    assert torch.equal(rotary.encoding.generators[..., 0], rope.freqs.flip(0))
+
+
+def test_a_module_of_transformers():
+    rope = LlamaRotaryEmbedding(LlamaConfig(hidden_size=HEADS * HEAD_DIM, num_attention_heads=HEADS))
+    query, key, positions = inputs(1)
+    rotary = LieRotaryEmbedding.like(rope, HEADS, HEAD_DIM, 1, num_key_value_heads=HEADS // 2)
+    expected = apply_rotary_pos_emb(query, key, *rope(query, positions[..., 0]))
+    assert all(map(torch.equal, rotary(query, key, positions), expected))
+
+
+def flux_table(ids):
+    """diffusers: float64 angles on three axes with 8, 20 and 20 channels, in adjacent channels."""
+    dims = (8, 20, 20)
+    frequencies = [10_000 ** -(torch.arange(0, dim, 2).double() / dim) for dim in dims]
+    angles = torch.cat([torch.outer(ids[:, axis].double(), f) for axis, f in enumerate(frequencies)], dim=-1)
+    angles = angles.repeat_interleave(2, dim=-1)
+    return angles.cos().float(), angles.sin().float()
+
+
+def complex_table(positions):
+    angles = torch.outer(positions.squeeze(-1), torch.logspace(0, -3, HEAD_DIM // 2))
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def test_a_table_in_float64_and_one_of_complex_numbers():
+    states, ids = torch.randn(2, HEADS, TOKENS, HEAD_DIM), torch.randint(60, (TOKENS, 3)).float()
+    cos, sin = flux_table(ids)
+    rotated = LieRotaryEmbedding.like(flux_table, HEADS, HEAD_DIM, 3).rotate(states, ids)
+    # Frequencies are rounded to float32: 60 · 6e-8, and norms of states are near seven.
+    torch.testing.assert_close(rotated, states * cos + rotate_adjacent(states) * sin, atol=2e-5, rtol=0)
+    rotated = LieRotaryEmbedding.like(complex_table, HEADS, HEAD_DIM, 1).rotate(states, ids[:, :1])
+    expected = torch.view_as_complex(states.unflatten(-1, (-1, 2))) * complex_table(ids[:, :1])
+    torch.testing.assert_close(rotated, torch.view_as_real(expected).flatten(-2), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "module, fields, message",
+    [
+        (lambda x, p: Partial()(x, p.log1p()), {}, "angles are not sums of coordinates times frequencies"),
+        (lambda x, p: Partial()(x, p + 1), {}, "does not leave states at position 0 as they are"),
+        (lambda x, p: 2 * x, {}, "does not rotate every channel with one other"),
+        (lambda p: (torch.ones(len(p), 24), torch.zeros(len(p), 24)), {}, "half the channels do not show.*pairing"),
+        (lambda: None, {}, "could not be called. Accepted are .query, key, positions"),
+        (RotaryEmbeddingCat(HEAD_DIM), {"num_axes": 2}, "does not leave states at position 0"),
+        (RotaryEmbeddingMixed(192, 3, 4), {"num_axes": 2}, "rotates 3 layers of 4 heads, but num_layers=1"),
+        (PointRope(), {"num_axes": 3, "position_encoding": "axial_rope"}, "it learns nothing; accepted: rope_mixed"),
+        (PointRope(), {"num_axes": 3, "rotary_init": "normal"}, "rotary_init would do nothing with frequencies"),
+        (Partial(), {"position_encoding": "liere", "block_size": 4}, "does not divide the 10 rotated channels"),
+    ],
+)
+def test_other_modules_are_refused(module, fields, message):
+    with pytest.raises(ValueError, match=message):
+        LieRotaryEmbedding.like(module, HEADS, HEAD_DIM, **{"num_axes": 1, **fields})
+
+
+PAIRINGS = {
+    "adjacent": [(2 * i, 2 * i + 1) for i in range(HEAD_DIM // 2)],
+    "halves": [(i, i + HEAD_DIM // 2) for i in range(HEAD_DIM // 2)],
+    # Every other plane backwards, the last eight channels never.
+    "some": [(39 - i, i) if i % 2 else (i, 39 - i) for i in range(20)],
+}
+
+
+@pytest.mark.parametrize("encoding, block_size", [("rope_mixed", 2), ("liere", 4), ("cayley_string", None)])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_frequencies_of_every_layer_head_and_axis(pairing, encoding, block_size):
+    pairs = PAIRINGS[pairing]
+    frequencies = torch.randn(2, 3, HEADS // 2, len(pairs), dtype=torch.float64)
+    rotary = LieRotaryEmbedding(
+        HEADS,
+        HEAD_DIM,
+        2,
+        encoding,
+        block_size,
+        num_key_value_heads=HEADS // 2,
+        num_layers=3,
+        frequencies=frequencies,
+        pairing=pairs if pairing == "some" else pairing,
+    )
+    query, key, positions = inputs(2)
+    generators = torch.zeros(2, HEADS // 2, HEAD_DIM, HEAD_DIM, dtype=torch.float64)
+    for plane, (first, second) in enumerate(pairs):
+        generators[..., second, first] = frequencies[:, 1, :, plane]
+        generators[..., first, second] = -frequencies[:, 1, :, plane]
+    matrices = torch.stack([reference.rotations(generators, sample) for sample in positions])  # (B, H, N, D, D)
+    rotated = rotary(query, key, positions, layer=1)
+    # Frequencies are rounded to float32: 100 · 3 · 6e-8 for the largest.
+    torch.testing.assert_close(rotated[1].double(), reference.rotate(key, matrices), atol=2e-4, rtol=0)
+    matrices = matrices.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(rotated[0].double(), reference.rotate(query, matrices), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("encoding", ["rope_mixed", "comrope_ld", "cayley_string"])
+def test_the_order_of_channels_folds(encoding):
+    rotary = LieRotaryEmbedding.like(PointRope(), HEADS, HEAD_DIM, 3, encoding, num_key_value_heads=HEADS // 2).eval()
+    with torch.no_grad():
+        for parameter in rotary.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    q_proj, k_proj = nn.Linear(32, HEADS * HEAD_DIM), nn.Linear(32, HEADS // 2 * HEAD_DIM)
+    x, positions = torch.randn(2, TOKENS, 32), torch.randn(TOKENS, 3)
+
+    def scores():
+        query, key = (layer(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for layer in (q_proj, k_proj))
+        query, key = rotary(query, key, positions)
+        return query @ key.repeat_interleave(2, dim=1).mT
+
+    before = scores()
+    rotary.fold(q_proj, k_proj)
+    assert rotary.order is None
+    # Sums of 48 products of numbers near one.
+    torch.testing.assert_close(scores(), before, atol=2e-5, rtol=0)
+
+
+def test_periodic_axes_wrap_around():
+    """Headings in radians with whole frequencies, beside a distance with any: kept, also in a basis that learns."""
+    planes = HEAD_DIM // 2
+    frequencies = torch.zeros(2, planes)
+    frequencies[0, :12] = torch.arange(1, 13)
+    frequencies[1, 12:] = torch.logspace(0, -3, 12)
+    rotary = LieRotaryEmbedding(HEADS, HEAD_DIM, 2, "cayley_string", frequencies=frequencies)
+    rotary.encoding.generators.requires_grad_(False)
+    with torch.no_grad():
+        rotary.encoding.skew.normal_()
+    states, positions = torch.randn(1, HEADS, TOKENS, HEAD_DIM), torch.randn(TOKENS, 2, dtype=torch.float64)
+    turned = positions + torch.tensor([2 * math.pi * 5, 0], dtype=torch.float64)
+    # Angles are float64; their cos and sin, float32.
+    torch.testing.assert_close(rotary.rotate(states, turned), rotary.rotate(states, positions), atol=2e-6, rtol=0)
+    moved = positions + torch.tensor([0, 2 * math.pi * 5], dtype=torch.float64)
+    assert (rotary.rotate(states, moved) - rotary.rotate(states, positions)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"frequencies": torch.ones(3, 24)}, r"frequencies of shape \(3, 24\).*\(2, 1, 4, 24\) here"),
+        ({"frequencies": torch.ones(2, 3, 24)}, r"frequencies of shape \(2, 3, 24\)"),
+        ({"frequencies": torch.full((2, 24), math.nan)}, "must be finite"),
+        ({"frequencies": torch.ones(2, 25)}, "pairing of 25 planes.*must name channels from 0 to 47"),
+        ({"frequencies": torch.ones(2, 4), "pairing": [(0, 1)]}, "of 4 planes, and pairing names the channels of 1"),
+        ({"pairing": "neighbours"}, "pairing='neighbours': accepted are adjacent, halves"),
+        ({"pairing": [(0, 1), (1, 2)]}, "each once at most"),
+        ({"frequencies": torch.rand(2, 24), "position_encoding": "comrope_ld"}, "cannot start with these frequencies"),
+        ({"frequencies": torch.ones(2, 24), "position_encoding": "circulant_string"}, "Fourier basis"),
+        ({"round_angles": True, "position_encoding": "liere"}, "round_angles=True is for planes.*accepted: rope_mixed"),
+    ],
+)
+def test_frequencies_and_pairs_that_do_not_fit(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LieRotaryEmbedding(HEADS, HEAD_DIM, **{"num_axes": 2, "position_encoding": "rope_mixed", **fields})
