@@ -18,6 +18,7 @@ from ..models.patched.modeling_patched import (
 )
 from ..models.patched.rotary_patch import RotaryPatchConfig, plan
 from ..models.patched.tower_patch import patched_towers
+from .plain_rope import PlainRope
 
 
 def patch(model: nn.Module, config: RotaryPatchConfig) -> nn.Module:
@@ -92,18 +93,28 @@ def attach_plans(model: nn.Module, plans: list, encodings: list[nn.Module] | Non
     return model
 
 
-def unpatch(model: nn.Module) -> nn.Module:
+def unpatch(model: nn.Module, keep_frequencies: bool = False) -> nn.Module:
     """
     Remove the rotations in place; this restores the class of the original model and keeps the current weights.
+
+    Args:
+        keep_frequencies: Write learned frequencies (`rope_mixed` with `rotary_init="pretrained"`) to `rope_parameters`
+            of the configuration, as `longrope` with a factor for every frequency: a plain model, which computes the
+            same up to rounding and needs this package no more. All layers of a kind must have the same frequencies, as
+            with `share_layers=True`.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: if the model is not patched.
+        ValueError: if the model is not patched, or `rope_parameters` cannot describe its frequencies, with the reason.
+            Then nothing is changed.
     """
-    require_patched(model)
+    towers = require_patched(model)
+    plain = [PlainRope(name, tower) for name, tower in towers] if keep_frequencies else []
     unpatch_in_place(model)
+    for rope in plain:
+        rope.attach()
     return model
 
 
