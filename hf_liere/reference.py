@@ -27,7 +27,7 @@ def generators(
     learned = {name: values.detach().double().cpu() for name, values in parameters.items()}
     size, axes, encoding = config.block_size, torch.arange(num_axes), config.position_encoding
     if encoding == "axial_rope":
-        frequencies = [axial_frequencies(config, num_axes, axis) for axis in range(num_axes)]
+        frequencies = [axial_frequencies(config, num_axes, axis, head) for axis in range(num_axes)]
         entries = torch.stack(frequencies).view(num_axes, 1, 1, -1, 1)  # (A, 1, 1, blocks, 1)
     elif encoding == "golden_gate_rope":
         entries = fixed_scale(config) * golden_gate_frequencies(config, num_axes)[:, None, :, :, None]
@@ -79,8 +79,12 @@ def fixed_scale(config: Any) -> float:
     return 1.0 if config.rotary_init_scale is None else config.rotary_init_scale
 
 
-def axial_frequencies(config: Any, num_axes: int, axis: int) -> torch.Tensor:
+def axial_frequencies(config: Any, num_axes: int, axis: int, head: int) -> torch.Tensor:
     """Frequencies of all planes of a head for one axis (VisionLLaMA), zero for planes of other axes."""
+    if config.axial_layout == "heads":
+        ranks = torch.arange(config.head_dim // 2, dtype=torch.float64)
+        serves = head * num_axes // config.num_attention_heads == axis
+        return serves * fixed_scale(config) * config.rope_theta ** -(ranks / len(ranks))
     count, scale = config.head_dim // (2 * num_axes), fixed_scale(config)
     frequencies = torch.zeros(num_axes * count, dtype=torch.float64)
     for rank in range(count):

@@ -297,10 +297,15 @@ def _axial_obstacle(config) -> str | None:
     traits, encoding, head_dim, axes = rotary_traits(config), config.position_encoding, config.head_dim, config.num_axes
     if AXIAL not in traits.rotary_inits:
         return f"{encoding} cannot contain axial_rope: {traits.pretrained}"
-    count = head_dim // (2 * axes)
+    if obstacle := heads_obstacle(config):
+        return obstacle
+    whole_heads = config.axial_layout == "heads"
+    count = head_dim // (2 if whole_heads else 2 * axes)
     if not count:
         return f"head_dim={head_dim} is too small for axial_rope, which needs a plane for each of {axes} axes"
     served = [axis_of_plane(plane, count, axes, config.axial_layout) for plane in range(axes * count)]
+    # Every axis has heads in which it is the only one.
+    served = [0] * count if whole_heads else served
     reason = _block_obstacle(traits, config.block_size, head_dim, axes, served)
     if reason is None:
         return None
@@ -310,6 +315,19 @@ def _axial_obstacle(config) -> str | None:
         f"{encoding} with block_size={config.block_size} cannot contain axial_rope with head_dim={head_dim}, {axes} "
         f"axes and axial_layout={config.axial_layout!r}: {reason}; accepted here: "
         f"{f'block_size in {fitting}' if fitting else 'no block_size'}"
+    )
+
+
+def heads_obstacle(config) -> str | None:
+    """Why heads cannot serve one axis each, where `axial_layout` says so."""
+    heads, axes = config.num_attention_heads, config.num_axes
+    if config.axial_layout != "heads" or (
+        heads >= axes and not config.share_heads and config.axial_spectrum != "shared"
+    ):
+        return None
+    return (
+        f"axial_layout='heads' needs a head for each of {axes} axes, share_heads=False and axial_spectrum='full'; here "
+        f"are {heads} heads, share_heads={config.share_heads} and axial_spectrum={config.axial_spectrum!r}"
     )
 
 

@@ -26,7 +26,8 @@ class AxialRoPE(RotaryEncoding):
     and plane i rotates with s θ^(−i/q); remaining channels are not rotated. The scale s is `rotary_init_scale`, 1 by
     default.
 
-    `axial_layout` puts all planes of the first axis first (`"blocks"`) or the axes in turn (`"interleaved"`). With
+    `axial_layout` puts all planes of the first axis first (`"blocks"`) or the axes in turn (`"interleaved"`); with
+    `"heads"`, head h of H serves axis ⌊hA/H⌋ alone, with q = ⌊head_dim / 2⌋ (MHRoPE, arXiv 2510.23095). With
     `axial_spectrum="shared"`, plane j of the head rotates with s θ^(−j/Aq) on any axis: in blocks, every axis has its
     band of frequencies (Qwen2-VL's chunks); interleaved, every A-th frequency (Qwen3-VL). Those models also give axes
     different numbers of planes, which is not supported here.
@@ -34,11 +35,12 @@ class AxialRoPE(RotaryEncoding):
 
     def __init__(self, config, num_axes: int):
         super().__init__(config, num_axes)
-        self.layers = self.heads = 1
+        self.layers = 1
+        self.heads = config.num_attention_heads if config.axial_layout == "heads" else 1
 
     def entries(self, device: torch.device) -> torch.Tensor:
-        frequencies = fixed_scale(self.config) * axial_frequencies(self.config, self.num_axes, device)  # (A, planes)
-        return frequencies.view(self.num_axes, 1, 1, -1, 1)
+        frequencies = fixed_scale(self.config) * axial_frequencies(self.config, self.num_axes, device)
+        return frequencies[:, None, :, :, None]  # (A, 1, heads or 1, planes, 1)
 
 
 class GoldenGateRoPE(RotaryEncoding):

@@ -14,6 +14,7 @@ from .encoding_traits import (
     SPINS,
     accepted_inits,
     default_rope_theta,
+    heads_obstacle,
     needs_exponential,
     own_fields,
     rotary_traits,
@@ -87,23 +88,21 @@ class RotaryFields:
             `axial_rope` in place: `rope_mixed`, `cayley_string`, `liere_product` and `liere` with an even block_size,
             `comrope_ld` if every block rotates planes of one axis, `comrope_ap` if these blocks also serve the axes in
             turn; `"so3"` (for `liere` on tokens whose positions are orientations, see `spins`). Bases of
-            `cayley_string` and `liere_product` start at the identity. `None` means the choice of the papers: `uniform`
-            for `liere`, `frequencies` for `rope_mixed`, `normal` for ComRoPE (from its code; the paper states none),
-            `frequencies` for STRING (whose choice we do not know), `spherical_rope` and `liere_product`.
-        rotary_init_scale (`float`, *optional*): Scale of `rotary_init`;
-            `None` means 2π for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1. The
-            fixed frequencies of `axial_rope` and `golden_gate_rope` are multiplied by it (`None` means 1).
+            `cayley_string` and `liere_product` start at the identity. `None` means `uniform` for `liere`, `normal` for
+            ComRoPE (from its code; the paper states none), else `frequencies` (we do not know STRING's choice).
+        rotary_init_scale (`float`, *optional*):
+            Scale of `rotary_init`, or of the fixed frequencies of `axial_rope` and `golden_gate_rope`. `None` means 2π
+            for `uniform`, √2 for `normal` (the entries of P − Pᵀ, P standard normal), else 1.
         rope_theta (`float`, *optional*):
             Base of the geometric spectrum of `axial_rope`, `spherical_rope` and `rotary_init="axial"` (`None` means
             100) and of `rotary_init="frequencies"` of the others (`None` means 10), as in RoPE-ViT.
         min_frequency, max_frequency (`float`, *optional*):
             The band of frequencies, in radians per unit of the coordinate, of `golden_gate_rope` and
             `rotary_init="golden_gate"`; `None` means 0.1 and 1.
-        unrotated_share (`float`, *optional*):
-            Share of the planes that do not rotate in that spectrum; `None` means 0.
+        unrotated_share (`float`, *optional*): Share of planes that do not rotate in that spectrum; `None` means 0.
         axial_layout (`str`, *optional*):
-            Order of the planes of `axial_rope` and `rotary_init="axial"`: axis after axis (`"blocks"`, the default) or
-            the axes in turn (`"interleaved"`, as in Qwen3-VL).
+            Order of the planes of `axial_rope` and `rotary_init="axial"`: axis after axis (`"blocks"`, the default), in
+            turn (`"interleaved"`, as in Qwen3-VL), or whole heads for every axis (`"heads"`, MHRoPE).
         axial_spectrum (`str`, *optional*):
             Whether every axis of `axial_rope` has a whole spectrum (`"full"`, the default) or all planes of a head
             share one (`"shared"`): an axis then has a band of it in `"blocks"` (Qwen2-VL) and every A-th frequency
@@ -117,9 +116,8 @@ class RotaryFields:
             one p⁻¹q, and attention does not change when the world is turned, p → g·p. Training moves the generators,
             and mixes the spins of a block, unless `requires_grad_(False)` keeps them.
         relative_axis (`int`, *optional*):
-            The axis r whose factor comes first in a product, `spherical_rope` or `liere_product`; the axes r + 1, …,
-            A − 1, 0, …, r − 1 follow. Along this axis attention depends on differences alone. `None` means 0, the rows
-            of images, the frames of videos.
+            The axis r whose factor comes first in a product, `spherical_rope` or `liere_product`, before r + 1, …,
+            A − 1, 0, …, r − 1. Along it attention depends on differences alone. `None` means 0: rows, or frames.
     """
 
     position_encoding: EncodingName = "liere"
@@ -132,7 +130,7 @@ class RotaryFields:
     min_frequency: float | int | None = None
     max_frequency: float | int | None = None
     unrotated_share: float | int | None = None
-    axial_layout: Literal["blocks", "interleaved"] | None = None
+    axial_layout: Literal["blocks", "interleaved", "heads"] | None = None
     axial_spectrum: Literal["full", "shared"] | None = None
     spins: list[int] | None = None
     relative_axis: int | None = None
@@ -222,8 +220,7 @@ class EncodingConfig(RotaryFields):
     Args:
         num_axes: Number A of axes of a position.
         num_hidden_layers, num_attention_heads, head_dim: Sizes of the attention whose keys are rotated.
-        folded_grids: See [`LieREConfig`].
-        round_angles: See [`LieRotaryEmbedding`].
+        folded_grids, round_angles: See [`LieREConfig`] and [`LieRotaryEmbedding`].
 
     Raises:
         `huggingface_hub.errors.StrictDataclassError`: if a field has the wrong type or the fields do not fit together.
@@ -317,6 +314,8 @@ def _check_rotary_init(config) -> None:
     accepted = accepted_inits(config)
     if name == "so3":
         _check_so3(config, accepted)
+    if name is None and (obstacle := heads_obstacle(config)):
+        raise ValueError(f"{obstacle}.")
     if name is None or name in accepted:
         return
     if not accepted:

@@ -56,16 +56,24 @@ def golden_gate_frequencies(config, num_axes: int, layers: int, heads: int, plan
 
 def axial_frequencies(config, num_axes: int, device: torch.device) -> torch.Tensor:
     """
-    (A, A·q) frequencies of `axial_rope` without scale, in the working dtype: plane i of the q of an axis rotates with
-    θ^(−i/q) (RoPE-ViT §3.1), in the order of `axial_layout`, see [`encodings.AxialRoPE`].
+    (A, heads, planes) frequencies of `axial_rope` without scale, in the working dtype, with one head where all are
+    alike: plane i of the q of an axis rotates with θ^(−i/q) (RoPE-ViT §3.1), in the order of `axial_layout`, see
+    [`encodings.AxialRoPE`].
     """
+    real, axes = (
+        {"device": device, "dtype": working_dtype(device)},
+        torch.arange(num_axes, device=device).view(-1, 1, 1),
+    )
+    if config.axial_layout == "heads":
+        count, heads = config.head_dim // 2, config.num_attention_heads
+        served = torch.arange(heads, device=device).unsqueeze(-1) * num_axes // heads  # (heads, 1)
+        return config.rope_theta ** -(torch.arange(count, **real) / count) * (served == axes)
     count = config.head_dim // (2 * num_axes)
-    plane = torch.arange(num_axes * count, device=device, dtype=working_dtype(device))  # (planes,)
+    plane = torch.arange(num_axes * count, **real)  # (planes,)
     axis = axis_of_plane(plane, count, num_axes, config.axial_layout)  # (planes,)
     rank = plane // num_axes if config.axial_layout == "interleaved" else plane % count
     exponents = rank / count if config.axial_spectrum == "full" else plane / (num_axes * count)
-    serves = axis == torch.arange(num_axes, device=device).unsqueeze(-1)  # (A, planes)
-    return config.rope_theta**-exponents * serves
+    return config.rope_theta**-exponents * (axis == axes)
 
 
 def axial_start(config, num_axes: int, layers: int, heads: int, planes: int) -> torch.Tensor:
@@ -78,12 +86,12 @@ def axial_start(config, num_axes: int, layers: int, heads: int, planes: int) -> 
     Returns:
         (A, layers, heads, planes) in float64 on the CPU.
     """
-    frequencies = axial_frequencies(config, num_axes, torch.device("cpu"))  # (A, A·q)
+    frequencies = axial_frequencies(config, num_axes, torch.device("cpu"))  # (A, heads or 1, planes)
     train_grid = getattr(config, "train_grid", None)
     if train_grid is not None:
-        frequencies = frequencies / frequencies.new_tensor(grid_steps(train_grid, config.coordinates)).unsqueeze(-1)
-    padded = nn.functional.pad(frequencies, (0, planes - frequencies.shape[-1]))  # (A, planes)
-    return padded[:, None, None].expand(num_axes, layers, heads, planes)
+        frequencies = frequencies / frequencies.new_tensor(grid_steps(train_grid, config.coordinates)).view(-1, 1, 1)
+    padded = nn.functional.pad(frequencies, (0, planes - frequencies.shape[-1]))  # (A, heads or 1, planes)
+    return padded.unsqueeze(1).expand(num_axes, layers, heads, planes)
 
 
 # Values of `rotary_init` that give every plane a frequency: (A, layers, heads, planes) from config and these numbers.

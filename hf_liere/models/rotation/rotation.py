@@ -104,7 +104,7 @@ class PlaneRotation(NamedTuple):
         inner = None if self.inner is None else self.inner.flip(0).transpose(-1, -2)
         phases = None if self.phases is None else -self.phases
         cos_sin = backwards[0] if len(backwards) == 1 else torch.cat(backwards, dim=3)
-        return PlaneRotation(cos_sin, self.final_basis(), self.generators, phases, inner)
+        return type(self)(cos_sin, self.final_basis(), self.generators, phases, inner)
 
     def to(self, *args, **kwargs) -> "PlaneRotation":
         """A copy whose tensors are converted by `torch.Tensor.to`."""
