@@ -237,7 +237,7 @@ class LieRotaryEmbedding(nn.Module):
     ) -> torch.Tensor:
         """
         R(p)ᵀ x: what attention returns for values that [`rotate`] rotated, in the frame of each query's token. Token i
-        then receives Σⱼ wᵢⱼ R(pᵢ)ᵀR(pⱼ) vⱼ (GTA, Miyato et al., ICLR 2024, eq. 6).
+        then receives Σⱼ wᵢⱼ R(pᵢ)ᵀR(pⱼ) vⱼ (GTA, Miyato et al., ICLR 2024, eqs. 4–6).
 
         Args:
             output: (B, num_heads, N, head_dim).

@@ -43,8 +43,8 @@ class LieREConfig(RotaryFields, SavesItsCode, PreTrainedConfig):
             in `centred_grid` it is 0.
         rotate_values (`bool`, defaults to `False`):
             Whether attention also rotates values, and its outputs back: token i receives R(pᵢ)ᵀ Σⱼ wᵢⱼ R(pⱼ) vⱼ, as in
-            GTA (Miyato et al., ICLR 2024, eq. 6). Where R(p)ᵀR(q) is relative, what a token receives is so too, in the
-            frame of that token. Class and register tokens that are not rotated receive values in the common frame.
+            GTA (Miyato et al., ICLR 2024, eqs. 4–6). Where R(p)ᵀR(q) is relative, what a token receives is so too, in
+            the frame of that token. Class and register tokens that are not rotated receive values in the common frame.
         use_class_token (`bool`, defaults to `True`): Whether a class token precedes the patches.
         num_register_tokens (`int`, defaults to 0): Number of register tokens, placed after the class token.
         pooling (`str`, defaults to `"cls"`):

@@ -41,7 +41,7 @@ def eager_attention_forward(
 class LieREAttention(nn.Module):
     """
     Multi-head self-attention that rotates query and key before the attention function of the configuration. With
-    `rotate_values` it also rotates values, and token i receives R(pᵢ)ᵀ Σⱼ wᵢⱼ R(pⱼ) vⱼ (GTA, eq. 6).
+    `rotate_values` it also rotates values, and token i receives R(pᵢ)ᵀ Σⱼ wᵢⱼ R(pⱼ) vⱼ (GTA, eqs. 4–6).
 
     Commuting rotations act in the eigenbasis of their generators. Where `q_proj` and `k_proj` are plain linear layers,
     their weights are multiplied by this basis. Modules with hooks, adapters, parametrizations, or quantized, offloaded
