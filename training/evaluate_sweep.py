@@ -14,8 +14,8 @@ them once. `--dry_run` only lists the runs.
 
 A sweep names its `script` and `recipe`. `train` contains lists of settings, all of whose combinations are trained, and
 `evaluate` lists of conditions, all of whose combinations are evaluated. `report` names further tables: the `peak` over
-the epochs, `losses`, COCO's average `precisions`, and the `balanced` accuracy of two classes. `mini` replaces any of
-these for a small computer.
+the epochs, `losses`, COCO's average `precisions`, and the `balanced` accuracy of two classes. `compare`, `chance` and
+`solved_at` say what the report tests (training/README.md). `mini` replaces any of these for a small computer.
 """
 
 import argparse

@@ -343,6 +343,7 @@ def test_outcomes_of_two_modes_are_shares_of_twenty_seeds():
     censored = stats.CensoredData([1000] * 10, right=[1000] * 10)
     assert p_values["examples"] == pytest.approx(stats.logrank(censored, [500] * 20).pvalue)
     said, text = comparisons.solved_table(table(20), 0.9)
+    assert said == "Solved (90% or more, as trained) by every seed: LieRE8; by some seeds: Axial RoPE 10 of 20."
     assert (
         "| LieRE8 | 20 of 20 (83% – 100%) | 500 |" in text
         and "| Axial RoPE | 10 of 20 (27% – 73%) | not reached |" in text

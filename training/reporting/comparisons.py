@@ -36,6 +36,8 @@ OF_ENCODING = (
 )
 # The folder of the weights may contain the seed.
 NEVER_COMPARED = ("model_name_or_path",)
+# Names in a sentence before the others are only counted.
+MOST_LISTED = 4
 # Standard errors that an accuracy exceeds chance by, unless the model is at chance.
 ABOVE_CHANCE = 3
 
@@ -224,7 +226,7 @@ def train_examples(result: dict[str, Any]) -> float:
 
 
 def solved_table(table: Table, goal: float) -> tuple[str, str]:
-    """Shares of the seeds that solve the task, and the examples until then."""
+    """Shares of the seeds that solve the task, and the median of the examples until then, with their conclusion."""
     columns = columns_of(table)
     rows = [
         [
@@ -234,17 +236,18 @@ def solved_table(table: Table, goal: float) -> tuple[str, str]:
         ]
         for row, cells in table.items()
     ]
-    said = f"Seeds that solve the task, with {goal:.0%} or more, and the median of the examples until then:"
-    return said, markdown(["", *columns, f"examples until {goal:.0%}"], rows, "---:")
+    return who_solves(table, goal), markdown(["", *columns, f"examples until {goal:.0%}"], rows, "---:")
 
 
-def _who_solves(table: Table, goal: float) -> str:
+def who_solves(table: Table, goal: float, most: int | None = None) -> str:
+    """The rows that every seed solves, some or none; the first `most` of many."""
     groups: dict[str, list[str]] = {"every seed": [], "some seeds": [], "no seed": []}
     for row, cells in table.items():
         seeds = solved(next(iter(cells.values())), goal)
         name = "every seed" if all(seeds) else "some seeds" if any(seeds) else "no seed"
-        groups[name].append(f"{in_prose(row)} {sum(seeds)} of {len(seeds)}" if name == "some seeds" else in_prose(row))
-    by = "; by ".join(f"{name}: {', '.join(some)}" for name, some in groups.items() if some)
+        counted = f" {sum(seeds)} of {len(seeds)}" if name == "some seeds" else ""
+        groups[name].append(in_prose(row) + counted)
+    by = "; by ".join(f"{name}: {_listed(some, most)}" for name, some in groups.items() if some)
     return f"Solved ({goal:.0%} or more, {columns_of(table)[0]}) by {by}."
 
 
@@ -330,10 +333,12 @@ def conclude(found: Comparisons, table: Table) -> str:
         if seeds[0] < found.fewest_seeds:
             counted = " or ".join(map(str, seeds)) + (" seed" if seeds == [1] else " seeds")
             parts.append(f"Not tested: {counted}, and a test needs {found.fewest_seeds}.")
-        parts.append(_best(table) if found.solved_at is None else _who_solves(table, found.solved_at))
+        parts.append(_best(table) if found.solved_at is None else who_solves(table, found.solved_at, MOST_LISTED))
         parts.append(_spread(table))
+    elif seeds[0] < found.fewest_seeds:
+        parts.append(f"Rows of fewer than {found.fewest_seeds} seeds are not tested.")
     if found.at_chance:
-        parts.append(f"At chance, and no baseline: {_listed(found.at_chance)}.")
+        parts.append(f"At chance, and no baseline: {_listed([in_prose(row) for row in found.at_chance])}.")
     return " ".join(part for part in parts if part)
 
 
@@ -367,10 +372,11 @@ def in_prose(row: str) -> str:
     return f"{name} ({', '.join(settings)})" if settings else name
 
 
-def _listed(rows: list[str], most: int = 4) -> str:
-    """Names in prose, the first `most` of many."""
-    shown = ", ".join(map(in_prose, rows[:most]))
-    return shown if len(rows) <= most else f"{shown} and {len(rows) - most} more"
+def _listed(names: list[str], most: int | None = MOST_LISTED) -> str:
+    """The first `most` of many names."""
+    if most is None or len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
 def _best(table: Table) -> str:
@@ -385,9 +391,9 @@ def _best(table: Table) -> str:
         order = sorted((sign * cell.mean, row) for row, cell in cells.items())
         shown = {row: first.number(cell.mean) for row, cell in cells.items()}
         best, worst = (shown[order[end][1]] for end in (-1, 0))
-        text = f"{_listed([row for row in cells if shown[row] == best])} ({best})"
+        text = f"{_listed([in_prose(row) for row in cells if shown[row] == best])} ({best})"
         if len(columns) == 1:
-            text += f"; worst: {_listed([row for row in cells if shown[row] == worst])} ({worst})"
+            text += f"; worst: {_listed([in_prose(row) for row in cells if shown[row] == worst])} ({worst})"
         parts.append(f"{column}: {text}" if len(columns) > 1 else text)
     if not parts:
         return ""
